@@ -91,10 +91,10 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
     device = CudaDevice()
     interpreter, resident = InterpreterTier(device), upload(device, dataset)
     with device.stream() as context:
-        chunk = InterpreterChunk(0, len(setup.batch), 0, rows, 0)
+        chunk = InterpreterChunk(0, len(setup.batch))
         variant = interpreter.variant(resident, evaluation)
         kernels = interpreter.prepare(variant)
-        geometry = interpreter.geometry(resident, evaluation, chunk)
+        geometry = interpreter.geometry(resident, evaluation)
         lowered = lower_batch(context, kernels, geometry, setup.batch, 10, chunk.jobs)
         partials = context.buffer("partials 0", chunk.jobs * geometry.tiles * 8)
         addresses = lowered.addresses._replace(partials=partials)

@@ -60,6 +60,9 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 _STEPS_IN_FLIGHT: Final = 2
 #: Token-rows of a step for each multiprocessor; in fast mode about 2 ms of an H200.
 _STEP_SIZE: Final = 110_000_000
+#: Most bytes of values on the device, and the part of its memory that they may take.
+_VALUE_BYTES: Final = 64 << 20
+_VALUES_SHARE: Final = 1 / 8
 #: Batches that are remembered in order to recognise repeated ones.
 _REMEMBERED: Final = 4096
 
@@ -278,11 +281,13 @@ class CudaEngine:
         interpreter: EvaluationTier = self._interpreter
         if evaluation.gradient and tier is not Tier.COMPILED:
             interpreter = yield from self._derivative_tier()
+        value_bytes = min(_VALUE_BYTES, int(self._device.memory_limit * _VALUES_SHARE))
+        work = resident, evaluation, outputs, value_bytes
         started = time.perf_counter()
         if tier is Tier.COMPILED:
-            timings = yield from evaluate_on(self._compiled, resident, evaluation, outputs, plan)
+            timings = yield from evaluate_on(self._compiled, *work, plan)
         elif interpreter is self._interpreter:
-            timings = yield from evaluate_on(interpreter, resident, evaluation, outputs)
+            timings = yield from evaluate_on(interpreter, *work)
         else:
             timings = yield from interpreter.evaluate(resident, evaluation, outputs)
         # What waited for a compiler, or for rows, says nothing about the rates of the tiers.

@@ -19,34 +19,39 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     check_cancelled,
     cut_rows,
 )
-from warpfit_server.engine.cuda.runtime.streamed_data import ALIGNED_ROWS, StreamedDataset
+from warpfit_server.engine.cuda.runtime.streamed_data import ALIGNED_ROWS
 from warpfit_server.engine.interface import Outputs, Steps
 
-#: Part of the device's memory that the values of a window may take, and their most bytes.
-_VALUES_SHARE: Final = 1 / 8
-_MOST_VALUE_BYTES: Final = 64 << 20
 #: Outputs that are sums over rows.
 _SUMS: Final = ("losses", "gradients")
 
 
 def evaluate_on(
-    tier: Any, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs, *plan: Any
+    tier: Any,
+    resident: ResidentDataset,
+    evaluation: Evaluation,
+    outputs: Outputs,
+    value_bytes: int,
+    *plan: Any,
 ) -> Steps[Timings]:
-    """Evaluate by a tier, window by window if the data set is streamed.
+    """Evaluate by a tier, by windows if the rows or their values do not fit on the device.
 
     Args:
         tier: the interpreter or the compiled tier.
         resident: the data set.
         evaluation: what is wanted.
         outputs: to fill.
+        value_bytes: most bytes of values, unless those of fewer rows than a block has are more.
         plan: more arguments of the tier.
 
     """
-    if not isinstance(resident, StreamedDataset):
+    start, stop = evaluation.row_range(resident.dataset.layout)
+    jobs = len(evaluation.batch) * evaluation.batch.vectors
+    # A tier takes the jobs of a resident data set one after the other if it must.
+    if not resident.is_streamed and stop - start <= _most_rows(resident, outputs, value_bytes, 1):
         timings: Timings = yield from tier.evaluate(resident, evaluation, outputs, *plan)
         return timings
-    start, stop = evaluation.row_range(resident.dataset.layout)
-    length = _rows_of_window(resident, outputs)
+    length = _most_rows(resident, outputs, value_bytes, jobs)
     spans, timings, parts = cut_rows((start, stop), length), Timings(), []
     with (yield from resident.turn()), closing(resident.windows(spans)) as windows:
         for window, span in windows:
@@ -66,14 +71,12 @@ def evaluate_on(
     return timings
 
 
-def _rows_of_window(streamed: StreamedDataset, outputs: Outputs) -> int:
-    """Return the most rows of a window; fewer than it has room for if there are many values."""
+def _most_rows(resident: ResidentDataset, outputs: Outputs, value_bytes: int, jobs: int) -> int:
+    """Return the most rows of a window, a power of two, if it has the values of so many jobs."""
     if outputs.values is None:
-        return streamed.window_rows
-    programs, vectors, _ = outputs.values.shape
-    memory = min(_MOST_VALUE_BYTES, int(streamed.memory * _VALUES_SHARE))
-    most = memory // (programs * vectors * outputs.values.itemsize)
-    return int(min(streamed.window_rows, 1 << (max(most, ALIGNED_ROWS).bit_length() - 1)))
+        return resident.window_rows
+    most = max(value_bytes // (jobs * outputs.values.itemsize), ALIGNED_ROWS)
+    return int(min(resident.window_rows, 1 << (most.bit_length() - 1)))
 
 
 def _outputs_of_window(outputs: Outputs, rows: int) -> Outputs:

@@ -44,16 +44,10 @@ from warpfit_server.engine.interface import Outputs
 
 @dataclass(frozen=True, slots=True)
 class InterpreterChunk:
-    """Jobs and rows that one launch covers."""
+    """Jobs that one launch covers."""
 
     first_job: int
     jobs: int
-    start: int
-    """First row."""
-    stop: int
-    """Row after the last one."""
-    span: int
-    """Number of the chunk's rows among those of all chunks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,9 +139,9 @@ def launch_chunk(
     Args:
         context: the stream.
         lowered: the batch.
-        geometry: of the chunk's rows.
+        geometry: of the rows.
         evaluation: what is wanted.
-        chunk: jobs and rows.
+        chunk: jobs.
         side: 0 or 1, alternating, so that a result is copied while the next is computed.
 
     """
@@ -165,7 +159,9 @@ def launch_chunk(
         pending.sums = _sum_partials(context, lowered, geometry, addresses, chunk, side)
     context.mark("computed")
     if values:
-        pending.values = _staging(context, f"values {side}", chunk, variant.dtype)
+        rows = geometry.end_row - geometry.first_row
+        staging = context.pinned(f"values {side}", chunk.jobs * rows * variant.dtype.itemsize)
+        pending.values = staging.view(variant.dtype).reshape(chunk.jobs, rows)
         skipped = geometry.first_row * variant.dtype.itemsize
         context.download_rows(pending.values, values + skipped, pitch)
     context.mark(pending.event)
@@ -206,14 +202,6 @@ def _sum_partials(
     return sums
 
 
-def _staging(
-    context: StreamContext, name: str, chunk: InterpreterChunk, dtype: np.dtype[Any]
-) -> NDArray[Any]:
-    shape = (chunk.jobs, chunk.stop - chunk.start)
-    staging = context.pinned(name, shape[0] * shape[1] * dtype.itemsize)
-    return staging.view(dtype).reshape(shape)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ResultCopier:
     """Copies the results of chunks from staging memory to the outputs of an evaluation."""
@@ -222,7 +210,7 @@ class ResultCopier:
     evaluation: Evaluation
     outputs: Outputs
     sums: NDArray[np.float64]
-    """Sums of the loss terms of each chunk's rows; [spans, jobs]."""
+    """Sum of the loss terms of each job; [jobs]."""
     lowered: LoweredBatch
 
     def copy(self, context: StreamContext, pending: PendingChunk) -> None:
@@ -232,10 +220,7 @@ class ResultCopier:
         chunk, outputs = pending.chunk, self.outputs
         jobs = slice(chunk.first_job, chunk.first_job + chunk.jobs)
         if pending.sums is not None:
-            self.sums[chunk.span, jobs] = pending.sums
+            self.sums[jobs] = pending.sums
         if pending.values is not None and outputs.values is not None:
-            first, stop = self.evaluation.row_range(self.resident.dataset.layout)
-            rows = slice(chunk.start - first, chunk.stop - first)
-            outputs.values.reshape(self.sums.shape[1], -1)[jobs, rows] = pending.values
-            if chunk.stop == stop:
-                outputs.ready(jobs.stop // self.evaluation.batch.vectors)
+            outputs.values.reshape(len(self.sums), -1)[jobs] = pending.values
+            outputs.ready(jobs.stop // self.evaluation.batch.vectors)

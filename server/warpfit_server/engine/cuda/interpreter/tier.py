@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 
 from warpfit.request import Evaluation, Tier, Timings
-from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
 from warpfit_server.engine.cuda.interpreter.chunks import (
     InterpreterChunk,
@@ -36,11 +35,7 @@ from warpfit_server.engine.cuda.interpreter.source import (
 )
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import (
-    ResidentDataset,
-    check_cancelled,
-    cut_rows,
-)
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
 from warpfit_server.engine.interface import Outputs, Steps
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
@@ -54,9 +49,8 @@ VARIANTS: Final = tuple(
 )
 #: Threads that fill a multiprocessor.
 _FULL_THREADS: Final = 32 * 32
-#: Most jobs and rows of one launch.
+#: Most jobs of one launch.
 _MAX_JOBS: Final = 1 << 18
-_MAX_ROWS: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,7 @@ class InterpreterTier:
         variant = self.variant(resident, evaluation)
         chunks = list(self._chunks(resident, evaluation, variant))
         if len(chunks) == 1 and not evaluation.values and outputs.losses is not None:
-            geometry = self.geometry(resident, evaluation, chunks[0])
+            geometry = self.geometry(resident, evaluation)
             kernels = self.prepare(variant)
             with self._device.stream() as context:
                 return evaluate_losses(
@@ -160,46 +154,28 @@ class InterpreterTier:
     def _chunks(
         self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
     ) -> Iterator[InterpreterChunk]:
-        """Cut the evaluation so that the results of each launch fit in ``chunk_bytes``.
+        """Cut the jobs so that the results of each launch fit in ``chunk_bytes``.
 
         If that takes several launches, none has more token-rows than `kernel_arguments` allows.
         """
-        programs, vectors, _ = evaluation.shape(resident.dataset.layout)
-        start, stop = evaluation.row_range(resident.dataset.layout)
-        spans = cut_rows((start, stop), self._chunk_rows(evaluation, variant))
-        tiles = -(-max(last - first for first, last in spans) // variant.tile) + 1
+        programs, vectors, rows = evaluation.shape(resident.dataset.layout)
+        tiles = -(-rows // variant.tile) + 1
         job_bytes = 8 * tiles
         if evaluation.values:
             job_bytes = tiles * variant.tile * variant.dtype.itemsize
         jobs = min(programs * vectors, max(1, self._tuning.chunk_bytes // job_bytes), _MAX_JOBS)
         if jobs < programs * vectors:
             most = max_interpreted_token_rows(variant, self._device.multiprocessors)
-            token_rows = len(evaluation.batch.codes) * (stop - start)
+            token_rows = len(evaluation.batch.codes) * rows
             jobs = min(jobs, max(1, most * programs // token_rows))
         jobs -= jobs % vectors if jobs > vectors else 0
         for first in range(0, programs * vectors, jobs):
-            count = min(jobs, programs * vectors - first)
-            for number, span in enumerate(spans):
-                yield InterpreterChunk(first, count, *span, number)
+            yield InterpreterChunk(first, min(jobs, programs * vectors - first))
 
-    def _chunk_rows(self, evaluation: Evaluation, variant: Variant) -> int:
-        """Return the most rows of a chunk: a power of two, not less than those of a tile."""
-        most = (
-            self._tuning.chunk_bytes // variant.dtype.itemsize if evaluation.values else _MAX_ROWS
-        )
-        return int(1 << (max(most, variant.tile).bit_length() - 1))
-
-    def geometry(
-        self,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        chunk: InterpreterChunk | None = None,
-    ) -> InterpreterGeometry:
-        """Describe the work of a chunk, or of all rows of the evaluation."""
+    def geometry(self, resident: ResidentDataset, evaluation: Evaluation) -> InterpreterGeometry:
+        """Describe the work on the rows of an evaluation."""
         variant = self.variant(resident, evaluation)
         rows = evaluation.row_range(resident.dataset.layout)
-        if chunk is not None:
-            rows = chunk.start, chunk.stop
         return InterpreterGeometry.of(
             resident,
             rows,
@@ -220,9 +196,8 @@ class InterpreterTier:
     ) -> Steps[Timings]:
         """Launch chunk after chunk; copy the results of each while the next is computed."""
         batch, layout = evaluation.batch, resident.dataset.layout
-        variant = self.variant(resident, evaluation)
-        kernels = self.prepare(variant)
-        sums = np.zeros((chunks[-1].span + 1, len(batch) * batch.vectors))
+        kernels = self.prepare(self.variant(resident, evaluation))
+        sums = np.zeros(len(batch) * batch.vectors)
         with self._device.stream() as context:
             geometry = self.geometry(resident, evaluation)
             lowered = lower_batch(
@@ -235,7 +210,6 @@ class InterpreterTier:
             pending: PendingChunk | None = None
             for number, chunk in enumerate(chunks):
                 check_cancelled(outputs.cancelled)
-                geometry = self.geometry(resident, evaluation, chunk)
                 latest = launch_chunk(context, lowered, geometry, evaluation, chunk, number % 2)
                 if pending is not None:
                     copier.copy(context, pending)
@@ -246,8 +220,7 @@ class InterpreterTier:
                 copier.copy(context, pending)
             computed = context.nanoseconds("start", "computed")
         if outputs.losses is not None and evaluation.loss is not None:
-            first = chunks[0].start // self._chunk_rows(evaluation, variant)
-            outputs.losses[...] = sum_nodes(sums, first).reshape(outputs.losses.shape)
+            outputs.losses[...] = sums.reshape(outputs.losses.shape)
         return Timings(
             copy_in=launched - started,
             compute=computed,

@@ -6,7 +6,7 @@ taken back when the losses are there.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Tier, Timings
-from warpfit_server.engine.cpu.sum_tree import carry, node_sums
 from warpfit_server.engine.cuda.jit.graph import CapturedGraph, GraphBuffers, row_arguments
-from warpfit_server.engine.cuda.jit.kernel_interface import ARGUMENT_OFFSETS
 from warpfit_server.engine.cuda.jit.shapes import InputSources, fill_inputs
 from warpfit_server.engine.cuda.runtime.batch_layout import TokenArrays
 from warpfit_server.engine.cuda.runtime.command_list import (
@@ -33,13 +31,6 @@ from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs
 from warpfit_server.engine.native import numba_cache
-
-#: Indices of arguments.
-_COLUMNS: Final = tuple(ARGUMENT_OFFSETS[name] // 8 for name in ("variables", "target", "weights"))
-_HEAD, _STOP, _BLOCK_ROWS, _FIRST_BLOCK, _BLOCK_COUNT = (
-    ARGUMENT_OFFSETS[name] // 8
-    for name in ("head", "stop", "block_rows", "first_block", "block_count")
-)
 
 
 class GraphHandles(NamedTuple):
@@ -63,7 +54,6 @@ def evaluate_losses(
     sources: InputSources,
     resident: ResidentDataset,
     evaluation: Evaluation,
-    max_rows: int,
     block_rows: int,
     outputs: Outputs,
     started: int,
@@ -77,7 +67,6 @@ def evaluate_losses(
         sources: of the batch's inputs.
         resident: the data set.
         evaluation: asks for a loss, and not for values.
-        max_rows: rows of one launch; a power of two, not less than ``block_rows``.
         block_rows: from `kernel_interface.block_rows`.
         outputs: whose losses to fill.
         started: ``time.perf_counter_ns()`` of the evaluation's beginning.
@@ -90,13 +79,13 @@ def evaluate_losses(
     assert outputs.losses is not None
     assert evaluation.loss is not None
     rows = evaluation.row_range(resident.dataset.layout)
-    graph.set_arguments(row_arguments(resident, *rows, block_rows))
-    graph.place_partials(context, min(rows[1] - rows[0], max_rows) // block_rows + 2)
+    arguments = row_arguments(resident, *rows, block_rows)
+    graph.set_arguments(arguments)
+    graph.place_partials(context, arguments["block_count"])
     status = launch_losses(
         context.functions,
         GraphHandles.of(context, graph),
         graph.buffers,
-        max_rows,
         TokenArrays.of(evaluation.batch),
         sources,
         graph.inputs,
@@ -125,7 +114,7 @@ def load() -> None:
     sources = InputSources(indices, indices, np.zeros(1, dtype=np.bool_))
     for dtype in (np.float32, np.float64):
         given = (
-            *(indices, GraphHandles(0, 0, 0, 0), GraphBuffers.allocate(arguments, indices), 0),
+            *(indices, GraphHandles(0, 0, 0, 0), GraphBuffers.allocate(arguments, indices)),
             *(TokenArrays.of(batch), sources, np.zeros((1, 1), dtype), numbers, numbers),
         )
         launch_losses.compile(tuple(map(numba.typeof, given)))
@@ -136,7 +125,6 @@ def launch_losses(
     functions: NDArray[np.int64],
     handles: GraphHandles,
     buffers: GraphBuffers,
-    max_rows: int,
     tokens: TokenArrays,
     sources: InputSources,
     inputs: NDArray[Any],
@@ -145,61 +133,13 @@ def launch_losses(
 ) -> int:
     """Fill the inputs, launch the graph and copy the losses; return the driver's status."""
     fill_inputs(tokens.values, tokens.parameter_counts, tokens.parameters, sources, inputs)
-    status = _launch(functions, handles, buffers, max_rows, inputs.itemsize, sums)
+    status = execute(functions, buffers.commands[: _write_commands(handles, buffers)])
     if status != 0:
         return int(status)
     for program in range(len(buffers.sum_starts) - 1):
         for vector in range(tokens.vectors):
             place = buffers.sum_starts[program] * tokens.vectors + vector
             losses[program * tokens.vectors + vector] = sums[place]
-    return int(status)
-
-
-@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _launch(
-    functions: NDArray[np.int64],
-    handles: GraphHandles,
-    buffers: GraphBuffers,
-    max_rows: int,
-    itemsize: int,
-    sums: NDArray[np.float64],
-) -> int:
-    """Launch for each range of rows, and add the sums up; return the driver's status."""
-    arguments = buffers.arguments
-    commands = buffers.commands[: _write_commands(handles, buffers)]
-    head, stop, block_rows = (
-        int(arguments[_HEAD]),
-        int(arguments[_STOP]),
-        int(arguments[_BLOCK_ROWS]),
-    )
-    if stop - head <= max_rows:
-        return int(execute(functions, commands))
-    given = arguments.copy()
-    start = int(given[_FIRST_BLOCK]) * block_rows
-    nodes = np.zeros((64, len(sums)))
-    began, milliseconds, status = np.zeros(2, dtype=np.int64), np.float32(0), 0
-    for number in range((start + head) // max_rows, (start + stop - 1) // max_rows + 1):
-        first = max(number * max_rows, start)
-        last = min((number + 1) * max_rows, start + stop)
-        for column in _COLUMNS:
-            if given[column] != 0:
-                arguments[column] = given[column] + np.uint64((first - start) * itemsize)
-        arguments[_HEAD] = given[_HEAD] if first == start else np.uint64(0)
-        arguments[_STOP] = np.uint64(last - first)
-        arguments[_FIRST_BLOCK] = np.uint64(first // block_rows)
-        arguments[_BLOCK_COUNT] = np.uint64((last - 1) // block_rows + 1 - first // block_rows)
-        status = execute(functions, commands)
-        if status != 0:
-            break
-        if first == start:
-            began[:] = buffers.clock[:2]
-        nodes[0] += sums
-        carry(nodes, number + 1)
-        milliseconds += buffers.elapsed[0]
-    arguments[:] = given
-    sums[:] = node_sums(nodes)
-    buffers.clock[:2] = began
-    buffers.elapsed[0] = milliseconds
     return int(status)
 
 

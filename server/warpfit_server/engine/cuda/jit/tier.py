@@ -140,7 +140,9 @@ class CompiledTier:
         graph = graph or (yield from self._capture(key, plan))
         work = (graph, plan, resident, evaluation, outputs, started, hits)
         try:
-            if _is_one_command_list(resident, evaluation):
+            start, stop = evaluation.row_range(resident.dataset.layout)
+            most = self._rows_per_launch(plan, resident, evaluation)
+            if evaluation.loss is not None and not evaluation.values and stop - start <= most:
                 return self._run_at_once(*work)
             return (yield from self._run_chunks(*work))
         finally:
@@ -267,11 +269,9 @@ class CompiledTier:
     ) -> Timings:
         """Compute losses, and gradients if they are wanted, by one command list."""
         with self._device.stream() as context:
-            max_rows = self._rows_per_launch(plan, resident, evaluation)
             timings = evaluate_losses(
                 *(context, graph, plan.shapes.sources, resident, evaluation),
-                *(max_rows, _block_rows(plan, resident, evaluation), outputs, started),
-                cache_hits,
+                *(_block_rows(plan, resident, evaluation), outputs, started, cache_hits),
             )
         if outputs.gradients is not None:
             sums = graph.sums.reshape(-1, evaluation.batch.vectors)
@@ -349,12 +349,6 @@ class CompiledTier:
         most = max(1, (stop - start) // _MIN_ROWS)
         rows = -(-(stop - start) // min(max(1, launches), most))
         return int(min(1 << (max(rows, MAX_BLOCK_ROWS) - 1).bit_length(), MAX_ROWS))
-
-
-def _is_one_command_list(resident: ResidentDataset, evaluation: Evaluation) -> bool:
-    """Return whether only sums are wanted, over no more rows than one graph can count."""
-    start, stop = evaluation.row_range(resident.dataset.layout)
-    return evaluation.loss is not None and not evaluation.values and stop - start <= MAX_ROWS
 
 
 def _block_rows(plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation) -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -88,15 +87,15 @@ class StreamedDataset(ResidentDataset):
         super().__init__(dataset, None)
         layout = dataset.layout
         self._device = device
-        self.memory = device.memory_limit
-        """Bytes of device memory that may be used."""
-        self.window_rows = window_rows(layout, self.memory)
+        self.window_rows = window_rows(layout, device.memory_limit)
         shape = layout.columns, self.window_rows + ALIGNED_ROWS
         size = (shape[0] * shape[1] + SLACK_ROWS) * layout.dtype.itemsize
         self._windows = [
             device.cupy.ndarray(shape, layout.dtype, memptr=device.allocate(size)) for _ in range(2)
         ]
-        self._turns = _Turns()
+        self._lock = threading.Lock()
+        self._last: Future[None] = Future()
+        self._last.set_result(None)
         weakref.finalize(self, device.lock_pages(dataset.matrix)).atexit = False
 
     is_streamed = True
@@ -112,7 +111,16 @@ class StreamedDataset(ResidentDataset):
 
     def turn(self) -> Steps[Any]:
         """Wait until no other evaluation uses the windows; return a context that ends the use."""
-        return self._turns.wait()
+        own: Future[None] = Future()
+        with self._lock:
+            before, self._last = self._last, own
+        try:
+            if not before.done():
+                yield before
+        except BaseException:  # nobody waits any more; the next one waits for those before
+            before.add_done_callback(lambda _: own.set_result(None))
+            raise
+        return _ending(own)
 
     def windows(
         self, spans: Sequence[tuple[int, int]]
@@ -151,40 +159,9 @@ class StreamedDataset(ResidentDataset):
         copies.mark(f"window {side}")
 
 
-class _Turns:
-    """Lets one evaluation at a time use the windows; the others wait without a thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_taken = False
-        self._waiting: deque[Future[None]] = deque()
-
-    def wait(self) -> Steps[Any]:
-        """Wait for the turn; return a context manager that ends it."""
-        while not self._take():
-            turn: Future[None] = Future()
-            with self._lock:
-                is_free = not self._is_taken
-                if not is_free:
-                    self._waiting.append(turn)
-            if not is_free:
-                yield turn
-        return self._turn()
-
-    def _take(self) -> bool:
-        with self._lock:
-            if self._is_taken:
-                return False
-            self._is_taken = True
-            return True
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._is_taken = False
-                waiting, self._waiting = self._waiting, deque()
-            for turn in waiting:
-                turn.set_result(None)
+@contextmanager
+def _ending(turn: Future[None]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        turn.set_result(None)

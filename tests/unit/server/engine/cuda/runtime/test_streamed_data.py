@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,13 +16,14 @@ from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.cuda.runtime import streamed_data
-from warpfit_server.engine.cuda.runtime.resident_data import cut_rows
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, cut_rows
 from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset, must_stream
 from warpfit_server.engine.cuda.streaming import evaluate_on
 from warpfit_server.engine.interface import Outputs, run_to_end
 
 MEMORY = 5 << 20
 ROWS = 200_001
+VALUES = 64 << 20
 DATA = Dataset.of(
     np.random.default_rng(0).normal(size=(ROWS, 5)), np.arange(ROWS), np.ones(ROWS), dtype="f4"
 )
@@ -141,7 +141,7 @@ def test_windows_give_the_bits_of_the_whole(start, count, values):
     rows, device, tier = (start, min(start + count, ROWS)), FakeDevice(), Tier()
     streamed = StreamedDataset(device, DATA)
     evaluation, outputs = evaluation_of(rows, values=values)
-    timings = run_to_end(evaluate_on(tier, streamed, evaluation, outputs))
+    timings = run_to_end(evaluate_on(tier, streamed, evaluation, outputs, VALUES))
     columns = DATA.matrix[:, slice(*rows)]
     terms = (columns[0] * columns[6]).astype(np.float64)
     assert outputs.losses[0, 0] == sum_nodes(terms[:, np.newaxis], rows[0])[0]
@@ -155,28 +155,36 @@ def test_windows_give_the_bits_of_the_whole(start, count, values):
     assert columns.nbytes <= device.copied <= columns.nbytes + extra
 
 
-def test_many_values_take_smaller_windows():
-    tier, streamed = Tier(), StreamedDataset(FakeDevice(), DATA)
+@pytest.mark.parametrize("streams", [True, False])
+def test_many_values_take_smaller_windows(streams):
+    tier, device = Tier(), FakeDevice()
+    resident = StreamedDataset(device, DATA)
+    if not streams:
+        memory = device.cupy.ndarray(DATA.matrix.shape, DATA.matrix.dtype, None)
+        memory.array[:] = DATA.matrix
+        resident = ResidentDataset(DATA, memory)
     evaluation, outputs = evaluation_of((0, ROWS), values=True)
-    wide = replace(outputs, values=np.empty((40, 1, ROWS), np.float32))
-    run_to_end(evaluate_on(tier, streamed, evaluation, wide))
+    run_to_end(evaluate_on(tier, resident, evaluation, outputs, 4 * 5000))
     assert tier.windows == -(-ROWS // streamed_data.ALIGNED_ROWS)
-    np.testing.assert_array_equal(wide.values, np.broadcast_to(DATA.matrix[1], (40, 1, ROWS)))
+    np.testing.assert_array_equal(outputs.values[0, 0], DATA.matrix[1])
+    _, other = evaluation_of((0, ROWS), values=True)
+    run_to_end(evaluate_on(tier, resident, evaluation, other, VALUES))
+    np.testing.assert_array_equal(other.losses, outputs.losses)
 
 
 def test_a_cancelled_evaluation_ends_its_turn():
     streamed = StreamedDataset(FakeDevice(), DATA)
     evaluation, outputs = evaluation_of((0, ROWS), values=False, cancelled=True)
     with pytest.raises(CancelledError):
-        run_to_end(evaluate_on(Tier(), streamed, evaluation, outputs))
+        run_to_end(evaluate_on(Tier(), streamed, evaluation, outputs, VALUES))
     _, outputs = evaluation_of((0, ROWS), values=False)
-    run_to_end(evaluate_on(Tier(), streamed, evaluation, outputs))
+    run_to_end(evaluate_on(Tier(), streamed, evaluation, outputs, VALUES))
 
 
 def test_evaluations_wait_for_each_other_without_a_thread():
     streamed = StreamedDataset(FakeDevice(), DATA)
     evaluation, outputs = evaluation_of((0, ROWS), values=False)
-    first, second = (evaluate_on(Tier(), streamed, evaluation, outputs) for _ in range(2))
+    first, second = (evaluate_on(Tier(), streamed, evaluation, outputs, VALUES) for _ in range(2))
     assert next(first) is None
     turn = next(second)
     assert not turn.done()

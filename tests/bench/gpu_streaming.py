@@ -1,0 +1,112 @@
+"""Benchmark of streamed data sets: the rate against those of the bus and of the kernels.
+
+``python tests/bench/gpu_streaming.py [--gigabytes N] [--programs N ...]`` writes
+``tests/bench/results/gpu_streaming.json``. A data set of 10 variables and a target, float32, is
+streamed by an engine with ``--memory`` bytes of the device. For each number of programs of the
+thesis mix, fast mode:
+
+* ``seconds``: one evaluation of the losses, the least of some.
+* ``copy_seconds``: the copies of all windows alone, without kernels.
+* ``kernel_seconds``: the kernels alone: the device time on as many rows as a window has, resident,
+  times the windows.
+* ``of_bound``: the longer of these two divided by ``seconds``; 1 if nothing is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+from harness import SEED, outputs_of, save
+
+from warpfit.dataset import Dataset, Layout
+from warpfit.expressions.workload import thesis_mix
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit_server.engine.cuda.engine import CudaEngine
+from warpfit_server.engine.cuda.runtime.resident_data import cut_rows
+from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset
+from warpfit_server.engine.interface import run_to_end
+
+COLUMNS = 11
+#: Rows that are drawn; the data set repeats them.
+DRAWN = 1 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=20.0)
+    parser.add_argument("--memory", type=int, default=8 << 30)
+    parser.add_argument("--programs", type=int, nargs="+", default=[300, 3000])
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    whole = repeated(int(arguments.gigabytes * 1e9) // (4 * COLUMNS))
+    engine = CudaEngine(memory_limit=arguments.memory)
+    started = time.perf_counter()
+    engine.load(whole)
+    content: dict[str, Any] = {"bytes": whole.layout.nbytes, "rows": whole.layout.rows}
+    content["load_seconds"] = time.perf_counter() - started
+    streamed = engine._resident(whole.content_id)
+    assert isinstance(streamed, StreamedDataset), "the data set fits on the device"
+    content["window_rows"] = streamed.window_rows
+    content["copy_seconds"] = copy_seconds(streamed)
+    window = repeated(streamed.window_rows)
+    engine.load(window)
+    content["results"] = []
+    for count in arguments.programs:
+        row = measure(engine, whole, window, count, arguments.repeats)
+        bound = max(row["kernel_seconds"], content["copy_seconds"])
+        row["of_bound"] = bound / row["seconds"]
+        content["results"].append(row)
+        print(row, flush=True)
+    save("gpu_streaming", content)
+
+
+def repeated(rows: int) -> Dataset:
+    drawn = np.random.default_rng(SEED).uniform(0.5, 2, (COLUMNS, DRAWN)).astype(np.float32)
+    matrix = np.empty((COLUMNS, rows), np.float32)
+    for start in range(0, rows, DRAWN):
+        stop = min(start + DRAWN, rows)
+        matrix[:, start:stop] = drawn[:, : stop - start]
+    layout = Layout(matrix.dtype, variables=COLUMNS - 1, rows=rows, has_target=True)
+    return Dataset.resident(layout, matrix, rows.to_bytes(32, "little"))
+
+
+def copy_seconds(streamed: StreamedDataset) -> float:
+    spans = cut_rows((0, streamed.dataset.layout.rows), streamed.window_rows)
+    started = time.perf_counter()
+    with closing(streamed.windows(spans)) as windows:
+        for _ in windows:
+            pass
+    return time.perf_counter() - started
+
+
+def measure(
+    engine: CudaEngine, whole: Dataset, window: Dataset, programs: int, repeats: int
+) -> dict[str, Any]:
+    batch = Batch.of(*thesis_mix(1, programs))
+
+    def least(dataset: Dataset) -> tuple[float, float]:
+        evaluation = Evaluation(
+            dataset.content_id, batch, loss=Loss.MSE, values=False, tier=Tier.INTERPRETER,
+            precision=Precision.FAST,
+        )  # fmt: skip
+        seconds, compute = [], []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            timings = run_to_end(engine.evaluate(evaluation, outputs_of(evaluation)))
+            seconds.append(time.perf_counter() - started)
+            compute.append(timings.compute / 1e9)
+        return min(seconds), min(compute)
+
+    _, kernels = least(window)
+    seconds, _ = least(whole)
+    kernels *= whole.layout.rows / window.layout.rows
+    return {"programs": programs, "seconds": seconds, "kernel_seconds": kernels}
+
+
+if __name__ == "__main__":
+    main()
