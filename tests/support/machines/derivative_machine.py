@@ -17,6 +17,8 @@ from warpfit_server.engine.cuda.derivatives.source import labels
 from warpfit_server.engine.lowering.lowered import COPY_CODE
 
 LEVEL, COLUMN, SCALAR, BEFORE = 1, 2, 3, 4
+#: Operators of programs whose values and derivatives stay finite.
+ROBUST = ("add", "sub", "mul", "neg", "abs", "aq", "sin", "tanh", "min", "where", "fma", "logistic")
 
 
 def product(slope: Any, partial: Any) -> Any:

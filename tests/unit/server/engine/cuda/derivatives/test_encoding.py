@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.engines.derivative_suite import smooth_programs
 from support.engines.strategies import programs
-from support.machines.derivative_machine import Machine
+from support.machines.derivative_machine import ROBUST, Machine
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.derivatives import differentiate
@@ -41,7 +41,6 @@ from warpfit_server.system.compile_cache import default_cache_directory
 VARIABLES = 4
 COLUMNS = np.random.default_rng(1).uniform(0.2, 2, size=(VARIABLES + 1, 30))
 FLOAT, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
-ROBUST = ("add", "sub", "mul", "neg", "abs", "aq", "sin", "tanh", "min", "where", "fma", "logistic")
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.engines.strategies import programs
-from support.machines.reference_derivative_code import parts_of, reference_parts
+from support.machines.derivative_machine import ROBUST, Machine
+from warpfit.expressions.derivatives import differentiate
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
-from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff import differentiate
+from warpfit.ops import VARIABLE
 from warpfit_server.engine.autodiff.backward_pass import (
     BY_PARAMETERS,
     BY_VARIABLES,
@@ -23,31 +23,22 @@ from warpfit_server.engine.autodiff.backward_pass import (
     LOSS_DERIVATIVE,
     SQUARES,
 )
-from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
-from warpfit_server.engine.native.arguments import FINISHED, RANGE, argument_block
 from warpfit_server.system.compile_cache import default_cache_directory
 
 VARIABLES = 10
-NOTHING = differentiate.no_row_loss()
-HUBER = differentiate.row_loss_tokens(huber(0.5).row, VARIABLES, weighted=True)
-DEVIATION = differentiate.row_loss_tokens(DIFFERENCE, VARIABLES, weighted=False)
-SIZE = differentiate.row_loss_tokens(ABSOLUTE, VARIABLES, weighted=False)
-#: Row loss and requested bits of fits, gradients, Jacobians and losses of one's own.
+#: Variables, the target, and weights.
+COLUMNS = np.random.default_rng(1).uniform(0.2, 2, size=(VARIABLES + 2, 30))
+#: Row loss, whether it has weights, and requested bits of fits, gradients, Jacobians and losses.
 WORK = {
-    "fit": (DEVIATION, BY_PARAMETERS | LOSS_DERIVATIVE | SQUARES),
-    "gradient": (SIZE, BY_PARAMETERS | LOSS_DERIVATIVE),
-    "own loss": (HUBER, BY_PARAMETERS | BY_VARIABLES | LOSS | LOSS_DERIVATIVE),
-    "loss": (HUBER, LOSS),
-    "jacobian": (NOTHING, BY_PARAMETERS | BY_VARIABLES),
+    "fit": (DIFFERENCE, False, BY_PARAMETERS | LOSS_DERIVATIVE | SQUARES),
+    "gradient": (ABSOLUTE, False, BY_PARAMETERS | LOSS_DERIVATIVE),
+    "own loss": (huber(0.5).row, True, BY_PARAMETERS | BY_VARIABLES | LOSS | LOSS_DERIVATIVE),
+    "loss": (huber(0.5).row, True, LOSS),
+    "jacobian": (None, False, BY_PARAMETERS | BY_VARIABLES),
 }
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    """Return the function that lowers for the CPU engine."""
-    return parts.load_differentiate(parts.directory_of(default_cache_directory()))
 
 
 @pytest.fixture(scope="module")
@@ -61,34 +52,80 @@ def shared():
 
 
 def lower(lowering: DerivativeLowering, batch: Batch, work: str) -> DerivativeCode:
-    row_loss, requested = WORK[work]
-    return lowering.lower(batch, row_loss, requested, keeps_values=work != "loss", products=False)
+    row_loss, weighted, requested = WORK[work]
+    tokens = row_loss_tokens(row_loss, VARIABLES, weighted=weighted) if row_loss else no_row_loss()
+    return lowering.lower(batch, tokens, requested, keeps_values=work != "loss", products=False)
 
 
-def check(compiled, lowering: DerivativeLowering, batch: Batch, work: str) -> None:
-    """Compare with the plain encoder program by program."""
-    row_loss, requested = WORK[work]
-    lowered = differentiate.allocate_differentiated(batch, row_loss)
-    ranges = [np.array([(0, stop)], dtype=RANGE) for stop in (len(batch), 1)]
-    source = differentiate.source_arrays(batch, row_loss, requested)
-    arrays = (*ranges, np.zeros(1, np.uint8), *source, *lowered)
-    assert compiled(argument_block(arrays).ctypes.data, 0) == FINISHED
+def check(lowering: DerivativeLowering, batch: Batch, work: str) -> None:
+    """Compare what the code computes with derivatives in forward mode, program by program."""
+    row_loss, _, requested = WORK[work]
     code = lower(lowering, batch, work)
-    for program in range(len(batch)):
-        expected = reference_parts(lowered, program, keeps_values=work != "loss")
-        assert parts_of(code, program) == expected
+    machine = Machine(batch, code, COLUMNS)
+    x, target = COLUMNS[:VARIABLES], COLUMNS[VARIABLES]
+
+    def same(name: str, wanted: np.ndarray) -> None:
+        got = machine.place(int(machine.record[name]))
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9)
+
+    for index in range(len(batch)):
+        machine.run(index)
+        program, (vector,) = batch.program(index), batch.program_parameters(index)
+        values, by_parameters = differentiate(program, x, vector)
+        _, by_variables = differentiate(program, x, vector, by=VARIABLE)
+        if work != "loss":
+            same("result", values)
+        if row_loss:
+            terms, slopes = differentiate(row_loss, np.stack([values, target]), by=VARIABLE)
+            if requested & LOSS:
+                same("loss", terms)
+            if requested & LOSS_DERIVATIVE:  # of squares, kernels take the residual
+                same("slope", terms if requested & SQUARES else slopes[0])
+        wanted = np.zeros((len(vector) + VARIABLES, COLUMNS.shape[1]))
+        if requested & BY_PARAMETERS:
+            wanted[: len(by_parameters)] = by_parameters
+        if requested & BY_VARIABLES:
+            wanted[::-1][: len(by_variables)] = by_variables
+        got = machine.gradient(len(wanted))
+        scale = 1 + np.abs(wanted).max(initial=0)
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9 * scale)
 
 
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("seed", range(2))
-def test_code_agrees_with_the_plain_encoder(compiled, alone, seed, work):
-    check(compiled, alone, Batch.of(*thesis_mix(seed, 60, operators=tuple(OPERATORS))), work)
+def test_code_of_the_thesis_mix(alone, seed, work):
+    check(alone, Batch.of(*thesis_mix(seed, 60, variables=VARIABLES, operators=ROBUST)), work)
 
 
 @settings(max_examples=60, deadline=None)
-@given(program=programs(40, variables=VARIABLES, parameters=3), work=st.sampled_from(list(WORK)))
-def test_code_of_any_program(compiled, alone, program, work):
-    check(compiled, alone, Batch.of([program], [np.ones(3)]), work)
+@given(
+    program=programs(
+        40, variables=VARIABLES, parameters=3, operators=ROBUST, constants=st.floats(-2, 2)
+    ),
+    work=st.sampled_from(list(WORK)),
+)
+def test_code_of_any_program(alone, program, work):
+    check(alone, Batch.of([program], [np.array([0.5, -1.25, 0.75])]), work)
+
+
+def parts_of(code: DerivativeCode, program: int) -> dict[str, list]:
+    """What the code holds of a program, wherever it lies."""
+    record = code.programs[program]
+
+    def part(array: np.ndarray, first: str, count: str) -> list:
+        start = int(record[first])
+        return array[start : start + int(record[count])].tolist()
+
+    constants = code.constants.view(np.uint64)  # the bits, whatever the number
+    return {
+        "prologue": part(code.instructions, "prologue", "prologue_count"),
+        "rows": part(code.instructions, "first", "count"),
+        "columns": part(code.columns, "column", "columns"),
+        "entries": part(code.entries, "entry", "entries"),
+        "loads": part(code.loads, "load", "loads"),
+        "constants": part(constants, "load", "loads"),
+        "record": [int(record[name]) for name in ("scalars", "levels", "loss", "slope", "result")],
+    }
 
 
 def test_code_does_not_depend_on_the_number_of_threads(alone, shared):
