@@ -25,6 +25,8 @@ from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
 from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor  # noqa: E402
+from warpfit.sklearn.genomes import Genomes  # noqa: E402
+from warpfit.sklearn.units import consistency, dimensions  # noqa: E402
 
 
 def law(X):
@@ -255,6 +257,12 @@ def test_several_starts_get_out_of_a_wrong_valley(server: ServerProcess):
         ({"operators": []}, "UNKNOWN_OPERATOR"),
         ({"population": 1}, "BAD_SETTING"),
         ({"max_size": 0}, "BAD_SETTING"),
+        ({"population": 10**9}, "BAD_SETTING"),
+        ({"population": 100_000, "max_size": 1000}, "BAD_SETTING"),
+        ({"sample_rows": 0.5}, "BAD_SETTING"),
+        ({"max_seconds": -1.0}, "BAD_SETTING"),
+        ({"units": {"x9": "m"}}, "BAD_SETTING"),
+        ({"units": ["m", "florin", "s"]}, "UNKNOWN_UNIT"),
         ({"fit_iterations": 0}, "BAD_SETTING"),
         ({"held_out": 1.0}, "BAD_SETTING"),
         ({"engine": "abacus"}, "BAD_SETTING"),
@@ -267,6 +275,22 @@ def test_settings_that_make_no_sense(settings, reason):
     with pytest.raises(InvalidArgumentError) as caught:
         SymbolicRegressor(**settings).fit(points(), law(points()))
     assert caught.value.reason == reason
+
+
+def test_units_keep_formulas_consistent(server: ServerProcess):
+    X = points()
+    model = SymbolicRegressor(
+        address=server.address,
+        units=["m", "s", "kg"],
+        operators=("+", "-", "*", "/", "exp"),
+        population=60,
+        generations=4,
+        random_state=0,
+    ).fit(X, X[:, 0] / X[:, 1] + 0.01 * X[:, 2] ** 2)
+    check = consistency(dimensions(["m", "s", "kg"], (), 3))
+    for equation in model.front_:
+        program = equation.program
+        assert check(Genomes.of([program], len(program))).all(), equation.equation
 
 
 def test_errors_of_the_optimizer(server: ServerProcess):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +26,24 @@ from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData
 from warpfit.sklearn.genomes import Genomes
 from warpfit.sklearn.progress import Progress, formulas_of, load, save
 from warpfit.sklearn.target_search import TargetSearch
+from warpfit.sklearn.units import dimensions
 
 #: Operators of the default: those of physics and engineering that have no steps.
 OPERATORS_OF_SCIENCE: Final = (
     *("add", "sub", "mul", "div", "square", "sqrt"),
     *("exp", "log", "sin", "cos"),
 )
+
+#: Least and greatest values of settings, and most tokens of a population.
+_RANGES: Final = {
+    "population": (2, 100_000),
+    "generations": (0, 10**9),
+    "max_size": (1, 1000),
+    "fit_iterations": (1, 10_000),
+    "sample_rows": (1, 10**9),
+    "early_stopping": (1, 10**9),
+}
+_MOST_TOKENS: Final = 5_000_000
 
 
 class SymbolicRegressor(FormulaRegressor):
@@ -69,6 +82,12 @@ class SymbolicRegressor(FormulaRegressor):
         ``{"depth": 5, "count": {"exp": 1}, "nesting": {"sin": {"sin": 0}}}``, all optional: height
         of the tree, most uses of an operator, and how often one may be nested in another. They hold
         for the formula f in a + b f.
+    units : dict or sequence, optional
+        Units of the variables, such as ``{"m": "kg", "v": "m/s"}`` by name (x1, x2, ... without
+        names) or one for each column: the search keeps to formulas that add and compare only what
+        has one dimension, and apply functions such as exp to numbers. Constants, also a factor of
+        1 that is not written, may have the dimension that this takes. SI units without prefixes are
+        known, and all of pint if it is installed.
     fit_iterations : int
         Iterations of the fit of the constants of each promising formula.
     sample_rows : int
@@ -128,6 +147,7 @@ class SymbolicRegressor(FormulaRegressor):
         max_size: int = 25,
         complexity_of_operators: Mapping[str, int] | None = None,
         constraints: Mapping[str, Any] | None = None,
+        units: Mapping[str, Any] | Sequence[Any] | None = None,
         fit_iterations: int = 15,
         sample_rows: int = 500,
         held_out: float = 0.1,
@@ -151,6 +171,7 @@ class SymbolicRegressor(FormulaRegressor):
         self.max_size = max_size
         self.complexity_of_operators = complexity_of_operators
         self.constraints = constraints
+        self.units = units
         self.fit_iterations = fit_iterations
         self.sample_rows = sample_rows
         self.held_out = held_out
@@ -242,11 +263,20 @@ class SymbolicRegressor(FormulaRegressor):
         eq.check_selection(self.model_selection)
         complexity = complexity_measure(self.complexity_of_operators)
         admission(self.constraints, complexity, self.max_size)
-        least = {"population": 2, "max_size": 1, "fit_iterations": 1, "sample_rows": 1}
-        for name, smallest in {**least, "generations": 0, "early_stopping": 1}.items():
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise _bad_setting(name, value, f"a number from {smallest}")
+            whole = isinstance(value, int | np.integer) and least <= value <= most
+            if not whole and (value is not None or name != "early_stopping"):
+                raise _bad_setting(name, value, f"a whole number from {least} to {most}")
+        if self.population * self.max_size > _MOST_TOKENS:
+            raise _bad_setting(
+                "population", self.population, f"at most {_MOST_TOKENS // self.max_size} formulas"
+                f" of max_size={self.max_size}"
+            )  # fmt: skip
+        if self.units is not None:
+            dimensions(self.units, self._names(), self.n_features_in_)
+        if not (self.max_seconds is None or 0.0 < self.max_seconds < math.inf):
+            raise _bad_setting("max_seconds", self.max_seconds, "a number above 0, or None")
         if not 0.0 <= self.held_out < 1.0:
             raise _bad_setting("held_out", self.held_out, "a part from 0 to below 1")
         if self.engine not in ("auto", "cpu"):

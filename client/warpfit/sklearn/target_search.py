@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -26,13 +27,14 @@ from warpfit.sklearn.constraints import (
 )
 from warpfit.sklearn.equations import SELECTIONS, Equation, build_front, selected
 from warpfit.sklearn.estimator import Floats, TrainingData
-from warpfit.sklearn.genomes import Genomes, Indices
+from warpfit.sklearn.genomes import Genomes, Indices, Mask
 from warpfit.sklearn.pairs.library import arguments, library
 from warpfit.sklearn.pairs.search import PairSearch
 from warpfit.sklearn.pairs.views import views
 from warpfit.sklearn.pool import Pool
 from warpfit.sklearn.progress import Progress
 from warpfit.sklearn.search import Search, Settings
+from warpfit.sklearn.units import consistency, dimensions
 from warpfit.sklearn.variation import Breeder
 
 if TYPE_CHECKING:
@@ -189,9 +191,18 @@ class TargetSearch:
             early_stopping=options.early_stopping,
             loss=self.loss,
             complexity=complexity,
-            admissible=admission(options.constraints, complexity, options.max_size),
+            admissible=self._admission(complexity),
             report=lambda search: progress.report(self, search),
         )
+
+    def _admission(self, complexity: Callable[[Genomes], Indices]) -> Callable[[Genomes], Mask]:
+        options = self.options
+        admit = admission(options.constraints, complexity, options.max_size)
+        if options.units is None:
+            return admit
+        variables = self.training.rows.shape[1]
+        consistent = consistency(dimensions(options.units, self.names, variables))
+        return lambda genomes: admit(genomes) & consistent(genomes)
 
     def _fitted(self, programs: list[Program]) -> tuple[list[Program], Floats]:
         """Fit all constants to all rows."""
