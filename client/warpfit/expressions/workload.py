@@ -1,4 +1,4 @@
-"""Random programs from a seed, for tests, benchmarks and the planner's calibration."""
+"""Random programs from a seed, for tests, benchmarks and the tier chooser's calibration."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Server:
     """Content ids of data sets that it has no room for, and until when that is believed."""
 
 
-class CostModel:
+class DurationModel:
     """Seconds of a call as a straight line over its work, fitted to recent calls."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Servers:
         self._servers: dict[str, Server] = {}
         self._dropped: list[Server] = []
         self._rankings: dict[bytes, list[Server]] = {}
-        self._costs: dict[str, CostModel] = {}
+        self._costs: dict[str, DurationModel] = {}
         self._resolve_at = 0.0
         self.is_several = not is_fixed or len(addresses) > 1
         """Whether there may be more than one server; if not, nothing is chosen or measured."""
@@ -207,7 +207,9 @@ class Servers:
         if not self.is_several:
             return 1
         with self._lock:
-            most = int(self._costs.setdefault(method, CostModel()).seconds(work) / _PART_SECONDS)
+            most = int(
+                self._costs.setdefault(method, DurationModel()).seconds(work) / _PART_SECONDS
+            )
             if most < 2:
                 return 1
             now = self.clock()
@@ -223,7 +225,7 @@ class Servers:
         if not self.is_several or method != "Evaluate":
             return seconds
         with self._lock:
-            expected = self._costs.setdefault(method, CostModel()).seconds(work)
+            expected = self._costs.setdefault(method, DurationModel()).seconds(work)
         return seconds / 2 if _SURPRISE * expected < seconds else seconds
 
     def probe_seconds(self, server: Server) -> float:
@@ -300,7 +302,7 @@ class Servers:
         with self._lock:
             server.failures, server.down_until, server.is_trusted = 0, 0.0, True
             if work:
-                costs = self._costs.setdefault(method, CostModel())
+                costs = self._costs.setdefault(method, DurationModel())
                 costs.add(work, seconds)
                 ratio = min(10.0, max(0.1, seconds / costs.seconds(work)))
                 server.load += (1.0 - _MEMORY) * 4 * (ratio - server.load)

@@ -69,7 +69,7 @@ class CallCost(NamedTuple):
         return cls("fit", request.problem.token_rows(layout) * passes)
 
 
-class CostModel:
+class CallCostModel:
     """Estimates the engine time of each kind of work from what calls of about its size took.
 
     For each power of two of the units it remembers by which factor calls took longer than assumed.
@@ -131,7 +131,7 @@ class Admission:
         queue = int(config.max_queue_seconds * 1e9)
         pending = config.pending_bytes
         self.quotas = quotas
-        self.costs = CostModel()
+        self.costs = CallCostModel()
         self.limits = tenants.limits
         """Limits of a tenant; see `TenantLimits.limits`."""
         self._tenant_quota = Amounts(0, int(tenants.share(pending)), queue)

@@ -1,4 +1,4 @@
-"""Calibration of the planner: what the tiers cost on this device.
+"""Calibration of the tier chooser: what the tiers cost on this device.
 
 It is measured once, when nothing else uses the device, and kept on disk.
 """
@@ -23,10 +23,10 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.cuda.planner import DEFAULT_COSTS, CostModel, Planner, TierCost
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileCounters
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
+from warpfit_server.engine.cuda.tier_chooser import DEFAULT_COSTS, CostTable, TierChooser, TierCost
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.system import compile_cache
 
@@ -51,11 +51,11 @@ class Calibration:
     compiler: CompileCounters
     """Counters of the queue in which the compiled tier compiles."""
 
-    def known(self) -> CostModel | None:
+    def known(self) -> CostTable | None:
         """Return the costs of this device and version from disk; None if they are not there."""
         return from_file(self._path())
 
-    def measure(self, goes_on: Callable[[], bool]) -> CostModel | None:
+    def measure(self, goes_on: Callable[[], bool]) -> CostTable | None:
         """Measure the costs and store them.
 
         Args:
@@ -74,7 +74,7 @@ class Calibration:
         except _DisturbedError:
             return None
         compile_cache.write_plain(self._path(), to_json(costs))
-        _LOG.info("calibrated the planner in %.2f s", time.perf_counter() - started)
+        _LOG.info("measured the tiers' costs in %.2f s", time.perf_counter() - started)
         return costs
 
     def _path(self) -> Path:
@@ -91,7 +91,7 @@ class Calibration:
         )
         return "-".join(str(part) for part in parts).replace(" ", "_").replace("/", "_")
 
-    def _measure(self, goes_on: Callable[[], bool]) -> CostModel:
+    def _measure(self, goes_on: Callable[[], bool]) -> CostTable:
         batch = _batch(_SEED)
         work = [len(batch.codes) * rows for rows in _ROWS]
         costs: dict[tuple[Tier, str], TierCost] = {}
@@ -102,7 +102,7 @@ class Calibration:
                 times = [self._seconds(tier, mode, one, batch, goes_on) for one in residents]
                 costs[tier, mode.label] = fit_cost(work, times)
             compile_seconds[mode.label] = self._compile_seconds(mode, residents[0], goes_on)
-        return CostModel(costs, compile_seconds)
+        return CostTable(costs, compile_seconds)
 
     def _compile_seconds(
         self, mode: Mode, resident: ResidentDataset, goes_on: Callable[[], bool]
@@ -179,21 +179,21 @@ class Activity:
 
 
 class IdleCalibrator:
-    """A thread that calibrates a planner once the device is idle, unless that has been done.
+    """A thread that calibrates a tier chooser once the device is idle, unless that has been done.
 
     Args:
         calibration: measures.
-        planner: starts again from the outcome.
+        chooser: starts again from the outcome.
         activity: of the engine.
         pause: seconds for which nothing may have used the engine.
 
     """
 
     def __init__(
-        self, calibration: Calibration, planner: Planner, activity: Activity, pause: float = 1.0
+        self, calibration: Calibration, chooser: TierChooser, activity: Activity, pause: float = 1.0
     ) -> None:
         self._calibration = calibration
-        self._planner = planner
+        self._chooser = chooser
         self._activity = activity
         self._pause = pause
         self._closed = threading.Event()
@@ -212,8 +212,8 @@ class IdleCalibrator:
         try:
             if self._calibration.known() is None:
                 self._calibrate()
-        except Exception as error:  # the planner works with the costs that it has
-            _LOG.warning("the planner keeps the costs of an H200: %s", error)
+        except Exception as error:  # the tier chooser works with the costs that it has
+            _LOG.warning("the tier chooser keeps the costs of an H200: %s", error)
 
     def _calibrate(self) -> None:
         latest = self._activity.idle_since()
@@ -223,7 +223,7 @@ class IdleCalibrator:
                 continue
             costs = self._calibration.measure(self._goes_on(latest))
             if costs is not None:
-                self._planner.restart(costs)
+                self._chooser.restart(costs)
                 return
 
     def _goes_on(self, idle_since: int) -> Callable[[], bool]:
@@ -246,7 +246,7 @@ def fit_cost(work: list[int], seconds: list[float]) -> TierCost:
     return TierCost(max(seconds[0] - work[0] / rate, seconds[0] / 100), rate)
 
 
-def to_json(costs: CostModel) -> bytes:
+def to_json(costs: CostTable) -> bytes:
     """Return the content of a file of costs."""
     rows = [
         {"tier": tier.value, "mode": mode, **asdict(cost)}
@@ -255,11 +255,11 @@ def to_json(costs: CostModel) -> bytes:
     return json.dumps({"costs": rows, "compile_seconds": costs.compile_seconds}, indent=1).encode()
 
 
-def from_file(path: Path) -> CostModel | None:
+def from_file(path: Path) -> CostTable | None:
     """Read a file of costs; None if it is missing or invalid."""
     try:
         content = json.loads(path.read_bytes())
-        costs = CostModel(
+        costs = CostTable(
             {
                 (Tier(row["tier"]), row["mode"]): TierCost(row["launch"], row["rate"])
                 for row in content["costs"]

@@ -32,16 +32,16 @@ from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, fingerprint
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
 from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.cuda.planner import (
-    DEFAULT_COSTS,
-    GRADIENT,
-    Decision,
-    Planner,
-)
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
 from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset, must_stream
 from warpfit_server.engine.cuda.streaming import evaluate_on
+from warpfit_server.engine.cuda.tier_chooser import (
+    DEFAULT_COSTS,
+    GRADIENT,
+    Decision,
+    TierChooser,
+)
 from warpfit_server.engine.interface import (
     Device,
     EngineBrokenError,
@@ -114,14 +114,14 @@ class CudaEngine:
         self._compiled = CompiledTier(self._device, kernels)
         calibration = self._calibration(kernels)
         known = calibration.known() or DEFAULT_COSTS
-        self._planner = Planner(kernels.compile_queue.background, known)
+        self._chooser = TierChooser(kernels.compile_queue.background, known)
         # Planning the kernels of a batch takes Python time for which its answer should not wait.
         self._background = ThreadPoolExecutor(1, "plan")
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
         self._activity = Activity()
         _warm_up(self)
-        self._calibrator = IdleCalibrator(calibration, self._planner, self._activity)
+        self._calibrator = IdleCalibrator(calibration, self._chooser, self._activity)
         self._calibrator.start()
 
     @property
@@ -294,7 +294,7 @@ class CudaEngine:
         if not resident.is_streamed and (tier is Tier.INTERPRETER or timings.cache_hits):
             mode, token_rows = _mode_and_work(resident, evaluation)
             seconds = time.perf_counter() - started
-            self._planner.observe(tier, mode, token_rows, seconds)
+            self._chooser.observe(tier, mode, token_rows, seconds)
         return timings
 
     def _resident(self, dataset_id: bytes) -> ResidentDataset:
@@ -317,7 +317,7 @@ class CudaEngine:
         token_hash = fingerprint(evaluation.batch)
         loaded = self._compiled.loaded(resident, evaluation, token_hash)
         mode, token_rows = _mode_and_work(resident, evaluation)
-        decision = self._planner.choose(
+        decision = self._chooser.choose(
             _batch_key(evaluation, token_hash),
             mode,
             token_rows,
@@ -357,7 +357,7 @@ def _batch_key(evaluation: Evaluation, token_hash: int) -> Hashable:
 
 
 def _mode_and_work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
-    """Return the planner's mode of arithmetic, and the token-rows of an evaluation."""
+    """Return the tier chooser's mode of arithmetic, and the token-rows of an evaluation."""
     layout = resident.dataset.layout
     mode = Mode.of(layout.dtype, evaluation.precision)
     return mode.label + GRADIENT * evaluation.gradient, evaluation.token_rows(layout)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from warpfit.calls.retries import Deadline, Retries
 from warpfit.errors import ResourceExhaustedError, UnavailableError
-from warpfit.transport.servers import SMALL_BYTES, CostModel, Servers
+from warpfit.transport.servers import SMALL_BYTES, DurationModel, Servers
 from warpfit.transport.settings import RetryPolicy
 
 LARGE = SMALL_BYTES + 1
@@ -193,7 +193,7 @@ def test_a_large_call_is_split_over_the_homes_that_are_up():
     st.floats(0, 1), st.floats(1e-10, 1e-6), st.lists(st.floats(1, 1e7), min_size=3, unique=True)
 )
 def test_the_cost_of_a_call_is_learnt(base, slope, works):
-    model = CostModel()
+    model = DurationModel()
     for work in works:
         model.add(work, base + slope * work)
     middle = (min(works) + max(works)) / 2

@@ -15,7 +15,7 @@ from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
 from warpfit_server.config import Config
-from warpfit_server.tenancy.admission import Admission, CallCost, CostModel
+from warpfit_server.tenancy.admission import Admission, CallCost, CallCostModel
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 from warpfit_server.tenancy.tenants import TenantLimits
 
@@ -129,12 +129,12 @@ class TestQueue:
         layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
         with admission.reserve("a", CallCost.of_fit(fit, layout), 1, 0):
             assert admission.quotas.in_flight().engine_ns == 30 * 10**9
-        assert CostModel().estimate(CallCost("fit", 1e30)) == 2**50
+        assert CallCostModel().estimate(CallCost("fit", 1e30)) == 2**50
 
 
 class TestCostModel:
     def test_each_kind_of_work_is_learned_from_observations(self):
-        costs = CostModel()
+        costs = CallCostModel()
         assert costs.estimate(CallCost("evaluate", 1e9)) == pytest.approx(3e8)
         for units in (1e9, 3e9, 5e9) * 20:
             costs.observe(CallCost("evaluate", units), 2e6 + 1.5 * units)
@@ -142,7 +142,7 @@ class TestCostModel:
         assert costs.estimate(CallCost("fit", 1e9)) == pytest.approx(3e8)
 
     def test_one_size_tells_about_larger_ones_on_a_fast_device(self):
-        costs = CostModel()
+        costs = CallCostModel()
         for _ in range(20):
             costs.observe(CallCost("evaluate", 7.5e8), 1e6)
         assert costs.estimate(CallCost("evaluate", 7.5e8)) == pytest.approx(1e6, rel=0.01)
@@ -150,7 +150,7 @@ class TestCostModel:
         assert costs.estimate(CallCost("evaluate", 1e3)) == pytest.approx(1e5, rel=0.1)
 
     def test_small_calls_do_not_decide_about_large_ones(self):
-        costs = CostModel()
+        costs = CallCostModel()
         for turn in range(5000):
             costs.observe(CallCost("evaluate", 1e5 * (1 + turn % 3)), 5e6 * (1 + turn % 2))
         assert 3e8 / 2 < costs.estimate(CallCost("evaluate", 1e9)) < 2 * 3e8

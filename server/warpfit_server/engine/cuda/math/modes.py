@@ -32,7 +32,7 @@ class Mode(Enum):
 
     @property
     def label(self) -> str:
-        """Name of the mode in the planner and in its file of costs."""
+        """Name of the mode in the tier chooser and in its file of costs."""
         return "float64" if self is Mode.DOUBLE else self.name.lower()
 
     @property

@@ -1,4 +1,4 @@
-"""The planner is calibrated while nothing else uses the device."""
+"""The tier chooser is calibrated while nothing else uses the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("numba")
 
 from warpfit_server.engine.cuda.calibration import Activity, IdleCalibrator
-from warpfit_server.engine.cuda.planner import DEFAULT_COSTS, CostModel, Planner, TierCost
+from warpfit_server.engine.cuda.tier_chooser import DEFAULT_COSTS, CostTable, TierChooser, TierCost
 
-MEASURED = CostModel(
+MEASURED = CostTable(
     dict.fromkeys(DEFAULT_COSTS.tiers, TierCost(1.0, 2.0)), DEFAULT_COSTS.compile_seconds
 )
 
@@ -41,10 +41,10 @@ class DisturbedCalibration:
         return None
 
 
-def test_the_planner_is_calibrated_once_nothing_disturbs_it():
-    activity, planner = Activity(), Planner(8)
+def test_the_tier_chooser_is_calibrated_once_nothing_disturbs_it():
+    activity, chooser = Activity(), TierChooser(8)
     calibration = DisturbedCalibration(activity, disturbances=2)
-    calibrator = IdleCalibrator(calibration, planner, activity, pause=0.01)
+    calibrator = IdleCalibrator(calibration, chooser, activity, pause=0.01)
     with activity.count():
         calibrator.start()
         time.sleep(0.1)
@@ -52,15 +52,15 @@ def test_the_planner_is_calibrated_once_nothing_disturbs_it():
     assert calibration.ended.wait(10)
     calibrator.close()
     assert calibration.times == 3
-    assert set(planner.costs.values()) >= {TierCost(1.0, 2.0)}
-    assert planner.start is MEASURED
+    assert set(chooser.costs.values()) >= {TierCost(1.0, 2.0)}
+    assert chooser.start is MEASURED
 
 
 def test_calibration_ends_with_the_engine():
-    activity, planner = Activity(), Planner(8)
+    activity, chooser = Activity(), TierChooser(8)
     calibration = DisturbedCalibration(activity, 0)
-    calibrator = IdleCalibrator(calibration, planner, activity, pause=60.0)
+    calibrator = IdleCalibrator(calibration, chooser, activity, pause=60.0)
     calibrator.start()
     calibrator.close()
     assert calibration.times == 0
-    assert planner.start is DEFAULT_COSTS
+    assert chooser.start is DEFAULT_COSTS

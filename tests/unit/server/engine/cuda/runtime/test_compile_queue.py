@@ -81,7 +81,7 @@ def test_errors_reach_the_future_and_do_not_stop_the_threads():
 
 
 def test_seconds_are_cpu_time():
-    """The planner's price of compiling must not depend on the load of the machine."""
+    """The tier chooser's price of compiling must not depend on the load of the machine."""
     queue = CompileQueue(1)
     try:
         queue.submit("waits", lambda: time.sleep(0.3)).result(timeout=10)

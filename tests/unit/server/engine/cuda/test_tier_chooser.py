@@ -1,4 +1,4 @@
-"""The planner of the CUDA engine and its calibration."""
+"""The tier chooser of the CUDA engine and its calibration."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from warpfit.request import Tier
 from warpfit_server.engine.cuda import calibration
 from warpfit_server.engine.cuda.calibration import Calibration, fit_cost, from_file, to_json
 from warpfit_server.engine.cuda.jit.kernel_plan import fingerprint
-from warpfit_server.engine.cuda.planner import (
+from warpfit_server.engine.cuda.runtime.compile_queue import CompileCounters
+from warpfit_server.engine.cuda.tier_chooser import (
     DEFAULT_COSTS,
-    CostModel,
+    CostTable,
     Decision,
-    Planner,
+    TierChooser,
     TierCost,
 )
-from warpfit_server.engine.cuda.runtime.compile_queue import CompileCounters
 
 LARGE = 300 * 30 * 1_000_000
 SMALL = 300 * 30 * 100
 
 
-def _planner(threads=16):
-    """A planner for which compiled kernels launch more slowly and then run faster."""
+def _chooser(threads=16):
+    """A tier chooser for which compiled kernels launch more slowly and then run faster."""
     tiers = {
         (Tier.INTERPRETER, "fast"): TierCost(20e-6, 6e12),
         (Tier.COMPILED, "fast"): TierCost(60e-6, 12e12),
     }
-    return Planner(threads, CostModel(tiers, {"fast": 0.012}))
+    return TierChooser(threads, CostTable(tiers, {"fast": 0.012}))
 
 
 def test_costs_are_fitted_to_two_measurements():
@@ -114,16 +114,16 @@ def test_a_batch_that_repeats_thousands_of_times_is_compiled():
     tiers = dict(DEFAULT_COSTS.tiers)
     tiers[Tier.INTERPRETER, "fast"] = TierCost(558e-6, 12e12)
     tiers[Tier.COMPILED, "fast"] = TierCost(125e-6, 40e12)
-    planner = Planner(16, CostModel(tiers, {"fast": 0.0133, "precise": 0.06, "float64": 0.07}))
+    chooser = TierChooser(16, CostTable(tiers, {"fast": 0.0133, "precise": 0.06, "float64": 0.07}))
     work = 9_000 * 100_000
-    decisions = [planner.choose("a", "fast", work, 300, loaded=False) for _ in range(1_000)]
+    decisions = [chooser.choose("a", "fast", work, 300, loaded=False) for _ in range(1_000)]
     assert 300 < decisions.index(Decision.INTERPRET_AND_COMPILE) < 700
 
 
 def test_small_work_is_always_interpreted():
-    planner = _planner()
+    chooser = _chooser()
     decisions = {
-        planner.choose("a", "fast", SMALL, 300, loaded=loaded)
+        chooser.choose("a", "fast", SMALL, 300, loaded=loaded)
         for loaded in (False, True)
         for _ in range(10_000)
     }
@@ -131,49 +131,49 @@ def test_small_work_is_always_interpreted():
 
 
 def test_compiles_once_when_the_savings_forgone_reach_the_price():
-    planner = _planner()
-    saving = planner.costs[Tier.INTERPRETER, "fast"].seconds(LARGE)
-    saving -= planner.costs[Tier.COMPILED, "fast"].seconds(LARGE)
+    chooser = _chooser()
+    saving = chooser.costs[Tier.INTERPRETER, "fast"].seconds(LARGE)
+    saving -= chooser.costs[Tier.COMPILED, "fast"].seconds(LARGE)
     price = 300 * 0.012 / 16
     count = int(price / saving) + 5
-    decisions = [planner.choose("a", "fast", LARGE, 300, loaded=False) for _ in range(count)]
+    decisions = [chooser.choose("a", "fast", LARGE, 300, loaded=False) for _ in range(count)]
     turn = decisions.index(Decision.INTERPRET_AND_COMPILE)
     assert turn == pytest.approx(price / saving, abs=1.5)
     assert set(decisions[:turn]) == set(decisions[turn + 1 :]) == {Decision.INTERPRET}
-    assert planner.choose("a", "fast", LARGE, 300, loaded=True) is Decision.COMPILED
+    assert chooser.choose("a", "fast", LARGE, 300, loaded=True) is Decision.COMPILED
 
 
 def test_kernels_that_were_pushed_out_are_made_again_when_they_would_have_paid():
-    planner = _planner()
-    decisions = [planner.choose("a", "fast", LARGE, 300, loaded=False) for _ in range(10_000)]
+    chooser = _chooser()
+    decisions = [chooser.choose("a", "fast", LARGE, 300, loaded=False) for _ in range(10_000)]
     turns = [i for i, one in enumerate(decisions) if one is Decision.INTERPRET_AND_COMPILE]
     assert len(turns) > 2
     assert set(np.diff(turns)) == {turns[0] + 1}
 
 
 def test_kernels_that_are_there_are_used_at_once():
-    assert _planner().choose("a", "fast", LARGE, 300, loaded=True) is Decision.COMPILED
+    assert _chooser().choose("a", "fast", LARGE, 300, loaded=True) is Decision.COMPILED
 
 
 def test_batches_are_counted_apart():
-    planner = _planner()
+    chooser = _chooser()
     for number in range(2000):
-        assert planner.choose(number, "fast", LARGE, 300, loaded=False) is Decision.INTERPRET
+        assert chooser.choose(number, "fast", LARGE, 300, loaded=False) is Decision.INTERPRET
 
 
 def test_costs_follow_observation():
-    planner = _planner()
+    chooser = _chooser()
     truth = TierCost(launch=1e-3, rate=5e12)
     for turn in range(400):
         work = SMALL if turn % 2 else LARGE
-        planner.observe(Tier.COMPILED, "fast", work, truth.seconds(work))
-    learnt = planner.costs[Tier.COMPILED, "fast"]
+        chooser.observe(Tier.COMPILED, "fast", work, truth.seconds(work))
+    learnt = chooser.costs[Tier.COMPILED, "fast"]
     assert learnt.launch == pytest.approx(truth.launch, rel=0.02)
     assert learnt.rate == pytest.approx(truth.rate, rel=0.02)
 
 
 def test_a_tier_found_slow_is_no_longer_chosen():
-    planner = _planner()
+    chooser = _chooser()
     for _ in range(60):
-        planner.observe(Tier.COMPILED, "fast", LARGE, 1.0)
-    assert planner.choose("a", "fast", LARGE, 300, loaded=True) is Decision.INTERPRET
+        chooser.observe(Tier.COMPILED, "fast", LARGE, 1.0)
+    assert chooser.choose("a", "fast", LARGE, 300, loaded=True) is Decision.INTERPRET

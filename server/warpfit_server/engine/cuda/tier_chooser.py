@@ -1,11 +1,11 @@
-"""The planner: chooses the tier that evaluates a batch, by a cost model that learns.
+"""The tier chooser: chooses the tier that evaluates a batch, by a cost model that learns.
 
 Fresh expressions are interpreted, because an answer must not wait for a compiler. Compiled kernels
 would answer a repeated batch faster, once they have been compiled. How often it will be repeated is
 unknown, so the rule is that of the ski rental problem (Karlin et al. 1988, "Competitive snoopy
 caching"): each interpreted repetition adds the time that compiled kernels would have saved, and
 once the sum reaches the price of compiling, the batch is compiled in the background. The total cost
-is then at most twice that of a planner that knows the future. Kernels that are loaded already have
+is then at most twice that of a chooser that knows the future. Kernels that are loaded already have
 no price.
 
 ::
@@ -59,8 +59,8 @@ class TierCost:
 
 
 @dataclass(frozen=True, slots=True)
-class CostModel:
-    """Costs of all tiers and of the compiler.
+class CostTable:
+    """The costs of all tiers and of the compiler, by mode.
 
     The modes of arithmetic are "fast", "precise" and "float64", and the same with " gradient".
     """
@@ -72,7 +72,7 @@ class CostModel:
 
 
 #: Measured on one H200 with 16 host cores; used where the device cannot be calibrated.
-DEFAULT_COSTS: Final = CostModel(
+DEFAULT_COSTS: Final = CostTable(
     {
         (Tier.INTERPRETER, "fast"): TierCost(0.6e-3, 6.4e12),
         (Tier.INTERPRETER, "precise"): TierCost(0.6e-3, 2.0e12),
@@ -90,7 +90,7 @@ _GRADIENT_COMPILE: Final = 4.0
 
 
 class Decision(Enum):
-    """The planner's choice for a batch."""
+    """The tier chooser's choice for a batch."""
 
     INTERPRET = auto()
     INTERPRET_AND_COMPILE = auto()
@@ -99,7 +99,7 @@ class Decision(Enum):
 
 
 @dataclass
-class Planner:
+class TierChooser:
     """Chooses tiers; safe to use from several threads.
 
     Args:
@@ -109,7 +109,7 @@ class Planner:
     """
 
     compiler_threads: int
-    start: CostModel = DEFAULT_COSTS
+    start: CostTable = DEFAULT_COSTS
     costs: dict[tuple[Tier, str], TierCost] = field(init=False)
     _forgone: LRUCache[Hashable, float] = field(default_factory=lambda: LRUCache(_REMEMBERED))
     """Seconds that compiled kernels would have saved each batch, since they were last requested."""
@@ -119,7 +119,7 @@ class Planner:
         """Start from the costs that are known."""
         self.restart(self.start)
 
-    def restart(self, start: CostModel) -> None:
+    def restart(self, start: CostTable) -> None:
         """Replace all costs, as after a calibration; those of gradients are derived."""
         costs = dict(start.tiers)
         for (tier, mode), cost in start.tiers.items():
