@@ -230,7 +230,8 @@ class Engines:
             try:
                 process, end = other.connect()
             except WarpfitError as error:
-                _LOG.error("no connection of %s to %s: %s", one.device, other.device, error)
+                labels = one.device.label, other.device.label
+                _LOG.error("no connection of %s to %s: %s", *labels, error)
                 return
             one.introduce(other.number, process, end)
             assert self._introduced is not None
