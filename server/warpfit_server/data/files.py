@@ -115,7 +115,7 @@ class DataFolder:
             try:
                 columns = ParquetColumns(_path_of(descriptor))
                 table = open_table(columns, file.y or None, file.weights or None, file.x or None)
-                with reserve(min(columns.group_bytes, _MOST_PAGE_BYTES)):
+                with reserve(min(max(0, columns.group_bytes), _MOST_PAGE_BYTES)):
                     found = self._store_table(table, file, tenant, limits, check, divide)
             except InvalidArgumentError as error:
                 if error.reason != "BAD_FILE":

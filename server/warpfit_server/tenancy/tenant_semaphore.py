@@ -31,7 +31,7 @@ class TenantSemaphore:
 
         Args:
             tenant: owner of the thread.
-            check_wanted: called while the thread waits and when it need not; its error ends that.
+            check_wanted: called again and again while the thread waits; its error ends the wait.
 
         """
         with self._lock:

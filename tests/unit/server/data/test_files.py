@@ -119,6 +119,26 @@ def test_decompressed_bytes_are_counted_before_they_are_there(folder: DataFolder
     assert 8_000_000 <= counted[0] < 9_000_000
 
 
+def test_a_file_that_claims_less_than_nothing_frees_no_memory(
+    folder: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Claims(files.ParquetColumns):
+        def __init__(self, path):
+            super().__init__(path)
+            self.group_bytes = -(1 << 40)
+
+    write(tmp_path / "root" / "a.parquet")
+    monkeypatch.setattr(files, "ParquetColumns", Claims)
+    counted = []
+
+    def reserve(size):
+        counted.append(size)
+        return nullcontext()
+
+    read(folder, reserve=reserve)
+    assert counted == [0]
+
+
 def test_a_footer_that_claims_much_is_not_parsed(folder: DataFolder, tmp_path: Path, monkeypatch):
     write(tmp_path / "root" / "a.parquet")
     monkeypatch.setattr(files, "_MOST_FOOTER_BYTES", 100)
