@@ -53,7 +53,7 @@ def evaluate_on(
         return timings
     length = _most_rows(resident, outputs, value_bytes, jobs)
     spans, timings, parts = cut_rows((start, stop), length), Timings(), []
-    with (yield from resident.turn()), closing(resident.windows(spans)) as windows:
+    with (yield from resident.turn(outputs.cancelled)), closing(resident.windows(spans)) as windows:
         for window, span in windows:
             check_cancelled(outputs.cancelled)
             part = _outputs_of_window(outputs, span[1] - span[0])

@@ -144,9 +144,9 @@ class DerivativeTier:
     ) -> Steps[int]:
         """Evaluate by a plan; return the nanoseconds of the device."""
         has_large_results = wanted.values is not None or wanted.jacobian is not None
-        most = min(
-            resident.window_rows, _MOST_VALUES if has_large_results else resident.window_rows
-        )
+        most = resident.window_rows
+        if has_large_results or stores_values(wanted):
+            most = min(most, _MOST_VALUES)
         spans = cut_rows(evaluation.row_range(resident.dataset.layout), most)
         with self._device.stream() as context:
             if resident.is_streamed or len(spans) > 1:
@@ -183,7 +183,7 @@ class DerivativeTier:
         start, stop = spans[0][0], spans[-1][1]
         nodes = RowNodes.allocate(context, wanted, plan.code, first, len(spans), stop - start)
         computed = 0
-        with (yield from resident.turn()), closing(resident.windows(spans)) as windows:
+        with (yield from resident.turn(cancelled)), closing(resident.windows(spans)) as windows:
             for number, (window, span) in enumerate(windows):
                 part = replace(evaluation, rows=span)
                 own = plan_launches(self._device, window, part, wanted, plan.code)

@@ -54,8 +54,13 @@ class ResidentDataset:
         """Elements from one variable to the next, a multiple of `ROW_MULTIPLE`."""
         return int(self.columns.shape[1])
 
-    def turn(self) -> Steps[Any]:
-        """Wait until no other evaluation uses the windows; return a context that ends the use."""
+    def turn(self, cancelled: NDArray[np.uint8]) -> Steps[Any]:
+        """Wait until no other evaluation uses the windows; return a context that ends the use.
+
+        Raises:
+            CancelledError: if ``cancelled`` became 1.
+
+        """
         return nullcontext()
         yield
 

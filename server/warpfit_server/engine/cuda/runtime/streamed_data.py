@@ -23,12 +23,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
     SLACK_ROWS,
     ResidentDataset,
+    check_cancelled,
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Steps
@@ -109,14 +113,15 @@ class StreamedDataset(ResidentDataset):
         """Elements from one variable to the next in a window."""
         return int(self._windows[0].shape[1])
 
-    def turn(self) -> Steps[Any]:
+    def turn(self, cancelled: NDArray[np.uint8]) -> Steps[Any]:
         """Wait until no other evaluation uses the windows; return a context that ends the use."""
         own: Future[None] = Future()
         with self._lock:
             before, self._last = self._last, own
         try:
-            if not before.done():
-                yield before
+            while not before.done():
+                yield before  # a cancelled request goes on at once
+                check_cancelled(cancelled)
         except BaseException:  # nobody waits any more; the next one waits for those before
             before.add_done_callback(lambda _: own.set_result(None))
             raise

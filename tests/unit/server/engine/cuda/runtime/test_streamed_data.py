@@ -183,14 +183,17 @@ def test_a_cancelled_evaluation_ends_its_turn():
 
 def test_evaluations_wait_for_each_other_without_a_thread():
     streamed = StreamedDataset(FakeDevice(), DATA)
-    evaluation, outputs = evaluation_of((0, ROWS), values=False)
-    first, second = (evaluate_on(Tier(), streamed, evaluation, outputs, VALUES) for _ in range(2))
+    work = [evaluation_of((0, ROWS), values=False) for _ in range(3)]
+    first, second, third = (evaluate_on(Tier(), streamed, *each, VALUES) for each in work)
     assert next(first) is None
-    turn = next(second)
-    assert not turn.done()
+    waits = next(second), next(third)
+    work[1][1].cancelled[0] = 1
+    with pytest.raises(CancelledError):
+        next(second)
+    assert not any(turn.done() for turn in waits)
     first.close()
-    assert turn.done()
-    run_to_end(second)
+    assert all(turn.done() for turn in waits)
+    run_to_end(third)
 
 
 def test_the_pages_are_unlocked_when_the_last_user_is_gone():
