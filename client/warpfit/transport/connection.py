@@ -11,7 +11,7 @@ from warpfit.transport.security import Security, TlsConfig
 from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)  # a token should not appear in logs
 class Connection:
     """The arguments of `warpfit.connect`, checked, with the environment's where none are given."""
 

@@ -10,7 +10,7 @@ import re
 import secrets
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -73,7 +73,7 @@ class TlsConfig:
 class Security:
     """Credentials of a connection; without TLS it is in plain text."""
 
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     tls: TlsConfig | None = None
 
     @classmethod
