@@ -17,7 +17,7 @@ from warpfit.errors import InvalidArgumentError, ProgramError, require
 from warpfit.expressions.parameter_vectors import float_array
 from warpfit.expressions.printing import to_latex, to_text
 from warpfit.expressions.token_checks import are_well_formed, check_structure
-from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
+from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
 T = TypeVar("T")
 
@@ -148,11 +148,6 @@ class Program:
     def _needed(self, code: int) -> int:
         used = self.values[self.codes == code]
         return int(used.max()) + 1 if len(used) else 0
-
-    @cached_property
-    def depth(self) -> int:
-        """Height of the evaluation stack that the program needs."""
-        return int(np.cumsum(1 - ARITIES[self.codes].astype(np.int64)).max())
 
     def lift_constants(self) -> tuple[Program, NDArray[np.float64]]:
         """Make every constant a parameter, so that it can be fitted.
