@@ -30,7 +30,7 @@ from warpfit_server.engine.interface import CACHE_EVENTS, CACHE_SIZES, CACHES
 from warpfit_server.observability.gpu_monitor import GpuMonitor
 from warpfit_server.observability.measurements import (
     BUCKET_BOUNDS,
-    COUNTERS,
+    CALL_COUNTERS,
     HISTOGRAMS,
     MetricsDelta,
     Recorder,
@@ -134,7 +134,7 @@ class ServerCollector(Collector):
 
 
 def _call_counters(totals: MetricsDelta) -> Iterator[Metric]:
-    for name, family in COUNTERS.items():
+    for name, family in CALL_COUNTERS.items():
         samples = [(labels, n) for (counted, labels), n in totals.counts.items() if counted == name]
         yield _counters(name, family.text, family.labels, samples)
 

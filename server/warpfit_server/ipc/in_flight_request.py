@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, UnavailableError, WarpfitError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings
-from warpfit.request import Evaluation, Timings
+from warpfit.request import OUTPUTS, Evaluation, Timings
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, digest
 from warpfit_server.ipc.reply_dispatcher import ReplyDispatcher
@@ -184,7 +184,7 @@ class InFlightRequest:
             tier=evaluation.tier.name,
             submitted=self._submitted,
             closing=None if custom is None else custom.closing.name,
-            outputs=tuple([name for name in messages.OUTPUTS if getattr(evaluation, name)]),
+            outputs=tuple([name for name in ("values", *OUTPUTS) if getattr(evaluation, name)]),
             tenant=self.tenant,
             request_id=logged_request_id(),
             alone=self.alone,

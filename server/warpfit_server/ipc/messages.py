@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
@@ -22,12 +22,6 @@ from warpfit_server.ipc.segment_layout import SegmentLayout
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.measurements import MetricsDelta
 from warpfit_server.row_blocks import Shards
-
-#: Outputs of an evaluation that a message names.
-OUTPUTS: Final = (
-    *("values", "gradient", "jacobian", "variable_gradient"),
-    *("reductions", "linear_scaling", "correlation"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +121,7 @@ class SubmitEvaluation(NamedTuple):
     closing: str | None = None
     """Closing of a custom loss, whose tokens are in the segment; None without one."""
     outputs: tuple[str, ...] = ()
-    """Names of the requested `OUTPUTS`."""
+    """Names of the requested ones of values and `warpfit.request.OUTPUTS`."""
     tenant: str = ""
     """The caller's tenant; the engine shares its time fairly among tenants."""
     request_id: str = ""

@@ -185,7 +185,7 @@ def status_of(context: Any) -> str:
 
 
 def stages(call: CallRecord, timings: Timings) -> tuple[int, ...]:
-    """Return the nanoseconds of each of `measurements.STAGES` of an answered call."""
+    """Return the nanoseconds of each of `measurements.CALL_STAGES` of an answered call."""
     copy = timings.copy_in + timings.copy_out
     return timings.decode, timings.queue, copy, timings.compute, call.encode
 

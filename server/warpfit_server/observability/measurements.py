@@ -31,7 +31,7 @@ class Family(NamedTuple):
     labels: tuple[str, ...]
 
 
-COUNTERS: Final[Mapping[str, Family]] = MappingProxyType(
+CALL_COUNTERS: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "requests": Family("Calls that have ended", ("method", "status", "tenant")),
         "programs": Family("Programs evaluated or fitted", ("tenant",)),
@@ -53,7 +53,7 @@ HISTOGRAMS: Final[Mapping[str, Family]] = MappingProxyType(
     }
 )
 #: Stages of an answered call.
-STAGES: Final = ("decode", "queue", "copy", "kernel", "encode")
+CALL_STAGES: Final = ("decode", "queue", "copy", "kernel", "encode")
 #: Most counters in a message to the main process, because the length of messages is limited.
 _MOST_SERIES: Final = 500
 #: Calls whose measurements are kept before they are added up.
@@ -78,7 +78,7 @@ class CallMeasurement(NamedTuple):
     compiled: int = 0
     """Programs served by kernels that were compiled already."""
     stages: tuple[int, ...] = ()
-    """Nanoseconds of each of `STAGES`, if the engine answered."""
+    """Nanoseconds of each of `CALL_STAGES`, if the engine answered."""
     device: str = ""
     """Labels of the devices that computed, with commas."""
 
@@ -136,7 +136,7 @@ class MetricsDelta:
                 self.count("evaluations", (str(tier), device), count)
         self.count("compiled_programs", (), sum([call.compiled for call in calls]))
         stages = np.array([call.stages for call in calls], np.float64).T / 1e9
-        for stage, seconds in zip(STAGES, stages.tolist(), strict=True):
+        for stage, seconds in zip(CALL_STAGES, stages.tolist(), strict=True):
             self.observe("stage_seconds", (stage,), seconds)
 
     def merge(self, other: MetricsDelta) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from warpfit.errors import UnavailableError
 from warpfit_server.observability.calls import CallRecord, stages
-from warpfit_server.observability.measurements import STAGES
+from warpfit_server.observability.measurements import CALL_STAGES
 
 _SERVICE: Final = "warpfit.v1.Evaluator"
 
@@ -62,7 +62,7 @@ class SpanTracer:
         """Make a span of each stage, one after the other, so that `finished` ends the kernel's."""
         if call.timings is None:
             return
-        named = dict(zip(STAGES, stages(call, call.timings), strict=True))
+        named = dict(zip(CALL_STAGES, stages(call, call.timings), strict=True))
         encode = named.pop("encode")
         start = call.finished - sum(named.values()) + to_wall
         context = self._api.set_span_in_context(parent)

@@ -29,13 +29,13 @@ from support.repository.deployments import (
 )
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import StoreUsage
-from warpfit_server.engine.interface import COUNTERS as ENGINE_COUNTERS
+from warpfit_server.engine.interface import COUNTERS
 from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability.gpu_monitor import GpuUsage
 from warpfit_server.observability.measurements import (
-    COUNTERS,
+    CALL_COUNTERS,
+    CALL_STAGES,
     HISTOGRAMS,
-    STAGES,
     CallMeasurement,
     Recorder,
 )
@@ -73,10 +73,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 def exported() -> set[str]:
     """Every series name that a server with a GPU can export."""
     recorder = Recorder()
-    stages = tuple(range(1, 1 + len(STAGES)))
+    stages = tuple(range(1, 1 + len(CALL_STAGES)))
     recorder.end(1, CallMeasurement(("Evaluate", "OK", "x"), 1.0, 1, 1, 1, 1, "tier", 1, stages))
     totals = recorder.totals()
-    assert {name for name, _ in totals.counts} == set(COUNTERS)
+    assert {name for name, _ in totals.counts} == set(CALL_COUNTERS)
     assert {name for name, _ in totals.buckets} == set(HISTOGRAMS)
     collector = ServerCollector(
         recorder=recorder,
@@ -86,7 +86,7 @@ def exported() -> set[str]:
             supervisors=[
                 SimpleNamespace(
                     device=SimpleNamespace(label="cuda:0"),
-                    counters=dict.fromkeys(ENGINE_COUNTERS, 1.0),
+                    counters=dict.fromkeys(COUNTERS, 1.0),
                 )
             ],
         ),
@@ -138,7 +138,7 @@ def test_the_dashboard_shows_every_metric():
 
 
 def test_labels_in_queries_are_those_of_the_metrics():
-    labels = {name: family.labels for name, family in {**COUNTERS, **HISTOGRAMS}.items()}
+    labels = {name: family.labels for name, family in {**CALL_COUNTERS, **HISTOGRAMS}.items()}
     for text in [*dashboard(), *(rule["expr"] for rule in rules())]:
         for name, selector in re.findall(
             r"warpfit_(\w+?)(?:_total|_bucket|_sum|_count)\{([^}]*)", text

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from warpfit_server.data.dataset_store import StoreUsage
-from warpfit_server.engine.interface import COUNTERS as ENGINE_COUNTERS
+from warpfit_server.engine.interface import COUNTERS
 from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability.gpu_monitor import GpuUsage
 from warpfit_server.observability.measurements import Recorder
@@ -40,7 +40,7 @@ def page(counters, usages=()):
 
 
 def test_a_gpu_engine_has_all_metrics():
-    counters = {name: float(number) for number, name in enumerate(ENGINE_COUNTERS)}
+    counters = {name: float(number) for number, name in enumerate(COUNTERS)}
     text = page(counters, [GpuUsage("0", "H200", 7, 9, 0.5)])
     assert 'warpfit_gpu_memory_used_bytes{gpu="0",name="H200"} 7.0' in text
     assert 'warpfit_engine_restarts_total{cause="hung",device="cuda:0"} 2.0' in text
@@ -63,5 +63,5 @@ def test_the_kernel_store_counts_hits_and_misses(tmp_path):
         counters = store.counters()
     finally:
         store.close()
-    assert set(counters) <= set(ENGINE_COUNTERS)
+    assert set(counters) <= set(COUNTERS)
     assert counters["module_cache_misses"] == counters["disk_cache_misses"] == 1

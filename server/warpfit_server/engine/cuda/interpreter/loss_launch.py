@@ -140,7 +140,7 @@ class LaunchBuffers(NamedTuple):
         )
 
 
-def evaluate_losses(
+def interpret_losses(
     context: StreamContext,
     kernels: InterpreterKernels,
     geometry: InterpreterGeometry,

@@ -26,7 +26,7 @@ from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     InterpreterKernels,
     max_interpreted_token_rows,
 )
-from warpfit_server.engine.cuda.interpreter.loss_launch import evaluate_losses
+from warpfit_server.engine.cuda.interpreter.loss_launch import interpret_losses
 from warpfit_server.engine.cuda.interpreter.lowering import LoweringKernels, load_lowering
 from warpfit_server.engine.cuda.interpreter.source import (
     Variant,
@@ -96,7 +96,7 @@ class InterpreterTier:
             geometry = self.geometry(resident, evaluation)
             kernels = self.prepare(variant)
             with self._device.stream() as context:
-                return evaluate_losses(
+                return interpret_losses(
                     context, kernels, geometry, evaluation, resident, outputs, started
                 )
         return (yield from self._evaluate_chunks(resident, evaluation, chunks, outputs, started))

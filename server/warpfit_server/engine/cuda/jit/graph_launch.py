@@ -48,7 +48,7 @@ class GraphHandles(NamedTuple):
         return cls(graph.handle, context.handle, started.ptr, computed.ptr)
 
 
-def evaluate_losses(
+def replay_losses(
     context: StreamContext,
     graph: CapturedGraph,
     sources: InputSources,

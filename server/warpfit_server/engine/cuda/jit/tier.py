@@ -21,7 +21,7 @@ from warpfit_server.engine.cuda.jit.graph import (
     GraphLayout,
     row_arguments,
 )
-from warpfit_server.engine.cuda.jit.graph_launch import evaluate_losses
+from warpfit_server.engine.cuda.jit.graph_launch import replay_losses
 from warpfit_server.engine.cuda.jit.kernel_interface import MAX_BLOCK_ROWS, block_rows
 from warpfit_server.engine.cuda.jit.kernel_plan import (
     CompiledTuning,
@@ -269,7 +269,7 @@ class CompiledTier:
     ) -> Timings:
         """Compute losses, and gradients if they are wanted, by one command list."""
         with self._device.stream() as context:
-            timings = evaluate_losses(
+            timings = replay_losses(
                 *(context, graph, plan.shapes.sources, resident, evaluation),
                 *(_block_rows(plan, resident, evaluation), outputs, started, cache_hits),
             )
