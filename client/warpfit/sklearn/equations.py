@@ -60,6 +60,8 @@ def build_front(
 
     """
     least = max(_ROUNDING * scale, math.ulp(0.0))
+    # A formula may have no value on rows that the search did not compare.
+    found = [entry for entry in found if math.isfinite(entry[1])] or list(found)[:1]
     ranked = sorted(((complexity(entry[0]), max(entry[1], 0.0), entry) for entry in found),
                     key=lambda item: item[:2])  # fmt: skip
     front: list[Equation] = []

@@ -27,7 +27,7 @@ from warpfit.sklearn.pairs.views import ROUND, View
 #: Formulas of each view that are returned, and that are paired again in the next round.
 _BEAM: Final = 200
 #: Steps of five of a view that are of a kind of their own.
-_SCALING, _ADDING, _KINDS = 1, 3, 5
+_ADDING, _SCALING, _KINDS = 1, 3, 5
 #: Pairs of a block that are weighed again in float64, and those whose scales are sharpened.
 _KEPT: Final = 150
 _SHARPENED: Final = 40
