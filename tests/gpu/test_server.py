@@ -127,3 +127,22 @@ def test_fits_and_derivatives_work_on_a_gpu_server(client, table):
     fit = client.optimize(data, ["p1*x1 + p2"], parameters=[[2.0, 0.5]])
     slope, intercept = np.polyfit(X[:, 0], y, 1)
     np.testing.assert_allclose(fit.parameters[0], [slope, intercept], rtol=1e-3)
+
+
+def test_a_data_set_larger_than_the_device_memory_that_is_allowed(client):
+    rng = np.random.default_rng(0)
+    X = rng.uniform(0.5, 2, size=(1_000_000, 10)).astype(np.float32)
+    y = (3.0 * X[:, 0] * np.exp(-0.5 * X[:, 1])).astype(np.float32)
+    programs, parameters = thesis_mix(5, 30, operators=OPERATORS)
+    options = {"loss": "mse", "tier": Tier.INTERPRETER}
+    with (
+        ServerProcess("--device-memory", "48MiB", devices="0") as process,
+        warpfit.connect(process.address) as other,
+    ):
+        found = [
+            each.run(each.upload(X, y), programs, parameters, **options).losses
+            for each in (client, other)
+        ]
+        np.testing.assert_array_equal(*found)
+        fit = other.optimize(other.upload(X, y), ["p1 * x1 * exp(p2 * x2)"], [[1.0, 0.0]])
+        np.testing.assert_allclose(fit.parameters[0], [3.0, -0.5], rtol=1e-4)

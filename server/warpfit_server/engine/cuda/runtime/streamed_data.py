@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
@@ -125,7 +125,9 @@ class StreamedDataset(ResidentDataset):
         except BaseException:  # nobody waits any more; the next one waits for those before
             before.add_done_callback(lambda _: own.set_result(None))
             raise
-        return _ending(own)
+        ending = ExitStack()
+        ending.callback(own.set_result, None)
+        return ending
 
     def windows(
         self, spans: Sequence[tuple[int, int]]
@@ -162,11 +164,3 @@ class StreamedDataset(ResidentDataset):
             source = column[window.first_row : span[1]]
             copies.upload(window.address(number, window.first_row), source)
         copies.mark(f"window {side}")
-
-
-@contextmanager
-def _ending(turn: Future[None]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        turn.set_result(None)
