@@ -101,15 +101,15 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits, nodes: 
     return 2 * (needed + 8 * nodes * sums) if nodes else needed
 
 
-def check_fit(request: FitRequest, layout: Layout, limits: Limits) -> int:
+def check_fit(request: FitRequest, layout: Layout, limits: Limits, nodes: int = 0) -> int:
     """Refuse a fit whose searches together are too large; return its `fit_memory`."""
-    needed = fit_memory(request, layout)
+    needed = fit_memory(request, layout, nodes)
     _check("RESULT_TOO_LARGE", "bytes of searches", needed, limits.result_bytes, "result-bytes")
     return needed
 
 
-def fit_memory(request: FitRequest, layout: Layout) -> int:
-    """Estimate the memory of a fit at its peak, in bytes.
+def fit_memory(request: FitRequest, layout: Layout, nodes: int = 0) -> int:
+    """Estimate the memory of a fit at its peak, in bytes; ``nodes`` as in `check_result`.
 
     A search is a program with one start. It has tokens, a few vectors and matrices of its own, and
     the engine computes a sum over the rows for each pair of its parameters.
@@ -128,7 +128,7 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
         (_LOWERED_BYTES + _TOKEN_BYTES * batch.vectors) * len(batch.codes)
         + _SEARCH_BYTES * searches
         + _PARAMETER_BYTES * parameters
-        + 8 * (matrices + sums * (blocks + (blocks > 1)))
+        + 8 * (matrices + sums * (blocks + (blocks > 1) + 2 * nodes))
     )
 
 

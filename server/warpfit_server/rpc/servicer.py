@@ -110,9 +110,7 @@ class ComputeServicer:
             check_batch(evaluation.batch, limits)
             evaluation.check_options(layout)
             evaluation.batch.check_shapes()  # the engine looks at the tokens
-            rows, shards = evaluation.row_range(layout), data.shards
-            nodes = 0 if shards is None else shards.nodes(rows, layout)
-            size = check_result(evaluation, layout, limits, nodes)
+            size = check_result(evaluation, layout, limits, _nodes(evaluation, data))
             size += evaluation.batch.values.nbytes - len(request.programs.values)
             cost = CallCost.of_evaluation(evaluation, layout)
             held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
@@ -142,7 +140,7 @@ class ComputeServicer:
             layout = data.layout
             check_batch(request.problem.batch, limits)
             request.check(layout)
-            size = check_fit(request, layout, limits)
+            size = check_fit(request, layout, limits, _nodes(request.problem, data))
             size += request.problem.batch.values.nbytes - len(parsed.problem.programs.values)
             cost = CallCost.of_fit(request, layout)
             held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
@@ -337,6 +335,12 @@ def _info(dataset: StoredDataset, lost_digits: str = "") -> bytes:
     """Describe a data set."""
     own = dataset.content_id, dataset.layout, lost_digits, dataset.shard_count
     return codec.dataset_info(*own).SerializeToString()
+
+
+def _nodes(evaluation: Evaluation, data: Leased) -> int:
+    """Return how many nodes of its rows engines sum up that share them; 0 for whole data sets."""
+    shards, layout = data.shards, data.layout
+    return 0 if shards is None else shards.nodes(evaluation.row_range(layout), layout)
 
 
 def _of_tenant(evaluation: Evaluation, tenant: str) -> Evaluation:

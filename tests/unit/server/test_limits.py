@@ -106,3 +106,8 @@ def test_sums_of_the_nodes_of_shards_are_counted():
     numbers = len(evaluation.batch) + len(evaluation.batch.parameters)
     assert module.check_result(evaluation, DATA.layout, Limits()) == 8 * numbers
     assert module.check_result(evaluation, DATA.layout, Limits(), nodes=3) == 2 * 8 * 4 * numbers
+    request = FitRequest(an_evaluation(loss=Loss.MSE, values=False), FitSettings())
+    added = module.fit_memory(request, DATA.layout, nodes=3) - module.fit_memory(
+        request, DATA.layout
+    )
+    assert added > 2 * 8 * 3 * numbers
