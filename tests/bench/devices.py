@@ -8,6 +8,9 @@ setting is what the others are compared with. On a machine without a GPU:
 * ``sustained``: token-rows a second of many workers, each a process; no batch comes again;
 * ``one client``: losses of 5,000 programs on 1,000,000 rows, which are split over the devices;
 * ``fits``: one call of 3,000 searches, split likewise;
+* ``sharded``: losses on 1,000,000 rows that are divided among the devices, against the first
+  setting, which has to be one device: the time of the steps of all engines together, and for CPU
+  engines that on their cores;
 * ``loss of an engine``: one engine is killed while 16 workers repeat a batch.
 
 ``--scale`` multiplies the numbers of rows, but not below 1,000.
@@ -23,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,6 +47,7 @@ POOL = 6_000
 SHAPES = ((300, 100_000), (5_000, 10_000))
 LARGE = (5_000, 1_000_000)
 SEARCHES = (3_000, 10_000)
+SHARDED = ((300, 1_000_000), (3_000, 1_000_000))
 #: Seconds that the loss of an engine is watched.
 LOSS_SECONDS = 8.0
 LOSS_WORKERS = 16
@@ -233,6 +238,55 @@ def fits(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[st
     return {"searches": searches, "rows": rows, **found}
 
 
+def sharded(_: Workers, servers: dict[str, ServerProcess], options: Any) -> list[dict[str, Any]]:
+    """Sharded data sets against a whole one on the first server, in turns."""
+    return [_sharded(servers, *shape, options.calls) for shape in options.sharded]
+
+
+def _sharded(
+    servers: dict[str, ServerProcess], programs: int, rows: int, calls: int
+) -> dict[str, Any]:
+    pool = Pool(SEED)
+    compute, cores, walls = ({name: list[float]() for name in servers} for _ in range(3))
+    devices: dict[str, str] = {}
+    differing = 0
+    with ExitStack() as held:
+        run = {}
+        for name, server in servers.items():
+            client = held.enter_context(warpfit.connect(server.address))
+            data = held.enter_context(client.upload(*table(rows), shards=len(server.engines())))
+            run[name] = partial(client.run, data, loss="mse", tier="interpreter")
+            run[name](pool.draw(programs))
+        for _ in range(calls):
+            batch, answers = pool.draw(programs), set()
+            for name, server in servers.items():
+                before, used = time.perf_counter(), engine_seconds(server)
+                answer = run[name](batch)
+                walls[name].append(time.perf_counter() - before)
+                cores[name].append(engine_seconds(server) - used)
+                compute[name].append(answer.timings.compute / 1e9)
+                devices[name] = answer.timings.device
+                answers.add(bits(answer))
+            differing += len(answers) > 1
+    found = {
+        **{"programs": programs, "rows": rows, "calls": calls, "devices": devices},
+        "steps_of_all_engines": against_first(compute),
+        "cpu_time_of_all_engines": against_first(cores),
+        "wall": against_first(walls),
+        "calls_whose_answers_differ_in_bits": differing,
+    }
+    print(found, flush=True)
+    return found
+
+
+def against_first(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Median milliseconds of each setting, and of the ratios to the first one, call by call."""
+    first = np.array(next(iter(seconds.values())))
+    ratio = {name: round(statistics.median(np.array(s) / first), 4) for name, s in seconds.items()}
+    medians = {name: round(1e3 * statistics.median(s), 3) for name, s in seconds.items()}
+    return {"milliseconds": medians, "times_the_first": ratio}
+
+
 def in_turns(
     servers: dict[str, ServerProcess],
     prepare: Callable[[warpfit.Client], Callable[[Batch], Any]],
@@ -327,6 +381,7 @@ def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> 
 PARTS: dict[str, Callable[..., Any]] = {
     "one client": one_client,
     "fits": fits,
+    "sharded": sharded,
     "sustained": sustained,
     "loss of an engine": losses_of_engines,
 }
@@ -373,6 +428,7 @@ def parsed() -> argparse.Namespace:
     wanted = [shape for shape in SHAPES if options.programs in (None, shape[0])]
     options.shapes = [scaled(shape) for shape in wanted]
     options.large, options.searches = scaled(LARGE), scaled(SEARCHES)
+    options.sharded = [scaled(shape) for shape in SHARDED]
     return options
 
 

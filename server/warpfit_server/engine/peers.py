@@ -349,9 +349,10 @@ class _Gathering:
         for part in ended:
             part.give_back()
 
-    def _ended(self, part: _PartRequest) -> None:
+    def _ended(self, part: _PartRequest, outcome: object) -> None:
         """Take note of a part's outcome, on the thread that has received it."""
-        with self._lock:
+        with self._lock:  # so that one of `close` and this method gives the segment back
+            part.outcome = outcome
             is_closed = self._is_closed
             self._missing -= 1
             is_done = not self._is_done and (not self._missing or part.has_failed)
@@ -370,7 +371,7 @@ class _PartRequest(InFlightRequest):
         evaluation: over the rows of that engine.
         request: that it is a part of.
         part: what the other engine is told of that.
-        on_end: called with this part when it has ended, or the engine is lost.
+        on_end: called with this part and its outcome when it has ended or the engine is lost.
 
     """
 
@@ -383,7 +384,7 @@ class _PartRequest(InFlightRequest):
         evaluation: Evaluation,
         request: Request,
         part: messages.Part,
-        on_end: Callable[[_PartRequest], None],
+        on_end: Callable[[_PartRequest, object], None],
     ) -> None:
         assert evaluation.rows is not None  # those of one engine
         super().__init__(layout, evaluation, evaluation.rows, request.tenant)
@@ -400,8 +401,7 @@ class _PartRequest(InFlightRequest):
     def take(self, entry: object) -> None:
         """Take what the engine has sent, or its loss."""
         if isinstance(entry, messages.RequestFinished) or entry is LOST:
-            self.outcome = entry
-            self._on_end(self)
+            self._on_end(self, entry)
 
     @property
     def has_failed(self) -> bool:
