@@ -51,7 +51,7 @@ def test_a_large_batch_is_split_and_gives_the_same_bits(fleet):
 
 
 def test_sigstop_and_sigkill_of_one_and_a_rolling_restart(fleet):
-    with Load(fleet.address, clients=4) as load:
+    with Load(fleet.address, clients=2) as load:
         load.wait_for_answers(10)
         with fleet.frozen(1):
             load.wait_for_answers(10)
