@@ -21,6 +21,7 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
     STATISTICS_ARGUMENTS,
 )
 from warpfit_server.engine.cuda.math.prelude import sum_tree
+from warpfit_server.engine.cuda.runtime.resident_data import cut_rows
 
 #: Statistics are measured by one warp a block here.
 _ENTRIES = """
@@ -41,6 +42,9 @@ extern "C" int host_nodes(const Nodes* n) { return launch_on_host(add_nodes, n, 
 extern "C" int host_groups(const Groups* g) { return launch_on_host(add_groups, g, 1, 32); }
 extern "C" int host_statistics(const StatisticsArguments* a) {
   return launch_on_host(measure, a, a->leaf_count, 32) + launch_on_host(merge_leaves, a, 1, 32);
+}
+extern "C" int host_merge(const StatisticsArguments* a) {
+  return launch_on_host(merge_leaves, a, 1, 32);
 }
 """
 
@@ -82,20 +86,47 @@ def test_groups_of_a_tile_are_added_up_like_tiles_of_one_group(groups):
     np.testing.assert_allclose(sums, values.sum())
 
 
-def measured(f: NDArray[Any], y: NDArray[Any], w: NDArray[Any] | None, rows, aligned: int):
-    """Statistics of rows of columns, of which the device has those from a row on."""
+def statistics_of(f, y, w, rows, aligned: int) -> tuple[np.ndarray, NDArray[Any]]:
+    """Arguments for rows of columns of which the device has those from a row on; and leaves."""
     start, stop = rows
     leaves = -(-stop // LEAF_ROWS) - start // LEAF_ROWS
-    memory, found = np.zeros((leaves, NODE_STATISTICS)), np.zeros(12)
-    arguments = np.zeros((), dtype=STATISTICS_ARGUMENTS)
+    memory, arguments = np.zeros((leaves, NODE_STATISTICS)), np.zeros((), STATISTICS_ARGUMENTS)
     for name, column in (("values", f), ("target", y), ("weights", w)):
         arguments[name] = 0 if column is None else column[aligned:].ctypes.data
     arguments["leaves"], arguments["leaf_count"] = memory.ctypes.data, leaves
-    arguments["reductions"], arguments["moments"] = found.ctypes.data, found[5:].ctypes.data
+    arguments["first_leaf"], arguments["rows"] = start // LEAF_ROWS, stop - start
     arguments["first_row"], arguments["end_row"] = start - aligned, stop - aligned
     arguments["before"] = aligned
+    return arguments, memory
+
+
+def measured(f, y, w, rows, aligned: int) -> NDArray[np.float64]:
+    arguments, _memory = statistics_of(f, y, w, rows, aligned)
+    found = np.zeros(12)
+    arguments["reductions"], arguments["moments"] = found.ctypes.data, found[5:].ctypes.data
     assert kernels().host_statistics(ctypes.c_void_p(arguments.ctypes.data)) == 0
     return found
+
+
+def test_statistics_of_nodes_are_merged_to_those_of_the_whole():
+    rng = np.random.default_rng(4)
+    f, y = (rng.normal(5, 1, size=9000).astype(np.float32) for _ in range(2))
+    rows, length = (1500, 8700), 4096
+    spans = cut_rows(rows, length)
+    nodes, found = np.zeros((len(spans), NODE_STATISTICS)), np.zeros(12)
+    for number, span in enumerate(spans):
+        arguments, _memory = statistics_of(f, y, None, span, span[0] // 256 * 256)
+        arguments["reductions"] = arguments["moments"] = found.ctypes.data
+        arguments["nodes"], arguments["node_count"] = nodes.ctypes.data, len(spans)
+        arguments["node"] = number
+        assert kernels().host_statistics(ctypes.c_void_p(arguments.ctypes.data)) == 0
+    assert not found.any()
+    arguments = np.zeros((), STATISTICS_ARGUMENTS)
+    arguments["leaves"], arguments["leaf_count"] = nodes.ctypes.data, len(spans)
+    arguments["first_leaf"], arguments["rows"] = rows[0] // length, rows[1] - rows[0]
+    arguments["reductions"], arguments["moments"] = found.ctypes.data, found[5:].ctypes.data
+    assert kernels().host_merge(ctypes.c_void_p(arguments.ctypes.data)) == 0
+    np.testing.assert_array_equal(found, measured(f, y, None, rows, 0))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
