@@ -114,7 +114,8 @@ class Peers:
 
         """
         connection = self._connections.get(engine)
-        if connection is None:
+        if connection is None or not connection.is_open:
+            self._request_connection(engine)  # the last one may have been lost on its way
             raise unavailable()
         connection.send(part)
 
