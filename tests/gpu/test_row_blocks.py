@@ -13,11 +13,11 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.request import Loss, Precision, Tier
-from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
 from warpfit_server.engine.cuda.math import modes
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.sum_tree import sum_nodes
 
 ROWS = 70_001
 #: Rows of nodes of the tree of sums.

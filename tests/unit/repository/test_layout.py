@@ -25,8 +25,8 @@ ORDERS = {
         *("engine", "rpc", "processes"),
     ],
     "warpfit_server.engine": [
-        *("native", "lowering", "interface", "lowering_cache", "validate", "finalize", "autodiff"),
-        *("cpu", "cuda", "fit"),
+        *("native", "sum_tree", "lowering", "interface", "lowering_cache", "validate", "finalize"),
+        *("autodiff", "cpu", "cuda", "fit"),
     ],
     "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit"],
     "warpfit": [

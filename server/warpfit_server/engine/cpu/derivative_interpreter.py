@@ -54,7 +54,6 @@ from warpfit_server.engine.cpu.statistics import (
     merge_spans,
     node_moments,
 )
-from warpfit_server.engine.cpu.sum_tree import carry, node_sums
 from warpfit_server.engine.lowering.lowered import NONE
 from warpfit_server.engine.native.arguments import (
     CANCEL_FLAG,
@@ -73,6 +72,7 @@ from warpfit_server.engine.native.arguments import (
 )
 from warpfit_server.engine.native.calls import call_kernel
 from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.sum_tree import carry, node_sums
 
 # Arrays of an argument block after the inputs.
 _ROW_LOSS: Final = OWN_ARRAYS + INPUT_ARRAYS

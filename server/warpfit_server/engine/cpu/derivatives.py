@@ -34,10 +34,10 @@ from warpfit_server.engine.cpu.derivative_interpreter import COLUMN_SUMS, LOSS_S
 from warpfit_server.engine.cpu.interpreter import Inputs
 from warpfit_server.engine.cpu.row_loss import row_loss_inputs
 from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
-from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.interface import Outputs
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.arguments import FAILED
+from warpfit_server.engine.sum_tree import sum_nodes
 
 #: What row losses are computed with.
 _WIDE: Final = Flavour(single=False, fast=False)

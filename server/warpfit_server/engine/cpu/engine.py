@@ -49,7 +49,6 @@ from warpfit_server.engine.cpu.chunked_work import (
 from warpfit_server.engine.cpu.codegen import loader
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.interpreter import Inputs
-from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.interface import (
     Device,
     Linearisation,
@@ -63,6 +62,7 @@ from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
 from warpfit_server.engine.native.threads import ParallelLoop
+from warpfit_server.engine.sum_tree import sum_nodes
 from warpfit_server.engine.validate import check_tokens
 from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores

@@ -22,7 +22,6 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cpu.sum_tree import carry, node_sums
 from warpfit_server.engine.lowering.lowered import NONE, Lowered, lowered_of
 from warpfit_server.engine.native.arguments import (
     CANCEL_FLAG,
@@ -42,6 +41,7 @@ from warpfit_server.engine.native.arguments import (
 )
 from warpfit_server.engine.native.calls import call_kernel, call_sum
 from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.sum_tree import carry, node_sums
 
 #: Bytes of one stored scalar: as wide as a kernel's step.
 SCALAR_WIDTH: Final = 64

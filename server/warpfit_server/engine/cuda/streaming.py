@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 
 from warpfit.request import Evaluation, Timings
-from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ResidentDataset,
     check_cancelled,
@@ -21,6 +20,7 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
 )
 from warpfit_server.engine.cuda.runtime.streamed_data import ALIGNED_ROWS
 from warpfit_server.engine.interface import Outputs, Steps
+from warpfit_server.engine.sum_tree import sum_nodes
 
 #: Outputs that are sums over rows.
 _SUMS: Final = ("losses", "gradients")

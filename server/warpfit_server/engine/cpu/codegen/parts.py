@@ -18,14 +18,13 @@ from numba import types
 
 from warpfit import ops
 from warpfit_server import row_blocks
-from warpfit_server.engine import validate
+from warpfit_server.engine import sum_tree, validate
 from warpfit_server.engine.autodiff import backward_pass, differentiate, rules
 from warpfit_server.engine.cpu import (
     derivative_interpreter,
     interpreter,
     row_loss,
     statistics,
-    sum_tree,
 )
 from warpfit_server.engine.cpu.codegen import (
     argument_reduction,

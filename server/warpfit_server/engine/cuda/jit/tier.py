@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.request import Evaluation, Loss, Tier, Timings
-from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.cuda.jit.graph import (
     CapturedGraph,
     GraphCapturer,
@@ -40,6 +39,7 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs, Steps
+from warpfit_server.engine.sum_tree import sum_nodes
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
 MAX_VECTORS: Final = 65_535

@@ -1,4 +1,4 @@
-// Sums over rows on a device: over the lanes of a warp, and then in the tree of cpu/sum_tree.py.
+// Sums over rows on a device: over the lanes of a warp, and then in the tree of engine/sum_tree.py.
 
 #define FULL 0xffffffffu
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support.machines.device_lowering import compile_for_host
-from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     LEAF_ROWS,
     NODE_STATISTICS,
@@ -22,6 +21,7 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
 )
 from warpfit_server.engine.cuda.math.prelude import sum_tree
 from warpfit_server.engine.cuda.runtime.resident_data import cut_rows
+from warpfit_server.engine.sum_tree import sum_nodes
 
 #: Statistics are measured by one warp a block here.
 _ENTRIES = """

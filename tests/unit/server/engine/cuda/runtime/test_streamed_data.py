@@ -14,12 +14,12 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
-from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.cuda.runtime import streamed_data
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, cut_rows
 from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset, must_stream
 from warpfit_server.engine.cuda.streaming import evaluate_on
 from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.engine.sum_tree import sum_nodes
 
 MEMORY = 5 << 20
 ROWS = 200_001

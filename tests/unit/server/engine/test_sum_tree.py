@@ -16,7 +16,7 @@ from warpfit.losses import ABSOLUTE, SQUARES, huber
 from warpfit.parse import parse
 from warpfit_server.engine.cpu import chunked_work, derivatives
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.cpu.sum_tree import sum_nodes
+from warpfit_server.engine.sum_tree import sum_nodes
 
 ROWS = 41_000
 DATA = {dtype: make_dataset(ROWS, dtype, weights=True) for dtype in ("float32", "float64")}
