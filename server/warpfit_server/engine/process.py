@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.observability.logs import configure_logging
+from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.shortages import shortage, too_many_files
 from warpfit_server.system.worker_threads import take_short_turns
 
@@ -132,6 +134,16 @@ class EngineProcess:
             self._channel.send(messages.RequestConnection(engine))
 
 
+def _compile_fits(cache_directory: Path) -> None:
+    """Have the code of fits compiled beside that of the engine, unless that has been done."""
+    from warpfit_server.engine.fit import compiled
+
+    try:
+        compiled.precompile(cache_directory, urgent=False)
+    except Exception:  # `_load_fits` tries again
+        _LOG.exception("the code of fits was not compiled")
+
+
 def _load_fits(cache_directory: Path | None) -> None:
     """Load the compiled code of fits before the first one is requested."""
     # Imported here, because importing it delays the start of the server.
@@ -157,6 +169,8 @@ def main(arguments: Sequence[str]) -> None:
     take_short_turns()
     channel = Channel(socket.socket(fileno=int(descriptor)))
     device = config.engines[int(number)]
+    cache_directory = config.cache_path or default_cache_directory()
+    threading.Thread(target=_compile_fits, args=(cache_directory,), daemon=True).start()
     try:
         engine = create_engine(
             device.kind,

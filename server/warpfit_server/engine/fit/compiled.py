@@ -73,10 +73,17 @@ def load_in_background(
     return BACKGROUND.submit(load, method, directory)
 
 
-def precompile(directory: Path) -> None:
-    """Compile the code of all methods into ``directory``, and load nothing."""
+def precompile(directory: Path, *, urgent: bool = True) -> None:
+    """Compile the code of all methods into ``directory`` by other processes, and load nothing.
+
+    Args:
+        directory: where compiled code is kept.
+        urgent: whether a caller waits.
+
+    """
+    place = _place(directory)
     with ThreadPoolExecutor(len(METHODS)) as pool:
-        list(pool.map(lambda m: _compile_elsewhere(m, _place(directory), urgent=True), METHODS))
+        list(pool.map(lambda m: _compile_elsewhere(m, place, urgent=urgent), METHODS))
 
 
 def _place(directory: Path) -> Path:
