@@ -1,9 +1,9 @@
 """Benchmark of streamed data sets: the rate against those of the bus and of the kernels.
 
-``python tests/bench/gpu_streaming.py [--gigabytes N] [--programs N ...]`` writes
-``tests/bench/results/gpu_streaming.json``. A data set of 10 variables and a target, float32, is
-streamed by an engine with ``--memory`` bytes of the device. For each number of programs of the
-thesis mix, fast mode:
+``python tests/bench/gpu_streaming.py [DIRECTORY] [--gigabytes N] [--programs N ...]`` writes
+gpu_streaming.json, into results/ unless a directory is given. A data set of 10 variables and a
+target, float32, is streamed by an engine with ``--memory`` bytes of the device. For each number of
+programs of the thesis mix, fast mode:
 
 * ``seconds``: one evaluation of the losses, the least of some.
 * ``copy_seconds``: the copies of all windows alone, without kernels.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ DRAWN = 1 << 20
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", nargs="?", type=Path)
     parser.add_argument("--gigabytes", type=float, default=20.0)
     parser.add_argument("--memory", type=int, default=8 << 30)
     parser.add_argument("--programs", type=int, nargs="+", default=[300, 3000])
@@ -62,7 +64,7 @@ def main() -> None:
         row["of_bound"] = bound / row["seconds"]
         content["results"].append(row)
         print(row, flush=True)
-    save("gpu_streaming", content)
+    save("gpu_streaming", content, arguments.directory)
 
 
 def repeated(rows: int) -> Dataset:

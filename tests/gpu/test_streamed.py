@@ -134,4 +134,15 @@ def test_fits(engine, small, case):
     texts, starts = ["p1 * exp(-p2 * x1) + p3 * x2"], [[1.0, 0.5, 0.1]]
     one, other = (fit(data, texts, starts, engine=each) for each in (engine, small))
     np.testing.assert_array_equal(np.concatenate(other.parameters), np.concatenate(one.parameters))
-    np.testing.assert_array_equal(other.losses, one.losses)
+    np.testing.assert_array_equal(other.loss, one.loss)
+
+
+def test_a_data_set_that_is_loaded_again_is_page_locked_again(small, caplog):
+    others = [make_dataset(ROWS["float32"] + extra, "float32", weights=True) for extra in (1, 2)]
+    for _ in range(2):
+        for data in others:
+            small.load(data)
+            small.load(data)
+        for data in others:
+            small.unload(data.content_id)
+    assert "pageable" not in caplog.text

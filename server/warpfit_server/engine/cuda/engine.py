@@ -34,7 +34,11 @@ from warpfit_server.engine.cuda.jit.tier import CompiledTier
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
-from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset, must_stream
+from warpfit_server.engine.cuda.runtime.streamed_data import (
+    StreamedDataset,
+    WindowBuffers,
+    must_stream,
+)
 from warpfit_server.engine.cuda.streaming import evaluate_on
 from warpfit_server.engine.cuda.tier_chooser import (
     DEFAULT_COSTS,
@@ -157,11 +161,22 @@ class CudaEngine:
                 "Leave shards= out, or upload fewer rows",
                 "shards",
             )
-        is_streamed = must_stream(dataset.layout, self._device.memory_limit)
-        place = StreamedDataset if is_streamed else upload
-        resident = place(self._device, dataset)
+        with self._lock:
+            if dataset.content_id in self._residents:
+                return
+        if must_stream(dataset.layout, self._device.memory_limit):
+            resident = self._stream(dataset)
+        else:
+            resident = upload(self._device, dataset)
         with self._lock:
             self._residents[dataset.content_id] = resident
+
+    def _stream(self, dataset: Dataset) -> ResidentDataset:
+        with self._lock:
+            others = list(self._residents.values())
+        shared = [other.buffers for other in others if isinstance(other, StreamedDataset)]
+        buffers = shared[0] if shared else WindowBuffers(self._device)
+        return StreamedDataset(self._device, dataset, buffers)
 
     def unload(self, dataset_id: bytes) -> None:
         """Forget a data set; its memory is freed once the evaluations that use it have ended."""

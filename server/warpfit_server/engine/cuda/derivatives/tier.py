@@ -148,15 +148,13 @@ class DerivativeTier:
         if has_large_results or stores_values(wanted):
             most = min(most, _MOST_VALUES)
         spans = cut_rows(evaluation.row_range(resident.dataset.layout), most)
+        if resident.is_streamed or len(spans) > 1:
+            nodes = spans, spans[0][0] // most
+            run = self._run_windows(resident, evaluation, wanted, plan, cancelled, *nodes)
+            computed = yield from run
+            ready(len(evaluation.batch))
+            return computed
         with self._device.stream() as context:
-            if resident.is_streamed or len(spans) > 1:
-                nodes = spans, spans[0][0] // most
-                run = self._run_windows(
-                    context, resident, evaluation, wanted, plan, cancelled, *nodes
-                )
-                computed = yield from run
-                ready(len(evaluation.batch))
-                return computed
             if len(plan.chunks) == 1 and not has_large_results:
                 check_cancelled(cancelled)
                 return self._run_at_once(context, resident, evaluation, wanted, plan)
@@ -165,7 +163,6 @@ class DerivativeTier:
 
     def _run_windows(
         self,
-        context: StreamContext,
         resident: ResidentDataset,
         evaluation: Evaluation,
         wanted: RequestedOutputs,
@@ -180,10 +177,13 @@ class DerivativeTier:
             Nanoseconds of the device.
 
         """
-        start, stop = spans[0][0], spans[-1][1]
-        nodes = RowNodes.allocate(context, wanted, plan.code, first, len(spans), stop - start)
-        computed = 0
-        with (yield from resident.turn(cancelled)), closing(resident.windows(spans)) as windows:
+        start, stop, computed = spans[0][0], spans[-1][1], 0
+        with (
+            (yield from resident.turn(cancelled)),
+            self._device.stream() as context,
+            closing(resident.windows(spans)) as windows,
+        ):
+            nodes = RowNodes.allocate(context, wanted, plan.code, first, len(spans), stop - start)
             for number, (window, span) in enumerate(windows):
                 part = replace(evaluation, rows=span)
                 own = plan_launches(self._device, window, part, wanted, plan.code)

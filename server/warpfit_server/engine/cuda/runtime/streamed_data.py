@@ -45,6 +45,8 @@ _WINDOWS_SHARE: Final = 0.25
 _MOST_WINDOW_BYTES: Final = 128 << 20
 #: Rows that the first row of a window is a multiple of: what kernels take for a block at most.
 ALIGNED_ROWS: Final = 4096
+#: Bytes after a window that a kernel may read but never uses.
+_SLACK_BYTES: Final = 8 * SLACK_ROWS
 #: Least rows of a window; with fewer, the host's work takes longer than the device's.
 _LEAST_ROWS: Final = 4 * ALIGNED_ROWS
 
@@ -52,6 +54,11 @@ _LEAST_ROWS: Final = 4 * ALIGNED_ROWS
 def must_stream(layout: Layout, memory: int) -> bool:
     """Return whether a data set is too large to lie in so many bytes of device memory."""
     return layout.nbytes > _RESIDENT_SHARE * memory
+
+
+def _window_bytes(memory: int) -> int:
+    """Return the bytes of a window, by the bytes of device memory."""
+    return min(int(memory * _WINDOWS_SHARE) // 2, _MOST_WINDOW_BYTES)
 
 
 def window_rows(layout: Layout, memory: int) -> int:
@@ -62,7 +69,7 @@ def window_rows(layout: Layout, memory: int) -> int:
 
     """
     row_bytes = layout.columns * layout.dtype.itemsize
-    most = min(int(memory * _WINDOWS_SHARE) // 2, _MOST_WINDOW_BYTES) // row_bytes - ALIGNED_ROWS
+    most = _window_bytes(memory) // row_bytes - ALIGNED_ROWS
     if most < _LEAST_ROWS:
         needed = int(2 * (_LEAST_ROWS + ALIGNED_ROWS) * row_bytes / _WINDOWS_SHARE)
         raise ResourceExhaustedError(
@@ -75,43 +82,20 @@ def window_rows(layout: Layout, memory: int) -> int:
     return int(1 << (most.bit_length() - 1))
 
 
-class StreamedDataset(ResidentDataset):
-    """A data set in the host's memory, and two windows of rows on the device.
-
-    Args:
-        device: that evaluates.
-        dataset: whose arrays stay valid as long as this is used.
+class WindowBuffers:
+    """Device memory of two windows, which all streamed data sets of an engine use in turn.
 
     Raises:
-        ResourceExhaustedError: if the device has no room for the windows.
+        ResourceExhaustedError: if the device has no room for it.
 
     """
 
-    def __init__(self, device: CudaDevice, dataset: Dataset) -> None:
-        super().__init__(dataset, None)
-        layout = dataset.layout
-        self._device = device
-        self.window_rows = window_rows(layout, device.memory_limit)
-        shape = layout.columns, self.window_rows + ALIGNED_ROWS
-        size = (shape[0] * shape[1] + SLACK_ROWS) * layout.dtype.itemsize
-        self._windows = [
-            device.cupy.ndarray(shape, layout.dtype, memptr=device.allocate(size)) for _ in range(2)
-        ]
+    def __init__(self, device: CudaDevice) -> None:
+        size = _window_bytes(device.memory_limit) + _SLACK_BYTES
+        self.memory = [device.allocate(size) for _ in range(2)]
         self._lock = threading.Lock()
         self._last: Future[None] = Future()
         self._last.set_result(None)
-        weakref.finalize(self, device.lock_pages(dataset.matrix)).atexit = False
-
-    is_streamed = True
-
-    def address(self, column: int, row: int) -> int:
-        """Return 0: only windows are on the device."""
-        return 0
-
-    @property
-    def stride(self) -> int:
-        """Elements from one variable to the next in a window."""
-        return int(self._windows[0].shape[1])
 
     def turn(self, cancelled: NDArray[np.uint8]) -> Steps[Any]:
         """Wait until no other evaluation uses the windows; return a context that ends the use."""
@@ -128,6 +112,47 @@ class StreamedDataset(ResidentDataset):
         ending = ExitStack()
         ending.callback(own.set_result, None)
         return ending
+
+
+class StreamedDataset(ResidentDataset):
+    """A data set in the host's memory, of which windows of rows pass through the device.
+
+    Args:
+        device: that evaluates.
+        dataset: whose arrays stay valid as long as this is used.
+        buffers: the windows.
+
+    Raises:
+        ResourceExhaustedError: if two windows are too small for the columns.
+
+    """
+
+    def __init__(self, device: CudaDevice, dataset: Dataset, buffers: WindowBuffers) -> None:
+        super().__init__(dataset, None)
+        layout = dataset.layout
+        self._device = device
+        self.buffers = buffers
+        self.window_rows = window_rows(layout, device.memory_limit)
+        shape = layout.columns, self.window_rows + ALIGNED_ROWS
+        self._windows = [
+            device.cupy.ndarray(shape, layout.dtype, memptr=memory) for memory in buffers.memory
+        ]
+        weakref.finalize(self, device.lock_pages(dataset.matrix)).atexit = False
+
+    is_streamed = True
+
+    def address(self, column: int, row: int) -> int:
+        """Return 0: only windows are on the device."""
+        return 0
+
+    @property
+    def stride(self) -> int:
+        """Elements from one variable to the next in a window."""
+        return int(self._windows[0].shape[1])
+
+    def turn(self, cancelled: NDArray[np.uint8]) -> Steps[Any]:
+        """Wait until no other evaluation uses the windows; return a context that ends the use."""
+        return self.buffers.turn(cancelled)
 
     def windows(
         self, spans: Sequence[tuple[int, int]]

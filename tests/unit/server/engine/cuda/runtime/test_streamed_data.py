@@ -16,7 +16,11 @@ from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.engine.cuda.runtime import streamed_data
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, cut_rows
-from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset, must_stream
+from warpfit_server.engine.cuda.runtime.streamed_data import (
+    StreamedDataset,
+    WindowBuffers,
+    must_stream,
+)
 from warpfit_server.engine.cuda.streaming import evaluate_on
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.sum_tree import sum_nodes
@@ -95,6 +99,10 @@ class FakeDevice:
         self.streams -= 1
 
 
+def streamed_on(device: FakeDevice) -> StreamedDataset:
+    return StreamedDataset(device, DATA, WindowBuffers(device))
+
+
 class Tier:
     """Sums up x1 * w of the rows in pairs, and returns x2 as values."""
 
@@ -139,7 +147,7 @@ def evaluation_of(rows, *, values: bool, cancelled: bool = False):
 @given(st.integers(0, ROWS - 1), st.integers(1, ROWS), st.booleans())
 def test_windows_give_the_bits_of_the_whole(start, count, values):
     rows, device, tier = (start, min(start + count, ROWS)), FakeDevice(), Tier()
-    streamed = StreamedDataset(device, DATA)
+    streamed = streamed_on(device)
     evaluation, outputs = evaluation_of(rows, values=values)
     timings = run_to_end(evaluate_on(tier, streamed, evaluation, outputs, VALUES))
     columns = DATA.matrix[:, slice(*rows)]
@@ -158,7 +166,7 @@ def test_windows_give_the_bits_of_the_whole(start, count, values):
 @pytest.mark.parametrize("streams", [True, False])
 def test_many_values_take_smaller_windows(streams):
     tier, device = Tier(), FakeDevice()
-    resident = StreamedDataset(device, DATA)
+    resident = streamed_on(device)
     if not streams:
         memory = device.cupy.ndarray(DATA.matrix.shape, DATA.matrix.dtype, None)
         memory.array[:] = DATA.matrix
@@ -173,7 +181,7 @@ def test_many_values_take_smaller_windows(streams):
 
 
 def test_a_cancelled_evaluation_ends_its_turn():
-    streamed = StreamedDataset(FakeDevice(), DATA)
+    streamed = streamed_on(FakeDevice())
     evaluation, outputs = evaluation_of((0, ROWS), values=False, cancelled=True)
     with pytest.raises(CancelledError):
         run_to_end(evaluate_on(Tier(), streamed, evaluation, outputs, VALUES))
@@ -182,7 +190,7 @@ def test_a_cancelled_evaluation_ends_its_turn():
 
 
 def test_evaluations_wait_for_each_other_without_a_thread():
-    streamed = StreamedDataset(FakeDevice(), DATA)
+    streamed = streamed_on(FakeDevice())
     work = [evaluation_of((0, ROWS), values=False) for _ in range(3)]
     first, second, third = (evaluate_on(Tier(), streamed, *each, VALUES) for each in work)
     assert next(first) is None
@@ -198,7 +206,7 @@ def test_evaluations_wait_for_each_other_without_a_thread():
 
 def test_the_pages_are_unlocked_when_the_last_user_is_gone():
     device = FakeDevice()
-    streamed = StreamedDataset(device, DATA)
+    streamed = streamed_on(device)
     with closing(streamed.windows([(0, 10)])) as windows:
         next(windows)
         assert device.unlocked == 0
