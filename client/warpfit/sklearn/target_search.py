@@ -45,9 +45,9 @@ _NO_INTERCEPT: Final = 1e-10
 #: Rows on which pairs of formulas are compared.
 _PAIR_ROWS: Final = 128
 #: Formulas of the library for each member of the population.
-_LIBRARY: Final = 15
+_LIBRARY: Final = 12
 #: The same of arguments of functions for which many factors are tried.
-_ARGUMENTS: Final = 0.6
+_ARGUMENTS: Final = 0.4
 #: Iterations of the last fit.
 _LAST_ITERATIONS: Final = 200
 #: Part of the time that is kept for what follows the search, and least time of it in seconds.

@@ -41,7 +41,7 @@ def library(
     trees = _small_trees(operators, variables, share, rng)
     powers = list(itertools.islice(_products(operators, variables), share))
     plain = list(itertools.islice(_products(operators, variables, (-1, 1)), share))
-    sums = _sums(operators, powers, share, rng)
+    sums = sorted(_sums(operators, powers, share, rng), key=len)
     unary = [name for name in operators if OPERATORS[name].arity == 1]
     algebraic = [name for name in unary if name in _ALGEBRAIC]
     others = [name for name in unary if name not in _ALGEBRAIC]

@@ -132,10 +132,16 @@ class PairSearch:
         self._beams[place] = beam[order], errors[order]
 
     def _next_view(self) -> int:
-        """Return in turn the view with the least error and the one with the fewest steps."""
-        places = range(len(self.views))
-        if min(self._turns) > 0 and sum(self._turns) % 2:
-            return min(places, key=lambda place: min(self._beams[place][1], default=np.inf))
+        """Give each view a turn, then the first one or one of the others.
+
+        These are the one with the least error and the one with the fewest steps, in turn.
+        """
+        step, places = sum(self._turns), range(len(self.views))
+        others = places[1:] or places
+        if min(self._turns) > 0 and step % 2 == 0:
+            return 0
+        if min(self._turns) > 0 and step % 4 == 1:
+            return min(others, key=lambda place: min(self._beams[place][1], default=np.inf))
         return min(places, key=lambda place: self._turns[place])
 
     def _table(self, genomes: Genomes) -> Table:
