@@ -17,7 +17,7 @@ from harness import median_seconds, save
 
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
-from warpfit_server.engine.cuda.interpreter import lowering
+from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.cuda.runtime.batch_layout import (
     BatchLayout,
     TokenArrays,
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measure(device: CudaDevice, batch: Batch, repeats: int) -> dict[str, Any]:
-    kernels = lowering.load_lowering(device)
+    kernels = device_lowering.load_lowering(device)
     layout, tokens = BatchLayout.of(batch), TokenArrays.of(batch)
     with device.stream() as context:
         staging = context.pinned("batch", layout.uploaded)
@@ -61,19 +61,19 @@ def measure(device: CudaDevice, batch: Batch, repeats: int) -> dict[str, Any]:
         levels = max_levels(int(batch.lengths.max()), False)
 
         def lower() -> None:
-            blocks = lowering.BLOCKS_A_MULTIPROCESSOR * device.multiprocessors
-            lowering.launch_lowering(*where, 10, blocks)
+            blocks = device_lowering.BLOCKS_A_MULTIPROCESSOR * device.multiprocessors
+            device_lowering.launch_lowering(*where, 10, blocks)
 
         def order() -> None:
-            lowering.launch_order(*where, len(batch), levels)
+            device_lowering.launch_order(*where, len(batch), levels)
 
         def whole() -> None:
             pack(tokens, layout, staging)
             context.upload(address, staging)
             lower()
-            first_invalid = lowering.launch_order(*where, len(batch), levels)
+            first_invalid = device_lowering.launch_order(*where, len(batch), levels)
             context.stream.synchronize()
-            assert first_invalid[0] == lowering.ALL_VALID
+            assert first_invalid[0] == device_lowering.ALL_VALID
 
         whole()
         turns = max(10, repeats)

@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from support.machines.device_lowering import lower_on_device, lower_on_host
+from support.emulators.device_lowering import lower_on_device, lower_on_host
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.interpreter import bytecode, lowering
+from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
 from warpfit_server.engine.validate import are_valid
 
 X = Program.variable(0)
@@ -25,7 +25,7 @@ def device(engine):
 
 def assert_same(device, batch, **how):
     found, expected = lower_on_device(device, batch, **how), lower_on_host(batch)
-    assert (found.first_invalid == lowering.ALL_VALID).all()
+    assert (found.first_invalid == device_lowering.ALL_VALID).all()
     np.testing.assert_array_equal(found.needs(), expected.needs())
     for index in range(len(batch)):
         assert found.code(index) == expected.code(index), index

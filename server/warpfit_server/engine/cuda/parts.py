@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from warpfit_server.engine import validate
 from warpfit_server.engine.cuda.derivatives import lowering as derivative_lowering
 from warpfit_server.engine.cuda.derivatives import tier as derivatives
-from warpfit_server.engine.cuda.interpreter import loss_launch, lowering
+from warpfit_server.engine.cuda.interpreter import device_lowering, loss_launch
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.jit import graph_launch
@@ -45,8 +45,8 @@ def _compile_derivatives(variant: Variant, architecture: int, directory: Path) -
 
 
 def _compile_lowering(architecture: int, directory: Path) -> None:
-    key = lowering.lowering_key(architecture)
-    cached_cubin(directory, key, lambda: lowering.lowering_cubin(architecture))
+    key = device_lowering.lowering_key(architecture)
+    cached_cubin(directory, key, lambda: device_lowering.lowering_cubin(architecture))
 
 
 def _compile_host_code(load: Callable[[], None], _architecture: int, _directory: Path) -> None:
@@ -121,7 +121,10 @@ def _fingerprint(architecture: int) -> str:
     """Return a hash of what shapes the code of all groups."""
     switches = [interpreter.interpreter_switch(variant) for variant in interpreter.VARIANTS]
     switches += [derivatives.derivative_switch(v, spills=False) for v in derivatives.VARIANTS]
-    keys = [lowering.lowering_key(architecture), *(one.key(architecture) for one in switches)]
+    keys = [
+        device_lowering.lowering_key(architecture),
+        *(one.key(architecture) for one in switches),
+    ]
     host = numba_cache.default_directory().name, derivative_lowering.directory_name()
     text = "\0".join([*host, *(word for key in keys for word in key)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -10,6 +10,13 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
+from warpfit_server.engine.cuda.interpreter.device_lowering import (
+    ALL_VALID,
+    check_length,
+    launch_lowering,
+    launch_order,
+    raise_invalid_program,
+)
 from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     INTERPRETER_ARGUMENTS,
     SLOT_ARGUMENTS,
@@ -22,13 +29,6 @@ from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     configure_launch,
     fill_interpreter_arguments,
     fill_slot_arguments,
-)
-from warpfit_server.engine.cuda.interpreter.lowering import (
-    ALL_VALID,
-    check_length,
-    launch_lowering,
-    launch_order,
-    raise_invalid_program,
 )
 from warpfit_server.engine.cuda.runtime.batch_layout import (
     BatchBounds,

@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Loss
-from warpfit_server.engine.cuda.interpreter.lowering import BLOCKS_A_MULTIPROCESSOR, LoweringKernels
+from warpfit_server.engine.cuda.interpreter.device_lowering import (
+    BLOCKS_A_MULTIPROCESSOR,
+    LoweringKernels,
+)
 from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, Variant
 from warpfit_server.engine.cuda.math.modes import Mode, max_token_rows
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds, BatchLayout

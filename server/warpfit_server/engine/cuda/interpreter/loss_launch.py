@@ -15,6 +15,18 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Timings
+from warpfit_server.engine.cuda.interpreter.device_lowering import (
+    ALL_VALID,
+    LOWER_THREADS,
+    LOWERING_ARGUMENTS,
+    ORDER_ARGUMENTS,
+    ORDER_BYTES,
+    ORDER_THREADS,
+    check_length,
+    fill_lowering_arguments,
+    fill_order_arguments,
+    raise_invalid_program,
+)
 from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     INTERPRETER_ARGUMENTS,
     MAX_LAUNCHES,
@@ -29,18 +41,6 @@ from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     fill_interpreter_arguments,
     fill_slot_arguments,
     jobs_per_launch,
-)
-from warpfit_server.engine.cuda.interpreter.lowering import (
-    ALL_VALID,
-    LOWER_THREADS,
-    LOWERING_ARGUMENTS,
-    ORDER_ARGUMENTS,
-    ORDER_BYTES,
-    ORDER_THREADS,
-    check_length,
-    fill_lowering_arguments,
-    fill_order_arguments,
-    raise_invalid_program,
 )
 from warpfit_server.engine.cuda.runtime.batch_layout import (
     BatchLayout,

@@ -1,6 +1,6 @@
-// Lowering of a batch from postfix tokens to the interpreter's instructions. lowering.py prepends
-// the constants of bytecode.py and the operator table. The tests compile the same text for the
-// host, so it uses nothing but standard C++ and CUDA's keywords.
+// Lowering of a batch from postfix tokens to the interpreter's instructions. device_lowering.py
+// prepends the constants of bytecode.py and the operator table. The tests compile the same text for
+// the host, so it uses nothing but standard C++ and CUDA's keywords.
 //
 // A thread lowers a program in two passes over its tokens. The first goes forward. The size of a
 // subtree determines where its operands end, so that no stack is needed, and the stack levels that
@@ -34,7 +34,7 @@ struct __align__(16) Program {
   unsigned traits;  // number of slots, NEED_SHIFT, UNSOUND
 };
 
-// LOWERING_ARGUMENTS and ORDER_ARGUMENTS of lowering.py, field by field.
+// LOWERING_ARGUMENTS and ORDER_ARGUMENTS of device_lowering.py, field by field.
 struct LowerArguments {
   const unsigned char* codes;         // [tokens]
   const double* values;               // [tokens]

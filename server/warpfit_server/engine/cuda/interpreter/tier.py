@@ -21,13 +21,13 @@ from warpfit_server.engine.cuda.interpreter.chunks import (
     lower_batch,
 )
 from warpfit_server.engine.cuda.interpreter.compile import Switch
+from warpfit_server.engine.cuda.interpreter.device_lowering import LoweringKernels, load_lowering
 from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     InterpreterGeometry,
     InterpreterKernels,
     max_interpreted_token_rows,
 )
 from warpfit_server.engine.cuda.interpreter.loss_launch import interpret_losses
-from warpfit_server.engine.cuda.interpreter.lowering import LoweringKernels, load_lowering
 from warpfit_server.engine.cuda.interpreter.source import (
     Variant,
     interpreter_source,

@@ -9,7 +9,7 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from support.machines.device_lowering import compile_for_host
+from support.emulators.device_lowering import compile_for_host
 from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     DERIVATIVE_ARGUMENTS,

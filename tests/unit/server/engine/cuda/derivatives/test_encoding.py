@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.emulators.derivative_machine import ROBUST, Machine
 from support.engines.derivative_suite import smooth_programs
 from support.engines.strategies import programs
-from support.machines.derivative_machine import ROBUST, Machine
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.derivatives import differentiate

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.emulators.derivative_machine import ROBUST, Machine
 from support.engines.strategies import programs
-from support.machines.derivative_machine import ROBUST, Machine
 from warpfit.expressions.derivatives import differentiate
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch

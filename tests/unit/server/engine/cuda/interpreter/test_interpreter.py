@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from support.machines.device_lowering import lower_on_host
+from support.emulators.device_lowering import lower_on_host
 from warpfit.errors import InternalError
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program

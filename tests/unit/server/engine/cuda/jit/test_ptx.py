@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.machines.ptx import Machine
+from support.emulators.ptx import Machine
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator

@@ -16,7 +16,7 @@ from warpfit.ops import OPERATORS
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from support.machines.template_machine import TemplateMachine
+from support.emulators.template_machine import TemplateMachine
 from warpfit_server.engine.cuda.jit import device_library
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.precise import precise_calls

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from support.machines.device_lowering import compile_for_host
+from support.emulators.device_lowering import compile_for_host
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     LEAF_ROWS,
     NODE_STATISTICS,

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from support.machines.device_lowering import lower_on_host
+from support.emulators.device_lowering import lower_on_host
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS

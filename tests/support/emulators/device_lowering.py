@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
-from warpfit_server.engine.cuda.interpreter import bytecode, lowering
+from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, TokenArrays, pack
 
 #: Word 0 without an index, the leaf that is loaded, and word 1 or the leaf that it names. A leaf is
@@ -102,7 +102,7 @@ class Lowered:
 @functools.cache
 def host_kernels() -> ctypes.CDLL:
     """Compile the kernels for this machine; skips the test if it has no compiler."""
-    return compile_for_host(lowering.lowering_source() + _ENTRIES)
+    return compile_for_host(device_lowering.lowering_source() + _ENTRIES)
 
 
 def compile_for_host(source: str) -> ctypes.CDLL:
@@ -130,7 +130,7 @@ def lower_on_host(
     variables: int = 1 << 18,
     *,
     share: int = 4,
-    room: int = lowering.MAX_SHARED_TOKENS,
+    room: int = device_lowering.MAX_SHARED_TOKENS,
     group: int | None = None,
     levels: int = 3,
 ) -> Lowered:
@@ -153,16 +153,16 @@ def lower_on_host(
     first_invalid = np.zeros(-(-len(batch) // group), dtype=np.uint32)
     pack(TokenArrays.of(batch), layout, memory)
     before = memory[: layout.uploaded].copy()
-    arguments = np.zeros(1, dtype=lowering.LOWERING_ARGUMENTS)
+    arguments = np.zeros(1, dtype=device_lowering.LOWERING_ARGUMENTS)
     longest = int(batch.lengths.max())
-    lowering.fill_lowering_arguments(
+    device_lowering.fill_lowering_arguments(
         arguments, address, layout, len(batch), batch.vectors, variables, longest, 1 << 20
     )
     arguments["share"], arguments["room"] = share, room
     blocks = -(-len(batch) // share)
     assert library.host_lower(ctypes.c_void_p(arguments.ctypes.data), blocks, max(share, 4)) == 0
-    order = np.zeros(1, dtype=lowering.ORDER_ARGUMENTS)
-    blocks = lowering.fill_order_arguments(
+    order = np.zeros(1, dtype=device_lowering.ORDER_ARGUMENTS)
+    blocks = device_lowering.fill_order_arguments(
         order, address, layout, len(batch), group, levels, first_invalid.ctypes.data
     )
     assert library.host_order(ctypes.c_void_p(order.ctypes.data), blocks, 4) == 0
@@ -201,7 +201,7 @@ def lower_on_device(
 ) -> Lowered:
     """Lower a batch on a `CudaDevice`; see `lower_on_host`."""
     layout = BatchLayout.of(batch)
-    kernels = lowering.load_lowering(device)
+    kernels = device_lowering.load_lowering(device)
     with device.stream() as context:
         staging = context.pinned("batch", layout.end)
         staging[:] = GARBAGE
@@ -211,8 +211,8 @@ def lower_on_device(
         pack(TokenArrays.of(batch), layout, staging)
         context.upload(address, staging[: layout.uploaded])
         where = (context, kernels, batch, address)
-        lowering.launch_lowering(*where, variables, 8 * device.multiprocessors)
-        first_invalid = lowering.launch_order(*where, group or len(batch), levels)
+        device_lowering.launch_lowering(*where, variables, 8 * device.multiprocessors)
+        first_invalid = device_lowering.launch_order(*where, group or len(batch), levels)
         context.download(staging, address)
         context.stream.synchronize()
         return Lowered(batch, staging.copy(), layout, first_invalid.copy())

@@ -12,15 +12,15 @@ pytest.importorskip("numba")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.emulators.bytecode import Machine
+from support.emulators.device_lowering import Lowered, lower_on_host
 from support.engines.strategies import programs
-from support.machines.bytecode import Machine
-from support.machines.device_lowering import Lowered, lower_on_host
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
-from warpfit_server.engine.cuda.interpreter import bytecode, lowering
+from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
 from warpfit_server.engine.cuda.runtime.batch_layout import max_levels
 from warpfit_server.engine.validate import are_valid
 
@@ -36,7 +36,7 @@ def check(batch, **how):
     """Check what the code computes, and what it takes; return the most stack levels."""
     found = lower_on_host(batch, **how)
     assert not found.are_invalid().any()
-    assert (found.first_invalid == lowering.ALL_VALID).all()
+    assert (found.first_invalid == device_lowering.ALL_VALID).all()
     has_ternary = any(BY_CODE[code].arity == 3 for code in set(batch.codes.tolist()) - LEAVES)
     for index in range(len(batch)):
         check_program(found, index)
@@ -78,7 +78,7 @@ def test_the_thesis_mix(share):
     check(Batch.of(*thesis_mix(2, 400)), share=share)
 
 
-@pytest.mark.parametrize("room", [0, 60, lowering.MAX_SHARED_TOKENS])
+@pytest.mark.parametrize("room", [0, 60, device_lowering.MAX_SHARED_TOKENS])
 def test_programs_that_do_not_fit_shared_memory(room):
     check(Batch.of(*thesis_mix(3, 50)), share=2, room=room)
 
@@ -192,7 +192,7 @@ def check_invalid(batch):
             with pytest.raises(ProgramError) as told:
                 one.check(FEW)
             with pytest.raises(ProgramError) as refused:
-                lowering.raise_invalid_program(batch, index, FEW)
+                device_lowering.raise_invalid_program(batch, index, FEW)
             assert (told.value.message, told.value.token) == (
                 refused.value.message,
                 refused.value.token,
@@ -204,7 +204,7 @@ def check_invalid(batch):
         else:
             check_program(found, index)
     np.testing.assert_array_equal(found.are_invalid(), expected)
-    first = int(np.argmax(expected)) if any(expected) else lowering.ALL_VALID
+    first = int(np.argmax(expected)) if any(expected) else device_lowering.ALL_VALID
     assert found.first_invalid.tolist() == [first]
 
 
@@ -214,12 +214,12 @@ def test_parameters_beyond_the_program_s_are_invalid():
     short = replace(batch, parameter_counts=np.array([1, 3], np.uint32), parameters=np.zeros(4))
     assert lower_on_host(short).first_invalid.tolist() == [0]
     with pytest.raises(ProgramError) as refused:
-        lowering.raise_invalid_program(short, 0, 1)
+        device_lowering.raise_invalid_program(short, 0, 1)
     assert refused.value.reason == "PARAMETER_OUT_OF_RANGE"
     long = replace(batch, parameter_counts=np.array([2, 3], np.uint32), parameters=np.zeros(5))
     assert lower_on_host(long).first_invalid.tolist() == [1]
     with pytest.raises(ProgramError) as refused:
-        lowering.raise_invalid_program(long, 1, 1)
+        device_lowering.raise_invalid_program(long, 1, 1)
     assert refused.value.reason == "TOO_MANY_PARAMETERS"
 
 
@@ -227,15 +227,15 @@ def test_variables_that_cannot_be_encoded_are_refused():
     batch = Batch.of([X, Program.variable(bytecode.INDEX_LIMIT)])
     assert lower_on_host(batch, bytecode.INDEX_LIMIT + 1).first_invalid.tolist() == [1]
     with pytest.raises(ResourceExhaustedError, match="index"):
-        lowering.raise_invalid_program(batch, 1, bytecode.INDEX_LIMIT + 1)
+        device_lowering.raise_invalid_program(batch, 1, bytecode.INDEX_LIMIT + 1)
 
 
 def test_programs_that_are_too_long_are_refused():
-    longest = np.array([lowering.MAX_PROGRAM_TOKENS], dtype=np.uint32)
+    longest = np.array([device_lowering.MAX_PROGRAM_TOKENS], dtype=np.uint32)
     batch = replace(Batch.of([X]), lengths=longest)
-    assert lowering.check_length(batch) == lowering.MAX_PROGRAM_TOKENS
+    assert device_lowering.check_length(batch) == device_lowering.MAX_PROGRAM_TOKENS
     with pytest.raises(ResourceExhaustedError) as refused:
-        lowering.check_length(replace(batch, lengths=longest + 1))
+        device_lowering.check_length(replace(batch, lengths=longest + 1))
     assert (refused.value.reason, refused.value.available) == ("PROGRAM_TOO_LONG", 1 << 18)
 
 
@@ -260,7 +260,7 @@ def test_the_bound_of_stack_levels_is_tight(has_ternary):
 
 
 def test_the_longest_program_fits_the_least_shared_memory():
-    levels = max_levels(lowering.MAX_PROGRAM_TOKENS, True) + 2
+    levels = max_levels(device_lowering.MAX_PROGRAM_TOKENS, True) + 2
     assert levels * 2048 + 16 <= 48 * 1024
 
 
@@ -284,7 +284,7 @@ def test_groups_with_an_invalid_program_are_skipped():
     batch = Batch.of([X] * 6)
     damaged = replace(batch, values=np.array([0.0, 0.0, 0.0, 0.5, 0.0, 0.0]))
     found = lower_on_host(damaged, group=2)
-    assert found.first_invalid.tolist() == [lowering.ALL_VALID, 3, lowering.ALL_VALID]
+    assert found.first_invalid.tolist() == [device_lowering.ALL_VALID, 3, device_lowering.ALL_VALID]
     assert ((found.order & bytecode.SKIPPED) != 0).tolist() == [False, False, True, True] + [
         False
     ] * 2
@@ -305,7 +305,7 @@ def test_long_programs_are_sorted_approximately():
 @pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100, 120])
 def test_compiles_for_every_architecture(architecture):
     pytest.importorskip("cuda.bindings.nvrtc")
-    cubin = lowering.lowering_cubin(architecture)
+    cubin = device_lowering.lowering_cubin(architecture)
     assert cubin.startswith(b"\x7fELF")
     for kernel in (b"lower_programs", b"order_programs"):
         assert kernel in cubin

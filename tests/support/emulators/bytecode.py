@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from support.machines.device_lowering import Lowered
+from support.emulators.device_lowering import Lowered
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS, Operator
