@@ -216,7 +216,8 @@ class Engine(Protocol):
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
         """Return whether an evaluation for losses gains from being merged with others.
 
-        It does not if the engine has something for this very batch, such as compiled kernels.
+        It does not if the engine has something for this very batch, such as compiled kernels. Ask
+        once for each request: an engine may note that it has seen the batch, and say no next time.
         """
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:

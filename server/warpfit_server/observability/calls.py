@@ -98,12 +98,17 @@ def set_current_call(call: CallRecord) -> None:
     set_logged_request_id(call.request_id)
 
 
+def end_decoding() -> None:
+    """Let the next call be decoded: the current one only waits for the engine from now on."""
+    call = _CURRENT.get()
+    if call is not None and call.on_decoded is not None:
+        call.on_decoded()
+
+
 def record_work(evaluation: Evaluation, layout: Layout) -> None:
     """Note what the current call asks for: its batch has been decoded and checked."""
     call = _CURRENT.get()
     if call is not None:
-        if call.on_decoded is not None:
-            call.on_decoded()
         programs, vectors, rows = evaluation.shape(layout)
         call.programs, call.tokens = programs, len(evaluation.batch.codes)
         call.token_rows = call.tokens * vectors * rows

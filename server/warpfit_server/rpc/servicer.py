@@ -115,6 +115,7 @@ class ComputeServicer:
             cost = CallCost.of_evaluation(evaluation, layout)
             held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
             calls.record_work(evaluation, layout)
+            calls.end_decoding()
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
             in_flight = self._router.start(
@@ -146,6 +147,7 @@ class ComputeServicer:
             held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
             deadline = _stop_time(request, context.time_remaining())
             calls.record_work(request.problem, layout)
+            calls.end_decoding()
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
             in_flight = self._router.start(

@@ -295,7 +295,7 @@ class TestDecoding:
         go, decoded = threading.Event(), threading.Semaphore(0)
 
         def behaviour(message, context):
-            calls.record_work(EVALUATION, LAYOUT)
+            calls.end_decoding()
             decoded.release()
             go.wait(10)
             yield message
