@@ -1,6 +1,6 @@
 """What one small call costs the client's thread and the server's decoder, in CPU time.
 
-``python tests/bench/call_cost.py`` writes results/call_cost.json: 300 programs of the thesis mix
+``python tests/bench/call_cost.py`` writes results/call_cost.json: 300 programs of the random mix
 with their parameters, losses as the answer, which another process on loopback gives without
 computing anything. The floor is the same call by gRPC alone, one message for one: the same bytes,
 nothing encoded or decoded. Thread time is compared, because the clock depends on who else uses the

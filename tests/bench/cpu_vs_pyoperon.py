@@ -2,7 +2,7 @@
 
     python tests/bench/cpu_vs_pyoperon.py [--threads 1 2] [--rows 1000 10000 100000] [--seed 1]
 
-Both evaluate the thesis mix (300 random expressions of 10 to 50 tokens over 10 variables, operators
+Both evaluate the random mix (300 random expressions of 10 to 50 tokens over 10 variables, operators
 ``+ - * / ^ abs log exp sqrt``) on float32 data, into a preallocated matrix of values; the engine
 also with losses in place of values. Repetitions are interleaved, medians are reported: other load
 on the machine meets all of them alike. A token-row is one token of the postfix program evaluated

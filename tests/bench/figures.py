@@ -253,7 +253,7 @@ _MODES = ("float32 fast", "float32 precise", "float64")
 
 
 def kernel_times() -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
-    """Microseconds and Ttok/s on the device by rows, by way and mode, for the thesis mix."""
+    """Microseconds and Ttok/s on the device by rows, by way and mode, for the random mix."""
     found: dict[tuple[str, str], dict[int, tuple[float, float]]] = {}
     for case in result("gpu_interpreter")["results"]:
         rate = case["tokens_per_second"] / 1e12

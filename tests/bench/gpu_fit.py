@@ -1,7 +1,7 @@
 """Gradients and fits of the CUDA engine: on the device, and through the wire.
 
 ``python tests/bench/gpu_fit.py [DIRECTORY]`` writes gpu_fit.json, into results/ unless a directory
-is given. The work is the thesis mix: 300 expressions of 10 to 50 tokens over 10 variables with
+is given. The work is the random mix: 300 expressions of 10 to 50 tokens over 10 variables with
 their parameters, float32.
 
 * ``device``: milliseconds of the device (CUDA events), and of the engine with its host's work, for

@@ -1,7 +1,7 @@
 """Benchmark of the lowering on a CUDA device.
 
 ``python tests/bench/gpu_lowering.py [--programs N ...] [--repeats N]`` writes
-``tests/bench/results/gpu_lowering.json``: for batches of the thesis mix the device time of the two
+``tests/bench/results/gpu_lowering.json``: for batches of the random mix the device time of the two
 kernels, as medians of CUDA events around replays of a CUDA graph with ten launches; and the host's
 time for the same with the copies, from the arrays of a batch to its instructions on the device and
 the status on the host (``whole``), of which ``pack`` is what goes before the first copy.

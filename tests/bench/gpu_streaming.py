@@ -3,7 +3,7 @@
 ``python tests/bench/gpu_streaming.py [DIRECTORY] [--gigabytes N] [--programs N ...]`` writes
 gpu_streaming.json, into results/ unless a directory is given. A data set of 10 variables and a
 target, float32, is streamed by an engine with ``--memory`` bytes of the device. For each number of
-programs of the thesis mix, fast mode:
+programs of the random mix, fast mode:
 
 * ``seconds``: one evaluation of the losses, the least of some.
 * ``copy_seconds``: the copies of all windows alone, without kernels.

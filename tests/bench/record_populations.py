@@ -2,7 +2,7 @@
 
     python tests/bench/record_populations.py
 
-DEAP and pyoperon each evolve 1,000 expressions of the thesis mix's operators, at most 50 nodes
+DEAP and pyoperon each evolve 1,000 expressions of the random mix's operators, at most 50 nodes
 long, on 1,000 rows of the benchmark's table. The ephemeral constants of DEAP and the coefficients
 of Operon become parameters; a variable of Operon with a weight is three tokens. The result is
 ``client/warpfit/bench/populations.npz``, which `warpfit.bench.batches` reads.

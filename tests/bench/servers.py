@@ -1,6 +1,6 @@
 """Cost of a call in a client of three servers, against a client of one of them.
 
-``python tests/bench/servers.py`` writes results/servers.json: 300 programs of the thesis mix, their
+``python tests/bench/servers.py`` writes results/servers.json: 300 programs of the random mix, their
 losses as the answer, from processes on loopback that compute nothing (`call_cost.py`). The cases
 take turns; the time of the caller's thread is compared, and the time that passes. ``three_clients``
 are clients of one server each that are called in turn: what three connections and three server

@@ -63,7 +63,7 @@ class Expressions:
     def draw(self, count: int, workload: str = THESIS) -> Batch:
         """Draw expressions and a parameter vector for each.
 
-        Those of the thesis mix were never drawn before; of a recorded population it is another
+        Those of the random mix were never drawn before; of a recorded population it is another
         sample without repetition.
         """
         rng = np.random.default_rng([self.seed, *self.stream, next(self._numbers)])

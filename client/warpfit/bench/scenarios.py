@@ -13,7 +13,7 @@ from warpfit.bench.batches import RECORDED, THESIS
 
 #: Parameter vectors of a call that has several: neighbours that a local search tries at once.
 VECTORS: Final = 16
-#: Mean length of an expression of the thesis mix, for predictions.
+#: Mean length of an expression of the random mix, for predictions.
 _MEAN_TOKENS: Final = 30
 
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 
-#: Operators of the "thesis mix".
+#: Operators of the random mix, `thesis_mix`.
 THESIS_OPERATORS: Final = ("add", "sub", "mul", "div", "pow", "abs", "log", "exp", "sqrt")
-#: How often an operator is drawn, where not once. With these the thesis mix has 0.29 special
+#: How often an operator is drawn, where not once. With these the random mix has 0.29 special
 #: functions a token (division, logarithm, exponential and root count 1, power 2), the density for
 #: which the hardware's limits were counted.
 WEIGHTS: Final = MappingProxyType({"add": 3.0, "sub": 3.0, "mul": 3.0})

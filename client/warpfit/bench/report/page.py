@@ -28,7 +28,7 @@ section.answer h3{margin:.4rem 0;font-size:1.05rem}
 """
 _METHOD: Final = """
 Every call goes through gRPC from a client process on the server's machine, unless the results say
-otherwise. Expressions of the thesis mix have 10 to 50 tokens over 10 variables; a token is an
+otherwise. Expressions of the random mix have 10 to 50 tokens over 10 variables; a token is an
 operator or an operand. Rates are nominal: tokens times rows, as the field counts its GP operations,
 whatever an engine executes. Fresh means that no call has an expression that the server has seen (of
 a recorded population: another sample of it); repeated means the same expressions with new
@@ -39,7 +39,7 @@ turns with warpfit on the same batch; peers that leave values in memory are not 
 them to losses, warpfit is, and for the wire too."""
 _WORKLOADS: Final = """
 Bred programs differ from random ones in length and in what they share, so populations of DEAP and
-pyoperon (same operators and variables, samples of 1,000 expressions) stand beside the thesis mix.
+pyoperon (same operators and variables, samples of 1,000 expressions) stand beside the random mix.
 What is the same for all rows is computed once, before them: operators a token are those that depend
 on a row, which an interpreter executes. Different a token are those among them that compiled code
 executes at least, because it computes a value that occurs again once. Gop/s counts the first for an
@@ -120,7 +120,7 @@ _WORKLOAD_TITLES: Final = (
 
 
 def _workload_rows(system: System) -> Iterator[list[str]]:
-    """Rows of the thesis mix where recorded populations were measured, and of these."""
+    """Rows of the random mix where recorded populations were measured, and of these."""
     ways = {("interpreter", "fresh"), ("compiled", "repeated")}
     plain = [
         cell
