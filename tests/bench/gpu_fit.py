@@ -37,7 +37,7 @@ from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.interface import Selection, run_to_end
 
 ITERATIONS = 50
 GENERATIONS = 100
@@ -63,6 +63,7 @@ class Bench:
         self.data = Dataset.of(*table(rows), dtype="float32")
         engine.load(self.data)
         self.batch = Batch.of(*thesis_mix(SEED))
+        self.selection = Selection(self.batch, np.arange(len(self.batch)))
         self.flag = np.zeros(1, np.uint8)
 
     def evaluate(
@@ -76,7 +77,8 @@ class Bench:
 
     def linearise(self, precision: Precision) -> int:
         evaluation = Evaluation(self.data.content_id, self.batch, precision=precision)
-        run_to_end(self.engine.linearise(evaluation, SQUARES, curvature=True, cancelled=self.flag))
+        options = {"curvature": True, "cancelled": self.flag, "selection": self.selection}
+        run_to_end(self.engine.linearise(evaluation, SQUARES, **options))
         return 0
 
     def figures(self) -> dict[str, Any]:

@@ -27,6 +27,9 @@ def sum_nodes(nodes: NDArray[np.float64], first: int) -> NDArray[np.float64]:
         nodes: the sums of each node; those of some rows only count as nodes, too.
         first: number of the first node on its level.
 
+    Returns:
+        The sums of the rows, [sums]; a view of a single node.
+
     """
     with np.errstate(all="ignore"):
         while len(nodes) > 1:
@@ -37,7 +40,8 @@ def sum_nodes(nodes: NDArray[np.float64], first: int) -> NDArray[np.float64]:
                 nodes = nodes + other
             first //= RADIX
     # Which of two NaNs a sum keeps, with its sign, is up to NumPy.
-    return np.where(np.isnan(nodes[0]), np.nan, nodes[0])
+    is_nan = np.isnan(nodes[0])
+    return np.where(is_nan, np.nan, nodes[0]) if is_nan.any() else nodes[0]
 
 
 @inlined

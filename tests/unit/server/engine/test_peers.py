@@ -24,9 +24,9 @@ def test_a_part_that_fails_as_the_last_one_ends_wakes_the_request_once():
         def set_result(self, result):
             woken.append(True)
             if len(woken) == 1:  # meanwhile, on the thread of another connection
-                gathering._ended(SimpleNamespace(has_failed=False))
+                gathering._ended(SimpleNamespace(has_failed=False), None)
             super().set_result(result)
 
     gathering._done = Done()
-    gathering._ended(SimpleNamespace(has_failed=True))
+    gathering._ended(SimpleNamespace(has_failed=True), None)
     assert woken == [True]
