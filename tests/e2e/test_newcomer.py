@@ -1,6 +1,6 @@
-"""What a newcomer pastes works with the packages that it installs: start, evaluate, fit.
+"""The snippets of the READMEs that install something run with those packages alone.
 
-These are the snippets that install; ``test_readmes.py`` runs all others in the tests' environment.
+``test_readmes.py`` runs all other snippets in the tests' environment.
 CI itself installs from nothing, with more extras. Here the packages of no other extra are found.
 """
 

@@ -1,4 +1,4 @@
-"""What a client connects with, which is also what it is pickled as."""
+"""The checked arguments of `warpfit.connect`, as which a client is pickled, too."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Peers:
         self.number = number
         self.pool = pool
         self.shards: dict[bytes, Shards] = {}
-        """Of the data sets that are sharded, by key."""
+        """Shards of each sharded data set, by the key of the data set."""
         self._request_connection = request_connection
         self._connections: dict[int, EngineConnection] = {}
         self._gatherings: set[_Gathering] = set()

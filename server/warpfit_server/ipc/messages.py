@@ -87,9 +87,9 @@ class EngineCounters:
 
 
 class Part(NamedTuple):
-    """What an engine is told of an evaluation of which it has some rows only.
+    """Rows and outputs of a whole evaluation of which the receiver computes some rows.
 
-    It writes the sums of their nodes into the array ``nodes`` of the segment.
+    The receiver writes the sums of their nodes into the array ``nodes`` of the segment.
     """
 
     rows: tuple[int, int]

@@ -24,7 +24,7 @@ class Machine:
         self._threads = np.arange(threads)
         self._registers = {**registers, "%thread": self._threads, "%laneid": self._threads % 32}
         self.stored: dict[int, float] = {}
-        """What has been stored in global memory, by address."""
+        """Numbers in global memory that the code has stored, by address."""
 
     def run(self, lines: list[str]) -> None:
         """Run code."""

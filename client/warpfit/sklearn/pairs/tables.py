@@ -97,7 +97,7 @@ class Scores:
     known: Singles
     """Orthonormal rows that are fitted beside each pair: the constant, and a base."""
     target: Singles
-    """What they leave of t."""
+    """Residual of the target after a fit of the known rows alone; [rows]."""
     right: Singles
     squares: Singles
     """Values of the right formulas, and their squares; [rows, formulas]."""

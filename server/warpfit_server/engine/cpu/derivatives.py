@@ -93,20 +93,9 @@ class LoweredDerivatives:
             programs: their indices; None for all.
 
         """
-        last = self._last
-        if last is None or last[0] is not programs:
-            last = programs, self._plan(dataset, evaluation, requested, level, programs)
-            self._last = last
-        return last[1]
-
-    def _plan(
-        self,
-        dataset: Dataset,
-        evaluation: Evaluation,
-        requested: RequestedOutputs,
-        level: int | None,
-        programs: NDArray[np.int64] | None,
-    ) -> DerivativePlan:
+        last = self._last  # another thread may replace it
+        if last is not None and last[0] is programs:
+            return last[1]
         lowered, layout = self._lowered, dataset.layout
         if programs is not None:
             lowered = lowered._replace(headers=lowered.headers[programs])
@@ -121,7 +110,9 @@ class LoweredDerivatives:
         cut = cut_instances(instructions, headers["scalars"], vectors, rows, layout, level)
         loss = requested.row_loss
         weighs_loss = loss is not None and not mentions_weight(loss)
-        return DerivativePlan(lowered, self._row_loss, cut, sizes, weighs_loss)
+        plan = DerivativePlan(lowered, self._row_loss, cut, sizes, weighs_loss)
+        self._last = programs, plan
+        return plan
 
 
 def lower_derivatives(

@@ -1,4 +1,4 @@
-"""What engines that share the rows of a data set tell each other."""
+"""Messages between the engines that share the rows of a data set."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_code_of_any_program(alone, program, work):
 
 
 def parts_of(code: DerivativeCode, program: int) -> dict[str, list]:
-    """What the code holds of a program, wherever it lies."""
+    """Return the parts of the code that belong to one program, without their positions."""
     record = code.programs[program]
 
     def part(array: np.ndarray, first: str, count: str) -> list:
