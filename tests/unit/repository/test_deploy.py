@@ -363,7 +363,7 @@ def requirements(variant: str) -> dict[str, str]:
 def test_the_lock_satisfies_the_project(variant):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    names = {"server", "tracing", variant}
+    names = {"server", "arrow", "tracing", variant}
     wanted = [*project["dependencies"], *(text for name in names for text in extras[name])]
     locked = requirements(variant)
     for requirement in map(Requirement, wanted):
