@@ -3,7 +3,9 @@
 ``python tests/bench/gpu_service.py`` starts a server with the CUDA engine on loopback and writes
 results/gpu_service.json. Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10
 variables, float32, fast mode. Fresh batches are drawn from a pool of programs, so that no batch
-comes again within a run. ``--devices cpu`` and ``--seconds`` try the program without a GPU.
+comes again within a run. Where EvoGP is installed it evaluates such trees in the program's own
+process, from trees and data that are on the device. ``--devices cpu`` and ``--seconds`` try the
+program without a GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ import multiprocessing
 import os
 import statistics
 import time
+from importlib.util import find_spec
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import SEED, ServerProcess, percentiles, save, start_up_seconds
+from harness import SEED, ServerProcess, percentiles, save, seconds_of, start_up_seconds
 
 import warpfit
+from warpfit.bench.batches import Table
+from warpfit.bench.measure import agreement
+from warpfit.bench.peers import EvogpPeer
+from warpfit.expressions import reference
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 
@@ -30,6 +37,8 @@ PROGRAMS = 300
 #: Programs that fresh batches are drawn from.
 POOL = 6_000
 WORKERS = (16, 64)
+#: Expressions and rows that EvoGP evaluates.
+EVOGP = ((300, ROWS), (5_000, 1_000), (5_000, 10_000), (50_000, 1_000), (300, 1_000_000))
 
 
 def table(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
@@ -159,6 +168,26 @@ def one_client(client: warpfit.Client, scale: float) -> dict[str, Any]:
     return content
 
 
+def evogp(calls: int) -> dict[str, Any]:
+    """Losses of EvoGP, from its trees on the device to numbers on the host."""
+    pool, content = Pool(SEED), {}
+    for count, rows in EVOGP:
+        given = Table(*table(rows))
+        programs, parameters, tokens = pool.draw(count)
+        peer = EvogpPeer(given, 1)
+        job = peer.prepare(programs, parameters)
+        few = programs[:PROGRAMS], parameters[:PROGRAMS]
+        expected = reference.evaluate(few[0], given.X[:1_000].T, few[1])
+        values = peer.prepare(*few).values(1_000)
+        walls = seconds_of(job.run, calls, warm_up=2)
+        content[f"{count} x {rows}"] = {
+            "values_within_1_percent": agreement(values, expected),
+            "token_rows_per_second": tokens * rows / statistics.median(walls),
+            **percentiles(walls),
+        }
+    return content
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
@@ -181,6 +210,8 @@ def main() -> None:
                 if count <= 4 * (os.cpu_count() or 1)
             ],
         }
+    if find_spec("evogp"):
+        content["EvoGP"] = evogp(max(3, int(60 * options.scale)))
     content["start_up_seconds"] = start_up_seconds(options.devices)
     save("gpu_service", content, options.directory)
 
