@@ -94,7 +94,7 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
         chunk = InterpreterChunk(0, len(setup.batch))
         variant = interpreter.variant(resident, evaluation)
         kernels = interpreter.prepare(variant)
-        geometry = interpreter.geometry(resident, evaluation)
+        geometry = interpreter.geometry(resident, evaluation, variant)
         lowered = lower_batch(context, kernels, geometry, setup.batch, 10, chunk.jobs)
         partials = context.buffer("partials 0", chunk.jobs * geometry.tiles * 8)
         addresses = lowered.addresses._replace(partials=partials)

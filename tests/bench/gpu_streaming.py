@@ -2,8 +2,8 @@
 
 ``python tests/bench/gpu_streaming.py [DIRECTORY] [--gigabytes N] [--programs N ...]`` writes
 gpu_streaming.json, into results/ unless a directory is given. A data set of 10 variables and a
-target, float32, is streamed by an engine with ``--memory`` bytes of the device. For each number of
-programs of the random mix, fast mode:
+target, float32, is streamed by an engine with ``--memory`` bytes of the device. For each kind
+of evaluation and each number of programs of the random mix, fast mode:
 
 * ``seconds``: one evaluation of the losses, the least of some.
 * ``copy_seconds``: the copies of all windows alone, without kernels.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,12 @@ from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset
 from warpfit_server.engine.interface import run_to_end
 
 COLUMNS = 11
+#: What is evaluated: losses by either tier, or losses with their gradients.
+KINDS: dict[str, dict[str, Any]] = {
+    "interpreted": {"tier": Tier.INTERPRETER},
+    "compiled": {"tier": Tier.COMPILED},
+    "gradients": {"tier": Tier.INTERPRETER, "gradient": True},
+}
 #: Rows that are drawn; the data set repeats them.
 DRAWN = 1 << 20
 
@@ -43,6 +49,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=20.0)
     parser.add_argument("--memory", type=int, default=8 << 30)
     parser.add_argument("--programs", type=int, nargs="+", default=[300, 3000])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["interpreted"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     whole = repeated(int(arguments.gigabytes * 1e9) // (4 * COLUMNS))
@@ -54,12 +61,12 @@ def main() -> None:
     streamed = engine._resident(whole.content_id)
     assert isinstance(streamed, StreamedDataset), "the data set fits on the device"
     content["window_rows"] = streamed.window_rows
-    content["copy_seconds"] = copy_seconds(streamed)
+    content["copy_seconds"] = copy_seconds(engine, streamed)
     window = repeated(streamed.window_rows)
     engine.load(window)
     content["results"] = []
-    for count in arguments.programs:
-        row = measure(engine, whole, window, count, arguments.repeats)
+    for kind, count in product(arguments.kinds, arguments.programs):
+        row = measure(engine, whole, window, kind, count, arguments.repeats)
         bound = max(row["kernel_seconds"], content["copy_seconds"])
         row["of_bound"] = bound / row["seconds"]
         content["results"].append(row)
@@ -77,24 +84,27 @@ def repeated(rows: int) -> Dataset:
     return Dataset.resident(layout, matrix, rows.to_bytes(32, "little"))
 
 
-def copy_seconds(streamed: StreamedDataset) -> float:
+def copy_seconds(engine: CudaEngine, streamed: StreamedDataset) -> float:
     spans = cut_rows((0, streamed.dataset.layout.rows), streamed.window_rows)
     started = time.perf_counter()
-    with closing(streamed.windows(spans)) as windows:
-        for _ in windows:
-            pass
+    with (
+        engine._device.stream() as context,
+        streamed.windows(spans, context, np.zeros(1, np.uint8)) as next_window,
+    ):
+        for _ in spans:
+            run_to_end(next_window())
     return time.perf_counter() - started
 
 
 def measure(
-    engine: CudaEngine, whole: Dataset, window: Dataset, programs: int, repeats: int
+    engine: CudaEngine, whole: Dataset, window: Dataset, kind: str, programs: int, repeats: int
 ) -> dict[str, Any]:
     batch = Batch.of(*thesis_mix(1, programs))
 
     def least(dataset: Dataset) -> tuple[float, float]:
         evaluation = Evaluation(
-            dataset.content_id, batch, loss=Loss.MSE, values=False, tier=Tier.INTERPRETER,
-            precision=Precision.FAST,
+            dataset.content_id, batch, loss=Loss.MSE, values=False, precision=Precision.FAST,
+            **KINDS[kind],
         )  # fmt: skip
         seconds, compute = [], []
         for _ in range(repeats):
@@ -107,7 +117,7 @@ def measure(
     _, kernels = least(window)
     seconds, _ = least(whole)
     kernels *= whole.layout.rows / window.layout.rows
-    return {"programs": programs, "seconds": seconds, "kernel_seconds": kernels}
+    return {"kind": kind, "programs": programs, "seconds": seconds, "kernel_seconds": kernels}
 
 
 if __name__ == "__main__":

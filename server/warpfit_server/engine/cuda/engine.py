@@ -39,7 +39,6 @@ from warpfit_server.engine.cuda.runtime.streamed_data import (
     WindowBuffers,
     must_stream,
 )
-from warpfit_server.engine.cuda.streaming import evaluate_on
 from warpfit_server.engine.cuda.tier_chooser import (
     DEFAULT_COSTS,
     GRADIENT,
@@ -64,9 +63,6 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 _STEPS_IN_FLIGHT: Final = 2
 #: Token-rows of a step for each multiprocessor; in fast mode about 2 ms of an H200.
 _STEP_SIZE: Final = 110_000_000
-#: Most bytes of values on the device, and the part of its memory that they may take.
-_VALUE_BYTES: Final = 64 << 20
-_VALUES_SHARE: Final = 1 / 8
 #: Batches that are remembered in order to recognise repeated ones.
 _REMEMBERED: Final = 4096
 
@@ -184,7 +180,15 @@ class CudaEngine:
             self._residents.pop(dataset_id, None)
 
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
-        """Return whether a batch is new: a merged batch would never get compiled kernels."""
+        """Return whether a batch is new: a merged batch would never get compiled kernels.
+
+        A merged evaluation keeps its thread to the end, so it must not wait for windows, which may
+        be those of an evaluation that waits for a thread.
+        """
+        with self._lock:
+            resident = self._residents.get(evaluation.dataset_id)
+        if resident is None or resident.is_streamed:
+            return False
         if evaluation.tier is not Tier.AUTO:
             return evaluation.tier is Tier.INTERPRETER
         key = _batch_key(evaluation, fingerprint(evaluation.batch))
@@ -296,15 +300,12 @@ class CudaEngine:
         interpreter: EvaluationTier = self._interpreter
         if evaluation.gradient and tier is not Tier.COMPILED:
             interpreter = yield from self._derivative_tier()
-        value_bytes = min(_VALUE_BYTES, int(self._device.memory_limit * _VALUES_SHARE))
-        work = resident, evaluation, outputs, value_bytes
+        work = resident, evaluation, outputs
         started = time.perf_counter()
         if tier is Tier.COMPILED:
-            timings = yield from evaluate_on(self._compiled, *work, plan)
-        elif interpreter is self._interpreter:
-            timings = yield from evaluate_on(interpreter, *work)
+            timings = yield from self._compiled.evaluate(*work, plan)
         else:
-            timings = yield from interpreter.evaluate(resident, evaluation, outputs)
+            timings = yield from interpreter.evaluate(*work)
         # What waited for a compiler, or for rows, says nothing about the rates of the tiers.
         if not resident.is_streamed and (tier is Tier.INTERPRETER or timings.cache_hits):
             mode, token_rows = _mode_and_work(resident, evaluation)

@@ -18,7 +18,7 @@ from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, BLOCKS, W
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
 
 #: Bytes of rows that a thread works on at a time.
 ROW_BYTES: Final = 32
@@ -106,6 +106,12 @@ class DerivativeGeometry:
     warp_bytes: int
     """Memory of a warp for the program that needs most."""
 
+    def on(self, rows: Span) -> DerivativeGeometry:
+        """Return the geometry of other rows."""
+        aligned = rows[0] // self.variant.tile * self.variant.tile
+        first, end = (row - aligned for row in rows)
+        return replace(self, aligned=aligned, first_row=first, end_row=end)
+
     @property
     def tiles(self) -> int:
         """Tiles that have some of the rows."""
@@ -144,8 +150,6 @@ class DerivativeChunk:
     jobs: tuple[int, int]
     sums: tuple[int, int]
     parameters: tuple[int, int]
-    side: int
-    """0 or 1, alternating, so that large results are copied while the next are computed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +159,7 @@ class LaunchPlan:
     code: DeviceCode
     geometry: DerivativeGeometry
     arguments: NDArray[np.void]
-    """`DERIVATIVE_ARGUMENTS` without the addresses of buffers."""
+    """`DERIVATIVE_ARGUMENTS` without the addresses of buffers, and without rows."""
     order: NDArray[np.uint32]
     """Job numbers, the most work first within each chunk."""
     chunks: tuple[DerivativeChunk, ...]
@@ -174,7 +178,7 @@ def plan_launches(
     wanted: RequestedOutputs,
     code: DeviceCode,
 ) -> LaunchPlan:
-    """Plan the launches of an evaluation."""
+    """Plan the launches of an evaluation on its rows, or on fewer; see `place_rows`."""
     geometry = _geometry(device, resident, evaluation, code)
     most = min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE))
     chunks = tuple(_chunks(code, geometry, wanted, most))
@@ -196,24 +200,23 @@ def _geometry(
 ) -> DerivativeGeometry:
     mode = Mode.of(resident.dataset.layout.dtype, evaluation.precision)
     variant = Variant.of(mode, ROW_BYTES)
-    start, stop = evaluation.row_range(resident.dataset.layout)
-    aligned = start // variant.tile * variant.tile
     levels = code.records.programs["levels"].astype(np.int64)
     sum_bytes = -(-code.records.sums // 2) * 16
     need = int((sum_bytes + levels * variant.tile * variant.dtype.itemsize).max())
     _check_memory(need)
     usual = device.shared_bytes(BLOCKS)
     spills = need > device.shared_bytes(1)
-    return DerivativeGeometry(
+    geometry = DerivativeGeometry(
         variant=variant,
-        aligned=aligned,
-        first_row=start - aligned,
-        end_row=stop - aligned,
+        aligned=0,
+        first_row=0,
+        end_row=0,
         spills=spills,
         usual_bytes=usual,
         shared_bytes=0 if spills else max(usual, need),
         warp_bytes=need,
     )
+    return geometry.on(evaluation.row_range(resident.dataset.layout))
 
 
 def _check_memory(need: int) -> None:
@@ -242,12 +245,12 @@ def _chunks(
     if geometry.spills:
         sizes += geometry.blocks * WARPS * geometry.warp_bytes
     if code.jobs <= _MAX_JOBS and sizes.sum() <= most:
-        yield DerivativeChunk((0, code.jobs), (0, int(sums.sum())), (0, int(counts.sum())), 0)
+        yield DerivativeChunk((0, code.jobs), (0, int(sums.sum())), (0, int(counts.sum())))
         return
     parameter_edges, sum_edges, used = (
         np.concatenate([[0], np.cumsum(each)]).tolist() for each in (counts, sums, sizes)
     )
-    first = number = 0
+    first = 0
     while first < code.jobs:
         stop = int(np.searchsorted(used, used[first] + most, side="right")) - 1
         stop = min(max(stop, first + 1), first + _MAX_JOBS)
@@ -255,9 +258,8 @@ def _chunks(
             (first, stop),
             (sum_edges[first], sum_edges[stop]),
             (parameter_edges[first], parameter_edges[stop]),
-            number % 2,
         )
-        first, number = stop, number + 1
+        first = stop
 
 
 def _arguments(
@@ -270,13 +272,10 @@ def _arguments(
     for name, address in code.addresses.items():
         arguments[name] = address
     layout, loss = resident.dataset.layout, wanted.row_loss
-    arguments["variables"] = resident.address(0, geometry.aligned)
     if loss is not None:
-        arguments["weights"] = resident.weights_address(geometry.aligned)
         arguments["weighs_loss"] = not mentions_weight(loss)
     arguments["stride"] = resident.stride * layout.dtype.itemsize
-    for name in ("first_row", "end_row", "first_tile", "tiles", "blocks", "warp_bytes"):
-        arguments[name] = getattr(geometry, name)
+    arguments["warp_bytes"] = geometry.warp_bytes
     arguments["shared_bytes"] = geometry.usual_bytes
     arguments["vectors"] = code.vectors
     arguments["variable_count"] = layout.variables if wanted.variable_gradients is not None else 0
@@ -287,3 +286,14 @@ def _arguments(
     arguments["deviation"] = ("", "squared", "absolute").index(wanted.deviation)
     arguments["target"] = layout.variables
     return arguments
+
+
+def place_rows(
+    arguments: NDArray[np.void], resident: ResidentDataset, geometry: DerivativeGeometry
+) -> None:
+    """Fill in the rows of a geometry, which are in ``resident``."""
+    arguments["variables"] = resident.address(0, geometry.aligned)
+    if arguments["wants_loss"]:
+        arguments["weights"] = resident.weights_address(geometry.aligned)
+    for name in ("first_row", "end_row", "first_tile", "tiles", "blocks"):
+        arguments[name] = getattr(geometry, name)

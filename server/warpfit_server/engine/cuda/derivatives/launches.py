@@ -6,8 +6,9 @@ done and are copied together. Large results (values, Jacobian) are copied chunk 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -21,11 +22,16 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
     DerivativeGeometry,
     DeviceCode,
     LaunchPlan,
+    place_rows,
     stores_values,
 )
 from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, COMBINE_THREADS, WARPS
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
+from warpfit_server.engine.cuda.runtime.resident_data import (
+    ResidentDataset,
+    Span,
+    check_cancelled,
+)
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.finalize import MOMENTS
 from warpfit_server.engine.interface import Steps
@@ -85,7 +91,10 @@ class DerivativeLaunch:
     """State that the launches of all chunks of one evaluation share."""
 
     resident: ResidentDataset
+    """What has the rows."""
     plan: LaunchPlan
+    geometry: DerivativeGeometry
+    """Of the rows, which may be fewer than the plan's."""
     wanted: RequestedOutputs
     kernels: DerivativeKernels
     arguments: NDArray[np.void]
@@ -98,6 +107,17 @@ class DerivativeLaunch:
     """Number of this node among them."""
     columns: slice | None = None
     """Where the rows are among those of the outputs, if they are not all."""
+
+    def on(
+        self, window: ResidentDataset, span: Span, node: int = 0, columns: slice | None = None
+    ) -> DerivativeLaunch:
+        """Return the state for a node of rows, which are in ``window``."""
+        geometry, arguments = self.plan.geometry.on(span), self.arguments.copy()
+        place_rows(arguments, window, geometry)
+        return replace(
+            self, resident=window, geometry=geometry, arguments=arguments, node=node,
+            columns=columns,
+        )  # fmt: skip
 
 
 def allocate_small_results(
@@ -118,30 +138,36 @@ def run_chunks(
     device: CudaDevice,
     context: StreamContext,
     launch: DerivativeLaunch,
+    spans: Sequence[Span],
     cancelled: NDArray[np.uint8],
     ready: Callable[[int], None],
 ) -> Steps[int]:
-    """Launch chunk after chunk; copy the results of each while the next is computed.
+    """Launch all chunks on each node of rows; copy their results while the next are computed.
 
     Returns:
         Nanoseconds of the device.
 
     """
-    chunks = launch.plan.chunks
-    for number, chunk in enumerate(chunks):
-        check_cancelled(cancelled)
-        launch_chunk(context, launch, chunk)
-        if number:
-            _copy_large_results(context, launch, chunks[number - 1], ready)
-            yield None
-            device.use()
-    is_last = launch.nodes is None or launch.node == launch.nodes.count - 1
-    if launch.nodes is not None and is_last:
+    pending: list[tuple[DerivativeLaunch, DerivativeChunk, int]] = []
+    with launch.resident.windows(spans, context, cancelled) as next_window:
+        pieces = product(enumerate(spans), launch.plan.chunks)
+        for number, ((node, span), chunk) in enumerate(pieces):
+            check_cancelled(cancelled)
+            if chunk is launch.plan.chunks[0]:
+                columns = slice(span[0] - spans[0][0], span[1] - spans[0][0])
+                own = launch.on((yield from next_window()), span, node, columns)
+            launch_chunk(context, own, chunk, number % 2)
+            pending.append((own, chunk, number % 2))
+            if len(pending) > 1:
+                _copy_large_results(context, *pending.pop(0), ready)
+                yield None
+                device.use()
+    if launch.nodes is not None:
         _combine_nodes(context, launch, launch.nodes)
     context.mark("computed")
-    small = download_small_results(context, launch) if is_last else {}
+    small = download_small_results(context, launch)
     context.stream.synchronize()
-    _copy_large_results(context, launch, chunks[-1], ready)
+    _copy_large_results(context, *pending.pop(), ready)
     copy_small_results(small, launch.wanted)
     return context.nanoseconds("start", "computed")
 
@@ -162,9 +188,14 @@ def _combine_nodes(context: StreamContext, launch: DerivativeLaunch, nodes: RowN
         context.launch(launch.kernels.merge_leaves, (jobs, 1, 1), threads, [merged])
 
 
-def launch_chunk(context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk) -> None:
-    """Launch one chunk and the copies of its large results."""
-    geometry, wanted = launch.plan.geometry, launch.wanted
+def launch_chunk(
+    context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk, side: int
+) -> None:
+    """Launch one chunk and the copies of its large results.
+
+    ``side`` is 0 or 1, alternating, so that large results are copied while the next are computed.
+    """
+    geometry, wanted = launch.geometry, launch.wanted
     arguments = launch.arguments.copy()
     jobs = chunk.jobs[1] - chunk.jobs[0]
     arguments["order"] += 4 * chunk.jobs[0]
@@ -177,14 +208,14 @@ def launch_chunk(context: StreamContext, launch: DerivativeLaunch, chunk: Deriva
         arguments["far"] = context.buffer("spilled", size)
     if stores_values(wanted):
         size = jobs * geometry.pitch
-        arguments["values"] = context.buffer(f"values {chunk.side}", size)
+        arguments["values"] = context.buffer(f"values {side}", size)
     if launch.nodes is not None:
         arguments["nodes"], arguments["node"] = launch.nodes.sums, launch.node
         arguments["node_count"] = launch.nodes.count
     parameters = chunk.parameters[1] - chunk.parameters[0]
     if wanted.jacobian is not None and parameters:
         size = parameters * geometry.pitch
-        arguments["jacobian"] = context.buffer(f"jacobian {chunk.side}", size)
+        arguments["jacobian"] = context.buffer(f"jacobian {side}", size)
     grid, threads = (geometry.blocks, jobs, 1), (32 * WARPS, 1, 1)
     context.launch(launch.kernels.linearise, grid, threads, [arguments], geometry.shared_bytes)
     if launch.small.keys() & set(SUMS):
@@ -192,17 +223,17 @@ def launch_chunk(context: StreamContext, launch: DerivativeLaunch, chunk: Deriva
     if wanted.reductions is not None or wanted.moments is not None:
         _launch_statistics(context, launch, chunk, int(arguments["values"]))
     for name, array, (first, stop) in _large_results(launch, chunk):
-        staging = _staging(context, geometry, f"{name} {chunk.side}", stop - first)
+        staging = _staging(context, geometry, f"{name} {side}", stop - first)
         offset = geometry.first_row * array.itemsize
         context.download_rows(staging, int(arguments[name]) + offset, geometry.pitch)
-    context.mark(f"chunk {chunk.side}")
+    context.mark(f"chunk {side}")
 
 
 def _launch_statistics(
     context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk, values: int
 ) -> None:
     """Launch the statistics of a chunk's values, which lie at the address ``values``."""
-    geometry, resident = launch.plan.geometry, launch.resident
+    geometry, resident = launch.geometry, launch.resident
     jobs = chunk.jobs[1] - chunk.jobs[0]
     arguments = _statistics_arguments(launch, chunk.jobs)
     arguments["values"], arguments["before"] = values, geometry.aligned
@@ -259,14 +290,16 @@ def _copy_large_results(
     context: StreamContext,
     launch: DerivativeLaunch,
     chunk: DerivativeChunk,
+    side: int,
     ready: Callable[[int], None],
 ) -> None:
     """Wait for a chunk and copy its large results to the outputs."""
-    context.wait(f"chunk {chunk.side}")
+    context.wait(f"chunk {side}")
     for name, array, (first, stop) in _large_results(launch, chunk):
-        staging = _staging(context, launch.plan.geometry, f"{name} {chunk.side}", stop - first)
+        staging = _staging(context, launch.geometry, f"{name} {side}", stop - first)
         array[first:stop, launch.columns or slice(None)] = staging
-    if launch.wanted.values is not None and launch.nodes is None:
+    is_last = launch.nodes is None or launch.node == launch.nodes.count - 1
+    if launch.wanted.values is not None and is_last:
         ready(chunk.jobs[1] // launch.plan.code.vectors)
 
 

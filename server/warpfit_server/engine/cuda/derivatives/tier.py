@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -55,6 +54,7 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     ResidentDataset,
     check_cancelled,
     cut_rows,
+    longest,
 )
 from warpfit_server.engine.cuda.runtime.streams import ElapsedTime, StreamContext
 from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps
@@ -105,8 +105,7 @@ class DerivativeTier:
         check_tokens(evaluation.batch, resident.dataset.layout.variables)
         started = time.perf_counter_ns()
         wanted = requested_outputs(evaluation, outputs)
-        plan = self._plan(resident, evaluation, wanted)
-        run = self._run(resident, evaluation, wanted, plan, outputs.cancelled, outputs.ready)
+        run = self._run(resident, evaluation, wanted, outputs.cancelled, outputs.ready)
         computed = yield from run
         host_time = time.perf_counter_ns() - started - computed
         return Timings(copy_in=max(0, host_time), compute=computed, tier=Tier.INTERPRETER)
@@ -122,11 +121,8 @@ class DerivativeTier:
     ) -> Steps[Linearisation]:
         """Linearise as `warpfit_server.engine.interface.Engine.linearise` does."""
         found, wanted = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
-        if selection is None:
-            plan = self._plan(resident, evaluation, wanted)
-        else:
-            plan = self._selected_plan(resident, evaluation, wanted, selection)
-        yield from self._run(resident, evaluation, wanted, plan, cancelled, _ignore)
+        run = self._run(resident, evaluation, wanted, cancelled, selection=selection)
+        yield from run
         return found
 
     def forget(self) -> None:
@@ -138,66 +134,34 @@ class DerivativeTier:
         resident: ResidentDataset,
         evaluation: Evaluation,
         wanted: RequestedOutputs,
-        plan: LaunchPlan,
         cancelled: NDArray[np.uint8],
-        ready: Callable[[int], None],
+        ready: Callable[[int], None] = lambda programs: None,
+        selection: Selection | None = None,
     ) -> Steps[int]:
-        """Evaluate by a plan; return the nanoseconds of the device."""
+        """Evaluate on all rows, or on nodes of them in turn; return the device's nanoseconds."""
         has_large_results = wanted.values is not None or wanted.jacobian is not None
         most = resident.window_rows
         if has_large_results or stores_values(wanted):
             most = min(most, _MOST_VALUES)
-        spans = cut_rows(evaluation.row_range(resident.dataset.layout), most)
-        if resident.is_streamed or len(spans) > 1:
-            nodes = spans, spans[0][0] // most
-            run = self._run_windows(resident, evaluation, wanted, plan, cancelled, *nodes)
-            computed = yield from run
-            ready(len(evaluation.batch))
-            return computed
+        rows = evaluation.row_range(resident.dataset.layout)
+        spans = cut_rows(rows, most)
+        part = replace(evaluation, rows=longest(spans))
+        if selection is None:
+            plan = self._plan(resident, part, wanted)
+        else:
+            plan = self._selected_plan(resident, part, wanted, selection)
+        is_whole = len(spans) == len(plan.chunks) == 1 and not resident.is_streamed
         with self._device.stream() as context:
-            if len(plan.chunks) == 1 and not has_large_results:
+            if is_whole and not has_large_results:
                 check_cancelled(cancelled)
                 return self._run_at_once(context, resident, evaluation, wanted, plan)
             launch = self._begin(context, resident, evaluation, wanted, plan)
-            return (yield from run_chunks(self._device, context, launch, cancelled, ready))
-
-    def _run_windows(
-        self,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        wanted: RequestedOutputs,
-        plan: LaunchPlan,
-        cancelled: NDArray[np.uint8],
-        spans: Sequence[tuple[int, int]],
-        first: int,
-    ) -> Steps[int]:
-        """Evaluate on nodes of rows in turn, from the node with the number ``first`` on.
-
-        Returns:
-            Nanoseconds of the device.
-
-        """
-        start, stop, computed = spans[0][0], spans[-1][1], 0
-        with (
-            (yield from resident.turn(cancelled)),
-            self._device.stream() as context,
-            closing(resident.windows(spans)) as windows,
-        ):
-            nodes = RowNodes.allocate(context, wanted, plan.code, first, len(spans), stop - start)
-            for number, (window, span) in enumerate(windows):
-                part = replace(evaluation, rows=span)
-                own = plan_launches(self._device, window, part, wanted, plan.code)
-                launch = replace(
-                    self._begin(context, window, part, wanted, own),
-                    nodes=nodes,
-                    node=number,
-                    columns=slice(span[0] - start, span[1] - start),
-                )
-                run = run_chunks(self._device, context, launch, cancelled, _ignore)
-                computed += yield from run
-                yield None
-                self._device.use()
-        return computed
+            if len(spans) > 1:
+                place = rows[0] // most, len(spans), rows[1] - rows[0]
+                nodes = RowNodes.allocate(context, wanted, plan.code, *place)
+                launch = replace(launch, nodes=nodes)
+            run = run_chunks(self._device, context, launch, spans, cancelled, ready)
+            return (yield from run)
 
     def _run_at_once(
         self,
@@ -210,8 +174,9 @@ class DerivativeTier:
         """Run one chunk without large results as a command list; return its device time in ns."""
         elapsed = ElapsedTime("start", "computed")
         with context.as_command_list(elapsed):
+            rows = evaluation.row_range(resident.dataset.layout)
             launch = self._begin(context, resident, evaluation, wanted, plan)
-            launch_chunk(context, launch, plan.chunks[0])
+            launch_chunk(context, launch.on(resident, rows), plan.chunks[0], 0)
             context.mark("computed")
             small = download_small_results(context, launch)
         copy_small_results(small, wanted)
@@ -244,7 +209,7 @@ class DerivativeTier:
         context.mark("start")
         grid = (plan.code.jobs, 1, 1)
         context.launch(kernels.evaluate_scalars, grid, (32, 1, 1), [arguments])
-        return DerivativeLaunch(resident, plan, wanted, kernels, arguments, small)
+        return DerivativeLaunch(resident, plan, plan.geometry, wanted, kernels, arguments, small)
 
     def _plan(
         self, resident: ResidentDataset, evaluation: Evaluation, wanted: RequestedOutputs
@@ -267,8 +232,7 @@ class DerivativeTier:
             return _KeptCode(self._keep_on_device(self._lower(resident, batch, wanted)))
 
         outputs = (wanted.row_loss, wanted.curvatures is not None)
-        place = (resident.dataset.layout, resident.address(0, 0))
-        needs = (evaluation.rows, evaluation.precision, *outputs, *place)
+        needs = (evaluation.rows, evaluation.precision, *outputs, resident.dataset.layout)
         kept = self._kept.by_batch(selection.batch, needs, make)
         last, programs = kept.last, selection.programs
         if last is None or last[0] is not programs:
@@ -324,10 +288,6 @@ class DerivativeTier:
 def derivative_switch(variant: Variant, *, spills: bool) -> Switch:
     """Return the source of the kernels of one variant, with its options."""
     return Switch(derivative_source(variant, spills=spills), case_count(), variant.options)
-
-
-def _ignore(_: int) -> None:
-    """Ignore that values are ready: none are wanted."""
 
 
 def _lay_out(arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, int], int]:

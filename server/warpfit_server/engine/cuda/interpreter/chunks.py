@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,10 @@ from warpfit_server.engine.cuda.runtime.batch_layout import (
     bound_batch,
     pack,
 )
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.resident_data import Span
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs
+from warpfit_server.engine.sum_tree import sum_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def launch_chunk(
     geometry: InterpreterGeometry,
     evaluation: Evaluation,
     chunk: InterpreterChunk,
-    side: int,
+    number: int,
 ) -> PendingChunk:
     """Launch one chunk and the copies of its results.
 
@@ -140,12 +142,13 @@ def launch_chunk(
         context: the stream.
         lowered: the batch.
         geometry: of the rows.
-        evaluation: what is wanted.
+        evaluation: what is wanted, on these rows.
         chunk: jobs.
-        side: 0 or 1, alternating, so that a result is copied while the next is computed.
+        number: of the launch; two in turn use buffers of their own, so that the results of one are
+            copied while the next is computed.
 
     """
-    variant = lowered.kernels.variant
+    variant, side = lowered.kernels.variant, number % 2
     pitch = geometry.tiles * variant.tile * variant.dtype.itemsize
     partials = values = 0
     if evaluation.loss is not None:
@@ -203,24 +206,39 @@ def _sum_partials(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ResultCopier:
-    """Copies the results of chunks from staging memory to the outputs of an evaluation."""
+class ChunkResults:
+    """Collects the results of chunks from staging memory for the outputs of an evaluation."""
 
-    resident: ResidentDataset
-    evaluation: Evaluation
-    outputs: Outputs
-    sums: NDArray[np.float64]
-    """Sum of the loss terms of each job; [jobs]."""
     lowered: LoweredBatch
+    variables: int
+    outputs: Outputs
+    spans: Sequence[Span]
+    """Rows of the chunks: nodes of the tree of sums in turn."""
+    first_node: int
+    """Number of the first of them on its level."""
+    sums: NDArray[np.float64]
+    """Sum of the loss terms of each job on each span; [spans, jobs]."""
 
-    def copy(self, context: StreamContext, pending: PendingChunk) -> None:
-        """Wait for a chunk, check that its batch is valid, and copy its results."""
+    def copy(self, context: StreamContext, node: int, pending: PendingChunk) -> None:
+        """Wait for a chunk on the span with the number ``node``, and copy its results.
+
+        Raises:
+            ProgramError: for the first bad token.
+
+        """
         context.wait(pending.event)
-        self.lowered.check(self.resident.dataset.layout.variables)
+        self.lowered.check(self.variables)
         chunk, outputs = pending.chunk, self.outputs
         jobs = slice(chunk.first_job, chunk.first_job + chunk.jobs)
         if pending.sums is not None:
-            self.sums[jobs] = pending.sums
+            self.sums[node, jobs] = pending.sums
         if pending.values is not None and outputs.values is not None:
-            outputs.values.reshape(len(self.sums), -1)[jobs] = pending.values
-            outputs.ready(jobs.stop // self.evaluation.batch.vectors)
+            start, stop = (row - self.spans[0][0] for row in self.spans[node])
+            outputs.values.reshape(self.sums.shape[1], -1)[jobs, start:stop] = pending.values
+            if node == len(self.spans) - 1:
+                outputs.ready(jobs.stop // self.lowered.batch.vectors)
+
+    def sum_up(self) -> None:
+        """Fill in the losses, if they are wanted, once all chunks have been copied."""
+        if (losses := self.outputs.losses) is not None:
+            losses[...] = sum_nodes(self.sums, self.first_node).reshape(losses.shape)

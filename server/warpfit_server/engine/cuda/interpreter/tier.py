@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -13,9 +14,9 @@ import numpy as np
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
 from warpfit_server.engine.cuda.interpreter.chunks import (
+    ChunkResults,
     InterpreterChunk,
     PendingChunk,
-    ResultCopier,
     evaluate_slots,
     launch_chunk,
     lower_batch,
@@ -35,7 +36,15 @@ from warpfit_server.engine.cuda.interpreter.source import (
 )
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
+from warpfit_server.engine.cuda.runtime.resident_data import (
+    ALIGNED_ROWS,
+    RESULTS_SHARE,
+    ResidentDataset,
+    check_cancelled,
+    cut_rows,
+    longest,
+)
+from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs, Steps
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
@@ -90,16 +99,35 @@ class InterpreterTier:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         started = time.perf_counter_ns()
         check_cancelled(outputs.cancelled)
-        variant = self.variant(resident, evaluation)
-        chunks = list(self._chunks(resident, evaluation, variant))
-        if len(chunks) == 1 and not evaluation.values and outputs.losses is not None:
-            geometry = self.geometry(resident, evaluation)
-            kernels = self.prepare(variant)
-            with self._device.stream() as context:
+        length = self._rows_at_a_time(resident, evaluation)
+        spans = cut_rows(evaluation.row_range(resident.dataset.layout), length)
+        most = evaluation if len(spans) == 1 else replace(evaluation, rows=longest(spans))
+        kernels = self.prepare(self.variant(resident, most))
+        chunks = list(self._chunks(resident, most, kernels.variant))
+        geometry = self.geometry(resident, most, kernels.variant)
+        is_whole = len(chunks) == len(spans) == 1 and not resident.is_streamed
+        with self._device.stream() as context:
+            if is_whole and not evaluation.values and outputs.losses is not None:
                 return interpret_losses(
                     context, kernels, geometry, evaluation, resident, outputs, started
                 )
-        return (yield from self._evaluate_chunks(resident, evaluation, chunks, outputs, started))
+            batch, variables = evaluation.batch, resident.dataset.layout.variables
+            lowered = lower_batch(context, kernels, geometry, batch, variables, chunks[0].jobs)
+            context.mark("start")
+            evaluate_slots(context, lowered)
+            launched = time.perf_counter_ns()
+            sums = np.zeros((len(spans), len(batch) * batch.vectors))
+            first = spans[0][0] // length
+            results = ChunkResults(lowered, variables, outputs, spans, first, sums)
+            yield from self._run_chunks(context, resident, evaluation, chunks, results)
+            computed = context.nanoseconds("start", "computed")
+        results.sum_up()
+        return Timings(
+            copy_in=launched - started,
+            compute=computed,
+            copy_out=max(0, time.perf_counter_ns() - launched - computed),
+            tier=Tier.INTERPRETER,
+        )
 
     def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> Variant:
         """Choose the variant of the kernels for an evaluation."""
@@ -151,20 +179,33 @@ class InterpreterTier:
         threads = _FULL_THREADS * self._device.multiprocessors
         return -(-rows_per_thread * threads // max(1, stop - start))
 
+    def _rows_at_a_time(self, resident: ResidentDataset, evaluation: Evaluation) -> int:
+        """Return the most rows of a launch, a power of two: a job's values must fit the device."""
+        if not evaluation.values:
+            return resident.window_rows
+        rows = max(self._chunk_bytes // resident.dataset.layout.dtype.itemsize, ALIGNED_ROWS)
+        return min(resident.window_rows, 1 << (rows.bit_length() - 1))
+
+    @property
+    def _chunk_bytes(self) -> int:
+        most = int(self._device.memory_limit * RESULTS_SHARE)
+        return min(self._tuning.chunk_bytes, most)
+
     def _chunks(
         self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
     ) -> Iterator[InterpreterChunk]:
         """Cut the jobs so that the results of each launch fit in ``chunk_bytes``.
 
-        If that takes several launches, none has more token-rows than `kernel_arguments` allows.
+        If that, or all rows, take several launches, none has more token-rows than
+        `kernel_arguments` allows.
         """
         programs, vectors, rows = evaluation.shape(resident.dataset.layout)
         tiles = -(-rows // variant.tile) + 1
         job_bytes = 8 * tiles
         if evaluation.values:
             job_bytes = tiles * variant.tile * variant.dtype.itemsize
-        jobs = min(programs * vectors, max(1, self._tuning.chunk_bytes // job_bytes), _MAX_JOBS)
-        if jobs < programs * vectors:
+        jobs = min(programs * vectors, max(1, self._chunk_bytes // job_bytes), _MAX_JOBS)
+        if jobs < programs * vectors or resident.is_streamed:
             most = max_interpreted_token_rows(variant, self._device.multiprocessors)
             token_rows = len(evaluation.batch.codes) * rows
             jobs = min(jobs, max(1, most * programs // token_rows))
@@ -172,13 +213,13 @@ class InterpreterTier:
         for first in range(0, programs * vectors, jobs):
             yield InterpreterChunk(first, min(jobs, programs * vectors - first))
 
-    def geometry(self, resident: ResidentDataset, evaluation: Evaluation) -> InterpreterGeometry:
+    def geometry(
+        self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
+    ) -> InterpreterGeometry:
         """Describe the work on the rows of an evaluation."""
-        variant = self.variant(resident, evaluation)
-        rows = evaluation.row_range(resident.dataset.layout)
         return InterpreterGeometry.of(
             resident,
-            rows,
+            evaluation.row_range(resident.dataset.layout),
             evaluation.loss,
             variant,
             max_warps=self._tuning.warps or (2 if variant.fast else 1),
@@ -186,47 +227,32 @@ class InterpreterTier:
             multiprocessors=self._device.multiprocessors,
         )
 
-    def _evaluate_chunks(
+    def _run_chunks(
         self,
+        context: StreamContext,
         resident: ResidentDataset,
         evaluation: Evaluation,
-        chunks: list[InterpreterChunk],
-        outputs: Outputs,
-        started: int,
-    ) -> Steps[Timings]:
-        """Launch chunk after chunk; copy the results of each while the next is computed."""
-        batch, layout = evaluation.batch, resident.dataset.layout
-        kernels = self.prepare(self.variant(resident, evaluation))
-        sums = np.zeros(len(batch) * batch.vectors)
-        with self._device.stream() as context:
-            geometry = self.geometry(resident, evaluation)
-            lowered = lower_batch(
-                context, kernels, geometry, batch, layout.variables, chunks[0].jobs
-            )
-            copier = ResultCopier(resident, evaluation, outputs, sums, lowered)
-            context.mark("start")
-            evaluate_slots(context, lowered)
-            launched = time.perf_counter_ns()
-            pending: PendingChunk | None = None
-            for number, chunk in enumerate(chunks):
-                check_cancelled(outputs.cancelled)
-                latest = launch_chunk(context, lowered, geometry, evaluation, chunk, number % 2)
-                if pending is not None:
-                    copier.copy(context, pending)
+        chunks: Sequence[InterpreterChunk],
+        results: ChunkResults,
+    ) -> Steps[None]:
+        """Launch all chunks on each span of rows; copy results while the next are computed."""
+        lowered, cancelled = results.lowered, results.outputs.cancelled
+        pending: list[tuple[int, PendingChunk]] = []
+        with resident.windows(results.spans, context, cancelled) as next_window:
+            pieces = product(enumerate(results.spans), chunks)
+            for number, ((node, span), chunk) in enumerate(pieces):
+                check_cancelled(cancelled)
+                if chunk is chunks[0]:
+                    window = yield from next_window()
+                    rows = replace(evaluation, rows=span)
+                    geometry = self.geometry(window, rows, lowered.kernels.variant)
+                launched = launch_chunk(context, lowered, geometry, rows, chunk, number)
+                pending.append((node, launched))
+                if len(pending) > 1:
+                    results.copy(context, *pending.pop(0))
                     yield None
                     self._device.use()
-                pending = latest
-            if pending is not None:
-                copier.copy(context, pending)
-            computed = context.nanoseconds("start", "computed")
-        if outputs.losses is not None and evaluation.loss is not None:
-            outputs.losses[...] = sums.reshape(outputs.losses.shape)
-        return Timings(
-            copy_in=launched - started,
-            compute=computed,
-            copy_out=max(0, time.perf_counter_ns() - launched - computed),
-            tier=Tier.INTERPRETER,
-        )
+        results.copy(context, *pending.pop())
 
 
 def interpreter_switch(variant: Variant) -> Switch:

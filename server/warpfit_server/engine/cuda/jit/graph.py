@@ -28,14 +28,20 @@ from warpfit_server.engine.cuda.runtime.streams import StreamContext
 _BRANCHES: Final = 32
 #: Bytes before the inputs in the block that a graph copies to the device.
 _INPUTS_AT: Final = -(-ARGUMENT_BYTES // 256) * 256
-_HOST_TO_DEVICE: Final = 1
+#: Threads of a block that copies inputs, and bytes that each copies.
+_COPY_THREADS: Final = 256
+_COPY_BYTES: Final = 16
 #: Most commands that launch a graph and wait for it; see `graph_launch`.
 _MAX_COMMANDS: Final = 7
 _SUM_THREADS: Final = 128
 
 
-def _sum_source() -> str:
-    """Return the kernel that adds up each job's partial sums; a block of threads a job."""
+def _source() -> str:
+    """Return the kernel that adds up each job's partial sums, and that which copies the inputs.
+
+    A kernel reads them from the host's memory, because the device's copy engine works in order:
+    there they would wait behind the rows of streamed data sets.
+    """
     words = {name: offset // 8 for name, offset in ARGUMENT_OFFSETS.items()}
     return f"""{sum_tree()}
 extern "C" __global__ void sum_partials(const long long *request, double *sums, int warps) {{
@@ -43,6 +49,10 @@ extern "C" __global__ void sum_partials(const long long *request, double *sums, 
   double *own = (double *)request[{words["partials"]}] + blockIdx.x * count;
   sum_nodes(own, request[{words["first_block"]}] * warps, count, 1);
   if (threadIdx.x == 0) sums[blockIdx.x] = own[0];
+}}
+extern "C" __global__ void copy_inputs(const int4 *source, int4 *target, int count) {{
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  if (index < count) target[index] = source[index];
 }}
 """
 
@@ -99,13 +109,15 @@ class GraphCapturer:
 
     def __init__(self, device: CudaDevice) -> None:
         architecture = device.architecture
-        source = _sum_source()
+        source = _source()
         module = device.load(
             ("sum_partials", nvrtc.version(), str(architecture), source),
             lambda: nvrtc.to_cubin(source, architecture, NVRTC_PRECISE),
         )
         self.sum_partials = module.get_function("sum_partials")
         """Kernel that adds partial sums up."""
+        self.copy_inputs = module.get_function("copy_inputs")
+        """Kernel that copies arguments and inputs to the device."""
         self._device = device
         self._lock = threading.Lock()
         self._streams: list[Any] = []
@@ -170,12 +182,13 @@ class CapturedGraph:
         self._jobs = int(layout.sum_starts[-1]) * layout.vectors
         cuda = device.cupy.cuda
         inputs = int(layout.input_starts[-1])
-        size = _INPUTS_AT + layout.vectors * inputs * layout.dtype.itemsize
+        end = _INPUTS_AT + layout.vectors * inputs * layout.dtype.itemsize
+        size = -(-end // _COPY_BYTES) * _COPY_BYTES
         self._device_block = device.allocate(size)
         pinned = cuda.alloc_pinned_memory(size)
         self._block = np.frombuffer(pinned, np.uint8, size)
         self._arguments = self._block[:ARGUMENT_BYTES].view(np.uint64)
-        self.inputs = self._block[_INPUTS_AT:].view(layout.dtype).reshape(layout.vectors, inputs)
+        self.inputs = self._block[_INPUTS_AT:end].view(layout.dtype).reshape(layout.vectors, inputs)
         """Numbers that the next launch reads; [K, inputs]."""
         sums = cuda.alloc_pinned_memory(8 * max(1, self._jobs))
         self.sums = np.frombuffer(sums, np.float64, self._jobs)
@@ -210,14 +223,17 @@ class CapturedGraph:
         self._graph.launch(context.stream)
 
     def _capture(self, main: Any, branches: Sequence[Any]) -> Any:
-        cuda = self._device.cupy.cuda
         main.begin_capture()
-        cuda.runtime.memcpyAsync(
-            self._device_block.ptr,
-            self._block.ctypes.data,
-            self._block.nbytes,
-            _HOST_TO_DEVICE,
-            main.ptr,
+        count = self._block.nbytes // _COPY_BYTES
+        self._capturer.copy_inputs(
+            (-(-count // _COPY_THREADS), 1, 1),
+            (_COPY_THREADS, 1, 1),
+            (
+                np.uint64(self._block.ctypes.data),
+                np.uint64(self._device_block.ptr),
+                np.int32(count),
+            ),
+            stream=main,
         )
         fork = main.record()
         for branch in branches:

@@ -32,6 +32,7 @@ from warpfit_server.engine.cuda.jit.kernel_store import Kernel, KernelKey, Kerne
 from warpfit_server.engine.cuda.math.modes import max_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
+    RESULTS_SHARE,
     ROW_MULTIPLE,
     ResidentDataset,
     check_cancelled,
@@ -43,8 +44,6 @@ from warpfit_server.engine.sum_tree import sum_nodes
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
 MAX_VECTORS: Final = 65_535
-#: Most rows of one launch; a power of two.
-MAX_ROWS: Final = 1 << 30
 #: Longest expression that is compiled; compile time grows faster than the length.
 MAX_TOKENS: Final = 2_000
 #: Most parameters of an expression that is compiled with its gradient, an accumulator each.
@@ -142,7 +141,8 @@ class CompiledTier:
         try:
             start, stop = evaluation.row_range(resident.dataset.layout)
             most = self._rows_per_launch(plan, resident, evaluation)
-            if evaluation.loss is not None and not evaluation.values and stop - start <= most:
+            is_whole = stop - start <= most and not resident.is_streamed
+            if evaluation.loss is not None and not evaluation.values and is_whole:
                 return self._run_at_once(*work)
             return (yield from self._run_chunks(*work))
         finally:
@@ -293,14 +293,19 @@ class CompiledTier:
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
         chunk = self._rows_per_launch(plan, resident, evaluation)
+        spans = cut_rows((start, stop), chunk)
         block, nodes = _block_rows(plan, resident, evaluation), []
         plan.shapes.fill(evaluation.batch, graph.inputs)
         launched, computed = time.perf_counter_ns(), 0
-        with self._device.stream() as context:
+        with (
+            self._device.stream() as context,
+            resident.windows(spans, context, outputs.cancelled) as next_window,
+        ):
             graph.place_partials(context, min(stop - start, chunk) // block + 2)
-            for first, last in cut_rows((start, stop), chunk):
+            for first, last in spans:
+                window = yield from next_window()
                 check_cancelled(outputs.cancelled)
-                arguments = row_arguments(resident, first, last, block)
+                arguments = row_arguments(window, first, last, block)
                 pitch = _pitch(first, last, plan.mode.dtype.itemsize)
                 if evaluation.values:
                     arguments["pitch"] = pitch
@@ -341,19 +346,21 @@ class CompiledTier:
         """Return the rows of one launch: a power of two, not less than those of a block."""
         batch, mode = evaluation.batch, plan.mode
         if evaluation.values:
-            rows = self._tuning.chunk_bytes // (len(batch) * batch.vectors * mode.dtype.itemsize)
-            return int(1 << (max(rows, MAX_BLOCK_ROWS).bit_length() - 1))
+            size = min(self._tuning.chunk_bytes, int(self._device.memory_limit * RESULTS_SHARE))
+            rows = size // (len(batch) * batch.vectors * mode.dtype.itemsize)
+            most = 1 << (max(rows, MAX_BLOCK_ROWS).bit_length() - 1)
+            return int(min(most, resident.window_rows))
         start, stop = evaluation.row_range(resident.dataset.layout)
         token_rows = evaluation.token_rows(resident.dataset.layout)
         launches = token_rows // max_token_rows(mode, self._device.multiprocessors)
         most = max(1, (stop - start) // _MIN_ROWS)
         rows = -(-(stop - start) // min(max(1, launches), most))
-        return int(min(1 << (max(rows, MAX_BLOCK_ROWS) - 1).bit_length(), MAX_ROWS))
+        return int(min(1 << (max(rows, MAX_BLOCK_ROWS) - 1).bit_length(), resident.window_rows))
 
 
 def _block_rows(plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation) -> int:
     start, stop = evaluation.row_range(resident.dataset.layout)
-    return block_rows(plan.output, resident.sum_rows or stop - start)
+    return block_rows(plan.output, stop - start)
 
 
 def _fill_gradients(

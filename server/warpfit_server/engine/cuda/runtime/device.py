@@ -192,13 +192,17 @@ class CudaDevice:
 
         return unlock
 
+    def new_stream(self) -> StreamContext:
+        """Create a stream that is lent to nobody."""
+        return StreamContext(self.cupy.cuda, self.functions, self.allocate)
+
     @contextmanager
     def stream(self) -> Iterator[StreamContext]:
         """Lend an idle stream with its buffers, or a new one."""
         self.use()
         with self._lock:
             context = self._idle.pop() if self._idle else None
-        context = context or StreamContext(self.cupy.cuda, self.functions, self.allocate)
+        context = context or self.new_stream()
         try:
             yield context
         finally:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Final, Protocol
@@ -22,10 +22,17 @@ from warpfit_server.engine.interface import Outputs, Steps
 ROW_MULTIPLE: Final = 32
 #: Rows after the last column that a kernel may read but never uses.
 SLACK_ROWS: Final = 512
+#: Rows that the first row of a window is a multiple of: what kernels take for a block at most.
+ALIGNED_ROWS: Final = 4096
+#: Part of the device's memory that the results of one launch may take.
+RESULTS_SHARE: Final = 1 / 8
 #: Most rows that kernels count.
 _MOST_ROWS: Final = 1 << 30
 #: Bytes of each copy to the device.
 _CHUNK_BYTES: Final = 8 << 20
+#: First row, and the row after the last one.
+Span = tuple[int, int]
+NextWindow = Callable[[], Steps["ResidentDataset"]]
 
 
 @dataclass(eq=False)
@@ -37,8 +44,6 @@ class ResidentDataset:
     """CuPy array [columns, stride]: variables, then target, then weights; padding is 0."""
     first_row: int = 0
     """Row of the data set that the columns begin with."""
-    sum_rows: int | None = None
-    """Rows of the evaluation if it has more than those that are on the device; else None."""
     window_rows: int = _MOST_ROWS
     """Most rows that one evaluation of a tier takes, a power of two."""
     is_streamed: ClassVar[bool] = False
@@ -54,22 +59,27 @@ class ResidentDataset:
         """Elements from one variable to the next, a multiple of `ROW_MULTIPLE`."""
         return int(self.columns.shape[1])
 
-    def turn(self, cancelled: NDArray[np.uint8]) -> Steps[Any]:
-        """Wait until no other evaluation uses the windows; return a context that ends the use.
+    @contextmanager
+    def windows(
+        self, spans: Sequence[Span], context: StreamContext, cancelled: NDArray[np.uint8]
+    ) -> Iterator[NextWindow]:
+        """Lend a function to call once for each of some ranges of rows, for data that has them.
 
-        Raises:
-            CancelledError: if ``cancelled`` became 1.
+        What the function returns may be used by what is launched on the context's stream before
+        the next call, or before the end of the block.
+
+        Args:
+            spans: ranges of at most `window_rows` rows, from `cut_rows`.
+            context: the only stream that uses the data.
+            cancelled: the function raises CancelledError if it has become 1 and rows are not there.
 
         """
-        return nullcontext()
-        yield
 
-    def windows(
-        self, spans: Sequence[tuple[int, int]]
-    ) -> Generator[tuple[ResidentDataset, tuple[int, int]]]:
-        """Yield each of some ranges of rows, from `cut_rows`, with data that has them."""
-        for span in spans:
-            yield self, span
+        def whole() -> Steps[ResidentDataset]:
+            return self
+            yield
+
+        yield whole
 
     def address(self, column: int, row: int) -> int:
         """Return the device address of one element."""
@@ -102,7 +112,7 @@ def check_cancelled(cancelled: NDArray[np.uint8]) -> None:
         raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
 
-def cut_rows(rows: tuple[int, int], length: int) -> list[tuple[int, int]]:
+def cut_rows(rows: Span, length: int) -> list[Span]:
     """Cut rows into nodes of the tree of sums, unless there are no more than one node has.
 
     Args:
@@ -118,6 +128,11 @@ def cut_rows(rows: tuple[int, int], length: int) -> list[tuple[int, int]]:
         return [rows]
     edges = [start, *range((start // length + 1) * length, stop, length), stop]
     return list(pairwise(edges))
+
+
+def longest(spans: Sequence[Span]) -> Span:
+    """Return the range that has most rows, and so touches most blocks, of those of `cut_rows`."""
+    return max(spans, key=lambda span: span[1] - span[0])
 
 
 def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:

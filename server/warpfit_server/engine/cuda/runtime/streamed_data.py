@@ -1,14 +1,17 @@
 """Data sets that are larger than the device's memory: they pass through it in windows of rows.
 
 The columns stay in the host's memory, page-locked, so that the device reads them by itself. There
-are two windows on the device. While kernels run on one of them, a stream of its own fills the
-other::
+are two buffers for windows on the device. While kernels run on one of them, a stream of its own
+fills the other. Nobody on the host waits for that: the streams wait for each other::
 
-    copy into windows 0 and 1
-    for each window in turn:
-        wait for its copy
-        compute on it                  # meanwhile the other window is filled
-        copy the rows after the other window's into it
+    copies                                computation
+    window 0 into buffer 0                wait for window 0, run the kernels
+    window 1 into buffer 1                wait for window 1, run the kernels
+    wait for the kernels on window 0
+    window 2 into buffer 0                ...
+
+Evaluations ask for each window ahead, and get buffers in the order in which they have asked: so
+those at the same time take turns from window to window.
 
 A window ends where a node of the tree of sums ends. So what is summed up of each window, added up
 as the tree says, has the bits that it would have if all rows were on the device.
@@ -18,10 +21,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
-from typing import Any, Final
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +36,11 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
+    ALIGNED_ROWS,
     SLACK_ROWS,
+    NextWindow,
     ResidentDataset,
+    Span,
     check_cancelled,
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -43,8 +52,6 @@ _RESIDENT_SHARE: Final = 0.75
 #: 128 MiB take 2.7 ms, against which the host's work for a window is little.
 _WINDOWS_SHARE: Final = 0.25
 _MOST_WINDOW_BYTES: Final = 128 << 20
-#: Rows that the first row of a window is a multiple of: what kernels take for a block at most.
-ALIGNED_ROWS: Final = 4096
 #: Bytes after a window that a kernel may read but never uses.
 _SLACK_BYTES: Final = 8 * SLACK_ROWS
 #: Least rows of a window; with fewer, the host's work takes longer than the device's.
@@ -82,6 +89,18 @@ def window_rows(layout: Layout, memory: int) -> int:
     return int(1 << (most.bit_length() - 1))
 
 
+@dataclass(slots=True, eq=False)
+class _Window:
+    """A window that an evaluation has asked for."""
+
+    source: StreamedDataset
+    span: Span
+    side: int = -1
+    """Number of its buffer; -1 until it has one."""
+    begun: Future[None] = field(default_factory=Future)
+    """Done when the copy of its rows has been launched."""
+
+
 class WindowBuffers:
     """Device memory of two windows, which all streamed data sets of an engine use in turn.
 
@@ -93,25 +112,51 @@ class WindowBuffers:
     def __init__(self, device: CudaDevice) -> None:
         size = _window_bytes(device.memory_limit) + _SLACK_BYTES
         self.memory = [device.allocate(size) for _ in range(2)]
+        self._copies = device.new_stream()
         self._lock = threading.Lock()
-        self._last: Future[None] = Future()
-        self._last.set_result(None)
+        self._free = deque(range(len(self.memory)))
+        self._waiting: deque[_Window] = deque()
 
-    def turn(self, cancelled: NDArray[np.uint8]) -> Steps[Any]:
-        """Wait until no other evaluation uses the windows; return a context that ends the use."""
-        own: Future[None] = Future()
+    def ask(self, window: _Window) -> None:
+        """Have a window filled once it is its turn."""
         with self._lock:
-            before, self._last = self._last, own
-        try:
-            while not before.done():
-                yield before  # a cancelled request goes on at once
-                check_cancelled(cancelled)
-        except BaseException:  # nobody waits any more; the next one waits for those before
-            before.add_done_callback(lambda _: own.set_result(None))
-            raise
-        ending = ExitStack()
-        ending.callback(own.set_result, None)
-        return ending
+            self._waiting.append(window)
+        self._fill()
+
+    def let_wait(self, context: StreamContext, window: _Window) -> None:
+        """Let a stream wait for the rows of a window whose copy has begun."""
+        context.wait_for(self._copies, f"window {window.side}")
+
+    def end(self, window: _Window, context: StreamContext) -> None:
+        """Give the buffer of a window to others, or cease to wait for one.
+
+        What has been asked of the context's stream may still read the rows.
+        """
+        with self._lock:
+            if window.side < 0:
+                self._waiting.remove(window)
+                return
+            # A window that nobody has read may still be filled: whoever waits for the context's
+            # stream, before the pages are unlocked, waits for that, too.
+            self.let_wait(context, window)
+            # This holds up all later copies; the next one goes to this buffer in any case.
+            context.mark("window read")
+            self._copies.wait_for(context, "window read")
+            self._free.append(window.side)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Launch the copies of the windows whose turn it is."""
+        begun = []
+        with self._lock:
+            while self._free and self._waiting:
+                window = self._waiting.popleft()
+                window.side = self._free.popleft()
+                window.source.copy(self._copies, window.span, window.side)
+                self._copies.mark(f"window {window.side}")
+                begun.append(window)
+        for window in begun:  # what they wake may ask for windows
+            window.begun.set_result(None)
 
 
 class StreamedDataset(ResidentDataset):
@@ -150,42 +195,50 @@ class StreamedDataset(ResidentDataset):
         """Elements from one variable to the next in a window."""
         return int(self._windows[0].shape[1])
 
-    def turn(self, cancelled: NDArray[np.uint8]) -> Steps[Any]:
-        """Wait until no other evaluation uses the windows; return a context that ends the use."""
-        return self.buffers.turn(cancelled)
-
+    @contextmanager
     def windows(
-        self, spans: Sequence[tuple[int, int]]
-    ) -> Generator[tuple[ResidentDataset, tuple[int, int]]]:
-        """Yield each span with a window that has its rows.
+        self, spans: Sequence[Span], context: StreamContext, cancelled: NDArray[np.uint8]
+    ) -> Iterator[NextWindow]:
+        """Lend a function that returns windows; see `ResidentDataset.windows`.
 
-        The caller must have the turn, and must close the iterator before it ends that. The stream
-        of the computation must have passed all work on a window before the next one is asked for.
-
-        Args:
-            spans: of at most `window_rows`, from `resident_data.cut_rows`.
-
+        Nothing is copied before it is called, so that what the evaluation itself copies to the
+        device before does not wait behind rows.
         """
-        whole = spans[-1][1] - spans[0][0]
-        with self._device.stream() as copies:
-            for number in range(min(2, len(spans))):
-                self._copy(copies, spans[number], number)
-            for number, span in enumerate(spans):
-                copies.wait(f"window {number % 2}")
+        coming = iter([_Window(self, span) for span in spans])
+        asked: deque[_Window] = deque()  # the first of them is in use, after the first call
+        is_used = False
+
+        def next_window() -> Steps[ResidentDataset]:
+            nonlocal is_used
+            if is_used:
                 self._device.use()
-                yield self._window(span, number % 2, whole), span
-                if number + 2 < len(spans):
-                    self._device.use()
-                    self._copy(copies, spans[number + 2], number % 2)
+                self.buffers.end(asked.popleft(), context)
+            is_used = False
+            for window in islice(coming, 2 - len(asked)):
+                asked.append(window)
+                self.buffers.ask(window)
+            while not asked[0].begun.done():
+                yield asked[0].begun
+                check_cancelled(cancelled)  # a cancelled request goes on at once
+            self._device.use()
+            self.buffers.let_wait(context, asked[0])
+            is_used = True
+            return self._window(asked[0].span, asked[0].side)
 
-    def _window(self, span: tuple[int, int], side: int, whole: int) -> ResidentDataset:
+        try:
+            yield next_window
+        finally:
+            self._device.use()
+            for window in asked:
+                self.buffers.end(window, context)
+
+    def _window(self, span: Span, side: int) -> ResidentDataset:
         first = span[0] // ALIGNED_ROWS * ALIGNED_ROWS
-        return ResidentDataset(self.dataset, self._windows[side], first, whole)
+        return ResidentDataset(self.dataset, self._windows[side], first)
 
-    def _copy(self, copies: StreamContext, span: tuple[int, int], side: int) -> None:
+    def copy(self, copies: StreamContext, span: Span, side: int) -> None:
         """Launch the copy of a span's rows, from the aligned row before it on."""
-        window = self._window(span, side, 0)
+        window = self._window(span, side)
         for number, column in enumerate(self.dataset.matrix):
             source = column[window.first_row : span[1]]
             copies.upload(window.address(number, window.first_row), source)
-        copies.mark(f"window {side}")

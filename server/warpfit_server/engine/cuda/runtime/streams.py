@@ -202,6 +202,10 @@ class StreamContext:
         if name in self._events:
             self._events[name].synchronize()
 
+    def wait_for(self, other: StreamContext, name: str) -> None:
+        """Let what is asked of this stream from now on wait for another stream's last event."""
+        self.stream.wait_event(other.event(name))
+
     def nanoseconds(self, start: str, end: str) -> int:
         """Return the device time between two events that the stream has passed."""
         elapsed = self._cuda.get_elapsed_time(self._events[start], self._events[end])

@@ -1,8 +1,11 @@
-"""Data sets that pass through the device, which is memory of this process here."""
+"""Data sets that pass through a device, which here is memory of this process and slow at will."""
 
 from __future__ import annotations
 
-from contextlib import closing, contextmanager
+import random
+from collections import deque
+from concurrent.futures import Future
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,22 +15,18 @@ from hypothesis import strategies as st
 
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, ResourceExhaustedError
-from warpfit.ir import Batch, Program
-from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.engine.cuda.runtime import streamed_data
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, cut_rows
+from warpfit_server.engine.cuda.runtime.resident_data import check_cancelled, cut_rows
 from warpfit_server.engine.cuda.runtime.streamed_data import (
     StreamedDataset,
     WindowBuffers,
     must_stream,
 )
-from warpfit_server.engine.cuda.streaming import evaluate_on
-from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.sum_tree import sum_nodes
 
 MEMORY = 5 << 20
 ROWS = 200_001
-VALUES = 64 << 20
 DATA = Dataset.of(
     np.random.default_rng(0).normal(size=(ROWS, 5)), np.arange(ROWS), np.ones(ROWS), dtype="f4"
 )
@@ -36,52 +35,67 @@ DATA = Dataset.of(
 class Memory:
     """An array of the device, as CuPy describes it."""
 
-    def __init__(self, shape, dtype, memptr) -> None:
-        self.array = np.full(shape, np.nan, dtype)
+    def __init__(self, buffer, shape, dtype) -> None:
+        self.array = buffer[: np.prod(shape) * 4].view(dtype).reshape(shape)
         self.shape, self.data = shape, SimpleNamespace(ptr=self.array.ctypes.data)
 
 
 class Stream:
-    """Copies only when somebody waits, as a slow device would."""
+    """Does nothing of what it is asked for before the device gets round to it."""
 
     def __init__(self, device: FakeDevice) -> None:
-        self.device, self.pending, self.marked = device, [], {}
+        self.device, self.asked, self.events = device, deque(), {}
+
+    def launch(self, work) -> None:
+        self.asked.append((lambda: True, work))
 
     def upload(self, address, source) -> None:
-        self.pending.append((address, source))
+        self.launch(lambda: self.device.copy(address, source))
 
     def mark(self, name) -> None:
-        self.marked[name] = len(self.pending)
+        passed = self.events[name] = []
+        self.launch(lambda: passed.append(True))
+
+    def wait_for(self, other, name) -> None:
+        passed = other.events[name]
+        self.asked.append((lambda: bool(passed), lambda: None))
 
     def wait(self, name) -> None:
-        while self.marked[name] and self.pending:
-            self._copy(*self.pending.pop(0))
-            self.marked = {key: count - 1 for key, count in self.marked.items()}
+        while not self.events[name]:
+            self.device.work()
 
-    def _copy(self, address, source) -> None:
-        memory = max(
-            (m for m in self.device.memories if m.data.ptr <= address), key=lambda m: m.data.ptr
-        )
-        flat, first = memory.array.reshape(-1), (address - memory.data.ptr) // 4
-        flat[first:][: len(source)] = source
-        self.device.copied += source.nbytes
+    def settle(self) -> None:
+        while self.asked:
+            self.device.work()
 
 
 class FakeDevice:
-    """Memory of this process in place of a device's."""
+    """Memory of this process in place of a device's, and streams that go on in any order."""
 
     memory_limit = MEMORY
 
-    def __init__(self) -> None:
-        self.memories, self.streams, self.unlocked, self.copied = [], 0, 0, 0
-        self.cupy = SimpleNamespace(ndarray=self._ndarray)
-
-    def _ndarray(self, shape, dtype, memptr) -> Memory:
-        self.memories.append(Memory(shape, dtype, memptr))
-        return self.memories[-1]
+    def __init__(self, seed: int = 0) -> None:
+        self.random, self.streams, self.buffers = random.Random(seed), [], []
+        self.used = self.unlocked = self.copied = 0
+        self.done = Future()
+        self.done.set_result(None)
+        self.cupy = SimpleNamespace(
+            ndarray=lambda shape, dtype, memptr: Memory(memptr, shape, dtype)
+        )
 
     def allocate(self, size):
-        return None
+        self.buffers.append(np.full(size, 255, np.uint8))
+        return self.buffers[-1]
+
+    def work(self) -> None:
+        """Do what one of the streams has been asked for next."""
+        ready = [each for each in self.streams if each.asked and each.asked[0][0]()]
+        self.random.choice(ready).asked.popleft()[1]()
+
+    def copy(self, address, source) -> None:
+        buffer = next(b for b in self.buffers if 0 <= address - b.ctypes.data < b.nbytes)
+        buffer[address - buffer.ctypes.data :][: source.nbytes] = source.view(np.uint8)
+        self.copied += source.nbytes
 
     def use(self) -> None:
         pass
@@ -92,126 +106,145 @@ class FakeDevice:
 
         return unlock
 
+    def new_stream(self) -> Stream:
+        self.streams.append(Stream(self))
+        return self.streams[-1]
+
     @contextmanager
     def stream(self):
-        self.streams += 1
-        yield Stream(self)
-        self.streams -= 1
+        self.used += 1
+        context = self.new_stream()
+        try:
+            yield context
+        finally:
+            context.settle()
+            self.used -= 1
 
 
 def streamed_on(device: FakeDevice) -> StreamedDataset:
     return StreamedDataset(device, DATA, WindowBuffers(device))
 
 
-class Tier:
-    """Sums up x1 * w of the rows in pairs, and returns x2 as values."""
-
-    def __init__(self) -> None:
-        self.windows = 0
-
-    def evaluate(self, window, evaluation, outputs):
-        start, stop = evaluation.rows
-        columns = [self._column(window, column, start, stop) for column in (0, 1, 6)]
-        terms = (columns[0] * columns[2]).astype(np.float64)
-        if outputs.losses is not None:
-            outputs.losses[...] = sum_nodes(terms[:, np.newaxis], start)
-            outputs.gradients[...] = 2 * outputs.losses.ravel()
-        if outputs.values is not None:
-            outputs.values[...] = columns[1]
-        self.windows += 1
-        yield None
-        return Timings(compute=7)
-
-    def _column(self, window, column, start, stop):
-        count, address = stop - start, window.address(column, start)
-        last = window.columns.data.ptr + window.columns.array.nbytes
-        assert window.columns.data.ptr <= address < address + 4 * count <= last
-        first = (address - window.columns.data.ptr) // 4
-        return window.columns.array.reshape(-1)[first : first + count].copy()
+def column_of(window, column, span):
+    first = window.address(column, span[0]) - window.columns.data.ptr
+    flat = window.columns.array.reshape(-1)
+    assert 0 <= first <= first + 4 * (span[1] - span[0]) <= flat.nbytes
+    return flat[first // 4 :][: span[1] - span[0]]
 
 
-def evaluation_of(rows, *, values: bool, cancelled: bool = False):
-    batch = Batch.of([Program.parameter(0)], [[1.0]])
-    evaluation = Evaluation(bytes(32), batch, loss=Loss.SSE, values=values, rows=rows)
-    outputs = Outputs(
-        np.empty((1, 1, rows[1] - rows[0]), np.float32) if values else None,
-        np.empty((1, 1)),
-        np.full(1, cancelled, dtype=np.uint8),
-        lambda _: None,
-        gradients=np.empty(1),
-    )
-    return evaluation, outputs
+def sums_of(device, streamed, rows, cancelled=None, log=None):
+    """Steps that sum up x1 * w of the rows in pairs, and launch a window ahead as the tiers do."""
+    cancelled = np.zeros(1, np.uint8) if cancelled is None else cancelled
+    spans, nodes = cut_rows(rows, streamed.window_rows), []
+
+    def sum_up(window, span) -> None:
+        terms = column_of(window, 0, span) * column_of(window, 6, span)
+        nodes.append(sum_nodes(terms.astype(np.float64)[:, np.newaxis], span[0]))
+
+    with (
+        device.stream() as context,
+        streamed.windows(spans, context, cancelled) as next_window,
+    ):
+        for number, span in enumerate(spans):
+            check_cancelled(cancelled)
+            window = yield from next_window()
+            if log is not None:
+                log.append(context)
+            context.launch(lambda window=window, span=span: sum_up(window, span))
+            context.mark(f"chunk {number % 2}")
+            if number:
+                context.wait(f"chunk {(number - 1) % 2}")
+                yield None
+    assert len(nodes) == len(spans)
+    return sum_nodes(np.stack(nodes), rows[0] // streamed.window_rows)[0]
+
+
+def whole_sum(rows):
+    columns = DATA.matrix[:, slice(*rows)]
+    terms = (columns[0] * columns[6]).astype(np.float64)
+    return sum_nodes(terms[:, np.newaxis], rows[0])[0]
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, ROWS - 1), st.integers(1, ROWS), st.booleans())
-def test_windows_give_the_bits_of_the_whole(start, count, values):
-    rows, device, tier = (start, min(start + count, ROWS)), FakeDevice(), Tier()
+@given(st.integers(0, ROWS - 1), st.integers(1, ROWS), st.integers(0, 99))
+def test_windows_give_the_bits_of_the_whole(start, count, seed):
+    rows, device = (start, min(start + count, ROWS)), FakeDevice(seed)
     streamed = streamed_on(device)
-    evaluation, outputs = evaluation_of(rows, values=values)
-    timings = run_to_end(evaluate_on(tier, streamed, evaluation, outputs, VALUES))
-    columns = DATA.matrix[:, slice(*rows)]
-    terms = (columns[0] * columns[6]).astype(np.float64)
-    assert outputs.losses[0, 0] == sum_nodes(terms[:, np.newaxis], rows[0])[0]
-    assert outputs.gradients[0] == 2 * outputs.losses[0, 0]
-    if values:
-        np.testing.assert_array_equal(outputs.values[0, 0], columns[1])
-    spans = len(cut_rows(rows, streamed.window_rows))
-    assert (tier.windows, timings.compute) == (spans, 7 * spans)
-    assert device.streams == 0
+    assert run_to_end(sums_of(device, streamed, rows)) == whole_sum(rows)
+    size = DATA.matrix[:, slice(*rows)].nbytes
     extra = DATA.matrix.itemsize * len(DATA.matrix) * streamed_data.ALIGNED_ROWS
-    assert columns.nbytes <= device.copied <= columns.nbytes + extra
+    assert size <= device.copied <= size + extra
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_many_values_take_smaller_windows(streams):
-    tier, device = Tier(), FakeDevice()
-    resident = streamed_on(device)
-    if not streams:
-        memory = device.cupy.ndarray(DATA.matrix.shape, DATA.matrix.dtype, None)
-        memory.array[:] = DATA.matrix
-        resident = ResidentDataset(DATA, memory)
-    evaluation, outputs = evaluation_of((0, ROWS), values=True)
-    run_to_end(evaluate_on(tier, resident, evaluation, outputs, 4 * 5000))
-    assert tier.windows == -(-ROWS // streamed_data.ALIGNED_ROWS)
-    np.testing.assert_array_equal(outputs.values[0, 0], DATA.matrix[1])
-    _, other = evaluation_of((0, ROWS), values=True)
-    run_to_end(evaluate_on(tier, resident, evaluation, other, VALUES))
-    np.testing.assert_array_equal(other.losses, outputs.losses)
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 999))
+def test_evaluations_at_the_same_time_do_not_disturb_each_other(seed):
+    """One of them is cancelled at times, wherever it is."""
+    device, found, waiting = FakeDevice(seed), {}, {}
+    streamed = streamed_on(device)
+    flags = [np.zeros(1, np.uint8) for _ in range(3)]
+    work = [sums_of(device, streamed, (0, ROWS), flag) for flag in flags]
+    while len(found) < len(work):
+        number = device.random.choice([n for n in range(len(work)) if n not in found])
+        flags[0][0] |= device.random.random() < 0.01
+        if number in waiting and not waiting[number].done() and not flags[number][0]:
+            continue
+        try:
+            waiting[number] = next(work[number]) or device.done
+        except StopIteration as end:
+            found[number] = end.value
+        except CancelledError:
+            found[number] = None
+    assert {found[1], found[2]} == {whole_sum((0, ROWS))}
+    assert found[0] in (None, found[1])
+    assert device.used == 0
 
 
-def test_a_cancelled_evaluation_ends_its_turn():
-    streamed = streamed_on(FakeDevice())
-    evaluation, outputs = evaluation_of((0, ROWS), values=False, cancelled=True)
-    with pytest.raises(CancelledError):
-        run_to_end(evaluate_on(Tier(), streamed, evaluation, outputs, VALUES))
-    _, outputs = evaluation_of((0, ROWS), values=False)
-    run_to_end(evaluate_on(Tier(), streamed, evaluation, outputs, VALUES))
+def test_evaluations_take_turns_from_window_to_window():
+    device, log = FakeDevice(), []
+    streamed = streamed_on(device)
+    work = [sums_of(device, streamed, (0, ROWS), log=log) for _ in range(3)]
+    waiting = dict.fromkeys(work, device.done)
+    while len(waiting) == len(work):
+        for steps in [steps for steps in work if waiting[steps].done()]:
+            try:
+                waiting[steps] = next(steps) or device.done
+            except StopIteration:
+                del waiting[steps]
+    # Each asks for a window ahead, so that two in turn may be its own.
+    assert len(log) > 12
+    assert all(len(set(log[at : at + 6])) == 3 for at in range(len(log) - 8))
 
 
 def test_evaluations_wait_for_each_other_without_a_thread():
-    streamed = streamed_on(FakeDevice())
-    work = [evaluation_of((0, ROWS), values=False) for _ in range(3)]
-    first, second, third = (evaluate_on(Tier(), streamed, *each, VALUES) for each in work)
+    device = FakeDevice()
+    streamed = streamed_on(device)
+    flags = [np.zeros(1, np.uint8) for _ in range(3)]
+    first, second, third = (sums_of(device, streamed, (0, ROWS), flag) for flag in flags)
     assert next(first) is None
     waits = next(second), next(third)
-    work[1][1].cancelled[0] = 1
+    flags[1][0] = 1
     with pytest.raises(CancelledError):
         next(second)
     assert not any(turn.done() for turn in waits)
     first.close()
-    assert all(turn.done() for turn in waits)
-    run_to_end(third)
+    assert waits[1].done()
+    assert run_to_end(third) == whole_sum((0, ROWS))
 
 
 def test_the_pages_are_unlocked_when_the_last_user_is_gone():
     device = FakeDevice()
     streamed = streamed_on(device)
-    with closing(streamed.windows([(0, 10)])) as windows:
-        next(windows)
-        assert device.unlocked == 0
-    del streamed, windows
+    steps = sums_of(device, streamed, (0, ROWS))
+    next(steps)
+    del streamed
+    assert device.unlocked == 0
+    steps.close()
     assert device.unlocked == 1
+    copied = device.copied
+    for stream in device.streams:
+        stream.settle()
+    assert device.copied == copied  # nobody has read the pages since
 
 
 @pytest.mark.parametrize(("rows", "streams"), [(1000, False), (300_000, False), (400_000, True)])
