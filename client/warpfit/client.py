@@ -99,7 +99,6 @@ class Client:
             InvalidArgumentError: if shapes do not fit, a column is not there, a cell is missing or
                 no number, or pyarrow is needed and not installed.
             ResourceExhaustedError: if the server has no room for it.
-
         """
         return UploadedDataset(self._run(self._operations.upload(X, y, weights, options)), self)
 
@@ -122,7 +121,6 @@ class Client:
             InvalidArgumentError: if there is no such file, or it has not these columns of numbers.
             ResourceExhaustedError: if the server has no room for it.
             UnimplementedError: if the server reads no files.
-
         """
         return UploadedDataset(self._run(self._operations.open(name, options)), self)
 
@@ -200,7 +198,6 @@ class Client:
             ProgramError: for an expression that does not fit the data or its parameters.
             InvalidArgumentError: for anything else that is wrong with the arguments.
             DeadlineExceededError: if ``timeout`` passes.
-
         """
         return self.run(data, expressions, parameters, **options).array
 
@@ -252,7 +249,6 @@ class Client:
             InvalidArgumentError: for arguments that are wrong or do not fit together.
             DeadlineExceededError: if ``timeout`` passes and ``partial`` is not set.
             UnimplementedError: if the server's engine computes no derivatives.
-
         """
         return self._run(self._operations.optimize(data, expressions, parameters, options))
 
@@ -291,7 +287,6 @@ class Client:
             InvalidArgumentError: for arguments that are wrong or do not fit together.
             DeadlineExceededError: if ``timeout`` passes.
             UnimplementedError: if the server's engine computes no derivatives.
-
         """
         return self._run(self._operations.simplify(data, expressions, parameters, options))
 
@@ -308,7 +303,6 @@ class Client:
 
         Raises:
             DeadlineExceededError: if it does not within ``timeout`` seconds.
-
         """
         return self._run(self._operations.wait_ready(timeout))
 
@@ -397,7 +391,6 @@ def connect(
     Raises:
         InvalidArgumentError: if the address has no port, a file cannot be read, or the token would
             leave this machine in plain text without ``tls=False``.
-
     """
     return Client.of(Connection.of(address, token, tls, retry, transport, wait, replicas))
 
@@ -420,7 +413,6 @@ def local(*flags: str) -> Iterator[Client]:
     Raises:
         InvalidArgumentError: if the server is not installed.
         UnavailableError: if it does not start; the message quotes the end of its log.
-
     """
     with embedded_server(flags) as address, connect(address, tls=False) as client:
         yield client
@@ -436,7 +428,6 @@ def simplify(
 
     Raises:
         InvalidArgumentError: if ``data`` is no result of `Client.upload`.
-
     """
     if not isinstance(data, UploadedDataset):
         raise InvalidArgumentError(

@@ -42,7 +42,6 @@ def embedded_server(
     Raises:
         InvalidArgumentError: if the server is not installed.
         UnavailableError: if it does not start; the message quotes the end of its log.
-
     """
     require_server()
     command = [sys.executable, "-m", "warpfit_server", "--host", "127.0.0.1", "--port", "0"]

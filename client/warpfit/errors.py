@@ -220,7 +220,6 @@ def require(module: str, package: str, field: str = "") -> None:
 
     Raises:
         InvalidArgumentError: if it is not.
-
     """
     if find_spec(module) is None:
         raise InvalidArgumentError(

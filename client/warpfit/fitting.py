@@ -159,7 +159,6 @@ class FitRequest:
 
         Raises:
             InvalidArgumentError: if there is none.
-
         """
         loss = self.problem.loss_function
         if loss is None:
@@ -179,7 +178,6 @@ class FitRequest:
         Raises:
             InvalidArgumentError: as `check_options`.
             ProgramError: for the first bad token.
-
         """
         self.check_options(layout)
         self.problem.batch.check(layout.variables)
@@ -189,7 +187,6 @@ class FitRequest:
 
         Raises:
             InvalidArgumentError: for settings that are wrong or do not fit together.
-
         """
         self.problem.check_options(layout)
         squares = self.loss.is_squares

@@ -95,7 +95,6 @@ class Population(Sequence[Program]):
 
         Raises:
             ProgramError: for the first bad token.
-
         """
         self._check_structure()
         codes, values = self.codes.tobytes(), self.values.tobytes()
@@ -133,7 +132,6 @@ class Population(Sequence[Program]):
 
         Raises:
             ProgramError: if its tokens are not one well-formed expression.
-
         """
         start, stop = self.starts[index : index + 2]
         return Program(self.codes[start:stop], self.values[start:stop])
@@ -147,7 +145,6 @@ class Population(Sequence[Program]):
 
         Returns:
             The programs, and for each its constants, float64 [constants].
-
         """
         constant, starts = self.codes == CONSTANT, self.starts
         before = _starts(constant)
@@ -168,7 +165,6 @@ class Population(Sequence[Program]):
 
         Raises:
             InvalidArgumentError: naming the array that has another one.
-
         """
         for name, dtype in (("codes", "u1"), ("values", "f8"), ("lengths", "u4")):
             found = getattr(getattr(self, name), "dtype", None)
@@ -218,7 +214,6 @@ class Batch(Population):
         Raises:
             InvalidArgumentError: if there are no programs, if the number of parameter entries is
                 not the number of programs, or if K differs between programs.
-
         """
         vectors = ParameterVectors.of(len(programs), parameters)
         return cls.joined(Population.of(programs), vectors)
@@ -229,7 +224,6 @@ class Batch(Population):
 
         Raises:
             InvalidArgumentError: if there are no programs.
-
         """
         if not len(programs):
             raise InvalidArgumentError(
@@ -285,7 +279,6 @@ class Batch(Population):
         Raises:
             InvalidArgumentError: if the arrays do not fit together.
             ProgramError: for the first bad token, with expression, token and remedy.
-
         """
         self.check_shapes()
         starts, counts = self.starts, self.parameter_counts
@@ -299,7 +292,6 @@ class Batch(Population):
 
         Raises:
             InvalidArgumentError: naming the array that does not.
-
         """
         if not len(self.lengths):
             raise InvalidArgumentError(

@@ -89,7 +89,6 @@ class LossFunction:
 
     Raises:
         InvalidArgumentError: if the row loss has parameters or more than three variables.
-
     """
 
     row: Program
@@ -119,7 +118,6 @@ class LossFunction:
         Raises:
             ParseError: if the text is no expression.
             InvalidArgumentError: if it has parameters, or the closing is not known.
-
         """
         numbered = [int(number) for number in re.findall(r"\bx([0-9]+)\b", text)]
         if any(number > len(_VARIABLES) for number in numbered):
@@ -223,7 +221,6 @@ def close_gradients(
 
     Returns:
         An array like ``gradients``; ROOT has derivative 0 at loss 0, which is a kink.
-
     """
     with np.errstate(all="ignore"):
         if closing is Closing.SUM:
@@ -316,7 +313,6 @@ def poisson(*, log: bool = False) -> LossFunction:
 
     Args:
         log: whether the prediction is the logarithm of the mean; the sum is then exp(f) - y f.
-
     """
     return LossFunction.parse("exp(f) - y*f" if log else "f - y*log(f)", Closing.SUM)
 
@@ -326,7 +322,6 @@ def gaussian(sigma: float | None = None) -> LossFunction:
 
     Args:
         sigma: standard deviation s of every row; None takes the weight as 1 / s^2.
-
     """
     constant = math.log(2.0 * math.pi) / 2.0
     if sigma is None:
@@ -356,7 +351,6 @@ def as_loss(given: Loss | LossFunction | str) -> Loss | LossFunction:
     Raises:
         ParseError: for a text that is no expression.
         InvalidArgumentError: for an unknown name, and for what is no text, such as a callable.
-
     """
     if isinstance(given, LossFunction):
         return given

@@ -95,7 +95,6 @@ def parse(text: str, names: Sequence[str] = ()) -> Program:
 
     Raises:
         ParseError: if the text is no expression; it names the place and a remedy.
-
     """
     if not isinstance(text, str):
         raise ParseError(
@@ -133,7 +132,6 @@ def define(name: str, text: str) -> None:
         ParseError: if the text is no expression.
         InvalidArgumentError: if the name is an operator's or no name, if the operands are not a,
             a and b, or a, b and c, or if the function is too long.
-
     """
     MACROS.define(name, text)
     parser.cache_clear()
@@ -166,7 +164,6 @@ class Parser:
             names: names of the data set's variables in order, all different, or none.
             functions: macros that take precedence over the operators of their names.
             indexed: whether x1 and p1 are variables and parameters.
-
         """
         self.names = tuple(names)
         self.indexed = indexed

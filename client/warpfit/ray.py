@@ -128,7 +128,6 @@ def start(
         InvalidArgumentError: if Ray or the server is not installed, or no node has a GPU.
         UnavailableError: if there is no Ray cluster, or a server does not start.
         DeadlineExceededError: if they do not start in time; they stay, and may do so later.
-
     """
     ray, end = _connected(), time.monotonic() + timeout
     _check(namespace)
@@ -150,7 +149,6 @@ def addresses(namespace: str = NAMESPACE) -> list[str]:
     Raises:
         InvalidArgumentError: if Ray is not installed.
         UnavailableError: if there is no Ray cluster.
-
     """
     return sorted(address for address, _ in _described(namespace))
 
@@ -162,7 +160,6 @@ def restart(namespace: str = NAMESPACE, timeout: float = START_SECONDS) -> None:
 
     Raises:
         DeadlineExceededError: if one is not back within ``timeout`` seconds.
-
     """
     ray = _connected()
     for number, actor in enumerate(list(_actors(namespace))):

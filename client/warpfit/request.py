@@ -96,7 +96,6 @@ class Evaluation:
         Raises:
             InvalidArgumentError: as `check_options`.
             ProgramError: for the first bad token.
-
         """
         self.check_options(layout)
         self.batch.check(layout.variables)
@@ -107,7 +106,6 @@ class Evaluation:
         Raises:
             InvalidArgumentError: for a bad row range, a missing target, no requested output, or
                 outputs that exclude each other.
-
         """
         check_rows(self.row_range(layout), layout)
         loss = self.loss_function
@@ -185,7 +183,6 @@ def check_target(layout: Layout, field: str) -> None:
 
     Raises:
         InvalidArgumentError: if it has none.
-
     """
     if not layout.has_target:
         raise InvalidArgumentError(

@@ -90,7 +90,6 @@ class InProcessServer:
 
         Raises:
             WarpfitError: the error as a client receives it.
-
         """
         self.calls.append(call.method)
         try:

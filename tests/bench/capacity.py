@@ -179,7 +179,6 @@ def year(
         life: mean hours between failures of one.
         back: seconds until it, or another one in its place, serves again, without data.
         datasets: that are in use all the time.
-
     """
     env, draw = simpy.Environment(), random.Random(SEED)
     holders = [draw.sample(range(servers), min(replicas, servers)) for _ in range(datasets)]

@@ -123,7 +123,6 @@ def answers(client: warpfit.Client, front_end: psutil.Process, *, idle: bool) ->
         client: that asks for it.
         front_end: the server's front-end process.
         idle: whether the engine computes nothing, so that moving is all that there is to do.
-
     """
     X = np.random.default_rng(SEED).normal(size=(ROWS, 10)).astype(np.float32)
     expressions = [warpfit.parse(f"x{n % 10 + 1}") for n in range(PROGRAMS)]

@@ -142,7 +142,6 @@ def run_clients(task: Task, barrier: Barrier) -> list[Outcome]:
         task: the load, the number of the process, how many clients it has, and when its calls
             begin, seconds after the start; None to call without a pause.
         barrier: for all processes.
-
     """
     load, process, count, due = task
     scenario, drawn = load.scenario, Expressions(load.seed, (process,))

@@ -75,7 +75,6 @@ class Peaks:
         Returns:
             ``operations`` and ``bytes`` of one call, ``seconds`` (the least time), ``by`` (what
             sets it: "issue", "special functions" or "memory").
-
         """
         word = 8 if scenario.precision == "float64" else 4
         times = scenario.rows * scenario.vectors

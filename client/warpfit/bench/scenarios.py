@@ -91,7 +91,6 @@ class Profile:
             engine: ``"cpu"`` or ``"cuda"``.
             tiers: of the engine.
             peers: names of other libraries.
-
         """
         base = Scenario(engine=engine, expressions=self.usual)
         compiles = "compiled" in tiers

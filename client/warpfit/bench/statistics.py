@@ -21,7 +21,6 @@ def summarise(samples: ArrayLike) -> dict[str, Any]:
 
     Raises:
         ValueError: if there are none.
-
     """
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
     n = len(ordered)

@@ -105,7 +105,6 @@ def build_dataset(
 
     Raises:
         InvalidArgumentError: if a cell is no number, or the arguments do not fit together.
-
     """
     table, shards = open_table(X, y, weights, x), _checked_shards(shards)
     return client_dataset(table, names=names, dtype=dtype, shards=shards)
@@ -127,7 +126,6 @@ def build_file(name: str, options: OpenOptions) -> ServerFile:
 
     Raises:
         InvalidArgumentError: if the dtype is neither float32 nor float64, or shards no number.
-
     """
     x = options.get("x") or ()
     return ServerFile(
@@ -164,7 +162,6 @@ def build_evaluation(
     Raises:
         InvalidArgumentError: for arguments that do not fit together or do not fit the data set.
         ParseError: for the text of an expression.
-
     """
     data = checked_handle(data)
     batch, leading_axis = build_batch(

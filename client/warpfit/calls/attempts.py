@@ -98,7 +98,6 @@ class Attempts:
             act: makes the operation at a server.
             retries: of the whole call.
             dataset: what the operation needs.
-
         """
         place = () if dataset is None else (dataset.content_id, dataset.layout.nbytes)
         tried: list[Server] = []
@@ -145,7 +144,6 @@ class Attempts:
             attempt: makes request and collector.
             seconds: time limit, None for none.
             work: measure of the call's size.
-
         """
         request, collector = attempt()
         started = self.servers.clock()
@@ -253,7 +251,6 @@ class Attempts:
 
         Raises:
             WarpfitError: ``error``, if waiting cannot help or has taken long enough.
-
         """
         if _is_final(error):
             raise error

@@ -67,7 +67,6 @@ def build_batch(
     Raises:
         InvalidArgumentError: for arguments that do not fit together.
         ParseError: for the text of an expression.
-
     """
     if isinstance(expressions, Batch):
         if parameters is not None:

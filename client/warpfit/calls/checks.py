@@ -18,7 +18,6 @@ def check_keywords(given: Mapping[str, Any], known: Any) -> None:
 
     Raises:
         InvalidArgumentError: for one that is not.
-
     """
     for name in given.keys() - known.__optional_keys__:
         names = sorted(known.__optional_keys__)
@@ -36,7 +35,6 @@ def number(value: Any, field: str, wanted: str = "a number") -> float:
 
     Raises:
         InvalidArgumentError: if it is none, text included.
-
     """
     try:
         if not isinstance(value, str | bytes):
@@ -51,7 +49,6 @@ def whole_number(value: Any, field: str, wanted: str = "a whole number") -> int:
 
     Raises:
         InvalidArgumentError: if it is none.
-
     """
     try:
         return operator.index(value)
@@ -64,7 +61,6 @@ def member(kind: type[E], value: Any, field: str) -> E:
 
     Raises:
         InvalidArgumentError: if there is none.
-
     """
     try:
         return kind(value)

@@ -80,7 +80,6 @@ def build_fit(
     Raises:
         InvalidArgumentError: for arguments that do not fit together or do not fit the data set.
         ParseError: for the text of an expression.
-
     """
     shared: EvaluateOptions = {
         "loss": options.get("loss", Loss.MSE),
@@ -156,7 +155,6 @@ def _flat(
         single: whether the caller passed a single expression.
         name: name of the argument, for errors.
         otherwise: number for parameters without an entry.
-
     """
     if given is None:
         return None

@@ -22,7 +22,6 @@ def reporter(progress: Progress | bool | None) -> Iterator[Progress]:
 
     Raises:
         InvalidArgumentError: if tqdm is needed and not installed.
-
     """
     if callable(progress):
         yield progress

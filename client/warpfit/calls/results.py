@@ -150,7 +150,6 @@ class Fit:
             all_starts: whether arrays have a leading axis of start vectors.
             names: names of the variables.
             r2: coefficients of determination, [programs, V] as ``result.losses``.
-
         """
 
         def shaped(array: NDArray[Any]) -> NDArray[Any]:
@@ -185,7 +184,6 @@ class Fit:
         Args:
             expression: index of the expression.
             start: index of the start vector, where ``all_starts`` was asked for.
-
         """
         vector = self.parameters[expression]
         return self.batch.program(expression).bind(vector[start] if vector.ndim == 2 else vector)
@@ -266,7 +264,6 @@ def _by_program(
 
     Returns:
         A list of views [n], [n, n] or [rows, n], after the axis of vectors if it is kept.
-
     """
     if flat is None:
         return None

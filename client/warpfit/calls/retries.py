@@ -75,7 +75,6 @@ class Retries:
         Raises:
             WarpfitError: ``error``, once that time is used up or the server asks for more.
             DeadlineExceededError: if the caller's deadline comes before the next attempt.
-
         """
         now = time.monotonic()
         self.first_failure = self.first_failure if self.failures else now

@@ -98,7 +98,6 @@ class SimplifyTask:
         Raises:
             InvalidArgumentError: for arguments that are wrong or do not fit the data.
             ParseError: for the text of an expression.
-
         """
         self._data = data
         self._options = options

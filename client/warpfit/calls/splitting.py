@@ -36,7 +36,6 @@ def split(request: R, bounds: Sequence[int]) -> list[R]:
     Args:
         request: an evaluation or a fit.
         bounds: index of the first program of each part, and the number of programs at the end.
-
     """
     return [_part(request, start, stop) for start, stop in pairwise(bounds)]
 
@@ -87,7 +86,6 @@ def bounds_below(weights: NDArray[np.float64], most: float) -> list[int]:
     Args:
         weights: weight of each program, [programs].
         most: largest weight of a part.
-
     """
     ends = np.cumsum(weights)
     bounds = [0]
@@ -105,7 +103,6 @@ def even_bounds(weights: NDArray[np.float64], parts: int) -> list[int]:
     Args:
         weights: weight of each program, [programs].
         parts: number of parts.
-
     """
     ends = np.cumsum(weights)
     targets = ends[-1] * np.arange(1, parts) / parts
@@ -124,7 +121,6 @@ class SearchProgress:
     Args:
         request: the whole fit.
         report: the caller's callback, or None.
-
     """
 
     def __init__(self, request: FitRequest, report: Callable[[FitProgress], None] | None) -> None:
@@ -186,7 +182,6 @@ class KnownLimits:
 
         Raises:
             ResourceExhaustedError: ``error``, if smaller batches cannot help.
-
         """
         programs = len(problem_of(request).batch)
         needed, limit = error.needed, error.available

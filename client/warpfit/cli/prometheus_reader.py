@@ -89,7 +89,6 @@ def scrape(address: str) -> Scrape:
         InvalidArgumentError: if prometheus-client is not installed, or what answers has no
             metrics, as the port for gRPC.
         UnavailableError: if nothing answers.
-
     """
     require("prometheus_client", "warpfit[top]")
     from prometheus_client.parser import text_string_to_metric_families as parse

@@ -49,7 +49,6 @@ def read_table(path: Path) -> Table:
     Raises:
         InvalidArgumentError: if the file cannot be read, or a cell is no number; the message names
             file, line and column.
-
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:

@@ -23,7 +23,6 @@ def top(address: str, interval: float, *, once: bool) -> None:
     Raises:
         InvalidArgumentError: if rich is not installed, or the port has other metrics.
         UnavailableError: if nothing answers at the start.
-
     """
     rich_console, rich_live = _rich()
     console = rich_console.Console()

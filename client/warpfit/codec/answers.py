@@ -48,7 +48,6 @@ def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
     Args:
         layout: layout of the data set.
         shape: shape of the value matrix: programs, K, rows.
-
     """
     programs, vectors, rows = shape
     header = pb.ResultHeader(
@@ -69,7 +68,6 @@ def value_pieces(
         offset: index of its first byte in the matrix.
         chunk_bytes: most bytes of numbers in a message.
         jacobian: whether the part belongs to the Jacobian.
-
     """
     tag = _JACOBIAN_TAG if jacobian else _VALUES_TAG
     for begin in range(0, len(values), chunk_bytes):

@@ -39,7 +39,6 @@ def layout_from_message(message: pb.DatasetLayout) -> Layout:
 
     Raises:
         InvalidArgumentError: for an unknown dtype, no rows, or names that do not fit.
-
     """
     layout = Layout(
         dtype=_dtype(message.dtype, "layout.dtype"),
@@ -120,7 +119,6 @@ def upload_data(message: bytes) -> memoryview:
 
     Raises:
         InvalidArgumentError: if it carries no data.
-
     """
     length, start = read_varint(message, 1)
     if message[:1] == _DATA_TAG and start + length == len(message):
@@ -141,7 +139,6 @@ def upload_start(data: bytes) -> tuple[Layout, bytes]:
 
     Raises:
         InvalidArgumentError: if it is no header, or the header is wrong.
-
     """
     return upload_header(parse_message(pb.UploadVariablesRequest, data))
 

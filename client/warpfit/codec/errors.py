@@ -73,7 +73,6 @@ def error_from_status(
         status: name of the gRPC status code.
         details: status message, used when the server sent no detail (gRPC's own errors).
         metadata: trailing metadata of the call.
-
     """
     cls = errors.BY_STATUS.get(status, errors.InternalError)
     entries = dict(metadata or ())

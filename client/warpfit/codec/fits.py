@@ -64,7 +64,6 @@ def fit_from_message(message: pb.OptimizeRequest) -> FitRequest:
 
     Raises:
         InvalidArgumentError: if a field cannot be decoded.
-
     """
     bounds: dict[str, Any] = {
         name: unpack(getattr(message, name), dtype, name) if getattr(message, name) else None

@@ -30,7 +30,6 @@ class WireEnum(Generic[E]):
     Args:
         members: the members; None is called NONE in the contract.
         codes: enumeration of the contract, whose names are those of the members with a prefix.
-
     """
 
     def __init__(self, members: Iterable[E], codes: Any) -> None:
@@ -102,7 +101,6 @@ def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
 
     Raises:
         InvalidArgumentError: if the size is no multiple of that of a number.
-
     """
     size = dtype.itemsize
     if len(data) % size:
@@ -122,7 +120,6 @@ def received_array(
 
     Raises:
         InternalError: if it does not have this shape.
-
     """
     try:
         return np.frombuffer(data, dtype=dtype).reshape(shape)

@@ -91,7 +91,6 @@ def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
 
     Raises:
         InvalidArgumentError: if a field cannot be decoded.
-
     """
     programs = message.programs
     arrays = {
@@ -130,7 +129,6 @@ def evaluation_from_bytes(data: bytes) -> Evaluation:
 
     Raises:
         InvalidArgumentError: if the bytes are not this message, or a field cannot be decoded.
-
     """
     return evaluation_from_message(parse_message(pb.EvaluateRequest, data))
 

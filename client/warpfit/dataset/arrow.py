@@ -55,7 +55,6 @@ class ParquetColumns:
 
     Raises:
         InvalidArgumentError: if it is no such file.
-
     """
 
     def __init__(self, path: str) -> None:
@@ -120,7 +119,6 @@ def read_columns(data: Any, name: str, named: ColumnNames) -> ArrowColumns:
 
     Raises:
         InvalidArgumentError: if it is no table.
-
     """
     pyarrow = _pyarrow()
     try:

@@ -40,7 +40,6 @@ class PayloadDigest:
     Args:
         layout: layout of the data set.
         most_behind: `update` waits until at most this many bytes are not hashed yet.
-
     """
 
     def __init__(self, layout: Layout, most_behind: float = math.inf) -> None:
@@ -116,7 +115,6 @@ class Dataset:
 
         Warns:
             PrecisionWarning: if float32 rounds a column by more than 1e-4 of what it spans.
-
         """
         table = open_table(X, y, weights)
         return cls.loaded(checked_layout(table, names, dtype), table.sources)
@@ -207,7 +205,6 @@ class ColumnsInPlace:
 
         Raises:
             InvalidArgumentError: if a file or table is not what it was any more.
-
         """
         return _cut((block.numbers for block in blocks_of(self.layout, self.sources)), size)
 
@@ -302,7 +299,6 @@ def client_dataset(
 
     Warns:
         PrecisionWarning: as `Dataset.of`.
-
     """
     if not (isinstance(dtype, str) and dtype == "auto"):
         return _client_dataset(table, names, dtype, warn_of_lost_digits, shards)
@@ -338,7 +334,6 @@ def checked_layout(table: Table, names: Sequence[str] | None, dtype: DTypeLike) 
 
     Raises:
         InvalidArgumentError: for what does not fit, and for weights that are none.
-
     """
     layout = table.layout(names, dtype)
     if table.weights is not None:
@@ -370,7 +365,6 @@ def content_id(
 
     Warns:
         PrecisionWarning: if float32 rounds a column by more than 1e-4 of what it spans.
-
     """
     rounding = RoundingCheck(layout)
     digest = PayloadDigest(layout, BLOCK_BYTES if matrix is None else math.inf)

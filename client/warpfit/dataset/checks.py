@@ -51,7 +51,6 @@ class RoundingCheck:
 
         Raises:
             InvalidArgumentError: if a number is too large for the dtype.
-
         """
         dtype = self._layout.dtype
         if np.can_cast(given.dtype, dtype) or dtype.itemsize > 4:
@@ -122,7 +121,6 @@ def check_weights(weights: NDArray[Any], start: int = 0) -> None:
 
     Raises:
         InvalidArgumentError: for the first one that is not.
-
     """
     if weights.min() >= 0 and weights.max() < np.inf:
         return

@@ -70,7 +70,6 @@ class Layout:
 
         Raises:
             InvalidArgumentError: for no rows, no variables, or names that do not fit.
-
         """
         for count, what in ((self.rows, "rows"), (self.variables, "variables")):
             if count < 1:
@@ -98,7 +97,6 @@ def canonical_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
     Raises:
         InvalidArgumentError: if it is neither float32 nor float64.
-
     """
     try:
         canonical = np.dtype(dtype).newbyteorder("<")

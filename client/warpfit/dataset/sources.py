@@ -43,7 +43,6 @@ class Columns(Protocol):
 
         Raises:
             InvalidArgumentError: if a cell is no number, or missing.
-
         """
 
 
@@ -66,7 +65,6 @@ class ColumnNames:
 
         Raises:
             InvalidArgumentError: if one that is asked for is not there, or there twice.
-
         """
         others = [name for name in (self.y, self.weights) if name is not None]
         asked = [*(self.x or ()), *others]
@@ -170,7 +168,6 @@ def real_numbers(array: NDArray[Any]) -> NDArray[Any]:
 
     Raises:
         TypeError, ValueError: if it holds anything else.
-
     """
     if array.dtype.kind not in "biufO":
         raise TypeError(f"its dtype is {array.dtype}")

@@ -37,7 +37,6 @@ class Table:
 
         Raises:
             InvalidArgumentError: if the columns do not fit together.
-
         """
         rows, variables = self.variables.shape
         names = self.variables.names if names is None else names
@@ -80,7 +79,6 @@ def open_table(
 
     Raises:
         InvalidArgumentError: if X is no table, or a column that is named is not there.
-
     """
     named = ColumnNames(
         x=[x] if isinstance(x, str) else x,

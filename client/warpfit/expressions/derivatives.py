@@ -43,7 +43,6 @@ def differentiate(
 
     Returns:
         Values [rows] and derivatives [parameters or variables, rows], float64.
-
     """
     columns = np.asarray(variables, dtype=np.float64)
     vector = np.asarray(parameters, dtype=np.float64)

@@ -107,7 +107,6 @@ class Macro:
 
         Raises:
             InvalidArgumentError: if it has no operands, leaves one out, or is too long.
-
         """
         used = {int(v) for c, v in zip(codes, values, strict=True) if c == VARIABLE}
         if used not in ({0}, {0, 1}, {0, 1, 2}):
@@ -125,7 +124,6 @@ class Macro:
 
         Raises:
             InvalidArgumentError: if the program becomes too long.
-
         """
         places = _last_operands(codes, self.arity)
         sizes = [stop - start for start, stop in places]
@@ -230,7 +228,6 @@ class Macros:
 
         Raises:
             InvalidArgumentError: if a program becomes too long, with its index.
-
         """
         if not (ARITIES[codes] < 0).any():
             return codes, values, lengths.astype(np.uint32)

@@ -31,7 +31,6 @@ class ParameterVectors:
         Raises:
             InvalidArgumentError: if the number of entries is not the number of programs, if K
                 differs between programs, or if an entry is no array of numbers.
-
         """
         if entries is None:
             return cls(np.zeros(programs, dtype=np.uint32), np.empty(0))
@@ -89,7 +88,6 @@ def float_array(entry: ArrayLike, index: int | None = None) -> NDArray[np.float6
 
     Raises:
         InvalidArgumentError: if it is neither.
-
     """
     why, reason = f"{entry!r}", "VECTOR_MISMATCH"
     try:

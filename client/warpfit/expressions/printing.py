@@ -45,7 +45,6 @@ def to_text(program: Program, names: Sequence[str] = ()) -> str:
     Args:
         program: the program.
         names: names of the data set's variables; variables beyond them are written x1, x2, ....
-
     """
     return _marked_text(program, names, -1)
 
@@ -57,7 +56,6 @@ def locate(program: Program, token: int, names: Sequence[str] = ()) -> tuple[str
         program: the program.
         token: index of the token in the program, from 0.
         names: names of the data set's variables.
-
     """
     text = _marked_text(program, names, token)
     return text.replace(_MARK, ""), text.index(_MARK)
@@ -170,7 +168,6 @@ def to_latex(program: Program, names: Sequence[str] = ()) -> str:
     Args:
         program: the program.
         names: names of the data set's variables; variables beyond them are written x_{1}, ....
-
     """
 
     def leaf(code: int, value: float) -> _Rendered:

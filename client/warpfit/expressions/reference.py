@@ -23,7 +23,6 @@ def evaluate_program(program: Program, variables: ArrayLike, parameters: ArrayLi
 
     Returns:
         float64 [rows].
-
     """
     columns = np.asarray(variables, dtype=np.float64)
     vector = np.asarray(parameters, dtype=np.float64)
@@ -55,7 +54,6 @@ def evaluate(
 
     Returns:
         float64 [programs, rows].
-
     """
     vectors = [()] * len(programs) if parameters is None else parameters
     return np.stack(

@@ -52,7 +52,6 @@ def are_well_formed(
         lengths: tokens of each program, [programs].
         variables: number of variables of the data set.
         counts: length of each parameter vector; None allows any index.
-
     """
     if not lengths.all() or not _stacks_balance(codes, starts):
         return False
@@ -95,7 +94,6 @@ def check_structure(codes: Codes, values: Values, starts: Starts) -> None:
 
     Raises:
         ProgramError: for the first bad token.
-
     """
     lengths = np.diff(starts)
     if not lengths.all():
@@ -153,7 +151,6 @@ def check_indices(
     Raises:
         ProgramError: for the first token whose index is out of range, or the first program that
             does not use its last parameter.
-
     """
     check = _TokenCheck(values, starts)
     check(

@@ -75,7 +75,6 @@ def thesis_mix(
 
     Returns:
         The programs and, for each, parameters drawn from [0.5, 2), float64 [parameters].
-
     """
     rng = np.random.default_rng(seed)
     sizes = rng.integers(tokens[0], tokens[1] + 1, size=programs).tolist()

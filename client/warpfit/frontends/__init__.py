@@ -27,7 +27,6 @@ def as_program(expression: object, names: Sequence[str] = ()) -> Program:
         ParseError: if a text cannot be parsed.
         InvalidArgumentError: if the object is none of these, or uses something that warpfit does
             not know.
-
     """
     if isinstance(expression, Program):
         return expression
@@ -42,7 +41,6 @@ def as_population(expressions: Iterable[object], names: Sequence[str] = ()) -> P
     Raises:
         InvalidArgumentError: if an expression cannot be converted, or if the argument is one text
             or an array of numbers.
-
     """
     if isinstance(expressions, Population):
         return expressions

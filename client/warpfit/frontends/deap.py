@@ -60,7 +60,6 @@ def from_deap(
     Raises:
         InvalidArgumentError: if a primitive, an argument or a terminal is unknown, or if the tree
             calls an automatically defined function (ADF).
-
     """
     return population([tree], pset, operators, names)[0]
 
@@ -110,7 +109,6 @@ class Evaluator:
                 so many iterations, and the tree keeps the fitted numbers (Lamarckian evolution).
             rows: slice or (start, stop) of the rows to score on; None for all.
             operators: operator for each primitive that is not known by its name.
-
         """
         self.client = client
         self.data = data
@@ -137,7 +135,6 @@ class Evaluator:
 
         Raises:
             InvalidArgumentError: for a tree that cannot be converted, with its index.
-
         """
         if not individuals:
             return []

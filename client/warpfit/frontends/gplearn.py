@@ -28,7 +28,6 @@ def from_gplearn(program: Any, operators: Mapping[str, str] | None = None) -> Pr
 
     Raises:
         InvalidArgumentError: if a function is unknown.
-
     """
     return population([program], operators)[0]
 

@@ -43,7 +43,6 @@ def from_kozax(
 
     Raises:
         InvalidArgumentError: for a function or a variable that is not known, or several trees.
-
     """
     tree = np.asarray(candidate)
     tree = tree[0] if tree.ndim == 3 and len(tree) == 1 else tree

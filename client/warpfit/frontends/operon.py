@@ -66,7 +66,6 @@ def from_operon(tree: Any, variables: Any) -> tuple[Program, NDArray[np.float64]
 
     Raises:
         InvalidArgumentError: for a type of node or a variable that is not known.
-
     """
     indices = {variable.Hash: variable.Index for variable in _listed(variables)}
     stack: list[_Piece] = []
@@ -147,7 +146,6 @@ def to_operon(program: Program, variables: Any, parameters: ArrayLike = ()) -> A
     Raises:
         InvalidArgumentError: for an operator that Operon has not, a variable that the data set has
             not, or a parameter without a value.
-
     """
     import pyoperon
 
@@ -187,7 +185,6 @@ def to_operon_infix(program: Program, names: Sequence[str], parameters: ArrayLik
     Raises:
         InvalidArgumentError: for an operator that Operon's infix parser does not read, a variable
             without a name, or a parameter without a value.
-
     """
     vector = np.asarray(parameters, dtype=np.float64)
     _check(program, len(names), len(vector))

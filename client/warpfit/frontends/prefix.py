@@ -55,7 +55,6 @@ class PrefixTrees:
 
         Raises:
             InvalidArgumentError: what ``node`` raises, with the index of the tree.
-
         """
         entries = list(chain.from_iterable(trees))
         numbers: defaultdict[int, int] = defaultdict(count().__next__)
@@ -86,7 +85,6 @@ class PrefixTrees:
         Raises:
             ProgramError: if the nodes of a tree are not one whole tree.
             InvalidArgumentError: if functions written out make a program too long.
-
         """
         operands, kinds, lengths = self.operands, self.kinds, self.lengths
         arities = np.where(ARITIES[self.codes] < 0, operands, ARITIES[self.codes])
@@ -116,7 +114,6 @@ def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> ND
 
     Raises:
         ProgramError: if the nodes of a tree are not one whole tree.
-
     """
     size = len(operands)
     missing = np.cumsum(operands - 1)
@@ -175,7 +172,6 @@ def operator_node(name: str, operands: int, names: Mapping[str, str], library: s
 
     Raises:
         InvalidArgumentError: if the name or the number of operands is unknown.
-
     """
     row = function(names.get(name, name))
     if row is None:

@@ -42,7 +42,6 @@ def from_pysr(text: str, names: Sequence[str] = (), *, first: int = 0) -> Progra
 
     Raises:
         ParseError: if the text cannot be parsed; the text in it is the rewritten one.
-
     """
     text = _FLOAT32.sub(r"\1e\2", text.translate(_SUBSCRIPTS))
     text = _SAFE.sub("", text)

@@ -61,7 +61,6 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
 
     Raises:
         InvalidArgumentError: if a symbol or a function is unknown, or a number is not real.
-
     """
     indices = {name: index for index, name in enumerate(names)}
     codes: list[int] = []
@@ -211,7 +210,6 @@ def to_sympy(program: Program, names: Sequence[str] = ()) -> Any:
     Args:
         program: the program.
         names: names of the data set's variables; those beyond them become x1, x2, ....
-
     """
 
     def leaf(code: int, value: float) -> Any:

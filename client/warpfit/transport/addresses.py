@@ -54,7 +54,6 @@ class Target:
         Raises:
             UnavailableError: if there are none, or as the resolver.
             InvalidArgumentError: if the resolver returns something else than addresses.
-
         """
         found = self.resolve()
         if not found:
@@ -71,7 +70,6 @@ def target_of(address: Address, environment: Mapping[str, str] = os.environ) -> 
 
     Raises:
         InvalidArgumentError: if it is no address.
-
     """
     if address is None:
         address = environment.get("WARPFIT_ADDRESS") or DEFAULT_ADDRESS

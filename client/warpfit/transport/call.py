@@ -101,7 +101,6 @@ class UploadStream:
         dataset: the data set to send.
         chunk_bytes: size of the payload of each message.
         report: called with the bytes done and the bytes in total.
-
     """
 
     def __init__(

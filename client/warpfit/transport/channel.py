@@ -29,7 +29,6 @@ class Transport(Protocol):
 
         Raises:
             WarpfitError: if the call failed.
-
         """
 
     def forget(self, address: str) -> None:
@@ -59,7 +58,6 @@ class _Channels:
         module: ``grpc`` or ``grpc.aio``.
         connection: servers, settings and credentials; channels to fixed servers open at once.
         options: further channel arguments.
-
     """
 
     def __init__(

@@ -20,7 +20,6 @@ def health(address: str, service: str, timeout: float) -> str:
 
     Raises:
         InvalidArgumentError: if the address has no port.
-
     """
     check_address(address)
     name = service.encode()[:127]

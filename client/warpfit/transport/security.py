@@ -51,7 +51,6 @@ class TlsConfig:
         Raises:
             InvalidArgumentError: if a file cannot be read, if other users can read the key, or if
                 only one of certificate and key is given.
-
         """
         if (self.certificate is None) != (self.key is None):
             raise InvalidArgumentError(
@@ -88,7 +87,6 @@ class Security:
 
         Raises:
             InvalidArgumentError: if a token would leave this machine in plain text.
-
         """
         if token is None:
             token = environment.get("WARPFIT_TOKEN")
@@ -156,7 +154,6 @@ def new_token(tenant: str, days: float | None = None) -> tuple[str, str]:
 
     Raises:
         InvalidArgumentError: for an invalid name of a tenant or an invalid number of days.
-
     """
     if _TENANT.fullmatch(tenant) is None:
         raise InvalidArgumentError(
@@ -193,7 +190,6 @@ def check_secret(path: str | Path) -> None:
     Raises:
         InvalidArgumentError: if others can read it, or others or its group can write to it.
         OSError: if there is no such file.
-
     """
     status = Path(path).stat()
     if stat.S_ISREG(status.st_mode) and status.st_mode & _OPEN_TO_OTHERS:
@@ -221,7 +217,6 @@ def from_flags(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         InvalidArgumentError: if the token's file cannot be read, or other users can read it.
-
     """
     token = _read(options.token_file, secret=True)
     named = {

@@ -99,7 +99,6 @@ class Servers:
         is_fixed: whether the addresses never change.
         clock: seconds, as `time.monotonic`.
         draw: random numbers from [0, 1).
-
     """
 
     def __init__(
@@ -176,7 +175,6 @@ class Servers:
         Returns:
             A server; None if the call has failed at all that could answer now. A call that has not
             failed yet gets one even if all have failed others, as long as there are any.
-
         """
         if not self.is_several:
             (only,) = self._servers.values()
@@ -294,7 +292,6 @@ class Servers:
             method: name of the method.
             work: measure of the call's size; 0 if its time says nothing about the server's load.
             seconds: time that the call took.
-
         """
         self.has_answered = True
         if not self.is_several:
@@ -317,7 +314,6 @@ class Servers:
             server: the one that has failed.
             error: what it has failed with.
             started: when the attempt began; attempts that fail together count as one failure.
-
         """
         self.has_answered |= error.reason not in NOBODY_THERE
         if not self.is_several:

@@ -64,7 +64,6 @@ class RetryPolicy:
         Args:
             failures: number of failed attempts.
             random: a random number from [0, 1), for the jitter.
-
         """
         growth = self.multiplier ** min(failures - 1, 64)
         full = min(self.initial_backoff * growth, self.maximum_backoff)
@@ -144,7 +143,6 @@ class ClientConfig:
 
         Raises:
             InvalidArgumentError: for a number that makes no sense.
-
         """
         if not isinstance(replicas, Integral) or isinstance(replicas, bool) or replicas < 1:
             raise InvalidArgumentError(

@@ -143,7 +143,6 @@ def lower_on_host(
         room: tokens that a block has room for in shared memory.
         group: programs that are sorted together; None for all.
         levels: stack levels of a warp.
-
     """
     library, layout = host_kernels(), BatchLayout.of(batch)
     guarded = np.full(layout.end + 2 * GUARD, GARBAGE, dtype=np.uint8)

@@ -17,7 +17,6 @@ class Machine:
     Args:
         threads: of the block.
         registers: of all threads, [threads]; those that are missing are 0.
-
     """
 
     def __init__(self, threads: int, registers: dict[str, NDArray[Any]]) -> None:

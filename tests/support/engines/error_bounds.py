@@ -124,7 +124,6 @@ def error_limit(bound: Bound, operands: Sequence[Array], exact: Array) -> Array:
         bound: bound of the operator.
         operands: columns [rows] of the data's type.
         exact: the exact values in the data's type, [rows].
-
     """
     names = dict(zip("abc", (x.astype(np.float64) for x in operands), strict=False))
     names["r"] = exact.astype(np.float64)

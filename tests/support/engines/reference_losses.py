@@ -23,7 +23,6 @@ def reference_loss(
 
     Returns:
         float64 [...].
-
     """
     f = np.asarray(values, dtype=np.float64)
     y = np.asarray(target, dtype=np.float64)

@@ -64,7 +64,6 @@ def programs(
         parameters: number of parameters to draw from.
         operators: names of the operators to draw from.
         constants: strategy for constants; by default any `numbers`.
-
     """
     leaf = leaves(variables, parameters, numbers() if constants is None else constants)
     arities = {OPERATORS[name].code: OPERATORS[name].arity for name in operators}

@@ -88,7 +88,6 @@ def closed_loop(caller: Caller, seconds: float, least: float = 0.0) -> Outcomes:
         caller: calls.
         seconds: for so long.
         least: seconds from one call to the next at least.
-
     """
     outcomes = []
     end = time.perf_counter() + seconds
@@ -142,7 +141,6 @@ class Crew:
         target: of the calls.
         processes: how many.
         callers: of all processes together.
-
     """
 
     def __init__(self, target: Target, processes: int, callers: int) -> None:

@@ -35,7 +35,6 @@ def killed_uploads(kills: int, *, together: int = 50) -> dict[str, Any]:
     Args:
         kills: clients to be killed, each with a connection of its own.
         together: clients of one process, which are killed at once.
-
     """
     with ServerProcess(*_FLAGS) as server, warpfit.connect(server.address) as client:
         client.evaluate(client.upload(np.ones((10, 2))), ["x1"])

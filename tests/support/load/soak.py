@@ -37,7 +37,6 @@ def soak(
 
     Returns:
         Memory, descriptors and threads at both ends, growth, answers, and whether it passed.
-
     """
     environment = injected(f"leak={leak}") if leak else {}
     flags = (

@@ -103,7 +103,6 @@ def check_command(words: Sequence[str], images: Mapping[str, str]) -> None:
     Args:
         words: the command, variables before it included.
         images: the variant of each image that there is, by its name.
-
     """
     before = takewhile(re.compile(r"[A-Z_]+=").match, words)
     variables = dict(word.split("=", 1) for word in before)

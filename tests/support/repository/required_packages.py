@@ -13,7 +13,6 @@ def required_packages(requirement: str) -> set[str]:
 
     Args:
         requirement: a package, with extras or without, such as ``warpfit[server]``.
-
     """
     found: set[tuple[str, str]] = set()
     waiting = [Requirement(requirement)]

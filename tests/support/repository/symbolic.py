@@ -30,7 +30,6 @@ def is_solution(found: str, true: str, names: Sequence[str], seconds: float = 60
         true: text over the names.
         names: of the variables.
         seconds: how long SymPy may take.
-
     """
     context = mp.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -35,7 +35,6 @@ def answers(
 
     Returns:
         A hash of all bits of each answer, and the labels of the devices that it came from.
-
     """
     data = client.upload(*table(rows), **upload)
     expressions, parameters = thesis_mix(_SEED, programs, variables=4)

@@ -40,7 +40,6 @@ def serve(
         service: its name.
         methods: gRPC's handlers by name of the method.
         options: of the server.
-
     """
     server = grpc.server(ThreadPoolExecutor(2), options=options)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))

@@ -31,7 +31,6 @@ class Call:
         remaining: seconds to its deadline.
         cancel_after: the client goes after as many messages of the answer.
         pause: seconds that each of them takes on its way.
-
     """
 
     def __init__(

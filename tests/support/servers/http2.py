@@ -30,7 +30,6 @@ class RawConnection:
         token: bearer token of all calls.
         source: address from which to connect, any of this machine's.
         reads: whether the server may send answers; else its windows stay closed.
-
     """
 
     def __init__(

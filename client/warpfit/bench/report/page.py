@@ -51,7 +51,6 @@ def write_report(paths: Sequence[Path], directory: Path) -> list[Path]:
 
     Raises:
         InvalidArgumentError: if a file is no result, or matplotlib is missing.
-
     """
     documents = [results.read(path) for path in paths]
     require("matplotlib", "warpfit[bench]")
