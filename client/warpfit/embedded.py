@@ -1,7 +1,5 @@
 """A server as a child process, which runs for the time of a ``with`` block."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -18,8 +18,6 @@
     └── InternalError               a bug of warpfit
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import ClassVar, Final

@@ -32,8 +32,6 @@ In the chain rule, a product of derivatives is 0 where one factor is 0, even if 
 infinite or NaN. So ``where`` passes nothing to the branch that it does not take.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

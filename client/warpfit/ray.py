@@ -13,8 +13,6 @@ actor where it can if the server or its node is lost. Calls do not pass through 
 actors for the servers' addresses and call those by gRPC. Needs ``pip install 'warpfit[ray]'``.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The request and the result of Evaluate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final

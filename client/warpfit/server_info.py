@@ -1,7 +1,5 @@
 """Description of a server: version, devices, limits, operators."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from warpfit.request import Tier

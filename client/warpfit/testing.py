@@ -16,8 +16,6 @@ request::
         server.forget()        # all data sets are lost; the client uploads again
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 

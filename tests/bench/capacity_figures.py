@@ -1,7 +1,5 @@
 """The tables of deploy/capacity.md, from results/capacity.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

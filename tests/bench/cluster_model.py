@@ -5,8 +5,6 @@ the device, and the same way back. What each of these takes is measured and stan
 waiting adds is what the model is for. simpy (https://simpy.readthedocs.io) runs the events.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

@@ -5,8 +5,6 @@ minutes, writes results/faults.json and ends with status 1 if an expectation is 
 of faults it does these alone, and puts them beside what results/faults.json has of the others.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@ results/faults_ray.json and ends with status 1 if an expectation is not met. Wit
 does these alone, and puts them beside what the file has of the others.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -12,8 +12,6 @@ is that of one thread.
 Repetitions are interleaved, medians are reported.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable

@@ -6,8 +6,6 @@ device, all kernels, sums to the host. ``compile`` is the time from 300 fresh ex
 modules, nothing cached.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -3,8 +3,6 @@
 Importing it makes ``support`` importable, so that each program runs as ``python tests/bench/X.py``.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

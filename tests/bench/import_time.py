@@ -7,8 +7,6 @@ caches of compiled bytecode: the time that passes, and the processor time, which
 idle machine and does not count the waiting on a busy one.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """The page ``client/OPERATORS.md``, from the operator table and the table of bounds."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Final

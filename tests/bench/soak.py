@@ -5,8 +5,6 @@ server grew by 50 MB or more after a warm-up of a quarter of the time, or if the
 that keeps 32 KiB of each answered call, passed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

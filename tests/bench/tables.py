@@ -1,7 +1,5 @@
 """Result files of benchmarks as tables of Markdown."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``warpfit bench``: run, report, load."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

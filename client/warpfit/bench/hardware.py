@@ -1,7 +1,5 @@
 """The hardware and versions that a result holds for, and the least time that they allow a call."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """``warpfit bench load``: the latencies that callers see at a given load."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """Result files of `warpfit bench`."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A whole run of `warpfit bench`: servers, scenarios in order, and the time that each one gets."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,7 +1,5 @@
 """Scenarios that `warpfit bench` measures, and profiles, which choose among them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Statistics of repeated measurements: medians with their intervals, percentiles, crossovers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

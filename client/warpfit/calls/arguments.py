@@ -1,7 +1,5 @@
 """Data sets and evaluations from the arguments of `upload`, `evaluate` and `run`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import index
 from typing import Any, Final, TypeAlias, TypedDict

@@ -1,7 +1,5 @@
 """Batches from expressions and parameters as callers pass them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 

@@ -1,7 +1,5 @@
 """Checks of what callers pass as keywords: names, numbers and members of enumerations."""
 
-from __future__ import annotations
-
 import difflib
 import operator
 from collections.abc import Mapping

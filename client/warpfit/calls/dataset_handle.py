@@ -1,7 +1,5 @@
 """The handle of an uploaded data set, which users pass to `evaluate` and `optimize`."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 from warpfit.dataset import ClientDataset, DatasetReference, Layout

@@ -1,7 +1,5 @@
 """Small tables of results, as text for a terminal and as HTML for a notebook."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass

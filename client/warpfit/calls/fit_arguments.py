@@ -1,7 +1,5 @@
 """Fit requests from the arguments of `optimize`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypedDict

@@ -1,7 +1,5 @@
 """`simplify` on a server: keywords, the batches of a call, and its result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

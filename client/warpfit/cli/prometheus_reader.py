@@ -1,7 +1,5 @@
 """Reader of a server's Prometheus metrics, and what changed between two readings."""
 
-from __future__ import annotations
-
 import socket
 import time
 import urllib.request

@@ -1,7 +1,5 @@
 """``warpfit ray``: servers on the nodes of a Ray cluster."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """``warpfit top``: a live view of a server's metrics."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

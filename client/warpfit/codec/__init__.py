@@ -1,7 +1,5 @@
 """The conversion between warpfit's types and the protobuf messages of evaluator.proto."""
 
-from __future__ import annotations
-
 from warpfit.codec.answers import (
     EXTRAS,
     ResultAssembler,

@@ -1,7 +1,5 @@
 """Encoding and decoding of data sets and of the calls that upload, find and release them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Final
 

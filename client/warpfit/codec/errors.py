@@ -1,7 +1,5 @@
 """Encoding and decoding of errors, and the meaning of gRPC's own errors."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Encoding and decoding of Optimize: requests, progress and results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final

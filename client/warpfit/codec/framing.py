@@ -1,7 +1,5 @@
 """Helpers of all conversions: parsing, enumerations, arrays, framing by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Final, Generic, TypeVar

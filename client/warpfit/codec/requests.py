@@ -1,7 +1,5 @@
 """Encoding and decoding of the request of Evaluate."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import numpy as np

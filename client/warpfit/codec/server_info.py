@@ -1,7 +1,5 @@
 """Encoding of a server's description."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

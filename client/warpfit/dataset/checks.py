@@ -1,7 +1,5 @@
 """Checks of a data set's numbers: digits that float32 loses, overflow, weights."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The shape of a data set, and the header that is hashed before its numbers."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Symbols, words and names of the text language, for the parser and the printer."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

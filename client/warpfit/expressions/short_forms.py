@@ -4,8 +4,6 @@ Of each number there is a cost, by which formulas are compared: that of a token 
 one digit costs 1.25 with its token and one of many digits `FREE` + 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

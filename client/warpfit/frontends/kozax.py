@@ -5,8 +5,6 @@ index of the node's function, the rows of its operands (-1 where there is none),
 constant. What an index means depends on the strategy that made the tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final

@@ -4,8 +4,6 @@ Their safe operators give NaN where NumPy gives an infinity: ``log`` at 0 and 0 
 Either way the loss of such a row is not a finite number.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """One remote call: its request and the collector of its answer."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

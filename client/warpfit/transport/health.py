@@ -1,7 +1,5 @@
 """Queries of a server's health service, without the package that has its stubs."""
 
-from __future__ import annotations
-
 import grpc
 
 from warpfit.transport.addresses import check_address

@@ -7,8 +7,6 @@ So all clients agree without asking, and a server that goes moves its own data s
 Among the homes that are up, a call takes the less loaded of two that are drawn (Mitzenmacher 2001).
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import threading

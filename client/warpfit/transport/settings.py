@@ -1,7 +1,5 @@
 """The settings of a client's connection: retries, messages, keepalive, gRPC's environment."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A NumPy interpreter of the bytecode that interpreter.cu runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The lowering kernels, compiled for this machine or run on a device, and their output."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import shutil

@@ -1,7 +1,5 @@
 """A machine for the PTX that sums over the warps of a block, whose threads run in step."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distances in units in the last place, and which special values must agree."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The functions that Numba has compiled for this process, or loaded."""
 
-from __future__ import annotations
-
 import sys
 
 from numba.core.dispatcher import Dispatcher

@@ -15,8 +15,6 @@ its functions, and of the PTX ISA for the instructions ``sin``, ``cos``, ``ex2``
 and ``sqrt`` with ``.approx``; bounds of combinations follow by first-order error analysis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Evaluations on an engine, without a server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fits by the driver, without a server."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from support.engines.numpy_engine import NumpyEngine

@@ -6,8 +6,6 @@ where operand or result is subnormal, huge or just short of an overflow (J.-M. M
 Functions, 3rd edition, chapter 11). Random operands meet none of them.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Final
 

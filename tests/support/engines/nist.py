@@ -1,7 +1,5 @@
 """NIST's nonlinear regression problems with certified results; formulas as warpfit text."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

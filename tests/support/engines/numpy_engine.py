@@ -1,7 +1,5 @@
 """A small engine in NumPy float64: enough of one to drive fits without compiled code."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from warpfit.dataset import Dataset

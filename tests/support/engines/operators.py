@@ -1,7 +1,5 @@
 """Comparison of a CUDA engine's results with the reference, operator by operator."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from support.engines.accuracy import ulps

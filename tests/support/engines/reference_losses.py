@@ -1,7 +1,5 @@
 """The built-in losses in NumPy by their definitions, against which all engines are tested."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

@@ -1,7 +1,5 @@
 """Hypothesis strategies for random programs, parameter vectors and data with edge values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

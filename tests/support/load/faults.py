@@ -3,8 +3,6 @@
 Small numbers make a test of a few seconds, large ones the table of `tests/bench/faults.py`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

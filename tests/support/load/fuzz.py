@@ -1,7 +1,5 @@
 """Random requests from a seed, from garbage bytes to valid ones with odd numbers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

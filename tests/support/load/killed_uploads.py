@@ -1,7 +1,5 @@
 """Clients that are killed in the middle of an upload, and what the server keeps of them."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A mixed load on a server for a long time, and whether its memory grows."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Made-up results of `warpfit bench`: times from a simple model, for tests of the report."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read ``proto/conformance.json`` and compare numbers by its rules."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Dockerfile, the chart and other files of deploy/, and checks of commands that use them."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """The snippets of the READMEs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The packages that installing a distribution brings along."""
 
-from __future__ import annotations
-
 from importlib.metadata import packages_distributions, requires
 
 from packaging.requirements import Requirement

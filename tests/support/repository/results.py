@@ -1,7 +1,5 @@
 """Result files of benchmarks: numbers with the hardware and versions that they hold for."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

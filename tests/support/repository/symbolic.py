@@ -6,8 +6,6 @@ three decimals and it has been simplified, it is no constant, and its difference
 is a constant or its ratio to it is a constant that is not 0.
 """
 
-from __future__ import annotations
-
 import multiprocessing as mp
 from collections.abc import Sequence
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Calls of every kind that engines share, to compare the bits of servers with several engines."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

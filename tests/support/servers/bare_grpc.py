@@ -1,7 +1,5 @@
 """A gRPC server that computes nothing, in a process of its own: the least that a call can cost."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Fake calls as gRPC method handlers see them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

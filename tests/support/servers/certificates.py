@@ -1,7 +1,5 @@
 """Certificates for tests, made when they run."""
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """Data and expressions for tests of clients, and their values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Health checks of a server."""
 
-from __future__ import annotations
-
 import time
 
 import grpc

@@ -1,7 +1,5 @@
 """A real gRPC server on loopback that answers from `warpfit.testing.InProcessServer`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A small data set, and an evaluation on it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

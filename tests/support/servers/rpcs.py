@@ -1,7 +1,5 @@
 """Every RPC of the contract as a raw call, so that tests can try each with any credentials."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

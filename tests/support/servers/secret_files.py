@@ -1,7 +1,5 @@
 """Files that nobody else may read, as the server and its clients demand of keys and tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """The asyncio client; test_client*.py test what it shares with the blocking client."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

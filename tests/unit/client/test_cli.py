@@ -1,7 +1,5 @@
 """The command line, against a server on loopback."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Answers and uploads of the blocking client, in process and over gRPC."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Invalid arguments of the blocking client, and failures over gRPC."""
 
-from __future__ import annotations
-
 import math
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Retries of the blocking client."""
 
-from __future__ import annotations
-
 import time
 
 import grpc

@@ -1,7 +1,5 @@
 """Row losses and closings: definitions, derivatives, texts."""
 
-from __future__ import annotations
-
 import mpmath
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Mistakes of new users: each is told by an error that names the place, none is passed over."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Clients and handles in other processes, and what type checkers are told."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import multiprocessing

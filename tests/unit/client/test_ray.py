@@ -1,7 +1,5 @@
 """Servers on Ray where Ray is not: what callers are told. The rest is in tests/e2e/test_ray.py."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

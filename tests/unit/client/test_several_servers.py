@@ -1,7 +1,5 @@
 """Clients of several servers: fail-over, uploads, parts of a batch, addresses that change."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

@@ -1,7 +1,5 @@
 """The in-process server that is shipped for users' own tests."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The three questions of the literature, answered in sentences computed from results."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

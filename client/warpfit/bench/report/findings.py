@@ -1,7 +1,5 @@
 """Findings: break-even points, gains and comparisons, from one result file or several together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

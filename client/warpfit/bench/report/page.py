@@ -1,7 +1,5 @@
 """``warpfit bench report``: one page that stands by itself, and its plots as files."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Plots of results; each function draws one, or returns None where nothing was measured for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final

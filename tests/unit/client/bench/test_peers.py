@@ -1,7 +1,5 @@
 """Peers of `warpfit bench`: each evaluates what the float64 reference evaluates."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """The report: what is computed from results, and the page that is made of it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Statistics, batches, scenarios and bounds of `warpfit bench`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Results in a terminal and a notebook, and errors that point into programs."""
 
-from __future__ import annotations
-
 import pickle
 import re
 

@@ -1,7 +1,5 @@
 """Fits, gradients and other outputs of the client, in process and over gRPC."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Batches above a server's limits: split by the client, the results joined."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 

@@ -1,7 +1,5 @@
 """Rates and quantiles between two scrapes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

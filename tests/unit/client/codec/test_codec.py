@@ -1,7 +1,5 @@
 """Encoding followed by decoding changes nothing; malformed bytes raise WarpfitErrors alone."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

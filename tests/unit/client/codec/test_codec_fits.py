@@ -1,7 +1,5 @@
 """Encoding and decoding of fits, further outputs and custom losses."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

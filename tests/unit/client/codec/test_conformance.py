@@ -1,7 +1,5 @@
 """The conformance vectors: written by their program, and met by the client of this repository."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """The canonical form of data sets and their content ids."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import threading

@@ -1,7 +1,5 @@
 """Derivatives in NumPy: the table's derivative column against complex steps and differences."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

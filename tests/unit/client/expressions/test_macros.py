@@ -1,7 +1,5 @@
 """Functions that are written with operators: the standard ones and a user's own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import scipy.special

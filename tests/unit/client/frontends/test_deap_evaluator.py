@@ -1,7 +1,5 @@
 """`Evaluator` in DEAP's own algorithms, against DEAP's own evaluation."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import random

@@ -1,7 +1,5 @@
 """Kozax trees against Kozax's own evaluator; Kozax is no dependency of the tests."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

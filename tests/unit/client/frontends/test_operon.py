@@ -1,7 +1,5 @@
 """pyoperon trees against pyoperon's own evaluator, which computes in float32."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Strings as PySR and SymbolicRegression.jl write them, against SymPy's evaluation of the same."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

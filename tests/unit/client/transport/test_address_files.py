@@ -1,7 +1,5 @@
 """Addresses in files, which servers with ``--address-file`` write and remove."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

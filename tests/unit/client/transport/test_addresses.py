@@ -1,7 +1,5 @@
 """Addresses as callers write them, and the resolvers behind them."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

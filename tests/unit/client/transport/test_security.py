@@ -1,7 +1,5 @@
 """Credentials of the client: when a token may be sent, and where TLS settings come from."""
 
-from __future__ import annotations
-
 import pytest
 
 from warpfit.errors import InvalidArgumentError

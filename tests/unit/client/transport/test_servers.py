@@ -1,7 +1,5 @@
 """The choice of a server for each call, in time that the tests make pass."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 
