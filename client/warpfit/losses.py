@@ -18,7 +18,6 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
@@ -267,16 +266,14 @@ _LOG_COSH: Final = (
 )  # fmt: skip
 
 #: Each `Loss` as a loss function.
-BUILT_IN: Final[Mapping[Loss, LossFunction]] = MappingProxyType(
-    {
-        Loss.SSE: LossFunction(SQUARES, Closing.SUM),
-        Loss.MSE: LossFunction(SQUARES, Closing.MEAN),
-        Loss.RMSE: LossFunction(SQUARES, Closing.ROOT),
-        Loss.MAE: LossFunction(ABSOLUTE, Closing.MEAN),
-        Loss.R2: LossFunction(SQUARES, Closing.SCORE),
-        Loss.NMSE: LossFunction(SQUARES, Closing.RELATIVE),
-    }
-)
+BUILT_IN: Final[Mapping[Loss, LossFunction]] = {
+    Loss.SSE: LossFunction(SQUARES, Closing.SUM),
+    Loss.MSE: LossFunction(SQUARES, Closing.MEAN),
+    Loss.RMSE: LossFunction(SQUARES, Closing.ROOT),
+    Loss.MAE: LossFunction(ABSOLUTE, Closing.MEAN),
+    Loss.R2: LossFunction(SQUARES, Closing.SCORE),
+    Loss.NMSE: LossFunction(SQUARES, Closing.RELATIVE),
+}
 
 
 def huber(delta: float = 1.0) -> LossFunction:
@@ -332,9 +329,9 @@ def gaussian(sigma: float | None = None) -> LossFunction:
 
 
 #: Further losses by name, with their default settings.
-BY_NAME: Final[Mapping[str, Callable[[], LossFunction]]] = MappingProxyType(
-    {loss.__name__: loss for loss in (huber, log_cosh, quantile, poisson, gaussian)}
-)
+BY_NAME: Final[Mapping[str, Callable[[], LossFunction]]] = {
+    loss.__name__: loss for loss in (huber, log_cosh, quantile, poisson, gaussian)
+}
 
 
 def as_function(loss: Loss | LossFunction) -> LossFunction:

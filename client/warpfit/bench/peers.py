@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -213,9 +212,12 @@ def evogp_nodes(program: Program, vector: NDArray[np.float64]) -> list[tuple[flo
 
 
 Peer = NumpyPeer | PyoperonPeer | GplearnPeer | EvogpPeer
-PEERS: Final[Mapping[str, type[Peer]]] = MappingProxyType(
-    {"NumPy": NumpyPeer, "pyoperon": PyoperonPeer, "gplearn": GplearnPeer, "EvoGP": EvogpPeer}
-)
+PEERS: Final[Mapping[str, type[Peer]]] = {
+    "NumPy": NumpyPeer,
+    "pyoperon": PyoperonPeer,
+    "gplearn": GplearnPeer,
+    "EvoGP": EvogpPeer,
+}
 
 
 def installed(engine: str) -> tuple[list[str], list[str]]:

@@ -29,15 +29,13 @@ _TIMINGS: Final = (*STAGES, "cache_hits", "device")
 _VALUES_TAG: Final = bytes_tag(pb.EvaluateResponse.VALUES_FIELD_NUMBER)
 _JACOBIAN_TAG: Final = bytes_tag(pb.EvaluateResponse.JACOBIAN_FIELD_NUMBER)
 #: Arrays of float64 in the last message, and the field of `Evaluation` that requests each.
-EXTRAS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "gradients": "gradient",
-        "variable_gradients": "variable_gradient",
-        "reductions": "reductions",
-        "scaling": "linear_scaling",
-        "correlations": "correlation",
-    }
-)
+EXTRAS: Final[Mapping[str, str]] = {
+    "gradients": "gradient",
+    "variable_gradients": "variable_gradient",
+    "reductions": "reductions",
+    "scaling": "linear_scaling",
+    "correlations": "correlation",
+}
 
 
 def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, MappingProxyType
+from types import CodeType
 from typing import Any, Final
 
 import numpy as np
@@ -83,17 +83,15 @@ def _partials(texts: tuple[str, ...]) -> tuple[CodeType, ...]:
 
 
 #: Functions of the kernel language of `warpfit.ops` in NumPy.
-FUNCTIONS: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        **{name: getattr(np, name) for name in ("sqrt", "cbrt", "exp", "expm1", "log", "log1p")},
-        **{name: getattr(np, name) for name in ("log2", "log10", "hypot", "sin", "cos", "tan")},
-        **{name: getattr(np, name) for name in ("sinh", "cosh", "tanh", "floor", "ceil", "abs")},
-        "asin": np.arcsin,
-        "acos": np.arccos,
-        "atan": np.arctan,
-        "atan2": np.arctan2,
-        "pow": np.power,
-        "erf": np.vectorize(math.erf, otypes=[np.float64]),
-        "select": np.where,
-    }
-)
+FUNCTIONS: Final[Mapping[str, Any]] = {
+    **{name: getattr(np, name) for name in ("sqrt", "cbrt", "exp", "expm1", "log", "log1p")},
+    **{name: getattr(np, name) for name in ("log2", "log10", "hypot", "sin", "cos", "tan")},
+    **{name: getattr(np, name) for name in ("sinh", "cosh", "tanh", "floor", "ceil", "abs")},
+    "asin": np.arcsin,
+    "acos": np.arccos,
+    "atan": np.arctan,
+    "atan2": np.arctan2,
+    "pow": np.power,
+    "erf": np.vectorize(math.erf, otypes=[np.float64]),
+    "select": np.where,
+}

@@ -3,20 +3,18 @@
 import math
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from warpfit.ops import OPERATORS, Operator
 
 #: Operators by infix symbol.
-INFIX: Final[Mapping[str, Operator]] = MappingProxyType(
-    {row.symbol: row for row in OPERATORS.values() if row.symbol and row.arity == 2}
-    | {"**": OPERATORS["pow"]}
-)
+INFIX: Final[Mapping[str, Operator]] = {
+    row.symbol: row for row in OPERATORS.values() if row.symbol and row.arity == 2
+} | {"**": OPERATORS["pow"]}
 #: Operators by prefix symbol.
-PREFIX: Final[Mapping[str, Operator]] = MappingProxyType(
-    {row.symbol: row for row in OPERATORS.values() if row.symbol and row.arity == 1}
-)
+PREFIX: Final[Mapping[str, Operator]] = {
+    row.symbol: row for row in OPERATORS.values() if row.symbol and row.arity == 1
+}
 #: Symbols that are words; a variable with such a name needs backticks.
 WORDS: Final = frozenset(symbol for symbol in (*INFIX, *PREFIX) if symbol.isalpha())
 
@@ -27,36 +25,32 @@ COMPARISONS: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 CHAINED: Final = frozenset({"add", "mul", "min", "max", "and", "or"})
 
 #: Named constants; a variable of the same name takes precedence.
-CONSTANTS: Final[Mapping[str, float]] = MappingProxyType(
-    {
-        **dict.fromkeys(("inf", "Inf", "infinity", "oo"), math.inf),
-        **dict.fromkeys(("nan", "NaN"), math.nan),
-        **dict.fromkeys(("e", "E"), math.e),
-        "pi": math.pi,
-    }
-)
+CONSTANTS: Final[Mapping[str, float]] = {
+    **dict.fromkeys(("inf", "Inf", "infinity", "oo"), math.inf),
+    **dict.fromkeys(("nan", "NaN"), math.nan),
+    **dict.fromkeys(("e", "E"), math.e),
+    "pi": math.pi,
+}
 
 #: Names of operators and standard macros in other languages and libraries.
-ALIASES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **{"plus": "add", "Add": "add", "subtract": "sub", "minus": "sub"},
-        **{"multiply": "mul", "times": "mul", "Mul": "mul", "divide": "div", "truediv": "div"},
-        **{"power": "pow", "Pow": "pow", "negative": "neg", "reciprocal": "inv"},
-        **{"Abs": "abs", "fabs": "abs", "absolute": "abs", "sgn": "sign"},
-        **{"ln": "log", "sqr": "square", "ceiling": "ceil"},
-        **{"minimum": "min", "Min": "min", "maximum": "max", "Max": "max"},
-        **{"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arctan2": "atan2"},
-        **{"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"},
-        **{"equal": "eq", "not_equal": "ne"},
-        **{"logical_and": "and", "logical_or": "or", "logical_not": "not"},
-        **{"ifelse": "where", "ite": "where", "cond": "where", "select": "where"},
-        **{"sigmoid": "logistic", "sig": "logistic", "expit": "logistic"},
-        **{"arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh", "Mod": "mod"},
-        **{"Heaviside": "heaviside", "silu": "swish", "gauss": "gaussian", "clamp": "clip"},
-        **{"loggamma": "lgamma", "gammaln": "lgamma"},
-        **{"AQ": "aq", "analytic_quotient": "aq", "protectedDiv": "zdiv"},
-    }
-)
+ALIASES: Final[Mapping[str, str]] = {
+    **{"plus": "add", "Add": "add", "subtract": "sub", "minus": "sub"},
+    **{"multiply": "mul", "times": "mul", "Mul": "mul", "divide": "div", "truediv": "div"},
+    **{"power": "pow", "Pow": "pow", "negative": "neg", "reciprocal": "inv"},
+    **{"Abs": "abs", "fabs": "abs", "absolute": "abs", "sgn": "sign"},
+    **{"ln": "log", "sqr": "square", "ceiling": "ceil"},
+    **{"minimum": "min", "Min": "min", "maximum": "max", "Max": "max"},
+    **{"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arctan2": "atan2"},
+    **{"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"},
+    **{"equal": "eq", "not_equal": "ne"},
+    **{"logical_and": "and", "logical_or": "or", "logical_not": "not"},
+    **{"ifelse": "where", "ite": "where", "cond": "where", "select": "where"},
+    **{"sigmoid": "logistic", "sig": "logistic", "expit": "logistic"},
+    **{"arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh", "Mod": "mod"},
+    **{"Heaviside": "heaviside", "silu": "swish", "gauss": "gaussian", "clamp": "clip"},
+    **{"loggamma": "lgamma", "gammaln": "lgamma"},
+    **{"AQ": "aq", "analytic_quotient": "aq", "protectedDiv": "zdiv"},
+}
 
 #: Names of variables that need no backticks, unless they are among `WORDS`.
 IDENTIFIER: Final = re.compile(r"[^\W\d]\w*")

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import RLock
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -48,35 +47,33 @@ _ABOVE, _BELOW = _log_gamma("a"), _log_gamma("(1 - a)")
 #: Functions by name, over the operands ``a``, ``b`` and ``c``. They are written so that they lose
 #: no digits near 0 and do not overflow before their result does; ``erfc`` is exact to an absolute
 #: error only.
-STANDARD: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "asinh": "where(a < 0, -log1p(a*aq(a, a)/(1 + aq(1, a)) - a), "
-        "log1p(a*aq(a, a)/(1 + aq(1, a)) + a))",
-        "acosh": "log1p(a - 1 + sqrt(a - 1)*sqrt(a + 1))",
-        "atanh": "0.5*(log1p(a) - log1p(-a))",
-        "sec": "inv(cos(a))",
-        "csc": "inv(sin(a))",
-        "cot": "inv(tan(a))",
-        "sech": "inv(cosh(a))",
-        "csch": "inv(sinh(a))",
-        "coth": "inv(tanh(a))",
-        "sinc": "where(a == 0, 1, sin(a)/a)",
-        "mod": "a - floor(a/b)*b",
-        "heaviside": "0.5*(sign(a) + 1)",
-        "clip": "min(max(a, b), c)",
-        "erfc": "1 - erf(a)",
-        "exp2": "2^a",
-        "exp10": "10^a",
-        "softplus": "where(a > 0, a + log1p(exp(-a)), log1p(exp(a)))",
-        "softsign": "a/(1 + abs(a))",
-        "swish": "a*logistic(a)",
-        "gelu": "0.5*a*(1 + erf(0.7071067811865476*a))",
-        "elu": "where(a > 0, a, expm1(a))",
-        "gaussian": "exp(-square(a))",
-        "gamma": f"where(a < 0.5, pi/(sin(pi*a)*exp({_BELOW})), exp({_ABOVE}))",
-        "lgamma": f"where(a < 0.5, log(pi/abs(sin(pi*a))) - {_BELOW}, {_ABOVE})",
-    }
-)
+STANDARD: Final[Mapping[str, str]] = {
+    "asinh": "where(a < 0, -log1p(a*aq(a, a)/(1 + aq(1, a)) - a), "
+    "log1p(a*aq(a, a)/(1 + aq(1, a)) + a))",
+    "acosh": "log1p(a - 1 + sqrt(a - 1)*sqrt(a + 1))",
+    "atanh": "0.5*(log1p(a) - log1p(-a))",
+    "sec": "inv(cos(a))",
+    "csc": "inv(sin(a))",
+    "cot": "inv(tan(a))",
+    "sech": "inv(cosh(a))",
+    "csch": "inv(sinh(a))",
+    "coth": "inv(tanh(a))",
+    "sinc": "where(a == 0, 1, sin(a)/a)",
+    "mod": "a - floor(a/b)*b",
+    "heaviside": "0.5*(sign(a) + 1)",
+    "clip": "min(max(a, b), c)",
+    "erfc": "1 - erf(a)",
+    "exp2": "2^a",
+    "exp10": "10^a",
+    "softplus": "where(a > 0, a + log1p(exp(-a)), log1p(exp(a)))",
+    "softsign": "a/(1 + abs(a))",
+    "swish": "a*logistic(a)",
+    "gelu": "0.5*a*(1 + erf(0.7071067811865476*a))",
+    "elu": "where(a > 0, a, expm1(a))",
+    "gaussian": "exp(-square(a))",
+    "gamma": f"where(a < 0.5, pi/(sin(pi*a)*exp({_BELOW})), exp({_ABOVE}))",
+    "lgamma": f"where(a < 0.5, log(pi/abs(sin(pi*a))) - {_BELOW}, {_ABOVE})",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,7 +16,7 @@ THESIS_OPERATORS: Final = ("add", "sub", "mul", "div", "pow", "abs", "log", "exp
 #: How often an operator is drawn, where not once. With these the random mix has 0.29 special
 #: functions a token (division, logarithm, exponential and root count 1, power 2), the density for
 #: which the hardware's limits were counted.
-WEIGHTS: Final = MappingProxyType({"add": 3.0, "sub": 3.0, "mul": 3.0})
+WEIGHTS: Final[Mapping[str, float]] = {"add": 3.0, "sub": 3.0, "mul": 3.0}
 
 
 def random_program(

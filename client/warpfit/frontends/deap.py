@@ -11,7 +11,6 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,13 +29,11 @@ if TYPE_CHECKING:
     from warpfit.losses import Loss, LossFunction
 
 #: Names of primitives beside the operators' own names and aliases.
-PRIMITIVES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **dict.fromkeys(("protected_div", "protected_division", "safe_div", "safeDiv"), "zdiv"),
-        **{"and_": "and", "or_": "or", "not_": "not", "if_then_else": "where"},
-        **{"float_power": "pow", "fmin": "min", "fmax": "max", "true_divide": "div"},
-    }
-)
+PRIMITIVES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("protected_div", "protected_division", "safe_div", "safeDiv"), "zdiv"),
+    **{"and_": "and", "or_": "or", "not_": "not", "if_then_else": "where"},
+    **{"float_power": "pow", "fmin": "min", "fmax": "max", "true_divide": "div"},
+}
 _MODULES: Final = frozenset({"operator", "_operator", "math", "numpy"})
 _ARGUMENT: Final = re.compile(r"ARG([0-9]+)")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -13,9 +12,13 @@ from warpfit.ir import Population, Program
 from warpfit.ops import CONSTANT, VARIABLE
 
 #: gplearn's functions that do not mean what the operator of the same name means.
-FUNCTIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {"div": "pdiv", "log": "plog", "inv": "pinv", "sqrt": "sqrtabs", "sig": "logistic"}
-)
+FUNCTIONS: Final[Mapping[str, str]] = {
+    "div": "pdiv",
+    "log": "plog",
+    "inv": "pinv",
+    "sqrt": "sqrtabs",
+    "sig": "logistic",
+}
 
 
 def from_gplearn(program: Any, operators: Mapping[str, str] | None = None) -> Program:

@@ -6,7 +6,6 @@ constant. What an index means depends on the strategy that made the tree.
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -20,9 +19,7 @@ from warpfit.ops import CONSTANT, VARIABLE
 
 _CONSTANT: Final = 1
 #: Operators by their symbols; other strings are names of functions.
-SYMBOLS: Final[Mapping[str, str]] = MappingProxyType(
-    {symbol: row.name for symbol, row in INFIX.items()}
-)
+SYMBOLS: Final[Mapping[str, str]] = {symbol: row.name for symbol, row in INFIX.items()}
 
 
 def from_kozax(

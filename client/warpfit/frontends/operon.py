@@ -12,7 +12,6 @@ there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -24,20 +23,18 @@ from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
 #: Operator for each type of node, by what pyoperon's evaluator and formatter do: in 0.6.2 its
 #: ``Fmin`` is the greater and its ``Fmax`` the lesser of two.
-TYPES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **{"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Fmin": "max", "Fmax": "min"},
-        **{"Aq": "aq", "Pow": "pow", "Powabs": "powabs", "Square": "square", "Cbrt": "cbrt"},
-        **{"Abs": "abs", "Sqrt": "sqrt", "Sqrtabs": "sqrtabs", "Exp": "exp", "Log": "log"},
-        **{"Logabs": "logabs", "Log1p": "log1p", "Sin": "sin", "Cos": "cos", "Tan": "tan"},
-        **{"Asin": "asin", "Acos": "acos", "Atan": "atan", "Sinh": "sinh", "Cosh": "cosh"},
-        **{"Tanh": "tanh", "Floor": "floor", "Ceil": "ceil"},
-    }
-)
-_TYPE_OF: Final[Mapping[str, str]] = MappingProxyType({name: kind for kind, name in TYPES.items()})
+TYPES: Final[Mapping[str, str]] = {
+    **{"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Fmin": "max", "Fmax": "min"},
+    **{"Aq": "aq", "Pow": "pow", "Powabs": "powabs", "Square": "square", "Cbrt": "cbrt"},
+    **{"Abs": "abs", "Sqrt": "sqrt", "Sqrtabs": "sqrtabs", "Exp": "exp", "Log": "log"},
+    **{"Logabs": "logabs", "Log1p": "log1p", "Sin": "sin", "Cos": "cos", "Tan": "tan"},
+    **{"Asin": "asin", "Acos": "acos", "Atan": "atan", "Sinh": "sinh", "Cosh": "cosh"},
+    **{"Tanh": "tanh", "Floor": "floor", "Ceil": "ceil"},
+}
+_TYPE_OF: Final[Mapping[str, str]] = {name: kind for kind, name in TYPES.items()}
 #: Operators that are nodes of these types with one operand.
-_UNARY: Final[Mapping[str, str]] = MappingProxyType({"neg": "Sub", "inv": "Div"})
-_OF_ONE: Final[Mapping[str, str]] = MappingProxyType({"Sub": "neg", "Div": "inv"})
+_UNARY: Final[Mapping[str, str]] = {"neg": "Sub", "inv": "Div"}
+_OF_ONE: Final[Mapping[str, str]] = {"Sub": "neg", "Div": "inv"}
 _CHAINS: Final = frozenset({"add", "sub", "mul", "div"})
 #: What Operon's infix parser reads; it knows fewer functions than there are nodes.
 _INFIX: Final = frozenset({"add", "sub", "mul", "div", "pow"})

@@ -7,7 +7,6 @@ Either way the loss of such a row is not a finite number.
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Final
 
 from warpfit.expressions.macros import Macro
@@ -15,14 +14,12 @@ from warpfit.ir import Program
 from warpfit.parse import Parser
 
 #: Functions that mean something else than warpfit's of the same name, over the operands a and b.
-FUNCTIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "cond": "where(a > 0, b, 0)",
-        "logical_or": "a > 0 or b > 0",
-        "logical_and": "a > 0 and b > 0",
-        "abs2": "square(a)",
-    }
-)
+FUNCTIONS: Final[Mapping[str, str]] = {
+    "cond": "where(a > 0, b, 0)",
+    "logical_or": "a > 0 or b > 0",
+    "logical_and": "a > 0 and b > 0",
+    "abs2": "square(a)",
+}
 _SAFE: Final = re.compile(r"\bsafe_(?=\w+\s*\()")
 #: Julia writes the exponent of a Float32 with f.
 _FLOAT32: Final = re.compile(r"\b(\d+\.?\d*|\.\d+)f([+-]?\d+)")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -26,21 +25,19 @@ from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 from warpfit.parse import MACROS, function
 
 #: Operator for each class of SymPy nodes; Min, Max, And and Or are chains.
-CLASSES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **{"Abs": "abs", "sign": "sign", "floor": "floor", "ceiling": "ceil"},
-        **{name: name for name in ("exp", "log", "erf", "atan2", "sin", "cos", "tan")},
-        **{name: name for name in ("asin", "acos", "atan", "sinh", "cosh", "tanh")},
-        **{"Min": "min", "Max": "max", "And": "and", "Or": "or", "Not": "not", "ITE": "where"},
-        **{"StrictLessThan": "lt", "LessThan": "le", "Equality": "eq", "Unequality": "ne"},
-        **{"StrictGreaterThan": "gt", "GreaterThan": "ge"},
-    }
-)
+CLASSES: Final[Mapping[str, str]] = {
+    **{"Abs": "abs", "sign": "sign", "floor": "floor", "ceiling": "ceil"},
+    **{name: name for name in ("exp", "log", "erf", "atan2", "sin", "cos", "tan")},
+    **{name: name for name in ("asin", "acos", "atan", "sinh", "cosh", "tanh")},
+    **{"Min": "min", "Max": "max", "And": "and", "Or": "or", "Not": "not", "ITE": "where"},
+    **{"StrictLessThan": "lt", "LessThan": "le", "Equality": "eq", "Unequality": "ne"},
+    **{"StrictGreaterThan": "gt", "GreaterThan": "ge"},
+}
 #: Operators for powers with these exponents.
-POWERS: Final[Mapping[Any, str]] = MappingProxyType(
-    {sympy.Integer(-1): "inv", sympy.Rational(1, 2): "sqrt"}
-    | {sympy.Integer(2): "square", sympy.Integer(3): "cube"}
-)
+POWERS: Final[Mapping[Any, str]] = {sympy.Integer(-1): "inv", sympy.Rational(1, 2): "sqrt"} | {
+    sympy.Integer(2): "square",
+    sympy.Integer(3): "cube",
+}
 
 
 #: Operators that SymPy does not apply to NaN.
