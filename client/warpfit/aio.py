@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
-import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
@@ -82,28 +81,6 @@ class AsyncClient:
         parameters: Parameters = None,
         **options: Unpack[SharedOptions],
     ) -> NDArray[Any]: ...
-
-    @overload
-    async def evaluate(
-        self,
-        data: DatasetHandle,
-        expressions: Any,
-        parameters: Parameters = None,
-        *,
-        gradient: Literal[True],
-        **options: Unpack[SharedOptions],
-    ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]: ...
-
-    @overload
-    async def evaluate(
-        self,
-        data: DatasetHandle,
-        expressions: Any,
-        parameters: Parameters = None,
-        *,
-        linear_scaling: Literal[True],
-        **options: Unpack[SharedOptions],
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]: ...
 
     @overload
     async def evaluate(

@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
-import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
@@ -132,28 +131,6 @@ class Client:
         parameters: Parameters = None,
         **options: Unpack[SharedOptions],
     ) -> NDArray[Any]: ...
-
-    @overload
-    def evaluate(
-        self,
-        data: DatasetHandle,
-        expressions: Any,
-        parameters: Parameters = None,
-        *,
-        gradient: Literal[True],
-        **options: Unpack[SharedOptions],
-    ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]: ...
-
-    @overload
-    def evaluate(
-        self,
-        data: DatasetHandle,
-        expressions: Any,
-        parameters: Parameters = None,
-        *,
-        linear_scaling: Literal[True],
-        **options: Unpack[SharedOptions],
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]: ...
 
     @overload
     def evaluate(

@@ -28,14 +28,11 @@ READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
 def embedded_server(
     arguments: Sequence[str] = (), *, start_seconds: float = START_SECONDS
 ) -> Iterator[str]:
-    """Start a server on a free port of this machine, and stop it when the block ends.
+    """Start a server on a free port, yield its address HOST:PORT, and stop it after the block.
 
     Args:
         arguments: further flags of ``warpfit serve``.
         start_seconds: longest time that the start may take.
-
-    Yields:
-        The server's address, ``HOST:PORT``.
 
     Raises:
         InvalidArgumentError: if the server is not installed.

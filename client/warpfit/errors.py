@@ -25,6 +25,8 @@ from typing import ClassVar, Final
 #: Largest size of each text in bytes. An error travels in trailing metadata, which contain its
 #: texts up to four times, encoded; gRPC drops a call whose metadata are larger than 8 KiB.
 _MOST_BYTES: Final = {"message": 480, "remedy": 240, "field": 128, "reason": 64}
+#: The class to raise for each gRPC status name; any other status becomes InternalError.
+BY_STATUS: Final[dict[str, "type[WarpfitError]"]] = {}
 
 
 @dataclass(eq=False)
@@ -58,6 +60,12 @@ class WarpfitError(Exception):
     status: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code."""
 
+    def __init_subclass__(cls, status: str = "") -> None:
+        """Take the gRPC status of a class; its subclasses have the same."""
+        if status:
+            cls.status = status
+            BY_STATUS[status] = cls
+
     def __post_init__(self) -> None:
         """Cut long texts, because an error must fit into gRPC's metadata."""
         for name, most in _MOST_BYTES.items():
@@ -79,10 +87,8 @@ class WarpfitError(Exception):
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
 
-class InvalidArgumentError(WarpfitError):
+class InvalidArgumentError(WarpfitError, status="INVALID_ARGUMENT"):
     """The request is wrong; repeating the call cannot help."""
-
-    status = "INVALID_ARGUMENT"
 
 
 @dataclass(eq=False)
@@ -117,7 +123,7 @@ class ParseError(_PlacedError):
 
 
 @dataclass(eq=False)
-class DatasetNotFoundError(WarpfitError):
+class DatasetNotFoundError(WarpfitError, status="NOT_FOUND"):
     """The data set is not resident on the server."""
 
     message: str = "the data set is not resident"
@@ -125,87 +131,48 @@ class DatasetNotFoundError(WarpfitError):
     remedy: str = "Upload it (again) with UploadVariables, then repeat the call"
     field: str = "content_id"
 
-    status = "NOT_FOUND"
 
-
-class ResourceExhaustedError(WarpfitError):
+class ResourceExhaustedError(WarpfitError, status="RESOURCE_EXHAUSTED"):
     """A limit is exceeded or memory is short; ``needed`` and ``available`` say by how much.
 
     With ``retry_after`` the server is busy; the client waits that long and repeats the call as its
     retry policy allows.
     """
 
-    status = "RESOURCE_EXHAUSTED"
 
-
-class UnavailableError(WarpfitError):
+class UnavailableError(WarpfitError, status="UNAVAILABLE"):
     """The server cannot answer now; a retry after a short wait is safe and likely to succeed."""
 
-    status = "UNAVAILABLE"
 
-
-class DeadlineExceededError(WarpfitError):
+class DeadlineExceededError(WarpfitError, status="DEADLINE_EXCEEDED"):
     """The deadline of the call passed before the answer was ready."""
 
-    status = "DEADLINE_EXCEEDED"
 
-
-class CancelledError(WarpfitError):
+class CancelledError(WarpfitError, status="CANCELLED"):
     """The caller cancelled the call."""
 
-    status = "CANCELLED"
 
-
-class UnauthenticatedError(WarpfitError):
+class UnauthenticatedError(WarpfitError, status="UNAUTHENTICATED"):
     """The call carries no valid credentials."""
 
-    status = "UNAUTHENTICATED"
 
-
-class PermissionDeniedError(WarpfitError):
+class PermissionDeniedError(WarpfitError, status="PERMISSION_DENIED"):
     """The caller is known but not allowed to do this."""
 
-    status = "PERMISSION_DENIED"
 
-
-class UnimplementedError(WarpfitError):
+class UnimplementedError(WarpfitError, status="UNIMPLEMENTED"):
     """The server, or the engine that it runs, cannot do what was asked."""
 
-    status = "UNIMPLEMENTED"
 
-
-class FailedPreconditionError(WarpfitError):
+class FailedPreconditionError(WarpfitError, status="FAILED_PRECONDITION"):
     """The server will not do this, because it has crashed the engine before.
 
     Repeating the call cannot help before the server forgets, after an hour or when it restarts.
     """
 
-    status = "FAILED_PRECONDITION"
 
-
-class InternalError(WarpfitError):
+class InternalError(WarpfitError, status="INTERNAL"):
     """A bug of warpfit; the server's log has the details."""
-
-    status = "INTERNAL"
-
-
-#: The class to raise for each gRPC status name; any other status becomes InternalError.
-BY_STATUS: Final[dict[str, type[WarpfitError]]] = {
-    cls.status: cls
-    for cls in (
-        InvalidArgumentError,
-        DatasetNotFoundError,
-        ResourceExhaustedError,
-        UnavailableError,
-        DeadlineExceededError,
-        CancelledError,
-        UnauthenticatedError,
-        PermissionDeniedError,
-        UnimplementedError,
-        FailedPreconditionError,
-        InternalError,
-    )
-}
 
 
 def require(module: str, package: str, field: str = "") -> None:

@@ -155,16 +155,11 @@ class FitRequest:
 
     @property
     def loss(self) -> LossFunction:
-        """The loss to minimise.
-
-        Raises:
-            InvalidArgumentError: if there is none.
-        """
+        """The loss to minimise; an InvalidArgumentError says that there is none."""
         loss = self.problem.loss_function
         if loss is None:
-            raise InvalidArgumentError(
-                "a fit needs a loss", "LOSS_MISSING", "Give one, such as mse", "loss"
-            )
+            what = "a fit needs a loss"
+            raise InvalidArgumentError(what, "LOSS_MISSING", "Give one, such as mse", "loss")
         return loss
 
     @property
@@ -173,21 +168,12 @@ class FitRequest:
         return self.problem.batch.vectors if self.settings.all_starts else 1
 
     def check(self, layout: Layout) -> None:
-        """Check the whole request against the data set that it names.
-
-        Raises:
-            InvalidArgumentError: as `check_options`.
-            ProgramError: for the first bad token.
-        """
+        """Check the whole request; raise as `check_options`, and ProgramError for a bad token."""
         self.check_options(layout)
         self.problem.batch.check(layout.variables)
 
     def check_options(self, layout: Layout) -> None:
-        """Check everything but the tokens.
-
-        Raises:
-            InvalidArgumentError: for settings that are wrong or do not fit together.
-        """
+        """Check everything but the tokens; raise InvalidArgumentError for wrong settings."""
         self.problem.check_options(layout)
         squares = self.loss.is_squares
         if self.settings.method == Method.LM and not squares:

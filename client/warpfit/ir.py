@@ -18,14 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.expressions import token_checks
 from warpfit.expressions.parameter_vectors import ParameterVectors
 from warpfit.expressions.printing import to_text
-from warpfit.expressions.token_checks import (
-    are_well_formed,
-    check_indices,
-    check_structure,
-    needed_parameters,
-)
 from warpfit.formulas.program import Program as Program
 from warpfit.ops import CONSTANT, PARAMETER
 
@@ -91,11 +86,7 @@ class Population(Sequence[Program]):
         return self._chosen(np.arange(len(self))[index])
 
     def __iter__(self) -> Iterator[Program]:
-        """Make the programs one after the other, after one check of all.
-
-        Raises:
-            ProgramError: for the first bad token.
-        """
+        """Make the programs one after the other; raise ProgramError first if any is malformed."""
         self._check_structure()
         codes, values = self.codes.tobytes(), self.values.tobytes()
         for start, stop in pairwise(self.starts.tolist()):
@@ -128,11 +119,7 @@ class Population(Sequence[Program]):
         return f"<{type(self).__name__} of {len(self)}: {shown}>"
 
     def program(self, index: int) -> Program:
-        """Return one program, by its index from 0.
-
-        Raises:
-            ProgramError: if its tokens are not one well-formed expression.
-        """
+        """Return one program, by its index from 0; raise ProgramError if it is malformed."""
         start, stop = self.starts[index : index + 2]
         return Program(self.codes[start:stop], self.values[start:stop])
 
@@ -158,14 +145,10 @@ class Population(Sequence[Program]):
 
     def needed_parameters(self) -> NDArray[np.int64]:
         """Return the number of parameters that each program needs, int64 [programs]."""
-        return needed_parameters(self.codes, self.values, self.starts).astype(np.int64)
+        return token_checks.needed_parameters(self.codes, self.values, self.starts).astype(np.int64)
 
     def check_dtypes(self) -> None:
-        """Check the dtypes of the arrays, which a message would change without a word.
-
-        Raises:
-            InvalidArgumentError: naming the array that has another one.
-        """
+        """Check the dtypes of the arrays, which a message would change without a word."""
         for name, dtype in (("codes", "u1"), ("values", "f8"), ("lengths", "u4")):
             found = getattr(getattr(self, name), "dtype", None)
             if found != dtype:
@@ -177,8 +160,10 @@ class Population(Sequence[Program]):
                 )
 
     def _check_structure(self) -> None:
-        if len(self) and not are_well_formed(self.codes, self.values, self.starts, self.lengths):
-            check_structure(self.codes, self.values, self.starts)
+        if len(self) and not token_checks.are_well_formed(
+            self.codes, self.values, self.starts, self.lengths
+        ):
+            token_checks.check_structure(self.codes, self.values, self.starts)
 
     def _chosen(self, programs: slice | NDArray[np.int64]) -> Population:
         tokens = _pieces(self.starts, programs)
@@ -205,9 +190,7 @@ class Batch(Population):
 
     @classmethod
     def of(
-        cls,
-        programs: Sequence[Program],
-        parameters: Sequence[ArrayLike] | None = None,
+        cls, programs: Sequence[Program], parameters: Sequence[ArrayLike] | None = None
     ) -> Batch:
         """Build a batch from programs and, for each, one vector [n] or K vectors [K, n].
 
@@ -220,11 +203,7 @@ class Batch(Population):
 
     @classmethod
     def joined(cls, programs: Population, vectors: ParameterVectors) -> Batch:
-        """Return a batch of programs, whose arrays it shares, and parameter vectors.
-
-        Raises:
-            InvalidArgumentError: if there are no programs.
-        """
+        """Return a batch of programs, whose arrays it shares, and parameter vectors."""
         if not len(programs):
             raise InvalidArgumentError(
                 "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "programs"
@@ -271,10 +250,7 @@ class Batch(Population):
         )
 
     def check(self, variables: int) -> None:
-        """Check every token against the operator table and the data set.
-
-        Args:
-            variables: number of variables in the data set.
+        """Check every token against the operator table and the number of variables of the data.
 
         Raises:
             InvalidArgumentError: if the arrays do not fit together.
@@ -282,17 +258,15 @@ class Batch(Population):
         """
         self.check_shapes()
         starts, counts = self.starts, self.parameter_counts
-        if are_well_formed(self.codes, self.values, starts, self.lengths, variables, counts):
+        if token_checks.are_well_formed(
+            self.codes, self.values, starts, self.lengths, variables, counts
+        ):
             return
-        check_structure(self.codes, self.values, starts)
-        check_indices(self.codes, self.values, starts, variables, counts)
+        token_checks.check_structure(self.codes, self.values, starts)
+        token_checks.check_indices(self.codes, self.values, starts, variables, counts)
 
     def check_shapes(self) -> None:
-        """Check that there are programs, and that the arrays fit together.
-
-        Raises:
-            InvalidArgumentError: naming the array that does not.
-        """
+        """Check that there are programs, and that the arrays fit together."""
         if not len(self.lengths):
             raise InvalidArgumentError(
                 "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "lengths"

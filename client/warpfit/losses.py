@@ -210,16 +210,9 @@ def coefficients_of_determination(
 def close_gradients(
     closing: Closing, gradients: Floats, losses: Floats, statistics: TargetStatistics
 ) -> Floats:
-    """Turn derivatives of sums into derivatives of losses.
+    """Turn derivatives of sums, of any shape, into derivatives of losses.
 
-    Args:
-        closing: closing of the loss.
-        gradients: derivatives of the sums, any shape.
-        losses: the loss that belongs to each derivative, broadcast against ``gradients``.
-        statistics: statistics of the target.
-
-    Returns:
-        An array like ``gradients``; ROOT has derivative 0 at loss 0, which is a kink.
+    ``losses`` are those that belong to them, broadcast; ROOT has derivative 0 at loss 0, a kink.
     """
     with np.errstate(all="ignore"):
         if closing is Closing.SUM:

@@ -158,12 +158,9 @@ class Parser:
         *,
         indexed: bool = True,
     ) -> None:
-        """Take the names of variables and what functions mean.
+        """Take the names of variables, all different, and what functions mean.
 
-        Args:
-            names: names of the data set's variables in order, all different, or none.
-            functions: macros that take precedence over the operators of their names.
-            indexed: whether x1 and p1 are variables and parameters.
+        ``functions`` take precedence over operators; ``indexed`` says whether x1 and p1 are known.
         """
         self.names = tuple(names)
         self.indexed = indexed

@@ -24,12 +24,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from warpfit.embedded import READY, START_SECONDS, require_server
-from warpfit.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    UnavailableError,
-    require,
-)
+from warpfit.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError, require
 from warpfit.transport.addresses import Target
 
 #: Namespace of servers whose starter gave none.
@@ -142,12 +137,7 @@ def start(
 
 
 def addresses(namespace: str = NAMESPACE) -> list[str]:
-    """Return the addresses of the servers of a namespace that there are now.
-
-    Raises:
-        InvalidArgumentError: if Ray is not installed.
-        UnavailableError: if there is no Ray cluster.
-    """
+    """Return the addresses of the servers of a namespace that there are now; errors as `start`."""
     return sorted(address for address, _ in _described(namespace))
 
 

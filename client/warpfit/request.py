@@ -89,12 +89,7 @@ class Evaluation:
         return self.linear_scaling or self.correlation
 
     def check(self, layout: Layout) -> None:
-        """Check the whole evaluation against the data set that it names.
-
-        Raises:
-            InvalidArgumentError: as `check_options`.
-            ProgramError: for the first bad token.
-        """
+        """Check the whole request; raise as `check_options`, and ProgramError for a bad token."""
         self.check_options(layout)
         self.batch.check(layout.variables)
 
@@ -177,11 +172,7 @@ def check_rows(rows: tuple[int, int], layout: Layout) -> None:
 
 
 def check_target(layout: Layout, field: str) -> None:
-    """Check that a data set has a target, which the output named ``field`` needs.
-
-    Raises:
-        InvalidArgumentError: if it has none.
-    """
+    """Check that a data set has a target, which the output named ``field`` needs."""
     if not layout.has_target:
         raise InvalidArgumentError(
             f"{field} needs a target, and the data set has none",

@@ -138,10 +138,8 @@ Task = tuple[Load, int, int, list[float] | None]
 def run_clients(task: Task, barrier: Barrier) -> list[Outcome]:
     """Connect the clients of one process, wait for the other processes, and call.
 
-    Args:
-        task: the load, the number of the process, how many clients it has, and when its calls
-            begin, seconds after the start; None to call without a pause.
-        barrier: for all processes.
+    A task has the load, the number of the process, that of its clients, and when its calls begin,
+    seconds after the start; None to call without a pause.
     """
     load, process, count, due = task
     scenario, drawn = load.scenario, Expressions(load.seed, (process,))

@@ -65,14 +65,10 @@ class Peaks:
     source: str
 
     def bound(self, scenario: Scenario, programs: Sequence[Program]) -> dict[str, Any]:
-        """Return the least time of one call, and what sets it.
+        """Return ``operations`` and ``bytes`` of one call, its least ``seconds``, ``by`` what.
 
         Counted is an instruction for each operator, a special function where one is, variables and
         target read once, values written once. Code that computes equal values once may take less.
-
-        Returns:
-            ``operations`` and ``bytes`` of one call, ``seconds`` (the least time), ``by`` (what
-            sets it: "issue", "special functions" or "memory").
         """
         word = 8 if scenario.precision == "float64" else 4
         times = scenario.rows * scenario.vectors

@@ -83,13 +83,7 @@ class Profile:
     def scenarios(
         self, engine: str, tiers: Sequence[str], peers: Sequence[str]
     ) -> Iterator[Scenario]:
-        """Yield what to measure on one engine, the most important first.
-
-        Args:
-            engine: ``"cpu"`` or ``"cuda"``.
-            tiers: of the engine.
-            peers: names of other libraries.
-        """
+        """Yield what to measure on an engine with these tiers and peers, most important first."""
         base = Scenario(engine=engine, expressions=self.usual)
         compiles = "compiled" in tiers
         for rows, expressions in product(self.rows, self.expressions):

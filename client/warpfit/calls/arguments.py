@@ -89,23 +89,14 @@ class EvaluateOptions(SharedOptions, total=False):
 _MOST_SHARDS: Final = 2**32 - 1
 
 
-def build_dataset(
-    X: Any,
-    y: Any = None,
-    weights: Any = None,
-    *,
-    x: Sequence[str] | str | None = None,
-    names: Sequence[str] | None = None,
-    dtype: DTypeLike = "float32",
-    shards: int = 0,
-) -> ClientDataset:
-    """Turn a table into a data set; arguments, errors and warnings as for `warpfit.Client.upload`.
-
-    Raises:
-        InvalidArgumentError: if a cell is no number, or the arguments do not fit together.
-    """
-    table, shards = open_table(X, y, weights, x), _checked_shards(shards)
-    return client_dataset(table, names=names, dtype=dtype, shards=shards)
+def build_dataset(X: Any, y: Any, weights: Any, options: UploadOptions) -> ClientDataset:
+    """Turn a table into a data set; arguments and errors as for `warpfit.Client.upload`."""
+    return client_dataset(
+        open_table(X, y, weights, options.get("x")),
+        names=options.get("names"),
+        dtype=options.get("dtype", "float32"),
+        shards=_checked_shards(options.get("shards", 0)),
+    )
 
 
 def _checked_shards(shards: object) -> int:
@@ -120,11 +111,7 @@ def _checked_shards(shards: object) -> int:
 
 
 def build_file(name: str, options: OpenOptions) -> ServerFile:
-    """Turn the arguments of `open` into a file of a server.
-
-    Raises:
-        InvalidArgumentError: if the dtype is neither float32 nor float64, or shards no number.
-    """
+    """Turn the arguments of `open` into a file of a server; errors as there."""
     x = options.get("x") or ()
     return ServerFile(
         name=str(name),
@@ -144,22 +131,10 @@ def build_evaluation(
     options: EvaluateOptions,
     cache: PopulationCache | None = None,
 ) -> tuple[Evaluation, bool]:
-    """Turn a caller's arguments into an evaluation; the server checks its tokens.
+    """Turn the arguments of `warpfit.Client.run` into an evaluation; the server checks its tokens.
 
-    Args:
-        data: the data set.
-        expressions: one expression or several.
-        parameters: as for `warpfit.Client.evaluate`.
-        values: whether to return values; None returns them if nothing else is asked for.
-        options: the caller's further options.
-        cache: the client's last batches, or None.
-
-    Returns:
-        The evaluation, and whether the answer has a leading axis for parameter vectors.
-
-    Raises:
-        InvalidArgumentError: for arguments that do not fit together or do not fit the data set.
-        ParseError: for the text of an expression.
+    ``values=None`` asks for values if nothing else is asked for. Also returned is whether the
+    answer has a leading axis for parameter vectors.
     """
     data = checked_handle(data)
     batch, leading_axis = build_batch(

@@ -7,18 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
-from warpfit import codec
+from warpfit import codec, errors
 from warpfit.calls.progress import Progress, silent
 from warpfit.calls.retries import Deadline, Retries
 from warpfit.dataset import ClientDataset, OpenedDataset, changed_data
-from warpfit.errors import (
-    DatasetNotFoundError,
-    DeadlineExceededError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-    UnavailableError,
-    WarpfitError,
-)
 from warpfit.transport.addresses import Target
 from warpfit.transport.call import Call, Collector, UnaryCollector, UploadStream
 from warpfit.transport.servers import NOBODY_THERE, Server, Servers
@@ -29,7 +21,11 @@ _MOST_UPLOADS: Final = 3
 #: Seconds for which a first call waits where nobody listens, unless the caller says otherwise.
 _FIRST_CONTACT_SECONDS: Final = 1.5
 #: Errors that another server may not have.
-_ELSEWHERE: Final = (UnavailableError, ResourceExhaustedError, DatasetNotFoundError)
+_ELSEWHERE: Final = (
+    errors.UnavailableError,
+    errors.ResourceExhaustedError,
+    errors.DatasetNotFoundError,
+)
 _log = logging.getLogger("warpfit")
 T = TypeVar("T")
 C = TypeVar("C", bound=Collector)
@@ -92,16 +88,10 @@ class Attempts:
         retries: Retries,
         dataset: ClientDataset | None = None,
     ) -> Operation[T]:
-        """Act at one server after the other, and again after a pause, until it succeeds.
-
-        Args:
-            act: makes the operation at a server.
-            retries: of the whole call.
-            dataset: what the operation needs.
-        """
+        """Act at one server after the other, and again after a pause, until it succeeds."""
         place = () if dataset is None else (dataset.content_id, dataset.layout.nbytes)
         tried: list[Server] = []
-        error: WarpfitError | None = None
+        error: errors.WarpfitError | None = None
         while True:
             if self.servers.is_several:
                 error = (yield from self._find_servers()) or error
@@ -130,26 +120,18 @@ class Attempts:
             try:
                 if not server.failures:
                     yield from self._at(server, act, deadline)
-            except (*_ELSEWHERE, DeadlineExceededError) as error:
+            except (*_ELSEWHERE, errors.DeadlineExceededError) as error:
                 self.servers.failed(server, error, started)
 
     def call(
         self, server: Server, method: str, attempt: Attempt[C], seconds: float | None, work: int = 0
     ) -> Operation[C]:
-        """Make one attempt at one server and return what has collected the answer.
-
-        Args:
-            server: the server.
-            method: name of the method.
-            attempt: makes request and collector.
-            seconds: time limit, None for none.
-            work: measure of the call's size.
-        """
+        """Make one attempt at one server and return what has collected the answer."""
         request, collector = attempt()
         started = self.servers.clock()
         try:
             yield Call(method, request, collector, seconds, server.address)
-        except DeadlineExceededError:
+        except errors.DeadlineExceededError:
             server.is_trusted = False  # it may hang: the next call asks first
             raise
         self.servers.succeeded(server, method, work, self.servers.clock() - started)
@@ -171,11 +153,11 @@ class Attempts:
             seconds = left if left is None else self.servers.share(method, work, left)
             try:
                 return (yield from self.call(server, method, attempt, seconds, work))
-            except DeadlineExceededError as error:
+            except errors.DeadlineExceededError as error:
                 if seconds == left or seconds is None:
                     raise
                 raise _no_answer(server, seconds) from error
-            except DatasetNotFoundError:
+            except errors.DatasetNotFoundError:
                 uploads += 1
                 if uploads > _MOST_UPLOADS:
                     raise
@@ -200,11 +182,11 @@ class Attempts:
 
         try:
             yield from self.call(server, "UploadVariables", attempt, retries.deadline.remaining())
-        except (ResourceExhaustedError, DatasetNotFoundError) as error:
+        except (errors.ResourceExhaustedError, errors.DatasetNotFoundError) as error:
             if error.retry_after is None:  # no room there, or no numbers here
                 self.servers.refused(server, dataset.content_id)
             raise
-        except InvalidArgumentError as error:
+        except errors.InvalidArgumentError as error:
             if error.reason != "BAD_DIGEST":
                 raise
             raise changed_data() from error
@@ -224,17 +206,17 @@ class Attempts:
         question = codec.info_request(), UnaryCollector()
         try:
             yield from self.call(server, "GetServerInfo", lambda: question, seconds)
-        except DeadlineExceededError as error:
+        except errors.DeadlineExceededError as error:
             raise _no_answer(server, seconds) from error
-        except UnavailableError:
+        except errors.UnavailableError:
             raise
-        except WarpfitError:
+        except errors.WarpfitError:
             return  # the server is there; what it refuses is not what the call is about
 
     def _note(
         self,
         server: Server,
-        failure: WarpfitError,
+        failure: errors.WarpfitError,
         started: float,
         dataset: ClientDataset | None,
     ) -> None:
@@ -242,16 +224,16 @@ class Attempts:
         is_refused = dataset is not None and dataset.content_id in server.refusals
         if _is_final(failure) and not is_refused:
             raise failure
-        if self.servers.is_several and server.is_trusted and isinstance(failure, UnavailableError):
+        if (
+            self.servers.is_several
+            and server.is_trusted
+            and isinstance(failure, errors.UnavailableError)
+        ):
             _log.warning("%s: %s; calls go to other servers", server.address, failure.message)
         self.servers.failed(server, failure, started)
 
-    def _pause(self, retries: Retries, error: WarpfitError) -> float:
-        """Return the seconds to wait before all servers are tried again.
-
-        Raises:
-            WarpfitError: ``error``, if waiting cannot help or has taken long enough.
-        """
+    def _pause(self, retries: Retries, error: errors.WarpfitError) -> float:
+        """Return the seconds to wait; raise ``error`` if it cannot help or has taken too long."""
         if _is_final(error):
             raise error
         patience = self._patience(error)
@@ -260,7 +242,7 @@ class Attempts:
             _log.warning("%s; waiting for a server, for up to %g s", error.message, patience)
         return pause
 
-    def _patience(self, error: WarpfitError) -> float:
+    def _patience(self, error: errors.WarpfitError) -> float:
         """Return for how many seconds a call is repeated after its first failure."""
         total = self.config.retry.total_seconds
         if self.servers.has_answered:
@@ -270,7 +252,7 @@ class Attempts:
         # Where a server has answered before it is restarting; otherwise the address may be wrong.
         return min(total, _FIRST_CONTACT_SECONDS) if error.reason in NOBODY_THERE else total
 
-    def _find_servers(self) -> Operation[UnavailableError | None]:
+    def _find_servers(self) -> Operation[errors.UnavailableError | None]:
         """Ask for the servers' addresses when it is time; return why none is known, if so."""
         try:
             if self.servers.must_resolve():
@@ -278,7 +260,7 @@ class Attempts:
                     yield Background(self._resolve)
                 else:
                     self.servers.update((yield Compute(self.target.find)))
-        except UnavailableError as error:
+        except errors.UnavailableError as error:
             return error
         for address in self.servers.forgotten():
             yield Forget(address)
@@ -291,19 +273,19 @@ class Attempts:
             _log.warning("the addresses of %s cannot be found", self.target.text, exc_info=True)
 
 
-def _no_answer(server: Server, seconds: float) -> UnavailableError:
-    return UnavailableError(
+def _no_answer(server: Server, seconds: float) -> errors.UnavailableError:
+    return errors.UnavailableError(
         f"{server.address} has not answered within {seconds:g} s",
         "NO_ANSWER",
         "Check that the server runs and that the network lets its port pass",
     )
 
 
-def _severity(error: WarpfitError) -> tuple[bool, float]:
+def _severity(error: errors.WarpfitError) -> tuple[bool, float]:
     """Return what the failures at several servers are compared by: the least is waited for."""
     return _is_final(error), error.retry_after or 0.0
 
 
-def _is_final(error: WarpfitError) -> bool:
+def _is_final(error: errors.WarpfitError) -> bool:
     """Return whether the server would fail again: the call is over a limit, or lacks its data."""
-    return error.retry_after is None and not isinstance(error, UnavailableError)
+    return error.retry_after is None and not isinstance(error, errors.UnavailableError)

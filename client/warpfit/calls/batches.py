@@ -50,21 +50,9 @@ class PopulationCache:
 def build_batch(
     expressions: Any, parameters: Parameters, names: tuple[str, ...], cache: PopulationCache
 ) -> tuple[Batch, bool]:
-    """Turn expressions and parameters into a batch.
+    """Turn expressions and parameters, as `warpfit.Client.evaluate` takes them, into a batch.
 
-    Args:
-        expressions: one expression, several, a `Population`, or a `Batch`, which contains its
-            parameters.
-        parameters: as for `warpfit.Client.evaluate`.
-        names: names of the variables, or empty.
-        cache: the client's last batches.
-
-    Returns:
-        The batch, and whether answers have a leading axis for parameter vectors.
-
-    Raises:
-        InvalidArgumentError: for arguments that do not fit together.
-        ParseError: for the text of an expression.
+    Also returned is whether answers have a leading axis for parameter vectors.
     """
     if isinstance(expressions, Batch):
         if parameters is not None:

@@ -12,11 +12,7 @@ E = TypeVar("E", bound=StrEnum)
 
 
 def check_keywords(given: Mapping[str, Any], known: Any) -> None:
-    """Check that all keywords of a call are those of a TypedDict.
-
-    Raises:
-        InvalidArgumentError: for one that is not.
-    """
+    """Check that all keywords of a call are those of a TypedDict."""
     for name in given.keys() - known.__optional_keys__:
         names = sorted(known.__optional_keys__)
         close = difflib.get_close_matches(name, names, n=1)
@@ -29,11 +25,7 @@ def check_keywords(given: Mapping[str, Any], known: Any) -> None:
 
 
 def number(value: Any, field: str, wanted: str = "a number") -> float:
-    """Return a number that a caller gave.
-
-    Raises:
-        InvalidArgumentError: if it is none, text included.
-    """
+    """Return a number that a caller gave; raise InvalidArgumentError for text and other things."""
     try:
         if not isinstance(value, str | bytes):
             return float(value)
@@ -43,11 +35,7 @@ def number(value: Any, field: str, wanted: str = "a number") -> float:
 
 
 def whole_number(value: Any, field: str, wanted: str = "a whole number") -> int:
-    """Return an integer that a caller gave, NumPy's included.
-
-    Raises:
-        InvalidArgumentError: if it is none.
-    """
+    """Return an integer that a caller gave, NumPy's included; raise InvalidArgumentError if not."""
     try:
         return operator.index(value)
     except TypeError:
@@ -55,17 +43,10 @@ def whole_number(value: Any, field: str, wanted: str = "a whole number") -> int:
 
 
 def member(kind: type[E], value: Any, field: str) -> E:
-    """Return the member of an enumeration with this value.
-
-    Raises:
-        InvalidArgumentError: if there is none.
-    """
+    """Return the member of an enumeration; raise InvalidArgumentError for an unknown value."""
     try:
         return kind(value)
     except ValueError:
-        raise InvalidArgumentError(
-            f"{field} {value!r} is not known",
-            "BAD_ENUM",
-            f"Use one of: {', '.join(kind)}",
-            field,
-        ) from None
+        known = f"Use one of: {', '.join(kind)}"
+        what = f"{field} {value!r} is not known"
+        raise InvalidArgumentError(what, "BAD_ENUM", known, field) from None

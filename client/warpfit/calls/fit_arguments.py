@@ -73,12 +73,7 @@ def build_fit(
     options: FitOptions,
     cache: PopulationCache | None = None,
 ) -> FitRequest:
-    """Turn a caller's arguments into a fit; the server checks its tokens.
-
-    Raises:
-        InvalidArgumentError: for arguments that do not fit together or do not fit the data set.
-        ParseError: for the text of an expression.
-    """
+    """Turn the arguments of `warpfit.Client.optimize` into a fit; the server checks its tokens."""
     shared: EvaluateOptions = {
         "loss": options.get("loss", Loss.MSE),
         "rows": options.get("rows"),
@@ -147,12 +142,7 @@ def _flat(
 ) -> NDArray[np.float64] | None:
     """Return one number for each parameter of each program, [sum(counts)]; None if none is given.
 
-    Args:
-        given: what the caller passed.
-        counts: number of parameters of each program.
-        single: whether the caller passed a single expression.
-        name: name of the argument, for errors.
-        otherwise: number for parameters without an entry.
+    Parameters without an entry have ``otherwise``; ``single`` tells a lone expression.
     """
     if given is None:
         return None

@@ -15,14 +15,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from warpfit import codec
-from warpfit.calls.arguments import (
-    EvaluateOptions,
-    OpenOptions,
-    UploadOptions,
-    build_dataset,
-    build_evaluation,
-    build_file,
-)
+from warpfit.calls import arguments, splitting
 from warpfit.calls.attempts import Attempt, Attempts, C, Compute, Gather, Operation, T
 from warpfit.calls.batches import Parameters, PopulationCache
 from warpfit.calls.checks import check_keywords
@@ -32,25 +25,9 @@ from warpfit.calls.progress import Progress, reporter, silent
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.retries import Deadline, Retries
 from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
-from warpfit.calls.splitting import (
-    KnownLimits,
-    R,
-    S,
-    SearchProgress,
-    even_bounds,
-    join,
-    problem_of,
-    searches,
-    split,
-    token_weights,
-)
+from warpfit.calls.splitting import R, S, SearchProgress, problem_of, searches
 from warpfit.dataset import ClientDataset, Layout, warn_of_lost_digits
-from warpfit.errors import (
-    DatasetNotFoundError,
-    ProgramError,
-    ResourceExhaustedError,
-    WarpfitError,
-)
+from warpfit.errors import DatasetNotFoundError, ProgramError, ResourceExhaustedError, WarpfitError
 from warpfit.expressions.printing import locate
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.ir import Batch
@@ -71,7 +48,7 @@ class ClientOperations:
 
     attempts: Attempts
     batches: PopulationCache = field(default_factory=PopulationCache)
-    limits: KnownLimits = field(default_factory=KnownLimits)
+    limits: splitting.KnownLimits = field(default_factory=splitting.KnownLimits)
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
@@ -82,18 +59,12 @@ class ClientOperations:
         return cls(Attempts(config, target, servers))
 
     def upload(
-        self, X: Any, y: Any, weights: Any, options: UploadOptions
+        self, X: Any, y: Any, weights: Any, options: arguments.UploadOptions
     ) -> Operation[ClientDataset]:
         """Make a data set resident; send nothing but a question if it already is."""
-        check_keywords(options, UploadOptions)
+        check_keywords(options, arguments.UploadOptions)
         dataset: ClientDataset = yield Compute(
-            lambda: build_dataset(
-                *(X, y, weights),
-                x=options.get("x"),
-                names=options.get("names"),
-                dtype=options.get("dtype", "float32"),
-                shards=options.get("shards", 0),
-            )
+            lambda: arguments.build_dataset(X, y, weights, options)
         )
         retries = self._retries(None)
         attempts, done = self.attempts, list[Server]()
@@ -111,10 +82,10 @@ class ClientOperations:
                 yield from attempts.at_each(others, make_resident, retries.deadline)
         return dataset
 
-    def open(self, name: str, options: OpenOptions) -> Operation[ClientDataset]:
+    def open(self, name: str, options: arguments.OpenOptions) -> Operation[ClientDataset]:
         """Have a server read a data set from a file of its own."""
-        check_keywords(options, OpenOptions)
-        file = build_file(name, options)
+        check_keywords(options, arguments.OpenOptions)
+        file = arguments.build_file(name, options)
         message = codec.open_message(file)
         answer = yield from self._unary("OpenDataset", message, self._retries(None))
         warn_of_lost_digits(answer.lost_digits)
@@ -126,12 +97,12 @@ class ClientOperations:
         expressions: Any,
         parameters: Parameters,
         values: bool | None,
-        options: EvaluateOptions,
+        options: arguments.EvaluateOptions,
     ) -> Operation[Answer]:
         """Evaluate expressions; upload the data set again where a server does not have it."""
-        check_keywords(options, EvaluateOptions)
+        check_keywords(options, arguments.EvaluateOptions)
         deadline = Deadline(options.get("timeout"))
-        evaluation, leading_axis = build_evaluation(
+        evaluation, leading_axis = arguments.build_evaluation(
             data, expressions, parameters, values, options, self.batches
         )
 
@@ -253,10 +224,10 @@ class ClientOperations:
             count = servers.parts(method, work, data.content_id, data.layout.nbytes)
         if count == 1:
             return (yield from call(request))
-        bounds = even_bounds(token_weights(request), count)
-        parts = zip(split(request, bounds), bounds, strict=False)
+        bounds = splitting.even_bounds(splitting.token_weights(request), count)
+        parts = zip(splitting.split(request, bounds), bounds, strict=False)
         results: list[S] = yield Gather([_placed(call(part), start) for part, start in parts])
-        return join(results)
+        return splitting.join(results)
 
     def _in_parts(
         self, request: R, layout: Layout, call: Callable[[R], Operation[S]]
@@ -269,9 +240,9 @@ class ClientOperations:
             except ResourceExhaustedError as error:
                 bounds = self.limits.learn(error, request, layout)
         results = []
-        for start, part in zip(bounds, split(request, bounds), strict=False):
+        for start, part in zip(bounds, splitting.split(request, bounds), strict=False):
             results.append((yield from _placed(self._in_parts(part, layout, call), start)))
-        return join(results)
+        return splitting.join(results)
 
     def _on_data(
         self, method: str, attempt: Attempt[C], deadline: Deadline, data: DatasetHandle, part: R

@@ -18,22 +18,10 @@ def silent(done: int, total: int) -> None:
 
 @contextmanager
 def reporter(progress: Progress | bool | None) -> Iterator[Progress]:
-    """Yield the callable for what the caller passed; True opens a tqdm bar for the block.
-
-    Raises:
-        InvalidArgumentError: if tqdm is needed and not installed.
-    """
-    if callable(progress):
-        yield progress
-    elif progress:
-        with _bar() as report:
-            yield report
-    else:
-        yield silent
-
-
-@contextmanager
-def _bar() -> Iterator[Progress]:
+    """Yield the callable for what the caller passed; True opens a tqdm bar for the block."""
+    if callable(progress) or not progress:
+        yield progress if callable(progress) else silent
+        return
     require("tqdm", "tqdm", "progress")
     from tqdm.auto import tqdm
 

@@ -142,15 +142,7 @@ class Fit:
         names: tuple[str, ...] = (),
         r2: NDArray[np.float64] | None = None,
     ) -> Fit:
-        """Return views of a result, which is in the memory order of the wire.
-
-        Args:
-            result: the result.
-            batch: the programs and starts of the request.
-            all_starts: whether arrays have a leading axis of start vectors.
-            names: names of the variables.
-            r2: coefficients of determination, [programs, V] as ``result.losses``.
-        """
+        """Return views of a result in the memory order of the wire; ``r2`` is as its losses."""
 
         def shaped(array: NDArray[Any]) -> NDArray[Any]:
             return array.T if all_starts else array[:, 0]
@@ -179,12 +171,7 @@ class Fit:
         )
 
     def formula(self, expression: int = 0, start: int = 0) -> Program:
-        """Return an expression with its fitted parameters as constants.
-
-        Args:
-            expression: index of the expression.
-            start: index of the start vector, where ``all_starts`` was asked for.
-        """
+        """Return an expression with its fitted parameters as constants, by the indices of both."""
         vector = self.parameters[expression]
         return self.batch.program(expression).bind(vector[start] if vector.ndim == 2 else vector)
 
@@ -253,17 +240,10 @@ def _by_program(
     vectors: int | None = None,
     square: bool = False,
 ) -> Any:
-    """Split an array in the order of `Batch.parameters` into one array for each program.
+    """Split an array [P] or [P, rows], in the order of `Batch.parameters`, by programs.
 
-    Args:
-        flat: [P] or [P, rows], or None, for which None is returned.
-        batch: the programs.
-        leading_axis: whether the arrays keep their axis of vectors.
-        vectors: number of vectors for each program, if it is not the batch's.
-        square: whether each program has a matrix [n, n] for each vector, not a vector [n].
-
-    Returns:
-        A list of views [n], [n, n] or [rows, n], after the axis of vectors if it is kept.
+    The list has views [n], [rows, n] or, where ``square`` says that each vector has a matrix,
+    [n, n], after the axis of vectors if it is kept. Their number is the batch's by default.
     """
     if flat is None:
         return None

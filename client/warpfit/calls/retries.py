@@ -64,16 +64,11 @@ class Retries:
         return True
 
     def pause_after(self, error: WarpfitError, total_seconds: float) -> float:
-        """Return the seconds to wait before the next attempt.
-
-        That is the policy's pause, or the time that the server asked for if it is longer.
-
-        Args:
-            error: the last failure.
-            total_seconds: for how long after the first failure the call is repeated.
+        """Return the policy's pause, or the time that the server asked for if it is longer.
 
         Raises:
-            WarpfitError: ``error``, once that time is used up or the server asks for more.
+            WarpfitError: ``error``, once ``total_seconds`` after the first failure have passed, or
+                if the server asks for more.
             DeadlineExceededError: if the caller's deadline comes before the next attempt.
         """
         now = time.monotonic()

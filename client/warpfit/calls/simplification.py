@@ -91,12 +91,7 @@ class SimplifyTask:
         parameters: Parameters,
         options: SimplifyOptions,
     ) -> None:
-        """Take the arguments of `warpfit.Client.simplify`.
-
-        Raises:
-            InvalidArgumentError: for arguments that are wrong or do not fit the data.
-            ParseError: for the text of an expression.
-        """
+        """Take the arguments of `warpfit.Client.simplify`; errors as there."""
         self._data = data
         self._options = options
         self._deadline = Deadline(options.get("timeout"))

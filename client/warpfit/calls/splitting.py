@@ -31,12 +31,7 @@ _FIT_BYTES: Final = 64, 600
 
 
 def split(request: R, bounds: Sequence[int]) -> list[R]:
-    """Split by programs.
-
-    Args:
-        request: an evaluation or a fit.
-        bounds: index of the first program of each part, and the number of programs at the end.
-    """
+    """Split by programs; ``bounds`` are those of the parts, 0 and the number of programs too."""
     return [_part(request, start, stop) for start, stop in pairwise(bounds)]
 
 
@@ -81,11 +76,7 @@ def _added(timings: Sequence[Timings]) -> Timings:
 def bounds_below(weights: NDArray[np.float64], most: float) -> list[int]:
     """Return the bounds of the fewest parts whose weights add up to at most ``most`` each.
 
-    A program that is heavier by itself is a part of its own.
-
-    Args:
-        weights: weight of each program, [programs].
-        most: largest weight of a part.
+    A program that is heavier by itself is a part of its own; ``weights`` are [programs].
     """
     ends = np.cumsum(weights)
     bounds = [0]
@@ -98,12 +89,7 @@ def bounds_below(weights: NDArray[np.float64], most: float) -> list[int]:
 
 
 def even_bounds(weights: NDArray[np.float64], parts: int) -> list[int]:
-    """Return the bounds of at most ``parts`` parts of about the same weight, none of them empty.
-
-    Args:
-        weights: weight of each program, [programs].
-        parts: number of parts.
-    """
+    """Return the bounds of at most ``parts`` parts of about the same weight, none of them empty."""
     ends = np.cumsum(weights)
     targets = ends[-1] * np.arange(1, parts) / parts
     cuts = np.searchsorted(ends - weights / 2, targets)
@@ -178,11 +164,7 @@ class KnownLimits:
     def learn(
         self, error: ResourceExhaustedError, request: Evaluation | FitRequest, layout: Layout
     ) -> list[int]:
-        """Return the bounds of the parts of a request that was refused.
-
-        Raises:
-            ResourceExhaustedError: ``error``, if smaller batches cannot help.
-        """
+        """Return the bounds of the parts of a refused request; raise ``error`` if none can help."""
         programs = len(problem_of(request).batch)
         needed, limit = error.needed, error.available
         is_busy = error.retry_after is not None

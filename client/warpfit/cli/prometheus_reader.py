@@ -78,16 +78,7 @@ class Change:
 
 
 def scrape(address: str) -> Scrape:
-    """Read all metrics of a server.
-
-    Args:
-        address: HOST:PORT of its metrics port.
-
-    Raises:
-        InvalidArgumentError: if prometheus-client is not installed, or what answers has no
-            metrics, as the port for gRPC.
-        UnavailableError: if nothing answers.
-    """
+    """Read all metrics of a server from its metrics port; raise WarpfitError if there are none."""
     require("prometheus_client", "warpfit[top]")
     from prometheus_client.parser import text_string_to_metric_families as parse
 

@@ -11,30 +11,24 @@ _STAGES = ("decode", "queue", "copy", "kernel", "encode")
 
 
 def top(address: str, interval: float, *, once: bool) -> None:
-    """Show the view until interrupted, or print it once.
+    """Show the view until interrupted; with ``once`` print what happens in one interval."""
+    require("rich", "warpfit[top]")
+    from rich.console import Console
+    from rich.live import Live
 
-    Args:
-        address: HOST:PORT of the server's metrics port.
-        interval: seconds between two readings.
-        once: whether to read twice, print what happened in between, and return.
-
-    Raises:
-        InvalidArgumentError: if rich is not installed, or the port has other metrics.
-        UnavailableError: if nothing answers at the start.
-    """
-    rich_console, rich_live = _rich()
-    console = rich_console.Console()
+    console = Console()
     before = scrape(address)
     time.sleep(interval)
     after = scrape(address)
     if once:
         console.print(view(Change(before, after)))
         return
-    with rich_live.Live(view(Change(before, after)), console=console, screen=True) as live:
+    with Live(view(Change(before, after)), console=console, screen=True) as live:
         while True:
             time.sleep(interval)
             before, after = after, _next(address, after)
-            live.update(view(Change(before, after)) if after is not before else _away(address))
+            away = f"{address} does not answer"
+            live.update(view(Change(before, after)) if after is not before else away)
 
 
 def view(change: Change) -> Any:
@@ -162,10 +156,6 @@ def _next(address: str, last: Scrape) -> Scrape:
         return last
 
 
-def _away(address: str) -> str:
-    return f"{address} does not answer"
-
-
 def _share(found: Scrape, used: str, total: str, **labels: str) -> str:
     return f"{_bytes(found.total(used, **labels))} of {_bytes(found.total(total, **labels))}"
 
@@ -189,10 +179,3 @@ def _scaled(value: float, base: float, units: Sequence[str]) -> str:
         value, power = value / base, power + 1
     text = f"{value:.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
     return text + units[power]
-
-
-def _rich() -> Any:
-    require("rich", "warpfit[top]")
-    from rich import console, live
-
-    return console, live

@@ -39,13 +39,9 @@ EXTRAS: Final[Mapping[str, str]] = {
 
 
 def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
-    """Serialize the header of an answer.
+    """Serialize the header of an answer whose value matrix is [programs, K, rows].
 
     Serialized messages may be concatenated: ``result_start + piece + result_end`` is one message.
-
-    Args:
-        layout: layout of the data set.
-        shape: shape of the value matrix: programs, K, rows.
     """
     programs, vectors, rows = shape
     header = pb.ResultHeader(
@@ -57,15 +53,10 @@ def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
 def value_pieces(
     values: memoryview, offset: int, chunk_bytes: int, *, jacobian: bool = False
 ) -> Iterator[bytes]:
-    """Serialize a contiguous part of the value or Jacobian matrix in messages.
+    """Serialize the bytes of a contiguous part of the value or Jacobian matrix in messages.
 
-    The messages are framed by hand, because protobuf would copy each piece twice more.
-
-    Args:
-        values: bytes of the part.
-        offset: index of its first byte in the matrix.
-        chunk_bytes: most bytes of numbers in a message.
-        jacobian: whether the part belongs to the Jacobian.
+    They are framed by hand, because protobuf would copy each piece twice more. ``offset`` is the
+    index of the part's first byte in the matrix.
     """
     tag = _JACOBIAN_TAG if jacobian else _VALUES_TAG
     for begin in range(0, len(values), chunk_bytes):

@@ -5,12 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit.codec.framing import (
-    WIRE_DTYPES,
-    parse_message,
-    read_varint,
-    varint,
-)
+from warpfit.codec.framing import WIRE_DTYPES, parse_message, read_varint, varint
 from warpfit.dataset import DTYPES, ClientDataset, Layout, OpenedDataset, ServerFile
 from warpfit.errors import InvalidArgumentError
 from warpfit.v1 import evaluator_pb2 as pb
@@ -33,11 +28,7 @@ def layout_to_message(layout: Layout) -> pb.DatasetLayout:
 
 
 def layout_from_message(message: pb.DatasetLayout) -> Layout:
-    """Decode and check a data set's shape.
-
-    Raises:
-        InvalidArgumentError: for an unknown dtype, no rows, or names that do not fit.
-    """
+    """Decode and check a data set's shape; raise InvalidArgumentError if it is none."""
     layout = Layout(
         dtype=_dtype(message.dtype, "layout.dtype"),
         variables=message.variables,
@@ -113,11 +104,7 @@ def release_response() -> pb.ReleaseVariablesResponse:
 
 
 def upload_data(message: bytes) -> memoryview:
-    """Return the payload bytes of a message of an upload after the first, without copying.
-
-    Raises:
-        InvalidArgumentError: if it carries no data.
-    """
+    """Return the payload bytes of a message of an upload after the first, without copying."""
     length, start = read_varint(message, 1)
     if message[:1] == _DATA_TAG and start + length == len(message):
         return memoryview(message)[start:]
@@ -133,11 +120,7 @@ def upload_data(message: bytes) -> memoryview:
 
 
 def upload_start(data: bytes) -> tuple[Layout, bytes]:
-    """Return layout and content id of the first message of an upload.
-
-    Raises:
-        InvalidArgumentError: if it is no header, or the header is wrong.
-    """
+    """Return layout and content id of the first message of an upload."""
     return upload_header(parse_message(pb.UploadVariablesRequest, data))
 
 

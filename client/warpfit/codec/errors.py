@@ -65,12 +65,9 @@ def _milliseconds(seconds: float | None) -> int | None:
 def error_from_status(
     status: str, details: str, metadata: Sequence[tuple[str, str | bytes]] | None
 ) -> WarpfitError:
-    """Rebuild the server's error from a failed call.
+    """Rebuild the server's error from status, message and trailing metadata of a failed call.
 
-    Args:
-        status: name of the gRPC status code.
-        details: status message, used when the server sent no detail (gRPC's own errors).
-        metadata: trailing metadata of the call.
+    The message is used where the server sent no detail, as for gRPC's own errors.
     """
     cls = errors.BY_STATUS.get(status, errors.InternalError)
     entries = dict(metadata or ())

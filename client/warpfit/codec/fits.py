@@ -58,11 +58,7 @@ def fit_to_message(request: FitRequest) -> pb.OptimizeRequest:
 
 
 def fit_from_message(message: pb.OptimizeRequest) -> FitRequest:
-    """Decode a fit; `FitRequest.check` must follow.
-
-    Raises:
-        InvalidArgumentError: if a field cannot be decoded.
-    """
+    """Decode a fit; `FitRequest.check` must follow."""
     bounds: dict[str, Any] = {
         name: unpack(getattr(message, name), dtype, name) if getattr(message, name) else None
         for name, dtype in _BOUNDS.items()

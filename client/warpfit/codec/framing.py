@@ -25,9 +25,7 @@ WIRE_DTYPES: Final = {np.dtype("<f4"): pb.DTYPE_FLOAT32, np.dtype("<f8"): pb.DTY
 class WireEnum(Generic[E]):
     """Conversion between the members of an enumeration and their codes in messages.
 
-    Args:
-        members: the members; None is called NONE in the contract.
-        codes: enumeration of the contract, whose names are those of the members with a prefix.
+    The contract's names are those of the members with a prefix; None is called NONE there.
     """
 
     def __init__(self, members: Iterable[E], codes: Any) -> None:
@@ -95,11 +93,7 @@ def pack(array: NDArray[Any], dtype: DTypeLike) -> bytes:
 
 
 def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
-    """Unpack the little-endian numbers of a request without copying.
-
-    Raises:
-        InvalidArgumentError: if the size is no multiple of that of a number.
-    """
+    """Unpack the little-endian numbers of a request without copying."""
     size = dtype.itemsize
     if len(data) % size:
         raise InvalidArgumentError(
@@ -114,11 +108,7 @@ def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
 def received_array(
     data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], name: str
 ) -> NDArray[Any]:
-    """Unpack an array of an answer without copying.
-
-    Raises:
-        InternalError: if it does not have this shape.
-    """
+    """Unpack an array of an answer without copying; raise InternalError for another shape."""
     try:
         return np.frombuffer(data, dtype=dtype).reshape(shape)
     except ValueError as error:

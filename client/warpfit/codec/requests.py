@@ -85,11 +85,7 @@ def evaluation_to_message(evaluation: Evaluation) -> pb.EvaluateRequest:
 
 
 def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
-    """Decode an evaluation; `Evaluation.check` must follow.
-
-    Raises:
-        InvalidArgumentError: if a field cannot be decoded.
-    """
+    """Decode an evaluation; `Evaluation.check` must follow."""
     programs = message.programs
     arrays = {
         name: unpack(getattr(programs, name), dtype, f"programs.{name}")
@@ -123,11 +119,7 @@ def _of_all_tokens(values: NDArray[Any], codes: NDArray[Any]) -> NDArray[Any]:
 
 
 def evaluation_from_bytes(data: bytes) -> Evaluation:
-    """Parse and decode an evaluation; `Evaluation.check` must follow.
-
-    Raises:
-        InvalidArgumentError: if the bytes are not this message, or a field cannot be decoded.
-    """
+    """Parse and decode an evaluation; `Evaluation.check` must follow."""
     return evaluation_from_message(parse_message(pb.EvaluateRequest, data))
 
 

@@ -35,14 +35,7 @@ def info_from_message(message: pb.ServerInfo) -> info.ServerInfo:
     return info.ServerInfo(
         version=message.version,
         engine=message.engine,
-        devices=tuple(
-            info.Device(
-                **_fields(
-                    device, info.Device, tiers=tuple(TIERS.member(t, "tiers") for t in device.tiers)
-                )
-            )
-            for device in message.devices
-        ),
+        devices=tuple(map(_device, message.devices)),
         limits=info.Limits(**_fields(message.limits, info.Limits)),
         operators=tuple(
             info.OperatorInfo(**_fields(o, info.OperatorInfo)) for o in message.operators
@@ -50,6 +43,11 @@ def info_from_message(message: pb.ServerInfo) -> info.ServerInfo:
         datasets=message.datasets,
         sharded_datasets=message.sharded_datasets,
     )
+
+
+def _device(message: pb.Device) -> info.Device:
+    tiers = tuple(TIERS.member(tier, "tiers") for tier in message.tiers)
+    return info.Device(**_fields(message, info.Device, tiers=tiers))
 
 
 def _fields(source: object, cls: type, **converted: object) -> dict[str, Any]:

@@ -10,15 +10,8 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from warpfit.dataset.sources import (
-    ColumnNames,
-    Columns,
-    changed_data,
-    columns_at_once,
-    missing_value,
-    no_numbers,
-    row_blocks,
-)
+from warpfit.dataset import sources
+from warpfit.dataset.sources import ColumnNames, Columns, no_numbers, row_blocks
 from warpfit.errors import InvalidArgumentError, require
 
 #: Bytes of a Parquet file that are read at a time, and rows that are decoded at a time.
@@ -48,14 +41,7 @@ class ArrowColumns:
 
 
 class ParquetColumns:
-    """Columns of a Parquet file, which is read again for every pass.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        InvalidArgumentError: if it is no such file.
-    """
+    """Columns of a Parquet file, which is read again for every pass."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -88,10 +74,10 @@ class ParquetColumns:
         with self._open() as file:
             types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
             if not types.keys() >= set(self.names):
-                raise changed_data()
+                raise sources.changed_data()
             for name in self.names:  # before decoding, which may take a thousand times the file
                 _check_type(types[name], f"column {name!r}")
-            for names in columns_at_once(self.names, self.shape[0]):
+            for names in sources.columns_at_once(self.names, self.shape[0]):
                 batches = file.iter_batches(_BATCH_ROWS, columns=names, use_threads=False)
                 if len(names) > 1:
                     table = _pyarrow().Table.from_batches(batches)
@@ -116,9 +102,6 @@ def read_columns(data: Any, name: str, named: ColumnNames) -> ArrowColumns:
     """Return the columns of an object that exports Arrow data, or of an iterator of such objects.
 
     Nothing is copied. A stream is read to its end; of its columns only those named are kept.
-
-    Raises:
-        InvalidArgumentError: if it is no table.
     """
     pyarrow = _pyarrow()
     try:
@@ -162,7 +145,7 @@ def _numbers(chunk: Any, name: str, start: int) -> NDArray[Any]:
     pyarrow = _pyarrow()
     if chunk.null_count:
         row = chunk.is_null().to_numpy(zero_copy_only=False).argmax()
-        raise missing_value(name, start + int(row))
+        raise sources.missing_value(name, start + int(row))
     _check_type(chunk.type, name)
     if pyarrow.types.is_decimal(chunk.type):
         chunk = chunk.cast(pyarrow.float64())

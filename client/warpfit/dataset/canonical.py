@@ -37,9 +37,7 @@ _LOST_DIGITS: Final = "LOST_DIGITS"
 class PayloadDigest:
     """SHA-256 of a data set, for a large one computed in a thread while its bytes arrive.
 
-    Args:
-        layout: layout of the data set.
-        most_behind: `update` waits until at most this many bytes are not hashed yet.
+    `update` waits until at most ``most_behind`` bytes are not hashed yet.
     """
 
     def __init__(self, layout: Layout, most_behind: float = math.inf) -> None:
@@ -100,22 +98,7 @@ class Dataset:
         names: Sequence[str] = (),
         dtype: DTypeLike = np.float32,
     ) -> Dataset:
-        """Bring scikit-learn shaped arrays into canonical form.
-
-        Args:
-            X: [rows, variables]; a one-dimensional array is one variable.
-            y: target [rows], or None.
-            weights: weight of each row [rows], non-negative, or None.
-            names: one name for each variable, or empty.
-            dtype: float32 or float64; what the server computes in.
-
-        Raises:
-            InvalidArgumentError: if shapes do not fit, the dtype is neither, a weight is negative
-                or not finite, or a number is too large for float32.
-
-        Warns:
-            PrecisionWarning: if float32 rounds a column by more than 1e-4 of what it spans.
-        """
+        """Bring scikit-learn shaped arrays into canonical form; see `warpfit.Client.upload`."""
         table = open_table(X, y, weights)
         return cls.loaded(checked_layout(table, names, dtype), table.sources)
 
@@ -201,11 +184,7 @@ class ColumnsInPlace:
         return np.concatenate(blocks, dtype=self.layout.dtype, casting="unsafe")
 
     def chunks(self, size: int) -> Iterator[memoryview]:
-        """Return the payload in pieces of ``size`` bytes, the last one shorter.
-
-        Raises:
-            InvalidArgumentError: if a file or table is not what it was any more.
-        """
+        """Return the payload in pieces, as `Dataset.chunks`; raise if it has changed meanwhile."""
         return _cut((block.numbers for block in blocks_of(self.layout, self.sources)), size)
 
     def every(self, step: int) -> NDArray[Any]:
@@ -286,20 +265,7 @@ def client_dataset(
     dtype: DTypeLike = np.float32,
     shards: int = 0,
 ) -> ClientDataset:
-    """Hash a table for an upload; copy it only if it is small.
-
-    Args:
-        table: the columns.
-        names: one name for each variable; None takes the table's.
-        dtype: float32, float64, or "auto": float64 where float32 would be refused or warned of.
-        shards: devices to divide the rows among; 0 if the server decides.
-
-    Raises:
-        InvalidArgumentError: as `Dataset.of`, and for missing values and what is no number.
-
-    Warns:
-        PrecisionWarning: as `Dataset.of`.
-    """
+    """Hash a table for an upload, see `warpfit.Client.upload`; copy it only if it is small."""
     if not (isinstance(dtype, str) and dtype == "auto"):
         return _client_dataset(table, names, dtype, warn_of_lost_digits, shards)
     try:
@@ -330,11 +296,7 @@ def _refuse_lost_digits(text: str) -> None:
 
 
 def checked_layout(table: Table, names: Sequence[str] | None, dtype: DTypeLike) -> Layout:
-    """Return the layout of a table, after a look at its weights.
-
-    Raises:
-        InvalidArgumentError: for what does not fit, and for weights that are none.
-    """
+    """Return the layout of a table; raise InvalidArgumentError for weights that are none."""
     layout = table.layout(names, dtype)
     if table.weights is not None:
         start = 0
@@ -352,19 +314,9 @@ def content_id(
 ) -> bytes:
     """Return the SHA-256 of header and payload, 32 bytes, in one pass over the numbers.
 
-    Each block is hashed as soon as it is complete, while the next one is converted.
-
-    Args:
-        layout: the shape.
-        sources: all columns in order.
-        matrix: where the converted numbers are kept, [columns, rows], or None.
-        tell: called with what float32 loses, which may be nothing.
-
-    Raises:
-        InvalidArgumentError: if a cell is no number, or too large for float32.
-
-    Warns:
-        PrecisionWarning: if float32 rounds a column by more than 1e-4 of what it spans.
+    Each block is hashed as soon as it is complete, while the next one is converted; ``matrix``
+    [columns, rows] keeps the converted numbers. ``tell`` is called with the text of
+    `RoundingCheck.lost_digits`, which may be empty.
     """
     rounding = RoundingCheck(layout)
     digest = PayloadDigest(layout, BLOCK_BYTES if matrix is None else math.inf)

@@ -39,16 +39,8 @@ class RoundingCheck:
         """Compare some rows of some columns with what was given.
 
         Most columns pass by their least and greatest number, which are found while the columns are
-        in cache; the others are compared number by number.
-
-        Args:
-            rounded: numbers in the data set's dtype, [columns, rows].
-            given: the same numbers as they were given.
-            first: index of the first of the columns in the data set.
-            start: index of the first of the rows.
-
-        Raises:
-            InvalidArgumentError: if a number is too large for the dtype.
+        in cache; the others are compared number by number. Both arrays are [columns, rows];
+        ``first`` and ``start`` are the indices of their first column and row.
         """
         dtype = self._layout.dtype
         if np.can_cast(given.dtype, dtype) or dtype.itemsize > 4:
@@ -111,15 +103,7 @@ def warn_of_lost_digits(text: str) -> None:
 
 
 def check_weights(weights: NDArray[Any], start: int = 0) -> None:
-    """Check that weights [rows] are non-negative and finite.
-
-    Args:
-        weights: the weights of some rows.
-        start: index of the first of these rows.
-
-    Raises:
-        InvalidArgumentError: for the first one that is not.
-    """
+    """Check that the weights of rows from ``start`` on are non-negative and finite."""
     if weights.min() >= 0 and weights.max() < np.inf:
         return
     row = int(np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0])

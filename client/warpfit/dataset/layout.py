@@ -47,28 +47,14 @@ class Layout:
     def header(self) -> bytes:
         """Return the bytes that are hashed before the payload; see UploadHeader in the contract."""
         encoded = [name.encode() for name in self.names]
+        kind = DTYPE_CODES[self.dtype], self.has_target, self.has_weights
+        numbers = struct.pack("<BBBQQI", *kind, self.variables, self.rows, len(encoded))
         return b"".join(
-            [
-                _MAGIC,
-                struct.pack(
-                    "<BBBQQI",
-                    DTYPE_CODES[self.dtype],
-                    self.has_target,
-                    self.has_weights,
-                    self.variables,
-                    self.rows,
-                    len(encoded),
-                ),
-                *(struct.pack("<I", len(name)) + name for name in encoded),
-            ]
+            [_MAGIC, numbers, *(struct.pack("<I", len(name)) + name for name in encoded)]
         )
 
     def check(self) -> None:
-        """Check the shape.
-
-        Raises:
-            InvalidArgumentError: for no rows, no variables, or names that do not fit.
-        """
+        """Check that there are rows, variables, and names that fit."""
         for count, what in ((self.rows, "rows"), (self.variables, "variables")):
             if count < 1:
                 raise InvalidArgumentError(
@@ -91,11 +77,7 @@ class Layout:
 
 
 def canonical_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Return the little-endian dtype of a data set.
-
-    Raises:
-        InvalidArgumentError: if it is neither float32 nor float64.
-    """
+    """Return the little-endian dtype of a data set; raise InvalidArgumentError for any other."""
     try:
         canonical = np.dtype(dtype).newbyteorder("<")
     except TypeError:

@@ -39,10 +39,8 @@ class Columns(Protocol):
     def blocks(self) -> Iterator[NDArray[Any]]:
         """Yield column after column: all rows of some columns, or the next rows of one.
 
-        Each block is an array of real numbers [columns, rows], a view where that is possible.
-
-        Raises:
-            InvalidArgumentError: if a cell is no number, or missing.
+        Each block is an array of real numbers [columns, rows], a view where that is possible. An
+        InvalidArgumentError says that a cell is no number, or missing.
         """
 
 
@@ -61,11 +59,7 @@ class ColumnNames:
         return [n for n in names if n not in others] if self.x is None else list(self.x)
 
     def read(self, names: tuple[str, ...]) -> list[str]:
-        """Return the names of the columns that are read, of those that there are.
-
-        Raises:
-            InvalidArgumentError: if one that is asked for is not there, or there twice.
-        """
+        """Return the columns to read; raise InvalidArgumentError unless each is there once."""
         others = [name for name in (self.y, self.weights) if name is not None]
         asked = [*(self.x or ()), *others]
         counts = Counter(names)
@@ -145,9 +139,8 @@ class FrameColumns:
                 yield _series_numbers(series, self._column_name(column), part.start)[np.newaxis]
 
     def _column_name(self, column: int) -> str:
-        return (
-            f"column {self.names[column]!r}" if self.names else f"column {column} of {self._name}"
-        )
+        named = f"{column} of {self._name}"
+        return f"column {self.names[column]!r}" if self.names else f"column {named}"
 
 
 def row_blocks(rows: int) -> Iterator[slice]:
@@ -164,11 +157,7 @@ def columns_at_once(columns: Sequence[T], rows: int) -> Iterator[list[T]]:
 
 
 def real_numbers(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array of real numbers; copy only Python's objects.
-
-    Raises:
-        TypeError, ValueError: if it holds anything else.
-    """
+    """Return an array of real numbers; copy only Python's objects, raise TypeError, ValueError."""
     if array.dtype.kind not in "biufO":
         raise TypeError(f"its dtype is {array.dtype}")
     return array.astype(np.float64) if array.dtype.kind == "O" else array

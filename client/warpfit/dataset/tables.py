@@ -29,15 +29,7 @@ class Table:
         return tuple(c for c in (self.variables, self.target, self.weights) if c is not None)
 
     def layout(self, names: Sequence[str] | None, dtype: DTypeLike) -> Layout:
-        """Return the layout of the data set.
-
-        Args:
-            names: one name for each variable; None takes the columns' names.
-            dtype: float32 or float64.
-
-        Raises:
-            InvalidArgumentError: if the columns do not fit together.
-        """
+        """Return the layout of the data set; names are by default those of the columns."""
         rows, variables = self.variables.shape
         names = self.variables.names if names is None else names
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -67,18 +59,9 @@ class Table:
 def open_table(
     X: Any, y: Any = None, weights: Any = None, x: Sequence[str] | str | None = None
 ) -> Table:
-    """Return the columns of anything that holds a table of numbers, without reading them.
+    """Return the columns of anything that `warpfit.Client.upload` takes, without reading them.
 
-    Args:
-        X: [rows, variables]: an array or what NumPy makes one of, a pandas frame, anything with
-            Arrow's stream interface, an iterator of such tables, the path of a Parquet file, or
-            `ParquetColumns`. What can be read only once is read here.
-        y: target [rows], or the name of a column of X, or None.
-        weights: weight of each row [rows], or the name of a column of X, or None.
-        x: names of the columns of X that are variables; None takes all but y and weights.
-
-    Raises:
-        InvalidArgumentError: if X is no table, or a column that is named is not there.
+    What can be read only once is read here.
     """
     named = ColumnNames(
         x=[x] if isinstance(x, str) else x,

@@ -33,16 +33,9 @@ class _Dual:
 def differentiate(
     program: Program, variables: ArrayLike, parameters: ArrayLike = (), *, by: int = PARAMETER
 ) -> tuple[Floats, Floats]:
-    """Compute the values of a program and their derivatives.
+    """Compute the values of a program, [rows], and their derivatives, [leaves, rows], in float64.
 
-    Args:
-        program: the expression.
-        variables: [variables, rows].
-        parameters: [parameters].
-        by: PARAMETER or VARIABLE, the leaves to differentiate by.
-
-    Returns:
-        Values [rows] and derivatives [parameters or variables, rows], float64.
+    Variables are [variables, rows], parameters [parameters]; ``by`` is PARAMETER or VARIABLE.
     """
     columns = np.asarray(variables, dtype=np.float64)
     vector = np.asarray(parameters, dtype=np.float64)

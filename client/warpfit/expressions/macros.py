@@ -100,11 +100,7 @@ class Macro:
     def of(
         cls, name: str, text: str, codes: Sequence[int], values: Sequence[float], code: int
     ) -> Macro:
-        """Make a macro of the tokens of its text.
-
-        Raises:
-            InvalidArgumentError: if it has no operands, leaves one out, or is too long.
-        """
+        """Make a macro of the tokens of its text; raise InvalidArgumentError if it is none."""
         used = {int(v) for c, v in zip(codes, values, strict=True) if c == VARIABLE}
         if used not in ({0}, {0, 1}, {0, 1, 2}):
             raise InvalidArgumentError(
@@ -117,11 +113,7 @@ class Macro:
         return cls(name, len(used), text, tuple(codes), tuple(values), code)
 
     def apply(self, codes: list[int], values: list[float]) -> None:
-        """Replace its operands, the last ones of postfix tokens, by what it stands for.
-
-        Raises:
-            InvalidArgumentError: if the program becomes too long.
-        """
+        """Replace its operands, the last ones of postfix tokens, by what it stands for."""
         places = _last_operands(codes, self.arity)
         sizes = [stop - start for start, stop in places]
         written = sum(
@@ -223,8 +215,7 @@ class Macros:
     ) -> tuple[NDArray[np.uint8], NDArray[np.float64], NDArray[np.uint32]]:
         """Replace the macros of programs, which are given as in a `warpfit.ir.Population`.
 
-        Raises:
-            InvalidArgumentError: if a program becomes too long, with its index.
+        An InvalidArgumentError with its index says that a program becomes too long.
         """
         if not (ARITIES[codes] < 0).any():
             return codes, values, lengths.astype(np.uint32)

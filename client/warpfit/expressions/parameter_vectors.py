@@ -80,15 +80,7 @@ def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:
 
 
 def float_array(entry: ArrayLike, index: int | None = None) -> NDArray[np.float64]:
-    """Return the parameter vector or vectors of an expression.
-
-    Args:
-        entry: one vector [n] or K vectors [K, n].
-        index: of the expression, for the error.
-
-    Raises:
-        InvalidArgumentError: if it is neither.
-    """
+    """Return the parameter vector [n] or vectors [K, n] of the expression of this index."""
     why, reason = f"{entry!r}", "VECTOR_MISMATCH"
     try:
         array = np.asarray(entry, dtype=np.float64)

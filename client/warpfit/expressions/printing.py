@@ -41,22 +41,13 @@ def to_text(program: Program, names: Sequence[str] = ()) -> str:
     """Return the text of a program, with as few parentheses as possible.
 
     ``parse(to_text(program, names), names) == program``, to the last bit of each constant.
-
-    Args:
-        program: the program.
-        names: names of the data set's variables; variables beyond them are written x1, x2, ....
+    Variables beyond the names of the data set are written x1, x2, ....
     """
     return _marked_text(program, names, -1)
 
 
 def locate(program: Program, token: int, names: Sequence[str] = ()) -> tuple[str, int]:
-    """Return the text of a program, as `to_text`, and the index of one of its tokens in the text.
-
-    Args:
-        program: the program.
-        token: index of the token in the program, from 0.
-        names: names of the data set's variables.
-    """
+    """Return the text of a program, as `to_text`, and the index of one of its tokens in it."""
     text = _marked_text(program, names, token)
     return text.replace(_MARK, ""), text.index(_MARK)
 
@@ -163,12 +154,7 @@ def _constant(value: float, taken: Set[str]) -> str:
 
 
 def to_latex(program: Program, names: Sequence[str] = ()) -> str:
-    r"""Return a program as LaTeX for mathematical mode.
-
-    Args:
-        program: the program.
-        names: names of the data set's variables; variables beyond them are written x_{1}, ....
-    """
+    """Return a program as LaTeX for mathematical mode; variables without names are x_{1}, ...."""
 
     def leaf(code: int, value: float) -> _Rendered:
         if code == CONSTANT:

@@ -14,16 +14,7 @@ Floats = NDArray[np.float64]
 
 
 def evaluate_program(program: Program, variables: ArrayLike, parameters: ArrayLike = ()) -> Floats:
-    """Evaluate one program.
-
-    Args:
-        program: the expression.
-        variables: [variables, rows].
-        parameters: [parameters].
-
-    Returns:
-        float64 [rows].
-    """
+    """Evaluate one program on [variables, rows] and [parameters]; return float64 [rows]."""
     columns = np.asarray(variables, dtype=np.float64)
     vector = np.asarray(parameters, dtype=np.float64)
 
@@ -45,16 +36,7 @@ def evaluate(
     variables: ArrayLike,
     parameters: Sequence[ArrayLike] | None = None,
 ) -> Floats:
-    """Evaluate programs with one parameter vector each.
-
-    Args:
-        programs: the expressions.
-        variables: [variables, rows].
-        parameters: for each program [parameters], or None if none has any.
-
-    Returns:
-        float64 [programs, rows].
-    """
+    """Evaluate programs with one parameter vector each; return float64 [programs, rows]."""
     vectors = [()] * len(programs) if parameters is None else parameters
     return np.stack(
         [evaluate_program(p, variables, v) for p, v in zip(programs, vectors, strict=True)]

@@ -43,15 +43,8 @@ def are_well_formed(
 ) -> bool:
     """Test in few passes whether `check_structure` and `check_indices` would pass.
 
-    The result is False, too, where an index is -0.0, which the checks accept.
-
-    Args:
-        codes: token codes.
-        values: token values.
-        starts: index of each program's first token, and the total.
-        lengths: tokens of each program, [programs].
-        variables: number of variables of the data set.
-        counts: length of each parameter vector; None allows any index.
+    The result is False, too, where an index is -0.0, which the checks accept. Without ``counts``
+    parameters may have any index.
     """
     if not lengths.all() or not _stacks_balance(codes, starts):
         return False
@@ -90,11 +83,7 @@ def _stacks_balance(codes: Codes, starts: Starts) -> bool:
 
 
 def check_structure(codes: Codes, values: Values, starts: Starts) -> None:
-    """Check codes, indices, and that each program leaves one value on the stack.
-
-    Raises:
-        ProgramError: for the first bad token.
-    """
+    """Check codes, indices and stacks; raise ProgramError for the first bad token."""
     lengths = np.diff(starts)
     if not lengths.all():
         raise ProgramError(
@@ -148,9 +137,8 @@ def check_indices(
 ) -> None:
     """Check the indices of variables and parameters against the numbers that exist.
 
-    Raises:
-        ProgramError: for the first token whose index is out of range, or the first program that
-            does not use its last parameter.
+    A ProgramError names the first token whose index is out of range, or the first program that does
+    not use its last parameter.
     """
     check = _TokenCheck(values, starts)
     check(

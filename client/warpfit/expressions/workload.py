@@ -70,11 +70,7 @@ def thesis_mix(
     tokens: tuple[int, int] = (10, 50),
     operators: Sequence[str] = THESIS_OPERATORS,
 ) -> tuple[list[Program], list[NDArray[np.float64]]]:
-    """Draw programs of ``tokens[0]`` to ``tokens[1]`` tokens, and a parameter vector for each.
-
-    Returns:
-        The programs and, for each, parameters drawn from [0.5, 2), float64 [parameters].
-    """
+    """Draw programs of ``tokens[0]`` to ``tokens[1]`` tokens, and parameters from [0.5, 2)."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(tokens[0], tokens[1] + 1, size=programs).tolist()
     drawn = [random_program(rng, size, variables=variables, operators=operators) for size in sizes]

@@ -128,11 +128,7 @@ class Evaluator:
         return map(function, *iterables)
 
     def score(self, individuals: Sequence[Any]) -> list[tuple[float]]:
-        """Score trees in one call.
-
-        Raises:
-            InvalidArgumentError: for a tree that cannot be converted, with its index.
-        """
+        """Score trees in one call; an InvalidArgumentError has the index of a bad one."""
         if not individuals:
             return []
         converter = _Converter(self.pset, self.operators or {}, self.data.names)

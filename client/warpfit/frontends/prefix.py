@@ -47,15 +47,7 @@ class PrefixTrees:
 
     @classmethod
     def of(cls, trees: Sequence[Sequence[Any]], node: Callable[[Any], Node]) -> PrefixTrees:
-        """Read trees.
-
-        Args:
-            trees: the objects of each tree in prefix order.
-            node: converts one object.
-
-        Raises:
-            InvalidArgumentError: what ``node`` raises, with the index of the tree.
-        """
+        """Read trees of objects in prefix order; errors of ``node`` get the index of the tree."""
         entries = list(chain.from_iterable(trees))
         numbers: defaultdict[int, int] = defaultdict(count().__next__)
         kinds = np.fromiter(map(numbers.__getitem__, map(id, entries)), np.intp, len(entries))
@@ -80,12 +72,7 @@ class PrefixTrees:
         )
 
     def population(self) -> Population:
-        """Return the programs.
-
-        Raises:
-            ProgramError: if the nodes of a tree are not one whole tree.
-            InvalidArgumentError: if functions written out make a program too long.
-        """
+        """Return the programs; raise ProgramError if the nodes of a tree are not one whole tree."""
         operands, kinds, lengths = self.operands, self.kinds, self.lengths
         arities = np.where(ARITIES[self.codes] < 0, operands, ARITIES[self.codes])
         # A chain of k operands is k - 1 operators of two, one below the other.
@@ -104,16 +91,9 @@ class PrefixTrees:
 def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the nodes of trees in prefix order in the order of postfix.
 
-    The number of operands that are missing after each node tells where its subtree ends: at the
-    next node after which one less is missing than before it. A node stands in postfix where the
-    subtrees that end before it are, plus the rest of its own.
-
-    Args:
-        operands: number of operands of each node, prefix order, [nodes].
-        lengths: nodes of each tree, [trees].
-
-    Raises:
-        ProgramError: if the nodes of a tree are not one whole tree.
+    The number of ``operands`` [nodes] that are missing after each node tells where its subtree
+    ends: at the next node after which one less is missing than before it. A node stands in postfix
+    where the subtrees that end before it are, plus the rest of its own.
     """
     size = len(operands)
     missing = np.cumsum(operands - 1)
@@ -162,17 +142,7 @@ def _check_whole(
 
 
 def operator_node(name: str, operands: int, names: Mapping[str, str], library: str) -> Node:
-    """Make the node of a function by its name.
-
-    Args:
-        name: the function's name in the library.
-        operands: number of its operands.
-        names: operators by the library's names; their own names and aliases are known.
-        library: for the error message.
-
-    Raises:
-        InvalidArgumentError: if the name or the number of operands is unknown.
-    """
+    """Make the node of a function of a library by its name, own or in ``names``, and operands."""
     row = function(names.get(name, name))
     if row is None:
         raise InvalidArgumentError(

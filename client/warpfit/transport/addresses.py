@@ -49,12 +49,7 @@ class Target:
     """Name in the servers' certificates, where it is not the address."""
 
     def find(self) -> tuple[str, ...]:
-        """Ask for the addresses of the servers that there are now.
-
-        Raises:
-            UnavailableError: if there are none, or as the resolver.
-            InvalidArgumentError: if the resolver returns something else than addresses.
-        """
+        """Ask for the addresses of the servers; raise UnavailableError if there are none now."""
         found = self.resolve()
         if not found:
             raise UnavailableError(

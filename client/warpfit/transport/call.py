@@ -94,11 +94,6 @@ class UploadStream:
 
     gRPC iterates in a thread of its own, where an exception would be lost. So an exception ends
     the stream, and the transport raises it in the caller's thread.
-
-    Args:
-        dataset: the data set to send.
-        chunk_bytes: size of the payload of each message.
-        report: called with the bytes done and the bytes in total.
     """
 
     def __init__(

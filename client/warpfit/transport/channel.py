@@ -25,11 +25,7 @@ class Transport(Protocol):
     """Carries calls to servers and answers back; `warpfit.testing` has one without a network."""
 
     def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
-        """Perform one call and hand each message of the answer to its collector.
-
-        Raises:
-            WarpfitError: if the call failed.
-        """
+        """Hand each message of the answer to its collector; raise WarpfitError on failure."""
 
     def forget(self, address: str) -> None:
         """Close the connection to one server."""
@@ -52,13 +48,7 @@ class AsyncTransport(Protocol):
 
 
 class _Channels:
-    """A channel for each server, which is opened when it is first needed.
-
-    Args:
-        module: ``grpc`` or ``grpc.aio``.
-        connection: servers, settings and credentials; channels to fixed servers open at once.
-        options: further channel arguments.
-    """
+    """A channel of ``grpc`` or ``grpc.aio`` to each server; to fixed servers they open at once."""
 
     def __init__(
         self, module: Any, connection: Connection, options: Sequence[tuple[str, int]] = ()
@@ -78,7 +68,9 @@ class _Channels:
     def method(self, call: Call) -> Any:
         """Return gRPC's callable for a call."""
         if self._closed:
-            raise _client_closed()
+            raise InvalidArgumentError(
+                "the client is closed", "CLIENT_CLOSED", "Keep it open as long as it is used"
+            )
         _, methods = self._open.get(call.server) or self._to(call.server)
         return methods.of(call)
 
@@ -242,12 +234,4 @@ def _wrong_loop(why: str) -> InvalidArgumentError:
         f"the asyncio client {why}",
         "WRONG_EVENT_LOOP",
         "Call connect_async in a coroutine of the loop that uses the client",
-    )
-
-
-def _client_closed() -> InvalidArgumentError:
-    return InvalidArgumentError(
-        "the client is closed",
-        "CLIENT_CLOSED",
-        "Keep it open as long as it is used, or make another",
     )

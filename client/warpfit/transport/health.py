@@ -9,16 +9,7 @@ _STATUS = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 
 
 def health(address: str, service: str, timeout: float) -> str:
-    """Return a service's status from grpc.health.v1, or the gRPC status of a call that failed.
-
-    Args:
-        address: HOST:PORT.
-        service: ``readiness``, ``liveness``, or the full name of a service.
-        timeout: seconds.
-
-    Raises:
-        InvalidArgumentError: if the address has no port.
-    """
+    """Return a service's status from grpc.health.v1, or the gRPC status of a call that failed."""
     check_address(address)
     name = service.encode()[:127]
     request = b"\n" + bytes([len(name)]) + name if name else b""  # HealthCheckRequest.service

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -83,11 +83,7 @@ class Security:
         tls: TlsConfig | bool | None,
         environment: Mapping[str, str] = os.environ,
     ) -> Security:
-        """Take what is None from the environment; see `warpfit.connect`.
-
-        Raises:
-            InvalidArgumentError: if a token would leave this machine in plain text.
-        """
+        """Take what is None from the environment; see `warpfit.connect`."""
         if token is None:
             token = environment.get("WARPFIT_TOKEN")
         if token and not (isinstance(token, str) and _TOKEN.fullmatch(token.strip())):
@@ -213,34 +209,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def from_flags(options: argparse.Namespace) -> dict[str, Any]:
-    """Turn the flags into arguments of `warpfit.connect`.
-
-    Raises:
-        InvalidArgumentError: if the token's file cannot be read, or other users can read it.
-    """
+    """Turn the flags into arguments of `warpfit.connect`."""
     token = _read(options.token_file, secret=True)
-    named = {
-        "ca": options.ca,
-        "certificate": options.cert,
-        "key": options.key,
-        "server_name": options.server_name,
-    }
-    wants_tls = options.tls or any(named.values())
+    names = (options.ca, options.cert, options.key, options.server_name)
     return {
         "token": token.decode().strip() if token is not None else None,
-        "tls": TlsConfig(**named) if wants_tls else None,
+        "tls": _tls_of(names, wanted=options.tls),
     }
 
 
 def _tls_from(environment: Mapping[str, str]) -> TlsConfig | None:
-    named = {
-        "ca": environment.get("WARPFIT_CA"),
-        "certificate": environment.get("WARPFIT_CLIENT_CERT"),
-        "key": environment.get("WARPFIT_CLIENT_KEY"),
-        "server_name": environment.get("WARPFIT_SERVER_NAME"),
-    }
+    variables = ("CA", "CLIENT_CERT", "CLIENT_KEY", "SERVER_NAME")
     wanted = environment.get("WARPFIT_TLS", "").lower() in ("1", "true", "yes", "on")
-    return TlsConfig(**named) if wanted or any(named.values()) else None
+    return _tls_of([environment.get(f"WARPFIT_{name}") for name in variables], wanted=wanted)
+
+
+def _tls_of(names: Sequence[str | None], *, wanted: bool) -> TlsConfig | None:
+    """Return the settings with CA, certificate, key and name; None if TLS is not asked for."""
+    ca, certificate, key, server_name = names
+    if not (wanted or any(names)):
+        return None
+    return TlsConfig(ca=ca, certificate=certificate, key=key, server_name=server_name)
 
 
 def _read(path: str | Path | None, *, secret: bool = False) -> bytes | None:

@@ -91,12 +91,8 @@ class DurationModel:
 class Servers:
     """Chooses the server for each attempt of a call; threads may share it.
 
-    Args:
-        addresses: those of all servers; empty if `update` brings them.
-        replicas: number of homes of a data set that is not small.
-        is_fixed: whether the addresses never change.
-        clock: seconds, as `time.monotonic`.
-        draw: random numbers from [0, 1).
+    A data set that is not small has ``replicas`` homes. Where addresses are not fixed, `update`
+    brings them.
     """
 
     def __init__(
@@ -165,14 +161,8 @@ class Servers:
     ) -> Server | None:
         """Return the server for the next attempt, and count the attempt as in flight there.
 
-        Args:
-            tried: servers at which this call has failed already.
-            content_id: the data set that the call needs; empty for none.
-            nbytes: its size.
-
-        Returns:
-            A server; None if the call has failed at all that could answer now. A call that has not
-            failed yet gets one even if all have failed others, as long as there are any.
+        The result is None if the call has failed at all servers that could answer now. A call that
+        has not failed yet gets one even if all have failed others, as long as there are any.
         """
         if not self.is_several:
             (only,) = self._servers.values()
@@ -283,14 +273,7 @@ class Servers:
     # ---------------------------------------------------------------------------------- outcomes
 
     def succeeded(self, server: Server, method: str, work: float, seconds: float) -> None:
-        """Take note of an answer.
-
-        Args:
-            server: the one that has answered.
-            method: name of the method.
-            work: measure of the call's size; 0 if its time says nothing about the server's load.
-            seconds: time that the call took.
-        """
+        """Take note of an answer; work is 0 if the time says nothing about the server's load."""
         self.has_answered = True
         if not self.is_several:
             return
@@ -306,12 +289,8 @@ class Servers:
         """Take note of a failure that another server may not have.
 
         A server that is busy is left alone for as long as it asked for; one that is away for longer
-        and longer, and its address is soon asked for again.
-
-        Args:
-            server: the one that has failed.
-            error: what it has failed with.
-            started: when the attempt began; attempts that fail together count as one failure.
+        and longer, and its address is soon asked for again. Attempts that were under way together
+        count as one failure, which is why the start of the attempt is needed.
         """
         self.has_answered |= error.reason not in NOBODY_THERE
         if not self.is_several:

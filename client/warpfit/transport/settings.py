@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Final, Self, TypeVar
 
-from warpfit.errors import InvalidArgumentError, bad_setting
+from warpfit.errors import bad_setting
 
 T = TypeVar("T")
 
@@ -57,12 +57,7 @@ class RetryPolicy:
         _check_numbers(self, 0.0)
 
     def pause(self, failures: int, random: float) -> float:
-        """Return the seconds to wait after ``failures`` failed attempts (from 1).
-
-        Args:
-            failures: number of failed attempts.
-            random: a random number from [0, 1), for the jitter.
-        """
+        """Return the seconds to wait after failed attempts; ``random`` is from [0, 1)."""
         growth = self.multiplier ** min(failures - 1, 64)
         full = min(self.initial_backoff * growth, self.maximum_backoff)
         return full * (1.0 - self.jitter * random)
@@ -137,22 +132,11 @@ class ClientConfig:
         wait: float | None,
         replicas: int,
     ) -> Self:
-        """Take the defaults for what is None.
-
-        Raises:
-            InvalidArgumentError: for a number that makes no sense.
-        """
+        """Take the defaults for what is None."""
         if not isinstance(replicas, Integral) or isinstance(replicas, bool) or replicas < 1:
-            raise InvalidArgumentError(
-                f"replicas is {replicas!r}",
-                "BAD_REPLICAS",
-                "Give the number of servers on which each data set lives, from 1",
-                "replicas",
-            )
+            raise bad_setting("replicas", replicas, "a number of servers for each data set, from 1")
         if wait is not None and not (isinstance(wait, Real) and wait >= 0):
-            raise InvalidArgumentError(
-                f"wait is {wait!r}", "BAD_WAIT", "Give seconds from 0, or None", "wait"
-            )
+            raise bad_setting("wait", wait, "seconds from 0, or None")
         retry = _checked(retry, RetryPolicy, "retry")
         transport = _checked(transport, TransportConfig, "transport")
         wait = None if wait is None else float(wait)

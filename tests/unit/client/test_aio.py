@@ -125,13 +125,13 @@ def test_tasks_share_a_client(run):
 
 def test_preparing_an_upload_leaves_the_event_loop_free(server, monkeypatch):
     threads = []
-    build = warpfit.calls.operations.build_dataset
+    build = warpfit.calls.arguments.build_dataset
 
     def recorded(*arguments, **options):
         threads.append(threading.current_thread())
         return build(*arguments, **options)
 
-    monkeypatch.setattr(warpfit.calls.operations, "build_dataset", recorded)
+    monkeypatch.setattr(warpfit.calls.arguments, "build_dataset", recorded)
 
     async def body():
         async with testing.async_client(server) as client:

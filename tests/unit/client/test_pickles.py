@@ -75,9 +75,8 @@ def test_a_client_without_a_server_says_that_it_cannot_be_pickled():
 def test_type_checkers_know_what_both_clients_return():
     def told(cls):
         overloads = typing.get_overloads(cls.evaluate)
-        return [{**f.__annotations__, "only": f.__kwdefaults__} for f in overloads]
+        return [f.__annotations__ for f in overloads]
 
     assert told(warpfit.Client) == told(warpfit.AsyncClient)
     returns = [each["return"] for each in told(warpfit.Client)]
-    assert returns[0] == "NDArray[Any]"
-    assert len(returns) == 4
+    assert returns == ["NDArray[Any]", "Any"]

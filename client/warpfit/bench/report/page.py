@@ -45,11 +45,7 @@ interpreter and the second for compiled code, by kernel time."""
 
 
 def write_report(paths: Sequence[Path], directory: Path) -> list[Path]:
-    """Write ``report.html`` and the plots; return their paths.
-
-    Raises:
-        InvalidArgumentError: if a file is no result, or matplotlib is missing.
-    """
+    """Write ``report.html`` and the plots; return their paths."""
     documents = [results.read(path) for path in paths]
     require("matplotlib", "warpfit[bench]")
     found = systems(documents)
