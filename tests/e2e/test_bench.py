@@ -83,10 +83,3 @@ def test_load_on_a_running_server(server: ServerProcess, tmp_path):
     assert found["failed"] == {}
     assert found["calls"] > 20
     assert found["latency"]["mean"] >= found["service"]["mean"] > 0
-
-
-def test_a_wrong_address_is_one_line():
-    status, _, err = finish(bench("load", "nowhere", "--rate", "5", "--seconds", "1"))
-    assert status == 2
-    assert "is not an address" in err
-    assert "Traceback" not in err

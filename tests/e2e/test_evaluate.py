@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import numpy as np
 import pytest
 
@@ -56,23 +54,6 @@ def test_every_loss_with_weights_and_rows(client, loss):
     np.testing.assert_allclose(got, expected, rtol=1e-9)
 
 
-def test_parameter_vectors_add_a_leading_axis(client):
-    X, y = _data(4)
-    vectors = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    with client.upload(X, y, dtype="float64") as data:
-        values = client.evaluate(data, ["p1*x1 + p2", "x2"], parameters=[vectors, np.empty((3, 0))])
-        losses = client.evaluate(
-            data, ["p1*x1 + p2", "x2"], parameters=[vectors, np.empty((3, 0))], loss="sse"
-        )
-    assert values.shape == (3, ROWS, 2)
-    assert losses.shape == (3, 2)
-    for k, (a, b) in enumerate(vectors):
-        column = a * X[:, 0].astype(float) + b
-        np.testing.assert_allclose(values[k, :, 0], column)
-        np.testing.assert_allclose(losses[k, 0], np.sum((column - y) ** 2))
-        np.testing.assert_array_equal(values[k, :, 1], X[:, 1])
-
-
 def test_a_large_result_arrives_whole(client):
     X, _ = _data(5, rows=200_003, variables=2)
     with client.upload(X) as data:
@@ -106,31 +87,3 @@ def test_a_second_client_finds_the_data_resident(server: ServerProcess):
         np.testing.assert_array_equal(
             first.evaluate(data, ["x1 * x2"]), second.evaluate(again, ["x1 * x2"])
         )
-
-
-def _worker(address: str, seed: int, rounds: int) -> bool:
-    X, y = _data(7)
-    with warpfit.connect(address) as client:
-        data = client.upload(X, y)
-        for turn in range(rounds):
-            programs, parameters = thesis_mix(
-                1000 * seed + turn, 20, operators=("add", "sub", "mul", "neg")
-            )
-            got = client.evaluate(data, programs, parameters=parameters)
-            expected = _reference(programs, X, parameters).astype(np.float32)
-            np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
-    return True
-
-
-def test_worker_processes_share_a_data_set(server: ServerProcess):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        results = pool.starmap(_worker, [(server.address, seed, 5) for seed in range(3)])
-    assert results == [True] * 3
-
-
-def test_info_names_engine_limits_and_operators(client):
-    info = client.info()
-    assert info.engine == "cpu"
-    assert info.devices[0].threads == 2
-    assert info.limits.requests == 64
-    assert {op.name: op.code for op in info.operators}["add"] == 16

@@ -79,29 +79,6 @@ def test_calls_are_retried_and_lost_data_uploaded_again(run, server):
     assert server.calls.count("UploadVariables") == 2
 
 
-def test_errors_keep_all_fields(run, server):
-    error = warpfit.ResourceExhaustedError("too much", "MEMORY", "Ask for less", needed=9)
-    server.fail(error=error)
-
-    async def body(client):
-        await client.info()
-
-    with pytest.raises(warpfit.ResourceExhaustedError) as caught:
-        run(body)
-    assert vars(caught.value) == vars(error)
-
-
-def test_info_and_readiness(run, server):
-    server.fail(calls=3)
-
-    async def body(client):
-        return await client.wait_ready(10), await client.info()
-
-    ready, info = run(body)
-    assert ready == info
-    assert {operator.name for operator in info.operators} == set(warpfit.ops.OPERATORS)
-
-
 def test_a_failing_progress_callback_reaches_the_caller(run):
     def fail(done, total):
         raise LookupError("no bar")
@@ -111,16 +88,6 @@ def test_a_failing_progress_callback_reaches_the_caller(run):
 
     with pytest.raises(LookupError, match="no bar"):
         run(body)
-
-
-def test_tasks_share_a_client(run):
-    async def body(client):
-        data = await client.upload(X)
-        calls = [client.evaluate(data, "x1*p1", [float(n)]) for n in range(12)]
-        return await asyncio.gather(*calls)
-
-    for factor, values in enumerate(run(body)):
-        np.testing.assert_allclose(values[:, 0], X[:, 0] * factor, rtol=1e-6)
 
 
 def test_preparing_an_upload_leaves_the_event_loop_free(server, monkeypatch):

@@ -176,15 +176,6 @@ def test_info_describes_the_server(capsys, address):
         assert f"{name}/{row.arity}" in out.split()
 
 
-@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), ([], 2), (["fly"], 2)])
-def test_argparse_ends_by_itself(capsys, words, status):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(words)
-    assert caught.value.code == status
-    if status == 0:
-        assert capsys.readouterr().out.strip() == metadata.version("warpfit")
-
-
 def test_serve_without_the_server_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
     status, _, err = run(capsys, "serve")

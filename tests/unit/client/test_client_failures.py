@@ -58,12 +58,6 @@ def test_bad_expressions_are_refused(client, expressions, parameters, reason):
     assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize("address", ["localhost", "", "127.0.0.1:http"])
-def test_an_address_needs_a_port(address):
-    with pytest.raises(warpfit.InvalidArgumentError, match="HOST:PORT"):
-        warpfit.connect(address)
-
-
 # --------------------------------------------------------------------------------------- over gRPC
 
 

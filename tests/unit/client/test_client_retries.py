@@ -39,14 +39,6 @@ def test_retries_end(connect, server):
     assert len(server.calls) > 1
 
 
-def test_no_retries_when_the_policy_says_so(connect, server):
-    with connect(retry=RetryPolicy(total_seconds=0)) as client:
-        server.fail()
-        with pytest.raises(warpfit.UnavailableError):
-            client.info()
-    assert server.calls == ["GetServerInfo"]
-
-
 @pytest.mark.parametrize(
     "error",
     [

@@ -10,14 +10,8 @@ import pytest
 
 from support.engines.strategies import edge_values
 from warpfit.ops import (
-    ARITIES,
-    BY_CODE,
-    CONSTANT,
-    FIRST_OPERATOR,
     KERNEL_FUNCTIONS,
     OPERATORS,
-    PARAMETER,
-    VARIABLE,
     Operator,
 )
 
@@ -63,17 +57,6 @@ def edge_grid(row: Operator):
 
 def test_codes_are_frozen():
     assert {name: row.code for name, row in OPERATORS.items()} == CODES
-
-
-def test_codes_and_arities_agree():
-    assert len(BY_CODE) == len(OPERATORS)
-    assert all(FIRST_OPERATOR <= code < 256 for code in BY_CODE)
-    assert {code: int(ARITIES[code]) for code in BY_CODE} == {
-        row.code: row.arity for row in OPERATORS.values()
-    }
-    leaves = {VARIABLE, PARAMETER, CONSTANT}
-    assert set(np.flatnonzero(ARITIES == 0)) == leaves
-    assert set(np.flatnonzero(ARITIES < 0)) == set(range(256)) - leaves - set(BY_CODE)
 
 
 @ROWS
@@ -136,9 +119,3 @@ def test_derivative_at_kinks_and_limits(name, point, gradient):
 @ROWS
 def test_symbols_have_a_precedence(row):
     assert (row.symbol is None) == (row.precedence == 100)
-
-
-def test_no_two_operators_share_a_symbol_in_one_place():
-    for arity in (1, 2):
-        symbols = [row.symbol for row in OPERATORS.values() if row.symbol and row.arity == arity]
-        assert len(set(symbols)) == len(symbols)

@@ -1,7 +1,6 @@
 """The text parser: grammar, names, errors, depth and caches."""
 
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -167,11 +166,6 @@ def test_names_of_the_data_set_win():
     assert parse("`not`", ("not",)) == X1
 
 
-def test_the_same_text_under_other_names():
-    assert parse("(b + 1)", ("a", "b")) == apply("add", X2, number(1))
-    assert parse("(b + 1)", ("b", "a")) == apply("add", X1, number(1))
-
-
 @pytest.mark.parametrize(
     ("text", "reason", "position"),
     [
@@ -277,20 +271,3 @@ def test_deep_nonsense_is_refused():
 def test_known_texts_are_not_read_again():
     parser = Parser()
     assert parser.parse("1 + sin(x1 * (x2 - p1))") is parser.parse("1 + sin(x1 * (x2 - p1))")
-
-
-def test_threads_can_share_a_parser():
-    parser = Parser()
-    texts = [f"(x1 + {i}) * sin(x2 - {i % 7})" for i in range(200)]
-    wanted = [parse(text) for text in texts]
-    results = {}
-
-    def work(key):
-        results[key] = [parser.parse(text) for text in texts]
-
-    threads = [threading.Thread(target=work, args=(key,)) for key in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(results[key] == wanted for key in range(4))

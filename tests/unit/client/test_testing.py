@@ -55,14 +55,6 @@ def test_two_clients_share_a_server():
     assert server.calls == ["GetVariables", "UploadVariables", "GetVariables"]
 
 
-def test_servers_are_independent():
-    with testing.client() as first, testing.client() as second:
-        data = first.upload(X)
-        second.evaluate(data, "x1")  # uploads by itself
-        first.release(data)
-        assert second.evaluate(data, "x2").shape == (20, 1)
-
-
 def upload(messages):
     testing.InProcessServer().answer(
         Call("UploadVariables", iter(messages), UnaryCollector(), None)

@@ -93,13 +93,6 @@ def test_what_is_missing_is_said(engine, missing):
     assert "Optimize" in " ".join(third)
 
 
-@pytest.mark.parametrize(
-    ("number", "text"), [(0.123, "0.12"), (12.34, "12.3"), (1234.5, "1,234"), (2e6, "2.0e+06")]
-)
-def test_numbers_for_people(number, text):
-    assert compact(number) == text
-
-
 # ----------------------------------------------------------------------------------------- page
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfit.bench import batches
-from warpfit.bench.batches import RECORDED, Expressions, near, operations, recorded, table
+from warpfit.bench.batches import RECORDED, Expressions, operations, recorded
 from warpfit.bench.hardware import Peaks
 from warpfit.bench.scenarios import PROFILES, Scenario
 from warpfit.bench.statistics import crossover, percentile, summarise
@@ -33,11 +33,6 @@ def test_a_percentile_needs_measurements_beyond_it():
     assert summarise(range(500))["p99"] == pytest.approx(494.01)
     assert percentile(np.arange(49.0), 90) is None
     assert percentile(np.arange(50.0), 90) is not None
-
-
-def test_nothing_measured_is_an_error():
-    with pytest.raises(ValueError, match="nothing was measured"):
-        summarise([])
 
 
 @pytest.mark.parametrize(
@@ -101,21 +96,6 @@ def test_a_batch_of_a_population_is_a_sample_without_repetition():
 )
 def test_operations_that_depend_on_the_row_are_counted(texts, operators, different):
     assert operations([parse(text) for text in texts])[1:] == (operators, different)
-
-
-def test_near_parameters_differ_by_up_to_a_tenth():
-    vectors = [np.array([1.0, 2.0]), np.array([]), np.array([3.0])]
-    for old, new in zip(vectors, near(vectors, np.random.default_rng(0)), strict=True):
-        assert np.all(new != old)
-        assert np.all(np.abs(new / old - 1) <= 0.1)
-    assert near(vectors, np.random.default_rng(0), 4)[0].shape == (4, 2)
-
-
-def test_tables_are_the_same_for_the_same_seed():
-    one, two, other = table(50, 1), table(50, 1), table(50, 2)
-    assert np.array_equal(one.X, two.X)
-    assert not np.array_equal(one.X, other.X)
-    assert one.X.dtype == np.float32
 
 
 # ------------------------------------------------------------------------------------ scenarios

@@ -1,7 +1,5 @@
 """Batches from programs and parameters, and the cache of a client's last batches."""
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -51,25 +49,6 @@ def test_only_the_last_small_batches_are_kept(monkeypatch):
     monkeypatch.setattr(batches, "_MOST_TOKENS", 3)
     large = parsed("x1 + x2 + x3")
     assert cache.of(large) is not cache.of(large)
-
-
-def test_threads_share_a_cache():
-    cache, failures = PopulationCache(), []
-    lists = [parsed(f"x{index} + p1", "x1") for index in range(1, 13)]
-
-    def work(programs):
-        try:
-            for _ in range(200):
-                assert_batch_of(programs, cache.of(programs))
-        except AssertionError as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(programs,)) for programs in lists]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 @pytest.mark.parametrize(

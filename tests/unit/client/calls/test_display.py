@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import warpfit.testing
-from warpfit import ProgramError, parse
+from warpfit import ProgramError
 from warpfit.calls.display import TextTable, numbers
 from warpfit.request import Tier, Timings
 
@@ -18,12 +18,6 @@ X = np.arange(1.0, 21.0).reshape(10, 2)
 def client():
     with warpfit.testing.client() as connected:
         yield connected
-
-
-def test_programs_show_as_latex():
-    shown = parse("sqrt(x1)/p1")._repr_latex_()
-    assert shown.startswith("$")
-    assert r"\sqrt" in shown
 
 
 def test_fits_show_formulas_r2_and_standard_errors(client):

@@ -189,11 +189,6 @@ def test_accuracy_chooses_the_defaults(dtype, options, expected):
     assert (*found, settings.step_tolerance, settings.loss_tolerance) == expected
 
 
-def test_an_unknown_accuracy_is_an_error(client, data):
-    with pytest.raises(InvalidArgumentError, match="accuracy"):
-        client.optimize(data, TEXTS, STARTS, accuracy="best")
-
-
 def test_errors_name_parameters_from_p1(client, data):
     texts, starts = ["p1*x1", "p1*x1 + p2*x2"], [[1.0], [1.0, 1.0]]
     with pytest.raises(InvalidArgumentError, match=r"p2 has a lower bound") as caught:

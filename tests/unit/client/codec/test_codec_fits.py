@@ -20,12 +20,11 @@ from warpfit.fitting import (
     Reason,
 )
 from warpfit.ir import Batch, Program
-from warpfit.losses import BY_NAME, Closing, LossFunction
+from warpfit.losses import BY_NAME
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
 LAYOUT = Layout(np.dtype("<f4"), variables=3, rows=100, has_target=True)
-OUTPUTS = ("gradient", "jacobian", "variable_gradient", "reductions", "correlation")
 TOLERANCES = st.none() | st.floats(0, 1)
 
 
@@ -158,18 +157,6 @@ def test_a_broken_result_is_an_internal_error(result):
         codec.FitAssembler(FitRequest(problem)).add(pb.OptimizeResponse(result=result))
     with pytest.raises(errors.InternalError, match="has no result"):
         codec.FitAssembler(FitRequest(problem)).result()
-
-
-@settings(deadline=None, max_examples=60)
-@given(batches(), st.lists(st.sampled_from(OUTPUTS), unique=True), st.sampled_from(Closing))
-def test_outputs_and_custom_losses_survive(batch, outputs, closing):
-    loss = LossFunction(BY_NAME["huber"]().row, closing)
-    evaluation = Evaluation(bytes(32), batch, custom_loss=loss, **dict.fromkeys(outputs, True))
-    back = codec.evaluation_from_message(reparsed(codec.evaluation_to_message(evaluation)))
-    for field in dataclasses.fields(Evaluation):
-        if field.name != "batch":
-            assert getattr(back, field.name) == getattr(evaluation, field.name)
-    back.check(LAYOUT)
 
 
 @settings(deadline=None, max_examples=60)

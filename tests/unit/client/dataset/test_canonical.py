@@ -92,16 +92,6 @@ def test_memory_order_and_strides_do_not_matter(matrix, fortran):
     assert plain.matrix.flags.c_contiguous
 
 
-def test_columns_are_found_again():
-    dataset = Dataset.of(X, Y, Y + 1)
-    np.testing.assert_array_equal(dataset.variables, X.T)
-    np.testing.assert_array_equal(dataset.target, Y)
-    np.testing.assert_array_equal(dataset.weights, Y + 1)
-    assert Dataset.of(X, weights=Y).target is None
-    np.testing.assert_array_equal(Dataset.of(X, weights=Y).weights, Y)
-    assert Dataset.of(X, Y).weights is None
-
-
 @given(st.integers(1, 200))
 def test_chunks_are_the_payload(size):
     dataset = Dataset.of(X, Y)
@@ -109,14 +99,6 @@ def test_chunks_are_the_payload(size):
     assert b"".join(chunks) == dataset.matrix.tobytes()
     assert all(len(chunk) == size for chunk in chunks[:-1])
     assert sum(map(len, chunks)) == dataset.layout.nbytes
-
-
-def test_special_values_keep_their_meaning():
-    dataset = Dataset.of(np.array([np.nan, np.inf, -0.0, -np.inf, 1e-45]))
-    np.testing.assert_array_equal(
-        dataset.variables[0], np.array([np.nan, np.inf, -0.0, -np.inf, 1e-45], dtype=np.float32)
-    )
-    assert np.signbit(dataset.variables[0, 2])
 
 
 ROWS = 150_000

@@ -11,7 +11,7 @@ from support.engines.strategies import programs, vectors
 from warpfit.expressions.derivatives import differentiate
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Program
-from warpfit.ops import OPERATORS, PARAMETER, VARIABLE, Operator
+from warpfit.ops import OPERATORS, VARIABLE, Operator
 from warpfit.parse import parse
 
 #: Operators whose NumPy function takes complex numbers and is analytic where it is smooth.
@@ -122,12 +122,3 @@ def test_values_are_those_of_the_reference(program, parameters):
 def test_kinks_and_branches(text, x, slope):
     _, slopes = differentiate(parse(text), [[x]], by=VARIABLE)
     np.testing.assert_allclose(slopes[0], slope, rtol=1e-12)
-
-
-def test_by_parameters_and_by_variables():
-    program = parse("p1 * x1 + p2 * x1 * x2")
-    x = [[2.0, 3.0], [5.0, 7.0]]
-    _, by_parameters = differentiate(program, x, [11.0, 13.0], by=PARAMETER)
-    np.testing.assert_array_equal(by_parameters, [[2, 3], [10, 21]])
-    _, by_variables = differentiate(program, x, [11.0, 13.0], by=VARIABLE)
-    np.testing.assert_array_equal(by_variables, [[76, 102], [26, 39]])

@@ -115,16 +115,6 @@ def test_renamed_arguments():
     assert str(as_program(original, ("age", "sex", "dose", "bmi"))) == "x4 - x1 * x3"
 
 
-def test_a_prefix_of_its_own():
-    pset = gp.PrimitiveSet("MAIN", 2, prefix="IN")
-    pset.addPrimitive(operator.sub, 2)
-    original = gp.PrimitiveTree.from_string("sub(IN1, IN0)", pset)
-    assert str(from_deap(original, pset)) == "x2 - x1"
-    assert str(as_program(original, ("IN0", "IN1"))) == "x2 - x1"
-    with pytest.raises(InvalidArgumentError, match="IN1"):
-        as_program(original)
-
-
 def test_operators_of_the_user():
     pset = scalar_set()
     pset.addPrimitive(lambda a, b: a if b else 0, 2, name="gate")
