@@ -181,30 +181,30 @@ def mentions_weight(row_loss: Program) -> bool:
 
 def close_losses(closing: Closing, sums: Floats, statistics: TargetStatistics) -> Floats:
     """Turn sums of row losses, of any shape, into losses."""
+    if closing is Closing.SUM:
+        return sums
     with np.errstate(all="ignore"):
-        if closing is Closing.SUM:
-            return sums
-        if closing is Closing.MEAN:
-            return np.asarray(sums / statistics.weight)
+        divided = np.asarray(sums / _divisor(closing, statistics))
         if closing is Closing.ROOT:
-            return np.asarray(np.sqrt(sums / statistics.weight))
-        relative = np.asarray(sums / statistics.variation)
-        return relative if closing is Closing.RELATIVE else 1.0 - relative
+            return np.asarray(np.sqrt(divided))
+        return np.asarray(1.0 - divided) if closing is Closing.SCORE else divided
+
+
+def _divisor(closing: Closing, statistics: TargetStatistics) -> float:
+    is_mean = closing in (Closing.MEAN, Closing.ROOT)
+    return statistics.weight if is_mean else statistics.variation
 
 
 def coefficients_of_determination(
     closing: Closing, losses: Floats, statistics: TargetStatistics
 ) -> Floats:
     """Return R2 = 1 - SSE / SST (weighted) for losses of squared differences, of any shape."""
+    if closing is Closing.SCORE:
+        return np.asarray(losses)
     with np.errstate(all="ignore"):
-        sums = {
-            Closing.SUM: losses,
-            Closing.MEAN: losses * statistics.weight,
-            Closing.ROOT: np.square(losses) * statistics.weight,
-            Closing.RELATIVE: losses * statistics.variation,
-        }
-        found = losses if closing is Closing.SCORE else 1.0 - sums[closing] / statistics.variation
-        return np.asarray(found)
+        sums = np.square(losses) if closing is Closing.ROOT else losses
+        sums = sums if closing is Closing.SUM else sums * _divisor(closing, statistics)
+        return np.asarray(1.0 - sums / statistics.variation)
 
 
 def close_gradients(
@@ -214,16 +214,14 @@ def close_gradients(
 
     ``losses`` are those that belong to them, broadcast; ROOT has derivative 0 at loss 0, a kink.
     """
+    if closing is Closing.SUM:
+        return gradients
     with np.errstate(all="ignore"):
-        if closing is Closing.SUM:
-            return gradients
-        if closing is Closing.MEAN:
-            return np.asarray(gradients / statistics.weight)
         if closing is Closing.ROOT:
             slopes = gradients / (2.0 * statistics.weight * losses)
             return np.where(losses == 0.0, 0.0, slopes)
-        relative = np.asarray(gradients / statistics.variation)
-        return relative if closing is Closing.RELATIVE else -relative
+        divided = np.asarray(gradients / _divisor(closing, statistics))
+        return -divided if closing is Closing.SCORE else divided
 
 
 def _resolve_names(program: Program) -> Program:

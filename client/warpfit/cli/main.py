@@ -119,12 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     token.add_argument("tenant", help="whose token it is")
     token.add_argument("--days", type=float, metavar="N", help="days of validity (default: ever)")
     token.set_defaults(command=_token)
-    _add_health(commands)
-    _add_top(commands)
+    _add_health_and_top(commands)
     return parser
 
 
-def _add_health(commands: Any) -> None:
+def _add_health_and_top(commands: Any) -> None:
     health = commands.add_parser(
         "health",
         help="ask a server whether it is ready",
@@ -134,9 +133,6 @@ def _add_health(commands: Any) -> None:
     health.add_argument("--service", default="readiness", help="default: readiness")
     health.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: 5")
     health.set_defaults(command=_health)
-
-
-def _add_top(commands: Any) -> None:
     top = commands.add_parser(
         "top",
         help="watch a running server",

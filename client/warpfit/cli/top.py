@@ -45,17 +45,15 @@ def _summary(change: Change) -> Any:
     build = next((labels for labels, _ in after.matching("warpfit_build_info")), {})
     state = "ready" if after.total("warpfit_ready") else "NOT READY"
     table = _table(f"warpfit {build.get('version', '')} {build.get('engine', '')}: {state}")
-    restarts = after.total("warpfit_engine_restarts_total")
-    table.add_row("calls/s", _number(change.rate("warpfit_requests_total")))
-    table.add_row("programs/s", _number(change.rate("warpfit_programs_total")))
-    table.add_row("token-rows/s", _number(change.rate("warpfit_token_rows_total")))
+    rates = {"calls/s": "requests", "programs/s": "programs", "token-rows/s": "token_rows"}
+    for title, name in rates.items():
+        table.add_row(title, _number(change.rate(f"warpfit_{name}_total")))
     table.add_row("in flight", _number(after.total("warpfit_requests_in_flight")))
     table.add_row("data sets", _number(after.total("warpfit_resident_datasets")))
-    table.add_row(
-        "resident", _share(after, "warpfit_resident_bytes", "warpfit_resident_limit_bytes")
-    )
+    sizes = ("warpfit_resident_bytes", "warpfit_resident_limit_bytes")
+    table.add_row("resident", _share(after, *sizes))
     table.add_row("evictions", _number(after.total("warpfit_evictions_total")))
-    table.add_row("engine restarts", _number(restarts))
+    table.add_row("engine restarts", _number(after.total("warpfit_engine_restarts_total")))
     return table
 
 

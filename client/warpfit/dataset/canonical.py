@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -208,20 +208,18 @@ class DatasetReference:
     target: None = None
     weights: None = None
     shards: int = 0
+    _missing: ClassVar = (
+        "the data set is not resident, and its numbers are in another process",
+        "Upload it here: client.upload(X, y) sends nothing to servers that have it",
+    )
 
     def chunks(self, size: int) -> Iterator[memoryview]:
-        """Raise the error of `_missing`."""
-        raise self._missing()
+        """Raise DatasetNotFoundError, as `every` does."""
+        return self.every(1).data  # type: ignore[return-value]
 
     def every(self, step: int) -> NDArray[Any]:
-        """Raise the error of `_missing`."""
-        raise self._missing()
-
-    def _missing(self) -> DatasetNotFoundError:
-        return DatasetNotFoundError(
-            "the data set is not resident, and its numbers are in another process",
-            remedy="Upload it here: client.upload(X, y) sends nothing to servers that have it",
-        )
+        """Raise DatasetNotFoundError."""
+        raise DatasetNotFoundError(self._missing[0], remedy=self._missing[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +244,10 @@ class OpenedDataset(DatasetReference):
     """A data set that servers read from a file of theirs."""
 
     file: ServerFile | None = None
-
-    def _missing(self) -> DatasetNotFoundError:
-        return DatasetNotFoundError(
-            "the numbers are on the server alone",
-            remedy="Upload them for this: client.upload(X, y)",
-        )
+    _missing: ClassVar = (
+        "the numbers are on the server alone",
+        "Upload them for this: client.upload(X, y)",
+    )
 
 
 #: A data set as a client keeps it.
