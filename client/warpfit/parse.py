@@ -50,6 +50,7 @@ from warpfit.expressions.grammar import (
     PREFIX,
     RIGHT_ASSOCIATIVE,
     TOKEN,
+    WORDS,
 )
 from warpfit.expressions.macros import Macro, Macros
 from warpfit.ir import Program
@@ -165,8 +166,11 @@ class Parser:
         self.names = tuple(names)
         self.indexed = indexed
         self.variables = {name: float(index) for index, name in enumerate(self.names)}
-        self.leaves = {name: (VARIABLE, index) for name, index in self.variables.items()}
-        self.leaves = {name: leaf for name, leaf in self.leaves.items() if name not in INFIX}
+        self.leaves = {
+            name: (VARIABLE, index)
+            for name, index in self.variables.items()
+            if IDENTIFIER.fullmatch(name) and name not in WORDS  # others are quoted
+        }
         self._functions = functions
         self._cached = lru_cache(_MOST_TEXTS)(self._parse)
 

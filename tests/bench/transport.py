@@ -29,7 +29,7 @@ from harness import SEED, ServerProcess, save, seconds_of
 from support.load.faults import injected
 from support.servers.bare_grpc import NO_LIMIT, bare_server, serve
 from warpfit.calls.progress import silent
-from warpfit.calls.retries import Deadline
+from warpfit.calls.retries import Deadline, Retries
 from warpfit.dataset import Dataset
 
 ROUNDS = 9
@@ -117,13 +117,7 @@ def client_and_front_end(**environment: str) -> Iterator[tuple[warpfit.Client, p
 
 
 def answers(client: warpfit.Client, front_end: psutil.Process, *, idle: bool) -> dict[str, Any]:
-    """A value matrix, again and again.
-
-    Args:
-        client: that asks for it.
-        front_end: the server's front-end process.
-        idle: whether the engine computes nothing, so that moving is all that there is to do.
-    """
+    """A value matrix, again and again; an idle engine computes nothing, so that it only moves."""
     X = np.random.default_rng(SEED).normal(size=(ROWS, 10)).astype(np.float32)
     expressions = [warpfit.parse(f"x{n % 10 + 1}") for n in range(PROGRAMS)]
     data = client.upload(X)
@@ -152,13 +146,15 @@ def uploads(client: warpfit.Client, front_end: psutil.Process) -> dict[str, Any]
     """Fresh content each time: making it ready (transposed, hashed), and sending."""
     X = np.random.default_rng(SEED).normal(size=(UPLOAD_ROWS, UPLOAD_VARIABLES)).astype(np.float32)
     ready, seconds, work = [], [], []
+    attempts = client._operations.attempts
     for turn in range(5):
         X[0, 0] = turn
         started = time.perf_counter()
         dataset = Dataset.of(X)
         ready.append(time.perf_counter() - started)
         cpu, started = cpu_seconds(front_end), time.perf_counter()
-        client._run(client._operations._send(dataset, Deadline(None), silent))
+        retries = Retries(warpfit.RetryPolicy(), Deadline(None))
+        client._run(attempts.send(next(iter(attempts.servers)), dataset, retries, silent))
         seconds.append(time.perf_counter() - started)
         work.append(cpu_seconds(front_end) - cpu)
         client.release(warpfit.calls.dataset_handle.DatasetHandle(dataset))

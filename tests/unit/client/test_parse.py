@@ -163,7 +163,8 @@ def test_names_of_the_data_set_win():
     assert parse("e", names) == X3
     assert parse("sin(sin)", names) == apply("sin", Program.variable(4))
     assert parse("nan", names) == number(math.nan)
-    assert parse("`not`", ("not",)) == X1
+    assert parse("not `not`", ("not",)) == apply("not", X1)
+    assert parse("2 - `2`", ("2",)) == apply("sub", number(2), X1)
 
 
 @pytest.mark.parametrize(
