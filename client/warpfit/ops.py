@@ -430,15 +430,8 @@ _ROWS: Final = (
 )  # fmt: skip
 
 
-def _table(rows: tuple[Operator, ...]) -> Mapping[str, Operator]:
-    codes = [row.code for row in rows]
-    if len(set(codes)) != len(codes) or not all(FIRST_OPERATOR <= code < 256 for code in codes):
-        raise ValueError("operator codes must be unique and between 16 and 255")
-    return MappingProxyType({row.name: row for row in rows})
-
-
 #: All operators by name, in the order of their codes.
-OPERATORS: Final = _table(_ROWS)
+OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType({row.name: row for row in _ROWS})
 #: All operators by wire code.
 BY_CODE: Final[Mapping[int, Operator]] = MappingProxyType({op.code: op for op in _ROWS})
 

@@ -273,7 +273,10 @@ class _Reader:
             self._open(None, self.at - 1)
             return True
         if self.tokens[self.at] == "(" and token not in PREFIX and IDENTIFIER.fullmatch(token):
-            self._open(self._called(token), self.at - 1)
+            called = self.parser.function(token)
+            if called is None:
+                self._unknown(token, "function", (*function_names(), *ALIASES))
+            self._open(called, self.at - 1)
             self.at += 1
             return True
         row = PREFIX.get(token)
@@ -337,12 +340,6 @@ class _Reader:
         else:
             known = (*self.parser.names, *CONSTANTS, *function_names())
             self._unknown(name, "name", known)
-
-    def _called(self, name: str) -> Operator | Macro:
-        row = self.parser.function(name)
-        if row is None:
-            self._unknown(name, "function", (*function_names(), *ALIASES))
-        return row
 
     def _open(self, row: Operator | Macro | None, first: int) -> None:
         self.groups.append(_Group(row, first))

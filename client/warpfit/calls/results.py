@@ -72,6 +72,9 @@ class Answer:
             return turned if leading_axis else turned[0]
 
         scaling, reductions = shaped(result.scaling), shaped(result.reductions)
+        if reductions is not None:
+            total, mean, least, most, odd = np.moveaxis(reductions, -1, 0)
+            reductions = Reductions(total, mean, least, most, odd.astype(np.int64))
         return cls(
             shaped(result.values, 1, 2, 0),
             shaped(result.losses),
@@ -81,7 +84,7 @@ class Answer:
             intercepts=None if scaling is None else scaling[..., 1],
             jacobians=_by_program(result.jacobian, batch, leading_axis=leading_axis),
             variable_gradients=shaped(result.variable_gradients),
-            reductions=None if reductions is None else _reductions(reductions),
+            reductions=reductions,
             correlations=shaped(result.correlations),
         )
 
@@ -239,8 +242,3 @@ def _by_program(
         piece = piece.swapaxes(1, 2) if flat.ndim == 2 else piece
         pieces.append(piece if leading_axis else piece[0])
     return pieces
-
-
-def _reductions(numbers: NDArray[np.float64]) -> Reductions:
-    total, mean, least, greatest, count = np.moveaxis(numbers, -1, 0)
-    return Reductions(total, mean, least, greatest, count.astype(np.int64))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.fitting import FitProgress, FitRequest, FitResult
-from warpfit.request import STAGES, Evaluation, Result, Timings
+from warpfit.request import STAGES, Evaluation, Result
 
 R = TypeVar("R", Evaluation, FitRequest)
 S = TypeVar("S", Result, FitResult)
@@ -64,13 +64,11 @@ def join(results: Sequence[S]) -> S:
         parts = [getattr(result, field.name) for result in results]
         if isinstance(parts[0], np.ndarray):
             joined[field.name] = np.concatenate(parts)
-    return replace(first, timings=_added([result.timings for result in results]), **joined)
-
-
-def _added(timings: Sequence[Timings]) -> Timings:
-    numbers = (*STAGES, "cache_hits")
-    sums = {name: sum(getattr(timing, name) for timing in timings) for name in numbers}
-    return replace(timings[0], **sums)
+    sums = {
+        name: sum(getattr(result.timings, name) for result in results)
+        for name in (*STAGES, "cache_hits")
+    }
+    return replace(first, timings=replace(first.timings, **sums), **joined)
 
 
 def bounds_below(weights: NDArray[np.float64], most: float) -> list[int]:

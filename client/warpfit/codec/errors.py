@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -44,22 +45,14 @@ _REMEDIES: Final = {
 
 def error_to_detail(error: WarpfitError) -> bytes:
     """Serialize an error for the trailing metadata entry ``ERROR_METADATA_KEY``."""
+    numbers = {name: getattr(error, name) for name in _NUMBERS}
+    wait = error.retry_after
+    numbers["retry_after_ms"] = None if wait is None else math.ceil(1000 * wait)
+    texts = {name: getattr(error, name) for name in ("reason", "message", "remedy", "field")}
     return pb.ErrorDetail(
-        reason=error.reason,
-        message=error.message,
-        remedy=error.remedy,
-        field=error.field,
-        **{name: _uint64(getattr(error, name)) for name in _NUMBERS},
-        retry_after_ms=_milliseconds(error.retry_after),
+        **texts,
+        **{n: None if v is None else min(_UINT64_MAX, max(0, v)) for n, v in numbers.items()},
     ).SerializeToString()
-
-
-def _uint64(number: int | None) -> int | None:
-    return None if number is None else min(_UINT64_MAX, max(0, number))
-
-
-def _milliseconds(seconds: float | None) -> int | None:
-    return None if seconds is None else min(_UINT64_MAX, math.ceil(1000 * max(0.0, seconds)))
 
 
 def error_from_status(
@@ -71,21 +64,15 @@ def error_from_status(
     """
     cls = errors.BY_STATUS.get(status, errors.InternalError)
     entries = dict(metadata or ())
-    error = _detailed(cls, entries.get(ERROR_METADATA_KEY)) or _grpc_error(cls, status, details)
+    error, detail = None, entries.get(ERROR_METADATA_KEY)
+    with suppress(DecodeError):  # so that the plain status is used
+        error = _error_from_detail(cls, detail) if isinstance(detail, bytes) else None
+    error = error or _grpc_error(cls, status, details)
     request_id = entries.get(REQUEST_ID_KEY)
     if isinstance(request_id, str):
         error.request_id = request_id
         error.add_note(f"request {request_id}")
     return error
-
-
-def _detailed(cls: type[WarpfitError], detail: object) -> WarpfitError | None:
-    if not isinstance(detail, bytes):
-        return None
-    try:
-        return _error_from_detail(cls, detail)
-    except DecodeError:
-        return None  # so that the plain status is used
 
 
 def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitError:

@@ -131,11 +131,7 @@ def _check_overflow(
 
 def _caller_level() -> int:
     """Return the ``stacklevel`` for `warnings.warn` of the code that called this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_own(frame.f_globals.get("__name__", "")):
+    level, frame, own = 1, sys._getframe(1), __name__.partition(".")[0]
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == own:
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _is_own(module: str) -> bool:
-    return module.partition(".")[0] == __name__.partition(".")[0]

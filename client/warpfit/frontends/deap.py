@@ -143,10 +143,13 @@ class Evaluator:
     def _fit(
         self, trees: Sequence[Any], prefix: PrefixTrees, programs: Population
     ) -> NDArray[np.float64]:
+        from deap.gp import MetaEphemeral
+
         lifted, starts = programs.lift_constants()
         # Leaves have the same order in prefix and in postfix.
         constants = np.flatnonzero(prefix.codes[prefix.kinds] == CONSTANT)
-        is_ephemeral = np.array([_is_ephemeral(entry) for entry in prefix.objects], dtype=bool)
+        kinds = (isinstance(type(entry), MetaEphemeral) for entry in prefix.objects)
+        is_ephemeral = np.fromiter(kinds, bool, len(prefix.objects))
         ephemeral = is_ephemeral[prefix.kinds[constants]]
         fit = self.client.optimize(
             self.data,
@@ -168,12 +171,6 @@ class Evaluator:
             tree[place] = copy.copy(tree[place])
             tree[place].value = value
         return fit.loss
-
-
-def _is_ephemeral(entry: Any) -> bool:
-    from deap.gp import MetaEphemeral
-
-    return isinstance(type(entry), MetaEphemeral)
 
 
 class _Converter:

@@ -223,7 +223,8 @@ def _apply(row: Operator, operands: list[Any]) -> Any:
     if sympy.nan in operands and row.name in _ORDERING:
         return _number(float(row.numpy(*[np.nan] * row.arity)))
     if all(operand.is_number for operand in operands):
-        value = _computed(row, operands)
+        with np.errstate(all="ignore"):
+            value = float(row.numpy(*(np.float64(operand) for operand in operands)))
         # Exact arithmetic would give complex numbers, or integers of any length.
         if not 1e-15 <= abs(value) <= 1e15:
             return _number(value)
@@ -235,11 +236,6 @@ def _apply(row: Operator, operands: list[Any]) -> Any:
             result = _function(row.name)(*operands)
     # A division by what cancels to zero: an infinity of unknown sign.
     return result.xreplace({sympy.zoo: sympy.nan})
-
-
-def _computed(row: Operator, operands: list[Any]) -> float:
-    with np.errstate(all="ignore"):
-        return float(row.numpy(*(np.float64(operand) for operand in operands)))
 
 
 def _number(value: float) -> Any:

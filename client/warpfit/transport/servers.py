@@ -262,9 +262,12 @@ class Servers:
     def _ranked(self, content_id: bytes) -> list[Server]:
         ranking = self._rankings.get(content_id)
         if ranking is None:
-            ranking = sorted(
-                self._servers.values(), key=lambda server: _score(content_id, server.address)
-            )
+
+            def score(server: Server) -> bytes:
+                key = content_id + server.address.encode()
+                return hashlib.blake2b(key, digest_size=8).digest()
+
+            ranking = sorted(self._servers.values(), key=score)
             if len(self._rankings) >= _MOST_RANKINGS:
                 self._rankings.clear()
             self._rankings[content_id] = ranking
@@ -315,7 +318,3 @@ class Servers:
         with self._lock:
             server.refusals = {one: end for one, end in server.refusals.items() if end > now}
             server.refusals[content_id] = now + _REFUSAL_SECONDS
-
-
-def _score(content_id: bytes, address: str) -> bytes:
-    return hashlib.blake2b(content_id + address.encode(), digest_size=8).digest()

@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 
 from support.engines.strategies import edge_values
-from warpfit.ops import (
-    KERNEL_FUNCTIONS,
-    OPERATORS,
-    Operator,
-)
+from warpfit.ops import FIRST_OPERATOR, KERNEL_FUNCTIONS, OPERATORS, Operator
 
 ROWS = pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
 
@@ -57,6 +53,8 @@ def edge_grid(row: Operator):
 
 def test_codes_are_frozen():
     assert {name: row.code for name, row in OPERATORS.items()} == CODES
+    assert len(set(CODES.values())) == len(CODES)
+    assert all(FIRST_OPERATOR <= code < 256 for code in CODES.values())
 
 
 @ROWS

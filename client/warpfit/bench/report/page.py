@@ -76,7 +76,10 @@ def _page(
     yield f"<title>warpfit bench</title><style>{_STYLE}</style></head><body>"
     yield f"<h1>warpfit bench</h1><p class=small>{escape(subtitle)}</p>"
     for question, sentences in answers(found).items():
-        body = "".join(map(_paragraph, sentences))
+        # Those that end with a colon head the ones that follow.
+        marks = ["<p><b>{}</b></p>" if one.endswith(":") else "<p>{}</p>" for one in sentences]
+        texts = zip(marks, map(escape, sentences), strict=True)
+        body = "".join(mark.format(text) for mark, text in texts)
         yield f"<section class=answer><h3>{escape(question)}</h3>{body}</section>"
     yield from figures
     yield f"<h2>Random and bred expressions</h2><p>{escape(_WORKLOADS)}</p>"
@@ -93,12 +96,6 @@ def _page(
     yield f"<h2>Method</h2><p>{escape(_METHOD)}</p>"
     yield f"<h2>Machines</h2>{_table(_MACHINE_TITLES, [_machine_row(d) for d in documents])}"
     yield "</body></html>"
-
-
-def _paragraph(sentence: str) -> str:
-    """Write one sentence; those that end with a colon head the ones that follow."""
-    text = escape(sentence)
-    return f"<p><b>{text}</b></p>" if sentence.endswith(":") else f"<p>{text}</p>"
 
 
 def _figure(title: str, picture: bytes) -> str:
@@ -219,9 +216,9 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     if not rows:
         return "<p>Nothing was measured.</p>"
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
+    cells = (
+        "".join(f"<td{' class=text' if len(t) > 50 else ''}>{escape(t)}</td>" for t in row)
+        for row in rows
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
     return f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>"
-
-
-def _cell(text: str) -> str:
-    return f"<td{' class=text' if len(text) > 50 else ''}>{escape(text)}</td>"
