@@ -24,34 +24,23 @@ def capacity_costs() -> Iterator[str]:
     """Costs of a call, and the rate at which a server with one GPU saturates."""
     document = result("capacity")
     costs, most = document["costs"], document["bounds"]
-    yield from table(
-        ("resource", "a call takes", "measured in", "most calls a second, all busy"),
-        ("worker's processor", f"{costs['client'] * 1e6:.0f} us", "`call_cost.json`", ""),
-        (
-            "16 cores of the server",
-            f"{costs['front_end'] * 1e6:.0f} us, {costs['busy']} times that when all are busy",
-            "`gpu_service.json`: what is left of the latency",
-            f"{1 / most['cores']:,.0f}",
-        ),
-        (
-            "engine process",
-            f"{costs['step'] * 1e6:.0f} us a step, {costs['request'] * 1e6:.0f} us a call",
-            "`gpu_service.json`",
-            f"{1 / most['engine process']:,.0f}",
-        ),
-        (
-            "device",
-            f"{costs['launch'] * 1e6:.0f} us a step, {costs['device'] * 1e6:.0f} us a call",
-            "`gpu_service.json`, `gpu_interpreter.json`",
-            f"{1 / most['device']:,.0f}",
-        ),
-        (
-            "network, 25 Gbit/s",
-            f"{most['network'] * 1e6:.0f} us for {costs['request_bytes'] / 1e3:.0f} kB",
-            "`call_cost.json`; the rate is assumed",
-            f"{1 / most['network']:,.0f}",
-        ),
-    )
+    micro = {
+        name: f"{value * 1e6:.0f} us"
+        for name, value in (costs | {"network": most["network"]}).items()
+    }
+    rate = {name: f"{1 / seconds:,.0f}" for name, seconds in most.items()}
+    yield f"""\
+| resource | a call takes | measured in | most calls a second, all busy |
+|---|---|---|---|
+| worker's processor | {micro["client"]} | `call_cost.json` |  |
+| 16 cores of the server | {micro["front_end"]}, {costs["busy"]} times that when all are busy | \
+`gpu_service.json`: what is left of the latency | {rate["cores"]} |
+| engine process | {micro["step"]} a step, {micro["request"]} a call | `gpu_service.json` | \
+{rate["engine process"]} |
+| device | {micro["launch"]} a step, {micro["device"]} a call | \
+`gpu_service.json`, `gpu_interpreter.json` | {rate["device"]} |
+| network, 25 Gbit/s | {micro["network"]} for {costs["request_bytes"] / 1e3:.0f} kB | \
+`call_cost.json`; the rate is assumed | {rate["network"]} |"""
 
 
 def capacity_clusters() -> Iterator[str]:

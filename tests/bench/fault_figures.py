@@ -60,40 +60,26 @@ def faults() -> Iterator[str]:
     def gap(fault: Any) -> str:
         return f"a client waits {fault['client_gap_seconds_max']:.1f} s at most"
 
-    yield from table(
-        ("fault", "wrong answers, failed calls", "measured"),
-        (f"engine SIGKILL, {kill['kills']} times, 8 clients", seen(kill), silent(kill)),
-        ("the same with two front-end processes", seen(two), silent(two)),
-        (
-            f"engine SIGSTOP, {stop['stops']} times",
-            seen(stop),
-            f"not ready after {stop['seconds_until_unready_max']:.1f} s at most, replaced after "
-            f"{stop['seconds_until_replaced_median']:.1f} s",
-        ),
-        (f"server SIGKILL and restart, {restart['kills']} times", seen(restart), silent(restart)),
-        (
-            f"SIGTERM and restart, {term['stops']} times",
-            seen(term),
-            f"stopped after {term['seconds_to_stop_max']:.1f} s at most",
-        ),
-        (f"one of three servers SIGKILL, {lost['kills']} times", seen(lost), gap(lost)),
-        (f"one of three servers SIGSTOP, {frozen['stops']} times", seen(frozen), gap(frozen)),
-        (
-            f"rolling restart of three servers, {rolling['restarts']} restarts",
-            seen(rolling),
-            f"the longest call takes {rolling['longest_call_seconds']:.1f} s",
-        ),
-        (
-            f"{soak['minutes']:.0f} minutes of mixed load, {calls:,} calls",
-            f"{soak['soak']['engine_restarts']} restarts",
-            f"memory grew by {soak['soak']['growth']['memory_bytes'] / 1e6:.0f} MB",
-        ),
-        (
-            f"{fuzz['requests']:,} fuzzed requests",
-            f"{fuzz['crashes']} crashes, {fuzz['internal']} INTERNAL",
-            f"memory grew by {grown:.1f} MiB after the first fifth",
-        ),
-    )
+    yield f"""\
+| fault | wrong answers, failed calls | measured |
+|---|---|---|
+| engine SIGKILL, {kill["kills"]} times, 8 clients | {seen(kill)} | {silent(kill)} |
+| the same with two front-end processes | {seen(two)} | {silent(two)} |
+| engine SIGSTOP, {stop["stops"]} times | {seen(stop)} | \
+not ready after {stop["seconds_until_unready_max"]:.1f} s at most, \
+replaced after {stop["seconds_until_replaced_median"]:.1f} s |
+| server SIGKILL and restart, {restart["kills"]} times | {seen(restart)} | {silent(restart)} |
+| SIGTERM and restart, {term["stops"]} times | {seen(term)} | \
+stopped after {term["seconds_to_stop_max"]:.1f} s at most |
+| one of three servers SIGKILL, {lost["kills"]} times | {seen(lost)} | {gap(lost)} |
+| one of three servers SIGSTOP, {frozen["stops"]} times | {seen(frozen)} | {gap(frozen)} |
+| rolling restart of three servers, {rolling["restarts"]} restarts | {seen(rolling)} | \
+the longest call takes {rolling["longest_call_seconds"]:.1f} s |
+| {soak["minutes"]:.0f} minutes of mixed load, {calls:,} calls | \
+{soak["soak"]["engine_restarts"]} restarts | \
+memory grew by {soak["soak"]["growth"]["memory_bytes"] / 1e6:.0f} MB |
+| {fuzz["requests"]:,} fuzzed requests | {fuzz["crashes"]} crashes, {fuzz["internal"]} INTERNAL | \
+memory grew by {grown:.1f} MiB after the first fifth |"""
 
 
 def faults_ray() -> Iterator[str]:

@@ -44,40 +44,22 @@ def front_page() -> Iterator[str]:
     (cpu,) = select(result("cpu_vs_pyoperon")["cases"], rows=10**5, threads=2)
     (fits,) = select(result("fit")["cases"], iterations=50, threads=2)
     killed = result("faults")["faults"]["engine_sigkill"]
-    yield from table(
-        ("what", "measured", "result file"),
-        (
-            "300 fresh expressions x 100,000 rows through gRPC, fast mode, H200",
-            f"{fresh['p50_ms']:.1f} ms, 99th percentile {fresh['p99_ms']:.1f} ms",
-            "`gpu_service.json`",
-        ),
-        (
-            "the same from 16 and from 64 workers at once",
-            f"{few:.1f} and {many:.1f} Ttok/s",
-            "`gpu_service.json`",
-        ),
-        (
-            "the same on the device alone, interpreted and compiled (before sums of fixed blocks)",
-            f"{interpreted:.1f} and {compiled:.1f} Ttok/s",
-            "`gpu_interpreter.json`, `gpu_compiled.json`",
-        ),
-        (
-            "CPU engine beside pyoperon 0.6.2, 100,000 rows, values, precise mode, 2 threads",
-            f"{cpu['times_pyoperon']['warpfit precise values']:.1f} times as fast",
-            "`cpu_vs_pyoperon.json`",
-        ),
-        (
-            "fits beside pyoperon's, 10,000 rows, 50 iterations, precise mode, 2 threads",
-            f"{fits['times_pyoperon']['warpfit precise']:.1f} times as many",
-            "`fit.json`",
-        ),
-        (
-            f"engine killed {killed['kills']} times under 8 clients",
-            f"{killed['wrong_answers']} wrong answers, {killed['failures_after_retry']} failed "
-            f"calls, {killed['seconds_without_answers_median']:.1f} s without answers",
-            "`faults.json`",
-        ),
-    )
+    yield f"""\
+| what | measured | result file |
+|---|---|---|
+| 300 fresh expressions x 100,000 rows through gRPC, fast mode, H200 | {fresh["p50_ms"]:.1f} ms, \
+99th percentile {fresh["p99_ms"]:.1f} ms | `gpu_service.json` |
+| the same from 16 and from 64 workers at once | {few:.1f} and {many:.1f} Ttok/s | \
+`gpu_service.json` |
+| the same on the device alone, interpreted and compiled (before sums of fixed blocks) | \
+{interpreted:.1f} and {compiled:.1f} Ttok/s | `gpu_interpreter.json`, `gpu_compiled.json` |
+| CPU engine beside pyoperon 0.6.2, 100,000 rows, values, precise mode, 2 threads | \
+{cpu["times_pyoperon"]["warpfit precise values"]:.1f} times as fast | `cpu_vs_pyoperon.json` |
+| fits beside pyoperon's, 10,000 rows, 50 iterations, precise mode, 2 threads | \
+{fits["times_pyoperon"]["warpfit precise"]:.1f} times as many | `fit.json` |
+| engine killed {killed["kills"]} times under 8 clients | {killed["wrong_answers"]} wrong answers, \
+{killed["failures_after_retry"]} failed calls, \
+{killed["seconds_without_answers_median"]:.1f} s without answers | `faults.json` |"""
 
 
 def generation_times() -> list[tuple[str, float]]:
@@ -193,37 +175,22 @@ def service() -> Iterator[str]:
     cost, document = result("call_cost"), result("service")
     client, server, transfers = cost["client_us"], cost["server_us"], document["transfers"]
     overhead = document["evaluate_300_fresh_1000_rows_loss"]["overhead_p50_ms"]
-    yield from table(
-        ("what", "measured"),
-        (
-            "300 programs with parameters, losses back: CPU time in the client",
-            f"{client['fresh'] / 1e3:.2f} ms",
-        ),
-        ("the same programs with other parameters", f"{client['repeated'] / 1e3:.2f} ms"),
-        (
-            f"of that gRPC, which sends {cost['request_bytes'] / 1e3:.0f} kB",
-            f"{client['grpc_alone'] / 1e3:.2f} ms",
-        ),
-        (
-            "CPU time to decode 300 programs, and to check their tokens",
-            f"{server['decode'] / 1e3:.2f} + {server['tokens_compiled'] / 1e3:.2f} ms",
-        ),
-        (
-            "300 fresh programs, 1,000 rows: beyond the engine's own time, median",
-            f"{overhead:.1f} ms",
-        ),
-        (
-            "120 MB of values",
-            f"{transfers['answer_gb_s']:.2f} GB/s, {transfers['answer_speed_up']:.1f} times a "
-            "unary call with the same bytes",
-        ),
-        (
-            "400 MB upload, hashing included",
-            f"{transfers['upload_gb_s']:.2f} GB/s, {transfers['upload_speed_up']:.1f} times a "
-            "unary call with the same bytes",
-        ),
-        ("from command to ready, compile cache filled", f"{document['start_up_seconds']:.1f} s"),
-    )
+    yield f"""\
+| what | measured |
+|---|---|
+| 300 programs with parameters, losses back: CPU time in the client | \
+{client["fresh"] / 1e3:.2f} ms |
+| the same programs with other parameters | {client["repeated"] / 1e3:.2f} ms |
+| of that gRPC, which sends {cost["request_bytes"] / 1e3:.0f} kB | \
+{client["grpc_alone"] / 1e3:.2f} ms |
+| CPU time to decode 300 programs, and to check their tokens | \
+{server["decode"] / 1e3:.2f} + {server["tokens_compiled"] / 1e3:.2f} ms |
+| 300 fresh programs, 1,000 rows: beyond the engine's own time, median | {overhead:.1f} ms |
+| 120 MB of values | {transfers["answer_gb_s"]:.2f} GB/s, \
+{transfers["answer_speed_up"]:.1f} times a unary call with the same bytes |
+| 400 MB upload, hashing included | {transfers["upload_gb_s"]:.2f} GB/s, \
+{transfers["upload_speed_up"]:.1f} times a unary call with the same bytes |
+| from command to ready, compile cache filled | {document["start_up_seconds"]:.1f} s |"""
 
 
 def transport() -> Iterator[str]:

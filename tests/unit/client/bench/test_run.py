@@ -196,7 +196,7 @@ def test_both_tiers_of_a_gpu_are_measured_and_reported(tmp_path, servers, monkey
     scenarios = [c["scenario"] for c in document["cells"] if c["scenario"]["engine"] == "cuda"]
     ways = {(scenario["tier"], scenario["reuse"]) for scenario in scenarios}
     assert ways == {("interpreter", "fresh"), ("interpreter", "repeated"), ("compiled", "repeated")}
-    assert [(s["tier"], s["expressions"]) for s in scenarios[-2:]] == [("compiled", 1_000)] * 2
+    assert (scenarios[-1]["tier"], scenarios[-1]["expressions"]) == ("compiled", 1_000)
     written = write_report([tmp_path / "a.json"], tmp_path / "out")
     assert "tiers.png" in {path.name for path in written}
     page = written[0].read_text()
