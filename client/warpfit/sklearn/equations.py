@@ -12,10 +12,12 @@ import numpy as np
 
 from warpfit.calls.display import TextTable
 from warpfit.errors import InvalidArgumentError, require
+from warpfit.expressions.short_forms import is_free
 from warpfit.ir import Program
+from warpfit.ops import CONSTANT
 
 #: Losses below this part of that of the best constant count as equal: rounding.
-_ROUNDING: Final = 1e-18
+ROUNDING: Final = 1e-18
 #: An equation is in the running for "best" if its loss is at most this multiple of the least.
 _NEAR_BEST: Final = 1.5
 COLUMNS: Final = ("complexity", "loss", "score", "bic", "r2", "equation")
@@ -34,7 +36,7 @@ class Equation:
     (PySR's score); 0 for the first one."""
     bic: float
     """Bayesian information criterion (Schwarz 1978), where each unit of complexity counts as a
-    parameter."""
+    parameter, and each constant without a short form once more."""
     r2: float
     """R^2 on the rows that were held out, before the last fit took them in; else NaN."""
     program: Program
@@ -51,6 +53,8 @@ def build_front(
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
+    The formula of the least BIC stays, whatever others of its complexity gain by more constants.
+
     Args:
         found: program, loss, and R^2 on rows held out, of each formula.
         complexity: measures a program.
@@ -59,23 +63,32 @@ def build_front(
         scale: loss of the best constant.
 
     """
-    least = max(_ROUNDING * scale, math.ulp(0.0))
+    least = max(ROUNDING * scale, math.ulp(0.0))
     # A formula may have no value on rows that the search did not compare.
     found = [entry for entry in found if math.isfinite(entry[1])] or list(found)[:1]
-    ranked = sorted(((complexity(entry[0]), max(entry[1], 0.0), entry) for entry in found),
-                    key=lambda item: item[:2])  # fmt: skip
+    measured = [
+        (complexity(program), max(loss, least), program, max(loss, 0.0), r2)
+        for program, loss, r2 in found
+    ]
+    best = min(measured, key=lambda item: information(item[0], item[1], item[2], rows))
+    ranked = [item for item in measured if item is best or item[0] > best[0] or item[1] > best[1]]
     front: list[Equation] = []
-    for size, loss, (program, _, r2) in ranked:
-        level = max(loss, least)
+    for size, level, program, loss, r2 in sorted(ranked, key=lambda item: item[:2]):
         if front and level >= max(front[-1].loss, least):
             continue
         score = 0.0
         if front:
             drop = math.log(max(front[-1].loss, least) / level)
             score = drop / (size - front[-1].complexity)
-        bic = rows * math.log(level) + size * math.log(max(rows, 2.0))
+        bic = information(size, level, program, rows)
         front.append(Equation(size, loss, score, bic, r2, program, text(program)))
     return front
+
+
+def information(size: int, loss: float, program: Program, rows: float) -> float:
+    """Return the BIC of a formula."""
+    constants = program.values[program.codes == CONSTANT].tolist()
+    return rows * math.log(loss) + (size + sum(map(is_free, constants))) * math.log(max(rows, 2.0))
 
 
 def _best(front: Sequence[Equation]) -> Equation:

@@ -51,6 +51,8 @@ _PAIRED: Final = 50
 _ATTEMPTS: Final = 4
 #: Slots of the filter of structures that have been tried, a power of 2.
 _FILTER: Final = 1 << 21
+#: Formulas that are returned beside those that nothing dominates.
+_PROMISING: Final = 40
 #: Iterations of the last fit, of the formulas that are returned.
 _LAST_ITERATIONS: Final = 200
 
@@ -68,6 +70,8 @@ class Settings:
     """Time of `time.monotonic` at which the search ends."""
     early_stopping: int | None
     """Generations without progress after which the search ends."""
+    rows: float
+    """Sum of the weights of the sample."""
     loss: Loss | LossFunction
     complexity: Callable[[Genomes], Indices]
     admissible: Callable[[Genomes], Mask]
@@ -134,11 +138,25 @@ class Search:
             self._advance()
             if self.settings.report(self):
                 break
-        return self._fitted(self.front(), self.data, _LAST_ITERATIONS).distinct().front()
+        return self._fitted(self.promising(), self.data, _LAST_ITERATIONS).distinct()
 
     def front(self) -> Pool:
         """Return all formulas that nothing dominates, simplest first."""
-        return merged([*self.archive, *(island.population for island in self.islands)]).front()
+        return self._all().front()
+
+    def promising(self) -> Pool:
+        """Return what nothing dominates, and what is hardly worse.
+
+        Of many formulas of one complexity noise makes any the best.
+        """
+        pool, rows = self._all().distinct(), max(self.settings.rows, 2.0)
+        sizes = pool.complexities + pool.genomes.constants
+        with np.errstate(divide="ignore"):
+            information = rows * np.log(pool.losses) + sizes * np.log(rows)
+        return pool[(pool.layers == 0) | (information.argsort().argsort() < _PROMISING)]
+
+    def _all(self) -> Pool:
+        return merged([*self.archive, *(island.population for island in self.islands)])
 
     def _over(self) -> bool:
         best = min(island.best for island in self.islands)
@@ -160,7 +178,8 @@ class Search:
             self.islands.append(self._settled())
         island = self.islands[place]
         if island.stagnates():
-            self.archive = [merged([*self.archive, island.population]).front()]
+            everything = merged([*self.archive, island.population]).distinct()
+            self.archive = [everything.best(self.settings.population)]
             island = self.islands[place] = self._settled()
         immigrants = self.breeder.first(int(_IMMIGRANTS * self.settings.population))
         self._admit(island, joined([self._offspring(island.population), immigrants]))

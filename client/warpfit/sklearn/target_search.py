@@ -25,7 +25,14 @@ from warpfit.sklearn.constraints import (
     operator_code,
     operator_names,
 )
-from warpfit.sklearn.equations import SELECTIONS, Equation, build_front, selected
+from warpfit.sklearn.equations import (
+    ROUNDING,
+    SELECTIONS,
+    Equation,
+    build_front,
+    information,
+    selected,
+)
 from warpfit.sklearn.estimator import Floats, TrainingData
 from warpfit.sklearn.genomes import Genomes, Indices, Mask
 from warpfit.sklearn.pairs.library import arguments, library
@@ -53,6 +60,9 @@ _LAST_ITERATIONS: Final = 200
 #: Part of the time that is kept for what follows the search, and least time of it in seconds.
 _RESERVE: Final = 0.1
 _LEAST_SECONDS: Final = 0.3
+#: Formulas of the least BIC whose numbers are shortened, and most part of its loss that one loses.
+_SHORTENED: Final = 6
+_MOST_TOLERANCE: Final = 0.1
 #: Fewer rows are not divided to hold some out.
 _FEWEST_DIVIDED: Final = 40
 
@@ -88,19 +98,23 @@ class TargetSearch:
         spread = float(np.std(self.training.target))
         programs = [_whole(pool, row, spread) for row in range(len(pool))]
         scores = [self._r2(program, held_out) for program in programs]
-        front = self.front(*self._fitted(programs), scores)
-        return (self._shortened(front) if self.options.simplify else front), search
+        found = self._fitted(programs)
+        front = self.front(*found, scores)
+        return (self._shortened(*found, scores) if self.options.simplify else front), search
 
     def front(self, programs: list[Program], losses: Floats, r2: list[float]) -> list[Equation]:
         """Rank programs by the estimator's complexity."""
-        measure = complexity_measure(self.options.complexity_of_operators)
         return build_front(
             list(zip(programs, losses.tolist(), r2, strict=True)),
-            lambda program: int(measure(Genomes.of([program], len(program)))[0]),
+            self._complexity,
             lambda program: to_text(program, self.names),
             float(self.training.weights.sum()),
             self.scale,
         )
+
+    def _complexity(self, program: Program) -> int:
+        measure = complexity_measure(self.options.complexity_of_operators)
+        return int(measure(Genomes.of([program], len(program)))[0])
 
     def preview(self, search: Search) -> list[Equation]:
         """Return the front as it is now, with the losses on the sample."""
@@ -145,7 +159,7 @@ class TargetSearch:
         of_the_table = tuple(name for name in operators if name in OPERATORS)
         breeder = Breeder(self.rng, codes, self.training.rows.shape[1], options.max_size)
         chosen = np.sort(self.rng.permutation(seen)[: options.sample_rows])
-        settings = self._settings(progress)
+        settings = self._settings(progress, float(self.training.weights[chosen].sum()))
         return Search(
             self.client,
             self._part(stack, seen),
@@ -179,7 +193,7 @@ class TargetSearch:
             inner[settings.admissible(inner)],
         )
 
-    def _settings(self, progress: Progress) -> Settings:
+    def _settings(self, progress: Progress, rows: float) -> Settings:
         options = self.options
         complexity = complexity_measure(options.complexity_of_operators)
         return Settings(
@@ -189,6 +203,7 @@ class TargetSearch:
             stop_loss=options.tolerance * self.scale,
             ends=self.deadline - _RESERVE * (options.max_seconds or 0.0),
             early_stopping=options.early_stopping,
+            rows=rows,
             loss=self.loss,
             complexity=complexity,
             admissible=self._admission(complexity),
@@ -217,26 +232,42 @@ class TargetSearch:
         bound = zip((program for program, _ in lifted), fit.parameters, strict=True)
         return [program.bind(numbers) for program, numbers in bound], fit.loss
 
-    def _shortened(self, front: list[Equation]) -> list[Equation]:
-        """Simplify all equations, and shorten the numbers of those that a criterion chooses."""
-        first = selected(front, self.options.model_selection)
-        others = {selected(front, criterion) for criterion in SELECTIONS} - {first}
-        chosen = [first, *sorted(others)]
-        programs = [equation.program.simplify() for equation in front]
-        losses = np.array([equation.loss for equation in front])
-        for place in chosen:
+    def _shortened(
+        self, programs: list[Program], losses: Floats, r2: list[float]
+    ) -> list[Equation]:
+        """Simplify all formulas, and shorten the numbers of those that a criterion may choose.
+
+        A formula may become worse by what one parameter less is worth to the BIC.
+        """
+        rows = float(self.training.weights.sum())
+        programs = [program.simplify() for program in programs]
+        front = self.front(programs, losses, r2)
+        first = [self.options.model_selection, *SELECTIONS]
+        criteria = [front[selected(front, criterion)].program for criterion in first]
+        levels = np.maximum(np.nan_to_num(losses, nan=np.inf), ROUNDING * self.scale)
+        bics = [
+            information(self._complexity(program), level, program, rows)
+            for program, level in zip(programs, levels.tolist(), strict=True)
+        ]
+        chosen = [programs.index(program) for program in criteria[:1]] + np.argsort(bics)[
+            :_SHORTENED
+        ].tolist()
+        chosen += [programs.index(program) for program in criteria]
+        losses = losses.copy()
+        for place in dict.fromkeys(chosen):
             left = max(_LEAST_SECONDS, self.deadline - time.monotonic())
             try:
                 short = self.client.simplify(
                     self.data,
                     [programs[place]],
                     loss=self.loss,
+                    tolerance=min(_MOST_TOLERANCE, math.log(max(rows, 2.0)) / rows),
                     timeout=None if left == math.inf else left,
                 )
             except DeadlineExceededError:
                 break  # Long numbers are the price of a short time.
             programs[place], losses[place] = short.programs[0], short.loss[0]
-        return self.front(programs, losses, [equation.r2 for equation in front])
+        return self.front(programs, losses, r2)
 
     def _r2(self, program: Program, rows: Indices) -> float:
         if len(rows) < 2:
