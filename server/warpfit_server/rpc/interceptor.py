@@ -2,11 +2,12 @@
 
 gRPC hands a call over on the thread that serves the port, as soon as its metadata have arrived. The
 interceptor admits or refuses it on that thread, so that a refusal costs neither a thread nor the
-message, which gRPC then does not even read. An admitted call is served by a worker thread.
+message, which gRPC then does not even read. An admitted call is served by a worker thread: an
+upload at once, any other call when its message has arrived.
 
-Before a byte of its message is read, an admitted call has a slot, a thread and the bytes of the
-longest message that gRPC would receive, all counted for its tenant; and each of its messages must
-arrive within a time limit.
+Before a byte of its message is read, an admitted call has a slot and the bytes of the longest
+message that gRPC would receive, both counted for its tenant; and each of its messages must arrive
+within a time limit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from warpfit.errors import (
 from warpfit_server.config import Config
 from warpfit_server.observability.calls import CallRecord, Observer, set_current_call, status_of
 from warpfit_server.rpc.error_details import fail_call
-from warpfit_server.rpc.port import NonBlockingMethod, Send
+from warpfit_server.rpc.port import Exchange, NonBlockingMethod, Send
 from warpfit_server.rpc.receive_timeouts import ReceiveTimeouts
 from warpfit_server.system.worker_threads import Workers
 from warpfit_server.tenancy.admission import Admission
@@ -41,6 +42,8 @@ _BATCH_METHODS: Final = ("Evaluate", "Optimize")
 _LONG_MESSAGE_METHODS: Final = (*_BATCH_METHODS, "UploadVariables")
 #: Most bytes of any other message, and most seconds in which it must arrive.
 _SHORT_MESSAGE, _SHORT_SECONDS = 64 << 10, 5.0
+#: Longest message that is sent without waiting until it is on its way, when nothing counts it.
+_LAST_BYTES: Final = 64 << 10
 #: Seconds after which a call may be repeated that was refused for want of a thread.
 _NO_THREAD_SECONDS: Final = 0.1
 
@@ -114,20 +117,28 @@ class _InterceptedMethod(NonBlockingMethod):
     def __call__(
         self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send
     ) -> None:
+        self.take(Exchange(messages, context, send))
+
+    def take(self, exchange: Exchange) -> None:
+        """Refuse a call, or have it served."""
+        context = exchange.context
         record = self.observer.new_call(self.name, context, ANONYMOUS)
-        call = _ServedCall(self, self.interceptor, record, messages, context, send)
+        call = _ServedCall(self, self.interceptor, record, exchange, context)
         try:
             call.admit()
         except Exception as error:
             fail_call(context, error, record.trailing)
             self.observer.end(record, status_of(context))
-            send(None)
+            exchange.end()
             return
         # A cancelled call leaves its slot at once, but its memory only when the engine has stopped.
         context.add_callback(call.leave_slot)
         if not self.forwards:
             self.observer.begin(record)
-        self.interceptor.workers.start(record.tenant, call.serve)
+        if self.handler.request_streaming:
+            self.interceptor.workers.start(record.tenant, call.serve)
+        else:
+            call.receive()
 
 
 @dataclass(eq=False, slots=True)
@@ -137,9 +148,10 @@ class _ServedCall:
     method: _InterceptedMethod
     interceptor: Interceptor
     record: CallRecord
-    messages: Iterator[bytes]
+    exchange: Exchange
     context: grpc.ServicerContext
-    send: Send
+    message: bytes | None = None
+    """The only one, until the method has it."""
     most_bytes: int = 0
     """Most bytes of a message."""
     message_seconds: float = 0.0
@@ -191,11 +203,22 @@ class _ServedCall:
             return
         self.interceptor.admission.leave(tenant)
 
+    def receive(self) -> None:
+        """Have the call served once its message is there, or cannot come any more."""
+        self.interceptor.timeouts.begin(self, self.message_seconds, self._end_late)
+        self.exchange.receive(self._arrived)
+
+    def _arrived(self, message: bytes | None) -> None:
+        self.message = message
+        self.is_over = not self.interceptor.timeouts.stop(self)
+        self.interceptor.workers.start(self.record.tenant, self.serve)
+
     def serve(self) -> None:
-        """Receive the messages, run the method and send its answer."""
+        """Run the method and send its answer."""
         set_current_call(self.record)
+        last = None
         try:
-            self._answer()
+            last = self._answer()
         except Exception as error:
             fail_call(self.context, error, self.record.trailing)
             _clear_tracebacks(error)
@@ -206,41 +229,49 @@ class _ServedCall:
         if not self.method.forwards:
             self.method.observer.end(self.record, status_of(self.context))
         if not self.is_over:
-            self.send(None)
+            self.exchange.end(last)
 
-    def _answer(self) -> None:
+    def _answer(self) -> bytes | None:
+        """Send the answer but for its last message, which is returned unless it is long."""
         handler = self.method.handler
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary
-        argument: Any
-        if handler.request_streaming:
-            argument = iter(self._receive, None)
-        else:
-            argument = self._receive()
-            if argument is None:
-                raise InvalidArgumentError(
-                    "the call has no message", "NO_MESSAGE", "Send exactly one request message"
-                )
-            self._shrink_message(len(argument))
+        argument: Any = iter(self._next, None) if handler.request_streaming else self._only()
         if self.method.name in _BATCH_METHODS:
             self._begin_decoding()
         answer: Any = behaviour(argument, self.context)
         del argument  # the method alone decides how long the message is kept
-        if handler.response_streaming:
-            self._send_each(answer)
-        else:
-            self.send(answer)
+        last = self._send_each(answer) if handler.response_streaming else answer
+        if last is not None and len(last) > _LAST_BYTES:
+            self.exchange.send(last)
+            last = None
+        return last
 
-    def _receive(self) -> bytes | None:
+    def _only(self) -> bytes:
+        """Return the only message of the call."""
+        message, self.message = self._check(self.message), None
+        if message is None and not self.context.is_active():
+            raise CancelledError("the call has ended", "CANCELLED")
+        if message is None:
+            raise InvalidArgumentError(
+                "the call has no message", "NO_MESSAGE", "Send exactly one request message"
+            )
+        self._shrink_message(len(message))
+        return message
+
+    def _next(self) -> bytes | None:
         """Wait for the next message; return None if there is none."""
-        seconds, timeouts = self.message_seconds, self.interceptor.timeouts
-        timeouts.begin(self, seconds, self._end_late)
+        timeouts = self.interceptor.timeouts
+        timeouts.begin(self, self.message_seconds, self._end_late)
         try:
-            message = next(self.messages, None)
+            message = next(self.exchange.messages, None)
         finally:
-            if not timeouts.stop(self):
-                self.is_over = True
+            self.is_over = not timeouts.stop(self)
+        return self._check(message)
+
+    def _check(self, message: bytes | None) -> bytes | None:
+        """Return a message that has come in time and is not too long."""
         if self.is_over:
-            raise _too_late(seconds)
+            raise _too_late(self.message_seconds)
         if message is not None and len(message) > self.most_bytes:
             raise ResourceExhaustedError(
                 f"one message has {len(message)} bytes, the limit is {self.most_bytes}",
@@ -252,10 +283,10 @@ class _ServedCall:
         return message
 
     def _end_late(self) -> None:
-        """End the call because its message has not arrived; `_receive` then gets no message."""
+        """End the call because its message has not arrived; none comes after that."""
         self.is_over = True
         fail_call(self.context, _too_late(self.message_seconds), self.record.trailing)
-        self.send(None)
+        self.exchange.end()
 
     def _shrink_message(self, size: int) -> None:
         """Count ``size`` bytes for the call's message instead of what is counted."""
@@ -276,21 +307,36 @@ class _ServedCall:
             self.record.on_decoded = None  # the record outlives the call
             self.interceptor.decoding.release(self.record.tenant)
 
-    def _send_each(self, answer: Any) -> None:
-        """Send the messages of an answer, and measure the time that making them takes."""
+    def _send_each(self, answer: Any) -> bytes | None:
+        """Send the messages of an answer, and measure the time that making them takes.
+
+        Returns:
+            The last one, which the method returns instead of yielding it.
+
+        """
         record = self.record
         try:
-            for message in answer:
+            while self.context.is_active():
+                message, is_last = _advance(answer)
                 made = time.monotonic_ns()
                 if record.finished:
                     record.encode = made - record.finished - record.suspended
-                self.send(message)
+                if is_last:
+                    return message
+                self.exchange.send(message)
                 if record.finished:
                     record.suspended += time.monotonic_ns() - made
-                if not self.context.is_active():
-                    return
         finally:
             answer.close()
+        return None
+
+
+def _advance(answer: Any) -> tuple[bytes, bool]:
+    """Return the next message of an answer, and whether it is the one that the method returns."""
+    try:
+        return next(answer), False
+    except StopIteration as end:
+        return end.value, True
 
 
 def _clear_tracebacks(error: BaseException | None) -> None:

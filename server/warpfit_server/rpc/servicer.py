@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -52,6 +52,8 @@ _ANSWER_SHARE: Final = 0.1
 #: Context manager that keeps the data set of a key (`warpfit_server.tenancy.tenants.key_of`)
 #: resident. It raises DatasetNotFoundError if the data set is not resident.
 Lease = Callable[[bytes], AbstractContextManager[Leased]]
+#: The messages of an answer; the last one is returned, so that it is sent with the status.
+Answer = Generator[bytes, None, bytes]
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
 
@@ -96,7 +98,7 @@ class ComputeServicer:
             "Optimize": grpc.unary_stream_rpc_method_handler(self.optimize),
         }
 
-    def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Answer:
         """Evaluate a batch and stream the answer while the engine still computes."""
         arrived, tenant = time.monotonic_ns(), tenant_of(context)
         with ExitStack() as held:
@@ -125,9 +127,9 @@ class ComputeServicer:
             )
             self._end_with_call(in_flight, cost, context, held)
             start = codec.result_start(layout, evaluation.shape(layout))
-            yield from self._stream_result(in_flight, start, decode)
+            return (yield from self._stream_result(in_flight, start, decode))
 
-    def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def optimize(self, message: bytes, context: grpc.ServicerContext) -> Answer:
         """Fit a batch; stream progress if the request asks for it, then the result."""
         arrived, tenant = time.monotonic_ns(), tenant_of(context)
         with ExitStack() as held:
@@ -156,7 +158,7 @@ class ComputeServicer:
                 self._admission.costs.estimate(cost),
             )
             self._end_with_call(in_flight, cost, context, held)
-            yield from _stream_fit(in_flight, decode)
+            return (yield from _stream_fit(in_flight, decode))
 
     def _end_with_call(
         self,
@@ -179,8 +181,8 @@ class ComputeServicer:
 
     def _stream_result(
         self, in_flight: InFlightRequest | SplitRequest, start: bytes, decode: int
-    ) -> Iterator[bytes]:
-        """Send values in chunks as they become ready, and all else with the last message."""
+    ) -> Answer:
+        """Send values in chunks as they become ready, and return the last message with the rest."""
         layout = in_flight.segment_layout
         values = layout.view("values", in_flight.segment)
         message, sent = start, 0
@@ -204,7 +206,7 @@ class ComputeServicer:
             yield from codec.value_pieces(jacobian, 0, self._chunk_bytes, jacobian=True)
         extras = ((name, in_flight.array(name)) for name in codec.EXTRAS)
         present = {name: array for name, array in extras if array is not None}
-        yield message + codec.result_end(in_flight.array("losses"), timings, present)
+        return message + codec.result_end(in_flight.array("losses"), timings, present)
 
 
 class MainServicer(ComputeServicer):
@@ -365,7 +367,8 @@ def _record_answer(in_flight: InFlightRequest | SplitRequest, decode: int) -> Ti
     return timings
 
 
-def _stream_fit(in_flight: InFlightRequest | SplitRequest, decode: int) -> Iterator[bytes]:
+def _stream_fit(in_flight: InFlightRequest | SplitRequest, decode: int) -> Answer:
+    """Send progress, and return the result."""
     while True:
         reply = in_flight.next_reply()
         if isinstance(reply, messages.FitProgressed):
@@ -373,8 +376,7 @@ def _stream_fit(in_flight: InFlightRequest | SplitRequest, decode: int) -> Itera
         elif isinstance(reply, messages.RequestFinished):
             arrays: Any = in_flight.segment_layout.results(in_flight.segment)
             timings = _record_answer(in_flight, decode)
-            yield codec.fit_to_bytes(FitResult(**arrays, timings=timings))
-            return
+            return codec.fit_to_bytes(FitResult(**arrays, timings=timings))
 
 
 def _stop_time(request: FitRequest, remaining: float | None) -> float | None:

@@ -44,6 +44,7 @@ class Call:
         pause: float = 0.0,
     ) -> None:
         self._given = given
+        self._messages = self._each()
         self._metadata = metadata + ((("authorization", f"Bearer {token}"),) if token else ())
         self._code = code
         self._active = active
@@ -57,8 +58,32 @@ class Call:
         self.trailing: tuple[tuple[str, Any], ...] = ()
         self.details = ""
 
+    @property
+    def context(self) -> "Call":
+        """The context of the call, which this is, too."""
+        return self
+
+    @property
     def messages(self) -> Iterator[bytes]:
         """What the client sends."""
+        return self._messages
+
+    def receive(self, deliver: Callable[[bytes | None], None]) -> None:
+        """Deliver the next message, at once if the client is not silent."""
+
+        def wait() -> None:
+            try:
+                message = next(self._messages, None)
+            except grpc.RpcError:
+                message = None
+            deliver(message)
+
+        if self._given is not None and None in self._given:
+            threading.Thread(target=wait).start()
+        else:
+            wait()
+
+    def _each(self) -> Iterator[bytes]:
         assert self._given is not None, "nobody may read this call's messages"
         for message in self._given:
             if message is None:
@@ -68,13 +93,16 @@ class Call:
                 return
             yield message
 
-    def send(self, message: bytes | None) -> None:
-        """Take a message of the answer; None ends it."""
-        if message is None:
-            assert not self._ended.is_set(), "the call has ended already"
-            self._ended.set()
-            self._over.set()
-            return
+    def end(self, message: bytes | None = None) -> None:
+        """Take the last message of the answer, and the status."""
+        if message is not None:
+            self.send(message)
+        assert not self._ended.is_set(), "the call has ended already"
+        self._ended.set()
+        self._over.set()
+
+    def send(self, message: bytes) -> None:
+        """Take a message of the answer."""
         time.sleep(self._pause)
         self._sent.append(message)
         if len(self._sent) == self._cancel_after:

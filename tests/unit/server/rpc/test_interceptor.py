@@ -52,7 +52,7 @@ class FrontEnd:
 
     def take(self, call):
         """Let a call arrive on this thread."""
-        self.method(call.messages(), call, call.send)
+        self.method.take(call)
         return call
 
     def ended(self):
