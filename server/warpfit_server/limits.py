@@ -5,7 +5,8 @@ Every check raises ResourceExhaustedError, which names the limit and the flag th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -35,45 +36,66 @@ _SQUARES: Final = 2
 _MOST_SUMS: Final = 2**25
 _BLOCK_ROWS: Final = 2048
 _MOST_BLOCKS: Final = 64
+_FEWER_NAMES: Final = ("Send fewer or shorter names, or none", "layout.names")
+_USUAL: Final = ("Send smaller batches", "")
+#: For each limit the reason of a refusal and the words for what is too much; where they are not
+#: `_USUAL`, the advice and the field, too.
+_REFUSALS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "program_tokens": ("PROGRAM_TOO_LONG", "tokens in a program"),
+        "programs": ("TOO_MANY_PROGRAMS", "programs in the batch"),
+        "vectors": ("TOO_MANY_VECTORS", "parameter vectors"),
+        "tokens": ("TOO_MANY_TOKENS", "tokens in the batch"),
+        "loss_tokens": (
+            *("LOSS_TOO_LONG", "tokens in the loss function"),
+            *("Write a shorter loss", "loss_function"),
+        ),
+        "names": ("TOO_MANY_NAMES", "variable names", *_FEWER_NAMES),
+        "name_bytes": ("NAMES_TOO_LONG", "bytes of variable names", *_FEWER_NAMES),
+        "dataset_bytes": (
+            *("DATASET_TOO_LARGE", "bytes in the data set"),
+            *("Use float32 or fewer rows", "layout"),
+        ),
+        "rows": ("TOO_MANY_ROWS", "rows in the data set", "Use fewer rows", "layout.rows"),
+        "result_bytes": ("RESULT_TOO_LARGE", "bytes of results"),
+    }
+)
+
+
+def check_limit(limits: Limits, name: str, needed: int, what: str = "") -> None:
+    """Refuse a request that needs more of something than a limit allows.
+
+    Args:
+        limits: of the tenant.
+        name: of the field of ``limits``.
+        needed: how much the request needs.
+        what: words for it, if other than usual.
+
+    """
+    reason, usual, advice, field = (*_REFUSALS[name], *_USUAL)[:4]
+    allowed = getattr(limits, name)
+    if needed > allowed:
+        raise ResourceExhaustedError(
+            f"{needed} {what or usual}, the limit is {allowed}",
+            reason,
+            f"{advice}, or start the server with a higher --max-{name.replace('_', '-')}",
+            field,
+            needed=needed,
+            available=allowed,
+        )
 
 
 def check_batch(batch: Batch, limits: Limits) -> None:
     """Refuse a batch that is too large, before its tokens are looked at."""
-    longest = int(batch.lengths.max(initial=0))
-    tokens = ("tokens in a program", longest, limits.program_tokens, "program-tokens")
-    _check("PROGRAM_TOO_LONG", *tokens)
-    _check("TOO_MANY_PROGRAMS", "programs in the batch", len(batch), limits.programs, "programs")
-    _check("TOO_MANY_VECTORS", "parameter vectors", batch.vectors, limits.vectors, "vectors")
-
-
-def check_token_count(tokens: int, limits: Limits) -> None:
-    """Refuse a batch of too many tokens, before their values are unpacked."""
-    _check("TOO_MANY_TOKENS", "tokens in the batch", tokens, limits.tokens, "tokens")
-
-
-def check_loss(tokens: int, limits: Limits) -> None:
-    """Refuse a loss function of the caller's own that is too long, before it is decoded."""
-    what = "tokens in the loss function"
-    place = ("Write a shorter loss", "loss_function")
-    _check("LOSS_TOO_LONG", what, tokens, limits.loss_tokens, "loss-tokens", *place)
+    check_limit(limits, "program_tokens", int(batch.lengths.max(initial=0)))
+    check_limit(limits, "programs", len(batch))
+    check_limit(limits, "vectors", batch.vectors)
 
 
 def check_names(names: Sequence[str], limits: Limits) -> None:
     """Refuse too many or too long names of variables, before they are copied."""
-    place = ("Send fewer or shorter names, or none", "layout.names")
-    _check("TOO_MANY_NAMES", "variable names", len(names), limits.names, "names", *place)
-    size = sum(len(name.encode()) for name in names)
-    what = "bytes of variable names"
-    _check("NAMES_TOO_LONG", what, size, limits.name_bytes, "name-bytes", *place)
-
-
-def check_dataset(layout: Layout, limits: Limits) -> None:
-    """Refuse a data set that is too large."""
-    place = ("Use float32 or fewer rows", "layout")
-    what = "bytes in the data set"
-    _check("DATASET_TOO_LARGE", what, layout.nbytes, limits.dataset_bytes, "dataset-bytes", *place)
-    place = ("Use fewer rows", "layout.rows")
-    _check("TOO_MANY_ROWS", "rows in the data set", layout.rows, limits.rows, "rows", *place)
+    check_limit(limits, "names", len(names))
+    check_limit(limits, "name_bytes", sum(len(name.encode()) for name in names))
 
 
 def check_result(evaluation: Evaluation, layout: Layout, limits: Limits, nodes: int = 0) -> int:
@@ -96,7 +118,7 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits, nodes: 
     variables = layout.variables * evaluation.variable_gradient
     small = cells * (1 + 5 * evaluation.reductions + variables) + evaluation.gradient * parameters
     needed = 8 * small + numbers * rows * layout.dtype.itemsize
-    _check("RESULT_TOO_LARGE", "bytes of results", needed, limits.result_bytes, "result-bytes")
+    check_limit(limits, "result_bytes", needed)
     sums = small + _MOMENTS * cells * evaluation.needs_moments
     return 2 * (needed + 8 * nodes * sums) if nodes else needed
 
@@ -104,7 +126,7 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits, nodes: 
 def check_fit(request: FitRequest, layout: Layout, limits: Limits, nodes: int = 0) -> int:
     """Refuse a fit whose searches together are too large; return its `fit_memory`."""
     needed = fit_memory(request, layout, nodes)
-    _check("RESULT_TOO_LARGE", "bytes of searches", needed, limits.result_bytes, "result-bytes")
+    check_limit(limits, "result_bytes", needed, "bytes of searches")
     return needed
 
 
@@ -130,23 +152,3 @@ def fit_memory(request: FitRequest, layout: Layout, nodes: int = 0) -> int:
         + _PARAMETER_BYTES * parameters
         + 8 * (matrices + sums * (blocks + (blocks > 1) + 2 * nodes))
     )
-
-
-def _check(
-    reason: str,
-    what: str,
-    needed: int,
-    allowed: int,
-    flag: str,
-    advice: str = "Send smaller batches",
-    field: str = "",
-) -> None:
-    if needed > allowed:
-        raise ResourceExhaustedError(
-            f"{needed} {what}, the limit is {allowed}",
-            reason,
-            f"{advice}, or start the server with a higher --max-{flag}",
-            field,
-            needed=needed,
-            available=allowed,
-        )

@@ -9,9 +9,11 @@ call about four times as much.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +42,7 @@ from warpfit_server.rpc.health import Health
 
 _PREFIX: Final = "warpfit_"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
-_Samples = Iterable[tuple[tuple[str, ...], float]]
+_Samples = float | Mapping[Any, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,22 +83,21 @@ class ServerCollector(Collector):
         yield from _processes(self.processes())
 
     def _engine(self) -> Iterator[Metric]:
-        engine = ((version("warpfit"), self.engines.engine), 1.0)
-        yield _gauges("build_info", "Version and engine", ("version", "engine"), [engine])
+        engine = (version("warpfit"), self.engines.engine)
+        yield _gauge("build_info", "Version and engine", {engine: 1.0}, "version", "engine")
         yield _gauge("ready", "1 if an engine answers rightly", self.health.ready)
-        labels = [supervisor.device.label for supervisor in self.engines.supervisors]
-        serving = [((label,), label in self.health.serving) for label in labels]
+        labels = [(supervisor.device.label,) for supervisor in self.engines.supervisors]
         text = "1 if the engine of the device answers rightly"
-        yield _gauges("device_ready", text, ("device",), serving)
-        work = [((label,), ns / 1e9) for label, ns in zip(labels, self.work(), strict=True)]
+        ready = {label: label[0] in self.health.serving for label in labels}
+        yield _gauge("device_ready", text, ready, "device")
         text = "Estimated engine time of the calls that the device has not finished"
-        yield _gauges("device_work_seconds", text, ("device",), work)
+        work = {label: ns / 1e9 for label, ns in zip(labels, self.work(), strict=True)}
+        yield _gauge("device_work_seconds", text, work, "device")
         text = "Time that the last health probe of the engine took"
-        probes = [((label,), seconds) for label, seconds in self.probe_seconds().items()]
-        yield _gauges("probe_seconds", text, ("device",), probes)
+        probes = {(label,): seconds for label, seconds in self.probe_seconds().items()}
+        yield _gauge("probe_seconds", text, probes, "device")
         text = "Engine processes that ended unasked"
-        restarts = list(self.engines.restarts.items())
-        yield _counters("engine_restarts", text, ("device", "cause"), restarts)
+        yield _counter("engine_restarts", text, self.engines.restarts, "device", "cause")
 
     def _datasets(self) -> Iterator[Metric]:
         usage = self.datasets.usage()
@@ -106,21 +107,20 @@ class ServerCollector(Collector):
         yield _gauge("resident_limit_bytes", text, self.resident_limit)
         text = "Resident data sets, the health probe's included"
         yield _gauge("resident_datasets", text, usage.datasets)
-        text = "Data sets that had to make room for others"
-        yield _counters("evictions", text, (), [((), usage.evictions)])
+        yield _counter("evictions", "Data sets that had to make room for others", usage.evictions)
 
     def _caches(self) -> Iterator[Metric]:
         """Yield the metrics of the engines' caches, without samples for engines that have none."""
-        for kinds, make in ((CACHE_EVENTS, _counters), (CACHE_SIZES, _gauges)):
+        for kinds, make in ((CACHE_EVENTS, _counter), (CACHE_SIZES, _gauge)):
             for kind in kinds:
-                samples = [
-                    ((supervisor.device.label, cache), supervisor.counters[name])
+                samples = {
+                    (supervisor.device.label, cache): supervisor.counters[name]
                     for supervisor in self.engines.supervisors
                     for cache in CACHES
                     if (name := f"{cache}_cache_{kind}") in supervisor.counters
-                ]
+                }
                 text = f"Caches of compiled kernels: {kind}"
-                yield make(f"cache_{kind}", text, ("device", "cache"), samples)
+                yield make(f"cache_{kind}", text, samples, "device", "cache")
 
     def _gpus(self) -> Iterator[Metric]:
         usages = self.gpus.usage()
@@ -129,14 +129,14 @@ class ServerCollector(Collector):
             ("gpu_memory_total_bytes", "GPU memory", "memory_total"),
             ("gpu_utilization_ratio", "Share of time with a kernel at work", "utilisation"),
         ):
-            samples = [((usage.gpu, usage.name), getattr(usage, attribute)) for usage in usages]
-            yield _gauges(name, text, ("gpu", "name"), samples)
+            samples = {(usage.gpu, usage.name): getattr(usage, attribute) for usage in usages}
+            yield _gauge(name, text, samples, "gpu", "name")
 
 
 def _call_counters(totals: MetricsDelta) -> Iterator[Metric]:
     for name, family in CALL_COUNTERS.items():
-        samples = [(labels, n) for (counted, labels), n in totals.counts.items() if counted == name]
-        yield _counters(name, family.text, family.labels, samples)
+        samples = {labels: n for (counted, labels), n in totals.counts.items() if counted == name}
+        yield _counter(name, family.text, samples, *family.labels)
 
 
 def _call_histograms(totals: MetricsDelta) -> Iterator[Metric]:
@@ -144,48 +144,34 @@ def _call_histograms(totals: MetricsDelta) -> Iterator[Metric]:
         metric = HistogramMetricFamily(_PREFIX + name, family.text, labels=family.labels)
         for (observed, labels), row in totals.buckets.items():
             if observed == name:
-                metric.add_metric(labels, _cumulative(row), row[-1])
+                bounds = (*map(str, BUCKET_BOUNDS), "+Inf")
+                buckets = list(zip(bounds, accumulate(row[:-1]), strict=True))
+                metric.add_metric(labels, buckets, row[-1])
         yield metric
 
 
-def _cumulative(row: list[float]) -> list[tuple[str, float]]:
-    buckets, total = [], 0.0
-    for bound, count in zip((*map(str, BUCKET_BOUNDS), "+Inf"), row, strict=False):
-        total += count
-        buckets.append((bound, total))
-    return buckets
-
-
 def _processes(processes: Mapping[str, int]) -> Iterator[Metric]:
-    memory, files = [], []
+    memory, files = {}, {}
     for role, number in processes.items():
         place = Path(f"/proc/{number}")
         try:
             pages = int((place / "statm").read_text().split()[1])
-            descriptors = sum(1 for _ in (place / "fd").iterdir())
+            files[role,] = sum(1.0 for _ in (place / "fd").iterdir())
         except OSError:
             continue  # it has ended
-        memory.append(((role,), pages * _PAGE_BYTES))
-        files.append(((role,), descriptors))
+        memory[role,] = float(pages * _PAGE_BYTES)
     text = "Memory of a process, shared memory included"
-    yield _gauges("process_resident_bytes", text, ("process",), memory)
-    yield _gauges("process_open_files", "File descriptors of a process", ("process",), files)
+    yield _gauge("process_resident_bytes", text, memory, "process")
+    yield _gauge("process_open_files", "File descriptors of a process", files, "process")
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return _gauges(name, text, (), [((), value)])
-
-
-def _gauges(name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
-    return _family(GaugeMetricFamily, name, text, labels, samples)
-
-
-def _counters(name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
-    return _family(CounterMetricFamily, name, text, labels, samples)
-
-
-def _family(kind: Any, name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
+def _family(kind: Any, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+    """Make a metric family of one number, or of numbers by the values of its labels."""
     family: Metric = kind(_PREFIX + name, text, labels=labels)
-    for values, value in samples:
+    for values, value in (samples if isinstance(samples, Mapping) else {(): samples}).items():
         family.add_metric(values, float(value))  # type: ignore[attr-defined]
     return family
+
+
+_gauge = partial(_family, GaugeMetricFamily)
+_counter = partial(_family, CounterMetricFamily)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.data.files import DataFolder
 from warpfit_server.ipc.segments import SegmentPool, raise_descriptor_limit
-from warpfit_server.monitoring import Monitoring
+from warpfit_server.metrics import ServerCollector
+from warpfit_server.observability.calls import Observer
+from warpfit_server.observability.gpu_monitor import GpuMonitor
 from warpfit_server.observability.measurements import Recorder
+from warpfit_server.observability.metrics_port import MetricsPort
+from warpfit_server.observability.tracing import make_tracer
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor
+from warpfit_server.processes.probe import Probe
+from warpfit_server.processes.watchdog import Watchdog
+from warpfit_server.rpc.health import Health, HealthPort
 from warpfit_server.rpc.interceptor import Interceptor
-from warpfit_server.rpc.port import check_free, listen, make_server
+from warpfit_server.rpc.port import check_free, join_address, listen, make_server
 from warpfit_server.rpc.servicer import SERVICE_NAME, MainServicer
 from warpfit_server.rpc.tls import check_exposure
 from warpfit_server.system.compile_cache import usable_cache_directory
@@ -33,12 +41,13 @@ class Server:
         check_exposure(config)
         raise_descriptor_limit()
         # Only this user can open it: the front ends forward calls to a socket in it.
-        self._directory = ServerDirectory()
+        directory = ServerDirectory()
         self._directories = ExitStack()
-        self._directories.callback(self._directory.remove)
+        self._directories.callback(directory.remove)
+        self._local_address = f"unix:{directory.path}/main"
         try:
             cache = self._directories.enter_context(
-                usable_cache_directory(config.cache_path, within=str(self._directory.path))
+                usable_cache_directory(config.cache_path, within=str(directory.path))
             )
             devices = resolve_devices(config.devices)
             check_device_memory(devices, config.device_memory)
@@ -48,65 +57,133 @@ class Server:
             raise
 
     def _assemble(self, config: Config) -> None:
-        pool = SegmentPool(config.idle_bytes)
+        pool, self._recorder = SegmentPool(config.idle_bytes), Recorder()
         self._config = config
         self.quotas = QuotaTable.create(config.processes, len(config.engines))
-        self.engines = engines = Engines(config, pool, self.quotas)
-        self._datasets = datasets = DatasetStore(config.limits(), pool, engines.unload)
-        recorder = Recorder()
-        self._front_ends = FrontEndSupervisor(config, engines, datasets, self.quotas, recorder)
+        self.engines = Engines(config, pool, self.quotas)
+        self._datasets = DatasetStore(config.limits(), pool, self.engines.unload)
+        parts = self.engines, self._datasets, self.quotas, self._recorder
+        self._front_ends = FrontEndSupervisor(config, *parts)
+        labels = [device.label for device in config.engines]
+        self._health = Health(SERVICE_NAME, labels, self._front_ends.announce_readiness)
+        self._probes = [
+            Probe(supervisor.connection, self._front_ends.seed)
+            for supervisor in self.engines.supervisors
+        ]
+        self._probes[0].make_resident(self._datasets, self.engines)
+        self._watchdogs = [self._watchdog(s) for s in self.engines.supervisors]
+        self._ports: dict[str, HealthPort | MetricsPort] = {}
+        self._tracer = make_tracer(config.tracing)
+        self._make_service()
+
+    def _watchdog(self, supervisor: EngineSupervisor) -> Watchdog:
+        """Make an engine's watchdog; that of the first one also looks after everything else."""
+        watchdog = Watchdog(
+            self._config,
+            supervisor,
+            self._probes[supervisor.number],
+            self._health,
+            partial(self._front_ends.all_answered_by, supervisor.number),
+            self._tick if supervisor.number == 0 else lambda: None,
+        )
+        supervisor.on_loss = watchdog.engine_lost
+        return watchdog
+
+    def _make_service(self) -> None:
+        """Make the gRPC service and bind its port."""
+        config = self._config
         interceptor = Interceptor(config, self.quotas, is_main=True)
         servicer = MainServicer(
-            datasets,
-            DataFolder(config.data_root, datasets),
-            engines,
-            partial(engines.lease, datasets),
-            engines.router,
+            self._datasets,
+            DataFolder(config.data_root, self._datasets),
+            self.engines,
             interceptor.admission,
             config.chunk_bytes,
             self._front_ends.announce_release,
         )
-        self._monitoring = Monitoring(
-            *(config, engines, datasets, self._front_ends, recorder, self.quotas)
-        )
         check_free(config.host, config.port)
-        handlers = interceptor.intercept(servicer.handlers(), self._monitoring.observer)
+        observer = Observer(self._recorder, self._tracer)
+        handlers = interceptor.intercept(servicer.handlers(), observer)
         self._workers = interceptor.workers
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.processes > 1)
-        self._monitoring.health.add_to(self._grpc)
+        self._health.add_to(self._grpc)
         self.port = listen(self._grpc, config, config.port)
-        self._local_address = f"unix:{self._directory.path}/main"
         self._grpc.add_insecure_port(self._local_address)
 
     def __enter__(self) -> Server:
         """Start the engines, the port, the other front ends; return when the server is ready."""
-        self._monitoring.open_ports()
+        self._open_ports()
         self._front_ends.start(self._config.processes - 1, self.port, self._local_address)
         self.engines.start(self._datasets.leased, self._engine_ready)
         self._grpc.start()
         self._front_ends.open()
-        self._monitoring.start_watchdogs()
+        for watchdog in self._watchdogs:
+            watchdog.start()
+        for watchdog in self._watchdogs:
+            watchdog.wait_ready()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Be not ready, then refuse new calls, let those in flight finish in time, stop."""
-        self._monitoring.drain()
+        self._health.drain()
+        time.sleep(self._config.notice)  # load balancers take notice
         stopped = self._grpc.stop(self._config.grace)
         self._front_ends.stop()
         stopped.wait()
         self._workers.close()
-        self._monitoring.stop()
+        for watchdog in self._watchdogs:
+            watchdog.stop()
+        self._probes[0].close()
+        for port in self._ports.values():
+            port.stop()
+        if self._tracer is not None:
+            self._tracer.close()
         self.engines.stop()
         self._directories.close()
 
+    def _open_ports(self) -> None:
+        """Open the ports for health checks and metrics that are configured.
+
+        Raises:
+            UnavailableError: if one is taken.
+
+        """
+        config = self._config
+        if config.health_port is not None:
+            port = HealthPort(self._health, config.health_host, config.health_port)
+            self._ports[f"health={join_address(config.health_host, port.port)}"] = port
+        if config.metrics_port is not None:
+            collector = ServerCollector(
+                self._recorder,
+                self.engines,
+                self._datasets,
+                self._health,
+                config.limits().resident_bytes,
+                self._processes,
+                lambda: {watchdog.label: watchdog.probe_seconds for watchdog in self._watchdogs},
+                self.quotas.work,
+                GpuMonitor(),
+            )
+            page = MetricsPort(collector.render, config.metrics_host, config.metrics_port)
+            self._ports[f"metrics={join_address(config.metrics_host, page.port)}"] = page
+
     def _engine_ready(self, supervisor: EngineSupervisor) -> None:
         self._front_ends.engine_ready(supervisor.number)
-        self._monitoring.watchdogs[supervisor.number].engine_ready()
+        self._watchdogs[supervisor.number].engine_ready()
+
+    def _tick(self) -> None:
+        self._front_ends.kill_silent([n for n, w in enumerate(self._watchdogs) if w.answers])
+        self.engines.quarantine.expire()
+        self._datasets.expire(self._config.lease_seconds)
+
+    def _processes(self) -> dict[str, int]:
+        """Return the process ids by role."""
+        engines = {
+            f"engine {supervisor.device.label}": supervisor.process_id
+            for supervisor in self.engines.supervisors
+            if supervisor.process_id is not None
+        }
+        return {"main": os.getpid(), **self._front_ends.processes(), **engines}
 
     def describe(self) -> str:
         """Return the start-up line: addresses, devices, limits."""
@@ -120,7 +197,7 @@ class Server:
         return (
             f"warpfit listening on {self._config.host}:{self.port}"
             f" engine={self.engines.engine} [{devices}] front-ends={self._config.processes}"
-            f"{self._monitoring.describe()}"
+            f"{''.join(f' {port}' for port in self._ports)}"
             f" resident<={limits.resident_bytes >> 20}MiB result<={limits.result_bytes >> 20}MiB"
             f" programs<={limits.programs} tokens<={limits.tokens} requests<={limits.requests}"
         )

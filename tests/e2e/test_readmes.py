@@ -1,7 +1,4 @@
-"""Every snippet of every README works when it is pasted.
-
-Those that install something are in `test_newcomer.py`.
-"""
+"""Every snippet of every README works when it is pasted, and what the READMEs name exists."""
 
 from __future__ import annotations
 
@@ -11,6 +8,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +19,43 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.repository.deployments import built
-from support.repository.deployments import check_command as check_deployment
+from support.load.faults import free_port
+from support.repository import deployments
 from support.repository.readmes import (
     READMES,
     ROOT,
     Snippet,
     commands,
+    inline_code,
     installs,
     programs,
     snippets,
 )
+from support.repository.required_packages import absent_modules
 from support.servers.server import ServerProcess
+from warpfit.cli.main import main
 
 ADDRESS = "127.0.0.1:50551"
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 #: The first ones of these two have tests of their own.
 LOOKED_AT = ("README.md", "client/README.md")
 PROGRAMS = [program for path in READMES for program in programs(path)[path in LOOKED_AT :]]
-SHELL = [
-    snippet
-    for path in READMES
-    for snippet in snippets(path)
-    if snippet.language == "sh" and not installs(snippet)
-]
-#: What is not run here, by a word of the command, and why; what the command names is checked.
-NOT_RUN = {
-    "docker": "needs a container engine: `tests/images` builds and runs the images with another",
-    "helm": "needs a cluster: the chart is rendered, with what the command sets",
-    "bench": "`test_bench.py` runs its commands with small sizes",
-    "client/examples/diabetes_gp.py": "`test_examples.py` runs it",
-}
+SHELL = [s for path in READMES for s in snippets(path) if s.language == "sh"]
+INSTALLING = [snippet for snippet in SHELL if installs(snippet)]
+#: What is not run here: tests of their own run the commands with small sizes; flags are checked.
+NOT_RUN = {"bench", "client/examples/diabetes_gp.py"}
 BUILD_TOOLS = ("protoc", "grpc_cpp_plugin", "g++", "pkg-config")
+#: Flags of other programs that stand alone in a sentence.
+OTHERS = {"--ipc", "--build-arg", "--check", "--some-name", "--help"}
+MAIN = "import sys; from warpfit.cli.main import main; sys.exit(main())"
+
+
+def test_the_languages_of_snippets():
+    found = {snippet.language for path in READMES for snippet in snippets(path)}
+    assert found == {"python", "py", "sh", "text"}
+
+
+# ---------------------------------------------------------------------------------- Python blocks
 
 
 def execute(program: list[Snippet], server: ServerProcess) -> dict[str, Any]:
@@ -56,8 +63,7 @@ def execute(program: list[Snippet], server: ServerProcess) -> dict[str, Any]:
     names: dict[str, Any] = {}
     for snippet in program:
         if snippet.language == "py":
-            client = warpfit.connect(server.address)
-            columns = names["data"].names
+            client, columns = warpfit.connect(server.address), names["data"].names
             data = client.upload(names["X"], names["y"], names=columns)
             names |= {"client": client, "data": data}
         code = snippet.code.replace(ADDRESS, server.address)
@@ -71,9 +77,9 @@ def test_python(program: list[Snippet], server: ServerProcess, monkeypatch: pyte
         if any(re.search(rf"^(import|from) (warpfit\.)?{library}", s.code, re.M) for s in program):
             pytest.importorskip(library)
     monkeypatch.chdir(ROOT)
-    names = execute(program, server)
-    for client in [value for value in names.values() if isinstance(value, warpfit.Client)]:
-        client.close()
+    for value in execute(program, server).values():
+        if isinstance(value, warpfit.Client):
+            value.close()
 
 
 def test_the_first_example_is_short_and_right(server: ServerProcess, capsys):
@@ -81,11 +87,8 @@ def test_the_first_example_is_short_and_right(server: ServerProcess, capsys):
     assert len(program[0].code.strip().splitlines()) <= 12
     names = execute(program, server)
     assert np.asarray(names["losses"])[0] < 1e-12
-    assert np.shape(names["values"]) == (1000, 3)
     assert "(1000, 3)" in capsys.readouterr().out
-    fit = names["fit"]
-    np.testing.assert_allclose(fit.parameters[0], [2.5, 1.0], rtol=1e-3)
-    assert (fit.loss <= fit.initial_loss).all()
+    np.testing.assert_allclose(names["fit"].parameters[0], [2.5, 1.0], rtol=1e-3)
 
 
 def test_the_tutorial_finds_the_law_and_points_at_the_mistake(
@@ -100,6 +103,9 @@ def test_the_tutorial_finds_the_law_and_points_at_the_mistake(
     assert lines[place - 1][lines[place].index("^")] == "d"
 
 
+# ----------------------------------------------------------------------------------- shell blocks
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of what snippets touch, with a table of data."""
@@ -111,58 +117,49 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("snippet", SHELL, ids=str)
+@pytest.mark.parametrize("snippet", [s for s in SHELL if not installs(s)], ids=str)
 def test_shell(snippet: Snippet, server: ServerProcess, checkout: Path):
     if "protoc " in snippet.code:
         check_build(snippet, server, checkout)
         return
     for line in commands(snippet):
-        line = line.replace(".venv/bin/", "")
-        for address in (ADDRESS, "HOST:PORT"):
-            line = line.replace(address, server.address)
-        check_command(line, checkout)
+        check_command(re.sub(f"{ADDRESS}|HOST:PORT", server.address, line), checkout)
 
 
 def check_command(line: str, checkout: Path) -> None:
     """Run a command, or check what it names where it cannot be run."""
-    words = shlex.split(line.rstrip("&"), comments=True)
+    words = shlex.split(line.replace(".venv/bin/", "").rstrip("&"), comments=True)
     if {"docker", "helm"} & set(words):
-        check_deployment(words, images())
-    elif set(NOT_RUN) & set(words):
+        builds = [line for s in SHELL for line in commands(s) if line.startswith("docker build")]
+        deployments.check_command(shlex.join(words), dict(map(deployments.image_of, builds)))
+    elif NOT_RUN & set(words):
         length = 3 if words[2:3] in (["load"], ["report"]) else 2
-        check_flags([*words[:length], "--help"], words, checkout)
+        known = run([*words[:length], "--help"], checkout)
+        assert all(flag in known for flag in flags_in(line)), line
     elif words[:2] == ["warpfit", "serve"] and "--help" not in words:
         serve(words, checkout)
     else:
         run(words, checkout)
 
 
-def executed(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """A command with this interpreter, and its environment."""
-    if words[0] == "warpfit":
-        main = "import sys; from warpfit.cli.main import main; sys.exit(main())"
-        words = [sys.executable, "-c", main, *words[1:]]
-    elif words[0] == "python":
-        words = [sys.executable, *words[1:]]
-    return words, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+def executed(words: list[str], folder: Path) -> dict[str, Any]:
+    """Arguments that run a command with this interpreter."""
+    known = {"warpfit": [sys.executable, "-c", MAIN], "python": [sys.executable]}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return {"args": known.get(words[0], words[:1]) + words[1:], "cwd": folder, "env": environment}
 
 
 def run(words: list[str], folder: Path) -> str:
     """Run a command to its end."""
-    command, environment = executed(words)
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run(**executed(words, folder), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def serve(words: list[str], folder: Path) -> None:
     """Start a server on a free port, ask it who it is, and stop it."""
-    command, environment = executed([*words, "--port", "0"])
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
-    ) as server:
+    command = executed([*words, "--port", "0"], folder)
+    with subprocess.Popen(**command, stdout=subprocess.PIPE, text=True) as server:
         try:
             banner = server.stdout.readline()
             assert "listening on" in banner
@@ -172,39 +169,119 @@ def serve(words: list[str], folder: Path) -> None:
         assert server.wait(30) == 0
 
 
-def images() -> dict[str, str]:
-    """Variants of the images that commands of the READMEs build, by name."""
-    lines = [line for snippet in SHELL for line in commands(snippet)]
-    return dict(built(shlex.split(line)[2:]) for line in lines if line.startswith("docker build "))
-
-
-def check_flags(ask: list[str], words: list[str], folder: Path) -> None:
-    known = run(ask, folder)
-    for word in words:
-        if word.startswith("--"):
-            assert word.partition("=")[0] in known, f"{word} is no flag of {' '.join(ask[:2])}"
-
-
 def check_build(snippet: Snippet, server: ServerProcess, checkout: Path) -> None:
     """Build the C++ worker, let it check itself, and run it against the server."""
-    if not all(map(shutil.which, BUILD_TOOLS)):
-        pytest.skip(f"needs {', '.join(BUILD_TOOLS)}")
     libraries = ["pkg-config", "--exists", "grpc++", "protobuf", "libcrypto"]
-    if subprocess.run(libraries, check=False).returncode:
-        pytest.skip("needs the development files of gRPC, protobuf and OpenSSL")
+    if not all(map(shutil.which, BUILD_TOOLS)) or subprocess.run(libraries).returncode:
+        pytest.skip(f"needs {', '.join(BUILD_TOOLS)}, and files of gRPC, protobuf and OpenSSL")
     code = snippet.code.replace(ADDRESS, server.address)
-    done = subprocess.run(
-        ["sh", "-e", "-c", code], cwd=checkout, capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stderr
-    agree, first, second = done.stdout.splitlines()
+    agree, first, second = run(["sh", "-e", "-c", code], checkout).splitlines()
     assert re.fullmatch(r"(\d+) of \1 agree", agree)
     assert "fitted" in first
     assert float(re.search(r"p1 = (\S+)", first)[1]) == pytest.approx(2.5)
     assert second.startswith("expression 1")
 
 
-def test_the_languages_of_snippets():
-    assert {snippet.language for path in READMES for snippet in snippets(path)} == {
-        *("python", "py", "sh", "text")
+# ------------------------------------------- blocks that install: with the extra's packages alone
+
+
+def extra_of(snippet: Snippet) -> str:
+    (extra,) = re.findall(r"pip install (?:-q )?-e '\.\[(\w+)\]'", snippet.code)
+    assert extra in EXTRAS
+    return extra
+
+
+def shell(code: str, extra: str, folder: Path) -> str:
+    """Paste code into a shell where one extra is installed; return what it prints.
+
+    What it leaves in the background is ended.
+    """
+    binaries = folder / "bin"
+    binaries.mkdir(exist_ok=True)
+    for name, command in {"python": "", "warpfit": f'-c "{MAIN}"'}.items():
+        (binaries / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
+        (binaries / name).chmod(0o700)
+    paths = [ROOT / "tests" / "support" / "repository" / "absent", ROOT / "client", ROOT / "server"]
+    environment = {
+        "PATH": os.pathsep.join([str(binaries), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "WARPFIT_TEST_ABSENT": " ".join(absent_modules(f"warpfit[{extra}]")),
     }
+    done = subprocess.run(
+        ["bash", "-e", "-c", f"trap 'kill $(jobs -p) 2>&- || true; wait' EXIT\n{code}"],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_first_command(tmp_path):
+    command, start = INSTALLING[0], INSTALLING[0].code.strip().rpartition(" && ")[2]
+    assert command.path == "README.md"
+    (tmp_path / "client").symlink_to(ROOT / "client")
+    start = start.removeprefix(".venv/bin/")
+    out = shell(f"{start} --generations 2", extra_of(command), tmp_path)
+    assert re.search(r"progression = .*\n\s*LaTeX: ", out)
+    assert (tmp_path / "diabetes_gp.png").stat().st_size > 10_000
+
+
+def test_ci_is_the_second_command():
+    """Running it here would run this test again."""
+    install, test = INSTALLING[1], INSTALLING[1].code.strip().rpartition(".venv/bin/")[2]
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert re.search(rf"/pip\" install .*-e '\.\[{extra_of(install)},lint\]'", ci)
+    assert f"\n{test}\n" in ci
+
+
+def test_the_start_of_the_tutorial(tmp_path):
+    (server,) = INSTALLING[2:]
+    address, extra = f"127.0.0.1:{free_port()}", extra_of(server)
+    first = programs("client/README.md")[0][0].code.replace(ADDRESS, address)
+    (tmp_path / "first.py").write_text(first)
+    start = server.code.splitlines()[1].replace("50551", address.partition(":")[2])
+    wait = f"until warpfit info {address}; do sleep 0.2; done"
+    out = shell(f"{start}\n{wait}\npython first.py", extra, tmp_path)
+    losses = re.search(r"^\[\s*(\S+)\s+(\S+)\s+(\S+?)\s*\]$", out, re.M)
+    assert float(losses[2]) < 1e-6 < float(losses[1])
+    assert "cpu" in out
+    with pytest.raises(AssertionError, match="No module named 'sklearn'"):
+        shell("python -c 'import numba, sklearn'", extra, tmp_path)
+
+
+# ------------------------------------------------------------- what sentences and tables mention
+
+
+@cache
+def flags_of(*command: str) -> frozenset[str]:
+    """Flags in the help of one of our commands."""
+    with redirect_stdout(StringIO()) as printed, suppress(SystemExit):
+        main([*command, "--help"])
+    return frozenset(re.findall(r"(?<![\w-])--[a-z][\w-]*", printed.getvalue()))
+
+
+def flags_in(code: str) -> set[str]:
+    return {word.partition("=")[0] for word in shlex.split(code, comments=True) if word[:2] == "--"}
+
+
+@pytest.mark.parametrize("path", READMES)
+def test_flags_and_extras_exist(path: str):
+    ours = ["serve"], ["eval"], ["precompile"], ["ray", "up"], ["bench"], ["bench", "load"]
+    known = frozenset.union(frozenset(OTHERS), *(flags_of(*command) for command in ours))
+    if path == "README.md":
+        script = (ROOT / "client/examples/diabetes_gp.py").read_text()
+        known |= set(re.findall(r'"(--[\w-]+)"', script))
+    for code in inline_code(path):
+        words = code.removeprefix(".venv/bin/").split()
+        if words[:1] == ["warpfit"] and len(words) > 1 and words[1].islower():
+            has_two = words[1] == "ray" or words[2:3] in (["load"], ["report"])
+            assert flags_in(code) <= flags_of(*words[1 : 2 + has_two]) | {"--help"}, code
+        elif code.startswith("--set "):
+            deployments.values({words[1].partition("=")[0]: None})
+        elif code.startswith("--") and code != "--":
+            assert flags_in(code) <= known, code
+        for names in re.findall(r"warpfit\[([\w,]+)\]", code):
+            assert set(names.split(",")) <= EXTRAS.keys(), code

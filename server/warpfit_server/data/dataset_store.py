@@ -16,7 +16,7 @@ from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.server_info import Limits
 from warpfit_server.data.upload import Upload
 from warpfit_server.ipc.segments import Segment, SegmentPool
-from warpfit_server.limits import check_dataset
+from warpfit_server.limits import check_limit
 from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.tenants import ANONYMOUS
 
@@ -181,7 +181,8 @@ class DatasetStore:
 
         """
         limits = limits or self._limits
-        check_dataset(layout, limits)
+        check_limit(limits, "dataset_bytes", layout.nbytes)
+        check_limit(limits, "rows", layout.rows)
         cost, budget = self._cost(layout), limits.resident_bytes
         segment = self._pool.create(layout.nbytes)  # takes memory when it is written
         with self._lock:

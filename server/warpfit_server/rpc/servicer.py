@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -23,28 +23,22 @@ from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, DatasetNotFoundError, WarpfitError
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.request import Evaluation, Timings
-from warpfit.server_info import Device, ServerInfo
+from warpfit.server_info import ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.data.files import DataFolder
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.in_flight_request import InFlightRequest
-from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.router import Leased, Router
 from warpfit_server.ipc.split_request import SplitRequest
-from warpfit_server.limits import (
-    check_batch,
-    check_fit,
-    check_loss,
-    check_names,
-    check_result,
-    check_token_count,
-)
+from warpfit_server.limits import check_batch, check_fit, check_limit, check_names, check_result
 from warpfit_server.observability import calls
-from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.admission import Admission, CallCost
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
 from warpfit_server.tenancy.tenants import key_of, tenant_of
+
+if TYPE_CHECKING:
+    from warpfit_server.processes.engines import Engines
 
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05
@@ -55,26 +49,6 @@ Lease = Callable[[bytes], AbstractContextManager[Leased]]
 #: The messages of an answer; the last one is returned, so that it is sent with the status.
 Answer = Generator[bytes, None, bytes]
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
-
-
-class EngineHost(Protocol):
-    """The part of `processes.engines.Engines` that servicers use."""
-
-    quarantine: Quarantine
-
-    @property
-    def engine(self) -> str:
-        """Kind of the engines."""
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """Devices of the engines."""
-
-    def shards(self, layout: Layout, count: int) -> Shards | None:
-        """Divide a data set among so many engines."""
-
-    def place(self, dataset: StoredDataset, *, whole: bool = False) -> None:
-        """Load a new data set into engines that have room for it."""
 
 
 class ComputeServicer:
@@ -100,65 +74,71 @@ class ComputeServicer:
 
     def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Answer:
         """Evaluate a batch and stream the answer while the engine still computes."""
-        arrived, tenant = time.monotonic_ns(), tenant_of(context)
         with ExitStack() as held:
-            limits = self._admission.limits(tenant)
-            request = codec.parse_message(pb.EvaluateRequest, message)
-            check_token_count(len(request.programs.codes), limits)
-            check_loss(len(request.loss_function.codes), limits)
-            evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
-            data = held.enter_context(self._lease(evaluation.dataset_id))
-            layout = data.layout
-            check_batch(evaluation.batch, limits)
-            evaluation.check_options(layout)
-            evaluation.batch.check_shapes()  # the engine looks at the tokens
-            size = check_result(evaluation, layout, limits, _nodes(evaluation, data))
-            size += evaluation.batch.values.nbytes - len(request.programs.values)
-            cost = CallCost.of_evaluation(evaluation, layout)
-            held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
-            calls.record_work(evaluation, layout)
-            calls.end_decoding()
-            decode = time.monotonic_ns() - arrived
-            _check_wanted(context)
-            in_flight = self._router.start(
-                InFlightRequest.of_evaluation(evaluation, layout, tenant),
-                data,
-                self._admission.costs.estimate(cost),
-            )
-            self._end_with_call(in_flight, cost, context, held)
+            in_flight, decode, evaluation, layout = self._start(message, context, held, fits=False)
             start = codec.result_start(layout, evaluation.shape(layout))
             return (yield from self._stream_result(in_flight, start, decode))
 
     def optimize(self, message: bytes, context: grpc.ServicerContext) -> Answer:
         """Fit a batch; stream progress if the request asks for it, then the result."""
-        arrived, tenant = time.monotonic_ns(), tenant_of(context)
         with ExitStack() as held:
-            limits = self._admission.limits(tenant)
-            parsed = codec.parse_message(pb.OptimizeRequest, message)
-            check_token_count(len(parsed.problem.programs.codes), limits)
-            check_loss(len(parsed.problem.loss_function.codes), limits)
-            request = codec.fit_from_message(parsed)
-            request = replace(request, problem=_of_tenant(request.problem, tenant))
-            data = held.enter_context(self._lease(request.problem.dataset_id))
-            layout = data.layout
-            check_batch(request.problem.batch, limits)
-            request.check(layout)
-            size = check_fit(request, layout, limits, _nodes(request.problem, data))
-            size += request.problem.batch.values.nbytes - len(parsed.problem.programs.values)
-            cost = CallCost.of_fit(request, layout)
-            held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
-            deadline = _stop_time(request, context.time_remaining())
-            calls.record_work(request.problem, layout)
-            calls.end_decoding()
-            decode = time.monotonic_ns() - arrived
-            _check_wanted(context)
-            in_flight = self._router.start(
-                InFlightRequest.of_fit(request, layout, deadline, tenant),
-                data,
-                self._admission.costs.estimate(cost),
-            )
-            self._end_with_call(in_flight, cost, context, held)
+            in_flight, decode, *_ = self._start(message, context, held, fits=True)
             return (yield from _stream_fit(in_flight, decode))
+
+    def _start(
+        self, message: bytes, context: grpc.ServicerContext, held: ExitStack, *, fits: bool
+    ) -> tuple[InFlightRequest | SplitRequest, int, Evaluation, Layout]:
+        """Decode, check and admit a request and send it to an engine.
+
+        Args:
+            message: an OptimizeRequest if it ``fits``, else an EvaluateRequest.
+            context: of the call.
+            held: gives back what the call holds.
+            fits: whether parameters are fitted.
+
+        Returns:
+            The request, the nanoseconds that decoding took, the evaluation, its data set's layout.
+
+        """
+        arrived, tenant = time.monotonic_ns(), tenant_of(context)
+        limits = self._admission.limits(tenant)
+        parsed: Any = codec.parse_message(
+            pb.OptimizeRequest if fits else pb.EvaluateRequest, message
+        )
+        sent = parsed.problem if fits else parsed
+        check_limit(limits, "tokens", len(sent.programs.codes))
+        check_limit(limits, "loss_tokens", len(sent.loss_function.codes))
+        fit = codec.fit_from_message(parsed) if fits else None
+        evaluation = codec.evaluation_from_message(parsed) if fit is None else fit.problem
+        # From here on it names the tenant's own data set.
+        evaluation = replace(evaluation, dataset_id=key_of(tenant, evaluation.dataset_id))
+        data = held.enter_context(self._lease(evaluation.dataset_id))
+        layout, shards = data.layout, data.shards
+        nodes = 0 if shards is None else shards.nodes(evaluation.row_range(layout), layout)
+        check_batch(evaluation.batch, limits)
+        if fit is None:
+            evaluation.check_options(layout)
+            evaluation.batch.check_shapes()  # the engine looks at the tokens
+            size = check_result(evaluation, layout, limits, nodes)
+            cost = CallCost.of_evaluation(evaluation, layout)
+        else:
+            fit = replace(fit, problem=evaluation)
+            fit.check(layout)
+            size, cost = check_fit(fit, layout, limits, nodes), CallCost.of_fit(fit, layout)
+        size += evaluation.batch.values.nbytes - len(sent.programs.values)
+        held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
+        calls.record_work(evaluation, layout)
+        calls.end_decoding()
+        decode = time.monotonic_ns() - arrived
+        _check_wanted(context)
+        if fit is None:
+            request = InFlightRequest.of_evaluation(evaluation, layout, tenant)
+        else:
+            deadline = _stop_time(fit, context.time_remaining())
+            request = InFlightRequest.of_fit(fit, layout, deadline, tenant)
+        in_flight = self._router.start(request, data, self._admission.costs.estimate(cost))
+        self._end_with_call(in_flight, cost, context, held)
+        return in_flight, decode, evaluation, layout
 
     def _end_with_call(
         self,
@@ -219,18 +199,16 @@ class MainServicer(ComputeServicer):
         self,
         datasets: DatasetStore,
         folder: DataFolder,
-        host: EngineHost,
-        lease: Lease,
-        router: Router,
+        engines: Engines,
         admission: Admission,
         chunk_bytes: int,
         on_release: Callable[[bytes], None],
     ) -> None:
-        super().__init__(lease, router, admission, chunk_bytes)
+        super().__init__(partial(engines.lease, datasets), engines.router, admission, chunk_bytes)
         self._datasets = datasets
         self._folder = folder
         self._reading = TenantSemaphore()
-        self._host = host
+        self._engines = engines
         self._on_release = on_release
 
     def handlers(self) -> dict[str, Any]:
@@ -252,10 +230,10 @@ class MainServicer(ComputeServicer):
         check_names(first.header.layout.names, limits)
         layout, content_id = codec.upload_header(first)
         key = key_of(tenant, content_id)
-        self._host.quarantine.suspects.check_dataset(key)
+        self._engines.quarantine.suspects.check_dataset(key)
         with suppress(DatasetNotFoundError), self._datasets.lease(key) as resident:
             return _info(resident)
-        shards = self._host.shards(layout, first.header.shards)
+        shards = self._engines.shards(layout, first.header.shards)
         upload = self._datasets.begin(layout, content_id, tenant, limits)
         try:
             for message in requests:
@@ -280,16 +258,16 @@ class MainServicer(ComputeServicer):
             known = self._folder.known(file)
             if known is not None:  # another call may have read it meanwhile
                 key = key_of(tenant, known[0])
-                self._host.quarantine.suspects.check_dataset(key)
+                self._engines.quarantine.suspects.check_dataset(key)
                 with suppress(DatasetNotFoundError), self._datasets.lease(key) as dataset:
                     return _info(dataset, known[1])
             reserve = partial(self._admission.reserve_bytes, tenant)
             dataset, lost_digits = self._folder.read(
-                file, tenant, limits, check_wanted, reserve, self._host.shards
+                file, tenant, limits, check_wanted, reserve, self._engines.shards
             )
         finally:
             self._reading.release(tenant)
-        self._host.quarantine.suspects.check_dataset(dataset.key)
+        self._engines.quarantine.suspects.check_dataset(dataset.key)
         self._place(dataset.key, whole=file.shards == 1)
         calls.record_upload(dataset.layout.nbytes)
         return _info(dataset, lost_digits)
@@ -298,7 +276,7 @@ class MainServicer(ComputeServicer):
         """Have engines load a data set that has come, or release it."""
         with self._datasets.lease(key) as dataset:
             try:
-                self._host.place(dataset, whole=whole)
+                self._engines.place(dataset, whole=whole)
             except WarpfitError:
                 self._datasets.release(key)
                 raise
@@ -307,7 +285,7 @@ class MainServicer(ComputeServicer):
         """Describe a data set if it is resident, and renew its lease."""
         request = codec.parse_message(pb.GetVariablesRequest, message)
         key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
-        self._host.quarantine.suspects.check_dataset(key)
+        self._engines.quarantine.suspects.check_dataset(key)
         with self._datasets.lease(key) as dataset:
             return _info(dataset)
 
@@ -325,8 +303,8 @@ class MainServicer(ComputeServicer):
         shards = self._datasets.shard_counts(tenant_of(context))
         info = ServerInfo(
             version=version("warpfit"),
-            engine=self._host.engine,
-            devices=self._host.devices,
+            engine=self._engines.engine,
+            devices=self._engines.devices,
             limits=self._admission.limits(tenant_of(context)),
             operators=codec.operator_infos(),
             datasets=len(shards),
@@ -339,17 +317,6 @@ def _info(dataset: StoredDataset, lost_digits: str = "") -> bytes:
     """Describe a data set."""
     own = dataset.content_id, dataset.layout, lost_digits, dataset.shard_count
     return codec.dataset_info(*own).SerializeToString()
-
-
-def _nodes(evaluation: Evaluation, data: Leased) -> int:
-    """Return how many nodes of its rows engines sum up that share them; 0 for whole data sets."""
-    shards, layout = data.shards, data.layout
-    return 0 if shards is None else shards.nodes(evaluation.row_range(layout), layout)
-
-
-def _of_tenant(evaluation: Evaluation, tenant: str) -> Evaluation:
-    """Let an evaluation name the tenant's own data set."""
-    return replace(evaluation, dataset_id=key_of(tenant, evaluation.dataset_id))
 
 
 def _check_wanted(context: grpc.ServicerContext) -> None:

@@ -1,15 +1,13 @@
 """The Dockerfile, the chart and other files of deploy/, and checks of commands that use them."""
 
-import argparse
 import json
 import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -90,104 +88,43 @@ def check_environment(environment: Mapping[str, str]) -> None:
 # ------------------------------------------------------------------------------------- commands
 
 
-class _Grammar(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise AssertionError(f"{self.prog}: {message}")
-
-
-def check_command(words: Sequence[str], images: Mapping[str, str]) -> None:
-    """Check a command of docker or helm: each option, and all that it says about our files.
-
-    Args:
-        words: the command, variables before it included.
-        images: the variant of each image that there is, by its name.
-    """
-    before = takewhile(re.compile(r"[A-Z_]+=").match, words)
-    variables = dict(word.split("=", 1) for word in before)
-    command, *rest = list(words)[len(variables) :]
-    if command == "helm":
-        _check_helm(rest)
-    elif rest[0] == "compose":
-        _check_compose(rest[1:], variables)
-    elif rest[0] == "build":
-        built(rest[1:])
-    else:
-        assert rest[0] == "run"
-        _check_run(rest[1:], images)
-
-
-def built(words: Sequence[str]) -> tuple[str, str]:
-    """Name and variant of the image that the arguments of ``docker build`` make."""
-    grammar = _Grammar("docker build")
-    grammar.add_argument("-t", "--tag", required=True)
-    grammar.add_argument("--build-arg", action="append", default=[])
-    grammar.add_argument("context", type=Path)
-    options = grammar.parse_args(words)
-    assert (ROOT / options.context / "Dockerfile").is_file()
-    defaults = dict(re.findall(r"^ARG (\w+)=(\S+)", _dockerfile(), re.MULTILINE))
-    given = dict(argument.split("=", 1) for argument in options.build_arg)
-    assert given.keys() <= defaults.keys()
-    variant = {**defaults, **given}["VARIANT"]
+def image_of(line: str) -> tuple[str, str]:
+    """Name and variant of the image that a ``docker build`` makes."""
+    text = dockerfile()
+    (variant,) = re.findall(r"VARIANT=(\S+)", line) or set(re.findall(r"ARG VARIANT=(\S+)", text))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert variant in project["optional-dependencies"]
-    return options.tag, variant
+    return re.search(r" -t (\S+)", line)[1], variant
 
 
-def _check_run(words: Sequence[str], images: Mapping[str, str]) -> None:
-    grammar = _Grammar("docker run")
-    grammar.add_argument("--read-only", action="store_true")
-    grammar.add_argument("--gpus")
-    for name in ("--tmpfs", "-v", "-p", "-e"):
-        grammar.add_argument(name, action="append", default=[])
-    grammar.add_argument("image")
-    options = grammar.parse_args(words)
-    text = _dockerfile()
-    for volume in options.v:
-        assert volume.split(":")[1] in re.search(r"^RUN install -d (.*)$", text, re.M)[1].split()
-    assert options.image in images, f"no command builds {options.image}"
-    assert bool(options.gpus) == images[options.image].startswith("cuda")
-    exposed = re.search(r"^EXPOSE (.*)$", text, re.MULTILINE)[1].split()
-    for port in options.p:
-        host, _, inside = port.split(":")
-        assert host == "127.0.0.1"
-        assert inside in exposed
-    check_environment(dict(variable.split("=", 1) for variable in options.e))
-    assert not options.read_only or options.tmpfs == ["/tmp"]
+def check_command(line: str, images: Mapping[str, str]) -> None:
+    """Check what a command of docker or helm says about our files.
 
-
-def _check_compose(words: Sequence[str], variables: Mapping[str, str]) -> None:
-    grammar = _Grammar("docker compose")
-    grammar.add_argument("-f", "--file", type=Path, required=True)
-    grammar.add_argument("command", choices=("up",))
-    grammar.add_argument("-d", "--detach", action="store_true")
-    options = grammar.parse_args(words)
-    services = yaml.safe_load((ROOT / options.file).read_text())["services"].values()
-    profiles = {profile for service in services for profile in service.get("profiles", ())}
-    assert set(variables) == {"COMPOSE_PROFILES"}
-    assert variables["COMPOSE_PROFILES"] in profiles
-
-
-def _check_helm(words: Sequence[str]) -> None:
-    grammar = _Grammar("helm")
-    grammar.add_argument("command", choices=("install",))
-    grammar.add_argument("release")
-    grammar.add_argument("chart", type=Path)
-    grammar.add_argument("--set", action="append", default=[])
-    options = grammar.parse_args(words)
-    assert ROOT / options.chart == CHART
-    changes = dict(value.split("=", 1) for value in options.set)
-    changes = {name: yaml.safe_load(value) for name, value in changes.items()}
+    Args:
+        line: the command.
+        images: the variant of each image that there is, by its name.
+    """
+    text, words = dockerfile(), line.split()
+    for path in re.findall(r"(?<![\w/])deploy/[\w./]+", line):
+        assert (ROOT / path).exists(), path
+    if "run" in words:
+        assert ("--gpus" in words) == images[words[-1]].startswith("cuda")
+        folders = re.search(r"^RUN install -d (.*)$", text, re.M)[1].split()
+        assert set(re.findall(r"-v [^:]+:(\S+)", line)) <= set(folders)
+        exposed = re.search(r"^EXPOSE (.*)$", text, re.M)[1].split()
+        ports = re.findall(r"-p (\S+):\d+:(\d+)", line)
+        assert all(host == "127.0.0.1" and inside in exposed for host, inside in ports)
+        check_environment(dict(re.findall(r"-e (\w+)=(\S+)", line)))
+    for profile in re.findall(r"COMPOSE_PROFILES=(\w+)", line):
+        compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+        assert any(profile in s.get("profiles", ()) for s in compose["services"].values())
+    changes = {name: yaml.safe_load(v) for name, v in re.findall(r"--set ([\w.]+)=(\S+)", line)}
     values(changes)
-    if can_render():
-        check_texts(render(changes), changes)
+    if changes and can_render():  # every text that was set arrives in a manifest
+        rendered = json.dumps(render(changes))
+        assert all(not isinstance(value, str) or value in rendered for value in changes.values())
 
 
-def check_texts(manifests: Sequence[Mapping[str, Any]], changes: Mapping[str, Any]) -> None:
-    """Check that every text that was set arrives in a manifest."""
-    rendered = json.dumps(manifests)
-    for name, value in changes.items():
-        assert not isinstance(value, str) or value in rendered, name
-
-
-def _dockerfile() -> str:
-    return (ROOT / "Dockerfile").read_text()
+def dockerfile() -> str:
+    """The Dockerfile, its continued lines joined."""
+    return (ROOT / "Dockerfile").read_text().replace("\\\n", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,16 +26,8 @@ def check_batch(limits):
     module.check_batch(an_evaluation().batch, limits)
 
 
-def check_token_count(limits):
-    module.check_token_count(len(an_evaluation().batch.codes), limits)
-
-
 def check_result(limits):
     module.check_result(an_evaluation(), DATA.layout, limits)
-
-
-def check_dataset(limits):
-    module.check_dataset(DATA.layout, limits)
 
 
 @pytest.mark.parametrize(
@@ -42,17 +35,18 @@ def check_dataset(limits):
     [
         (check_batch, "programs", 7, "TOO_MANY_PROGRAMS"),
         (check_batch, "program_tokens", 45, "PROGRAM_TOO_LONG"),
-        (check_token_count, "tokens", 196, "TOO_MANY_TOKENS"),
         (check_batch, "vectors", 1, "TOO_MANY_VECTORS"),
         (check_result, "result_bytes", RESULT_BYTES, "RESULT_TOO_LARGE"),
-        (check_dataset, "dataset_bytes", 200, "DATASET_TOO_LARGE"),
-        (check_dataset, "rows", 10, "TOO_MANY_ROWS"),
+        *(
+            (partial(module.check_limit, name=name, needed=9), name, 9, reason)
+            for name, (reason, *_) in module._REFUSALS.items()
+        ),
     ],
 )
 def test_a_request_over_a_limit_is_refused_and_the_flag_named(check, limit, most, reason):
-    check(Limits(**{limit: most}))
+    check(limits=Limits(**{limit: most}))
     with pytest.raises(ResourceExhaustedError) as caught:
-        check(Limits(**{limit: most - 1}))
+        check(limits=Limits(**{limit: most - 1}))
     assert caught.value.reason == reason
     assert f"--max-{limit.replace('_', '-')}" in str(caught.value)
     assert (caught.value.needed, caught.value.available) == (most, most - 1)

@@ -13,7 +13,7 @@ from warpfit import codec, testing
 from warpfit.calls.splitting import bounds_below, even_bounds
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.server_info import Limits
-from warpfit_server.limits import check_batch, check_fit, check_result, check_token_count
+from warpfit_server.limits import check_batch, check_fit, check_limit, check_result
 
 rng = np.random.default_rng(3)
 X = rng.uniform(0.5, 2.0, size=(30, 2))
@@ -55,7 +55,7 @@ class LimitedServer(testing.InProcessServer):
 
     def check(self, batch, size):
         check_batch(batch, self.limits)
-        check_token_count(len(batch.codes), self.limits)
+        check_limit(self.limits, "tokens", len(batch.codes))
         if size > self.limits.message_bytes:
             sizes = {"needed": size, "available": self.limits.message_bytes}
             raise ResourceExhaustedError("one message is too large", "MESSAGE_TOO_LARGE", **sizes)
