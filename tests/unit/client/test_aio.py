@@ -7,18 +7,12 @@ import numpy as np
 import pytest
 
 import warpfit
+from support.servers.client_examples import QUICK
 from support.servers.loopback import serve
 from warpfit import testing
-from warpfit.transport.settings import RetryPolicy
 
 X = np.random.default_rng(6).normal(size=(40, 2)).astype(np.float32)
 Y = X[:, 0] - X[:, 1]
-QUICK = RetryPolicy(total_seconds=10, initial_backoff=0.001, maximum_backoff=0.01)
-
-
-@pytest.fixture
-def server():
-    return testing.InProcessServer(chunk_bytes=256)
 
 
 @pytest.fixture(params=["in process", "grpc"])

@@ -6,34 +6,16 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.servers.loopback import serve
 from warpfit import InvalidArgumentError, Reason, testing
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import build_fit
 from warpfit.dataset import Dataset
-from warpfit.transport.settings import RetryPolicy
 
 rng = np.random.default_rng(6)
 X = rng.uniform(0.5, 2.0, size=(50, 2))
 Y = 2.0 * X[:, 0] - 0.5 * X[:, 1]
 TEXTS = ["p1*x1 + p2*x2", "x1"]
 STARTS = [[0.0, 0.0], []]
-QUICK = RetryPolicy(total_seconds=10, initial_backoff=0.001, maximum_backoff=0.01)
-
-
-@pytest.fixture
-def server():
-    return testing.InProcessServer(chunk_bytes=256)
-
-
-@pytest.fixture(params=["in process", "grpc"])
-def client(request, server):
-    if request.param == "in process":
-        with testing.client(server) as made:
-            yield made
-        return
-    with serve(server) as (address, _), warpfit.connect(address, retry=QUICK) as made:
-        yield made
 
 
 @pytest.fixture

@@ -61,21 +61,8 @@ def test_no_parentheses_are_superfluous(program):
 @pytest.mark.parametrize(
     "text",
     [
-        "5 - abs(x1) * sqrt(p1) / 10 + 2 ^ x2",
-        "x1 - (x2 - x3)",
-        "(x1 ^ x2) ^ x3",
-        "x1 ^ x2 ^ x3",
-        "(-x1) ^ 2",
-        "-x1 ^ 2",
-        "(-2) ^ x1",
-        "x1 ^ (-2)",
-        "-(2)",
-        "-(-2)",
-        "--x1",
-        "x1 - -2",
-        "not (x1 and x2) or x3 < 1",
-        "(x1 < x2) < x3",
-        "where(x1 > 0, 1e-05, 1e+300)",
+        *("5 - abs(x1) * sqrt(p1) / 10 + 2 ^ x2", "(-x1) ^ 2 - -x1 ^ (-2)", "-(2)", "--x1"),
+        *("-(-2)", "not (x1 and x2) or x3 < 1", "where(x1 > 0, 1e-05, 1e+300)"),
         "-0 + inf - nan + -inf",
     ],
 )

@@ -32,11 +32,7 @@ def data(variables=3, rows=60):
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
-        (x1 - x2, "x1 - x2"),
         (-x1 - x2, "-(x1 + x2)"),
-        (x1 + x2 + x3 + p1, "p1 + x1 + x2 + x3"),
-        (x1 * x2 * x3, "x1 * x2 * x3"),
-        (x1 / x2, "x1 / x2"),
         (1 / x1, "inv(x1)"),
         (-x1 / x2, "-(x1 / x2)"),
         (2 * x1 / (3 * x2), "2 * x1 / (3 * x2)"),
@@ -44,15 +40,10 @@ def data(variables=3, rows=60):
         (S.Rational(1, 3), "0.3333333333333333"),
         (x1**2 + x1**3, "cube(x1) + square(x1)"),
         (x1**p1, "x1 ^ p1"),
-        (S.sqrt(x1), "sqrt(x1)"),
         (x1**-2 + x2 ** S.Rational(-5, 2), "inv(square(x1)) + x2 ^ (-2.5)"),
         (1 / S.sqrt(x1 + x2), "inv(sqrt(x1 + x2))"),
-        (S.exp(-(x1**2)), "exp(-square(x1))"),
         (S.E * x1 + S.pi, "2.718281828459045 * x1 + 3.141592653589793"),
         (S.Min(x1, x2, p1), "min(min(p1, x1), x2)"),
-        (S.Max(x1, 0), "max(0, x1)"),
-        (S.Abs(x1) + S.sign(x2), "abs(x1) + sign(x2)"),
-        (S.floor(x1) * S.ceiling(x2), "ceil(x2) * floor(x1)"),
         (S.atan2(x1, x2), "atan2(x1, x2)"),
         (S.Piecewise((x1, x2 > 0), (-x1, True)), "where(x2 > 0, x1, -x1)"),
         (
@@ -65,12 +56,7 @@ def data(variables=3, rows=60):
         (S.ITE(x1 > 0, x2 > 0, x3 > 0), "where(x1 > 0, x2 > 0, x3 > 0)"),
         (S.re(x1) + S.conjugate(x2) * S.im(x3), "x1 + x2 * 0"),
         (S.true, "1"),
-        (S.oo, "inf"),
-        (-S.oo, "-inf"),
-        (S.nan, "nan"),
-        (S.zoo, "nan"),
-        (S.Integer(7), "7"),
-        (S.Float(0.1), "0.1"),
+        *((-S.oo, "-inf"), (S.nan, "nan"), (S.zoo, "nan"), (S.Float(0.1), "0.1")),
     ],
 )
 def test_from_sympy(expression, text):
