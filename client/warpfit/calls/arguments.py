@@ -37,12 +37,9 @@ class UploadOptions(TypedDict, total=False):
     """Callable(bytes_done, bytes_total), or True for a tqdm bar."""
 
 
-class SharedOptions(TypedDict, total=False):
-    """Keywords of `evaluate` and `run` that do not ask for further outputs."""
+class CommonOptions(TypedDict, total=False):
+    """Keywords of every call that computes."""
 
-    loss: Loss | LossFunction | str | None
-    """Ask for this loss of each expression; None for none. A name, a `warpfit.LossFunction`, or
-    the text of a loss over ``f``, ``y``, ``w`` and ``d`` = f - y, which is averaged."""
     rows: Rows
     """slice or (start, stop) of consecutive rows; None for all."""
     precision: Precision | str
@@ -68,6 +65,14 @@ class OpenOptions(TypedDict, total=False):
     """As for `upload`."""
 
 
+class SharedOptions(CommonOptions, total=False):
+    """Keywords of `evaluate` and `run` that do not ask for further outputs."""
+
+    loss: Loss | LossFunction | str | None
+    """Ask for this loss of each expression; None for none. A name, a `warpfit.LossFunction`, or
+    the text of a loss over ``f``, ``y``, ``w`` and ``d`` = f - y, which is averaged."""
+
+
 class EvaluateOptions(SharedOptions, total=False):
     """Keywords of `evaluate` and `run`."""
 
@@ -83,6 +88,11 @@ class EvaluateOptions(SharedOptions, total=False):
     """Score the best a + b f instead of f (Keijzer 2003), and ask for b and a."""
     correlation: bool
     """Ask for Pearson's correlation of values and target."""
+
+
+def common(options: CommonOptions) -> Any:
+    """Return the common keywords for a call inside of another; it has a timeout of its own."""
+    return {name: value for name, value in options.items() if name in ("rows", "precision", "tier")}
 
 
 #: Most shards that fit into the message.

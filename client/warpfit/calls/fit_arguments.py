@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.calls.arguments import EvaluateOptions, Rows, build_evaluation
+from warpfit.calls.arguments import CommonOptions, build_evaluation, common
 from warpfit.calls.batches import Parameters, PopulationCache, is_single
 from warpfit.calls.checks import member, number, whole_number
 from warpfit.calls.dataset_handle import DatasetHandle
@@ -15,14 +15,13 @@ from warpfit.calls.display import MOST_ROWS
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
 from warpfit.losses import Loss, LossFunction
-from warpfit.request import Precision, Tier
 
 #: One value for all parameters, or an entry (a value, one for each parameter, or None) for each
 #: expression; a single expression's entry may stand alone.
 EachParameter: TypeAlias = float | Sequence[ArrayLike | None] | ArrayLike | None
 
 
-class FitOptions(TypedDict, total=False):
+class FitOptions(CommonOptions, total=False):
     """Keywords of `optimize`."""
 
     loss: Loss | LossFunction | str
@@ -54,16 +53,10 @@ class FitOptions(TypedDict, total=False):
     given its value."""
     covariance: bool
     """Ask for the covariance of each expression's parameters; bounds are ignored, as above."""
-    rows: Rows
-    """slice or (start, stop) of consecutive rows; None for all."""
-    precision: Precision | str
-    tier: Tier | str
     partial: bool
     """Return the best parameters so far when ``timeout`` is about to pass, instead of failing."""
     progress: Callable[[FitProgress], None] | None
     """Called a few times a second while the searches run."""
-    timeout: float | None
-    """Seconds for the whole call; None for no limit."""
 
 
 def build_fit(
@@ -74,12 +67,7 @@ def build_fit(
     cache: PopulationCache | None = None,
 ) -> FitRequest:
     """Turn the arguments of `warpfit.Client.optimize` into a fit; the server checks its tokens."""
-    shared: EvaluateOptions = {
-        "loss": options.get("loss", Loss.MSE),
-        "rows": options.get("rows"),
-        "precision": options.get("precision", Precision.PRECISE),
-        "tier": options.get("tier", Tier.AUTO),
-    }
+    shared: Any = {"loss": options.get("loss", Loss.MSE), **common(options)}
     problem, _ = build_evaluation(data, expressions, parameters, False, shared, cache)
     settings = _settings(
         problem.batch.parameter_counts, is_single(expressions), options, data.layout.dtype

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.calls.arguments import Rows
+from warpfit.calls.arguments import CommonOptions, common
 from warpfit.calls.batches import Parameters, PopulationCache, build_batch
 from warpfit.calls.checks import number
 from warpfit.calls.dataset_handle import DatasetHandle
@@ -21,7 +21,6 @@ from warpfit.expressions.printing import to_latex, to_text
 from warpfit.formulas.snapping import Snapped, SnapSettings, Trials, snap
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
-from warpfit.request import Precision, Tier
 
 #: Default of ``tolerance``.
 _TOLERANCE: Final = 0.01
@@ -33,7 +32,7 @@ _ROUNDING: Final = 64.0
 _ITERATIONS: Final = 30
 
 
-class SimplifyOptions(TypedDict, total=False):
+class SimplifyOptions(CommonOptions, total=False):
     """Keywords of `simplify`."""
 
     tolerance: float
@@ -42,12 +41,6 @@ class SimplifyOptions(TypedDict, total=False):
     """The loss that is compared, as in `optimize`; "mse" by default."""
     assume_defined: bool
     """Also apply rules such as x/x = 1; see `warpfit.Program.simplify`."""
-    rows: Rows
-    """slice or (start, stop) of consecutive rows; None for all."""
-    precision: Precision | str
-    tier: Tier | str
-    timeout: float | None
-    """Seconds for the whole call; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,14 +108,9 @@ class SimplifyTask:
     def fit_options(self) -> FitOptions:
         """Return the keywords of the next fit."""
         remaining = self._deadline.remaining()
-        return {
-            "loss": self._loss,
-            "max_iterations": _ITERATIONS,
-            "rows": self._options.get("rows"),
-            "precision": self._options.get("precision", Precision.PRECISE),
-            "tier": self._options.get("tier", Tier.AUTO),
-            "timeout": None if remaining is None else max(1e-3, remaining),
-        }
+        timeout = None if remaining is None else max(1e-3, remaining)
+        own: FitOptions = {"loss": self._loss, "max_iterations": _ITERATIONS, "timeout": timeout}
+        return own | common(self._options)  # type: ignore[no-any-return]
 
     def result(self) -> Simplification:
         """Return the result of a task that has ended."""
