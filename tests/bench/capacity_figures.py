@@ -47,7 +47,7 @@ def capacity_clusters() -> Iterator[str]:
     """Throughput and latency by workers and GPUs, of both kinds of workers."""
     document = result("capacity")
     rows: list[tuple[Any, ...]] = [
-        ("workers", "GPUs", *("Ttok/s", "99th percentile", "busiest") * 2),
+        ("workers", "GPUs", *("Ttok/s", "99th percentile", "busiest") * 2)
     ]
     for pair in zip(*(document["clusters"][kind] for kind in ("compiled", "deap")), strict=True):
         cells: list[str] = []

@@ -93,10 +93,7 @@ def main() -> None:
         }
         for other in ("one_server", "three_clients")
     }
-    save(
-        "servers",
-        {"seed": SEED, "calls": ROUNDS * CALLS, **seen, **more},
-    )
+    save("servers", {"seed": SEED, "calls": ROUNDS * CALLS, **seen, **more})
     sys.exit(0 if more["three_more_than_one_server"]["thread_us"] <= 100.0 else 1)
 
 

@@ -211,11 +211,7 @@ class ClientOperations:
         return task.result()
 
     def _over_servers(
-        self,
-        method: str,
-        request: R,
-        data: DatasetHandle,
-        call: Callable[[R], Operation[S]],
+        self, method: str, request: R, data: DatasetHandle, call: Callable[[R], Operation[S]]
     ) -> Operation[S]:
         """Call with a request, or at the same time with parts of a large one."""
         servers, count = self.attempts.servers, 1

@@ -32,9 +32,7 @@ def evaluate_program(program: Program, variables: ArrayLike, parameters: ArrayLi
 
 
 def evaluate(
-    programs: Sequence[Program],
-    variables: ArrayLike,
-    parameters: Sequence[ArrayLike] | None = None,
+    programs: Sequence[Program], variables: ArrayLike, parameters: Sequence[ArrayLike] | None = None
 ) -> Floats:
     """Evaluate programs with one parameter vector each; return float64 [programs, rows]."""
     vectors = [()] * len(programs) if parameters is None else parameters

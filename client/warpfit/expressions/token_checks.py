@@ -185,11 +185,7 @@ class _TokenCheck:
         self._starts = starts
 
     def __call__(
-        self,
-        bad: NDArray[np.bool_],
-        reason: str,
-        message: Callable[[float, int], str],
-        remedy: str,
+        self, bad: NDArray[np.bool_], reason: str, message: Callable[[float, int], str], remedy: str
     ) -> None:
         token = int(bad.argmax())
         if not bad[token]:

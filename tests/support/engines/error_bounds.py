@@ -81,11 +81,7 @@ _BOUNDS: Final[Mapping[str, Bounds]] = {
     **dict.fromkeys(("asin", "acos", "atan", "cosh", "log1p", "expm1", "erf", "cbrt"), _LIBRARY),
     **dict.fromkeys(("log", "logabs"), Bounds(fast_cuda=_LOGARITHM)),
     **dict.fromkeys(("sin", "cos"), Bounds(fast_cuda=_CIRCULAR)),
-    "pow": Bounds(
-        precise_cuda=Bound("4"),
-        fast_cpu=_CPU_POWER,
-        fast_cuda=_CUDA_POWER,
-    ),
+    "pow": Bounds(precise_cuda=Bound("4"), fast_cpu=_CPU_POWER, fast_cuda=_CUDA_POWER),
     "powabs": Bounds(precise_cuda=Bound("4"), fast_cpu=_CPU_POWER, fast_cuda=_CUDA_POWER),
     "exp": Bounds(fast_cuda=Bound("2 + 1.173 * abs(a)")),
     "tan": Bounds(

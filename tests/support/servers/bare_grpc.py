@@ -17,10 +17,7 @@ NO_LIMIT = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_len
 def bare_server(script: str, *words: str) -> Iterator[str]:
     """Run a script that calls `serve`; yield its address."""
     with subprocess.Popen(
-        [sys.executable, script, *words],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
+        [sys.executable, script, *words], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         try:

@@ -150,10 +150,7 @@ def test_wait_ready_outlasts_the_retry_policy(connect, server):
 
 
 @given(
-    st.integers(1, 10_000),
-    st.floats(0, 1, exclude_max=True),
-    st.floats(0.001, 1),
-    st.floats(0, 1),
+    st.integers(1, 10_000), st.floats(0, 1, exclude_max=True), st.floats(0.001, 1), st.floats(0, 1)
 )
 def test_pauses_grow_within_bounds(failures, draw, initial, jitter):
     policy = RetryPolicy(initial_backoff=initial, maximum_backoff=2.0, jitter=jitter)

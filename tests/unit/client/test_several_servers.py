@@ -300,10 +300,7 @@ def test_a_server_that_hangs_costs_a_share_of_the_deadline():
 def test_a_server_that_does_not_answer_is_passed_over(fleet):
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        serve(testing.InProcessServer()) as (
-            address,
-            _,
-        ),
+        serve(testing.InProcessServer()) as (address, _),
     ):
         addresses = [f"127.0.0.1:{silent.getsockname()[1]}", address]
         with warpfit.connect(addresses) as client:

@@ -25,13 +25,7 @@ from warpfit.server_info import Device, Limits, ServerInfo
 
 #: As little as a run can be.
 SMALL = replace(
-    TINY,
-    rows=(20,),
-    expressions=(2, 3),
-    other_rows=(30,),
-    usual=4,
-    workers=(),
-    slice_seconds=0.02,
+    TINY, rows=(20,), expressions=(2, 3), other_rows=(30,), usual=4, workers=(), slice_seconds=0.02
 )
 
 

@@ -130,8 +130,7 @@ def test_server_infos_survive(devices, limits):
 
 @pytest.mark.parametrize("kind", [*errors.BY_STATUS.values(), errors.ProgramError])
 @pytest.mark.parametrize(
-    "place",
-    [{}, {"expression": 0, "token": 0, "needed": 0, "available": 0, "retry_after": 1.25}],
+    "place", [{}, {"expression": 0, "token": 0, "needed": 0, "available": 0, "retry_after": 1.25}]
 )
 def test_errors_survive(kind, place):
     error = kind("what", "REASON", "remedy", "field", **place)

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 from support.engines.strategies import numbers, programs
 from warpfit import codec, errors
 from warpfit.dataset import Layout
-from warpfit.fitting import (
-    REASONS,
-    FitProgress,
-    FitRequest,
-    FitResult,
-    FitSettings,
-    Method,
-    Reason,
-)
+from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, FitSettings, Method, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import BY_NAME
 from warpfit.request import Evaluation, Loss, Timings

@@ -33,9 +33,7 @@ def exact(batch):
 
 def fast(batch):
     return are_well_formed(
-        *(batch.codes, batch.values, batch.starts, batch.lengths),
-        VARIABLES,
-        batch.parameter_counts,
+        *(batch.codes, batch.values, batch.starts, batch.lengths), VARIABLES, batch.parameter_counts
     )
 
 

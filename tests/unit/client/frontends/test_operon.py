@@ -99,8 +99,7 @@ def test_every_type_of_node(kind):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [*("-x1", "inv(x2)", "x1 - (x2 - x3)", "x1 / x2 / x3", "2.5"), "square(x1)", "cbrt(x1)"],
+    "text", [*("-x1", "inv(x2)", "x1 - (x2 - x3)", "x1 / x2 / x3", "2.5"), "square(x1)", "cbrt(x1)"]
 )
 def test_forms_that_operon_writes_in_another_way(text):
     program = warpfit.parse(text)
