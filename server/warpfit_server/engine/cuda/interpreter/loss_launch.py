@@ -7,7 +7,7 @@ packed, and taken back when the losses are there.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -43,6 +43,7 @@ from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     jobs_per_launch,
 )
 from warpfit_server.engine.cuda.runtime.batch_layout import (
+    BatchBounds,
     BatchLayout,
     TokenArrays,
     bound_batch,
@@ -140,6 +141,28 @@ class LaunchBuffers(NamedTuple):
         )
 
 
+class LossLaunch(NamedTuple):
+    """Everything that the commands of an evaluation depend on."""
+
+    handles: LaunchHandles
+    buffers: LaunchBuffers
+    geometry: InterpreterGeometry
+    addresses: DeviceAddresses
+    layout: BatchLayout
+    tokens: TokenArrays
+    variables: int
+    longest: int
+    """Tokens of the longest program."""
+    flags: NDArray[np.uint8]
+    """Flags of each operator, see `source.operator_flags`."""
+    staging: NDArray[np.uint8]
+    """Page-locked memory for what is uploaded of the batch."""
+    first_invalid: NDArray[np.uint32]
+    """Page-locked memory for the first invalid program of each group; [programs]."""
+    sums: NDArray[np.float64]
+    """Page-locked memory for the sums of each job; [jobs]."""
+
+
 def interpret_losses(
     context: StreamContext,
     kernels: InterpreterKernels,
@@ -171,26 +194,22 @@ def interpret_losses(
     batch, layout = evaluation.batch, resident.dataset.layout
     longest, jobs = check_length(batch), len(batch) * batch.vectors
     batch_layout = BatchLayout.of(batch)
-    staging = context.pinned("batch", batch_layout.uploaded)
-    first_invalid = context.pinned("first invalid", 4 * len(batch)).view(np.uint32)
-    sums = context.pinned("sums", 8 * jobs).view(np.float64)
     buffers = context.keep(LaunchBuffers.allocate)
-    status, invalid = compute_losses(
-        context.functions,
+    launch = LossLaunch(
         LaunchHandles.of(context, kernels),
+        buffers,
         geometry,
         _addresses(context, kernels, geometry, batch, batch_layout.end),
         batch_layout,
-        buffers,
         TokenArrays.of(batch),
         layout.variables,
         longest,
         kernels.flags,
-        staging,
-        first_invalid,
-        sums,
-        outputs.losses.reshape(-1),
+        staging=context.pinned("batch", batch_layout.uploaded),
+        first_invalid=context.pinned("first invalid", 4 * len(batch)).view(np.uint32),
+        sums=context.pinned("sums", 8 * jobs).view(np.float64),
     )
+    status, invalid = compute_losses(context.functions, launch, outputs.losses.reshape(-1))
     context.check_executed(status)
     if invalid >= 0:
         raise_invalid_program(batch, invalid, layout.variables)
@@ -221,57 +240,84 @@ def _addresses(
 def load() -> None:
     """Load the compiled functions, or compile them, for the arrays of requests."""
     kinds = (LaunchHandles, InterpreterGeometry, DeviceAddresses, BatchLayout)
-    numbers = [kind(*[0] * len(kind._fields)) for kind in kinds]
+    handles, *numbers = [kind(*[0] * len(kind._fields)) for kind in kinds]
     batch = Batch.of([Program.variable(0)])
     BatchLayout.of(batch)
     max_slots(1, 1)
     some_bytes, sums = np.zeros(1, dtype=np.uint8), np.zeros(1)
-    given = (
-        *(np.zeros(1, dtype=np.int64), *numbers, LaunchBuffers.allocate(), TokenArrays.of(batch)),
-        *(0, 0, some_bytes, some_bytes, np.zeros(1, dtype=np.uint32), sums, sums),
+    fields: Any = (
+        *(handles, LaunchBuffers.allocate(), *numbers, TokenArrays.of(batch), 0, 0),
+        *(some_bytes, some_bytes, np.zeros(1, dtype=np.uint32), sums),
     )
+    launch = LossLaunch(*fields)
+    given = np.zeros(1, dtype=np.int64), launch, sums
     compute_losses.compile(tuple(map(numba.typeof, given)))
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def compute_losses(
-    functions: NDArray[np.int64],
-    handles: LaunchHandles,
-    geometry: InterpreterGeometry,
-    addresses: DeviceAddresses,
-    layout: BatchLayout,
-    buffers: LaunchBuffers,
-    tokens: TokenArrays,
-    variables: int,
-    longest: int,
-    flags: NDArray[np.uint8],
-    staging: NDArray[np.uint8],
-    first_invalid: NDArray[np.uint32],
-    sums: NDArray[np.float64],
-    losses: NDArray[np.float64],
+    functions: NDArray[np.int64], launch: LossLaunch, losses: NDArray[np.float64]
 ) -> tuple[int, int]:
     """Return the driver's status and the index of the first invalid program, or -1."""
-    jobs, programs, vectors = len(sums), len(tokens.lengths), tokens.vectors
-    bounds = bound_batch(tokens, flags)
-    max_jobs = jobs_per_launch(geometry, len(tokens.codes) * vectors, jobs, vectors)
-    config = configure_launch(geometry, bounds, max_jobs, programs, vectors)
-    pack(tokens, layout, staging)
-    numbers = buffers.sum_arguments
-    numbers[0], numbers[1] = addresses.partials, sums.ctypes.data
-    numbers[2], numbers[3] = geometry.tiles, geometry.first_tile
+    tokens, geometry, vectors = launch.tokens, launch.geometry, launch.tokens.vectors
+    bounds, jobs = bound_batch(tokens, launch.flags), len(launch.sums)
+    most = jobs_per_launch(geometry, len(tokens.codes) * vectors, jobs, vectors)
+    config = configure_launch(geometry, bounds, most, len(tokens.lengths), vectors)
+    pack(tokens, launch.layout, launch.staging)
+    count, groups = _add_lowering(launch, config)
+    count = _add_interpreter(launch, bounds, config, count)
+    count = _add_sums(launch, count)
+    status = execute(functions, launch.buffers.commands[:count])
+    if status != 0:
+        return status, -1
+    invalid = int(np.min(launch.first_invalid[:groups]))
+    if invalid != ALL_VALID:
+        return status, invalid
+    losses[:] = launch.sums
+    return status, -1
 
-    commands = buffers.commands
-    stream = handles.stream
-    pointers, source = np.int64(buffers.pointers.ctypes.data), np.int64(staging.ctypes.data)
-    count = _add(commands, 0, (UPLOAD, addresses.batch, source, layout.uploaded, stream))
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _add_lowering(launch: LossLaunch, config: LaunchConfig) -> tuple[int, int]:
+    """Write the commands that upload and lower a batch.
+
+    Returns:
+        The number of commands, and of groups of programs.
+
+    """
+    buffers, handles, layout = launch.buffers, launch.handles, launch.layout
+    commands, stream, batch = buffers.commands, handles.stream, launch.addresses.batch
+    pointers, source = np.int64(buffers.pointers.ctypes.data), launch.staging.ctypes.data
+    count = _add(commands, 0, (UPLOAD, batch, np.int64(source), layout.uploaded, stream))
     count = _add(commands, count, (RECORD, handles.started, stream))
-    count, groups = _add_lowering(
-        *(buffers, count, handles, stream, addresses.batch, layout, programs, vectors),
-        *(variables, longest, geometry, config, first_invalid),
+    programs, vectors = len(launch.tokens.lengths), launch.tokens.vectors
+    blocks, shared = fill_lowering_arguments(
+        *(buffers.lowering_arguments, batch, layout, programs, vectors),
+        *(launch.variables, launch.longest, launch.geometry.lowering_blocks),
     )
+    block = (LOWER_THREADS, 1, 1, shared, stream, pointers + 8 * _LOWER)
+    count = _add(commands, count, (LAUNCH, handles.lower_programs, blocks, 1, 1, *block))
+    levels, address = config.levels - config.scratch, np.int64(launch.first_invalid.ctypes.data)
+    groups = fill_order_arguments(
+        *(buffers.order_arguments, batch, layout, programs, config.group, levels, address)
+    )
+    block = (ORDER_THREADS, 1, 1, ORDER_BYTES, stream, pointers + 8 * _ORDER)
+    count = _add(commands, count, (LAUNCH, handles.order_programs, groups, 1, 1, *block))
+    return count, groups
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _add_interpreter(
+    launch: LossLaunch, bounds: BatchBounds, config: LaunchConfig, count: int
+) -> int:
+    """Write the commands that interpret a lowered batch after ``count`` others."""
+    buffers, handles, geometry = launch.buffers, launch.handles, launch.geometry
+    addresses, layout, vectors = launch.addresses, launch.layout, launch.tokens.vectors
+    stream, pointers = handles.stream, np.int64(buffers.pointers.ctypes.data)
+    programs, jobs = len(launch.tokens.lengths), len(launch.sums)
     grid = fill_slot_arguments(buffers.slot_arguments, addresses, layout, bounds, programs, vectors)
     block = (SLOT_THREADS[0], SLOT_THREADS[1], 1, 0, stream, pointers + 8 * _SLOTS)
-    count = _add(commands, count, (LAUNCH, handles.evaluate_slots, *grid, 1, *block))
+    count = _add(buffers.commands, count, (LAUNCH, handles.evaluate_slots, *grid, 1, *block))
     for number, first in enumerate(range(0, jobs, config.jobs)):
         part = (first, min(config.jobs, jobs - first))
         partials = addresses.partials + 8 * first * geometry.tiles
@@ -280,62 +326,25 @@ def compute_losses(
             *(buffers.interpreter_arguments[number:], geometry, own, layout, bounds, config),
             *(vectors, part),
         )
-        launch = (geometry.tiles, blocks, 1, 32 * config.warps, 1, 1, shared, stream)
-        pointer = pointers + 8 * (_INTERPRETER + number)
-        count = _add(commands, count, (LAUNCH, handles.interpret, *launch, pointer))
-    block = (SUM_THREADS, 1, 1, 0, stream, pointers + 8 * _SUMS)
-    count = _add(commands, count, (LAUNCH, handles.sum_partials, jobs, 1, 1, *block))
-    count = _add(commands, count, (RECORD, handles.computed, stream))
-    clock = np.int64(buffers.clock.ctypes.data)
-    count = _add(commands, count, (NOW, clock))
-    count = _add(commands, count, (SYNCHRONIZE, stream))
-    events = (handles.started, handles.computed)
-    count = _add(commands, count, (ELAPSED, np.int64(buffers.elapsed.ctypes.data), *events))
-    count = _add(commands, count, (NOW, clock + 16))
-    status = execute(functions, commands[:count])
-    if status != 0:
-        return status, -1
-    invalid = int(np.min(first_invalid[:groups]))
-    if invalid != ALL_VALID:
-        return status, invalid
-    losses[:] = sums
-    return status, -1
+        threads = (32 * config.warps, 1, 1, shared, stream, pointers + 8 * (_INTERPRETER + number))
+        command = (LAUNCH, handles.interpret, geometry.tiles, blocks, 1, *threads)
+        count = _add(buffers.commands, count, command)
+    return count
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _add_lowering(
-    buffers: LaunchBuffers,
-    count: int,
-    handles: LaunchHandles,
-    stream: int,
-    batch: int,
-    layout: BatchLayout,
-    programs: int,
-    vectors: int,
-    variables: int,
-    longest: int,
-    geometry: InterpreterGeometry,
-    config: LaunchConfig,
-    first_invalid: NDArray[np.uint32],
-) -> tuple[int, int]:
-    """Write the commands that lower a batch after ``count`` others.
-
-    Returns:
-        The number of commands, and of groups of programs.
-
-    """
-    pointers = np.int64(buffers.pointers.ctypes.data)
-    blocks, shared = fill_lowering_arguments(
-        *(buffers.lowering_arguments, batch, layout, programs, vectors, variables, longest),
-        geometry.lowering_blocks,
-    )
-    block = (LOWER_THREADS, 1, 1, shared, stream, pointers + 8 * _LOWER)
-    lower = (LAUNCH, handles.lower_programs, blocks, 1, 1, *block)
-    count = _add(buffers.commands, count, lower)
-    levels, address = config.levels - config.scratch, np.int64(first_invalid.ctypes.data)
-    groups = fill_order_arguments(
-        *(buffers.order_arguments, batch, layout, programs, config.group, levels, address)
-    )
-    block = (ORDER_THREADS, 1, 1, ORDER_BYTES, stream, pointers + 8 * _ORDER)
-    count = _add(buffers.commands, count, (LAUNCH, handles.order_programs, groups, 1, 1, *block))
-    return count, groups
+def _add_sums(launch: LossLaunch, count: int) -> int:
+    """Write the commands that add up partial sums, wait and take the times, after others."""
+    buffers, handles, geometry = launch.buffers, launch.handles, launch.geometry
+    numbers, commands, stream = buffers.sum_arguments, buffers.commands, handles.stream
+    numbers[0], numbers[1] = launch.addresses.partials, launch.sums.ctypes.data
+    numbers[2], numbers[3] = geometry.tiles, geometry.first_tile
+    pointer = np.int64(buffers.pointers.ctypes.data) + 8 * _SUMS
+    block = (SUM_THREADS, 1, 1, 0, stream, pointer)
+    clock, elapsed = np.int64(buffers.clock.ctypes.data), np.int64(buffers.elapsed.ctypes.data)
+    count = _add(commands, count, (LAUNCH, handles.sum_partials, len(launch.sums), 1, 1, *block))
+    count = _add(commands, count, (RECORD, handles.computed, stream))
+    count = _add(commands, count, (NOW, clock))
+    count = _add(commands, count, (SYNCHRONIZE, stream))
+    count = _add(commands, count, (ELAPSED, elapsed, handles.started, handles.computed))
+    return _add(commands, count, (NOW, clock + 16))  # type: ignore[no-any-return]
