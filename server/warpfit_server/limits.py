@@ -3,8 +3,6 @@
 Every check raises ResourceExhaustedError, which names the limit and the flag that raises it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -70,7 +68,6 @@ def check_limit(limits: Limits, name: str, needed: int, what: str = "") -> None:
         name: of the field of ``limits``.
         needed: how much the request needs.
         what: words for it, if other than usual.
-
     """
     reason, usual, advice, field = (*_REFUSALS[name], *_USUAL)[:4]
     allowed = getattr(limits, name)
@@ -110,7 +107,6 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits, nodes: 
     Returns:
         Bytes of the answer; with nodes those of their sums, too, and both twice, because the
         engines' parts are copied together.
-
     """
     programs, vectors, rows = evaluation.shape(layout)
     cells, parameters = programs * vectors, len(evaluation.batch.parameters)

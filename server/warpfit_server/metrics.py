@@ -6,8 +6,6 @@ processes map, needs a writable directory, keeps a file for each process that ev
 call about four times as much.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

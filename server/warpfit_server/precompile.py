@@ -4,8 +4,6 @@ It needs no GPU: the compilers are told for which architectures they compile. Co
 for the processor of this machine; another one compiles its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time
@@ -34,7 +32,6 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         InvalidArgumentError: if others could have written to the cache, or architectures are named
             for the CPU engine, or none for the CUDA engine.
-
     """
     options = _parser().parse_args(arguments)
     if (options.engine == _CPU) == bool(options.architectures):

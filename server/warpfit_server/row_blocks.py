@@ -48,7 +48,6 @@ class Shards(NamedTuple):
 
         Returns:
             The shards; None if there are rows for one only.
-
         """
         level = LEAST_LEVEL
         while layout.rows >= _NODES_A_SHARD * len(engines) * node_rows(layout, level + 1):

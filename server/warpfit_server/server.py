@@ -146,7 +146,6 @@ class Server:
 
         Raises:
             UnavailableError: if one is taken.
-
         """
         config = self._config
         if config.health_port is not None:

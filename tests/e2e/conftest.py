@@ -1,7 +1,5 @@
 """Fixtures for end-to-end tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

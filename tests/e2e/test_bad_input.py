@@ -1,7 +1,5 @@
 """Wrong requests get the right status, reason and place, and leave the server serving."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 

@@ -1,7 +1,5 @@
 """`warpfit bench` as a user runs it, on the CPU engine."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

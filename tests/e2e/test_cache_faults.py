@@ -1,7 +1,5 @@
 """Servers whose cache of compiled code is damaged, unsafe, read-only, or on a full disk."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

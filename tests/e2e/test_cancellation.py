@@ -2,8 +2,6 @@
 afterwards, and everything that it held comes back.
 """
 
-from __future__ import annotations
-
 import time
 
 import grpc

@@ -1,7 +1,5 @@
 """TLS and mutual TLS: each RPC, each kind of wrong certificate, and certificates renewed."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl

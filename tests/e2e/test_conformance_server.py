@@ -1,7 +1,5 @@
 """The bytes of the conformance vectors, sent as they are to a real server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import grpc

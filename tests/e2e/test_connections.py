@@ -1,7 +1,5 @@
 """Connections of a server: from where, and how many."""
 
-from __future__ import annotations
-
 import socket
 import time
 

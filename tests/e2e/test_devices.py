@@ -1,7 +1,5 @@
 """Several engines behind one server: the same bits, and one that dies costs its own calls only."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

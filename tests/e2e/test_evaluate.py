@@ -1,7 +1,5 @@
 """Whole calls through a real server process, compared with the reference."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The examples run from the command line and find what they say, each within two minutes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

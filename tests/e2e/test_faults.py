@@ -1,7 +1,5 @@
 """Faults of engines, servers and networks, in small; `tests/bench/faults.py` has many of each."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

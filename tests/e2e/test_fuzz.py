@@ -1,7 +1,5 @@
 """A thousand of the seeded requests of ``tests/soak/fuzz.py``, which sends a million."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """No tenant and no caller without credentials keeps another tenant's calls from being answered."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import ExitStack

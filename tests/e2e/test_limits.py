@@ -1,7 +1,5 @@
 """Limits and the delays they ask for, over all front ends; data sets that come and go."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

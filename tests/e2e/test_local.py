@@ -1,7 +1,5 @@
 """`warpfit.local`: a server for the time of a block, which other processes may use."""
 
-from __future__ import annotations
-
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 

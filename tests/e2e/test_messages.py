@@ -1,7 +1,5 @@
 """Messages between the server's processes: their length, and connections that are lost."""
 
-from __future__ import annotations
-
 import resource
 import time
 from contextlib import contextmanager

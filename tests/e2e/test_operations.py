@@ -1,7 +1,5 @@
 """Health checks, metrics, request ids and the live view of a running server."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Derivatives, reductions and fits through a real server process, compared with NumPy."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import threading

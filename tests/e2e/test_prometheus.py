@@ -1,7 +1,5 @@
 """A real Prometheus reads a real server and answers the queries of dashboard and rules."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

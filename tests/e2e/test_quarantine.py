@@ -1,7 +1,5 @@
 """Batches and data sets that engines die of, beside others that do nothing wrong."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Servers on the nodes of a Ray cluster: found, killed and brought back under load."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("ray")

@@ -1,7 +1,5 @@
 """Every snippet of every README works when it is pasted, and what the READMEs name exists."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

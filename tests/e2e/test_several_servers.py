@@ -1,7 +1,5 @@
 """Clients that know three servers, which are killed and replaced under load."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

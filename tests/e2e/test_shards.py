@@ -1,7 +1,5 @@
 """Data sets whose rows are divided among engines: the same bits, and clear losses of engines."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """The scikit-learn estimators against a real server."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import runpy

@@ -1,7 +1,5 @@
 """Tokens and tenants: each RPC, each kind of wrong token, and what is of another tenant."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

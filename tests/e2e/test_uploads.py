@@ -1,7 +1,5 @@
 """Uploads of tables to a real server, and the memory that they take."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The resident data sets: copies in shared memory, from which every engine loads them."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -80,7 +78,6 @@ class DatasetStore:
         limits: of the server.
         pool: where shared memory comes from.
         on_removal: called with the key of each data set that is removed.
-
     """
 
     def __init__(
@@ -123,7 +120,6 @@ class DatasetStore:
 
         Raises:
             DatasetNotFoundError: if it is not resident.
-
         """
         with self._lock:
             dataset = self._find(key)
@@ -153,7 +149,6 @@ class DatasetStore:
 
         Raises:
             DatasetNotFoundError: if it is not resident.
-
         """
         with self._lock:
             dataset = self._find(key)
@@ -178,7 +173,6 @@ class DatasetStore:
 
         Raises:
             ResourceExhaustedError: if the data set is over a limit, or the budget is in use.
-
         """
         limits = limits or self._limits
         check_limit(limits, "dataset_bytes", layout.nbytes)
@@ -200,7 +194,6 @@ class DatasetStore:
         Raises:
             InvalidArgumentError: if there are more than the layout says.
             ResourceExhaustedError: if the budget is in use.
-
         """
         upload.check(data)
         self._reserve(upload, len(data))
@@ -223,7 +216,6 @@ class DatasetStore:
         Raises:
             InvalidArgumentError: if bytes are missing or the digest does not match.
             ResourceExhaustedError: if a small data set's least part of the budget is in use.
-
         """
         upload.verify()
         self._reserve(upload, upload.cost - upload.reserved)
@@ -269,7 +261,6 @@ class DatasetStore:
 
         Raises:
             ResourceExhaustedError: if all that may be evicted is not enough.
-
         """
         over_own = self._held[tenant] + needed - own_budget
         over = self._held.total() + needed - self._limits.resident_bytes
@@ -298,7 +289,6 @@ class DatasetStore:
 
         Raises:
             ResourceExhaustedError: if all of them are not enough.
-
         """
         chosen: list[StoredDataset] = []
         for dataset in candidates:

@@ -1,7 +1,5 @@
 """Data sets that the server itself reads from Parquet files below one folder."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -48,7 +46,6 @@ class DataFolder:
 
     Raises:
         InvalidArgumentError: if there is no such folder, or pyarrow is not installed.
-
     """
 
     def __init__(self, root: str, store: DatasetStore) -> None:
@@ -102,7 +99,6 @@ class DataFolder:
                 columns of numbers, or it changes meanwhile.
             ResourceExhaustedError: if the data set is over a limit.
             UnimplementedError: if this server reads no files.
-
         """
         with self._open(file.name) as descriptor:
             identity = _identity(file, descriptor)
@@ -173,7 +169,6 @@ def _open_below(root: Path, name: str, opened: ExitStack) -> int:
 
     Raises:
         OSError, ValueError: if there is none.
-
     """
     # O_PATH finds a file without opening it: a FIFO would wait, and a device may act.
     place = os.open(root / name, os.O_PATH | os.O_CLOEXEC)

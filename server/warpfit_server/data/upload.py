@@ -1,7 +1,5 @@
 """An upload of a data set on its way into shared memory."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from warpfit.dataset import Layout, PayloadDigest, check_weights
@@ -24,7 +22,6 @@ class Upload:
         segment: where its payload goes.
         cost: bytes that it will count for.
         budget: bytes that its tenant may hold.
-
     """
 
     def __init__(
@@ -57,7 +54,6 @@ class Upload:
 
         Raises:
             InvalidArgumentError: if there are more than the layout says.
-
         """
         end = self._received + len(data)
         if end > self.layout.nbytes:
@@ -79,7 +75,6 @@ class Upload:
 
         Raises:
             InvalidArgumentError: otherwise.
-
         """
         if self._received != self.layout.nbytes:
             raise InvalidArgumentError(

@@ -5,8 +5,6 @@ The id goes back in the trailing metadata, stands in every log line of the call,
 the engine process, and travels with a call that is forwarded to another process.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re
@@ -142,7 +140,6 @@ class Observer:
     Args:
         recorder: receives the measurements.
         tracer: receives the traces; None to make none.
-
     """
 
     def __init__(self, recorder: Recorder, tracer: Tracer | None = None) -> None:

@@ -4,8 +4,6 @@ NVML opens no CUDA context, so the main process may use it. Without the package 
 without a driver there is nothing to report.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Log lines as text or JSON; every line of a call carries the call's id."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
@@ -32,7 +30,6 @@ class LogRateLimiter:
     Args:
         burst: lines without a pause.
         rate: lines a second in the long run.
-
     """
 
     def __init__(self, burst: int, rate: float) -> None:
@@ -51,7 +48,6 @@ class LogRateLimiter:
 
         Returns:
             How many lines were left out since the last one, or None to leave this one out, too.
-
         """
         with self._lock:
             if name not in self._used and len(self._used) >= _MOST_NAMES:

@@ -5,8 +5,6 @@ waiting: when there are too many connections, the oldest one is closed, because 
 before it would be the oldest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -36,7 +34,6 @@ class MetricsPort:
 
     Raises:
         UnavailableError: if the port is taken, or the address is none of this machine.
-
     """
 
     def __init__(self, render: Render, host: str, port: int) -> None:

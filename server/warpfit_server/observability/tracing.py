@@ -5,8 +5,6 @@ Context, and each stage of an answered call becomes a child of that. Spans are m
 has ended, from the times that are measured anyway, so that they do not delay it.
 """
 
-from __future__ import annotations
-
 import time
 from importlib.metadata import version
 from typing import Any, Final
@@ -77,7 +75,6 @@ def make_tracer(kind: str) -> SpanTracer | None:
 
     Raises:
         UnavailableError: if OpenTelemetry is not installed.
-
     """
     if kind == "none":
         return None

@@ -1,7 +1,5 @@
 """Statuses of failed calls: warpfit's own error detail, and google.rpc.Status for general tools."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any, Final
 

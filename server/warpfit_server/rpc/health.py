@@ -9,8 +9,6 @@ Health checks need no credentials. So they have threads and limits of their own,
 none of them waits long for a client.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
@@ -59,7 +57,6 @@ class Health:
         service: full name of the gRPC service, which is healthy when it is ready.
         devices: labels of all devices.
         on_change: called with the labels of the devices that serve, in the order of the changes.
-
     """
 
     def __init__(
@@ -196,7 +193,6 @@ class _HealthMethod(NonBlockingMethod):
         answer: makes the messages of the answer for the name of a service.
         reading: limits the calls whose message has not arrived.
         watching: limits the calls that last; None where the answer is one message.
-
     """
 
     def __init__(
@@ -254,7 +250,6 @@ class HealthPort:
 
     Raises:
         UnavailableError: if the port is taken.
-
     """
 
     def __init__(self, health: Health, host: str, port: int) -> None:

@@ -10,8 +10,6 @@ message that gRPC would receive, both counted for its tenant; and each of its me
 within a time limit.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -58,7 +56,6 @@ class Interceptor:
 
     Raises:
         InvalidArgumentError: if the token file or the tenants file cannot be used.
-
     """
 
     def __init__(self, config: Config, quotas: QuotaTable, *, is_main: bool = False) -> None:
@@ -94,7 +91,6 @@ class Interceptor:
             observer: observer of this process.
             forwards: whether the handlers forward calls to another process, which observes them;
                 then this process observes only those that it refuses.
-
         """
         return {
             name: grpc.stream_stream_rpc_method_handler(
@@ -172,7 +168,6 @@ class _ServedCall:
             UnauthenticatedError: without valid credentials.
             PermissionDeniedError: if the tenant is suspended.
             ResourceExhaustedError: if it comes too soon, or too much is in flight.
-
         """
         admission, record = self.interceptor.admission, self.record
         tenant, is_forwarded = self.interceptor.authenticator.authenticate(
@@ -312,7 +307,6 @@ class _ServedCall:
 
         Returns:
             The last one, which the method returns instead of yielding it.
-
         """
         record = self.record
         try:

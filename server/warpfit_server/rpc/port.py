@@ -1,7 +1,5 @@
 """The gRPC port: its options, its addresses, and sharing it between processes."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,7 +57,6 @@ class Exchange:
         messages: what the caller sends.
         context: of the call.
         send: sends a message of the answer and waits until it is on its way; `Send`.
-
     """
 
     def __init__(
@@ -147,7 +144,6 @@ def listen(server: grpc.Server, config: Config, port: int) -> int:
     Raises:
         UnavailableError: if the port is taken.
         InvalidArgumentError: if the certificate files cannot be used.
-
     """
     address, credentials = join_address(config.host, port), server_credentials(config)
     try:
@@ -163,7 +159,6 @@ def check_free(host: str, port: int) -> None:
 
     Raises:
         UnavailableError: if one does; with SO_REUSEPORT the two would share its connections.
-
     """
     if not port:
         return

@@ -1,7 +1,5 @@
 """Time limits for the next message of a call."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

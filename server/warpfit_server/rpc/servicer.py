@@ -98,7 +98,6 @@ class ComputeServicer:
 
         Returns:
             The request, the nanoseconds that decoding took, the evaluation, its data set's layout.
-
         """
         arrived, tenant = time.monotonic_ns(), tenant_of(context)
         limits = self._admission.limits(tenant)

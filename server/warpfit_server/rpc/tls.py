@@ -5,8 +5,6 @@ without a restart. Files that cannot be used, such as a certificate whose key ha
 yet, leave the old ones in force.
 """
 
-from __future__ import annotations
-
 import logging
 import ssl
 from collections.abc import Sequence
@@ -30,7 +28,6 @@ def check_exposure(config: Config) -> None:
         InvalidArgumentError: if TLS is half configured, if other machines could reach the port in
             plain text without ``--insecure``, or the metrics of several tenants without
             ``--expose-tenants``.
-
     """
     if bool(config.tls_cert) != bool(config.tls_key) or (
         config.tls_client_ca and not config.tls_cert
@@ -62,7 +59,6 @@ def server_credentials(config: Config) -> grpc.ServerCredentials | None:
 
     Raises:
         InvalidArgumentError: if the files cannot be used.
-
     """
     if not config.tls_cert:
         return None
@@ -88,7 +84,6 @@ def _read(paths: Sequence[Path]) -> grpc.ServerCertificateConfiguration:
     Raises:
         InvalidArgumentError: if the files cannot be read, do not belong together, or others can
             read the key.
-
     """
     certificate, key, *authorities = paths
     try:

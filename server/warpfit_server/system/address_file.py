@@ -1,7 +1,5 @@
 """The file in which a server tells clients its address, for clusters with a shared file system."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator
@@ -23,7 +21,6 @@ def address_file(path: str, host: str, port: int) -> Iterator[None]:
 
     Raises:
         InvalidArgumentError: if the file cannot be written.
-
     """
     if not path:
         yield

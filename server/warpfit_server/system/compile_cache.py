@@ -11,8 +11,6 @@ Numba's own cache takes code for current as long as the function's own file has 
 whatever became of the functions that it calls. So Numba gets a directory for exactly these sources.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import logging
@@ -69,7 +67,6 @@ def usable_cache_directory(directory: Path | None, within: str | None = None) ->
 
     Raises:
         InvalidArgumentError: if others could have written to the wanted one, or to what is in it.
-
     """
     place = (directory or default_cache_directory()).absolute()
     problem = _unwritable(place)
@@ -98,7 +95,6 @@ def check_private(directory: Path) -> None:
 
     Raises:
         InvalidArgumentError: names the first path that others own or may write to.
-
     """
     try:
         top = directory.resolve()
@@ -125,7 +121,6 @@ def make_private_directory(directory: Path) -> None:
 
     Raises:
         OSError: if that is refused.
-
     """
     if not directory.is_dir():
         if directory != directory.parent:
@@ -201,7 +196,6 @@ def read(path: Path) -> bytes:
     Raises:
         OSError: if the file cannot be read.
         DamagedFileError: if it is not whole, or if others could have written it.
-
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:

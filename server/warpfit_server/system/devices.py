@@ -3,8 +3,6 @@
 Counting GPUs initialises CUDA, so a process of its own does it, which runs this module.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os
@@ -88,7 +86,6 @@ def resolve_devices(text: str) -> str:
 
     Raises:
         UnavailableError: if all GPUs are asked for and there is none.
-
     """
     if text not in ("auto", "all"):
         return text
@@ -107,7 +104,6 @@ def check_device_memory(devices: str, memory: int | None) -> None:
 
     Raises:
         InvalidArgumentError: if they are not.
-
     """
     if memory is not None and any(device.kind == "cpu" for device in engine_devices(devices)):
         raise InvalidArgumentError(

@@ -1,7 +1,5 @@
 """Settings read from files that may be replaced while the server runs."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -24,7 +22,6 @@ class WatchedFiles(Generic[T]):
         read: reads the value; raises InvalidArgumentError if the files cannot be used.
         log: where changes are logged.
         seconds: shortest time between two looks at the files.
-
     """
 
     def __init__(

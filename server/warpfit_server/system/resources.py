@@ -5,8 +5,6 @@ period, and their memory. If more threads run than the CPU time is enough for, a
 still until the period is over; processes that take more memory are killed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os
@@ -27,7 +25,6 @@ class ControlGroups:
     Args:
         groups: file that names them.
         mount: file system with their directories, version 1 or 2.
-
     """
 
     groups: Path = _GROUPS

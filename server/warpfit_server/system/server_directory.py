@@ -4,8 +4,6 @@ A server holds a lock on a file in its directory until it ends, however it ends.
 whose lock is free belongs to no server any more.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os
@@ -54,7 +52,6 @@ def _is_abandoned(lock: Path) -> bool:
 
     Raises:
         OSError: if there is no such file, or it cannot be locked.
-
     """
     descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

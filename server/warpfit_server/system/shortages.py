@@ -1,7 +1,5 @@
 """Errors for what the operating system has run out of: file descriptors and memory."""
 
-from __future__ import annotations
-
 import errno
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The threads that serve calls."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
@@ -26,7 +24,6 @@ class Workers:
     Args:
         most: most threads.
         most_each: most threads that work for the same owner.
-
     """
 
     def __init__(self, most: int, most_each: int | None = None) -> None:

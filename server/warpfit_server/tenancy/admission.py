@@ -146,7 +146,6 @@ class Admission:
 
         Raises:
             ResourceExhaustedError: if it comes too soon; says when it may come.
-
         """
         server = self._server_rate
         if not (own or server):
@@ -169,7 +168,6 @@ class Admission:
 
         Raises:
             ResourceExhaustedError: if too much is in flight.
-
         """
         own = Amounts(limits.requests, self._tenant_quota.nbytes, 0)
         self._acquire(tenant, Amounts(int(slot), self.message_bytes, 0), own)
@@ -192,7 +190,6 @@ class Admission:
 
         Raises:
             ResourceExhaustedError: if too much is in flight.
-
         """
         engine_ns = min(self._longest_work, self.costs.estimate(cost))
         return self._reserve(tenant, Amounts(0, answer, engine_ns), message)

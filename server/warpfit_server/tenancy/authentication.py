@@ -9,8 +9,6 @@ A token file has one line for each token, which holds the token's digest only::
 changes, so a token is withdrawn by removing its line. A tenant may have several tokens.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
 from collections.abc import Mapping, Sequence
@@ -63,7 +61,6 @@ class TokenFile:
 
         Raises:
             UnauthenticatedError: if it is unknown or has expired.
-
         """
         tokens, digest = self._tokens.get(), token_digest(token)
         found = tokens.used.get(digest)
@@ -121,7 +118,6 @@ class Authenticator:
             where no token is needed.
         trusts_local_socket: whether calls over the local socket come from the server's own front
             ends, which have authenticated them; true in the main process.
-
     """
 
     def __init__(
@@ -136,7 +132,6 @@ class Authenticator:
 
         Raises:
             UnauthenticatedError: without valid credentials.
-
         """
         if self._trusts_local_socket:
             tenant = metadata.get(FORWARDED_METADATA_KEY)

@@ -65,7 +65,6 @@ class QuotaTable:
         processes: number of processes that share it.
         process: number of this one, from 0.
         engines: number of the server's engines.
-
     """
 
     def __init__(self, descriptor: int, processes: int, process: int, engines: int = 1) -> None:
@@ -104,7 +103,6 @@ class QuotaTable:
             own: limits of the tenant.
             server: limits of the server.
             held: bytes that are counted for the same call already.
-
         """
         offset = self._offset(tenant)
         with self._lock:
@@ -155,7 +153,6 @@ class QuotaTable:
             now: ``time.monotonic()``, which all processes of a machine share.
             own_rate: calls a second of the tenant, 0 for no limit.
             server_rate: calls a second of all tenants, 0 for no limit.
-
         """
         rates = ((self._offset(tenant), own_rate), (_SERVER, server_rate))
         limited = [(offset, rate) for offset, rate in rates if rate > 0]
@@ -184,7 +181,6 @@ class QuotaTable:
 
         Returns:
             Seconds to wait; at most a second more than ``first``: then it begins anew.
-
         """
         with self._lock:
             return self._retry_delay(_SERVER, now, first, step)

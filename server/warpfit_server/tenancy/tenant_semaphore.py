@@ -5,8 +5,6 @@ tenant with fifty calls at once would get fifty turns for each turn of another t
 calls of each tenant are decoded at a time; its others wait in order of arrival, at no cost.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -32,7 +30,6 @@ class TenantSemaphore:
         Args:
             tenant: owner of the thread.
             check_wanted: called again and again while the thread waits; its error ends the wait.
-
         """
         with self._lock:
             if self._inside[tenant] < _MOST:

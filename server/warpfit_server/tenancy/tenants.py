@@ -17,8 +17,6 @@ The keys are the names of `warpfit.server_info.Limits`. A tenant with a section 
 section's limits, and the default's where it names none. The file is read again when it changes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import tomllib
@@ -91,7 +89,6 @@ class TenantLimits:
         server: the server's own limits, which no tenant exceeds.
         path: path of the tenants file; None if there is none.
         shared: whether there are several tenants, none of which may take all slots.
-
     """
 
     def __init__(self, server: Limits, path: str | Path | None, *, shared: bool) -> None:
@@ -105,7 +102,6 @@ class TenantLimits:
 
         Raises:
             PermissionDeniedError: if the tenant is suspended.
-
         """
         sections = self._sections.get()
         computed = sections.computed

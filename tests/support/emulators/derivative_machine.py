@@ -1,7 +1,5 @@
 """A NumPy interpreter of the instructions that derivatives.cu runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

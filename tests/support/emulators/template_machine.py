@@ -3,8 +3,6 @@
 Multiply-adds are rounded once; approximate functions are off by as much as the hardware may be.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 import struct

@@ -4,8 +4,6 @@ A test module imports all of it, and defines the fixtures ``engine``, ``flavour`
 precision and relative tolerance) and ``loss_errors`` (`LossErrors` of the engine).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Calls of an engine for derivatives, without a server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

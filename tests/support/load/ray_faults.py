@@ -1,7 +1,5 @@
 """Faults of a Ray cluster of several nodes in this machine, and what clients of its servers see."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

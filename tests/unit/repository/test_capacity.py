@@ -1,7 +1,5 @@
 """The model behind deploy/capacity.md keeps the laws that every queueing system keeps."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

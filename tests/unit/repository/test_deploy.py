@@ -1,7 +1,5 @@
 """What is under deploy/: rendered, checked against schemas, and against what the server exports."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

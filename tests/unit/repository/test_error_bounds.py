@@ -1,7 +1,5 @@
 """The table of error bounds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

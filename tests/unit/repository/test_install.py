@@ -1,7 +1,5 @@
 """What a worker's machine needs: few packages, and an import that loads little."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

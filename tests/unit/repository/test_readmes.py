@@ -1,7 +1,5 @@
 """The READMEs say what is true: their figures, the files that they name, and the set-up."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

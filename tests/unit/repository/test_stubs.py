@@ -1,7 +1,5 @@
 """The committed stubs are what proto/generate.py writes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

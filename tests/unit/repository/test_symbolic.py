@@ -1,7 +1,5 @@
 """The rule by which a benchmark counts a formula as found."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("sympy")

@@ -1,7 +1,5 @@
 """Settings of the server from flags and the environment."""
 
-from __future__ import annotations
-
 import pytest
 
 from warpfit_server.config import Config, parse_bytes

@@ -1,7 +1,5 @@
 """Size limits of requests, and when a partial fit stops."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The page of metrics, without a server."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

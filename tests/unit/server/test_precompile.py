@@ -1,7 +1,5 @@
 """After ``warpfit precompile`` a server's start and first calls compile nothing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

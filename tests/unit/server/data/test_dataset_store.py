@@ -1,7 +1,5 @@
 """The store of resident data sets, without processes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

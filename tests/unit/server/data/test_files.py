@@ -1,7 +1,5 @@
 """Files that a server reads itself, in a folder where others write."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tenants do not see memory that others have used, and evict their own data sets first."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

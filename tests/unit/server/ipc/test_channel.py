@@ -1,7 +1,5 @@
 """Channels: messages of any length, and file descriptors."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

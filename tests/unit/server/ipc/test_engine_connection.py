@@ -1,7 +1,5 @@
 """A front end's connection; the test sends the engine's replies."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

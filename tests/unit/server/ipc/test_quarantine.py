@@ -1,7 +1,5 @@
 """Which batches and data sets are suspect, and which are in quarantine."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from dataclasses import replace

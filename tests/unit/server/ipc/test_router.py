@@ -1,7 +1,5 @@
 """Which engine a request goes to; the connections are the test's own."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 import numpy as np

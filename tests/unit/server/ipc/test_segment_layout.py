@@ -1,7 +1,5 @@
 """Segment layouts and messages of fits and derivatives."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

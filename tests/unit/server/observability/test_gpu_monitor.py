@@ -1,7 +1,5 @@
 """Memory and utilisation of the visible GPUs, with a fake of NVML."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Log lines of calls, and the limit on their number."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Counters and histograms of calls, and adding up those of several processes."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 

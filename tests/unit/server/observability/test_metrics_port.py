@@ -1,7 +1,5 @@
 """The HTTP port of the metrics: what it answers, and what it costs when many connect."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import threading

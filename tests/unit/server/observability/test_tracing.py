@@ -1,7 +1,5 @@
 """Traces of calls."""
 
-from __future__ import annotations
-
 import sys
 import time
 from itertools import pairwise

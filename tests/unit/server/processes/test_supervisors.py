@@ -1,7 +1,5 @@
 """The supervisors of front-end processes and engine, without processes."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import Future

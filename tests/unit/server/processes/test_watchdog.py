@@ -1,7 +1,5 @@
 """The watchdog, with a clock and probes of the test's own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Statuses of errors as general gRPC tools read them."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 from urllib.parse import quote
 

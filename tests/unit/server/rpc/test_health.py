@@ -1,7 +1,5 @@
 """Health checks, also of clients that flood the port, send nothing or do not read."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The interceptor: what it admits, refuses, counts and observes, without gRPC."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

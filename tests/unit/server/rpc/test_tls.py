@@ -1,7 +1,5 @@
 """Settings that would expose the server to a network are refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from warpfit.errors import InvalidArgumentError

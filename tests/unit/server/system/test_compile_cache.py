@@ -1,7 +1,5 @@
 """The compile cache: its directory, and files that are whole and this user's alone."""
 
-from __future__ import annotations
-
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor

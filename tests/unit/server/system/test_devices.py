@@ -1,7 +1,5 @@
 """Devices that ``--devices`` names."""
 
-from __future__ import annotations
-
 import subprocess
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Processors and memory that a process may use."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

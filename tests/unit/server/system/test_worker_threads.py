@@ -1,7 +1,5 @@
 """The threads that serve calls."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Admission of calls by slots, bytes, rate and queue, and the estimates of engine time."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Authentication by tokens, client certificates and the server's own front ends."""
 
-from __future__ import annotations
-
 import time
 from datetime import UTC, datetime, timedelta
 

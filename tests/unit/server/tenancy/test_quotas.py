@@ -1,7 +1,5 @@
 """The table of what is in flight, shared by several front-end processes."""
 
-from __future__ import annotations
-
 import os
 import threading
 from multiprocessing import get_context

@@ -1,7 +1,5 @@
 """The semaphore of tenants, under threads that switch as often as Python allows."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

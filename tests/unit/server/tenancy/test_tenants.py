@@ -1,7 +1,5 @@
 """Limits of tenants, and the keys of their data sets."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
