@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,8 +16,7 @@ from support.engines.derivative_suite import (
     make_dataset,
     smooth_programs,
 )
-from support.engines.derivatives import derive, linearise
-from support.engines.evaluations import POISON
+from support.engines.derivatives import derive, linearise, outputs_for
 from support.engines.fits import fit
 from support.engines.numpy_engine import NumpyEngine
 from warpfit import parse
@@ -26,7 +27,7 @@ from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.cuda.derivatives import launch_plan
-from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.engine.interface import run_to_end
 
 FLAVOURS = [("float64", Precision.PRECISE, 1e-9), ("float32", Precision.PRECISE, 1e-4)]
 PROBLEMS = {name: nist.load(name) for name in nist.FORMULAS}
@@ -95,16 +96,6 @@ def test_sizes(engine, rows, dtype):
         assert_close(getattr(got, name), getattr(want, name), tolerance, size)
 
 
-def test_a_million_rows(engine):
-    rows = 1_000_003
-    data = make_dataset(rows, "float32")
-    programs, vectors = [parse("p1 * exp(-p2 * x1) + p3 * x2")], [[0.7, 1.3, -0.4]]
-    got = linearise(engine, data, programs, vectors, SQUARES)
-    want = linearise(NumpyEngine(data), data, programs, vectors, SQUARES)
-    for name in ("losses", "gradients", "curvatures"):
-        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_programs_too_large_for_shared_memory(engine, dtype):
     """Three hundred columns are alive at once; others of the batch are as they are without."""
@@ -138,14 +129,7 @@ def test_values_are_announced(engine):
     batch = Batch.of(programs, vectors)
     announced: list[int] = []
     evaluation = Evaluation(data.content_id, batch, jacobian=True)
-    jacobian = np.empty((len(batch.parameters), 500), np.float32)
-    outputs = Outputs(
-        values=np.empty(evaluation.shape(data.layout), np.float32),
-        losses=None,
-        cancelled=np.zeros(1, np.uint8),
-        ready=announced.append,
-        jacobian=jacobian,
-    )
+    outputs = replace(outputs_for(evaluation, data.layout), ready=announced.append)
     engine.load(data)
     timings = run_to_end(engine.evaluate(evaluation, outputs))
     assert announced[-1] == len(programs)
@@ -161,32 +145,14 @@ def test_no_programs_with_parameters(engine):
     assert got.gradients.size == 0
 
 
-def test_the_loss_is_that_of_plain_evaluation(engine):
-    data = make_dataset(20_000, "float32", weights=True)
-    programs, vectors = thesis_mix(8, 50, variables=4)
-    batch = Batch.of(programs, vectors)
-    losses = np.empty((50, 1))
-    flag = np.zeros(1, np.uint8)
-    engine.load(data)
-    evaluation = Evaluation(data.content_id, batch, loss=Loss.SSE, values=False)
-    run_to_end(engine.evaluate(evaluation, Outputs(None, losses, flag, lambda ready: None)))
-    got = linearise(engine, data, programs, vectors, SQUARES)
-    np.testing.assert_allclose(got.losses, losses, rtol=1e-5)
-
-
 def test_a_data_set_that_is_replaced_is_not_mixed_up(engine):
     """The code of a batch stays on the device; the data that it runs on may not."""
     programs, vectors = smooth_programs()
-    batch = Batch.of(programs, vectors)
-    flag = np.zeros(1, np.uint8)
     for seed in range(3):
         rng = np.random.default_rng(seed)
         data = Dataset.of(rng.uniform(0.2, 2, (3000, 4)), rng.normal(size=3000), dtype="float64")
-        engine.load(data)
-        evaluation = Evaluation(data.content_id, batch)
-        got = run_to_end(engine.linearise(evaluation, SQUARES, curvature=True, cancelled=flag))
-        want = run_to_end(
-            NumpyEngine(data).linearise(evaluation, SQUARES, curvature=True, cancelled=flag)
+        got, want = (
+            linearise(one, data, programs, vectors, SQUARES) for one in (engine, NumpyEngine(data))
         )
         np.testing.assert_allclose(got.curvatures, want.curvatures, rtol=1e-9, atol=1e-6)
         engine.unload(data.content_id)
@@ -202,14 +168,10 @@ def compiled_gradients(engine, data, programs, vectors, *, tier=Tier.COMPILED, *
         data.content_id, batch, values=False, gradient=True, tier=tier, **options
     )
     evaluation.check(data.layout)
-    losses = np.full((len(batch), batch.vectors), POISON)
-    gradients = np.full(len(batch.parameters), POISON)
-    flag = np.zeros(1, np.uint8)
+    outputs = outputs_for(evaluation, data.layout)
     engine.load(data)
-    outputs = Outputs(None, losses, flag, lambda ready: None, gradients=gradients)
-    timings = run_to_end(engine.evaluate(evaluation, outputs))
-    assert timings.tier is tier
-    return losses, gradients
+    assert run_to_end(engine.evaluate(evaluation, outputs)).tier is tier
+    return outputs.losses, outputs.gradients
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -281,12 +243,10 @@ def test_repeated_gradients_are_compiled_in_the_background(engine):
         data.content_id, batch, values=False, gradient=True, loss=Loss.MSE,
         precision=Precision.FAST,
     )  # fmt: skip
-    flag = np.zeros(1, np.uint8)
     engine.load(data)
     seen = set()
     for _ in range(2000):
-        gradients = np.empty(len(batch.parameters))
-        outputs = Outputs(None, np.empty((200, 1)), flag, lambda ready: None, gradients=gradients)
+        outputs = outputs_for(evaluation, data.layout)
         seen.add(run_to_end(engine.evaluate(evaluation, outputs)).tier)
         if Tier.COMPILED in seen:
             break

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from support.engines.derivative_suite import make_dataset, smooth_programs
-from support.engines.derivatives import derive, linearise
-from support.engines.evaluations import POISON, Evaluate
+from support.engines.derivatives import ask, derive, linearise
+from support.engines.evaluations import Evaluate
 from support.engines.fits import fit
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
@@ -22,7 +22,6 @@ from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.interface import Outputs, run_to_end
 
 #: As float32 1.5e16 and as float64 1.8e127, which no sum of an answer hides; and NaN.
 PATTERNS = (0x5A, 0xFF)
@@ -94,18 +93,7 @@ def gradient(
 ) -> np.ndarray:
     """Derivatives of a built-in loss, which both tiers have."""
     batch = Batch.of(programs, parameters)
-    outputs = Outputs(
-        values=None,
-        losses=np.full((len(programs), 1), POISON),
-        cancelled=np.zeros(1, np.uint8),
-        ready=lambda programs: None,
-        gradients=np.full(len(batch.parameters), POISON),
-    )
-    run_to_end(
-        engine.evaluate(Evaluation(data.content_id, batch, values=False, **options), outputs)
-    )
-    assert outputs.gradients is not None
-    return outputs.gradients
+    return ask(engine, data, Evaluation(data.content_id, batch, values=False, **options)).gradients
 
 
 def derived(engine: CudaEngine, rows: int, dtype: str) -> dict[str, Any]:

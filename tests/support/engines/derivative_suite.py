@@ -12,8 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from support.engines.derivatives import derive, linearise
-from support.engines.evaluations import POISON
+from support.engines.derivatives import ask, derive, linearise, outputs_for
 from support.engines.numpy_engine import NumpyEngine
 from support.engines.strategies import edge_values, programs
 from warpfit.dataset import Dataset
@@ -36,7 +35,7 @@ from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.finalize import Finalizer, correlation, reduce_to_sums
-from warpfit_server.engine.interface import Linearisation, Outputs, Selection, run_to_end
+from warpfit_server.engine.interface import Linearisation, Selection, run_to_end
 
 LOSSES = {
     "squares": SQUARES,
@@ -293,20 +292,9 @@ def test_random_programs_and_losses(engine, texts, loss):
     vectors = [np.full(int("p1" in text), 1.25) for text in texts]
     batch = [parse(text) for text in texts], vectors, parse(loss)
     got = linearise(engine, data, *batch)
-    want = run_to_end(NumpyEngine(data).linearise(
-        Evaluation(data.content_id, Batch.of(*batch[:2])),
-        batch[2], curvature=True, cancelled=np.zeros(1, np.uint8),
-    ))  # fmt: skip
+    want = linearise(NumpyEngine(data), data, *batch)
     for name in ("losses", "gradients", "curvatures"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-9, atol=1e-9)
-
-
-@pytest.fixture
-def load_everything(monkeypatch):
-    monkeypatch.setattr(NumpyEngine, "load", lambda self, dataset: None, raising=False)
-
-
-pytestmark = pytest.mark.usefixtures("load_everything")
 
 
 @pytest.mark.parametrize("bounds", [(0, 1), (3, 2900), (1023, 1025), (2999, 3000)])
@@ -437,13 +425,7 @@ def evaluated(engine, data, batch, loss, **options) -> np.ndarray:
     options = {"tier": Tier.INTERPRETER, **options}
     kind = "loss" if isinstance(loss, Loss) else "custom_loss"
     evaluation = Evaluation(data.content_id, batch, values=False, **{kind: loss}, **options)
-    losses = np.full((len(batch), 1), POISON)
-    gradients = np.full(len(batch.parameters), POISON) if evaluation.gradient else None
-    flag = np.zeros(1, np.uint8)
-    engine.load(data)
-    outputs = Outputs(None, losses, flag, lambda _: None, gradients=gradients)
-    run_to_end(engine.evaluate(evaluation, outputs))
-    return losses[:, 0]
+    return ask(engine, data, evaluation).losses[:, 0]
 
 
 ALL_LOSSES = {"sse": Loss.SSE, "mae": Loss.MAE, "nmse": Loss.NMSE} | {
@@ -515,17 +497,9 @@ def moments_of(f, y, w) -> np.ndarray:
     mean_f, mean_y = (w * f).sum() / w.sum(), (w * y).sum() / w.sum()
     df, dy = f - mean_f, y - mean_y
     squares, products = (w * df * df).sum(), (w * df * dy).sum()
-    left = (w * (dy - products / squares * df) ** 2).sum()
-    found = [
-        w.sum(),
-        first_f + mean_f,
-        first_y + mean_y,
-        squares,
-        (w * dy * dy).sum(),
-        products,
-        left,
-    ]
-    return np.array(found, dtype=float)
+    left = (w * (dy - (products / squares if squares else 0) * df) ** 2).sum()
+    means = [first_f + mean_f, first_y + mean_y]
+    return np.array([w.sum(), *means, squares, (w * dy * dy).sum(), products, left], dtype=float)
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e8, -3e12])
@@ -558,7 +532,7 @@ def test_the_scaled_loss_of_a_nearly_perfect_fit_is_not_zero(engine, rows):
     )  # fmt: skip
     f = np.exp(x)
     want = moments_of(f, y, np.ones(rows))[6]
-    outputs = Outputs(None, np.zeros((1, 1)), np.zeros(1, np.uint8), lambda _: None)
+    outputs = outputs_for(asked, data.layout)
     share, outputs_of_engine = reduce_to_sums(asked, outputs)
     engine.load(data)
     run_to_end(engine.evaluate(share, outputs_of_engine))
@@ -591,33 +565,17 @@ def test_reductions_and_moments(engine, weights, dtype, rows):
     w = np.ones(rows) if data.weights is None else data.weights.astype(float)
     with np.errstate(all="ignore"):
         numbers = [f.sum(1), f.mean(1), f.min(1), f.max(1), (~np.isfinite(f)).sum(1)]
-        mean_f, mean_y = (w * f).sum(1) / w.sum(), (w * y).sum() / w.sum()
-        df, dy = f - mean_f[:, None], y - mean_y
-        moments = [np.full(len(f), w.sum()), mean_f, np.full(len(f), mean_y)]
-        moments += [
-            (w * df * df).sum(1),
-            np.full(len(f), (w * dy * dy).sum()),
-            (w * df * dy).sum(1),
-        ]
-        slopes = np.where(moments[3] == 0, 0, moments[5] / moments[3])
-        moments.append((w * (dy - slopes[:, None] * df) ** 2).sum(1))
+        moments = [moments_of(one, y, w) for one in f]
     np.testing.assert_allclose(outputs.reductions[:, 0], np.stack(numbers, 1), rtol=1e-10)
     size = rows * 1e-10
-    np.testing.assert_allclose(outputs.moments[:, 0], np.stack(moments, 1), rtol=1e-9, atol=size)
+    np.testing.assert_allclose(outputs.moments[:, 0], moments, rtol=1e-9, atol=size)
 
 
 def test_reductions_of_special_values(engine):
     data = Dataset.of(np.array([[1.0], [-2.0], [0.0]]), dtype="float64")
     batch = Batch.of([parse("1 / x1"), parse("log(x1)"), parse("x1")])
-    evaluation = Evaluation(data.content_id, batch, reductions=True, values=False)
-    reductions = np.empty((3, 1, 5))
-    flag = np.zeros(1, np.uint8)
-    engine.load(data)
-    run_to_end(
-        engine.evaluate(
-            evaluation, Outputs(None, None, flag, lambda ready: None, reductions=reductions)
-        )
-    )
+    asked = Evaluation(data.content_id, batch, reductions=True, values=False)
+    reductions = ask(engine, data, asked).reductions
     nan, inf = np.nan, np.inf
     want = [[inf, inf, -0.5, inf, 1], [nan, nan, nan, nan, 2], [-1, -1 / 3, -2, 1, 0]]
     np.testing.assert_allclose(reductions[:, 0], want)
@@ -655,33 +613,7 @@ def test_derivatives_asked_for_alone(engine, wish):
     given_programs, vectors = smooth_programs()
     batch = Batch.of(given_programs, vectors)
     everything = derive(engine, data, given_programs, vectors, row_loss=SQUARES)
-    evaluation = Evaluation(data.content_id, batch, loss=Loss.SSE, values=False, **{wish: True})
-    field = wish if wish == "jacobian" else wish + "s"
-    wanted = getattr(everything, field)
-    got = np.full_like(wanted, POISON)
-    losses = np.empty((len(batch), 1))
-    flag = np.zeros(1, np.uint8)
-    run_to_end(
-        engine.evaluate(evaluation, Outputs(None, losses, flag, lambda ready: None, **{field: got}))
-    )
-    np.testing.assert_array_equal(got, wanted)
-    np.testing.assert_array_equal(losses, everything.losses)
-
-
-@pytest.mark.parametrize("loss", list(Loss))
-def test_built_in_losses_come_closed(engine, loss):
-    """Beside a gradient they are what they are alone."""
-    data = make_dataset(1200, weights=True)
-    given_programs, vectors = smooth_programs()
-    batch = Batch.of(given_programs, vectors)
-    engine.load(data)
-    flag = np.zeros(1, np.uint8)
-    answers = []
-    for gradient in (False, True):
-        evaluation = Evaluation(data.content_id, batch, loss=loss, values=False, gradient=gradient)
-        losses = np.full((len(batch), 1), POISON)
-        gradients = np.empty(len(batch.parameters)) if gradient else None
-        outputs = Outputs(None, losses, flag, lambda ready: None, gradients=gradients)
-        run_to_end(engine.evaluate(evaluation, outputs))
-        answers.append(losses)
-    np.testing.assert_allclose(answers[1], answers[0], rtol=1e-10)
+    asked = Evaluation(data.content_id, batch, loss=Loss.SSE, values=False, **{wish: True})
+    alone, field = ask(engine, data, asked), wish if wish == "jacobian" else wish + "s"
+    np.testing.assert_array_equal(getattr(alone, field), getattr(everything, field))
+    np.testing.assert_array_equal(alone.losses, everything.losses)

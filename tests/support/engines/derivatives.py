@@ -32,8 +32,13 @@ def derive(
         dataset.content_id, batch, custom_loss=loss, gradient=loss is not None, jacobian=True,
         variable_gradient=loss is not None, reductions=statistics, **options,
     )  # fmt: skip
+    return ask(engine, dataset, evaluation, cancelled=cancelled, moments=statistics)
+
+
+def ask(engine: Engine, dataset: Dataset, evaluation: Evaluation, **options: Any) -> Outputs:
+    """Evaluate into outputs as `outputs_for` allocates them."""
     evaluation.check(dataset.layout)
-    outputs = outputs_for(evaluation, dataset.layout, cancelled=cancelled, moments=statistics)
+    outputs = outputs_for(evaluation, dataset.layout, **options)
     engine.load(dataset)
     run_to_end(engine.evaluate(evaluation, outputs))
     return outputs

@@ -16,6 +16,10 @@ class NumpyEngine:
         self.datasets = {dataset.content_id: dataset for dataset in datasets}
         self.sizes: list[int] = []
 
+    def load(self, dataset: Dataset) -> None:
+        """Keep a data set."""
+        self.datasets[dataset.content_id] = dataset
+
     def linearise(
         self, evaluation, row_loss, *, curvature, cancelled, selection=None
     ) -> Steps[Linearisation]:

@@ -1,11 +1,17 @@
-"""Comparison of a CUDA engine's results with the reference, operator by operator."""
+"""Comparison of an engine's results with the reference, operator by operator."""
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from support.engines.accuracy import ulps
 from support.engines.error_bounds import BOUNDS
 from support.engines.strategies import edge_values
+from warpfit.dataset import Dataset
+from warpfit.expressions.workload import random_program
 from warpfit.ir import Program
+from warpfit.ops import BY_CODE, OPERATORS
 
 #: NumPy's own float64 functions err by up to 4 ulp.
 REFERENCE_ULPS = {np.float32: 0.5, np.float64: 4.0}
@@ -49,16 +55,43 @@ def assert_close(name: str, got: np.ndarray, expected: np.ndarray, operands) -> 
     )
 
 
-def subprograms(program: Program) -> list[tuple[Program, list[Program]]]:
-    """Every operator node as a program, with its operands as programs."""
-    nodes: list[tuple[Program, list[Program]]] = []
+def subprograms(program: Program) -> list[tuple[Program, list[int]]]:
+    """Every node of a program as a program, with the positions of its operands in the list."""
+    nodes: list[tuple[Program, list[int]]] = []
 
-    def leaf(code, value):
-        return Program([code], [value])
+    def add(node: Program, operands: list[int]) -> int:
+        nodes.append((node, operands))
+        return len(nodes) - 1
 
-    def operator(row, operands):
-        nodes.append((Program.apply(row, *operands), operands))
-        return nodes[-1][0]
-
-    program.fold(leaf, operator)
+    program.fold(
+        lambda code, value: add(Program([code], [value]), []),
+        lambda op, at: add(Program.apply(op, *(nodes[k][0] for k in at)), list(at)),
+    )
     return nodes
+
+
+def node_results(run, columns: np.ndarray, roots, vectors) -> Iterator[tuple[Any, list[Any], Any]]:
+    """Yield the operator of each node, an engine's results for its operands, and for itself."""
+    nodes, parameters = [], []
+    for root, vector in zip(roots, vectors, strict=True):
+        first = len(nodes)
+        for node, operands in subprograms(root):
+            nodes.append((node, [first + k for k in operands]))
+            parameters.append(vector[: node.parameters])
+    data = Dataset.of(columns.T, dtype=columns.dtype)
+    got = run(data, [node for node, _ in nodes], parameters).values[:, 0]
+    for position, (node, operands) in enumerate(nodes):
+        operator = BY_CODE.get(int(node.codes[-1]))
+        if operator is not None:
+            yield operator, [got[k] for k in operands], got[position]
+
+
+def check_node_by_node(run, dtype, *, roots: int, tokens: int) -> None:
+    """Each node's result is NumPy's operator on the engine's own results for the operands."""
+    rng = np.random.default_rng(7)
+    columns = rng.normal(size=(3, 701)).astype(dtype)
+    sizes = rng.integers(2, tokens, size=roots).tolist()
+    drawn = [random_program(rng, n, variables=3, operators=tuple(OPERATORS)) for n in sizes]
+    vectors = [rng.uniform(-2, 2, size=root.parameters) for root in drawn]
+    for operator, inputs, got in node_results(run, columns, drawn, vectors):
+        assert_close(operator.name, got, expected_of(operator, inputs, dtype), inputs)

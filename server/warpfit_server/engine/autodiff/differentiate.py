@@ -31,18 +31,9 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, VARIABLE
-from warpfit_server.engine.autodiff.backward_pass import (
-    BY_PARAMETERS,
-    BY_VARIABLES,
-    LOSS,
-    LOSS_DERIVATIVE,
-    SQUARES,
-    Pass,
-    differentiate_loss,
-    mark_nodes,
-    run_backward,
-)
+from warpfit_server.engine.autodiff import backward_pass
 from warpfit_server.engine.autodiff.rules import RULE_COLUMNS, arities, rules
+from warpfit_server.engine.lowering import lowered
 from warpfit_server.engine.lowering.graph import (
     PREDICTION,
     clear,
@@ -52,18 +43,6 @@ from warpfit_server.engine.lowering.graph import (
     power_rewrites,
 )
 from warpfit_server.engine.lowering.lower import longest_program, rewrites_of
-from warpfit_server.engine.lowering.lowered import (
-    ENTRY,
-    HEADER,
-    INSTRUCTION,
-    LOAD,
-    NONE,
-    SCALAR,
-    SLOT,
-    Lowered,
-    allocate,
-    lowered_of,
-)
 from warpfit_server.engine.lowering.schedule import (
     Scratch,
     emit_copy,
@@ -94,11 +73,11 @@ def node_capacity(tokens: int, programs: int, loss_tokens: int) -> int:
     return _NODES_A_TOKEN * (tokens + programs * loss_tokens) + _MORE_NODES * programs
 
 
-def allocate_differentiated(batch: Batch, loss: RowLossTokens) -> Lowered:
+def allocate_differentiated(batch: Batch, loss: RowLossTokens) -> lowered.Lowered:
     """Allocate what a batch is lowered to with its derivatives."""
     tokens = len(batch.codes)
     capacity = node_capacity(tokens, len(batch), len(loss.codes))
-    return allocate(len(batch), capacity, capacity, tokens)
+    return lowered.allocate(len(batch), capacity, capacity, tokens)
 
 
 class RowLossTokens(NamedTuple):
@@ -164,9 +143,9 @@ class Source(NamedTuple):
 class LoweringWorkspace(NamedTuple):
     """Memory of a thread to lower one program at a time, in compiled code."""
 
-    state: Pass
+    state: backward_pass.Pass
     scratch: Scratch
-    program: Lowered
+    program: lowered.Lowered
     """The program that was lowered last, alone."""
 
 
@@ -186,14 +165,14 @@ def new_workspace(source: Source, start: int, stop: int) -> LoweringWorkspace:
     """Allocate the memory to lower each program of a range."""
     tokens = longest_program(source.starts, start, stop) + len(source.loss_codes)
     capacity = _NODES_A_TOKEN * tokens + _MORE_NODES
-    program = Lowered(
-        np.empty(1, dtype=HEADER),
-        np.empty(capacity, dtype=INSTRUCTION),
-        np.empty(capacity, dtype=LOAD),
+    program = lowered.Lowered(
+        np.empty(1, dtype=lowered.HEADER),
+        np.empty(capacity, dtype=lowered.INSTRUCTION),
+        np.empty(capacity, dtype=lowered.LOAD),
         np.empty(tokens, dtype=np.int64),
-        np.empty(2 * tokens, dtype=ENTRY),
+        np.empty(2 * tokens, dtype=lowered.ENTRY),
     )
-    state = Pass(
+    state = backward_pass.Pass(
         new_graph(capacity, tokens, source.arities, source.rewrites), source.rules,
         np.empty(1, dtype=np.int64),
         np.empty(capacity, dtype=np.int64), np.empty(capacity, dtype=np.int64),
@@ -209,7 +188,7 @@ def differentiate_chunk(block: int, chunk: int) -> int:
     Each is appended to what all threads have lowered, so that nothing lies in between.
     """
     programs, _, _ = chunk_ranges(block, chunk)
-    source, out = source_of(block), lowered_of(block, AFTER_SOURCE)
+    source, out = source_of(block), lowered.lowered_of(block, AFTER_SOURCE)
     try:
         workspace = new_workspace(source, programs.start, programs.stop)
         for program in range(programs.start, programs.stop):
@@ -227,21 +206,27 @@ def differentiate_program(source: Source, workspace: LoweringWorkspace, program:
     graph, requested = state.graph, source.requested[0]
     start, stop = source.starts[program], source.starts[program + 1]
     clear(graph, _NODES_A_TOKEN * (stop - start + len(source.loss_codes)) + _MORE_NODES)
-    root = number_tokens(graph, source.codes[start:stop], source.values[start:stop], np.int64(NONE))
-    loss = derivative = np.int64(NONE)
-    if requested & (LOSS | LOSS_DERIVATIVE):
+    root = number_tokens(
+        graph, source.codes[start:stop], source.values[start:stop], np.int64(lowered.NONE)
+    )
+    loss = derivative = np.int64(lowered.NONE)
+    if requested & (backward_pass.LOSS | backward_pass.LOSS_DERIVATIVE):
         loss = number_tokens(graph, source.loss_codes, source.loss_values, root)
     state.one[0] = constant_node(graph, 1.0)
     forward = graph.size[0]
     header = out.headers[0]
     header.start = header.first_load = header.first_column = header.first_entry = 0
     header.columns = header.entries = 0
-    if requested & LOSS_DERIVATIVE:
-        derivative = loss if requested & SQUARES else differentiate_loss(state, loss, root)
-    if requested & (BY_PARAMETERS | BY_VARIABLES):
-        mark_nodes(state, forward, requested)
-        run_backward(state, root, out, header)
-    loss = loss if requested & LOSS else np.int64(NONE)
+    if requested & backward_pass.LOSS_DERIVATIVE:
+        derivative = (
+            loss
+            if requested & backward_pass.SQUARES
+            else backward_pass.differentiate_loss(state, loss, root)
+        )
+    if requested & (backward_pass.BY_PARAMETERS | backward_pass.BY_VARIABLES):
+        backward_pass.mark_nodes(state, forward, requested)
+        backward_pass.run_backward(state, root, out, header)
+    loss = loss if requested & backward_pass.LOSS else np.int64(lowered.NONE)
     _emit_program(workspace, header, root, loss, derivative)
 
 
@@ -256,11 +241,11 @@ def _emit_program(
     for node in columns:
         graph.nodes[node].uses += 1
     for node in (loss, derivative):
-        if node != NONE:
+        if node != lowered.NONE:
             graph.nodes[node].uses += 1
     emit_result(graph, scratch, out, header, root)
     for node in (loss, derivative):
-        if node != NONE and graph.nodes[node].slots:
+        if node != lowered.NONE and graph.nodes[node].slots:
             schedule(graph, scratch, out, header, node, root)
     for node in columns:
         if graph.nodes[node].slots:
@@ -272,18 +257,18 @@ def _emit_program(
     for index in range(header.entries):
         entry = out.entries[index]
         is_one = entry.factor == workspace.state.one[0]
-        entry.factor = NONE if is_one else graph.nodes[entry.factor].location >> 2
+        entry.factor = lowered.NONE if is_one else graph.nodes[entry.factor].location >> 2
 
 
 @uncounted
-def _as_rows(graph: Any, out: Lowered, header: Any, node: Any) -> Any:
+def _as_rows(graph: Any, out: lowered.Lowered, header: Any, node: Any) -> Any:
     """Return the location of a node's rows; a scalar is copied to rows, for sums that read them."""
-    if node == NONE:
-        return np.int64(NONE)
+    if node == lowered.NONE:
+        return np.int64(lowered.NONE)
     location = graph.nodes[node].location
-    if location & 3 != SCALAR:
+    if location & 3 != lowered.SCALAR:
         return location
-    target = header.slots << 2 | SLOT
+    target = header.slots << 2 | lowered.SLOT
     header.slots += 1
     emit_copy(location, target, out, header)
     return target
@@ -307,7 +292,7 @@ def reserve(source: Source, header: Any) -> Any:
 
 
 @uncounted
-def _append(source: Source, made: Lowered, out: Lowered, program: int) -> None:
+def _append(source: Source, made: lowered.Lowered, out: lowered.Lowered, program: int) -> None:
     """Append a program to what all threads have lowered."""
     header = made.headers[0]
     start, load, column, entry = reserve(source, header)

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numba import carray
 
+from warpfit_server.engine.cpu import statistics
 from warpfit_server.engine.cpu.codegen.dot_products import LARGEST_TILE
 from warpfit_server.engine.cpu.interpreter import (
     INPUT_ARRAYS,
@@ -44,15 +45,6 @@ from warpfit_server.engine.cpu.row_loss import (
     begin_row_loss,
     block_loss,
     row_loss_bytes,
-)
-from warpfit_server.engine.cpu.statistics import (
-    MOMENTS,
-    REDUCTIONS,
-    add_moments,
-    add_reductions,
-    carry_moments,
-    merge_spans,
-    node_moments,
 )
 from warpfit_server.engine.lowering.lowered import NONE
 from warpfit_server.engine.native.arguments import (
@@ -110,21 +102,21 @@ def linearise_chunk(block: int, chunk: int) -> int:
     inputs, starts = inputs_of(block, OWN_ARRAYS), words(block, _STARTS)
     found = _of_span(floats(block, _SUMS), spans, span)
     found = found[starts[instances.start] : starts[instances.stop]]
-    found_moments = _of_span(floats(block, _MOMENTS), spans, span).reshape((-1, MOMENTS))
+    found_moments = _of_span(floats(block, _MOMENTS), spans, span).reshape((-1, statistics.MOMENTS))
     try:
         context = inputs.context[0]
         count = (instances.stop - instances.start) * (context.wants_moments != 0)
         sums = ChunkSums(
             words(block, _DOTS), starts, np.zeros((context.levels, len(found))),
-            _of_span(floats(block, _REDUCTIONS), spans, span).reshape((-1, REDUCTIONS)),
-            np.zeros((context.levels, count, MOMENTS)),
+            _of_span(floats(block, _REDUCTIONS), spans, span).reshape((-1, statistics.REDUCTIONS)),
+            np.zeros((context.levels, count, statistics.MOMENTS)),
         )  # fmt: skip
         finished = _linearise(
             inputs, inputs_of(block, _ROW_LOSS), sums, instances, rows, octets(block, CANCEL_FLAG),
         )  # fmt: skip
         found[:] = node_sums(sums.sums)
         if count:
-            found_moments[instances.start : instances.stop] = node_moments(sums.moments)
+            found_moments[instances.start : instances.stop] = statistics.node_moments(sums.moments)
     except Exception:  # compiled code tells exceptions apart no further: memory is short
         return FAILED
     return FINISHED if finished else CANCELLED
@@ -196,7 +188,7 @@ def _run(
                     context, sums, instance, place, bases[3], row, count, is_first
                 )
         carry(sums.sums, block + 1)
-        carry_moments(sums.moments, block + 1)
+        statistics.carry_moments(sums.moments, block + 1)
         row += count
     return True
 
@@ -212,9 +204,9 @@ def _add_statistics(
     total = 0.0
     if context.wants_reductions:
         own = sums.reductions[instance]
-        total = add_reductions(result, context.item_bytes, count, own, is_first)
+        total = statistics.add_reductions(result, context.item_bytes, count, own, is_first)
     if context.wants_moments:
-        add_moments(
+        statistics.add_moments(
             result, context.target + offset, weights, context.item_bytes, count,
             sums.moments[0, place],
         )  # fmt: skip
@@ -325,7 +317,9 @@ def combine_chunk(block: int, chunk: int) -> int:
     """
     inputs = inputs_of(block, OWN_ARRAYS)
     moments, spans = floats(block, _MOMENTS), len(ranges(block, SPANS))
-    merge_spans(moments.reshape((spans, -1, MOMENTS)), words(block, _FIRST)[0])
+    statistics.merge_spans(
+        moments.reshape((spans, -1, statistics.MOMENTS)), words(block, _FIRST)[0]
+    )
     try:
         _combine(
             inputs, words(block, _STARTS), floats(block, _TOTALS), floats(block, _GRADIENTS),

@@ -17,17 +17,7 @@ from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff.backward_pass import LOSS
 from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
-from warpfit_server.engine.cpu.chunked_work import (
-    ChunkedWork,
-    Cut,
-    cut_instances,
-    cut_rows,
-    differentiation_work,
-    first_node,
-    lowering_work,
-    new_context,
-    span_level,
-)
+from warpfit_server.engine.cpu import chunked_work
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.codegen.loader import CompiledDerivatives
 from warpfit_server.engine.cpu.derivative_interpreter import COLUMN_SUMS, LOSS_SUM, VALUE_SUM
@@ -60,7 +50,7 @@ class DerivativePlan:
     lowered: Lowered
     row_loss: Lowered
     """Instructions of the row loss; no program for losses that have kernels of their own."""
-    cut: Cut
+    cut: chunked_work.Cut
     sizes: NDArray[np.int64]
     """Sums of each instance."""
     weighs_loss: bool
@@ -105,9 +95,13 @@ class LoweredDerivatives:
         sizes = np.repeat(COLUMN_SUMS + columns + products, vectors)
         rows = evaluation.row_range(layout)
         if level is None:
-            level = span_level(rows, layout, max(1, _MOST_SUMS // max(1, int(sizes.sum()))))
+            level = chunked_work.span_level(
+                rows, layout, max(1, _MOST_SUMS // max(1, int(sizes.sum())))
+            )
         instructions = headers["end"] - headers["start"]
-        cut = cut_instances(instructions, headers["scalars"], vectors, rows, layout, level)
+        cut = chunked_work.cut_instances(
+            instructions, headers["scalars"], vectors, rows, layout, level
+        )
         loss = requested.row_loss
         weighs_loss = loss is not None and not mentions_weight(loss)
         plan = DerivativePlan(lowered, self._row_loss, cut, sizes, weighs_loss)
@@ -117,7 +111,7 @@ class LoweredDerivatives:
 
 def lower_derivatives(
     code: CompiledDerivatives,
-    run: Callable[[ChunkedWork], None],
+    run: Callable[[chunked_work.ChunkedWork], None],
     layout: Layout,
     batch: Batch,
     requested: RequestedOutputs,
@@ -140,11 +134,13 @@ def lower_derivatives(
         tokens = row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
     # The losses themselves are computed apart, in float64.
     flags = requested.lowering_flags & ~LOSS
-    work, lowered = differentiation_work(code.differentiate, batch, tokens, flags, cancelled)
+    work, lowered = chunked_work.differentiation_work(
+        code.differentiate, batch, tokens, flags, cancelled
+    )
     run(work)
     row_loss = allocate(0, 0, 0)
     if loss is not None and not requested.deviation:
-        work, row_loss = lowering_work(code.lower, Batch.of([loss]), cancelled)
+        work, row_loss = chunked_work.lowering_work(code.lower, Batch.of([loss]), cancelled)
         run(work)
     return LoweredDerivatives(lowered, row_loss)
 
@@ -198,14 +194,14 @@ class DerivativeRun:
         self._inputs = (*inputs.arrays(), *row_loss.arrays(), kernels.dots, starts)
         self.work = self._work(cancelled)
 
-    def _work(self, cancelled: NDArray[np.uint8]) -> ChunkedWork:
+    def _work(self, cancelled: NDArray[np.uint8]) -> chunked_work.ChunkedWork:
         requested = self._requested
-        first = np.array([first_node(self._rows, self._layout, self._cut.level)])
+        first = np.array([chunked_work.first_node(self._rows, self._layout, self._cut.level)])
         sums = (self._sums, self._reductions, self._moments, first, self._totals)
         arrays = requested.gradients, requested.variable_gradients, requested.curvatures
         gradients = [np.empty(0) if array is None else array for array in arrays]
         arguments = (*self._inputs, *sums, *gradients)
-        return ChunkedWork(self._code.linearise, arguments, self._cut, cancelled)
+        return chunked_work.ChunkedWork(self._code.linearise, arguments, self._cut, cancelled)
 
     @property
     def _widths(self) -> list[int]:
@@ -230,7 +226,7 @@ class DerivativeRun:
         self._rows, self._sums = rows, np.ascontiguousarray(sums)
         self._reductions = np.ascontiguousarray(reductions).reshape(count, -1, REDUCTIONS)
         self._moments = np.ascontiguousarray(moments).reshape(count, -1, MOMENTS)
-        spans = cut_rows(rows, self._layout, self._cut.level)
+        spans = chunked_work.cut_rows(rows, self._layout, self._cut.level)
         self._cut = self._cut._replace(spans=spans)
         self.work = self._work(self.work.cancelled)
 
@@ -242,7 +238,7 @@ class DerivativeRun:
 
         """
         requested, (start, stop) = self._requested, self._rows
-        first = first_node(self._rows, self._layout, self._cut.level)
+        first = chunked_work.first_node(self._rows, self._layout, self._cut.level)
         self._totals[:] = sum_nodes(self._sums, first)
         for array in (requested.gradients, requested.variable_gradients, requested.curvatures):
             if array is not None:
@@ -263,7 +259,7 @@ class DerivativeRun:
 def _context(
     dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs, level: int
 ) -> NDArray[np.void]:
-    context = new_context(dataset, evaluation, requested.values, level)
+    context = chunked_work.new_context(dataset, evaluation, requested.values, level)
     context["wants_losses"] = requested.row_loss is not None
     context["wants_gradients"] = requested.needs_loss_derivative
     context["wants_curvatures"] = requested.curvatures is not None

@@ -31,6 +31,7 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
+from warpfit_server.engine import interface
 from warpfit_server.engine.autodiff.requested_outputs import (
     RequestedOutputs,
     linearisation_outputs,
@@ -49,15 +50,6 @@ from warpfit_server.engine.cpu.chunked_work import (
 from warpfit_server.engine.cpu.codegen import loader
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.interpreter import Inputs
-from warpfit_server.engine.interface import (
-    Device,
-    Linearisation,
-    Outputs,
-    RowShard,
-    Selection,
-    Steps,
-    timed,
-)
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
@@ -100,11 +92,11 @@ class CpuEngine:
         self._programs: LoweringCache[_LoweredPrograms] = LoweringCache()
         self._derived: LoweringCache[derivatives.LoweredDerivatives] = LoweringCache()
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[interface.Device]:
         """Describe the CPU."""
         name = _processor()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return [Device(name=name, threads=self.threads, memory=memory)]
+        return [interface.Device(name=name, threads=self.threads, memory=memory)]
 
     def load(self, dataset: Dataset, rows: tuple[int, int] | None = None) -> None:
         """Keep a data set; its arrays are used in place, whichever rows are wanted of it."""
@@ -130,7 +122,9 @@ class CpuEngine:
         dataset = self._dataset(evaluation)
         return not self._programs.has_programs(evaluation.batch, (dataset.layout.variables,))
 
-    def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
+    def evaluate(
+        self, evaluation: Evaluation, outputs: interface.Outputs
+    ) -> interface.Steps[Timings]:
         """Evaluate a batch into ``outputs``; see `interface.Engine`."""
         dataset = self._dataset(evaluation)
         if derivatives.needs_derivatives(evaluation, outputs):
@@ -141,7 +135,7 @@ class CpuEngine:
         else:
             steps = self._evaluate(dataset, evaluation, outputs)
         with _memory_errors():
-            _, compute = yield from timed(steps)
+            _, compute = yield from interface.timed(steps)
         return Timings(compute=compute)
 
     def linearise(
@@ -151,9 +145,9 @@ class CpuEngine:
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
-        shard: RowShard | None = None,
-        selection: Selection | None = None,
-    ) -> Steps[Linearisation]:
+        shard: interface.RowShard | None = None,
+        selection: interface.Selection | None = None,
+    ) -> interface.Steps[interface.Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
         dataset = self._dataset(evaluation)
         found, requested = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
@@ -170,8 +164,8 @@ class CpuEngine:
         return dataset
 
     def _run_in_steps(
-        self, work: ChunkedWork, outputs: Outputs | None, vectors: int
-    ) -> Steps[None]:
+        self, work: ChunkedWork, outputs: interface.Outputs | None, vectors: int
+    ) -> interface.Steps[None]:
         """Run all chunks, and announce the values that are final after each step."""
         has_values = outputs is not None and (
             outputs.values is not None or outputs.jacobian is not None
@@ -195,7 +189,7 @@ class CpuEngine:
         if work.cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
-    def _derivative_code(self) -> Steps[loader.CompiledDerivatives]:
+    def _derivative_code(self) -> interface.Steps[loader.CompiledDerivatives]:
         """Return the code of derivatives, which is loaded after the engine has begun to serve."""
         loading = self._derivatives
         if loading.done() and loading.exception() is not None:  # memory may have been short
@@ -213,10 +207,10 @@ class CpuEngine:
         evaluation: Evaluation,
         requested: RequestedOutputs,
         cancelled: NDArray[np.uint8],
-        shard: RowShard | None,
-        outputs: Outputs | None = None,
-        selection: Selection | None = None,
-    ) -> Steps[None]:
+        shard: interface.RowShard | None,
+        outputs: interface.Outputs | None = None,
+        selection: interface.Selection | None = None,
+    ) -> interface.Steps[None]:
         """Evaluate with derivatives, custom losses or statistics."""
         code = yield from self._derivative_code()
         level, layout = None if shard is None else shard.level, dataset.layout
@@ -243,7 +237,9 @@ class CpuEngine:
             run.extend(nodes, shard.rows)
         run.finish()
 
-    def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> Steps[None]:
+    def _evaluate(
+        self, dataset: Dataset, evaluation: Evaluation, outputs: interface.Outputs
+    ) -> interface.Steps[None]:
         layout, batch = dataset.layout, evaluation.batch
 
         def lower(programs: Batch) -> _LoweredPrograms:

@@ -6,34 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from warpfit_server.engine.fit.searches import (
-    FREE,
-    GRADIENT,
-    ITERATIONS,
-    ITERATIONS_USED,
-    LOWER,
-    PARAMETERS,
-    REASON,
-    RUNNING,
-    UPPER,
-    Floats,
-    Integers,
-    SearchLimits,
-)
+from warpfit_server.engine.fit import searches
 from warpfit_server.engine.native.intrinsics import inlined
 
 
 @inlined
 def parts_of(
-    s: int, edges: Integers, vectors: Floats, numbers: Floats, counters: Integers, gradients: Floats
+    s: int,
+    edges: searches.Integers,
+    vectors: searches.Floats,
+    numbers: searches.Floats,
+    counters: searches.Integers,
+    gradients: searches.Floats,
 ) -> Any:
     """Return views of the vectors, numbers, counters and new gradient of search ``s``."""
-    begin, end = edges[s, PARAMETERS], edges[s + 1, PARAMETERS]
+    begin, end = edges[s, searches.PARAMETERS], edges[s + 1, searches.PARAMETERS]
     return vectors[:, begin:end], numbers[s], counters[s], gradients[begin:end]
 
 
 @inlined
-def find_moving(vector: Floats, point: int, slope: Floats, moving: Any) -> None:
+def find_moving(vector: searches.Floats, point: int, slope: searches.Floats, moving: Any) -> None:
     """Find the parameters that take part in the next step: free, and not pushed out of a bound.
 
     Args:
@@ -45,25 +37,27 @@ def find_moving(vector: Floats, point: int, slope: Floats, moving: Any) -> None:
     """
     for i in range(vector.shape[1]):
         x = vector[point, i]
-        below = x <= vector[LOWER, i] and slope[i] > 0.0
-        above = x >= vector[UPPER, i] and slope[i] < 0.0
-        moving[i] = vector[FREE, i] != 0.0 and not below and not above
+        below = x <= vector[searches.LOWER, i] and slope[i] > 0.0
+        above = x >= vector[searches.UPPER, i] and slope[i] < 0.0
+        moving[i] = vector[searches.FREE, i] != 0.0 and not below and not above
 
 
 @inlined
-def within(vector: Floats, i: int, value: float, limits: SearchLimits) -> float:
+def within(vector: searches.Floats, i: int, value: float, limits: searches.SearchLimits) -> float:
     """Round a value of parameter ``i`` as the engine does, and move it into the bounds."""
     if limits.single:
         value = float(np.float32(value))
-    inside: float = min(max(value, vector[LOWER, i]), vector[UPPER, i])
+    inside: float = min(max(value, vector[searches.LOWER, i]), vector[searches.UPPER, i])
     return inside
 
 
 @inlined
-def ends(counter: Integers, steepest: float, tolerance: float, limits: SearchLimits) -> bool:
+def ends(
+    counter: searches.Integers, steepest: float, tolerance: float, limits: searches.SearchLimits
+) -> bool:
     """End a search at a point where the loss is flat, or whose iterations are used up."""
     if steepest <= tolerance:
-        counter[REASON] = GRADIENT
-    elif counter[ITERATIONS] >= limits.iterations:
-        counter[REASON] = ITERATIONS_USED
-    return bool(counter[REASON] != RUNNING)
+        counter[searches.REASON] = searches.GRADIENT
+    elif counter[searches.ITERATIONS] >= limits.iterations:
+        counter[searches.REASON] = searches.ITERATIONS_USED
+    return bool(counter[searches.REASON] != searches.RUNNING)

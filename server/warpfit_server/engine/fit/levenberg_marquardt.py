@@ -38,6 +38,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit_server.engine.fit import triangles
 from warpfit_server.engine.fit.common import ends, find_moving, parts_of, within
 from warpfit_server.engine.fit.searches import (
     BEFORE,
@@ -63,15 +64,6 @@ from warpfit_server.engine.fit.searches import (
     Integers,
     SearchLimits,
     X,
-)
-from warpfit_server.engine.fit.triangles import (
-    are_usable,
-    copy,
-    difference,
-    dot,
-    factorise,
-    quadratic,
-    solve,
 )
 from warpfit_server.engine.native.intrinsics import inlined
 
@@ -161,7 +153,7 @@ def advance(
         vector, number, counter, gradient = parts_of(s, *state, new_gradients)
         begin, end = edges[s, PAIRS], edges[s + 1, PAIRS]
         old, new = curvatures[begin:end], new_curvatures[begin:end]
-        usable = are_usable(new_sums[s], gradient, new)
+        usable = triangles.are_usable(new_sums[s], gradient, new)
         counter[EVALUATIONS] += 1
         if counter[EVALUATIONS] == 1:
             number[INITIAL] = new_sums[s]
@@ -172,9 +164,9 @@ def advance(
                 continue
         if not counter[CORRECTING]:
             h = space.step[: vector.shape[1]]
-            difference(vector[TRIAL], vector[X], h)
+            triangles.difference(vector[TRIAL], vector[X], h)
             # Twice the decreases of F, because the loss is twice F.
-            number[PREDICTED] = -dot(vector[SLOPE], h) - quadratic(old, h)
+            number[PREDICTED] = -triangles.dot(vector[SLOPE], h) - triangles.quadratic(old, h)
             number[BEFORE] = number[LOSS]
         if usable and new_sums[s] < number[LOSS]:
             number[LOSS] = new_sums[s]
@@ -192,9 +184,9 @@ def advance(
 @inlined
 def _keep(vector: Floats, gradient: Floats, curvature: Floats, new_curvature: Floats) -> None:
     """Let the trial be the best parameters so far."""
-    copy(vector[TRIAL], vector[X])
-    copy(gradient, vector[SLOPE])
-    copy(new_curvature, curvature)
+    triangles.copy(vector[TRIAL], vector[X])
+    triangles.copy(gradient, vector[SLOPE])
+    triangles.copy(new_curvature, curvature)
 
 
 @inlined
@@ -221,8 +213,8 @@ def _correct(
     for i in range(n):
         trial = vector[TRIAL, i]
         best[i] = within(vector, i, trial + h[i], limits) if moving[i] else trial
-    difference(best, vector[TRIAL], h)
-    decrease = -dot(gradient, h) - quadratic(curvature, h)
+    triangles.difference(best, vector[TRIAL], h)
+    decrease = -triangles.dot(gradient, h) - triangles.quadratic(curvature, h)
     reached, before = loss - decrease, number[BEFORE]
     if not (decrease > _LEAST_CORRECTION * loss and reached < number[LOSS]):
         return False
@@ -230,7 +222,7 @@ def _correct(
         promises = loss < before or before - reached > _LEAST_GAIN * number[PREDICTED]
         if not (promises and decrease > _WORTH_CORRECTING * (before - reached)):
             return False
-    copy(best, vector[TRIAL])
+    triangles.copy(best, vector[TRIAL])
     counter[CORRECTING] = 1
     counter[ITERATIONS] += 1
     return True
@@ -327,7 +319,7 @@ def _step(
     ridge = _RIDGE
     for _ in range(_ATTEMPTS):
         _fill(system, curvature, order, unit, ridge)
-        if not factorise(system, 0, linear, n):
+        if not triangles.factorise(system, 0, linear, n):
             ridge *= 10.0
             continue
         for i in range(linear, n):
@@ -335,10 +327,10 @@ def _step(
             own = max(system[row + i], _INDEPENDENT) * unit[i] * unit[i]
             vector[SCALE, place] = max(vector[SCALE, place], own)
             system[row + i] += number[DAMPING] * vector[SCALE, place] / unit[i] / unit[i]
-        if factorise(system, linear, n, n):
+        if triangles.factorise(system, linear, n, n):
             break
         _damp(number)
-    solve(system, b)
+    triangles.solve(system, b)
     for i in range(parameters):
         space.step[i] = 0.0
     for i in range(n):

@@ -13,12 +13,7 @@ from numpy.typing import NDArray
 
 from warpfit.ops import CONSTANT, OPERATORS
 from warpfit_server.engine.lowering.lowered import NONE
-from warpfit_server.engine.native.intrinsics import (
-    bits_of_float,
-    float_of_bits,
-    inlined,
-    uncounted,
-)
+from warpfit_server.engine.native import intrinsics
 
 #: Code of a token in a row loss that is the result of the program before it.
 PREDICTION: Final = 0
@@ -59,7 +54,7 @@ def power_rewrites() -> NDArray[np.void]:
     return np.array([(exponent, OPERATORS[name].code) for exponent, name in rows], dtype=REWRITE)
 
 
-@inlined
+@intrinsics.inlined
 def new_graph(nodes: int, tokens: int, arities: Any, rewrites: Any) -> Graph:
     """Allocate a graph for programs of so many nodes and tokens at most."""
     return Graph(
@@ -73,7 +68,7 @@ def new_graph(nodes: int, tokens: int, arities: Any, rewrites: Any) -> Graph:
     )
 
 
-@uncounted
+@intrinsics.uncounted
 def clear(graph: Graph, nodes: int) -> None:
     """Empty a graph for a program of at most so many nodes."""
     size = _table_size(nodes)
@@ -83,7 +78,7 @@ def clear(graph: Graph, nodes: int) -> None:
     graph.size[0] = 0
 
 
-@uncounted
+@intrinsics.uncounted
 def _table_size(nodes: int) -> int:
     size = 4
     while size < 2 * nodes:
@@ -91,7 +86,7 @@ def _table_size(nodes: int) -> int:
     return size
 
 
-@uncounted
+@intrinsics.uncounted
 def number_tokens(graph: Graph, codes: Any, values: Any, prediction: Any) -> Any:
     """Add the nodes of postfix tokens; return the root.
 
@@ -118,7 +113,7 @@ def number_tokens(graph: Graph, codes: Any, values: Any, prediction: Any) -> Any
             third = stack[height + 2] if arity > 2 else third
         else:
             value = values[token]
-            first = bits_of_float(value) if code == CONSTANT else np.int64(value)
+            first = intrinsics.bits_of_float(value) if code == CONSTANT else np.int64(value)
         if code == _POWER_CODE:
             code, second = _rewrite_power(graph, second)
         stack[height] = find_node(graph, code, first, second, third)
@@ -126,25 +121,25 @@ def number_tokens(graph: Graph, codes: Any, values: Any, prediction: Any) -> Any
     return stack[0]
 
 
-@uncounted
+@intrinsics.uncounted
 def _rewrite_power(graph: Graph, exponent: Any) -> Any:
     """Return code and second operand of a power, or of what equals it."""
     if graph.nodes[exponent].code == CONSTANT:
-        value = float_of_bits(graph.nodes[exponent].operands[0])
+        value = intrinsics.float_of_bits(graph.nodes[exponent].operands[0])
         for rewrite in graph.rewrites:
             if rewrite.exponent == value:
                 return rewrite.code, np.int64(NONE)
     return np.int64(_POWER_CODE), exponent
 
 
-@uncounted
+@intrinsics.uncounted
 def constant_node(graph: Graph, value: float) -> Any:
     """Return the node of a constant."""
     none = np.int64(NONE)
-    return find_node(graph, np.int64(CONSTANT), bits_of_float(value), none, none)
+    return find_node(graph, np.int64(CONSTANT), intrinsics.bits_of_float(value), none, none)
 
 
-@uncounted
+@intrinsics.uncounted
 def find_node(graph: Graph, code: Any, a: Any, b: Any, c: Any) -> Any:
     """Return the node with this code and these operands, which is made if it is new."""
     key = np.uint64(code) * np.uint64(0x9E3779B97F4A7C15)

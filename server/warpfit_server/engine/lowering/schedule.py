@@ -13,16 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from warpfit.ops import CONSTANT, PARAMETER, VARIABLE
+from warpfit_server.engine.lowering import lowered
 from warpfit_server.engine.lowering.graph import Graph
-from warpfit_server.engine.lowering.lowered import (
-    COPY_CODE,
-    INPUT,
-    NONE,
-    RESULT,
-    SCALAR,
-    SLOT,
-    Lowered,
-)
 from warpfit_server.engine.native.intrinsics import float_of_bits, inlined, uncounted
 
 
@@ -48,7 +40,7 @@ def new_scratch(nodes: int) -> Scratch:
 
 
 @uncounted
-def emit_prologue(graph: Graph, scratch: Scratch, out: Lowered, header: Any) -> None:
+def emit_prologue(graph: Graph, scratch: Scratch, out: lowered.Lowered, header: Any) -> None:
     """Begin a program: locate leaves and scalars, emit the scalars, count the uses of the others.
 
     ``header.start`` and ``header.first_load`` say where in ``out`` the program begins.
@@ -59,14 +51,14 @@ def emit_prologue(graph: Graph, scratch: Scratch, out: Lowered, header: Any) -> 
     for number in range(graph.size[0]):
         node = graph.nodes[number]
         node.slots = node.uses = node.emitted = 0
-        node.location = NONE
+        node.location = lowered.NONE
         code = node.code
         if code == VARIABLE:
-            node.location = node.operands[0] << 2 | INPUT
+            node.location = node.operands[0] << 2 | lowered.INPUT
         elif code in (PARAMETER, CONSTANT):
             load = out.loads[header.first_load + header.loads]
             load.scalar = header.scalars
-            load.parameter = node.operands[0] if code == PARAMETER else NONE
+            load.parameter = node.operands[0] if code == PARAMETER else lowered.NONE
             load.value = float_of_bits(node.operands[0])
             header.loads += 1
             _locate_scalar(node, header)
@@ -80,7 +72,7 @@ def emit_prologue(graph: Graph, scratch: Scratch, out: Lowered, header: Any) -> 
 
 @uncounted
 def _locate_scalar(node: Any, header: Any) -> None:
-    node.location = header.scalars << 2 | SCALAR
+    node.location = header.scalars << 2 | lowered.SCALAR
     header.scalars += 1
 
 
@@ -88,7 +80,7 @@ def _locate_scalar(node: Any, header: Any) -> None:
 def _is_scalar(graph: Graph, node: Any) -> bool:
     for k in range(graph.arities[node.code]):
         location = graph.nodes[node.operands[k]].location
-        if location == NONE or location & 3 != SCALAR:
+        if location == lowered.NONE or location & 3 != lowered.SCALAR:
             return False
     return True
 
@@ -124,17 +116,19 @@ def _sort_operands(graph: Graph, scratch: Scratch, node: Any) -> int:
 
 
 @uncounted
-def emit_result(graph: Graph, scratch: Scratch, out: Lowered, header: Any, root: Any) -> None:
+def emit_result(
+    graph: Graph, scratch: Scratch, out: lowered.Lowered, header: Any, root: Any
+) -> None:
     """Emit what computes the result of the program."""
     if graph.nodes[root].slots:
         schedule(graph, scratch, out, header, root, root)
     else:
-        emit_copy(graph.nodes[root].location, np.int64(RESULT), out, header)
+        emit_copy(graph.nodes[root].location, np.int64(lowered.RESULT), out, header)
 
 
 @uncounted
 def schedule(
-    graph: Graph, scratch: Scratch, out: Lowered, header: Any, top: Any, root: Any
+    graph: Graph, scratch: Scratch, out: lowered.Lowered, header: Any, top: Any, root: Any
 ) -> None:
     """Emit what is missing of the node ``top`` and of all that it depends on.
 
@@ -165,7 +159,9 @@ def schedule(
                 pending += 1
             continue
         _release_operands(graph, scratch, node)
-        node.location = RESULT if number == root else _take_slot(scratch, header) << 2 | SLOT
+        node.location = (
+            lowered.RESULT if number == root else _take_slot(scratch, header) << 2 | lowered.SLOT
+        )
         node.emitted = 1
         _emit(graph, node, out, header)
 
@@ -176,7 +172,7 @@ def _release_operands(graph: Graph, scratch: Scratch, node: Any) -> None:
     for k in range(graph.arities[node.code]):
         operand = graph.nodes[node.operands[k]]
         operand.uses -= 1
-        if operand.uses == 0 and operand.location & 3 == SLOT:
+        if operand.uses == 0 and operand.location & 3 == lowered.SLOT:
             scratch.free[0] += 1
             scratch.free[scratch.free[0]] = operand.location >> 2
 
@@ -191,7 +187,7 @@ def _take_slot(scratch: Scratch, header: Any) -> Any:
 
 
 @uncounted
-def _emit(graph: Graph, node: Any, out: Lowered, header: Any) -> None:
+def _emit(graph: Graph, node: Any, out: lowered.Lowered, header: Any) -> None:
     instruction = out.instructions[header.end]
     instruction.code = node.code
     instruction.target = node.location
@@ -201,19 +197,19 @@ def _emit(graph: Graph, node: Any, out: Lowered, header: Any) -> None:
         if k < graph.arities[node.code]:
             location = graph.nodes[node.operands[k]].location
             instruction.operands[k] = location
-            if location & 3 == SCALAR:
+            if location & 3 == lowered.SCALAR:
                 broadcast |= 1 << k
     instruction.broadcast = broadcast
     header.end += 1
 
 
 @uncounted
-def emit_copy(source: Any, target: Any, out: Lowered, header: Any) -> None:
+def emit_copy(source: Any, target: Any, out: lowered.Lowered, header: Any) -> None:
     """Emit the copy of a leaf or a scalar to rows of its own."""
     instruction = out.instructions[header.end]
-    instruction.code = COPY_CODE
+    instruction.code = lowered.COPY_CODE
     instruction.target = target
     for k in range(3):
         instruction.operands[k] = source
-    instruction.broadcast = 1 if source & 3 == SCALAR else 0
+    instruction.broadcast = 1 if source & 3 == lowered.SCALAR else 0
     header.end += 1

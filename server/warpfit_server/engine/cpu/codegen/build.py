@@ -10,52 +10,48 @@ from llvmlite import ir
 
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.autodiff.rules import PartialKernel, partial_kernels
+from warpfit_server.engine.cpu.codegen import kernels
 from warpfit_server.engine.cpu.codegen.dot_products import DOT_SHAPES, dots_kernel
-from warpfit_server.engine.cpu.codegen.kernels import (
-    COPY,
-    LOSS_KERNELS,
-    Body,
-    Flavour,
-    compile_kernel,
-    loss_kernel,
-    operator_kernel,
-)
 from warpfit_server.engine.cpu.codegen.vector import Trace, Vector
 
 #: Name of the kernel that multiplies adjoint and partial derivative.
 PRODUCT: Final = "product"
 
 
-def build(flavour: Flavour) -> bytes:
+def build(flavour: kernels.Flavour) -> bytes:
     """Compile the kernels of operators and losses; return an object file."""
     module = ir.Module(flavour.name)
     for name, row in OPERATORS.items():
-        operator_kernel(module, name, row.arity, flavour, compile_kernel(row.kernel, flavour))
-    operator_kernel(module, COPY, 1, flavour, compile_kernel("a", flavour))
-    for name in LOSS_KERNELS:
-        loss_kernel(module, name, flavour)
+        kernels.operator_kernel(
+            module, name, row.arity, flavour, kernels.compile_kernel(row.kernel, flavour)
+        )
+    kernels.operator_kernel(module, kernels.COPY, 1, flavour, kernels.compile_kernel("a", flavour))
+    for name in kernels.LOSS_KERNELS:
+        kernels.loss_kernel(module, name, flavour)
     return _compile(module)
 
 
-def build_derivatives(flavour: Flavour) -> bytes:
+def build_derivatives(flavour: kernels.Flavour) -> bytes:
     """Compile the kernels that derivatives take beside these; return an object file."""
     module = ir.Module(f"{flavour.name}-derivatives")
-    operator_kernel(module, PRODUCT, 2, flavour, lambda _, operands: _product(*operands))
+    kernels.operator_kernel(module, PRODUCT, 2, flavour, lambda _, operands: _product(*operands))
     for partial in partial_kernels():
         arity = partial.arity + partial.scaled
-        operator_kernel(module, partial.name, arity, flavour, _partial_body(partial, flavour))
+        kernels.operator_kernel(
+            module, partial.name, arity, flavour, _partial_body(partial, flavour)
+        )
     for shape in DOT_SHAPES:
         dots_kernel(module, shape, flavour)
     return _compile(module)
 
 
-def _partial_body(partial: PartialKernel, flavour: Flavour) -> Body:
+def _partial_body(partial: PartialKernel, flavour: kernels.Flavour) -> kernels.Body:
     """Return the code of a partial derivative, alone or times an adjoint.
 
     It computes in the data's type even where the operator itself takes more digits: errors of
     derivatives do not build up as those of values do.
     """
-    compute = compile_kernel(partial.source, flavour, widens=False)
+    compute = kernels.compile_kernel(partial.source, flavour, widens=False)
     if not partial.scaled:
         return compute
 

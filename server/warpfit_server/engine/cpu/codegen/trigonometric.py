@@ -8,15 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from warpfit_server.engine.cpu.codegen import vector
 from warpfit_server.engine.cpu.codegen.argument_reduction import reduction
-from warpfit_server.engine.cpu.codegen.vector import (
-    INTEGER,
-    Vector,
-    Vectors,
-    absolute,
-    nearest,
-    polynomial,
-)
 
 _INFINITY: Final = float("inf")
 _NAN: Final = float("nan")
@@ -35,35 +28,35 @@ _COS: Final = (
 _LIMIT: Final = 1e5
 
 
-def sine(x: Vector) -> Vector:
+def sine(x: vector.Vector) -> vector.Vector:
     """Sine, in float64."""
     return _sine(x, 0)
 
 
-def cosine(x: Vector) -> Vector:
+def cosine(x: vector.Vector) -> vector.Vector:
     """Cosine, in float64."""
     return _sine(x, 1)
 
 
-def _sine(x: Vector, quarter: int) -> Vector:
+def _sine(x: vector.Vector, quarter: int) -> vector.Vector:
     """Sine of x plus ``quarter`` quarter turns, in float64."""
     trace = x.trace
     reduced = _reduced_by_half_pi(x)
     r, tail, count = trace.repair(reduced, _is_large(x), lambda: _large_reduced_by_half_pi(x))
     square = r * r
-    sine = r + (square * r).fma(polynomial(square, _SIN), square.fma(tail * -0.5, tail))
-    rest = square.fma(square * polynomial(square, _COS), -(r * tail))
+    sine = r + (square * r).fma(vector.polynomial(square, _SIN), square.fma(tail * -0.5, tail))
+    rest = square.fma(square * vector.polynomial(square, _COS), -(r * tail))
     half = square * 0.5
     start = 1.0 - half
     cosine = start + ((1.0 - start - half) + rest)
     count = count + quarter
     result = trace.select((count & 1) == 0, sine, cosine)
     result = (result.bits() ^ ((count & 2) << 62)).real()
-    near_zero = absolute(x) < 1e-9
+    near_zero = vector.absolute(x) < 1e-9
     return trace.select(near_zero, x if quarter == 0 else x * 0.0 + 1.0, result)
 
 
-def _reduced_by_half_pi(x: Vector) -> Vectors:
+def _reduced_by_half_pi(x: vector.Vector) -> vector.Vectors:
     """Return r, what its rounding has lost, and k with x = k pi/2 + r, in float64.
 
     The reduction is that of Cody and Waite. ``near`` is exact: a multiple of 2^-53 below 1. The
@@ -71,27 +64,29 @@ def _reduced_by_half_pi(x: Vector) -> Vectors:
     bits. So ``near - r`` is exact: it is that product where near is the smaller of the two (r is
     then exact), and a step of Dekker's sum elsewhere.
     """
-    k, count = nearest(x * (2 / 3.141592653589793))
+    k, count = vector.nearest(x * (2 / 3.141592653589793))
     first, second, third = _HALF_PI
     near = k.fma(-first, x)
     r = k.fma(-second, near)
     return r, k.fma(-third, k.fma(-second, near - r)), count
 
 
-def _is_large(x: Vector) -> Vector:
-    return absolute(x) > _LIMIT
+def _is_large(x: vector.Vector) -> vector.Vector:
+    return vector.absolute(x) > _LIMIT
 
 
-def _large_reduced_by_half_pi(x: Vector) -> Vectors:
+def _large_reduced_by_half_pi(x: vector.Vector) -> vector.Vectors:
     """`_reduced_by_half_pi` where `_is_large`; NaN for an infinite x."""
     trace = x.trace
-    large = trace.select(_is_large(x) & (absolute(x) < _INFINITY), x, 1.0)
+    large = trace.select(_is_large(x) & (vector.absolute(x) < _INFINITY), x, 1.0)
     function = reduction(trace.builder.module)
-    r, tail, count = trace.call_for_results(function, large, (x.element, x.element, INTEGER[64]))
-    return trace.select(absolute(x) < _INFINITY, r, _NAN), tail, count
+    r, tail, count = trace.call_for_results(
+        function, large, (x.element, x.element, vector.INTEGER[64])
+    )
+    return trace.select(vector.absolute(x) < _INFINITY, r, _NAN), tail, count
 
 
-def tangent(x: Vector) -> Vector:
+def tangent(x: vector.Vector) -> vector.Vector:
     """Tangent: the C library's; large numbers are reduced before by `argument_reduction`.
 
     A C library may lose digits there: glibc's is 14 ulp off where x is closest to a multiple.
@@ -102,7 +97,7 @@ def tangent(x: Vector) -> Vector:
     r, tail, count = trace.repair(reduced, large, lambda: _large_reduced_by_half_pi(x))
     tangent = trace.call("tan", r)
 
-    def turned() -> Vectors:
+    def turned() -> vector.Vectors:
         rest = tangent.fma(tangent, 1.0) * tail
         total = tangent + rest
         inverse = -1.0 / total

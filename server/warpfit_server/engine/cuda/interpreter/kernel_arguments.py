@@ -9,10 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Loss
-from warpfit_server.engine.cuda.interpreter.device_lowering import (
-    BLOCKS_A_MULTIPROCESSOR,
-    LoweringKernels,
-)
+from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, Variant
 from warpfit_server.engine.cuda.math.modes import Mode, max_token_rows
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds, BatchLayout
@@ -63,7 +60,7 @@ class InterpreterKernels:
     interpret: Any
     evaluate_slots: Any
     sum_partials: Any
-    lowering: LoweringKernels
+    lowering: device_lowering.LoweringKernels
     flags: NDArray[np.uint8]
     """Flags of each operator, see `source.operator_flags`."""
 
@@ -132,7 +129,7 @@ class InterpreterGeometry(NamedTuple):
             programs_per_warp=programs_per_warp,
             resident_warps=_RESIDENT_WARPS * multiprocessors,
             max_token_rows=max_interpreted_token_rows(variant, multiprocessors),
-            lowering_blocks=BLOCKS_A_MULTIPROCESSOR * multiprocessors,
+            lowering_blocks=device_lowering.BLOCKS_A_MULTIPROCESSOR * multiprocessors,
         )
 
 

@@ -12,14 +12,7 @@ from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
-from warpfit_server.engine.cuda.interpreter.bytecode import (
-    DEEP,
-    END,
-    SKIPPED,
-    SLOT_LEVELS,
-    SLOTS_MASK,
-    labels,
-)
+from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.prelude import (
     REAL_NAMES,
@@ -86,7 +79,7 @@ def interpreter_source(variant: Variant) -> str:
     """Return the complete CUDA C++ source of one variant."""
     template = resources.files(__package__).joinpath("interpreter.cu").read_text()
     operators, cases, scalar_cases = [], [], []
-    table = labels()
+    table = bytecode.labels()
     for row in OPERATORS.values():
         expression = operator_source(row, variant.dtype, variant.precision)
         name = f"op_{row.name}"
@@ -129,11 +122,11 @@ def _definitions(variant: Variant) -> str:
         f"#define REAL_BYTES {variant.dtype.itemsize}\n"
         f"#define ROWS {variant.rows}\n"
         f"#define FAST {int(variant.fast)}\n"
-        f"#define SLOT_LEVELS {SLOT_LEVELS}\n"
-        f"#define SLOTS_MASK {SLOTS_MASK}u\n"
-        f"#define DEEP {DEEP}u\n"
-        f"#define SKIPPED {SKIPPED}u\n"
-        f"#define END_LABEL {END}\n"
+        f"#define SLOT_LEVELS {bytecode.SLOT_LEVELS}\n"
+        f"#define SLOTS_MASK {bytecode.SLOTS_MASK}u\n"
+        f"#define DEEP {bytecode.DEEP}u\n"
+        f"#define SKIPPED {bytecode.SKIPPED}u\n"
+        f"#define END_LABEL {bytecode.END}\n"
         f"#define BLOCKS_AT_LEAST {_blocks(variant)}\n"
     )
 

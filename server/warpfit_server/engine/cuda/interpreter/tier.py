@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from warpfit.request import Evaluation, Tier, Timings
+from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
 from warpfit_server.engine.cuda.interpreter.chunks import (
     ChunkResults,
@@ -29,11 +30,6 @@ from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     max_interpreted_token_rows,
 )
 from warpfit_server.engine.cuda.interpreter.loss_launch import interpret_losses
-from warpfit_server.engine.cuda.interpreter.source import (
-    Variant,
-    interpreter_source,
-    operator_flags,
-)
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
@@ -52,7 +48,7 @@ _LEAST_BYTES: Final = 16
 _MOST_BYTES: Final = {Mode.FAST: 64, Mode.PRECISE: 32, Mode.DOUBLE: 32}
 #: Variants of the kernels that `InterpreterTier.variant` chooses from.
 VARIANTS: Final = tuple(
-    Variant.of(mode, row_bytes)
+    source.Variant.of(mode, row_bytes)
     for mode, most in _MOST_BYTES.items()
     for row_bytes in (_LEAST_BYTES, most)
 )
@@ -89,7 +85,7 @@ class InterpreterTier:
     def __init__(self, device: CudaDevice, tuning: InterpreterTuning | None = None) -> None:
         self._device = device
         self._tuning = tuning or InterpreterTuning()
-        self._kernels: dict[Variant, InterpreterKernels] = {}
+        self._kernels: dict[source.Variant, InterpreterKernels] = {}
         self._lowering_kernels: LoweringKernels | None = None
         self._lock = threading.Lock()
 
@@ -129,22 +125,22 @@ class InterpreterTier:
             tier=Tier.INTERPRETER,
         )
 
-    def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> Variant:
+    def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> source.Variant:
         """Choose the variant of the kernels for an evaluation."""
         mode = Mode.of(resident.dataset.layout.dtype, evaluation.precision)
-        most = Variant.of(mode, _MOST_BYTES[mode])
+        most = source.Variant.of(mode, _MOST_BYTES[mode])
         if self._tuning.rows:
             return replace(most, rows=max(self._tuning.rows, _LEAST_BYTES // mode.dtype.itemsize))
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         is_much = programs * vectors >= self._jobs_to_fill_device(resident, evaluation, most.rows)
-        return most if is_much else Variant.of(mode, _LEAST_BYTES)
+        return most if is_much else source.Variant.of(mode, _LEAST_BYTES)
 
     def prepare_all(self) -> None:
         """Load every variant that `variant` chooses."""
         for variant in VARIANTS:
             self.prepare(variant)
 
-    def prepare(self, variant: Variant) -> InterpreterKernels:
+    def prepare(self, variant: source.Variant) -> InterpreterKernels:
         """Return the kernels of a variant, which are loaded on the first call."""
         with self._lock:
             if variant not in self._kernels:
@@ -155,7 +151,7 @@ class InterpreterTier:
                     evaluate_slots=module.get_function("evaluate_slots"),
                     sum_partials=module.get_function("sum_partials"),
                     lowering=self._lowering(),
-                    flags=operator_flags(variant),
+                    flags=source.operator_flags(variant),
                 )
             return self._kernels[variant]
 
@@ -165,7 +161,7 @@ class InterpreterTier:
             self._lowering_kernels = load_lowering(self._device)
         return self._lowering_kernels
 
-    def _load(self, variant: Variant) -> Any:
+    def _load(self, variant: source.Variant) -> Any:
         return interpreter_switch(variant).load(self._device)
 
     def _jobs_to_fill_device(
@@ -192,7 +188,7 @@ class InterpreterTier:
         return min(self._tuning.chunk_bytes, most)
 
     def _chunks(
-        self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
+        self, resident: ResidentDataset, evaluation: Evaluation, variant: source.Variant
     ) -> Iterator[InterpreterChunk]:
         """Cut the jobs so that the results of each launch fit in ``chunk_bytes``.
 
@@ -255,6 +251,6 @@ class InterpreterTier:
         results.copy(context, *pending.pop())
 
 
-def interpreter_switch(variant: Variant) -> Switch:
+def interpreter_switch(variant: source.Variant) -> Switch:
     """Return the source of the kernels of one variant, with its options."""
-    return Switch(interpreter_source(variant), CASES, variant.options)
+    return Switch(source.interpreter_source(variant), CASES, variant.options)

@@ -16,17 +16,8 @@ from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.cuda.jit.graph import CapturedGraph, GraphBuffers, row_arguments
 from warpfit_server.engine.cuda.jit.shapes import InputSources, fill_inputs
+from warpfit_server.engine.cuda.runtime import command_list
 from warpfit_server.engine.cuda.runtime.batch_layout import TokenArrays
-from warpfit_server.engine.cuda.runtime.command_list import (
-    ELAPSED,
-    LAUNCH_GRAPH,
-    NOW,
-    RECORD,
-    SYNCHRONIZE,
-    append_command,
-    execute,
-    stage_times,
-)
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs
@@ -93,7 +84,9 @@ def replay_losses(
         outputs.losses.reshape(-1),
     )
     context.check_executed(status)
-    copy_in, compute, copy_out = stage_times(started, graph.buffers.clock, graph.buffers.elapsed)
+    copy_in, compute, copy_out = command_list.stage_times(
+        started, graph.buffers.clock, graph.buffers.elapsed
+    )
     return Timings(
         copy_in=copy_in,
         compute=compute,
@@ -133,7 +126,7 @@ def launch_losses(
 ) -> int:
     """Fill the inputs, launch the graph and copy the losses; return the driver's status."""
     fill_inputs(tokens.values, tokens.parameter_counts, tokens.parameters, sources, inputs)
-    status = execute(functions, buffers.commands[: _write_commands(handles, buffers)])
+    status = command_list.execute(functions, buffers.commands[: _write_commands(handles, buffers)])
     if status != 0:
         return int(status)
     for program in range(len(buffers.sum_starts) - 1):
@@ -149,10 +142,14 @@ def _write_commands(handles: GraphHandles, buffers: GraphBuffers) -> int:
     commands, clock, stream = buffers.commands, np.int64(buffers.clock.ctypes.data), handles.stream
     events = (handles.started, handles.computed)
     elapsed = np.int64(buffers.elapsed.ctypes.data)
-    count = append_command(commands, 0, (RECORD, handles.started, stream))
-    count = append_command(commands, count, (LAUNCH_GRAPH, handles.graph, stream))
-    count = append_command(commands, count, (RECORD, handles.computed, stream))
-    count = append_command(commands, count, (NOW, clock))
-    count = append_command(commands, count, (SYNCHRONIZE, stream))
-    count = append_command(commands, count, (ELAPSED, elapsed, *events))
-    return int(append_command(commands, count, (NOW, clock + 16)))
+    count = command_list.append_command(commands, 0, (command_list.RECORD, handles.started, stream))
+    count = command_list.append_command(
+        commands, count, (command_list.LAUNCH_GRAPH, handles.graph, stream)
+    )
+    count = command_list.append_command(
+        commands, count, (command_list.RECORD, handles.computed, stream)
+    )
+    count = command_list.append_command(commands, count, (command_list.NOW, clock))
+    count = command_list.append_command(commands, count, (command_list.SYNCHRONIZE, stream))
+    count = command_list.append_command(commands, count, (command_list.ELAPSED, elapsed, *events))
+    return int(command_list.append_command(commands, count, (command_list.NOW, clock + 16)))

@@ -90,7 +90,7 @@ def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
         lowered.append(1)
         return differentiation_work(*given, **more)
 
-    monkeypatch.setattr("warpfit_server.engine.cpu.derivatives.differentiation_work", count)
+    monkeypatch.setattr("warpfit_server.engine.cpu.chunked_work.differentiation_work", count)
     flag = np.zeros(1, np.uint8)
     for indices in (np.arange(len(batch)), np.array([1, 3]), np.array([3])):
         problem = Evaluation(data.content_id, batch[indices])

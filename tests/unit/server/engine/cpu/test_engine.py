@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 
 from support.engines.evaluations import POISON, Evaluate
 from support.engines.reference_losses import reference_loss
+from warpfit import errors
 from warpfit.dataset import Dataset, Layout
-from warpfit.errors import (
-    CancelledError,
-    DatasetNotFoundError,
-    ProgramError,
-    ResourceExhaustedError,
-)
 from warpfit.expressions import reference
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
@@ -164,7 +159,7 @@ def test_programs_that_are_kept_lowered_are_checked_for_each_data_set(derivative
         engine.load(dataset)
     assert len({losses(wide) for _ in range(4)}) == 1
     for _ in range(4):
-        with pytest.raises(ProgramError):
+        with pytest.raises(errors.ProgramError):
             losses(narrow)
     engine.close()
 
@@ -206,7 +201,7 @@ def test_values_are_announced_in_order_and_final(evaluate):
 def test_cancelled_before_and_in_the_middle(evaluate):
     data = make_dataset(100_000, "float32")
     programs, parameters = thesis_mix(12, 200)
-    with pytest.raises(CancelledError):
+    with pytest.raises(errors.CancelledError):
         evaluate(data, programs, parameters, cancelled=True)
     cancelled = np.zeros(1, np.uint8)
     announced: list[int] = []
@@ -217,7 +212,7 @@ def test_cancelled_before_and_in_the_middle(evaluate):
 
     evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
     values = np.empty(evaluation.shape(data.layout), np.float32)
-    with pytest.raises(CancelledError):
+    with pytest.raises(errors.CancelledError):
         run_to_end(evaluate.engine.evaluate(evaluation, Outputs(values, None, cancelled, cancel)))
     assert len(announced) == 1
     assert announced[0] < 200
@@ -245,7 +240,7 @@ def test_an_error_of_the_receiver_stops_the_threads(evaluate):
 def test_unknown_dataset(evaluate):
     evaluation = Evaluation(b"?" * 32, Batch.of([X1]))
     outputs = Outputs(np.empty((1, 1, 1)), None, np.zeros(1, np.uint8), lambda ready: None)
-    with pytest.raises(DatasetNotFoundError):
+    with pytest.raises(errors.DatasetNotFoundError):
         run_to_end(evaluate.engine.evaluate(evaluation, outputs))
 
 
@@ -323,7 +318,7 @@ def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
     data = make_dataset(1000, "float64")
     programs, parameters = thesis_mix(10, 3)
     monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 2**60)
-    with pytest.raises(ResourceExhaustedError, match="out of memory"):
+    with pytest.raises(errors.ResourceExhaustedError, match="out of memory"):
         Evaluate(engine)(data, programs, parameters)
     monkeypatch.undo()
     Evaluate(engine)(data, programs, parameters)

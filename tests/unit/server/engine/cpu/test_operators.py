@@ -11,20 +11,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from support.engines import hard_cases
 from support.engines.accuracy import operator_error, rounded_threshold, ulps
 from support.engines.error_bounds import BOUNDS, excess
 from support.engines.evaluations import Evaluate
-from support.engines.hard_cases import (
-    CLOSEST_TO_HALF_PI,
-    exact_values,
-    hard_operands,
-    near_multiples_of_half_pi,
-)
+from support.engines.operators import node_results
 from support.engines.strategies import edge_values
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import random_program
 from warpfit.ir import Program
-from warpfit.ops import BY_CODE, OPERATORS
+from warpfit.ops import OPERATORS
 from warpfit.request import Precision
 from warpfit_server.engine.cpu.engine import CpuEngine
 
@@ -95,7 +91,9 @@ def test_precise_within_two_ulp(evaluate, name, dtype):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_published_bounds_hold_at_hard_operands(evaluate, name, dtype, precision):
     op = OPERATORS[name]
-    columns = np.concatenate([operand_matrix(op.arity, dtype), hard_operands(op, dtype)], axis=1)
+    columns = np.concatenate(
+        [operand_matrix(op.arity, dtype), hard_cases.hard_operands(op, dtype)], axis=1
+    )
     if name == "erf":  # whose truth takes long
         columns = columns[:, ::20]
     if name in ("pdiv", "plog", "pinv"):
@@ -103,7 +101,7 @@ def test_published_bounds_hold_at_hard_operands(evaluate, name, dtype, precision
     got = evaluate(dataset(columns), [apply(name)], precision=precision).values[0, 0]
     bounds = BOUNDS[name]
     bound = bounds.fast_cpu if precision is Precision.FAST else bounds.precise_cpu
-    share = excess(bound, list(columns), got, exact_values(op, columns))
+    share = excess(bound, list(columns), got, hard_cases.exact_values(op, columns))
     worst = int(share.argmax())
     assert share[worst] <= 1, (columns[:, worst], got[worst])
 
@@ -112,21 +110,21 @@ def test_published_bounds_hold_at_hard_operands(evaluate, name, dtype, precision
 @pytest.mark.parametrize("name", ["sin", "cos", "tan"])
 def test_circular_functions_next_to_multiples_of_half_pi(evaluate, name, dtype):
     """A reduction that loses a few bits shows nowhere else: sin was once 2,036 ulp off."""
-    columns = near_multiples_of_half_pi(dtype, MULTIPLES)[np.newaxis]
+    columns = hard_cases.near_multiples_of_half_pi(dtype, MULTIPLES)[np.newaxis]
     got = evaluate(dataset(columns), [apply(name)]).values[0, 0]
-    error = ulps(got, exact_values(OPERATORS[name], columns))
+    error = ulps(got, hard_cases.exact_values(OPERATORS[name], columns))
     worst = int(error.argmax())
     assert error[worst] <= 1, (columns[:, worst], got[worst])
 
 
 def test_extended_precision_is_right_next_to_multiples_of_half_pi():
     """The truth of the tests above, against pi with 1,200 bits."""
-    near = near_multiples_of_half_pi("float64", MULTIPLES).astype(np.longdouble)
+    near = hard_cases.near_multiples_of_half_pi("float64", MULTIPLES).astype(np.longdouble)
     closest = np.argsort(np.minimum(np.abs(np.sin(near)), np.abs(np.cos(near))))[:200]
-    points = [*near[closest].astype(float).tolist(), CLOSEST_TO_HALF_PI]
+    points = [*near[closest].astype(float).tolist(), hard_cases.CLOSEST_TO_HALF_PI]
     with mpmath.workprec(1_200):
         for name in ("sin", "cos", "tan"):
-            got = exact_values(OPERATORS[name], np.array([points]))
+            got = hard_cases.exact_values(OPERATORS[name], np.array([points]))
             for value, point in zip(got, points, strict=True):
                 exact = getattr(mpmath, name)(mpmath.mpf(point))
                 digits = mpmath.mpf(np.format_float_scientific(value, unique=True, trim="0"))
@@ -159,21 +157,6 @@ def test_scalar_operands_equal_columns(evaluate, name, dtype):
         np.testing.assert_array_equal(got[one], got[other])
 
 
-def subprograms(program: Program) -> list[tuple[Program, list[int]]]:
-    """Every node of a program as a program, with the positions of its operands in the list."""
-    nodes: list[tuple[Program, list[int]]] = []
-
-    def add(node: Program, operands: list[int]) -> int:
-        nodes.append((node, operands))
-        return len(nodes) - 1
-
-    program.fold(
-        lambda code, value: add(Program([code], [value]), []),
-        lambda op, at: add(Program.apply(op, *(nodes[k][0] for k in at)), list(at)),
-    )
-    return nodes
-
-
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 60), dtype=st.sampled_from(DTYPES))
 @example(seed=94113, tokens=15, dtype="float64")  # tanh at -0.2068, once 2.3 ulp off
@@ -183,15 +166,8 @@ def test_random_programs_node_by_node(evaluate, seed, tokens, dtype):
     program = random_program(rng, tokens, variables=3, operators=tuple(OPERATORS))
     columns = (rng.normal(size=(3, 300)) * 3).astype(dtype)
     columns[0, : len(edge_values(dtype))] = edge_values(dtype)
-    nodes = subprograms(program)
     parameters = rng.uniform(-2, 2, size=program.parameters)
-    vectors = [parameters[: node.parameters] for node, _ in nodes]
-    got = evaluate(dataset(columns), [node for node, _ in nodes], vectors).values[:, 0]
-    for position, (node, operands) in enumerate(nodes):
-        op = BY_CODE.get(int(node.codes[-1]))
-        if op is None:
-            continue
-        values = [got[k] for k in operands]
-        error = operator_error(op, values, got[position])
-        error[rounded_threshold(values, dtype)] = 0
-        assert error.max() <= 2, node
+    for operator, inputs, got in node_results(evaluate, columns, [program], [parameters]):
+        error = operator_error(operator, inputs, got)
+        error[rounded_threshold(inputs, dtype)] = 0
+        assert error.max() <= 2, operator.name

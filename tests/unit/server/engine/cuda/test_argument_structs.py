@@ -10,23 +10,16 @@ import numpy as np
 import pytest
 
 from support.emulators.device_lowering import compile_for_host
+from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM
-from warpfit_server.engine.cuda.derivatives.launch_plan import (
-    DERIVATIVE_ARGUMENTS,
-    NODE_STATISTICS,
-    STATISTICS_ARGUMENTS,
-)
-from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
-    INTERPRETER_ARGUMENTS,
-    SLOT_ARGUMENTS,
-)
+from warpfit_server.engine.cuda.interpreter import kernel_arguments
 
 STRUCTS = [
-    ("interpreter/interpreter.cu", "Arguments", INTERPRETER_ARGUMENTS),
-    ("interpreter/interpreter.cu", "SlotArguments", SLOT_ARGUMENTS),
-    ("derivatives/derivatives.cu", "Arguments", DERIVATIVE_ARGUMENTS),
+    ("interpreter/interpreter.cu", "Arguments", kernel_arguments.INTERPRETER_ARGUMENTS),
+    ("interpreter/interpreter.cu", "SlotArguments", kernel_arguments.SLOT_ARGUMENTS),
+    ("derivatives/derivatives.cu", "Arguments", launch_plan.DERIVATIVE_ARGUMENTS),
     ("derivatives/derivatives.cu", "Program", PROGRAM),
-    ("derivatives/statistics.cu", "StatisticsArguments", STATISTICS_ARGUMENTS),
+    ("derivatives/statistics.cu", "StatisticsArguments", launch_plan.STATISTICS_ARGUMENTS),
 ]
 
 
@@ -52,5 +45,5 @@ def test_fields_lie_where_the_source_says(path, name, dtype):
 
 def test_statistics_have_as_many_numbers_as_their_memory():
     text = struct("derivatives/statistics.cu", "Statistics")
-    assert len(re.findall(r"\w+(?=[,;])", text)) == NODE_STATISTICS
-    assert np.dtype(np.float64).itemsize * NODE_STATISTICS == 112
+    assert len(re.findall(r"\w+(?=[,;])", text)) == launch_plan.NODE_STATISTICS
+    assert np.dtype(np.float64).itemsize * launch_plan.NODE_STATISTICS == 112

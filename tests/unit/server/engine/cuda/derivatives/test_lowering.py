@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.emulators.derivative_machine import ROBUST, Machine
+from support.engines.derivative_suite import smooth_programs
 from support.engines.strategies import programs
+from warpfit.dataset import Layout
+from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.derivatives import differentiate
+from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.workload import thesis_mix
-from warpfit.ir import Batch
+from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
-from warpfit.ops import VARIABLE
+from warpfit.losses import SQUARES as SQUARED
+from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.parse import parse
+from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff.backward_pass import (
     BY_PARAMETERS,
     BY_VARIABLES,
@@ -24,6 +32,8 @@ from warpfit_server.engine.autodiff.backward_pass import (
     SQUARES,
 )
 from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
+from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
+from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.system.compile_cache import default_cache_directory
@@ -51,10 +61,11 @@ def shared():
     return DerivativeLowering(default_cache_directory(), threads=4)
 
 
-def lower(lowering: DerivativeLowering, batch: Batch, work: str) -> DerivativeCode:
+def lower(lowering: DerivativeLowering, batch: Batch, work: str, **options) -> DerivativeCode:
     row_loss, weighted, requested = WORK[work]
     tokens = row_loss_tokens(row_loss, VARIABLES, weighted=weighted) if row_loss else no_row_loss()
-    return lowering.lower(batch, tokens, requested, keeps_values=work != "loss", products=False)
+    options = {"keeps_values": work != "loss", "products": False, **options}
+    return lowering.lower(batch, tokens, requested, **options)
 
 
 def check(lowering: DerivativeLowering, batch: Batch, work: str) -> None:
@@ -92,9 +103,9 @@ def check(lowering: DerivativeLowering, batch: Batch, work: str) -> None:
 
 
 @pytest.mark.parametrize("work", WORK)
-@pytest.mark.parametrize("seed", range(2))
-def test_code_of_the_thesis_mix(alone, seed, work):
-    check(alone, Batch.of(*thesis_mix(seed, 60, variables=VARIABLES, operators=ROBUST)), work)
+def test_code_of_smooth_programs_and_of_the_thesis_mix(alone, work):
+    check(alone, Batch.of(*smooth_programs()), work)
+    check(alone, Batch.of(*thesis_mix(1, 60, variables=VARIABLES, operators=ROBUST)), work)
 
 
 @settings(max_examples=60, deadline=None)
@@ -159,3 +170,97 @@ def check_no_gaps(code: DerivativeCode) -> None:
         np.testing.assert_array_equal(firsts[order], ends - sizes[order])
         assert int(ends[-1]) == total
     assert not code.instructions[-1].any()
+
+
+def test_vectors_have_separate_sums(alone):
+    given_programs, _ = smooth_programs()
+    blocks = np.random.default_rng(2).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
+    batch = Batch.of(given_programs, list(blocks))
+    code = lower(alone, batch, "fit", products=True)
+    machine = Machine(batch, code, COLUMNS)
+    for vector in range(3):
+        machine.run(0, vector)
+        _, want = differentiate(given_programs[0], COLUMNS[:VARIABLES], blocks[0, vector])
+        np.testing.assert_allclose(machine.gradient(4)[: len(want)], want, rtol=1e-9)
+    sizes = code.sums * 3
+    np.testing.assert_array_equal(code.programs["sum"], np.cumsum(sizes) - sizes)
+
+
+def test_results_that_are_only_used_next_are_not_stored(alone):
+    """x1 * p1 + 2 needs a level for the residual only."""
+    program = Program.apply(
+        "add",
+        Program.apply("mul", Program.variable(0), Program.parameter(0)),
+        Program.constant(2.0),
+    )
+    batch = Batch.of([program], [[3.0]])
+    code = lower(alone, batch, "fit", keeps_values=False)
+    assert int(code.programs["levels"][0]) == 1
+    assert int((code.instructions[:, 0] >> 19 & 1).sum()) == 1
+
+
+def test_too_many_levels_are_refused(alone):
+    """The backward pass reads each factor of the product again."""
+    count = 70_000
+    codes = np.tile([1, 2, OPERATORS["mul"].code, OPERATORS["sin"].code], count)
+    codes = np.concatenate([codes, np.full(count - 1, OPERATORS["mul"].code)]).astype(np.uint8)
+    values = np.zeros(len(codes))
+    values[0 : 4 * count : 4] = np.arange(count) % VARIABLES
+    values[1 : 4 * count : 4] = np.arange(count)
+    batch = Batch.of([Program(codes, values)], [np.ones(count)])
+    with pytest.raises(ResourceExhaustedError) as caught:
+        lower(alone, batch, "fit")
+    assert caught.value.reason == "PROGRAM_TOO_LONG"
+
+
+@pytest.mark.parametrize(("sums", "fits"), [(1_000_000, True), (300_000_000, False)])
+def test_more_sums_than_kernels_can_address_are_refused(sums, fits):
+    """Thirty thousand parameters have a normal matrix of 3.6 GB."""
+    layout = Layout(variables=2, rows=5000, dtype=np.dtype(np.float32), has_target=True)
+    device = SimpleNamespace(shared_bytes=lambda blocks: 232_448 // blocks // 16 * 16)
+    resident = SimpleNamespace(dataset=SimpleNamespace(layout=layout))
+    records = np.zeros(1, dtype=[("levels", np.uint32)])
+    code = SimpleNamespace(records=SimpleNamespace(programs=records, sums=np.array([sums])))
+    evaluation = Evaluation(bytes(32), Batch.of([Program.variable(0)], [[]]))
+    if fits:
+        assert launch_plan._geometry(device, resident, evaluation, code).spills
+        return
+    with pytest.raises(ResourceExhaustedError) as caught:
+        launch_plan._geometry(device, resident, evaluation, code)
+    assert caught.value.reason == "PROGRAM_TOO_LONG"
+
+
+def test_selected_programs_have_their_places_among_the_selected(alone):
+    code = lower(alone, Batch.of(*smooth_programs()), "fit", products=True)
+    records, indices = code.programs, np.array([0, 2, 2])
+    np.testing.assert_array_equal(code.select(np.arange(len(records))).programs, records)
+    chosen = code.select(indices)
+    np.testing.assert_array_equal(chosen.programs["first"], records["first"][indices])
+    np.testing.assert_array_equal(chosen.programs["sum"], [0, *np.cumsum(chosen.sums)[:-1]])
+    counts = records["parameters"][indices]
+    np.testing.assert_array_equal(chosen.programs["parameter"], [0, *np.cumsum(counts)[:-1]])
+
+
+@pytest.mark.parametrize("row_loss", [SQUARED, ABSOLUTE, huber().row], ids=str)
+@pytest.mark.parametrize("slopes", [False, True])
+def test_squared_and_absolute_losses_are_left_to_the_kernel(alone, row_loss, slopes):
+    """The kernel computes them in float64 from the value that the program keeps."""
+    batch = Batch.of([parse("x1 + 2 * x2"), parse("x3"), parse("p1")], [[], [], [1.0]])
+    losses = np.zeros((3, 1))
+    gradients = np.zeros(1) if slopes else None
+    wanted = RequestedOutputs(row_loss=row_loss, losses=losses, gradients=gradients)
+    program = DIFFERENCE if wanted.is_squares else row_loss
+    tokens = row_loss_tokens(program, VARIABLES, weighted=False)
+    options = {"keeps_values": bool(wanted.deviation), "products": False}
+    code = alone.lower(batch, tokens, wanted.lowering_flags, **options)
+    machine = Machine(batch, code, COLUMNS)
+    x, y = COLUMNS[:VARIABLES], COLUMNS[VARIABLES]
+    for index, values in enumerate((x[0] + 2 * x[1], x[2], np.ones(COLUMNS.shape[1]))):
+        machine.run(index)
+        if wanted.deviation:
+            np.testing.assert_allclose(machine.place(int(machine.record["result"])), values)
+            continue
+        terms = evaluate_program(row_loss, np.stack([values, y]))
+        np.testing.assert_allclose(machine.place(int(machine.record["loss"])), terms)
+    assert wanted.deviation == {SQUARED: "squared", ABSOLUTE: "absolute"}.get(row_loss, "")
+    assert (LOSS & wanted.lowering_flags != 0) == (not wanted.deviation)

@@ -13,16 +13,7 @@ from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision
 from warpfit_server.engine.cuda.interpreter.source import Variant, costly_codes, operator_flags
-from warpfit_server.engine.cuda.runtime.batch_layout import (
-    COSTLY,
-    TERNARY,
-    BatchLayout,
-    TokenArrays,
-    bound_batch,
-    max_levels,
-    max_slots,
-    pack,
-)
+from warpfit_server.engine.cuda.runtime import batch_layout
 
 FAST = Variant(np.dtype(np.float32), Precision.FAST, 16)
 
@@ -35,9 +26,9 @@ def test_packed_arrays_are_those_of_the_batch(vectors, programs):
         for _ in range(programs)
     ]
     batch = Batch.of(drawn, [rng.normal(size=(vectors, p.parameters)) for p in drawn])
-    layout = BatchLayout.of(batch)
+    layout = batch_layout.BatchLayout.of(batch)
     memory = np.full(layout.uploaded, 0xA5, dtype=np.uint8)
-    pack(TokenArrays.of(batch), layout, memory)
+    batch_layout.pack(batch_layout.TokenArrays.of(batch), layout, memory)
     for name, dtype, expected in (
         ("starts", np.uint32, batch.starts),
         ("parameter_starts", np.uint32, batch.parameter_starts // vectors),
@@ -54,9 +45,9 @@ def test_packed_arrays_are_those_of_the_batch(vectors, programs):
 
 def test_flags_of_operators():
     flags = operator_flags(FAST)
-    np.testing.assert_array_equal((flags & COSTLY) != 0, costly_codes(FAST))
+    np.testing.assert_array_equal((flags & batch_layout.COSTLY) != 0, costly_codes(FAST))
     ternary = [row.code for row in OPERATORS.values() if row.arity == 3]
-    assert np.flatnonzero(flags & TERNARY).tolist() == ternary
+    assert np.flatnonzero(flags & batch_layout.TERNARY).tolist() == ternary
 
 
 @pytest.mark.parametrize(
@@ -66,18 +57,22 @@ def test_bounds_follow_from_lengths_and_operators(names, costly):
     rng = np.random.default_rng(1)
     sizes = [3, 3, 3, 40, 90]
     batch = Batch.of([random_program(rng, size, operators=names) for size in sizes])
-    bounds = bound_batch(TokenArrays.of(batch), operator_flags(FAST))
+    bounds = batch_layout.bound_batch(batch_layout.TokenArrays.of(batch), operator_flags(FAST))
     lengths = batch.lengths.astype(int)
     weighted = int(sum(lengths**2) // sum(lengths))
     assert bounds.costly is costly
-    assert bounds.levels == max_levels(int(max(lengths)), "where" in names)
-    assert bounds.typical_levels == max_levels(weighted, "where" in names) <= bounds.levels
-    assert bounds.slots == max_slots(len(batch.codes), len(batch))
+    assert bounds.levels == batch_layout.max_levels(int(max(lengths)), "where" in names)
+    assert (
+        bounds.typical_levels
+        == batch_layout.max_levels(weighted, "where" in names)
+        <= bounds.levels
+    )
+    assert bounds.slots == batch_layout.max_slots(len(batch.codes), len(batch))
 
 
 def test_usual_levels_are_enough_for_most_programs():
     batch = Batch.of(*thesis_mix(1, 500))
-    bounds = bound_batch(TokenArrays.of(batch), operator_flags(FAST))
+    bounds = batch_layout.bound_batch(batch_layout.TokenArrays.of(batch), operator_flags(FAST))
     needs = lower_on_host(batch).needs()
     assert needs.max() <= bounds.levels
     assert (needs <= bounds.typical_levels).mean() > 0.95
@@ -93,4 +88,4 @@ def test_programs_with_the_most_slots_fit():
     assert lowered.slot_counts().tolist() == [40] * 7
     ends = lowered.programs[:, 2] + lowered.slot_counts()
     assert (ends[:-1] <= lowered.programs[1:, 2]).all()
-    assert ends[-1] <= max_slots(len(lowered.batch.codes), 7)
+    assert ends[-1] <= batch_layout.max_slots(len(lowered.batch.codes), 7)

@@ -1,0 +1,182 @@
+"""The interpreter and compiled kernels on a device, alike, against the NumPy reference."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+
+from support.engines.evaluations import Evaluate
+from support.engines.operators import (
+    assert_close,
+    check_node_by_node,
+    expected_of,
+    operand_rows,
+)
+from support.engines.reference_losses import reference_loss
+from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError
+from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.workload import random_program, thesis_mix
+from warpfit.ir import Program
+from warpfit.ops import OPERATORS
+from warpfit.request import Loss, Precision, Tier
+
+X = [Program.variable(index) for index in range(3)]
+P = [Program.parameter(index) for index in range(3)]
+DTYPES = [np.float32, np.float64]
+
+
+@pytest.fixture(params=[Tier.INTERPRETER, Tier.COMPILED], ids=str)
+def tier(request):
+    return request.param
+
+
+@pytest.fixture
+def run(evaluate: Evaluate, tier):
+    """Evaluate on one tier, waiting for the compiler where it must."""
+    return partial(evaluate, tier=tier)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operators_of_variables(run, dtype):
+    for arity in (1, 2, 3):
+        operators = [op for op in OPERATORS.values() if op.arity == arity]
+        rows = operand_rows(arity, dtype)
+        programs = [Program.apply(op, *X[:arity]) for op in operators]
+        values = run(Dataset.of(rows.T, dtype=dtype), programs).values[:, 0]
+        operands = list(rows[:arity])
+        for operator, got in zip(operators, values, strict=True):
+            assert_close(operator.name, got, expected_of(operator, operands, dtype), operands)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operators_of_parameters(run, tier, dtype):
+    """Row-invariant operators are computed apart from the rows; K vectors at once."""
+    data = Dataset.of(np.zeros((2, 1)), dtype=dtype)
+    for operator in OPERATORS.values():
+        rows = operand_rows(operator.arity, dtype)[: operator.arity]
+        operands = rows[:, ::7] if tier is Tier.COMPILED else rows
+        got = run(data, [Program.apply(operator, *P[: operator.arity])], [operands.T]).values
+        np.testing.assert_array_equal(got[0, :, 0], got[0, :, 1])
+        expected = expected_of(operator, list(operands), dtype)
+        assert_close(operator.name, got[0, :, 0], expected, operands)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_programs_node_by_node(run, dtype):
+    check_node_by_node(run, dtype, roots=25, tokens=40)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 1023, 1024, 1025, 1_000_003])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes(run, evaluate, tier, dtype, rows):
+    rng = np.random.default_rng(rows)
+    data = rng.normal(size=(2, rows)).astype(dtype)
+    target = rng.normal(size=rows).astype(dtype)
+    programs = [Program.apply("add", X[0], X[1]), Program.apply("mul", X[0], P[0])]
+    dataset = Dataset.of(data.T, target, dtype=dtype)
+    result = run(dataset, programs, [[], [2.0]], loss=Loss.SSE)
+    expected = np.stack([data[0] + data[1], data[0] * dtype(2.0)])
+    np.testing.assert_array_equal(result.values[:, 0], expected)
+    wanted = reference_loss(Loss.SSE, expected, target)
+    tolerance = 1e-12 if tier is Tier.INTERPRETER else 1e-6
+    np.testing.assert_allclose(result.losses[:, 0], wanted, rtol=tolerance)
+    assert evaluate.announced[-1] == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 33, 1000, 5000])
+def test_batch_sizes(run, tier, count):
+    if tier is Tier.COMPILED and count > 1000:
+        pytest.skip("compiling takes long")
+    rng = np.random.default_rng(count)
+    data = rng.uniform(0.5, 2, size=(10, 257)).astype(np.float32)
+    names = ("add", "sub", "mul", "min", "max", "neg")
+    programs = [random_program(rng, 1 + i % 40, operators=names) for i in range(count)]
+    vectors = [rng.uniform(-1, 1, size=p.parameters) for p in programs]
+    result = run(Dataset.of(data.T, data[0]), programs, vectors, loss=Loss.MSE)
+    pairs = zip(programs, vectors, strict=True)
+    expected = np.stack([evaluate_program(p, data, v) for p, v in pairs])
+    np.testing.assert_allclose(result.values[:, 0], expected, rtol=1e-3, atol=1e-3)
+    wanted = reference_loss(Loss.MSE, result.values[:, 0], data[0])
+    tolerance = 1e-12 if tier is Tier.INTERPRETER else 1e-6
+    np.testing.assert_allclose(result.losses[:, 0], wanted, rtol=tolerance)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", list(Loss))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("span", [None, (0, 1), (3, 2000), (31, 64), (517, 4999)])
+def test_losses(run, tier, dtype, kind, weighted, span):
+    rng = np.random.default_rng(3)
+    data = rng.normal(size=(3, 5000)).astype(dtype)
+    target = rng.normal(size=5000).astype(dtype)
+    weights = rng.uniform(0, 2, size=5000).astype(dtype) if weighted else None
+    programs = [Program.apply("add", X[0], P[0]), Program.apply("mul", X[1], X[2]), X[2]]
+    vectors = [rng.normal(size=(4, 1)).astype(dtype), np.zeros((4, 0)), np.zeros((4, 0))]
+    dataset = Dataset.of(data.T, target, weights, dtype=dtype)
+    result = run(dataset, programs, vectors, loss=kind, rows=span)
+    start, stop = span or (0, 5000)
+    part = weights[start:stop] if weighted else None
+    with np.errstate(all="ignore"):
+        expected = reference_loss(kind, result.values, target[start:stop], part)
+    alone = run(dataset, programs, vectors, loss=kind, rows=span, values=False)
+    if tier is Tier.INTERPRETER:
+        np.testing.assert_allclose(result.losses, expected, rtol=1e-10)
+        np.testing.assert_array_equal(alone.losses, result.losses)
+    else:
+        near = dict.fromkeys(("rtol", "atol"), 1e-10 if dtype is np.float64 else 2e-6)
+        np.testing.assert_allclose(result.losses, expected, **near)
+        np.testing.assert_allclose(alone.losses, expected, **near)
+    wide = np.stack([evaluate_program(programs[0], data[:, start:stop], v) for v in vectors[0]])
+    np.testing.assert_array_equal(result.values[0], wide.astype(dtype))
+
+
+def test_loss_is_nan_where_a_value_is(run):
+    data = np.array([1.0, -1.0, 2.0], dtype=np.float32)
+    dataset = Dataset.of(data, data, np.array([1.0, 0.0, 1.0]))
+    result = run(dataset, [Program.apply("log", X[0]), X[0]], loss=Loss.MSE)
+    assert np.isnan(result.losses[0, 0])
+    assert result.losses[1, 0] == 0.0
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_concurrent_evaluations(evaluate: Evaluate, tier, values):
+    rng = np.random.default_rng(0)
+    dataset = Dataset.of(rng.normal(size=(5003, 10)), rng.normal(size=5003))
+    mixes = [thesis_mix(seed, 20) for seed in range(8)]
+    options = {"loss": Loss.MSE, "values": values, "tier": tier}
+    alone = [evaluate(dataset, *mix, **options).losses for mix in mixes]
+
+    def repeat(mix):
+        helper = Evaluate(evaluate.engine)
+        helper._loaded = evaluate._loaded
+        return [helper(dataset, *mix, **options).losses for _ in range(10)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for expected, repeats in zip(alone, pool.map(repeat, mixes), strict=True):
+            for losses in repeats:
+                assert losses.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("exponent", [2.0, 3.0, -1.0, -2.0, 0.0, 1.0, 17.0, 0.5, -2.5])
+def test_fast_power_of_negative_bases(run, exponent):
+    data = np.array([-3.0, -1.5, -1.0, -0.25, 0.25, 1.0, 3.0], dtype=np.float32)
+    operands = (X[0], Program.constant(exponent)), (X[0], P[0]), (X[0], X[1]), (P[1], X[1])
+    programs = [Program.apply("pow", *pair) for pair in operands]
+    rows = np.stack([data, np.full_like(data, exponent)])
+    vectors = [[], [exponent], [], [0.0, -3.0]]
+    got = run(Dataset.of(rows.T), programs, vectors, precision=Precision.FAST).values[:, 0]
+    with np.errstate(all="ignore"):
+        expected = np.power(data.astype(np.float64), exponent)
+        other = np.power(np.full(7, -3.0), exponent)
+    np.testing.assert_allclose(got, [expected] * 3 + [other], rtol=5e-5)
+
+
+def test_cancellation(run):
+    dataset = Dataset.of(np.zeros((100, 1)))
+    with pytest.raises(CancelledError):
+        run(dataset, [X[0]], cancelled=True)
+    assert run(dataset, [X[0]]).values.shape == (1, 1, 100)
