@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
-from support.emulators.device_lowering import lower_on_device, lower_on_host
+from support.emulators.device_lowering import check_order, lower_on_device, lower_on_host, spoilt
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
+from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.validate import are_valid
 
 X = Program.variable(0)
@@ -74,26 +71,9 @@ def test_bushy_programs(device):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_spoilt_tokens_are_found(device, seed):
-    rng = np.random.default_rng(seed)
-    batch = Batch.of(*thesis_mix(seed, 400))
-    codes, values = batch.codes.copy(), batch.values.copy()
-    for place in rng.integers(len(codes), size=60):
-        codes[place] = rng.choice([0, 1, 2, 3, 4, 16, 17, 30, 45, 200, 255])
-        values[rng.integers(len(codes))] = rng.choice([-1.0, 0.5, 10, 9, 2.0**32, np.nan, np.inf])
-    spoilt = replace(batch, codes=codes, values=values)
-    found = lower_on_device(device, spoilt, 10)
-    starts = batch.starts
-    expected = [
-        not are_valid(
-            Batch(
-                *(codes[start:stop], values[start:stop], batch.lengths[index : index + 1]),
-                parameter_counts=batch.parameter_counts[index : index + 1],
-                parameters=batch.program_parameters(index).reshape(-1),
-            ),
-            10,
-        )
-        for index, (start, stop) in enumerate(pairwise(starts))
-    ]
+    batch = spoilt(Batch.of(*thesis_mix(seed, 400)), seed, 60)
+    found = lower_on_device(device, batch, 10)
+    expected = [not are_valid(batch[np.array([index])], 10) for index in range(len(batch))]
     assert any(expected)
     np.testing.assert_array_equal(found.are_invalid(), expected)
     assert found.first_invalid.tolist() == [int(np.argmax(expected))]
@@ -102,12 +82,4 @@ def test_spoilt_tokens_are_found(device, seed):
 @pytest.mark.parametrize(("group", "levels"), [(3000, 3), (3000, 1), (1000, 2), (1, 3)])
 def test_order(device, group, levels):
     found = lower_on_device(device, Batch.of(*thesis_mix(5, 3000)), group=group, levels=levels)
-    programs = (found.order & ~np.uint32(bytecode.DEEP)).astype(int)
-    deep = (found.order & bytecode.DEEP) != 0
-    np.testing.assert_array_equal(deep, found.needs()[programs] > levels)
-    for first in range(0, 3000, group):
-        part = slice(first, first + group)
-        assert sorted(programs[part].tolist()) == list(range(first, first + group))
-        assert (np.diff(deep[part].astype(int)) <= 0).all()
-        lengths = found.programs[programs[part], 1].astype(int)[~deep[part]]
-        assert (np.diff(lengths) <= 0).all()
+    check_order(found, group, levels)

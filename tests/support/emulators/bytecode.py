@@ -1,5 +1,6 @@
 """A NumPy interpreter of the bytecode that interpreter.cu runs."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from warpfit.ops import OPERATORS, Operator
 from warpfit_server.engine.cuda.interpreter import bytecode
 
 
+@cache
 def cases() -> dict[int, tuple[Operator, int]]:
     """Operator and form of each case label."""
     table = bytecode.labels()

@@ -1,6 +1,7 @@
 """A NumPy interpreter of the instructions that derivatives.cu runs."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ def product(slope: Any, partial: Any) -> Any:
     return np.where((slope != 0) & (partial != 0), slope * partial, 0.0)
 
 
+@cache
 def functions() -> dict[int, tuple[int, Callable[..., Any]]]:
     """Number of operands and meaning of each case label."""
     table = labels()
@@ -37,10 +39,12 @@ def functions() -> dict[int, tuple[int, Callable[..., Any]]]:
 
 
 def _partial(kernel: Any) -> Callable[..., Any]:
+    code = compile(kernel.source, "<partial>", "eval")
+
     def compute(*operands: Any) -> Any:
         reads = operands[1:] if kernel.scaled else operands
         names = dict(zip("abc", reads, strict=False))
-        partial = eval(kernel.source, {"__builtins__": {}, **FUNCTIONS}, names)
+        partial = eval(code, {"__builtins__": {}, **FUNCTIONS}, names)
         return product(operands[0], partial) if kernel.scaled else partial
 
     return compute

@@ -5,7 +5,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +213,29 @@ def lower_on_device(
         context.download(staging, address)
         context.stream.synchronize()
         return Lowered(batch, staging.copy(), layout, first_invalid.copy())
+
+
+def check_order(found: Lowered, group: int, levels: int) -> None:
+    """Deep programs come first, marked; then by falling number of instructions; in each group."""
+    programs = (found.order & ~np.uint32(bytecode.DEEP)).astype(int)
+    deep = (found.order & bytecode.DEEP) != 0
+    np.testing.assert_array_equal(deep, found.needs()[programs] > levels)
+    for first in range(0, len(found.batch), group):
+        part = slice(first, first + group)
+        members = range(first, min(first + group, len(found.batch)))
+        assert sorted(programs[part].tolist()) == list(members)
+        assert (np.diff(deep[part].astype(int)) <= 0).all()
+        lengths = found.programs[programs[part], 1].astype(int)[~deep[part]]
+        assert (np.diff(lengths) <= 0).all()
+
+
+def spoilt(batch: Batch, seed: int, places: int) -> Batch:
+    """Replace so many codes and values by some that are invalid, or valid elsewhere."""
+    rng = np.random.default_rng(seed)
+    codes, values = batch.codes.copy(), batch.values.copy()
+    wrong = [-1.0, 0.5, 2, 3, 9, 10, 2.0**31, 2.0**32, 2.0**52, 1e300, np.nan, np.inf]
+    codes[rng.integers(len(codes), size=places)] = rng.choice(
+        [0, 1, 2, 3, 4, 16, 17, 30, 45, 200, 255], size=places
+    )
+    values[rng.integers(len(codes), size=places)] = rng.choice(wrong, size=places)
+    return replace(batch, codes=codes, values=values)

@@ -210,7 +210,7 @@ class InterpreterTier:
             yield InterpreterChunk(first, min(jobs, programs * vectors - first))
 
     def geometry(
-        self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
+        self, resident: ResidentDataset, evaluation: Evaluation, variant: source.Variant
     ) -> InterpreterGeometry:
         """Describe the work on the rows of an evaluation."""
         return InterpreterGeometry.of(

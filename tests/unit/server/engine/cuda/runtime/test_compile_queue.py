@@ -12,108 +12,86 @@ from warpfit.errors import UnavailableError
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileQueue
 
 
-def test_a_key_is_compiled_once_at_a_time():
-    queue, runs, gate = CompileQueue(4), [], threading.Event()
+@pytest.fixture
+def queue(request):
+    made = CompileQueue(getattr(request, "param", 1))
+    yield made
+    made.close()
+
+
+four_threads = pytest.mark.parametrize("queue", [4], indirect=True)
+
+
+@four_threads
+def test_a_key_is_compiled_once_at_a_time(queue):
+    runs, gate = [], threading.Event()
 
     def work() -> int:
         runs.append(1)
         gate.wait(10)
         return 7
 
-    try:
-        futures = [queue.submit("key", work) for _ in range(10)]
-        time.sleep(0.1)
-        gate.set()
-        assert {future.result(10) for future in futures if future is not None} == {7}
-        assert len(runs) == 1
-    finally:
-        queue.close()
+    futures = [queue.submit("key", work) for _ in range(10)]
+    time.sleep(0.1)
+    gate.set()
+    assert {future.result(10) for future in futures if future is not None} == {7}
+    assert len(runs) == 1
 
 
-def test_background_jobs_take_half_of_the_threads():
-    queue, gate, lock = CompileQueue(4), threading.Event(), threading.Lock()
-    running: list[str] = []
-
-    def work(name: str) -> None:
-        with lock:
-            running.append(name)
-        gate.wait(10)
+@four_threads
+def test_background_jobs_take_half_of_the_threads(queue):
+    gate, running = threading.Event(), []
 
     def submit(name: str, priority: int) -> None:
-        queue.submit(name, lambda: work(name), priority)
+        queue.submit(name, lambda: (running.append(name), gate.wait(10)), priority)
 
-    try:
-        for number in range(6):
-            submit(f"background {number}", 1)
-        time.sleep(0.1)
-        assert running == ["background 0", "background 1"]
-        for number in range(3):
-            submit(f"waited for {number}", 0)
-        time.sleep(0.1)
-        assert running[2:] == ["waited for 0", "waited for 1"]
-        gate.set()
-        deadline = time.monotonic() + 10
-        while queue.counters.done < 9 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert queue.counters.done == 9
-        assert running[4] == "waited for 2"
-    finally:
-        gate.set()
-        queue.close()
+    for number in range(6):
+        submit(f"background {number}", 1)
+    time.sleep(0.1)
+    assert running == ["background 0", "background 1"]
+    for number in range(3):
+        submit(f"waited for {number}", 0)
+    time.sleep(0.1)
+    assert running[2:] == ["waited for 0", "waited for 1"]
+    gate.set()
+    deadline = time.monotonic() + 10
+    while queue.counters.done < 9 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert queue.counters.done == 9
+    assert running[4] == "waited for 2"
 
 
-def test_errors_reach_the_future_and_do_not_stop_the_threads():
-    queue = CompileQueue(1)
-
+def test_errors_reach_the_future_and_do_not_stop_the_threads(queue):
     def fail() -> None:
         raise ValueError("cannot compile")
 
-    try:
-        future = queue.submit("bad", fail)
-        assert future is not None
-        with pytest.raises(ValueError, match="cannot compile"):
-            future.result(10)
-        good = queue.submit("good", lambda: 3)
-        assert good is not None
-        assert good.result(10) == 3
-    finally:
-        queue.close()
+    with pytest.raises(ValueError, match="cannot compile"):
+        queue.submit("bad", fail).result(10)
+    assert queue.submit("good", lambda: 3).result(10) == 3
 
 
-def test_seconds_are_cpu_time():
+def test_seconds_are_cpu_time(queue):
     """The tier chooser's price of compiling must not depend on the load of the machine."""
-    queue = CompileQueue(1)
-    try:
-        queue.submit("waits", lambda: time.sleep(0.3)).result(timeout=10)
-        queue.submit("computes", lambda: sum(range(3_000_000))).result(timeout=10)
-        queue.submit("last", lambda: None).result(timeout=10)  # the others' times are in
-        assert 0.005 < queue.counters.seconds < 0.25
-    finally:
-        queue.close()
+    queue.submit("waits", lambda: time.sleep(0.3)).result(timeout=10)
+    queue.submit("computes", lambda: sum(range(3_000_000))).result(timeout=10)
+    queue.submit("last", lambda: None).result(timeout=10)  # the others' times are in
+    assert 0.005 < queue.counters.seconds < 0.25
 
 
-def test_closing_fails_waiting_and_later_jobs():
-    queue, started, gate = CompileQueue(1), threading.Event(), threading.Event()
-
-    def hold() -> int:
-        started.set()
-        gate.wait(10)
-        return 1
-
-    running = queue.submit("running", hold)
+def test_closing_fails_waiting_and_later_jobs(queue):
+    started, gate = threading.Event(), threading.Event()
+    running = queue.submit("running", lambda: (started.set(), gate.wait(10))[1])
     assert started.wait(10)
     queued = queue.submit("queued", lambda: 2)
     assert queue.submit("queued", lambda: 2, priority=0) is queued
     closer = threading.Thread(target=queue.close)
     closer.start()
-    assert queued is not None
     assert wait([queued], 10).done
     with pytest.raises(UnavailableError):
         queued.result(0)
     gate.set()
     closer.join(10)
-    assert running is not None
-    assert running.result(10) == 1
+    assert running.result(10)
     with pytest.raises(UnavailableError):
         queue.submit("late", lambda: 3, priority=0)
     assert queue.submit("late", lambda: 3) is None

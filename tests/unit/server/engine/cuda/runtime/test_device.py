@@ -26,7 +26,7 @@ def no_cupy(monkeypatch, request):
     monkeypatch.setattr(builtins, "__import__", failing)
 
 
-CAUSES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("no_cupy", "remedy"),
     [
         (ImportError("No module named 'cupy'"), "pip install"),
@@ -35,16 +35,8 @@ CAUSES = pytest.mark.parametrize(
     indirect=["no_cupy"],
     ids=["missing", "no cache"],
 )
-
-
-@CAUSES
-def test_the_error_names_the_remedy(no_cupy, remedy):
-    with pytest.raises(UnavailableError, match=remedy) as caught:
-        CudaDevice()
-    assert caught.value.reason == "NO_CUPY"
-
-
-@CAUSES
-def test_cuda_without_cupy_is_an_error(no_cupy, remedy):
-    with pytest.raises(UnavailableError):
-        create_engine("cuda")
+def test_cuda_without_cupy_is_an_error_that_names_the_remedy(no_cupy, remedy):
+    for make in (CudaDevice, lambda: create_engine("cuda")):
+        with pytest.raises(UnavailableError, match=remedy) as caught:
+            make()
+        assert caught.value.reason == "NO_CUPY"
