@@ -18,6 +18,8 @@ BLOCK_BYTES: Final = 4096
 RADIX: Final = 2
 #: Least level of the nodes that shards are made of: that of the blocks of CUDA engines.
 LEAST_LEVEL: Final = 2
+#: Levels from any node to the root, at least.
+_ALL_LEVELS: Final = 62
 #: Nodes of a shard at least, if there are as many rows: no shard is larger by more than 1/16.
 _NODES_A_SHARD: Final = 16
 
@@ -30,6 +32,16 @@ def block_rows(layout: Layout) -> int:
 def node_rows(layout: Layout, level: int) -> int:
     """Return the rows of a node; blocks have level 0."""
     return int(block_rows(layout) * RADIX**level)
+
+
+def levels_between(few: int, many: int | None) -> int:
+    """Return how far nodes of ``many`` rows are above those of ``few``; with None, the root is."""
+    return _ALL_LEVELS if many is None else (many // few).bit_length() - 1
+
+
+def nodes_of(rows: tuple[int, int], length: int) -> range:
+    """Return the numbers of the nodes of ``length`` rows that have some of the rows."""
+    return range(rows[0] // length, -(-rows[1] // length))
 
 
 class Shards(NamedTuple):
@@ -69,5 +81,4 @@ class Shards(NamedTuple):
 
     def nodes(self, rows: tuple[int, int], layout: Layout) -> int:
         """Return how many nodes there are that have some of the rows."""
-        size = node_rows(layout, self.level)
-        return -(-rows[1] // size) - rows[0] // size
+        return len(nodes_of(rows, node_rows(layout, self.level)))

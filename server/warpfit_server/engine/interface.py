@@ -196,17 +196,19 @@ class Engine(Protocol):
     def devices(self) -> list[Device]:
         """Describe what the engine computes on."""
 
-    def load(self, dataset: Dataset, rows: tuple[int, int] | None = None) -> None:
+    def load(
+        self, dataset: Dataset, rows: tuple[int, int] | None = None, *, streams: bool = True
+    ) -> None:
         """Make a data set usable under its id, `Evaluation.dataset_id`; its arrays stay valid.
 
         Args:
             dataset: the data set, whose ``content_id`` is that id.
             rows: the only rows that evaluations will name, from a block's first row on; None for
                 all.
+            streams: whether what is too large for the device may stay in the host's memory.
 
         Raises:
             ResourceExhaustedError: if the device has no room for it.
-            UnimplementedError: if the engine computes on whole data sets only.
 
         """
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
-from warpfit.errors import ResourceExhaustedError, UnimplementedError
+from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.request import Evaluation, Tier, Timings
@@ -167,13 +167,6 @@ class ShardedEvaluator:
         self._peers = peers
         self._request = request
         self._layout = layout
-        if request.evaluation.tier is Tier.COMPILED and engine.name == "cuda":
-            raise UnimplementedError(
-                "compiled kernels run on whole data sets only",
-                "ENGINE_CANNOT",
-                "Send tier='auto', or upload the data set with shards=1",
-                "tier",
-            )
         self.peers_compute = 0
         """Nanoseconds that the other engines have computed."""
 
@@ -217,7 +210,7 @@ class ShardedEvaluator:
     def _gather(
         self, evaluation: Evaluation, cancelled: NDArray[np.uint8], curvature: bool | None = None
     ) -> Iterator[_Gathering]:
-        # Other tiers may differ in the last bits, and engines may choose differently.
+        # Compiled kernels may differ in the last bits, and engines may choose differently.
         evaluation = replace(evaluation, tier=Tier.INTERPRETER)
         made = _Gathering(
             self._peers, self._request, evaluation, self._layout, cancelled, curvature

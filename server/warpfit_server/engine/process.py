@@ -103,11 +103,11 @@ class EngineProcess:
             matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
             segment.close()  # the matrix keeps the mapping
             dataset = Dataset.resident(layout, matrix, message.key)
-            if message.shards is None:
-                self._engine.load(dataset)
-            else:
-                own = message.shards.parts((0, layout.rows))[self._peers.number]
-                self._engine.load(dataset, own)
+            rows = None
+            if message.shards is not None:
+                rows = message.shards.parts((0, layout.rows))[self._peers.number]
+            self._engine.load(dataset, rows, streams=message.streams)
+            if message.shards is not None:
                 self._peers.shards[dataset.content_id] = message.shards
             self._datasets[dataset.content_id] = dataset
         except WarpfitError as refused:

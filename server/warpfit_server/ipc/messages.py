@@ -43,6 +43,8 @@ class LoadDataset:
     size: int
     shards: Shards | None = None
     """Set if the engine is to compute on its own shard only."""
+    streams: bool = True
+    """Whether what is too large for the device may stay in the host's memory."""
 
 
 class UnloadDataset(_AboutDataset):

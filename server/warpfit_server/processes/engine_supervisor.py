@@ -217,11 +217,16 @@ class EngineSupervisor:
             future = self._loads.get(key)
             return key in self._wanted if future is None else future.done()
 
-    def load(self, dataset: StoredDataset) -> Future[None]:
+    def load(self, dataset: StoredDataset, *, streams: bool = True) -> Future[None]:
         """Give a data set to the engine; without an engine the next one loads it as it starts.
 
         The future fails with ResourceExhaustedError if the device has no room, and with
         FailedPreconditionError if engines have died of the data set.
+
+        Args:
+            dataset: the data set.
+            streams: as in `warpfit_server.engine.interface.Engine.load`.
+
         """
         with self._lock:
             try:
@@ -233,7 +238,7 @@ class EngineSupervisor:
             self._wanted.add(dataset.key)
             if self._channel is None:
                 return _settled()
-            return self._load(self._channel, dataset)
+            return self._load(self._channel, dataset, streams)
 
     def unload(self, key: bytes) -> None:
         """Make the engine forget a data set."""
@@ -266,16 +271,15 @@ class EngineSupervisor:
 
     # ------------------------------------------------------------------- under self._lock
 
-    def _load(self, channel: Channel, dataset: StoredDataset) -> Future[None]:
+    def _load(self, channel: Channel, dataset: StoredDataset, streams: bool) -> Future[None]:
         future = self._loads.get(dataset.key)
         if future is not None:
             return future
         future = self._loads[dataset.key] = Future()
         segment = dataset.segment
         layout = replace(dataset.layout, names=())  # as long as a caller likes, and not needed
-        load = messages.LoadDataset(
-            dataset.key, layout, segment.identifier, segment.size, dataset.shards
-        )
+        where = segment.identifier, segment.size, dataset.shards, streams
+        load = messages.LoadDataset(dataset.key, layout, *where)
         try:
             channel.send(load, [segment.descriptor])
         except ChannelClosedError:

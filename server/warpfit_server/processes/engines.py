@@ -19,7 +19,6 @@ from warpfit.errors import (
     InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
-    UnimplementedError,
     WarpfitError,
 )
 from warpfit.server_info import Device
@@ -147,6 +146,8 @@ class Engines:
     def place(self, dataset: StoredDataset, *, whole: bool = False) -> None:
         """Load a new data set into its engines, or into one, and if none has room into all.
 
+        What cannot be divided, and shards that no device has room for, may be streamed.
+
         Args:
             dataset: the data set.
             whole: whether it is not to be sharded where no device has room for it.
@@ -154,7 +155,6 @@ class Engines:
         Raises:
             ResourceExhaustedError: if they have no room either.
             FailedPreconditionError: if engines have died of the data set.
-            UnimplementedError: if the engines do not compute on shards.
 
         """
         if self.holders(dataset.key):
@@ -162,18 +162,15 @@ class Engines:
         if dataset.shards is not None:
             self._place_shards(dataset, dataset.shards)
             return
+        shards = None if whole else self.shards(dataset.layout, len(self.supervisors))
         try:
-            self._place_whole(dataset)
+            self._place_whole(dataset, streams=shards is None)
         except ResourceExhaustedError as refusal:
-            shards = None if whole else self.shards(dataset.layout, len(self.supervisors))
             if shards is None:
                 raise
             _LOG.info("a data set is sharded, because no device has room for it: %s", refusal)
             dataset.shards = shards
-            try:
-                self._place_shards(dataset, shards)
-            except UnimplementedError:
-                raise refusal from None
+            self._place_shards(dataset, shards)
 
     def _place_shards(self, dataset: StoredDataset, shards: Shards) -> None:
         with self._introducing:
@@ -186,11 +183,11 @@ class Engines:
             self.unload(dataset.key)
             raise
 
-    def _place_whole(self, dataset: StoredDataset) -> None:
+    def _place_whole(self, dataset: StoredDataset, *, streams: bool) -> None:
         refusal: ResourceExhaustedError | None = None
         for supervisor in self._by_load():
             try:
-                supervisor.load(dataset).result()
+                supervisor.load(dataset, streams=streams).result()
             except ResourceExhaustedError as error:
                 refusal = refusal or error
             else:

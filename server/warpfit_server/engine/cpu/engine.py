@@ -98,7 +98,9 @@ class CpuEngine:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return [interface.Device(name=name, threads=self.threads, memory=memory)]
 
-    def load(self, dataset: Dataset, rows: tuple[int, int] | None = None) -> None:
+    def load(
+        self, dataset: Dataset, rows: tuple[int, int] | None = None, *, streams: bool = True
+    ) -> None:
         """Keep a data set; its arrays are used in place, whichever rows are wanted of it."""
         self._datasets[dataset.content_id] = dataset
 

@@ -20,7 +20,7 @@ from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import DatasetNotFoundError, UnimplementedError
+from warpfit.errors import DatasetNotFoundError
 from warpfit.ir import Batch, Program
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier, Timings
@@ -142,28 +142,21 @@ class CudaEngine:
             )
         ]
 
-    def load(self, dataset: Dataset, rows: tuple[int, int] | None = None) -> None:
-        """Copy a data set to the device, or stream it from the host's memory if it is too large.
-
-        Raises:
-            ResourceExhaustedError: if the device has no room for it.
-            UnimplementedError: if ``rows`` are given.
-
-        """
-        if rows is not None:
-            raise UnimplementedError(
-                "CUDA engines compute on whole data sets only",
-                "ENGINE_CANNOT",
-                "Leave shards= out, or upload fewer rows",
-                "shards",
-            )
+    def load(
+        self, dataset: Dataset, rows: tuple[int, int] | None = None, *, streams: bool = True
+    ) -> None:
+        """Copy a data set to the device, or stream what is too large; see `interface.Engine`."""
         with self._lock:
             if dataset.content_id in self._residents:
                 return
-        if must_stream(dataset.layout, self._device.memory_limit):
+        start, stop = rows or (0, dataset.layout.rows)
+        layout, memory = replace(dataset.layout, rows=stop - start), self._device.memory_limit
+        if not must_stream(layout, memory):
+            resident = upload(self._device, dataset, rows)
+        elif streams:
             resident = self._stream(dataset)
         else:
-            resident = upload(self._device, dataset)
+            raise self._device.no_room(layout.nbytes)
         with self._lock:
             self._residents[dataset.content_id] = resident
 
@@ -236,10 +229,8 @@ class CudaEngine:
         try:
             with self._activity.count():
                 tier = yield from self._derivative_tier()
-                run = tier.linearise(
-                    resident, evaluation, row_loss, curvature, cancelled, selection
-                )
-                return (yield from run)
+                given = row_loss, curvature, cancelled, shard, selection
+                return (yield from tier.linearise(resident, evaluation, *given))
         except self._device.errors as error:
             raise self._translate(error) from error
 
@@ -307,7 +298,8 @@ class CudaEngine:
         else:
             timings = yield from interpreter.evaluate(*work)
         # What waited for a compiler, or for rows, says nothing about the rates of the tiers.
-        if not resident.is_streamed and (tier is Tier.INTERPRETER or timings.cache_hits):
+        waited = resident.is_streamed or outputs.shard is not None
+        if not waited and (tier is Tier.INTERPRETER or timings.cache_hits):
             mode, token_rows = _mode_and_work(resident, evaluation)
             seconds = time.perf_counter() - started
             self._chooser.observe(tier, mode, token_rows, seconds)

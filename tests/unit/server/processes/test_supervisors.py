@@ -12,7 +12,7 @@ import pytest
 
 from support.servers.requests import DATA
 from warpfit.dataset import Layout
-from warpfit.errors import ResourceExhaustedError, UnimplementedError, WarpfitError
+from warpfit.errors import ResourceExhaustedError, WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.engine.stuck_detector import EXIT_STUCK
 from warpfit_server.ipc import messages
@@ -110,14 +110,14 @@ def test_a_new_data_set_does_not_wait_for_an_engine_that_hangs(monkeypatch):
     engines.router.serving = frozenset(["cpu:1"])
     asked = []
 
-    def load(supervisor, dataset):
+    def load(supervisor, dataset, *, streams):
         asked.append(supervisor.number)
         loaded = Future()
         loaded.set_result(None)
         return loaded
 
     monkeypatch.setattr(EngineSupervisor, "load", load)
-    engines.place(SimpleNamespace(key=b"data", shards=None))
+    engines.place(SimpleNamespace(key=b"data", layout=DATA.layout, shards=None))
     assert asked == [1]
 
 
@@ -128,11 +128,11 @@ class TestShards:
     def place(self, monkeypatch):
         """Place a data set of which engines refuse some, and return what they were asked for."""
 
-        def place(refuse, **options):
+        def place(refuse, devices="cpu:2", **options):
             asked = []
 
-            def load(supervisor, dataset):
-                asked.append((supervisor.number, dataset.shards is not None))
+            def load(supervisor, dataset, *, streams=True):
+                asked.append((supervisor.number, dataset.shards is not None, streams))
                 loaded = Future()
                 error = refuse(supervisor.number, dataset)
                 loaded.set_exception(error) if error else loaded.set_result(None)
@@ -140,7 +140,7 @@ class TestShards:
 
             monkeypatch.setattr(EngineSupervisor, "load", load)
             monkeypatch.setattr(EngineSupervisor, "unload", lambda one, key: asked.append("gone"))
-            engines = Engines(Config(devices="cpu:2"), SegmentPool(0), QuotaTable.create(1, 2))
+            engines = Engines(Config(devices=devices), SegmentPool(0), QuotaTable.create(1, 2))
             dataset = SimpleNamespace(key=b"data", layout=self.LAYOUT, shards=None)
             try:
                 engines.place(dataset, **options)
@@ -156,12 +156,14 @@ class TestShards:
 
     def test_a_data_set_that_fits_on_no_device_is_sharded(self, place):
         asked, shards = place(self.refuse_whole)
-        assert asked == [(0, False), (1, False), (0, True), (1, True)]
+        assert asked == [(0, False, False), (1, False, False), (0, True, True), (1, True, True)]
         assert shards.engines == (0, 1)
         assert shards.bounds == (0, 49_152, 100_000)
 
-    def test_unless_the_caller_wants_it_whole(self, place):
-        assert place(self.refuse_whole, whole=True) == ([(0, False), (1, False)], "MEMORY")
+    def test_unless_the_caller_wants_it_whole_or_there_is_one_device_which_may_stream(self, place):
+        tried = [(0, False, True), (1, False, True)]
+        assert place(self.refuse_whole, whole=True) == (tried, "MEMORY")
+        assert place(self.refuse_whole, devices="cpu") == (tried[:1], "MEMORY")
 
     def test_if_a_shard_does_not_fit_either_no_engine_keeps_one(self, place):
         def refuse(number, dataset):
@@ -169,13 +171,6 @@ class TestShards:
 
         asked, reason = place(refuse)
         assert (asked[-2:], reason) == (["gone", "gone"], "MEMORY")
-
-    def test_engines_that_cannot_compute_on_shards_are_no_reason(self, place):
-        def refuse(number, dataset):
-            refusal = self.refuse_whole(number, dataset)
-            return refusal or UnimplementedError("whole data sets only", "ENGINE_CANNOT")
-
-        assert place(refuse)[1] == "MEMORY"
 
 
 def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost():

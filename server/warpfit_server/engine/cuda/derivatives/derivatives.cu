@@ -81,7 +81,9 @@ struct Arguments {
   double* gradients;          // as the parameters
   double* variable_gradients; // [jobs, variable count]
   double* curvatures;         // triangles, row by row
-  double* nodes;              // for each job [node_count, sums]; null: these are all rows
+  double* nodes;              // [nodes, node_pitch]; null: the sums are those of all rows
+  long long node_pitch;
+  long long pitch;            // of sums of nodes, [blocks, pitch]; 0: partials are sums of blocks
   long long first_parameter;  // of the first job, in the Jacobian
   unsigned long long stride;  // bytes between variables
   long long first_tile;       // number of the first tile, counted from the data set's first row
@@ -89,8 +91,8 @@ struct Arguments {
   int end_row;                // end of the rows, counted from the first row of the first tile
   int tiles;
   int blocks;
-  int node;                   // place of these rows among the nodes
-  int node_count;
+  int node;                   // place of the first node among the nodes
+  int node_levels;            // of the tree to add up
   int first_job;
   int vectors;
   int variable_count;
@@ -536,22 +538,27 @@ extern "C" __global__ void evaluate_scalars(const __grid_constant__ Arguments ar
   }
 }
 
-// Adds up the sums over blocks, and computes losses, gradients and curvatures from them unless they
-// are those of a node; a block of threads a job.
+// Adds up the sums over blocks, or nodes, and computes losses, gradients and curvatures from them
+// unless there are more nodes; a block of threads a job.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 combine(const __grid_constant__ Arguments arguments) {
   const int job = __ldg(arguments.order + blockIdx.x);
   const int vector = job % arguments.vectors;
   const Program& program = arguments.programs[job / arguments.vectors];
   const unsigned count = sum_count(arguments, program);
-  double* const sums =
-      arguments.partials + (program.sum + (unsigned long long)vector * count) * arguments.blocks;
-  sum_nodes(sums, arguments.first_tile / BLOCK_TILES, arguments.blocks, count);
+  const unsigned long long own = program.sum + (unsigned long long)vector * count;
+  const long long pitch = arguments.pitch ? arguments.pitch : count;
+  double* const sums = arguments.partials + own * (arguments.pitch ? 1 : arguments.blocks);
+  const long long first = arguments.first_tile / BLOCK_TILES;
+  const int levels = arguments.node_levels;
+  sum_nodes(sums, first, arguments.blocks, count, pitch, levels);
   if (arguments.nodes) {
-    double* const nodes =
-        arguments.nodes + (program.sum + (unsigned long long)vector * count) * arguments.node_count;
-    for (unsigned k = threadIdx.x; k < count; k += COMBINE_THREADS)
-      nodes[(unsigned long long)arguments.node * count + k] = sums[k];
+    const long long items = parent_count(first, arguments.blocks, levels) * count;
+    for (long long item = threadIdx.x; item < items; item += COMBINE_THREADS) {
+      const long long n = item / count, k = item - n * count;
+      arguments.nodes[(arguments.node + n) * arguments.node_pitch + own + k] =
+          sums[parent_place(first, n, levels) * pitch + k];
+    }
     return;
   }
   const real* const scalars =

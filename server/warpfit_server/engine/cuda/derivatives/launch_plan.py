@@ -19,6 +19,7 @@ from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
+from warpfit_server.row_blocks import levels_between
 
 #: Bytes of rows that a thread works on at a time.
 ROW_BYTES: Final = 32
@@ -37,9 +38,10 @@ DERIVATIVE_ARGUMENTS: Final = np.dtype(
         *((name, np.uint64) for name in ("scalars", "variables", "weights", "values")),
         *((name, np.uint64) for name in ("jacobian", "partials", "far", "losses", "gradients")),
         *((name, np.uint64) for name in ("variable_gradients", "curvatures", "nodes")),
+        *((name, np.int64) for name in ("node_pitch", "pitch")),
         *((name, np.int64) for name in ("first_parameter", "stride", "first_tile")),
         *((name, np.int32) for name in ("first_row", "end_row", "tiles", "blocks")),
-        *((name, np.int32) for name in ("node", "node_count")),
+        *((name, np.int32) for name in ("node", "node_levels")),
         *((name, np.int32) for name in ("first_job", "vectors")),
         *((name, np.int32) for name in ("variable_count", "warp_bytes", "shared_bytes")),
         *((name, np.int32) for name in ("wants_loss", "wants_slopes", "wants_products")),
@@ -53,8 +55,8 @@ STATISTICS_ARGUMENTS: Final = np.dtype(
         *((name, np.uint64) for name in ("values", "target", "weights", "leaves", "nodes")),
         *((name, np.uint64) for name in ("reductions", "moments")),
         *((name, np.int64) for name in ("pitch", "first_row", "end_row", "before")),
-        *((name, np.int64) for name in ("first_leaf", "rows")),
-        *((name, np.int32) for name in ("leaf_count", "node", "node_count")),
+        *((name, np.int64) for name in ("first_leaf", "rows", "leaf_pitch", "node_pitch")),
+        *((name, np.int32) for name in ("leaf_count", "node", "node_levels")),
     ],
     align=True,
 )
@@ -276,6 +278,7 @@ def _arguments(
         arguments["weighs_loss"] = not mentions_weight(loss)
     arguments["stride"] = resident.stride * layout.dtype.itemsize
     arguments["warp_bytes"] = geometry.warp_bytes
+    arguments["node_levels"] = levels_between(1, None)
     arguments["shared_bytes"] = geometry.usual_bytes
     arguments["vectors"] = code.vectors
     arguments["variable_count"] = layout.variables if wanted.variable_gradients is not None else 0

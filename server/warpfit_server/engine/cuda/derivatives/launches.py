@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
+    LEAF_ROWS,
     NODE_STATISTICS,
     STATISTICS_ARGUMENTS,
     DerivativeChunk,
@@ -34,7 +35,8 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.finalize import MOMENTS
-from warpfit_server.engine.interface import Steps
+from warpfit_server.engine.interface import RowShard, Steps
+from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
 _STATISTICS_THREADS: Final = 256
 #: Small results that ``combine`` computes, in the order in which they lie on the device.
@@ -55,35 +57,74 @@ class DerivativeKernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowNodes:
-    """Memory for what is summed up of nodes of rows, which pass through the device in turn."""
+    """Memory for what is summed up of nodes of rows: of each node sums, then statistics."""
 
+    address: int
+    """Device address, float64 [count, sums + statistics]."""
     sums: int
-    """Device address of the sums of each job, [node, sums]."""
+    """Sums of a node, of all jobs; 0 if none are wanted."""
     statistics: int
-    """Device address of the statistics, [jobs, node, NODE_STATISTICS]; 0 if none are wanted."""
-    first: int
-    """Number of the first node on its level."""
-    count: int
-    rows: int
-    """Rows of all nodes."""
+    """Numbers of the statistics of a node, of all jobs; 0 if none are wanted."""
+    rows: tuple[int, int]
+    length: int
+    """Rows of a node."""
 
     @classmethod
     def allocate(
-        cls, context: StreamContext, wanted: RequestedOutputs, code: DeviceCode,
-        first: int, count: int, rows: int,
+        cls, context: StreamContext, name: str, sums: int, statistics: int, rows: tuple[int, int],
+        length: int,
     ) -> RowNodes:  # fmt: skip
-        """Make room for so many nodes, of which the first has a number on its level.
+        """Make room for the nodes of some rows.
 
         Raises:
             ResourceExhaustedError: if the device has no room.
 
         """
-        size = 8 * count * int(code.records.sums.sum()) * code.vectors
-        sums, statistics = context.buffer("node sums", size), 0
-        if wanted.reductions is not None or wanted.moments is not None:
-            size = 8 * count * code.jobs * NODE_STATISTICS
-            statistics = context.buffer("node statistics", size)
-        return cls(sums, statistics, first, count, rows)
+        size = 8 * (sums + statistics) * len(nodes_of(rows, length))
+        return cls(context.buffer(name, max(1, size)), sums, statistics, rows, length)
+
+    def resized(
+        self, context: StreamContext, name: str, rows: tuple[int, int], length: int
+    ) -> RowNodes:
+        """Make room for the same numbers of nodes of other rows."""
+        return RowNodes.allocate(context, name, self.sums, self.statistics, rows, length)
+
+    @property
+    def first(self) -> int:
+        """Number of the first node on its level."""
+        return self.rows[0] // self.length
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of nodes, and of numbers of each."""
+        return len(nodes_of(self.rows, self.length)), self.sums + self.statistics
+
+    def receive(self, arguments: NDArray[np.void], skip: int, start: int, length: int) -> None:
+        """Have a kernel write nodes, behind so many numbers of each.
+
+        Args:
+            arguments: of ``combine`` or ``merge_leaves``.
+            skip: numbers of a node before those that the kernel writes.
+            start: first row of what the kernel is given.
+            length: rows of each part of that.
+
+        """
+        arguments["nodes"], arguments["node_pitch"] = self.address + 8 * skip, self.shape[1]
+        arguments["node"] = start // self.length - self.first
+        arguments["node_levels"] = levels_between(length, self.length)
+
+    def staging(self, context: StreamContext) -> NDArray[np.float64]:
+        """Return page-locked memory for all numbers."""
+        count, width = self.shape
+        return context.pinned("nodes", 8 * count * width).view(np.float64).reshape(count, width)
+
+
+def node_numbers(wanted: RequestedOutputs, code: DeviceCode) -> tuple[int, int]:
+    """Return how many sums, and numbers of statistics, of a node are wanted."""
+    has_sums = any(getattr(wanted, name) is not None for name in SUMS)
+    sums = int(code.records.sums.sum()) * code.vectors
+    has_statistics = wanted.reductions is not None or wanted.moments is not None
+    return sums * has_sums, code.jobs * NODE_STATISTICS * has_statistics
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,22 +143,19 @@ class DerivativeLaunch:
     small: dict[str, tuple[int, int]]
     """Device address and number of float64 of each small result."""
     nodes: RowNodes | None = None
-    """Set if these are the rows of one node, and other nodes follow or came before."""
-    node: int = 0
-    """Number of this node among them."""
+    """Set if the results are made of the nodes of these and other rows."""
     columns: slice | None = None
     """Where the rows are among those of the outputs, if they are not all."""
 
     def on(
-        self, window: ResidentDataset, span: Span, node: int = 0, columns: slice | None = None
+        self, window: ResidentDataset, span: Span, columns: slice | None = None
     ) -> DerivativeLaunch:
-        """Return the state for a node of rows, which are in ``window``."""
+        """Return the state for a range of rows, which are in ``window``."""
         geometry, arguments = self.plan.geometry.on(span), self.arguments.copy()
         place_rows(arguments, window, geometry)
         return replace(
-            self, resident=window, geometry=geometry, arguments=arguments, node=node,
-            columns=columns,
-        )  # fmt: skip
+            self, resident=window, geometry=geometry, arguments=arguments, columns=columns
+        )
 
 
 def allocate_small_results(
@@ -141,8 +179,9 @@ def run_chunks(
     spans: Sequence[Span],
     cancelled: NDArray[np.uint8],
     ready: Callable[[int], None],
+    shard: RowShard | None,
 ) -> Steps[int]:
-    """Launch all chunks on each node of rows; copy their results while the next are computed.
+    """Launch all chunks on each range of rows; copy their results while the next are computed.
 
     Returns:
         Nanoseconds of the device.
@@ -150,40 +189,75 @@ def run_chunks(
     """
     pending: list[tuple[DerivativeLaunch, DerivativeChunk, int]] = []
     with launch.resident.windows(spans, context, cancelled) as next_window:
-        pieces = product(enumerate(spans), launch.plan.chunks)
-        for number, ((node, span), chunk) in enumerate(pieces):
+        for number, (span, chunk) in enumerate(product(spans, launch.plan.chunks)):
             check_cancelled(cancelled)
             if chunk is launch.plan.chunks[0]:
                 columns = slice(span[0] - spans[0][0], span[1] - spans[0][0])
-                own = launch.on((yield from next_window()), span, node, columns)
+                own = launch.on((yield from next_window()), span, columns)
             launch_chunk(context, own, chunk, number % 2)
             pending.append((own, chunk, number % 2))
             if len(pending) > 1:
                 _copy_large_results(context, *pending.pop(0), ready)
                 yield None
                 device.use()
-    if launch.nodes is not None:
-        _combine_nodes(context, launch, launch.nodes)
     context.mark("computed")
+    _copy_large_results(context, *pending.pop(), ready)
+    nodes = launch.nodes
+    if nodes is not None and shard is not None:
+        nodes = yield from _join(context, launch, nodes, shard)
+        device.use()
+    if nodes is not None:
+        _combine_nodes(context, launch, nodes)
     small = download_small_results(context, launch)
     context.stream.synchronize()
-    _copy_large_results(context, *pending.pop(), ready)
     copy_small_results(small, launch.wanted)
     return context.nanoseconds("start", "computed")
 
 
-def _combine_nodes(context: StreamContext, launch: DerivativeLaunch, nodes: RowNodes) -> None:
-    """Launch the computation of all results from the sums of all nodes."""
-    jobs, arguments = launch.plan.code.jobs, launch.arguments.copy()
-    if launch.small.keys() & set(SUMS):
-        arguments["partials"], arguments["blocks"] = nodes.sums, nodes.count
+def _join(
+    context: StreamContext, launch: DerivativeLaunch, nodes: RowNodes, shard: RowShard
+) -> Steps[RowNodes | None]:
+    """Return the nodes of all rows of an evaluation; None if another engine has them."""
+    length = node_rows(launch.resident.dataset.layout, shard.level)
+    own = nodes.resized(context, "shard nodes", nodes.rows, length)
+    _combine_nodes(context, launch, nodes, own)
+    staging = own.staging(context)
+    context.download(staging, own.address)
+    context.stream.synchronize()
+    joined = yield from shard.join(staging)
+    if joined is None:
+        return None
+    whole = own.resized(context, "all nodes", shard.rows, length)
+    staging = whole.staging(context)
+    staging[...] = joined
+    context.upload(whole.address, staging)
+    return whole
+
+
+def _combine_nodes(
+    context: StreamContext,
+    launch: DerivativeLaunch,
+    nodes: RowNodes,
+    parents: RowNodes | None = None,
+) -> None:
+    """Launch the computation of the results from all nodes, or that of nodes of more rows."""
+    (count, width), jobs = nodes.shape, launch.plan.code.jobs
+    if nodes.sums:
+        arguments = launch.arguments.copy()
+        arguments["partials"], arguments["blocks"] = nodes.address, count
+        arguments["pitch"] = width
         arguments["first_tile"] = nodes.first * BLOCK_TILES
+        if parents is not None:
+            parents.receive(arguments, 0, nodes.rows[0], nodes.length)
         threads = (COMBINE_THREADS, 1, 1)
         context.launch(launch.kernels.combine, (jobs, 1, 1), threads, [arguments])
     if nodes.statistics:
         merged = _statistics_arguments(launch, (0, jobs))
-        merged["leaves"], merged["leaf_count"] = nodes.statistics, nodes.count
-        merged["first_leaf"], merged["rows"] = nodes.first, nodes.rows
+        merged["leaves"], merged["leaf_count"] = nodes.address + 8 * nodes.sums, count
+        merged["leaf_pitch"], merged["first_leaf"] = width, nodes.first
+        merged["rows"] = nodes.rows[1] - nodes.rows[0]
+        if parents is not None:
+            parents.receive(merged, nodes.sums, nodes.rows[0], nodes.length)
         threads = (_STATISTICS_THREADS, 1, 1)
         context.launch(launch.kernels.merge_leaves, (jobs, 1, 1), threads, [merged])
 
@@ -210,8 +284,8 @@ def launch_chunk(
         size = jobs * geometry.pitch
         arguments["values"] = context.buffer(f"values {side}", size)
     if launch.nodes is not None:
-        arguments["nodes"], arguments["node"] = launch.nodes.sums, launch.node
-        arguments["node_count"] = launch.nodes.count
+        block = BLOCK_TILES * geometry.variant.tile
+        launch.nodes.receive(arguments, 0, geometry.aligned + geometry.first_row, block)
     parameters = chunk.parameters[1] - chunk.parameters[0]
     if wanted.jacobian is not None and parameters:
         size = parameters * geometry.pitch
@@ -246,10 +320,11 @@ def _launch_statistics(
     if "moments" in launch.small:
         arguments["target"] = resident.target_address(geometry.aligned)
         arguments["weights"] = resident.weights_address(geometry.aligned)
+    arguments["leaf_pitch"] = NODE_STATISTICS * jobs
     if launch.nodes is not None:
-        skipped = 8 * NODE_STATISTICS * launch.nodes.count * chunk.jobs[0]
-        arguments["nodes"] = launch.nodes.statistics + skipped
-        arguments["node"], arguments["node_count"] = launch.node, launch.nodes.count
+        skip = launch.nodes.sums + NODE_STATISTICS * chunk.jobs[0]
+        start = geometry.aligned + geometry.first_row
+        launch.nodes.receive(arguments, skip, start, LEAF_ROWS)
     grid, threads = (-(-geometry.leaves * 32 // _STATISTICS_THREADS), jobs, 1), _STATISTICS_THREADS
     context.launch(launch.kernels.measure, grid, (threads, 1, 1), [arguments])
     context.launch(launch.kernels.merge_leaves, (jobs, 1, 1), (threads, 1, 1), [arguments])
@@ -258,6 +333,7 @@ def _launch_statistics(
 def _statistics_arguments(launch: DerivativeLaunch, jobs: tuple[int, int]) -> NDArray[np.void]:
     """Return the arguments that say where the statistics of some jobs are written."""
     arguments = np.zeros((), dtype=STATISTICS_ARGUMENTS)
+    arguments["node_levels"] = levels_between(1, None)
     for name, numbers in (("reductions", 5), ("moments", MOMENTS)):
         if name in launch.small:
             arguments[name] = launch.small[name][0] + 8 * numbers * jobs[0]
@@ -298,8 +374,8 @@ def _copy_large_results(
     for name, array, (first, stop) in _large_results(launch, chunk):
         staging = _staging(context, launch.geometry, f"{name} {side}", stop - first)
         array[first:stop, launch.columns or slice(None)] = staging
-    is_last = launch.nodes is None or launch.node == launch.nodes.count - 1
-    if launch.wanted.values is not None and is_last:
+    values, columns = launch.wanted.values, launch.columns
+    if values is not None and (columns is None or columns.stop == values.shape[-1]):
         ready(chunk.jobs[1] // launch.plan.code.vectors)
 
 

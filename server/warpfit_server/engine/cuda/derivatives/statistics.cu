@@ -17,8 +17,8 @@ struct StatisticsArguments {
   const real* values;    // [jobs, pitch], at the first row of the first tile, like the next two
   const real* target;    // null: no moments
   const real* weights;   // null: 1 for every row
-  Statistics* leaves;    // [jobs, leaf_count]
-  Statistics* nodes;     // [jobs, node_count]; null: these are all rows
+  double* leaves;        // leaf_count times the Statistics of all jobs, leaf_pitch numbers apart
+  double* nodes;         // likewise, node_pitch numbers apart; null: these are all rows
   double* reductions;    // [jobs, 5]; null: not wanted
   double* moments;       // [jobs, 7]; null: not wanted
   long long pitch;
@@ -27,10 +27,17 @@ struct StatisticsArguments {
   long long before;      // rows of the data set before the first tile
   long long first_leaf;  // number of the first leaf
   long long rows;        // all rows
+  long long leaf_pitch;
+  long long node_pitch;
   int leaf_count;
-  int node;              // place of these rows among the nodes
-  int node_count;
+  int node;              // place of the first node among the nodes
+  int node_levels;       // of the tree to merge
 };
+
+__device__ __forceinline__ Statistics& statistics_of(double* rows, long long row, long long pitch,
+                                                     unsigned job) {
+  return ((Statistics*)(rows + row * pitch))[job];
+}
 
 #define SLOPE(s) ((s).squares_f == 0.0 ? 0.0 : (s).products / (s).squares_f)
 
@@ -141,31 +148,35 @@ measure(const __grid_constant__ StatisticsArguments arguments) {
   Statistics found = {};
   if (arguments.reductions) reduce_values(f, first, end, lane, found);
   if (arguments.target) measure_moments(arguments, f, first, end, lane, found);
-  if (lane == 0) arguments.leaves[(long long)blockIdx.y * arguments.leaf_count + leaf] = found;
+  if (lane == 0) statistics_of(arguments.leaves, leaf, arguments.leaf_pitch, blockIdx.y) = found;
 }
 
-// Merges the leaves of each job and writes its results; a block a job.
+// Merges the leaves of each job and writes its results, or its nodes; a block a job.
 extern "C" __global__ void __launch_bounds__(STATISTICS_THREADS)
 merge_leaves(const __grid_constant__ StatisticsArguments arguments) {
-  Statistics* const leaves = arguments.leaves + (long long)blockIdx.x * arguments.leaf_count;
+#define LEAF(n) statistics_of(arguments.leaves, n, arguments.leaf_pitch, blockIdx.x)
   const long long start = arguments.first_leaf;
   const long long last = start + arguments.leaf_count - 1;
-  for (int level = 0; start >> level != last >> level; ++level) {
+  const int levels = arguments.node_levels;
+  for (int level = 0; level < levels && start >> level != last >> level; ++level) {
     // The left of each pair of nodes; a node stays where its first leaf was.
     const long long lowest = start >> (level + 1), pairs = (last >> (level + 1)) - lowest + 1;
     for (long long pair = threadIdx.x; pair < pairs; pair += STATISTICS_THREADS) {
       const long long right = (2 * (lowest + pair) + 1) << level;
       if (right <= start || right > last) continue;
-      merge(leaves[max(right - (1ll << level), start) - start], leaves[right - start]);
+      merge(LEAF(max(right - (1ll << level), start) - start), LEAF(right - start));
     }
     __syncthreads();
   }
-  if (threadIdx.x) return;
-  const Statistics& all = leaves[0];
   if (arguments.nodes) {
-    arguments.nodes[(long long)blockIdx.x * arguments.node_count + arguments.node] = all;
+    const long long nodes = parent_count(start, arguments.leaf_count, levels);
+    for (long long n = threadIdx.x; n < nodes; n += STATISTICS_THREADS)
+      statistics_of(arguments.nodes, arguments.node + n, arguments.node_pitch, blockIdx.x) =
+          LEAF(parent_place(start, n, levels));
     return;
   }
+  if (threadIdx.x) return;
+  const Statistics& all = LEAF(0);
   if (arguments.reductions) {
     double* const results = arguments.reductions + 5ll * blockIdx.x;
     const double nan = __longlong_as_double(0x7ff8000000000000);

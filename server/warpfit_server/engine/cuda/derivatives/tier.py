@@ -42,6 +42,7 @@ from warpfit_server.engine.cuda.derivatives.launches import (
     copy_small_results,
     download_small_results,
     launch_chunk,
+    node_numbers,
     run_chunks,
 )
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
@@ -57,9 +58,16 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     longest,
 )
 from warpfit_server.engine.cuda.runtime.streams import ElapsedTime, StreamContext
-from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps
+from warpfit_server.engine.interface import (
+    Linearisation,
+    Outputs,
+    RowShard,
+    Selection,
+    Steps,
+)
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.validate import check_tokens
+from warpfit_server.row_blocks import node_rows
 
 _ALIGNMENT: Final = 256
 #: Most rows of which values are on the device at a time, a power of two.
@@ -105,8 +113,8 @@ class DerivativeTier:
         check_tokens(evaluation.batch, resident.dataset.layout.variables)
         started = time.perf_counter_ns()
         wanted = requested_outputs(evaluation, outputs)
-        run = self._run(resident, evaluation, wanted, outputs.cancelled, outputs.ready)
-        computed = yield from run
+        given = outputs.cancelled, outputs.shard, outputs.ready
+        computed = yield from self._run(resident, evaluation, wanted, *given)
         host_time = time.perf_counter_ns() - started - computed
         return Timings(copy_in=max(0, host_time), compute=computed, tier=Tier.INTERPRETER)
 
@@ -117,12 +125,12 @@ class DerivativeTier:
         row_loss: Program,
         curvature: bool,
         cancelled: NDArray[np.uint8],
+        shard: RowShard | None,
         selection: Selection | None,
     ) -> Steps[Linearisation]:
         """Linearise as `warpfit_server.engine.interface.Engine.linearise` does."""
         found, wanted = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
-        run = self._run(resident, evaluation, wanted, cancelled, selection=selection)
-        yield from run
+        yield from self._run(resident, evaluation, wanted, cancelled, shard, selection=selection)
         return found
 
     def forget(self) -> None:
@@ -135,6 +143,7 @@ class DerivativeTier:
         evaluation: Evaluation,
         wanted: RequestedOutputs,
         cancelled: NDArray[np.uint8],
+        shard: RowShard | None,
         ready: Callable[[int], None] = lambda programs: None,
         selection: Selection | None = None,
     ) -> Steps[int]:
@@ -143,7 +152,8 @@ class DerivativeTier:
         most = resident.window_rows
         if has_large_results or stores_values(wanted):
             most = min(most, _MOST_VALUES)
-        rows = evaluation.row_range(resident.dataset.layout)
+        layout = resident.dataset.layout
+        rows = evaluation.row_range(layout)
         spans = cut_rows(rows, most)
         part = replace(evaluation, rows=longest(spans))
         if selection is None:
@@ -152,15 +162,18 @@ class DerivativeTier:
             plan = self._selected_plan(resident, part, wanted, selection)
         is_whole = len(spans) == len(plan.chunks) == 1 and not resident.is_streamed
         with self._device.stream() as context:
-            if is_whole and not has_large_results:
+            if is_whole and not has_large_results and shard is None:
                 check_cancelled(cancelled)
                 return self._run_at_once(context, resident, evaluation, wanted, plan)
             launch = self._begin(context, resident, evaluation, wanted, plan)
-            if len(spans) > 1:
-                place = rows[0] // most, len(spans), rows[1] - rows[0]
-                nodes = RowNodes.allocate(context, wanted, plan.code, *place)
+            if len(spans) > 1 or shard is not None:
+                sizes = node_numbers(wanted, plan.code)
+                if shard is not None:
+                    most = min(most, node_rows(layout, shard.level))
+                    shard.begin(sum(sizes))
+                nodes = RowNodes.allocate(context, "nodes", *sizes, rows, most)
                 launch = replace(launch, nodes=nodes)
-            run = run_chunks(self._device, context, launch, spans, cancelled, ready)
+            run = run_chunks(self._device, context, launch, spans, cancelled, ready, shard)
             return (yield from run)
 
     def _run_at_once(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.dataset import Layout
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit_server.engine.cuda.interpreter.device_lowering import (
@@ -40,8 +41,9 @@ from warpfit_server.engine.cuda.runtime.batch_layout import (
 )
 from warpfit_server.engine.cuda.runtime.resident_data import Span
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Outputs
-from warpfit_server.engine.sum_tree import sum_nodes
+from warpfit_server.engine.interface import Outputs, Steps
+from warpfit_server.engine.sum_tree import parent_nodes, sum_nodes
+from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +198,13 @@ def _sum_partials(
     chunk: InterpreterChunk,
     side: int,
 ) -> NDArray[np.float64]:
-    """Launch the sum of each job's partial sums; return where the sums will arrive."""
-    sums = context.pinned(f"sums {side}", chunk.jobs * 8).view(np.float64)
+    """Launch the sums of each job's partial sums; return where they will arrive, [nodes, jobs]."""
+    sums = context.pinned(f"sums {side}", 8 * geometry.nodes * chunk.jobs).view(np.float64)
     numbers = (addresses.partials, sums.ctypes.data, geometry.tiles, geometry.first_tile)
-    arguments = [np.array(number, dtype=np.int64) for number in numbers]
+    arguments = [np.array(number, dtype=np.int64) for number in (*numbers, geometry.node_levels)]
     kernel, grid = lowered.kernels.sum_partials, (chunk.jobs, 1, 1)
     context.launch(kernel, grid, (SUM_THREADS, 1, 1), arguments)
-    return sums
+    return sums.reshape(geometry.nodes, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,14 +215,14 @@ class ChunkResults:
     variables: int
     outputs: Outputs
     spans: Sequence[Span]
-    """Rows of the chunks: nodes of the tree of sums in turn."""
-    first_node: int
-    """Number of the first of them on its level."""
-    sums: NDArray[np.float64]
-    """Sum of the loss terms of each job on each span; [spans, jobs]."""
+    """Rows of the chunks, in turn."""
+    length: int
+    """Rows of a node of the tree of sums; a span is one, or several nodes of a shard."""
+    sums: list[list[NDArray[np.float64]]]
+    """Sums of the loss terms of some jobs in turn, [nodes, jobs], for each span."""
 
-    def copy(self, context: StreamContext, node: int, pending: PendingChunk) -> None:
-        """Wait for a chunk on the span with the number ``node``, and copy its results.
+    def copy(self, context: StreamContext, number: int, pending: PendingChunk) -> None:
+        """Wait for a chunk on the span with a number, and copy its results.
 
         Raises:
             ProgramError: for the first bad token.
@@ -228,17 +230,29 @@ class ChunkResults:
         """
         context.wait(pending.event)
         self.lowered.check(self.variables)
-        chunk, outputs = pending.chunk, self.outputs
-        jobs = slice(chunk.first_job, chunk.first_job + chunk.jobs)
+        chunk, outputs, batch = pending.chunk, self.outputs, self.lowered.batch
         if pending.sums is not None:
-            self.sums[node, jobs] = pending.sums
+            self.sums[number].append(pending.sums.copy())
         if pending.values is not None and outputs.values is not None:
-            start, stop = (row - self.spans[0][0] for row in self.spans[node])
-            outputs.values.reshape(self.sums.shape[1], -1)[jobs, start:stop] = pending.values
-            if node == len(self.spans) - 1:
-                outputs.ready(jobs.stop // self.lowered.batch.vectors)
+            jobs = slice(chunk.first_job, chunk.first_job + chunk.jobs)
+            start, stop = (row - self.spans[0][0] for row in self.spans[number])
+            values = outputs.values.reshape(len(batch) * batch.vectors, -1)
+            values[jobs, start:stop] = pending.values
+            if number == len(self.spans) - 1:
+                outputs.ready(jobs.stop // batch.vectors)
 
-    def sum_up(self) -> None:
+    def sum_up(self, layout: Layout) -> Steps[None]:
         """Fill in the losses, if they are wanted, once all chunks have been copied."""
-        if (losses := self.outputs.losses) is not None:
-            losses[...] = sum_nodes(self.sums, self.first_node).reshape(losses.shape)
+        losses, shard, first = self.outputs.losses, self.outputs.shard, self.spans[0][0]
+        nodes = None if losses is None else np.block(self.sums)
+        length = self.length
+        if shard is not None:
+            length = node_rows(layout, shard.level)
+            count = len(nodes_of((first, self.spans[-1][1]), length))
+            mine = np.empty((count, 0))
+            if nodes is not None:
+                levels = levels_between(self.length, length)
+                mine = parent_nodes(nodes, first // self.length, levels)
+            nodes, first = (yield from shard.join(mine)), shard.rows[0]
+        if losses is not None and nodes is not None:
+            losses[...] = sum_nodes(nodes, first // length).reshape(losses.shape)

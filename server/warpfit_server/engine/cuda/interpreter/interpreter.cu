@@ -368,10 +368,16 @@ extern "C" __global__ void evaluate_slots(const __grid_constant__ SlotArguments 
   }
 }
 
-// Adds up each job's sums over tiles; first_tile is counted from the data set's first row.
+// Adds up each job's sums over tiles to those of the nodes so many levels above, [nodes, jobs];
+// first_tile is counted from the data set's first row. All NaNs are the one of the host.
 extern "C" __global__ void __launch_bounds__(128)
-sum_partials(double* partials, double* sums, long long tiles, long long first_tile) {
+sum_partials(double* partials, double* sums, long long tiles, long long first_tile,
+             long long levels) {
   double* const own = partials + blockIdx.x * tiles;
-  sum_nodes(own, first_tile, tiles, 1);
-  if (threadIdx.x == 0) sums[blockIdx.x] = own[0];
+  sum_nodes(own, first_tile, tiles, 1, 1, (int)levels);
+  const long long nodes = parent_count(first_tile, tiles, (int)levels);
+  for (long long n = threadIdx.x; n < nodes; n += blockDim.x) {
+    const double sum = own[parent_place(first_tile, n, (int)levels)];
+    sums[n * gridDim.x + blockIdx.x] = sum == sum ? sum : __longlong_as_double(0x7ff8000000000000);
+  }
 }

@@ -15,6 +15,7 @@ from warpfit_server.engine.cuda.math.modes import Mode, max_token_rows
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds, BatchLayout
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.native import numba_cache
+from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
 #: The struct Arguments of interpreter.cu, field by field.
 INTERPRETER_ARGUMENTS: Final = np.dtype(
@@ -83,6 +84,10 @@ class InterpreterGeometry(NamedTuple):
     tiles: int
     first_tile: int
     """Number of the first tile, counted from the data set's first row."""
+    node_levels: int
+    """Levels of the tree of sums above tiles to add up."""
+    nodes: int
+    """Nodes that have some of the rows at the last of them."""
     absolute: int
     """1 for losses of |f - y|, 0 for (f - y)^2."""
     level_bytes: int
@@ -109,9 +114,14 @@ class InterpreterGeometry(NamedTuple):
         max_warps: int,
         programs_per_warp: int,
         multiprocessors: int,
+        level: int | None = None,
     ) -> InterpreterGeometry:
-        """Describe the work on the rows from ``rows[0]`` to ``rows[1]``."""
+        """Describe the work on the rows from ``rows[0]`` to ``rows[1]``.
+
+        Losses are summed up of each node of a level, or of all rows.
+        """
         start, stop = rows
+        length = None if level is None else node_rows(resident.dataset.layout, level)
         aligned = start // variant.tile * variant.tile
         itemsize = variant.dtype.itemsize
         return cls(
@@ -123,6 +133,8 @@ class InterpreterGeometry(NamedTuple):
             end_row=stop - aligned,
             tiles=-(-(stop - aligned) // variant.tile),
             first_tile=aligned // variant.tile,
+            node_levels=levels_between(variant.tile, length),
+            nodes=1 if length is None else len(nodes_of(rows, length)),
             absolute=int(loss is Loss.MAE),
             level_bytes=variant.tile * itemsize,
             max_warps=max_warps,

@@ -70,7 +70,7 @@ from warpfit_server.engine.native import numba_cache
 _MAX_COMMANDS: Final = 11 + MAX_LAUNCHES
 
 #: Index in `LaunchBuffers.pointers` of the first pointer of each kernel's arguments.
-_LOWER, _ORDER, _SLOTS, _SUMS, _INTERPRETER = 0, 1, 2, 3, 7
+_LOWER, _ORDER, _SLOTS, _SUMS, _INTERPRETER = 0, 1, 2, 3, 8
 
 
 class LaunchHandles(NamedTuple):
@@ -109,7 +109,7 @@ class LaunchBuffers(NamedTuple):
     order_arguments: NDArray[np.void]
     slot_arguments: NDArray[np.void]
     sum_arguments: NDArray[np.int64]
-    """Address of the partial sums, address of the sums, number of tiles, first tile."""
+    """Arguments of ``sum_partials``."""
     pointers: NDArray[np.int64]
     """Addresses of the arguments above, in the form that the driver takes; see `_LOWER`."""
     commands: NDArray[np.int64]
@@ -125,8 +125,8 @@ class LaunchBuffers(NamedTuple):
         lowering = np.zeros(1, dtype=LOWERING_ARGUMENTS)
         order = np.zeros(1, dtype=ORDER_ARGUMENTS)
         slots = np.zeros(1, dtype=SLOT_ARGUMENTS)
-        sums = np.zeros(4, dtype=np.int64)
-        arguments = [lowering, order, slots, *(sums[index:] for index in range(4))]
+        sums = np.zeros(5, dtype=np.int64)
+        arguments = [lowering, order, slots, *(sums[index:] for index in range(5))]
         arguments += [interpreter[index:] for index in range(MAX_LAUNCHES)]
         return cls(
             interpreter,
@@ -339,6 +339,7 @@ def _add_sums(launch: LossLaunch, count: int) -> int:
     numbers, commands, stream = buffers.sum_arguments, buffers.commands, handles.stream
     numbers[0], numbers[1] = launch.addresses.partials, launch.sums.ctypes.data
     numbers[2], numbers[3] = geometry.tiles, geometry.first_tile
+    numbers[4] = geometry.node_levels
     pointer = np.int64(buffers.pointers.ctypes.data) + 8 * _SUMS
     block = (SUM_THREADS, 1, 1, 0, stream, pointer)
     clock, elapsed = np.int64(buffers.clock.ctypes.data), np.int64(buffers.elapsed.ctypes.data)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-import numpy as np
-
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
@@ -41,7 +39,8 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     longest,
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Outputs, Steps
+from warpfit_server.engine.interface import Outputs, RowShard, Steps
+from warpfit_server.row_blocks import node_rows
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
 _LEAST_BYTES: Final = 16
@@ -95,34 +94,35 @@ class InterpreterTier:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         started = time.perf_counter_ns()
         check_cancelled(outputs.cancelled)
+        layout, shard = resident.dataset.layout, outputs.shard
         length = self._rows_at_a_time(resident, evaluation)
-        spans = cut_rows(evaluation.row_range(resident.dataset.layout), length)
+        spans = cut_rows(evaluation.row_range(layout), length)
         most = evaluation if len(spans) == 1 else replace(evaluation, rows=longest(spans))
         kernels = self.prepare(self.variant(resident, most))
         chunks = list(self._chunks(resident, most, kernels.variant))
         geometry = self.geometry(resident, most, kernels.variant)
-        is_whole = len(chunks) == len(spans) == 1 and not resident.is_streamed
+        is_whole = len(chunks) == len(spans) == 1 and not resident.is_streamed and shard is None
         with self._device.stream() as context:
             if is_whole and not evaluation.values and outputs.losses is not None:
                 return interpret_losses(
                     context, kernels, geometry, evaluation, resident, outputs, started
                 )
-            batch, variables = evaluation.batch, resident.dataset.layout.variables
+            if shard is not None:
+                length = min(length, node_rows(layout, shard.level))
+                shard.begin(0 if outputs.losses is None else outputs.losses.size)
+            batch, variables = evaluation.batch, layout.variables
             lowered = lower_batch(context, kernels, geometry, batch, variables, chunks[0].jobs)
             context.mark("start")
             evaluate_slots(context, lowered)
             launched = time.perf_counter_ns()
-            sums = np.zeros((len(spans), len(batch) * batch.vectors))
-            first = spans[0][0] // length
-            results = ChunkResults(lowered, variables, outputs, spans, first, sums)
+            sums: list[Any] = [[] for _ in spans]
+            results = ChunkResults(lowered, variables, outputs, spans, length, sums)
             yield from self._run_chunks(context, resident, evaluation, chunks, results)
             computed = context.nanoseconds("start", "computed")
-        results.sum_up()
+            copy_out = max(0, time.perf_counter_ns() - launched - computed)
+        yield from results.sum_up(layout)
         return Timings(
-            copy_in=launched - started,
-            compute=computed,
-            copy_out=max(0, time.perf_counter_ns() - launched - computed),
-            tier=Tier.INTERPRETER,
+            copy_in=launched - started, compute=computed, copy_out=copy_out, tier=Tier.INTERPRETER
         )
 
     def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> source.Variant:
@@ -210,9 +210,14 @@ class InterpreterTier:
             yield InterpreterChunk(first, min(jobs, programs * vectors - first))
 
     def geometry(
-        self, resident: ResidentDataset, evaluation: Evaluation, variant: source.Variant
+        self,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        variant: source.Variant,
+        shard: RowShard | None = None,
     ) -> InterpreterGeometry:
         """Describe the work on the rows of an evaluation."""
+        level = None if shard is None else shard.level
         return InterpreterGeometry.of(
             resident,
             evaluation.row_range(resident.dataset.layout),
@@ -221,6 +226,7 @@ class InterpreterTier:
             max_warps=self._tuning.warps or (2 if variant.fast else 1),
             programs_per_warp=self._tuning.jobs_per_warp,
             multiprocessors=self._device.multiprocessors,
+            level=level,
         )
 
     def _run_chunks(
@@ -241,7 +247,8 @@ class InterpreterTier:
                 if chunk is chunks[0]:
                     window = yield from next_window()
                     rows = replace(evaluation, rows=span)
-                    geometry = self.geometry(window, rows, lowered.kernels.variant)
+                    kernels, shard = lowered.kernels, results.outputs.shard
+                    geometry = self.geometry(window, rows, kernels.variant, shard)
                 launched = launch_chunk(context, lowered, geometry, rows, chunk, number)
                 pending.append((node, launched))
                 if len(pending) > 1:

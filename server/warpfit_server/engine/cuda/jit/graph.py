@@ -47,7 +47,7 @@ def _source() -> str:
 extern "C" __global__ void sum_partials(const long long *request, double *sums, int warps) {{
   const long long count = request[{words["block_count"]}] * warps;
   double *own = (double *)request[{words["partials"]}] + blockIdx.x * count;
-  sum_nodes(own, request[{words["first_block"]}] * warps, count, 1);
+  sum_nodes(own, request[{words["first_block"]}] * warps, count, 1, 1, ALL_LEVELS);
   if (threadIdx.x == 0) sums[blockIdx.x] = own[0];
 }}
 extern "C" __global__ void copy_inputs(const int4 *source, int4 *target, int count) {{

@@ -40,31 +40,46 @@ __device__ __forceinline__ double group_sum(double (&groups)[N], int lane) {
 
 #define FAN 16  // nodes that a thread adds at a time: FAN_LEVELS levels of the tree
 #define FAN_LEVELS 4
+#define ALL_LEVELS 62  // to the root of any tree
 
-// Adds up the sums of neighbouring nodes of one level, [nodes, count], as the tree says; row 0
-// receives the total. All threads of a block call this. `first` is the number of the first node on
-// its level. A node stays where the first of the nodes that it is made of was.
-__device__ void sum_nodes(double* sums, long long first, long long nodes, unsigned count) {
+// Number of the nodes so many levels above some neighbouring ones, of which the first has a number.
+__device__ __forceinline__ long long parent_count(long long first, long long nodes, int levels) {
+  return ((first + nodes - 1) >> levels) - (first >> levels) + 1;
+}
+
+// Place of the n-th of these nodes among the others: that of the first one that it is made of.
+__device__ __forceinline__ long long parent_place(long long first, long long n, int levels) {
+  return max(((first >> levels) + n) << levels, first) - first;
+}
+
+// Adds up the sums of neighbouring nodes of one level to those of the nodes so many levels above,
+// as the tree says. All threads of a block call this. `first` is the number of the first node on
+// its level; a node has `count` sums, and the next one lies `pitch` behind it. The sums of a parent
+// are where parent_place says.
+__device__ void sum_nodes(double* sums, long long first, long long nodes, unsigned count,
+                          long long pitch, int levels) {
   const long long last = first + nodes - 1;
-  for (int level = 0; first >> level != last >> level; level += FAN_LEVELS) {
-    const long long lowest = first >> (level + FAN_LEVELS);
-    const long long work = ((last >> (level + FAN_LEVELS)) - lowest + 1) * count;
+  for (int level = 0; level < levels && first >> level != last >> level; level += FAN_LEVELS) {
+    const int up = min(FAN_LEVELS, levels - level);
+    const long long lowest = first >> (level + up);
+    const long long work = ((last >> (level + up)) - lowest + 1) * count;
     for (unsigned item = threadIdx.x; item < work; item += blockDim.x) {
       const unsigned number = item / count, k = item - number * count;
-      const long long child = (lowest + number) * FAN;
+      const long long child = (lowest + number) << up;
       double v[FAN];
 #pragma unroll
       for (int c = 0; c < FAN; ++c) {
         const long long place = max((child + c) << level, first);
-        const bool is_there = child + c >= first >> level && child + c <= last >> level;
-        v[c] = is_there ? sums[(place - first) * count + k] : 0.0;
+        const bool is_there = c >> up == 0 && child + c >= first >> level &&
+                              child + c <= last >> level;
+        v[c] = is_there ? sums[(place - first) * pitch + k] : 0.0;
       }
 #pragma unroll
       for (int step = 1; step < FAN; step *= 2) {
 #pragma unroll
         for (int c = 0; c < FAN; c += 2 * step) v[c] += v[c + step];
       }
-      sums[(max(child << level, first) - first) * count + k] = v[0];
+      sums[(max(child << level, first) - first) * pitch + k] = v[0];
     }
     __syncthreads();
   }

@@ -139,13 +139,17 @@ class CudaDevice:
         try:
             return self._pool.malloc(size)
         except out_of_memory as error:
-            raise ResourceExhaustedError(
-                f"the device has {self.available()} bytes left where {size} are needed",
-                "DEVICE_MEMORY",
-                "Ask for fewer programs, parameter vectors or rows a call, or unload data sets",
-                needed=size,
-                available=self.available(),
-            ) from error
+            raise self.no_room(size) from error
+
+    def no_room(self, size: int) -> ResourceExhaustedError:
+        """Return the error for memory that is too little for so many bytes."""
+        return ResourceExhaustedError(
+            f"the device has {self.available()} bytes left where {size} are needed",
+            "DEVICE_MEMORY",
+            "Ask for fewer programs, parameter vectors or rows a call, or unload data sets",
+            needed=size,
+            available=self.available(),
+        )
 
     def available(self) -> int:
         """Return the bytes that can still be allocated, by the limit and on the device."""

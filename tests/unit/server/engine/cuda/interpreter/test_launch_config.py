@@ -11,8 +11,8 @@ from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds
 
 GEOMETRY = kernel_arguments.InterpreterGeometry(
     variables=1 << 41, target=1 << 42, weights=0, stride=400_000, first_row=3, end_row=100_000,
-    tiles=196, first_tile=7, absolute=1, level_bytes=2048, max_warps=2, programs_per_warp=2,
-    resident_warps=32 * 132, max_token_rows=10**12, lowering_blocks=8 * 132,
+    tiles=196, first_tile=7, node_levels=62, nodes=1, absolute=1, level_bytes=2048, max_warps=2,
+    programs_per_warp=2, resident_warps=32 * 132, max_token_rows=10**12, lowering_blocks=8 * 132,
 )  # fmt: skip
 
 

@@ -21,12 +21,19 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
 )
 from warpfit_server.engine.cuda.math.prelude import sum_tree
 from warpfit_server.engine.cuda.runtime.resident_data import cut_rows
-from warpfit_server.engine.sum_tree import sum_nodes
+from warpfit_server.engine.sum_tree import parent_nodes, sum_nodes
+from warpfit_server.row_blocks import levels_between, nodes_of
 
 #: Statistics are measured by one warp a block here.
 _ENTRIES = """
-struct Nodes { double* sums; long long first, nodes, count; };
-static void add_nodes(Nodes n) { sum_nodes(n.sums, n.first, n.nodes, n.count); }
+struct Nodes { double *sums, *parents; long long first, nodes, count, pitch, levels; };
+static void add_nodes(Nodes n) {
+  sum_nodes(n.sums, n.first, n.nodes, n.count, n.pitch, n.levels);
+  if (threadIdx.x) return;
+  for (long long p = 0; p < parent_count(n.first, n.nodes, n.levels); ++p)
+    for (long long k = 0; k < n.count; ++k)
+      n.parents[p * n.count + k] = n.sums[parent_place(n.first, p, n.levels) * n.pitch + k];
+}
 struct Groups { const double* values; double* sums; long long groups; };
 template <int N> static double sum_groups(const double* values) {
   double v[N];
@@ -67,12 +74,17 @@ def run(entry: str, *words: Any) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**40), st.integers(1, 5000), st.integers(1, 3), st.integers(0, 99))
-def test_nodes_are_added_up_as_on_the_cpu(first, nodes, count, seed):
-    sums = np.random.default_rng(seed).normal(size=(nodes, count))
-    expected = sum_nodes(sums, first)
-    run("host_nodes", sums, first, nodes, count)
-    np.testing.assert_array_equal(sums[0], expected)
+@given(st.integers(0, 2**40), st.integers(1, 5000), st.integers(0, 14), st.integers(1, 3))
+def test_nodes_are_added_up_as_on_the_cpu(first, nodes, levels, count):
+    sums, pitch = np.random.default_rng(nodes).normal(size=(nodes, 3)), 3
+    given_sums = sums[:, :count].copy()
+    parents = parent_nodes(given_sums, first, levels)
+    found = np.zeros_like(parents)
+    run("host_nodes", sums, found, first, nodes, count, pitch, levels)
+    np.testing.assert_array_equal(found, parents)
+    whole = np.zeros((1, count))
+    run("host_nodes", given_sums, whole, first, nodes, count, count, levels_between(1, None))
+    np.testing.assert_array_equal(whole[0], sum_nodes(parents, first >> levels))
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -96,7 +108,8 @@ def statistics_of(f, y, w, rows, aligned: int) -> tuple[np.ndarray, NDArray[Any]
     arguments["leaves"], arguments["leaf_count"] = memory.ctypes.data, leaves
     arguments["first_leaf"], arguments["rows"] = start // LEAF_ROWS, stop - start
     arguments["first_row"], arguments["end_row"] = start - aligned, stop - aligned
-    arguments["before"] = aligned
+    arguments["before"], arguments["leaf_pitch"] = aligned, NODE_STATISTICS
+    arguments["node_levels"] = levels_between(1, None)
     return arguments, memory
 
 
@@ -108,21 +121,25 @@ def measured(f, y, w, rows, aligned: int) -> NDArray[np.float64]:
     return found
 
 
-def test_statistics_of_nodes_are_merged_to_those_of_the_whole():
+@pytest.mark.parametrize("each", [4096, 8192])
+def test_statistics_of_nodes_are_merged_to_those_of_the_whole(each):
+    """Of windows of one node, or of several."""
     rng = np.random.default_rng(4)
     f, y = (rng.normal(5, 1, size=9000).astype(np.float32) for _ in range(2))
     rows, length = (1500, 8700), 4096
-    spans = cut_rows(rows, length)
-    nodes, found = np.zeros((len(spans), NODE_STATISTICS)), np.zeros(12)
-    for number, span in enumerate(spans):
+    count, skipped = len(nodes_of(rows, length)), 3
+    nodes, found = np.zeros((count, skipped + NODE_STATISTICS)), np.zeros(12)
+    for span in cut_rows(rows, each):
         arguments, _memory = statistics_of(f, y, None, span, span[0] // 256 * 256)
         arguments["reductions"] = arguments["moments"] = found.ctypes.data
-        arguments["nodes"], arguments["node_count"] = nodes.ctypes.data, len(spans)
-        arguments["node"] = number
+        arguments["nodes"], arguments["node_pitch"] = nodes[:, skipped:].ctypes.data, nodes.shape[1]
+        arguments["node"] = span[0] // length - rows[0] // length
+        arguments["node_levels"] = levels_between(LEAF_ROWS, length)
         assert kernels().host_statistics(ctypes.c_void_p(arguments.ctypes.data)) == 0
     assert not found.any()
     arguments = np.zeros((), STATISTICS_ARGUMENTS)
-    arguments["leaves"], arguments["leaf_count"] = nodes.ctypes.data, len(spans)
+    arguments["leaves"], arguments["leaf_count"] = nodes[:, skipped:].ctypes.data, count
+    arguments["leaf_pitch"], arguments["node_levels"] = nodes.shape[1], levels_between(1, None)
     arguments["first_leaf"], arguments["rows"] = rows[0] // length, rows[1] - rows[0]
     arguments["reductions"], arguments["moments"] = found.ctypes.data, found[5:].ctypes.data
     assert kernels().host_merge(ctypes.c_void_p(arguments.ctypes.data)) == 0
