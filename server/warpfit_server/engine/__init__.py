@@ -30,7 +30,6 @@ def create_engine(
 
     Raises:
         WarpfitError: if the engine cannot run on this machine.
-
     """
     if kind == "cpu":
         from warpfit_server.engine.cpu.engine import CpuEngine

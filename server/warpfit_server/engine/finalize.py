@@ -69,7 +69,6 @@ class Finalizer:
             moments: from the engine, see `Outputs.moments`.
             scaling: receives slopes and intercepts, [programs, K, 2].
             correlations: receives the correlations, [programs, K].
-
         """
         if correlations is not None and moments is not None:
             correlations[...] = correlation(moments)
@@ -117,7 +116,6 @@ def scale_linearly(moments: Floats) -> tuple[Floats, Floats]:
     Returns:
         Slope and intercept, [..., 2], and the remaining sum of squares, [...]. A constant program
         has slope 0.
-
     """
     mean_f, mean_y, squares_f, _, products, residual = np.moveaxis(moments[..., 1:], -1, 0)
     with np.errstate(all="ignore"):

@@ -71,7 +71,6 @@ class RowShard(Protocol):
 
         Raises:
             ResourceExhaustedError: if the numbers of all nodes need too much memory.
-
         """
 
     def join(self, nodes: NDArray[np.float64]) -> Steps[NDArray[np.float64] | None]:
@@ -82,7 +81,6 @@ class RowShard(Protocol):
 
         Returns:
             None if another engine makes the outputs.
-
         """
 
 
@@ -209,7 +207,6 @@ class Engine(Protocol):
 
         Raises:
             ResourceExhaustedError: if the device has no room for it.
-
         """
 
     def unload(self, dataset_id: bytes) -> None:
@@ -238,7 +235,6 @@ class Engine(Protocol):
             DatasetNotFoundError: if the data set is not loaded.
             ResourceExhaustedError: if memory is short.
             EngineBrokenError: if this process can compute no more.
-
         """
 
     def linearise(
@@ -270,7 +266,6 @@ class Engine(Protocol):
 
         Raises:
             As `evaluate`.
-
         """
 
     def counters(self) -> Mapping[str, float]:

@@ -41,7 +41,6 @@ class Isolation:
     Args:
         scheduler: that chooses the steps.
         clock: returns seconds.
-
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Isolation:
         Args:
             requests: those of the step.
             unfinished: those of them that have more steps.
-
         """
         self._running -= _count(requests)
         for request in unfinished:

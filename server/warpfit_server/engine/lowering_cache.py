@@ -48,7 +48,6 @@ class LoweringCache(Generic[Made]):
             batch: in memory of its own; its parameters do not matter.
             needs: what the result depends on beside the programs.
             make: makes it; the result must not refer to the batch.
-
         """
         key = (id(batch), *needs)
         with self._lock:
@@ -71,7 +70,6 @@ class LoweringCache(Generic[Made]):
             batch: in memory that other batches will use later; its parameters do not matter.
             needs: what the result depends on beside the programs.
             make: makes it.
-
         """
         key = (self._content(batch), *needs)
         mark = hash(key)

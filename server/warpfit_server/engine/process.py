@@ -46,7 +46,6 @@ class EngineProcess:
         channel: to the supervisor.
         number: of the engine in ``config.engines``.
         config: the server's configuration.
-
     """
 
     def __init__(self, engine: Engine, channel: Channel, number: int, config: Config) -> None:
@@ -66,7 +65,6 @@ class EngineProcess:
 
         Raises:
             ChannelClosedError: if the supervisor is gone.
-
         """
         self._loop.start()
         self._stuck_detector.start()
@@ -161,7 +159,6 @@ def main(arguments: Sequence[str]) -> None:
 
     Args:
         arguments: number of a socket, number of the engine in ``Config.engines``, and a `Config`.
-
     """
     descriptor, number, text = arguments
     config = Config.from_json(text)

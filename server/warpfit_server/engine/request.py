@@ -39,7 +39,6 @@ class FrontEndConnection:
 
         Raises:
             ResourceExhaustedError: if this process cannot map it; the front end is not told.
-
         """
         problem = problem_of(message)
         number = problem.segment

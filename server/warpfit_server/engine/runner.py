@@ -43,7 +43,6 @@ class RequestRunner:
         chunk_bytes: least size of final values that is worth a progress message.
         cache_directory: where the compiled code of fits is kept.
         peers: the other engines, which have rows of sharded data sets.
-
     """
 
     def __init__(

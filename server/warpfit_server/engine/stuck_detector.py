@@ -31,7 +31,6 @@ class StuckDetector:
     Args:
         patience: seconds that an evaluation may take to stop.
         flags: returns the evaluations that are running, with their cancellation flags.
-
     """
 
     def __init__(

@@ -29,7 +29,6 @@ def sum_nodes(nodes: NDArray[np.float64], first: int) -> NDArray[np.float64]:
 
     Returns:
         The sums of the rows, [sums]; a view of a single node.
-
     """
     with np.errstate(all="ignore"):
         while len(nodes) > 1:
@@ -59,7 +58,6 @@ def carry(sums: Any, blocks: int) -> None:
     Args:
         sums: sums of the node of each level that is not complete, [levels, sums].
         blocks: number of the next block.
-
     """
     level = 0
     while blocks % RADIX == 0 and level + 1 < len(sums):

@@ -27,7 +27,6 @@ def check_tokens(batch: Batch, variables: int) -> None:
 
     Raises:
         ProgramError: for the first bad token.
-
     """
     if are_valid(batch, variables):
         return

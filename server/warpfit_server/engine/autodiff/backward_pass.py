@@ -79,7 +79,6 @@ def mark_nodes(state: Pass, count: int, requested: int) -> None:
         state: whose marks are set.
         count: nodes before those of derivatives.
         requested: bits of what is requested.
-
     """
     graph = state.graph
     for number in range(count):

@@ -280,7 +280,6 @@ def reserve(source: Source, header: Any) -> Any:
 
     Returns:
         The first instruction, load, column and entry.
-
     """
     first = np.int64(source.ends.ctypes.data)
     return (

@@ -154,7 +154,6 @@ def lowering_work(
         function: address of `lower.lower_chunk`.
         batch: to lower.
         cancelled: see `ChunkedWork`.
-
     """
     tokens = len(batch.codes)
     lowered = allocate(len(batch), tokens + len(batch), tokens)
@@ -177,7 +176,6 @@ def differentiation_work(
         row_loss: is lowered beside each program.
         requested: bits of `backward_pass`.
         cancelled: see `ChunkedWork`.
-
     """
     lowered = differentiate.allocate_differentiated(batch, row_loss)
     arrays = (*differentiate.source_arrays(batch, row_loss, requested), *lowered)

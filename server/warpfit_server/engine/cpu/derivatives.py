@@ -81,7 +81,6 @@ class LoweredDerivatives:
             requested: what there is to fill.
             level: of the nodes of rows that are summed up; None for what takes not too much memory.
             programs: their indices; None for all.
-
         """
         last = self._last  # another thread may replace it
         if last is not None and last[0] is programs:
@@ -126,7 +125,6 @@ def lower_derivatives(
         batch: the programs.
         requested: what there is to fill.
         cancelled: see `ChunkedWork`.
-
     """
     tokens, loss = no_row_loss(), requested.row_loss
     if loss is not None and requested.needs_loss_derivative:
@@ -235,7 +233,6 @@ class DerivativeRun:
 
         Raises:
             MemoryError: if there was not enough memory.
-
         """
         requested, (start, stop) = self._requested, self._rows
         first = chunked_work.first_node(self._rows, self._layout, self._cut.level)

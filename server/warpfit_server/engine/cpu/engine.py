@@ -79,7 +79,6 @@ class CpuEngine:
             threads: how many threads one evaluation may use; None for `available_cores`.
             cache_directory: where compiled code is kept; None for WARPFIT_CACHE_DIR or the user's
                 cache directory. It may be read-only, shared or missing.
-
         """
         self.threads = threads or available_cores()
         self.step_size = _STEP_SIZE * self.threads

@@ -138,7 +138,6 @@ def _interpret(inputs: Inputs, instances: Any, rows: Any, cancelled: Any, losses
         rows: range of rows of the data set.
         cancelled: flag, uint8 [1], which is polled between blocks.
         losses: gets each instance's sum of loss terms, float64 [instances of the batch].
-
     """
     starts, slots = measure(inputs, instances.start, instances.stop)
     array = np.empty(memory_bytes(inputs, starts, slots), dtype=np.uint8)
@@ -254,7 +253,6 @@ def run_body(inputs: Inputs, memory: Memory, instance: int, row: int, count: int
 
     Returns:
         Bases and pitches, for `address_of`. The base of RESULT is the address of the result.
-
     """
     context = inputs.context[0]
     header = inputs.lowered.headers[instance // context.vectors]

@@ -46,7 +46,6 @@ def row_loss_inputs(kernels: NDArray[np.int64], sum_kernel: int, lowered: Lowere
         sum_kernel: address of the float64 loss kernel that adds its first operand up; 0 if the
             loss kernel of the evaluation's own context does it all.
         lowered: the row loss, a batch of one program over values, target and weights.
-
     """
     context = np.zeros(1, dtype=CONTEXT)
     context["item_bytes"], context["vectors"], context["loss_kernel"] = _DOUBLE, 1, sum_kernel

@@ -171,7 +171,6 @@ def carry_moments(moments: Any, blocks: int) -> None:
     Args:
         moments: of the node of each level that is not complete, [levels, instances, MOMENTS].
         blocks: number of the next block.
-
     """
     level = 0
     while blocks % RADIX == 0 and level + 1 < len(moments):
@@ -202,7 +201,6 @@ def merge_spans(moments: Any, first: int) -> None:
     Args:
         moments: of each span; those of all of them are written to the first one.
         first: number of the first span on its level.
-
     """
     width = 1
     while width < RADIX * len(moments):

@@ -66,7 +66,6 @@ class Calibration:
 
         Raises:
             ResourceExhaustedError: if the device has no room for the test data.
-
         """
         started = time.perf_counter()
         try:
@@ -186,7 +185,6 @@ class IdleCalibrator:
         chooser: starts again from the outcome.
         activity: of the engine.
         pause: seconds for which nothing may have used the engine.
-
     """
 
     def __init__(
@@ -240,7 +238,6 @@ def fit_cost(work: list[int], seconds: list[float]) -> TierCost:
     Args:
         work: token-rows, the smaller first.
         seconds: time of each.
-
     """
     rate = (work[1] - work[0]) / max(seconds[1] - seconds[0], seconds[1] / 100)
     return TierCost(max(seconds[0] - work[0] / rate, seconds[0] / 100), rate)

@@ -81,7 +81,6 @@ class CudaEngine:
 
     Raises:
         UnavailableError: if CuPy is not installed or the device does not answer.
-
     """
 
     name = "cuda"
@@ -200,7 +199,6 @@ class CudaEngine:
             ResourceExhaustedError: if device memory is short, or the compiled tier was asked for
                 and cannot take the batch; the next evaluation works.
             EngineBrokenError: if the device reports an error, after which it answers no more.
-
         """
         resident = self._resident(evaluation.dataset_id)
         self._device.use()

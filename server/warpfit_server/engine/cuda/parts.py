@@ -102,7 +102,6 @@ def compile_group(
         architecture: compute capability, 90 for 9.0.
         processes: so many at most.
         urgent: whether a caller waits.
-
     """
     parts = GROUPS[group]
     seconds = {f"{architecture}/{group}/{name}": part.seconds for name, part in parts.items()}

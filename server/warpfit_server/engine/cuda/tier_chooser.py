@@ -105,7 +105,6 @@ class TierChooser:
     Args:
         compiler_threads: threads that compile in the background at the same time.
         start: the costs at the start; observations correct them, a calibration replaces them.
-
     """
 
     compiler_threads: int
@@ -138,7 +137,6 @@ class TierChooser:
             token_rows: tokens x parameter vectors x rows.
             programs: expressions of the batch.
             loaded: whether its kernels are there.
-
         """
         with self._lock:
             interpreted = self.costs[Tier.INTERPRETER, mode].seconds(token_rows)

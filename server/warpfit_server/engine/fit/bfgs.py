@@ -98,7 +98,6 @@ def advance(
         new_sums: sum of row losses at the trials, [S].
         new_gradients: their gradients, [P].
         limits: that end searches.
-
     """
     for s in range(len(numbers)):
         if counters[s, REASON] != RUNNING:

@@ -33,7 +33,6 @@ def find_moving(vector: searches.Floats, point: int, slope: searches.Floats, mov
         point: row of ``vector`` with the parameters that the step begins at.
         slope: gradient there, [n].
         moving: receives the answer, bool [n].
-
     """
     for i in range(vector.shape[1]):
         x = vector[point, i]

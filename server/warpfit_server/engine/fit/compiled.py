@@ -55,7 +55,6 @@ def load(method: Method, directory: Path | None = None) -> CompiledMethod:
     Args:
         method: LM or BFGS.
         directory: where compiled code is kept; None for the engine's default.
-
     """
     with _LOCK:  # several fits may begin at once
         key = method, directory
@@ -79,7 +78,6 @@ def precompile(directory: Path, *, urgent: bool = True) -> None:
     Args:
         directory: where compiled code is kept.
         urgent: whether a caller waits.
-
     """
     place = _place(directory)
     with ThreadPoolExecutor(len(METHODS)) as pool:

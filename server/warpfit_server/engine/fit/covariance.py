@@ -30,7 +30,6 @@ def covariances(searches: Searches, sums: Floats, rows: int) -> Floats:
 
     Returns:
         The matrices [n, n] of the searches, one after the other; flat.
-
     """
     counts = searches.counts
     result = np.empty(int(searches.edges[-1, SQUARES]))

@@ -91,7 +91,6 @@ def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
     Raises:
         CancelledError: if ``context.cancelled`` became 1.
         WarpfitError: as the engine's `linearise`.
-
     """
     result, compute = yield from timed(_optimize(request, context))
     return replace(result, timings=Timings(compute=compute))

@@ -144,7 +144,6 @@ def advance(
         new_curvatures: J^T W J there, [T].
         limits: that end searches.
         space: scratch memory for the search with most parameters.
-
     """
     for s in range(len(numbers)):
         if counters[s, REASON] != RUNNING:
@@ -343,7 +342,6 @@ def _order(curvature: Floats, linear: Floats, moving: Any, order: Integers) -> A
 
     Returns:
         How many they are, and how many of them are linear.
-
     """
     n = count = 0
     for nonlinear in (False, True):

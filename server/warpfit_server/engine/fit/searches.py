@@ -111,7 +111,6 @@ class Searches:
             lower: [P].
             upper: [P].
             free: whether a parameter may move, [P].
-
         """
         edges = _edges(counts)
         vectors = np.zeros((_VECTORS, len(start)))

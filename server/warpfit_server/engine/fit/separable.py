@@ -71,7 +71,6 @@ def mark_linear(
         parameter_starts: first parameter of each program, and the end; [programs + 1].
         table: `operator_table`.
         linear: [parameters].
-
     """
     longest = 1
     for program in range(len(starts) - 1):

@@ -29,7 +29,6 @@ def factorise(a: Floats, first: int, stop: int, n: int) -> bool:
 
     Returns:
         False if the matrix is not positive definite; what ``a`` holds is then undefined.
-
     """
     for j in range(first, stop):
         pivot = a[j * (j + 1) // 2 + j]

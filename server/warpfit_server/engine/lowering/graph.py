@@ -95,7 +95,6 @@ def number_tokens(graph: Graph, codes: Any, values: Any, prediction: Any) -> Any
         codes: of the tokens, uint8.
         values: float64.
         prediction: the node that a token PREDICTION stands for.
-
     """
     stack, height = graph.stack, 0
     for token in range(len(codes)):

@@ -56,7 +56,6 @@ def lowering_arrays(batch: Batch, out: Lowered) -> tuple[NDArray[Any], ...]:
         batch: checked programs.
         out: is filled; with room for an instruction for each token and each program, and for a
             load for each token.
-
     """
     tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
     return (*tokens, batch.starts, *_TABLES, *out)

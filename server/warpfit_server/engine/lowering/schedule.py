@@ -139,7 +139,6 @@ def schedule(
         header: of the program.
         top: a node that needs slots.
         root: the node whose rows are the result.
-
     """
     # A node is visited twice: even entries of the agenda ask for its operands, odd ones emit it.
     agenda = scratch.agenda

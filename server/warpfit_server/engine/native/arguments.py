@@ -59,7 +59,6 @@ def reader(kind: Any) -> Any:
 
     Args:
         kind: Numba's type of the elements, or a structured NumPy type.
-
     """
     pointer = pointer_to(from_dtype(kind) if isinstance(kind, np.dtype) else kind)
 

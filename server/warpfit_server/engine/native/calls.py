@@ -22,7 +22,6 @@ def _caller(returned: Any, kinds: list[Any] | None = None) -> Any:
     Args:
         returned: Numba's type of the result.
         kinds: LLVM's types of the parameters, integers; None if all have 64 bits.
-
     """
 
     @compiled_intrinsic

@@ -47,7 +47,6 @@ def compile_once(
         module: is run by ``python -m`` and calls `run_parts`.
         shares: names of the parts that each process compiles.
         urgent: whether a caller waits; if not, evaluations have priority.
-
     """
     done = place / f"{group}.complete"
     if done.exists():

@@ -44,7 +44,6 @@ def njit(signature: Any = None, **options: Any) -> Any:
     Args:
         signature: compile at once for these types, and for no others; None compiles at calls.
         **options: of ``numba.njit``, but for ``cache``.
-
     """
 
     def decorate(function: Any) -> Any:

@@ -61,7 +61,6 @@ def run(words: Any, slot: int, helpers: int) -> int:
         words: from `new_words`.
         slot: where the slot begins; the calling thread alone uses it.
         helpers: threads to wake.
-
     """
     fence()
     words[slot + _OPEN] = 1

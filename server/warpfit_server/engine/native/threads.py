@@ -49,7 +49,6 @@ class ParallelLoop:
         threads: how many compute at the same time for one caller, the caller included.
         code: compiled functions.
         niceness: of the helper threads, on Linux.
-
     """
 
     def __init__(self, threads: int, code: ParallelCode, niceness: int = 0) -> None:
@@ -76,7 +75,6 @@ class ParallelLoop:
 
         Raises:
             MemoryError: if there was not enough memory for a chunk.
-
         """
         helpers = min(self._threads - 1, stop - first - 1, helpers)
         if helpers > 0:

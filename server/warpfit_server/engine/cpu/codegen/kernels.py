@@ -107,7 +107,6 @@ class RowLoop:
             steps: bytes by which each of them advances in one step.
             rows: n.
             body: returns the result, of the operands' vectors and the rows that are left.
-
         """
         b = self.builder
         cursors = [self._variable(pointer) for pointer in pointers]

@@ -77,7 +77,6 @@ def load(directory: Path, processes: int = 1) -> CompiledCode:
 
     Raises:
         InvalidArgumentError: if others could have written to the directory.
-
     """
     start = time.perf_counter()
     with usable_cache_directory(directory) as usable_directory:

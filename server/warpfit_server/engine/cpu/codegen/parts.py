@@ -155,7 +155,6 @@ def compile_group(place: Path, group: str, processes: int, *, urgent: bool = Tru
         group: of `GROUPS`.
         processes: so many at most.
         urgent: whether a caller waits.
-
     """
     seconds = {name: PARTS[name].seconds for name in GROUPS[group]}
     shares = compile_processes.share_out(seconds, min(processes, _MOST_PROCESSES))

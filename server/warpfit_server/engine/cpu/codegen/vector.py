@@ -88,7 +88,6 @@ class Trace:
             function: of the module being built.
             operand: float64.
             kinds: element type of each result.
-
         """
 
         def lane(sources: Sequence[Any], results: Sequence[Any]) -> None:

@@ -130,7 +130,6 @@ def encode_program(
 
     Returns:
         The largest index that has to fit in 16 bits.
-
     """
     record = out.programs[program]
     _copy_lists(source, workspace, record, out)

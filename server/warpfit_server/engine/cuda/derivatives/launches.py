@@ -78,7 +78,6 @@ class RowNodes:
 
         Raises:
             ResourceExhaustedError: if the device has no room.
-
         """
         size = 8 * (sums + statistics) * len(nodes_of(rows, length))
         return cls(context.buffer(name, max(1, size)), sums, statistics, rows, length)
@@ -107,7 +106,6 @@ class RowNodes:
             skip: numbers of a node before those that the kernel writes.
             start: first row of what the kernel is given.
             length: rows of each part of that.
-
         """
         arguments["nodes"], arguments["node_pitch"] = self.address + 8 * skip, self.shape[1]
         arguments["node"] = start // self.length - self.first
@@ -185,7 +183,6 @@ def run_chunks(
 
     Returns:
         Nanoseconds of the device.
-
     """
     pending: list[tuple[DerivativeLaunch, DerivativeChunk, int]] = []
     with launch.resident.windows(spans, context, cancelled) as next_window:

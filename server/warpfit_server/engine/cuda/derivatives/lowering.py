@@ -84,7 +84,6 @@ class DerivativeLowering:
     Args:
         directory: where compiled code is kept.
         threads: that lower one batch, the calling one included.
-
     """
 
     def __init__(self, directory: Path, threads: int) -> None:
@@ -113,7 +112,6 @@ class DerivativeLowering:
         Raises:
             MemoryError: if there is not enough.
             ResourceExhaustedError: if a program is too large to encode.
-
         """
         source = source_arrays(batch, row_loss, requested)
         out = _empty(len(batch.codes), len(batch), len(row_loss.codes))

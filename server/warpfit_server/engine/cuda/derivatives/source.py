@@ -51,7 +51,6 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
         variant: data type, precision and rows a thread.
         spills: whether intermediate results are in global memory, for programs that need more
             than shared memory has.
-
     """
     own = resources.files(__package__)
     template = own.joinpath("derivatives.cu").read_text()

@@ -90,7 +90,6 @@ class DerivativeTier:
     Args:
         device: to evaluate on.
         threads: that lower one batch.
-
     """
 
     def __init__(self, device: CudaDevice, threads: int) -> None:

@@ -73,7 +73,6 @@ class LoweredBatch:
         Raises:
             ProgramError: for the first bad token.
             ResourceExhaustedError: if a variable's index is too large to encode.
-
         """
         program = int(self.first_invalid.min())
         if program != ALL_VALID:
@@ -102,7 +101,6 @@ def lower_batch(
 
     Raises:
         ResourceExhaustedError: if a program is too long, or the device has no room.
-
     """
     check_length(batch)
     tokens, layout = TokenArrays.of(batch), BatchLayout.of(batch)
@@ -148,7 +146,6 @@ def launch_chunk(
         chunk: jobs.
         number: of the launch; two in turn use buffers of their own, so that the results of one are
             copied while the next is computed.
-
     """
     variant, side = lowered.kernels.variant, number % 2
     pitch = geometry.tiles * variant.tile * variant.dtype.itemsize
@@ -226,7 +223,6 @@ class ChunkResults:
 
         Raises:
             ProgramError: for the first bad token.
-
         """
         context.wait(pending.event)
         self.lowered.check(self.variables)

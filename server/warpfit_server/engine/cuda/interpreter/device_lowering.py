@@ -121,7 +121,6 @@ def check_length(batch: Batch) -> int:
 
     Raises:
         ResourceExhaustedError: if it is too long for the interpreter.
-
     """
     longest = int(batch.lengths.max())
     if longest > MAX_PROGRAM_TOKENS:
@@ -146,7 +145,6 @@ def raise_invalid_program(batch: Batch, program: int, variables: int) -> None:
     Raises:
         ProgramError: for the first bad token.
         ResourceExhaustedError: if a variable's index is too large.
-
     """
     start, stop = batch.starts[program : program + 2]
     one = Batch(
@@ -286,7 +284,6 @@ def launch_order(
     Returns:
         Page-locked memory to which the device writes the first invalid program of each group, or
         `ALL_VALID`; uint32 [groups].
-
     """
     groups = -(-len(batch) // group)
     first_invalid = context.pinned("first invalid", 4 * groups).view(np.uint32)

@@ -31,7 +31,6 @@ def with_jump_table(ptx: str, cases: int) -> str:
 
     Raises:
         InternalError: if the text does not have the expected form.
-
     """
     lines = ptx.splitlines()
     marks = [number for number, line in enumerate(lines) if _DISPATCH.search(line)]

@@ -194,7 +194,6 @@ def configure_launch(
         max_jobs: most jobs of a launch.
         programs: number of programs.
         vectors: parameter vectors.
-
     """
     scratch = SCRATCH_LEVELS if bounds.costly else 0
     most, group, jobs = bounds.levels + scratch, 1, max_jobs
@@ -221,7 +220,6 @@ def jobs_per_launch(geometry: InterpreterGeometry, tokens: int, jobs: int, vecto
         tokens: of all jobs.
         jobs: number of jobs.
         vectors: jobs of each program.
-
     """
     token_rows = tokens * (geometry.end_row - geometry.first_row)
     launches = min(max(1, token_rows // geometry.max_token_rows), jobs, MAX_LAUNCHES)

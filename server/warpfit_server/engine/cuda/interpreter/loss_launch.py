@@ -187,7 +187,6 @@ def interpret_losses(
         ProgramError: for the first bad token.
         ResourceExhaustedError: if the batch is too large to encode, or the device has no room.
         CUDADriverError: if the device reports an error.
-
     """
     assert outputs.losses is not None
     assert evaluation.loss is not None
@@ -283,7 +282,6 @@ def _add_lowering(launch: LossLaunch, config: LaunchConfig) -> tuple[int, int]:
 
     Returns:
         The number of commands, and of groups of programs.
-
     """
     buffers, handles, layout = launch.buffers, launch.handles, launch.layout
     commands, stream, batch = buffers.commands, handles.stream, launch.addresses.batch

@@ -87,7 +87,6 @@ class ExpressionGraph:
         kind: register class of the data, "r" or "d".
         exp2: 2^x in plain arithmetic, for some of the approximate exponentials.
         share: share of the row-dependent exponentials that use it.
-
     """
 
     def __init__(
@@ -136,7 +135,6 @@ class ExpressionGraph:
         Args:
             shape: of the expression.
             first_input: number of its first input in the group.
-
         """
         stack: list[int] = []
         nodes: list[Node] = []
@@ -172,7 +170,6 @@ class ExpressionGraph:
 
         Returns:
             The register of the derivative.
-
         """
         deviation = self._apply(self._templates[_SUBTRACT, 0], [value, target])
         if loss == "squares":
@@ -189,7 +186,6 @@ class ExpressionGraph:
 
         Returns:
             The register of the derivative by each input, without those that are always 0.
-
         """
         leads = self._leads_to(nodes, wanted)
         slopes = {len(nodes) - 1: seed}

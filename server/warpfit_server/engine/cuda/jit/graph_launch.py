@@ -65,7 +65,6 @@ def replay_losses(
 
     Raises:
         CUDADriverError: if the device reports an error.
-
     """
     assert outputs.losses is not None
     assert evaluation.loss is not None

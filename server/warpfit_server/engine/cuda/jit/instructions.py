@@ -78,7 +78,6 @@ def inline(arity: int, body: str) -> Template:
 
     Raises:
         NotInlinableError: if the body loops, uses memory, or is longer than `LONGEST_INLINE`.
-
     """
     template = _Converter(arity).convert(_blocks(body))
     if len(template.instructions) > LONGEST_INLINE:
@@ -361,7 +360,6 @@ def _from_memory(operands: list[Operand]) -> tuple[list[Operand], str]:
 
     Returns:
         The operands, and the text that opens the scope and fills those registers; empty if none.
-
     """
     named, fills = list(operands), {}
     for index, operand in enumerate(operands):

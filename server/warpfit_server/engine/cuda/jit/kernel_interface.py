@@ -73,7 +73,6 @@ def block_rows(output: Output, rows: int) -> int:
     Args:
         output: of the kernel.
         rows: of the evaluation, on however many launches and devices they are.
-
     """
     wanted = 1 << (-(-rows // _LEAST_BLOCKS) - 1).bit_length()
     return max(output.tile, min(wanted, MAX_BLOCK_ROWS))

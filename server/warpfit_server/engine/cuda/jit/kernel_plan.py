@@ -147,7 +147,6 @@ class KernelPlan:
             vectors: parameter vectors.
             most: most blocks of a kernel.
             total: blocks of all kernels and vectors that the device should have.
-
         """
         known = self._blocks.get((vectors, most))
         if known is None:
@@ -162,7 +161,6 @@ class KernelPlanner:
     Args:
         kernels: where kernels come from.
         tuning: layout of the work.
-
     """
 
     def __init__(self, kernels: KernelStore, tuning: CompiledTuning) -> None:
@@ -193,7 +191,6 @@ class KernelPlanner:
 
         Raises:
             ProgramError: for the first bad token.
-
         """
         plan = self._make_plan(resident, evaluation)
         with self._lock:

@@ -78,7 +78,6 @@ class KernelStore:
         max_bytes: most bytes of loaded code.
         max_count: most loaded kernels.
         disk_bytes: most bytes of machine code on disk.
-
     """
 
     def __init__(
@@ -154,7 +153,6 @@ class KernelStore:
         Returns:
             A future that is done when they are loaded, or has the first error. Kernels that a full
             queue refused, which happens only at positive priority, are left out.
-
         """
         loaded: Future[None] = Future()
         submit = self.compile_queue.submit

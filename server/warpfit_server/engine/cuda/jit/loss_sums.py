@@ -28,7 +28,6 @@ class LossSums:
         mode: of arithmetic; sums are float32 in fast mode, else float64.
         guard: predicate register: whether the row is in the range.
         shapes: of the kernel's expressions.
-
     """
 
     def __init__(

@@ -164,7 +164,6 @@ def _number_inputs(
 
     Returns:
         The index into ``tokens`` of each input's first appearance, and each token's input.
-
     """
     constant = batch.codes[tokens] == CONSTANT
     identity = np.empty(len(tokens), dtype=[("program", "i8"), ("constant", "i8"), ("index", "i8")])

@@ -64,7 +64,6 @@ class CompiledTier:
         device: the device.
         kernels: where kernels come from.
         tuning: layout of the work.
-
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class CompiledTier:
             CancelledError: if ``outputs.cancelled`` became 1.
             ResourceExhaustedError: if this tier does not support the evaluation, or the cache of
                 kernels or device memory is short.
-
         """
         started = time.perf_counter_ns()
         check_cancelled(outputs.cancelled)
@@ -217,7 +215,6 @@ class CompiledTier:
 
         Raises:
             ResourceExhaustedError: if they do not fit in the cache next to those of other graphs.
-
         """
         for _ in range(_ATTEMPTS):
             kernels = self._kernels.lease(keys)

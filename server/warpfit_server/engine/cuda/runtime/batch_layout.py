@@ -130,7 +130,6 @@ def bound_batch(tokens: TokenArrays, flags: NDArray[np.uint8]) -> BatchBounds:
     Args:
         tokens: the batch.
         flags: `COSTLY` and `TERNARY` of each wire code; [256].
-
     """
     found, longest, squares = np.uint8(0), np.int64(0), np.int64(0)
     for code in tokens.codes:
@@ -178,7 +177,6 @@ def pack(tokens: TokenArrays, layout: BatchLayout, memory: NDArray[np.uint8]) ->
         tokens: the batch.
         layout: its layout.
         memory: uint8 [at least layout.uploaded].
-
     """
     size = 4 * (len(tokens.lengths) + 1)
     prefix_sums(tokens.lengths, memory[:size].view(np.uint32))

@@ -48,7 +48,6 @@ def driver_functions() -> NDArray[np.int64]:
 
     Raises:
         OSError: if there is no driver.
-
     """
     driver = ctypes.CDLL("libcuda.so.1")
     found = [getattr(driver, name) for name in _FUNCTIONS]
@@ -71,7 +70,6 @@ class CommandList:
     Args:
         functions: from `driver_functions`.
         stream: handle of the stream.
-
     """
 
     def __init__(self, functions: NDArray[np.int64], stream: int) -> None:
@@ -107,7 +105,6 @@ class CommandList:
             block: threads.
             arguments: each an array of one value, passed by value.
             shared: bytes of dynamic shared memory.
-
         """
         pointers = np.array([argument.ctypes.data for argument in arguments], dtype=np.int64)
         self._kept_alive += [pointers, *arguments]
@@ -126,7 +123,6 @@ class CommandList:
 
         Returns:
             The driver's status, 0 for success, and the nanoseconds between the two events.
-
         """
         self._add(SYNCHRONIZE, self._stream)
         self._add(ELAPSED, self._elapsed.ctypes.data, start.ptr, end.ptr)
@@ -146,7 +142,6 @@ def execute(functions: Any, commands: Any) -> int:
     Args:
         functions: from `driver_functions`.
         commands: each its kind and the arguments of its function; [commands, COMMAND_WIDTH].
-
     """
     for number in range(len(commands)):
         c = commands[number]
@@ -190,7 +185,6 @@ def stage_times(
         started: ``time.perf_counter_ns()`` of the beginning.
         clock: seconds and nanoseconds after the last launch, and after the wait for it; [4].
         elapsed: milliseconds of the device; [1].
-
     """
     launched, done = (int(clock[at]) * 1_000_000_000 + int(clock[at + 1]) for at in (0, 2))
     computed = int(float(elapsed[0]) * 1e6)

@@ -53,7 +53,6 @@ class CompileQueue:
     Args:
         threads: number of threads.
         queue_limit: most waiting jobs; further background jobs are refused.
-
     """
 
     def __init__(self, threads: int, queue_limit: int = 4096) -> None:
@@ -83,7 +82,6 @@ class CompileQueue:
 
         Raises:
             UnavailableError: for a job of priority 0 after `close`.
-
         """
         with self._wake:
             known = self._pending.get(key)

@@ -43,7 +43,6 @@ class CudaDevice:
     Raises:
         UnavailableError: if CuPy is not installed or no such device answers.
         InvalidArgumentError: if others could have written to the cache directory.
-
     """
 
     def __init__(
@@ -129,7 +128,6 @@ class CudaDevice:
 
         Raises:
             ResourceExhaustedError: with the needed and the available bytes.
-
         """
         out_of_memory = self.cupy.cuda.memory.OutOfMemoryError
         try:
@@ -180,7 +178,6 @@ class CudaDevice:
 
         Returns:
             What unlocks it.
-
         """
         self.use()
         runtime = self.cupy.cuda.runtime

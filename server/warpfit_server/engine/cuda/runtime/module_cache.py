@@ -32,7 +32,6 @@ class LeasedCache(Generic[Value]):
         max_bytes: most bytes of all values together.
         max_count: most values.
         evicted: called with each evicted value, outside the lock.
-
     """
 
     def __init__(

@@ -29,7 +29,6 @@ def load_modules(device: CudaDevice, cubins: Sequence[bytes]) -> list[Any]:
     Raises:
         CUDADriverError: if one cannot be loaded, for example for want of device memory; the
             others are unloaded then.
-
     """
     device.use()
     images = np.array([np.frombuffer(cubin, np.uint8).ctypes.data for cubin in cubins], np.int64)

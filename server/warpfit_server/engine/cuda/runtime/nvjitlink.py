@@ -20,7 +20,6 @@ def link(ptx: str, architecture: int, functions: bytes = b"") -> bytes:
 
     Raises:
         InternalError: with the linker's log, if linking fails.
-
     """
     options = [f"-arch=sm_{architecture}", "-O3"]
     handle = nvjitlink.create(len(options), options)

@@ -72,7 +72,6 @@ class ResidentDataset:
             spans: ranges of at most `window_rows` rows, from `cut_rows`.
             context: the only stream that uses the data.
             cancelled: the function raises CancelledError if it has become 1 and rows are not there.
-
         """
 
         def whole() -> Steps[ResidentDataset]:
@@ -121,7 +120,6 @@ def cut_rows(rows: Span, length: int) -> list[Span]:
 
     Returns:
         Ranges of rows, of which only the first and the last may be less than a node.
-
     """
     start, stop = rows
     if stop - start <= length:
@@ -140,7 +138,6 @@ def upload(device: CudaDevice, dataset: Dataset, rows: Span | None = None) -> Re
 
     Raises:
         ResourceExhaustedError: if the device has no room for it.
-
     """
     layout = dataset.layout
     start, stop = rows or (0, layout.rows)
