@@ -149,6 +149,18 @@ def test_constraints_other_losses_and_symbols_hold_in_the_search(search):
     assert "exp" not in " ".join(model.equations_.equation)
 
 
+def test_monotonicity_holds_in_every_row(search):
+    X = points(100)
+    y = np.sin(3.0 * X[:, 0]) - X[:, 1] ** 2 + 0.5 * X[:, 0]
+    signs = {"x1": "increasing", "x2": "decreasing"}
+    model = search(constraints={"monotonic": signs}, population=60, generations=4).fit(X, y)
+    assert len(model.front_) > 1
+    for index in range(len(model.front_)):
+        for column, sign in ((0, 1.0), (1, -1.0)):
+            moved = X + 1e-6 * np.eye(3)[column]
+            assert (sign * (model.predict(moved, index) - model.predict(X, index)) > -1e-12).all()
+
+
 def test_functions_that_are_written_with_operators_are_searched_too(search, tmp_path):
     X = points(60)
     y = np.sinc(X[:, 0] * X[:, 1] / np.pi) + 2.0
@@ -266,6 +278,7 @@ def test_several_starts_get_out_of_a_wrong_valley(server: ServerProcess):
         ({"engine": "abacus"}, "BAD_SETTING"),
         ({"model_selection": "taste"}, "BAD_SETTING"),
         ({"constraints": {"width": 3}}, "BAD_SETTING"),
+        ({"constraints": {"monotonic": {"x1": "sideways"}}}, "BAD_SETTING"),
         ({"loss": "nonsense"}, "BAD_ENUM"),
     ],
 )

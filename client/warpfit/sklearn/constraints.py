@@ -12,7 +12,7 @@ from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.parse import MACROS, function, function_names
 from warpfit.sklearn.genomes import OPERANDS, Codes, Genomes, Indices, Mask, depths, fold
 
-_KINDS: Final = ("depth", "count", "nesting")
+_KINDS: Final = ("depth", "count", "nesting", "monotonic")
 #: Operators by the symbols that users write; "-" with two operands.
 _BY_SYMBOL: Final = {
     **{row.symbol: name for name, row in OPERATORS.items() if row.symbol and row.arity == 2},
@@ -116,6 +116,8 @@ def _checks(kind: str, given: Any) -> list[Callable[[Genomes], Mask]]:
             for outer, limits in given.items()
             for inner, limit in limits.items()
         ]
+    if kind == "monotonic":
+        return []  # Numbers decide, not the structure; see `monotonicity`.
     raise InvalidArgumentError(
         f"constraint {kind!r} is not known",
         "BAD_SETTING",

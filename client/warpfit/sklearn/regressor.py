@@ -24,6 +24,7 @@ from warpfit.sklearn import equations as eq
 from warpfit.sklearn.constraints import admission, complexity_measure, operator_names
 from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData
 from warpfit.sklearn.genomes import Genomes
+from warpfit.sklearn.monotonicity import check_directions
 from warpfit.sklearn.progress import Progress, formulas_of, load, save
 from warpfit.sklearn.target_search import TargetSearch
 from warpfit.sklearn.units import dimensions
@@ -81,7 +82,9 @@ class SymbolicRegressor(FormulaRegressor):
     constraints : dict, optional
         ``{"depth": 5, "count": {"exp": 1}, "nesting": {"sin": {"sin": 0}}}``, all optional: height
         of the tree, most uses of an operator, and how often one may be nested in another. They hold
-        for the formula f in a + b f.
+        for the formula f in a + b f. ``{"monotonic": {"dose": "increasing"}}``, or "decreasing",
+        adds to the loss for each row where a derivative by a variable (by name, or x1, x2, ...) has
+        the wrong sign; equations with such a row of the training data are left out.
     units : dict or sequence, optional
         Units of the variables, such as ``{"m": "kg", "v": "m/s"}`` by name (x1, x2, ... without
         names) or one for each column: the search keeps to formulas that add and compare only what
@@ -273,6 +276,9 @@ class SymbolicRegressor(FormulaRegressor):
                 "population", self.population, f"at most {_MOST_TOKENS // self.max_size} formulas"
                 f" of max_size={self.max_size}"
             )  # fmt: skip
+        if self.constraints and "monotonic" in self.constraints:
+            names = self._names() or tuple(f"x{i + 1}" for i in range(self.n_features_in_))
+            check_directions(self.constraints["monotonic"], names)
         if self.units is not None:
             dimensions(self.units, self._names(), self.n_features_in_)
         if not (self.max_seconds is None or 0.0 < self.max_seconds < math.inf):

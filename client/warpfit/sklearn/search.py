@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -75,6 +75,8 @@ class Settings:
     loss: Loss | LossFunction
     complexity: Callable[[Genomes], Indices]
     admissible: Callable[[Genomes], Mask]
+    penalty: Callable[[Genomes, Floats, DatasetHandle], Floats] | None
+    """What is added to the losses of formulas f, for their slopes and some rows."""
     report: Callable[[Search], bool]
     """Called after each generation; True ends the search."""
 
@@ -266,7 +268,15 @@ class Search:
                 self.sample, genomes.fit_batch(slopes, intercepts), loss=self.settings.loss
             )
         complexities = self.settings.complexity(genomes)
-        return Pool(genomes, losses, slopes, intercepts, complexities, settled)
+        return self._penalised(
+            Pool(genomes, losses, slopes, intercepts, complexities, settled), self.sample
+        )
+
+    def _penalised(self, pool: Pool, data: DatasetHandle) -> Pool:
+        penalty = self.settings.penalty
+        if penalty is None:
+            return pool
+        return replace(pool, losses=pool.losses + penalty(pool.genomes, pool.slopes, data))
 
     def _fitted(self, pool: Pool, data: DatasetHandle, iterations: int) -> Pool:
         """Fit all numbers of the formulas."""
@@ -278,7 +288,7 @@ class Search:
         )
         inner = [vector[:-2] for vector in fit.parameters]
         ends: Floats = np.array([vector[-2:] for vector in fit.parameters])
-        return Pool(
+        fitted = Pool(
             pool.genomes.with_constants(np.concatenate(inner)),
             fit.loss,
             ends[:, 0],
@@ -286,3 +296,4 @@ class Search:
             pool.complexities,
             fit.reason != Reason.ITERATIONS,
         )
+        return self._penalised(fitted, data)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -35,6 +36,7 @@ from warpfit.sklearn.equations import (
 )
 from warpfit.sklearn.estimator import Floats, TrainingData
 from warpfit.sklearn.genomes import Genomes, Indices, Mask
+from warpfit.sklearn.monotonicity import Violations, violations
 from warpfit.sklearn.pairs.library import arguments, library
 from warpfit.sklearn.pairs.search import PairSearch
 from warpfit.sklearn.pairs.views import views
@@ -49,8 +51,8 @@ if TYPE_CHECKING:
 
 #: A slope this close to 1 is 1, and an intercept below this part of the target's spread is 0.
 _NO_INTERCEPT: Final = 1e-10
-#: Rows on which pairs of formulas are compared.
-_PAIR_ROWS: Final = 128
+#: Most rows on which pairs of formulas are compared.
+_PAIR_ROWS: Final = 512
 #: Formulas of the library for each member of the population.
 _LIBRARY: Final = 12
 #: The same of arguments of functions for which many factors are tried.
@@ -67,7 +69,7 @@ _MOST_TOLERANCE: Final = 0.1
 _FEWEST_DIVIDED: Final = 40
 
 
-@dataclass(slots=True)
+@dataclass
 class TargetSearch:
     """The search for the equations of one target."""
 
@@ -98,9 +100,10 @@ class TargetSearch:
         spread = float(np.std(self.training.target))
         programs = [_whole(pool, row, spread) for row in range(len(pool))]
         scores = [self._r2(program, held_out) for program in programs]
-        found = self._fitted(programs)
-        front = self.front(*found, scores)
-        return (self._shortened(*found, scores) if self.options.simplify else front), search
+        programs, losses = self._fitted(programs)
+        losses = np.where(self._violating(programs), np.inf, losses)
+        finished = self._shortened if self.options.simplify else self.front
+        return finished(programs, losses, scores), search
 
     def front(self, programs: list[Program], losses: Floats, r2: list[float]) -> list[Equation]:
         """Rank programs by the estimator's complexity."""
@@ -207,8 +210,29 @@ class TargetSearch:
             loss=self.loss,
             complexity=complexity,
             admissible=self._admission(complexity),
+            penalty=None if self._violations is None else self._penalty,
             report=lambda search: progress.report(self, search),
         )
+
+    @cached_property
+    def _violations(self) -> Violations | None:
+        """Return what measures violations of the constraints of monotonicity, if there are some."""
+        given = (self.options.constraints or {}).get("monotonic")
+        if not given:
+            return None
+        names = self.names or tuple(f"x{i + 1}" for i in range(self.training.rows.shape[1]))
+        return violations(given, names, self.client)
+
+    def _penalty(self, genomes: Genomes, slopes: Floats, data: DatasetHandle) -> Floats:
+        assert self._violations is not None
+        return self.scale * self._violations(genomes, slopes, data)
+
+    def _violating(self, programs: list[Program]) -> Mask:
+        """Return which formulas violate a constraint of monotonicity."""
+        if self._violations is None:
+            return np.zeros(len(programs), bool)
+        genomes = Genomes.of(programs, max(map(len, programs)))
+        return self._violations(genomes, np.ones(len(programs)), self.data) > 0.0
 
     def _admission(self, complexity: Callable[[Genomes], Indices]) -> Callable[[Genomes], Mask]:
         options = self.options
@@ -266,7 +290,8 @@ class TargetSearch:
                 )
             except DeadlineExceededError:
                 break  # Long numbers are the price of a short time.
-            programs[place], losses[place] = short.programs[0], short.loss[0]
+            if not self._violating(short.programs)[0]:
+                programs[place], losses[place] = short.programs[0], short.loss[0]
         return self.front(programs, losses, r2)
 
     def _r2(self, program: Program, rows: Indices) -> float:

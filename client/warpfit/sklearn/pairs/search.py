@@ -28,6 +28,8 @@ from warpfit.sklearn.pairs.views import ROUND, View
 _BEAM: Final = 200
 #: Steps of five of a view that are of a kind of their own.
 _ADDING, _SCALING, _KINDS = 1, 3, 5
+#: Rows on which all pairs are weighed, about; the best ones are weighed again on all of them.
+_SCORED_ROWS: Final = 128
 #: Pairs of a block that are weighed again in float64, and those whose scales are sharpened.
 _KEPT: Final = 150
 _SHARPENED: Final = 40
@@ -141,8 +143,12 @@ class PairSearch:
         if min(self._turns) > 0 and step % 2 == 0:
             return 0
         if min(self._turns) > 0 and step % 4 == 1:
-            return min(others, key=lambda place: min(self._beams[place][1], default=np.inf))
+            return min(others, key=self._error)
         return min(places, key=lambda place: self._turns[place])
+
+    def _error(self, place: int) -> float:
+        """Return the least error of a view, as one of y."""
+        return float(min(self._beams[place][1], default=np.inf) * self.views[place].size)
 
     def _table(self, genomes: Genomes) -> Table:
         table = self._valued(genomes)
@@ -222,21 +228,23 @@ class _Fitter:
 
     def found(self, left: Table, right: Table) -> Iterator[_Found]:
         """Yield the best formulas of each kind: v, u v, u (v + c), and u + c v."""
-        scores = Scores.of(self.view, self.base.values, right.values)
+        step = max(1, len(self.view.target) // _SCORED_ROWS)
+        near, far = left.values[:, ::step], right.values[:, ::step]
+        scores = Scores.of(self.view.thinned(step), self.base.values[:, ::step], far)
         adds = "add" in self.operators
         if adds or not len(self.base):
             v = right[np.argsort(-np.square(scores.target @ scores.centred))[: self.kept]]
             v = self.sharpen(v, lambda v: self._fit([_plain(v)])[0])
             yield self._solved([(v.written(), _plain(v))])
         if "mul" in self.operators and (adds or not len(self.base)):
-            one, other = top(scores.products, left.values, self.kept)
+            one, other = top(scores.products, near, self.kept)
             u, v = left[one], right[other]
             v = self.sharpen(v, lambda v: self._fit([_times(u, v), _plain(u)])[0])
             yield self._solved([(_product(u, v), _times(u, v))])
             if adds:
                 yield self._shifted(u, v)
         if adds:
-            one, other = top(scores.sums, left.values, self.kept)
+            one, other = top(scores.sums, near, self.kept)
             u, v = left[one], right[other]
             v = self.sharpen(v, lambda v: self._fit([_plain(u), _plain(v)])[0])
             yield self._solved([(w.written(), _plain(w)) for w in (u, v)])

@@ -7,7 +7,7 @@ makes the error of t that of y to first order.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -65,6 +65,16 @@ class View:
     """Weighted mean and standard deviation of t before that."""
     weights: Floats
     """Weight of each row, sum 1."""
+    size: float
+    """What the variance of t stands for in y, to first order."""
+
+    def thinned(self, step: int) -> View:
+        """Return the view of each so-many-th row."""
+        weights, target = self.weights[::step], self.target[::step]
+        weights = weights / weights.sum()
+        target = target - weights @ target
+        spread = np.sqrt(weights @ np.square(target))
+        return replace(self, weights=weights, target=target / (spread or 1.0))
 
     def whole(self, inner: Genomes, a: Floats, b: Floats, operators: Collection[str]) -> Genomes:
         """Build m g(a + b inner) as far as slope and intercept of y do not absorb a and b."""
@@ -147,14 +157,15 @@ def _seen(
                 continue
             seen, scale = np.where(sound, seen, 0.0), np.where(sound, scale, 0.0)
             scale = np.minimum(scale, _MOST_WEIGHT * np.median(scale[sound]))
-            scale = scale / scale.sum()
+            size = float(scale.sum())
+            scale = scale / size
             mean = float(scale @ seen)
             spread = float(np.sqrt(scale @ np.square(seen - mean)))
         if not outer and factor is None:
             spread = spread or 1.0  # There is a view of a constant, too.
         if np.isfinite(spread) and spread > 0.0:
             shifted = np.where(sound, (seen - mean) / spread, 0.0)
-            yield View(outer, factor, shifted, mean, spread, scale)
+            yield View(outer, factor, shifted, mean, spread, scale, size * spread**2)
 
 
 def factor_exponents(X: Floats, target: Floats, weights: Floats) -> dict[int, float]:
