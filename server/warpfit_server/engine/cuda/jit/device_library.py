@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from warpfit.ops import OPERATORS, Operator
+from warpfit.ops import OPERATORS
 from warpfit_server.engine.autodiff.rules import PRODUCT_CODE, partial_kernels
 from warpfit_server.engine.cuda.derivatives.source import partial_source
 from warpfit_server.engine.cuda.jit.instructions import (
@@ -104,26 +104,29 @@ class DeviceLibrary:
     """Hash of the above, part of the key of every kernel."""
 
 
+#: Name, operands and body of a function, in CUDA C++.
+_Function = tuple[str, str, str]
+
+
 def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
     """Compile the operator table, optionally with the derivatives of operators; takes 0.3 s."""
     options = ("-rdc=true", *compiler_options(mode.dtype, mode.precision))
-    names, sources = _names(), _sources(mode)
-    if derivatives:
-        names |= _rule_names()
-        sources |= _rule_sources(mode)
+    names = _operator_functions(mode) | (_rule_functions(mode) if derivatives else {})
+    sources = {function[0]: _source(mode, *function) for function in names.values()}
     start = prelude(mode.dtype, mode.precision)
-    source = "\n".join([start, _helpers(mode), *sources.values()])
-    ptx = nvrtc.to_ptx(source, architecture, options)
+    helpers = _HELPERS if mode is Mode.FAST else ""
+    ptx = nvrtc.to_ptx("\n".join([start, helpers, *sources.values()]), architecture, options)
     found = functions(ptx)
     templates, called = {}, []
-    for (code, operand), name in names.items():
+    for key, (name, _, _) in names.items():
         arity, body = found[name]
         try:
-            templates[code, operand] = inline(arity, body)
+            templates[key] = inline(arity, body)
         except NotInlinableError:
-            templates[code, operand] = call(arity, name, mode.kind)
-            called.append(name)
+            templates[key] = call(arity, name, mode.kind)
+            called.append(sources[name])
     version = _VERSION.search(ptx)
+    bound = f"--maxrregcount={_REGISTERS[mode.type_name]}"
     return DeviceLibrary(
         mode=mode,
         architecture=architecture,
@@ -131,82 +134,51 @@ def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> Device
         templates=templates,
         exp2_polynomial=(inline(*found[_EXP2_POLYNOMIAL]) if _EXP2_POLYNOMIAL in found else None),
         data={name: text for text, name in _DATA.findall(ptx)},
-        functions=_functions_cubin(mode, architecture, [sources[name] for name in called], options),
+        functions=(
+            nvrtc.to_cubin("\n".join([start, *called]), architecture, (*options, bound))
+            if called
+            else b""
+        ),
         key=hashlib.blake2b(f"{mode} {architecture}\n{ptx}".encode(), digest_size=16).digest(),
     )
 
 
-def _functions_cubin(
-    mode: Mode, architecture: int, sources: list[str], options: tuple[str, ...]
-) -> bytes:
-    if not sources:
-        return b""
-    source = "\n".join([prelude(mode.dtype, mode.precision), *sources])
-    bound = f"--maxrregcount={_REGISTERS[mode.type_name]}"
-    return nvrtc.to_cubin(source, architecture, (*options, bound))
-
-
-def _helpers(mode: Mode) -> str:
-    return _HELPERS if mode is Mode.FAST else ""
-
-
-def _names() -> dict[tuple[int, int], str]:
-    """Return the name of the function of each template."""
-    names = {(op.code, 0): f"wf_{op.name}" for op in OPERATORS.values()}
+def _operator_functions(mode: Mode) -> dict[tuple[int, int], _Function]:
+    """Return the function of each operator, and of powers with literal exponents, by template."""
+    found = {}
+    for op in OPERATORS.values():
+        body = operator_source(op, mode.dtype, mode.precision)
+        if mode is Mode.FAST and op.cuda_fast_compiled:
+            body = render(op.cuda_fast_compiled, "float")
+        found[op.code, 0] = (f"wf_{op.name}", op.operands, body)
     pow_code = OPERATORS["pow"].code
-    names |= {
-        (pow_code, power + EXPONENT_BIAS): f"wf_power_{power + EXPONENT_BIAS}" for power in POWERS
-    }
-    return names
+    for power, text in POWERS.items():
+        operand = power + EXPONENT_BIAS
+        found[pow_code, operand] = (f"wf_power_{operand}", "a", render(text, _real(mode)))
+    return found
 
 
-def _rule_names() -> dict[tuple[int, int], str]:
-    """Return the name of the function of each template of a derivative."""
-    names = {(kernel.code, 0): f"wf_{kernel.name}" for kernel in partial_kernels()}
-    names[PRODUCT_CODE, 0] = "wf_product"
-    return names | {
-        (POWER_DERIVATIVE, power + EXPONENT_BIAS): f"wf_power_slope_{power + EXPONENT_BIAS}"
-        for power in POWERS
-    }
-
-
-def _source(operator: Operator, mode: Mode) -> str:
-    if mode is Mode.FAST and operator.cuda_fast_compiled:
-        return render(operator.cuda_fast_compiled, "float")
-    return operator_source(operator, mode.dtype, mode.precision)
-
-
-def _sources(mode: Mode) -> dict[str, str]:
-    """Return the CUDA C++ function of each name."""
-    real = "double" if mode is Mode.DOUBLE else "float"
-    bodies = {f"wf_{op.name}": (op.operands, _source(op, mode)) for op in OPERATORS.values()}
-    bodies |= {
-        f"wf_power_{power + EXPONENT_BIAS}": ("a", render(text, real))
-        for power, text in POWERS.items()
-    }
-    return {
-        name: _function(name, real, operands, body) for name, (operands, body) in bodies.items()
-    }
-
-
-def _rule_sources(mode: Mode) -> dict[str, str]:
-    """Return the CUDA C++ function of each name in `_rule_names`."""
-    real = "double" if mode is Mode.DOUBLE else "float"
-    fast = mode is Mode.FAST
-    sources = {"wf_product": _function("wf_product", real, "ab", "product(a, b)")}
+def _rule_functions(mode: Mode) -> dict[tuple[int, int], _Function]:
+    """Return the function of each derivative, and of the chain rule's product, by template."""
+    real, fast = _real(mode), mode is Mode.FAST
+    found = {(PRODUCT_CODE, 0): ("wf_product", "ab", "product(a, b)")}
     for power, text in POWER_DERIVATIVES.items():
-        name = f"wf_power_slope_{power + EXPONENT_BIAS}"
-        sources[name] = _function(name, real, "a", partial_source(text, real, fast=fast))
+        operand = power + EXPONENT_BIAS
+        body = partial_source(text, real, fast=fast)
+        found[POWER_DERIVATIVE, operand] = (f"wf_power_slope_{operand}", "a", body)
     for kernel in partial_kernels():
         body, operands = partial_source(kernel.source, real, fast=fast), "abc"[: kernel.arity]
         if kernel.scaled:
             body, operands = f"product(s, {body})", "s" + operands
-        sources[f"wf_{kernel.name}"] = _function(f"wf_{kernel.name}", real, operands, body)
-    return sources
+        found[kernel.code, 0] = (f"wf_{kernel.name}", operands, body)
+    return found
 
 
-def _function(name: str, real: str, operands: str, body: str) -> str:
-    return (
-        f'extern "C" __device__ __noinline__ {real} {name}('
-        f"{', '.join(f'{real} {operand}' for operand in operands)}) {{ return {body}; }}"
-    )
+def _real(mode: Mode) -> str:
+    return "double" if mode is Mode.DOUBLE else "float"
+
+
+def _source(mode: Mode, name: str, operands: str, body: str) -> str:
+    real = _real(mode)
+    parameters = ", ".join(f"{real} {operand}" for operand in operands)
+    return f'extern "C" __device__ __noinline__ {real} {name}({parameters}) {{ return {body}; }}'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,7 +15,8 @@ from warpfit_server.engine.cuda.jit.kernel_interface import (
     ARGUMENT_OFFSETS,
     LINE_BYTES,
 )
-from warpfit_server.engine.cuda.jit.kernel_store import Kernel, KernelKey
+from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
+from warpfit_server.engine.cuda.jit.kernel_store import Kernel
 from warpfit_server.engine.cuda.math.prelude import NVRTC_PRECISE, sum_tree
 from warpfit_server.engine.cuda.runtime import nvrtc
 from warpfit_server.engine.cuda.runtime.command_list import COMMAND_WIDTH, wait_while_held
@@ -61,29 +61,9 @@ extern "C" __global__ void copy_inputs(const int4 *source, int4 *target, int cou
 GraphKey = tuple[bytes, int, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GraphLayout:
-    """Inputs, sums and launch configuration of a graph's kernels."""
-
-    firsts: tuple[int, ...]
-    """Index of each kernel's first expression."""
-    input_starts: NDArray[np.int64]
-    """Index of each expression's first input, and the total; [programs + 1]."""
-    sum_starts: NDArray[np.int64]
-    """Index of each expression's first sum, and the total; [programs + 1]."""
-    vectors: int
-    dtype: np.dtype[Any]
-    blocks: tuple[int, ...]
-    """Blocks of each kernel."""
-    threads: int
-    """Threads of each block."""
-
-
 class GraphBuffers(NamedTuple):
     """Host memory by which compiled code launches a graph."""
 
-    arguments: NDArray[np.uint64]
-    """Arguments of the kernels; see `kernel_interface.ARGUMENT_OFFSETS`."""
     sum_starts: NDArray[np.int64]
     """Index of each expression's first sum, and the total; [programs + 1]."""
     commands: NDArray[np.int64]
@@ -93,10 +73,9 @@ class GraphBuffers(NamedTuple):
     """Milliseconds of the device; [1]."""
 
     @classmethod
-    def allocate(cls, arguments: NDArray[np.uint64], sum_starts: NDArray[np.int64]) -> GraphBuffers:
+    def allocate(cls, sum_starts: NDArray[np.int64]) -> GraphBuffers:
         """Allocate the memory of commands and times."""
         return cls(
-            arguments,
             sum_starts,
             np.zeros((_MAX_COMMANDS, COMMAND_WIDTH), dtype=np.int64),
             np.zeros(4, dtype=np.int64),
@@ -167,39 +146,38 @@ class CapturedGraph:
         self,
         device: CudaDevice,
         key: GraphKey,
-        kernel_keys: Sequence[KernelKey],
+        plan: KernelPlan,
         kernels: Sequence[Kernel],
         capturer: GraphCapturer,
-        layout: GraphLayout,
     ) -> None:
         device.use()
         self.key = key
-        self.kernel_keys = kernel_keys
-        """Leases of the kernels, which are in use as long as this graph is kept."""
-        self._device = device
-        self._layout = layout
+        self.plan = plan
+        """Its kernels are in use as long as this graph is kept."""
+        _, self._vectors, self._blocks = key
+        self._threads = plan.output.threads
         self._kernels = tuple(kernels)
-        self._jobs = int(layout.sum_starts[-1]) * layout.vectors
-        cuda = device.cupy.cuda
-        inputs = int(layout.input_starts[-1])
-        end = _INPUTS_AT + layout.vectors * inputs * layout.dtype.itemsize
+        self._jobs = int(plan.sum_starts[-1]) * self._vectors
+        cuda, dtype = device.cupy.cuda, plan.mode.dtype
+        inputs = int(plan.shapes.input_starts[-1])
+        end = _INPUTS_AT + self._vectors * inputs * dtype.itemsize
         size = -(-end // _COPY_BYTES) * _COPY_BYTES
         self._device_block = device.allocate(size)
         pinned = cuda.alloc_pinned_memory(size)
         self._block = np.frombuffer(pinned, np.uint8, size)
         self._arguments = self._block[:ARGUMENT_BYTES].view(np.uint64)
-        self.inputs = self._block[_INPUTS_AT:end].view(layout.dtype).reshape(layout.vectors, inputs)
+        self.inputs = self._block[_INPUTS_AT:end].view(dtype).reshape(self._vectors, inputs)
         """Numbers that the next launch reads; [K, inputs]."""
         sums = cuda.alloc_pinned_memory(8 * max(1, self._jobs))
         self.sums = np.frombuffer(sums, np.float64, self._jobs)
         """Sums of the last launch, once the stream has passed it; [sums * K]."""
         self.sums[:] = 0.0
         self._capturer = capturer
-        self.buffers = GraphBuffers.allocate(self._arguments, layout.sum_starts)
+        self.buffers = GraphBuffers.allocate(plan.sum_starts)
         """Buffers and driver handles for launches by compiled code."""
         with capturer.streams() as (main, *branches):
             self._graph = self._capture(main, branches[: len(kernels)])
-        self.set_arguments({"input_stride": inputs * layout.dtype.itemsize})
+        self.set_arguments({"input_stride": inputs * dtype.itemsize})
 
     @property
     def handle(self) -> int:
@@ -214,7 +192,7 @@ class CapturedGraph:
     def place_partials(self, context: StreamContext, blocks: int) -> None:
         """Make room for the partial sums of launches over at most so many blocks of rows."""
         if self._jobs:
-            size = 8 * self._jobs * blocks * (self._layout.threads // 32)
+            size = 8 * self._jobs * blocks * (self._threads // 32)
             self.set_arguments({"partials": context.buffer("compiled partials", size)})
 
     def launch(self, context: StreamContext) -> None:
@@ -238,7 +216,7 @@ class CapturedGraph:
         fork = main.record()
         for branch in branches:
             branch.wait_event(fork)
-        for number, first in enumerate(self._layout.firsts):
+        for number, first in enumerate(self.plan.firsts):
             self._launch_kernel(number, first, branches[number % len(branches)])
         for branch in branches:
             main.wait_event(branch.record())
@@ -249,7 +227,7 @@ class CapturedGraph:
                 (
                     np.uint64(self._device_block.ptr),
                     np.uint64(self.sums.ctypes.data),
-                    np.int32(self._layout.threads // 32),
+                    np.int32(self._threads // 32),
                 ),
                 stream=main,
             )
@@ -259,16 +237,12 @@ class CapturedGraph:
         return graph
 
     def _launch_kernel(self, number: int, first: int, stream: Any) -> None:
-        layout = self._layout
-        offset = _INPUTS_AT + int(layout.input_starts[first]) * layout.dtype.itemsize
-        output = int(layout.sum_starts[first]) if self._jobs else first
+        plan, block = self.plan, self._device_block.ptr
+        inputs = int(plan.shapes.input_starts[first]) * plan.mode.dtype.itemsize
+        output = int(plan.sum_starts[first]) if self._jobs else first
         self._kernels[number].function(
-            (layout.blocks[number], layout.vectors, 1),
-            (layout.threads, 1, 1),
-            (
-                np.uint64(self._device_block.ptr),
-                np.uint64(self._device_block.ptr + offset),
-                np.uint32(output),
-            ),
+            (self._blocks[number], self._vectors, 1),
+            (self._threads, 1, 1),
+            (np.uint64(block), np.uint64(block + _INPUTS_AT + inputs), np.uint32(output)),
             stream=stream,
         )

@@ -6,6 +6,7 @@ taken back when the losses are there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numba
@@ -13,14 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
-from warpfit.request import Evaluation, Tier, Timings
-from warpfit_server.engine.cuda.jit.graph import CapturedGraph, GraphBuffers, row_arguments
+from warpfit_server.engine.cuda.jit.graph import CapturedGraph, GraphBuffers
 from warpfit_server.engine.cuda.jit.shapes import InputSources, fill_inputs
 from warpfit_server.engine.cuda.runtime import command_list
 from warpfit_server.engine.cuda.runtime.batch_layout import TokenArrays
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Outputs
 from warpfit_server.engine.native import numba_cache
 
 
@@ -43,56 +41,36 @@ def replay_losses(
     context: StreamContext,
     graph: CapturedGraph,
     sources: InputSources,
-    resident: ResidentDataset,
-    evaluation: Evaluation,
-    block_rows: int,
-    outputs: Outputs,
+    batch: Batch,
+    arguments: Mapping[str, int],
+    losses: NDArray[np.float64],
     started: int,
-    cache_hits: int,
-) -> Timings:
+) -> tuple[int, int, int]:
     """Compute the sums of the row losses of a batch; other sums are left in ``graph.sums``.
 
     Args:
         context: a stream that nothing else uses meanwhile.
         graph: of the batch's kernels; nothing else uses it meanwhile.
         sources: of the batch's inputs.
-        resident: the data set.
-        evaluation: asks for a loss, and not for values.
-        block_rows: from `kernel_interface.block_rows`.
-        outputs: whose losses to fill.
+        batch: the programs.
+        arguments: from `row_arguments`.
+        losses: to fill, [programs * K].
         started: ``time.perf_counter_ns()`` of the evaluation's beginning.
-        cache_hits: expressions whose kernels were loaded already.
+
+    Returns:
+        The nanoseconds of the copy in, of the device, and of the copy out.
 
     Raises:
         CUDADriverError: if the device reports an error.
     """
-    assert outputs.losses is not None
-    assert evaluation.loss is not None
-    rows = evaluation.row_range(resident.dataset.layout)
-    arguments = row_arguments(resident, *rows, block_rows)
     graph.set_arguments(arguments)
     graph.place_partials(context, arguments["block_count"])
     status = launch_losses(
-        context.functions,
-        GraphHandles.of(context, graph),
-        graph.buffers,
-        TokenArrays.of(evaluation.batch),
-        sources,
-        graph.inputs,
-        graph.sums,
-        outputs.losses.reshape(-1),
+        *(context.functions, GraphHandles.of(context, graph), graph.buffers),
+        *(TokenArrays.of(batch), sources, graph.inputs, graph.sums, losses),
     )
     context.check_executed(status)
-    copy_in, compute, copy_out = command_list.stage_times(
-        started, graph.buffers.clock, graph.buffers.elapsed
-    )
-    return Timings(
-        copy_in=copy_in,
-        compute=compute,
-        copy_out=copy_out,
-        tier=Tier.COMPILED,
-        cache_hits=cache_hits,
-    )
+    return command_list.stage_times(started, graph.buffers.clock, graph.buffers.elapsed)
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
@@ -101,12 +79,11 @@ def replay_losses(
 def load() -> None:
     """Load the compiled functions, or compile them, for the arrays of requests."""
     indices, numbers = np.zeros(1, dtype=np.int64), np.zeros(1)
-    arguments = np.zeros(1, dtype=np.uint64)
     batch = Batch.of([Program.variable(0)])
     sources = InputSources(indices, indices, np.zeros(1, dtype=np.bool_))
     for dtype in (np.float32, np.float64):
         given = (
-            *(indices, GraphHandles(0, 0, 0, 0), GraphBuffers.allocate(arguments, indices)),
+            *(indices, GraphHandles(0, 0, 0, 0), GraphBuffers.allocate(indices)),
             *(TokenArrays.of(batch), sources, np.zeros((1, 1), dtype), numbers, numbers),
         )
         launch_losses.compile(tuple(map(numba.typeof, given)))

@@ -31,6 +31,10 @@ _MAX_SUMS: Final = 24
 _MAX_SINGLE: Final = 4
 #: Distributions of blocks that a plan caches.
 _CACHED_BLOCKS: Final = 64
+#: Most tokens of a fused kernel, for each expression that it may hold.
+_GROUP_TOKENS: Final = 40
+#: Captured graphs, and kernel plans, that are kept.
+MAX_GRAPHS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +93,6 @@ def split_in_proportion(total: int, shares: NDArray[np.float64]) -> NDArray[np.i
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledTuning:
-    """Limits and layout of compiled work."""
-
-    layout: GridLayout | None = None
-    """Layout of every batch; None for the measured best of its mode."""
-    group_tokens: int = 40
-    """Most tokens of a fused kernel, for each expression that it may hold."""
-    chunk_bytes: int = 256 << 20
-    """Most bytes of values that one launch leaves on the device."""
-    graphs: int = 64
-    """Captured graphs, and kernel plans, that are kept."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPlan:
     """The kernels of a batch, and where each puts its sums."""
@@ -156,18 +146,12 @@ class KernelPlan:
 
 
 class KernelPlanner:
-    """Cuts evaluations into kernels and caches the plans; safe to call from several threads.
+    """Cuts evaluations into kernels and caches the plans; safe to call from several threads."""
 
-    Args:
-        kernels: where kernels come from.
-        tuning: layout of the work.
-    """
-
-    def __init__(self, kernels: KernelStore, tuning: CompiledTuning) -> None:
+    def __init__(self, kernels: KernelStore) -> None:
         self._kernels = kernels
-        self._tuning = tuning
         self._lock = threading.Lock()
-        self._plans: LRUCache[Hashable, KernelPlan] = LRUCache(tuning.graphs)
+        self._plans: LRUCache[Hashable, KernelPlan] = LRUCache(MAX_GRAPHS)
 
     def find(
         self, resident: ResidentDataset, evaluation: Evaluation, token_hash: int
@@ -201,7 +185,7 @@ class KernelPlanner:
         layout, batch = resident.dataset.layout, evaluation.batch
         check_tokens(batch, layout.variables)
         mode = Mode.of(layout.dtype, evaluation.precision)
-        grid = self._tuning.layout or best_layout(mode, batch.codes, gradient=evaluation.gradient)
+        grid = best_layout(mode, batch.codes, gradient=evaluation.gradient)
         output = Output(
             values=evaluation.values,
             loss=_sum_kind(evaluation.loss),
@@ -245,9 +229,7 @@ class KernelPlanner:
         firsts, tokens, sums = [0], 0, 0
         for index, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
             full = index - firsts[-1] >= size or sums + count > max(_MAX_SUMS, size)
-            if index > firsts[-1] and (
-                full or tokens + len(shape.codes) > self._tuning.group_tokens * size
-            ):
+            if index > firsts[-1] and (full or tokens + len(shape.codes) > _GROUP_TOKENS * size):
                 firsts.append(index)
                 tokens = sums = 0
             tokens += len(shape.codes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -17,13 +18,12 @@ from warpfit_server.engine.cuda.jit.graph import (
     CapturedGraph,
     GraphCapturer,
     GraphKey,
-    GraphLayout,
     row_arguments,
 )
 from warpfit_server.engine.cuda.jit.graph_launch import replay_losses
 from warpfit_server.engine.cuda.jit.kernel_interface import MAX_BLOCK_ROWS, block_rows
 from warpfit_server.engine.cuda.jit.kernel_plan import (
-    CompiledTuning,
+    MAX_GRAPHS,
     KernelPlan,
     KernelPlanner,
     fingerprint,
@@ -50,6 +50,8 @@ MAX_TOKENS: Final = 2_000
 MAX_PARAMETERS: Final = 64
 #: Least rows of a launch if rows are cut, so that its kernels have enough of them.
 _MIN_ROWS: Final = 1 << 16
+#: Most bytes of values that one launch leaves on the device.
+_CHUNK_BYTES: Final = 256 << 20
 #: Attempts to load all kernels of a batch before the cache is reported as too small.
 _ATTEMPTS: Final = 3
 
@@ -60,22 +62,15 @@ class CompiledTier:
     `loaded` returns whether all kernels of an evaluation are loaded; `request_compile` has missing
     ones compiled in the background; `evaluate` compiles them first if it must.
 
-    Args:
-        device: the device.
-        kernels: where kernels come from.
-        tuning: layout of the work.
     """
 
-    def __init__(
-        self, device: CudaDevice, kernels: KernelStore, tuning: CompiledTuning | None = None
-    ) -> None:
+    def __init__(self, device: CudaDevice, kernels: KernelStore) -> None:
         self._device = device
         self._kernels = kernels
-        self._tuning = tuning or CompiledTuning()
         self._capturer = GraphCapturer(device)
         self._lock = threading.Lock()
-        self._idle_graphs: LRUCache[GraphKey, list[CapturedGraph]] = LRUCache(self._tuning.graphs)
-        self._planner = KernelPlanner(kernels, self._tuning)
+        self._idle_graphs: LRUCache[GraphKey, list[CapturedGraph]] = LRUCache(MAX_GRAPHS)
+        self._planner = KernelPlanner(kernels)
 
     def supports(self, evaluation: Evaluation) -> bool:
         """Return whether this tier can take the evaluation at all."""
@@ -94,7 +89,7 @@ class CompiledTier:
         plan = self._planner.find(resident, evaluation, token_hash)
         if plan is None:
             return None
-        key = self._graph_key(plan, resident, evaluation)
+        key = self._graph_key(self._cut(plan, resident, evaluation))
         with self._lock:
             if self._idle_graphs.get(key):  # a graph keeps its kernels loaded
                 return plan
@@ -130,21 +125,29 @@ class CompiledTier:
         if plan is None:
             self._check_supported(evaluation)
             plan = self.plan(resident, evaluation)
-        key = self._graph_key(plan, resident, evaluation)
+        work = self._cut(plan, resident, evaluation)
+        key = self._graph_key(work)
         graph = self._take_idle(key)
         is_hit = graph is not None or all(kernel in self._kernels.cache for kernel in plan.keys)
         hits = len(evaluation.batch) * is_hit
         graph = graph or (yield from self._capture(key, plan))
-        work = (graph, plan, resident, evaluation, outputs, started, hits)
         try:
-            start, stop = evaluation.row_range(resident.dataset.layout)
-            most = self._rows_per_launch(plan, resident, evaluation)
-            is_whole = stop - start <= most and not resident.is_streamed
+            is_whole = work.stop - work.start <= work.chunk and not resident.is_streamed
             if evaluation.loss is not None and not evaluation.values and is_whole:
-                return self._run_at_once(*work)
-            return (yield from self._run_chunks(*work))
+                times = self._run_at_once(work, graph, outputs, started)
+            else:
+                times = yield from self._run_chunks(work, graph, outputs, started)
         finally:
             self._keep_idle(graph)
+        outputs.ready(len(evaluation.batch))
+        copy_in, compute, copy_out = times
+        return Timings(
+            copy_in=copy_in,
+            compute=compute,
+            copy_out=copy_out,
+            tier=Tier.COMPILED,
+            cache_hits=hits,
+        )
 
     def counters(self) -> Mapping[str, float]:
         """Return the figures of the caches; see `interface.COUNTERS`."""
@@ -171,16 +174,19 @@ class CompiledTier:
                 "tier",
             )
 
-    def _graph_key(
-        self, plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation
-    ) -> GraphKey:
+    def _cut(self, plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation) -> _Work:
+        """Cut the rows of an evaluation into launches and blocks."""
         start, stop = evaluation.row_range(resident.dataset.layout)
-        rows = min(self._rows_per_launch(plan, resident, evaluation), stop - start)
+        chunk = min(self._rows_per_launch(plan, evaluation, resident), resident.window_rows)
+        block = block_rows(plan.output, stop - start)
+        return _Work(plan, resident, evaluation, start, stop, chunk, block)
+
+    def _graph_key(self, work: _Work) -> GraphKey:
+        plan, block = work.plan, work.block
         # A kernel has at most one block of threads for each block of rows.
-        block = _block_rows(plan, resident, evaluation)
-        most = -(-(start % block + rows) // block)
+        most = -(-(work.start % block + min(work.chunk, work.stop - work.start)) // block)
         total = plan.layout.blocks * self._device.multiprocessors
-        vectors = evaluation.batch.vectors
+        vectors = work.evaluation.batch.vectors
         with self._lock:
             blocks = plan.blocks(vectors, most, total)
         return plan.name, vectors, blocks
@@ -192,20 +198,10 @@ class CompiledTier:
 
     def _capture(self, key: GraphKey, plan: KernelPlan) -> Steps[CapturedGraph]:
         """Capture a graph; its kernels are compiled first if they are missing."""
-        _, vectors, blocks = key
         kernels = yield from self._lease(plan.keys)
         self._device.use()
-        layout = GraphLayout(
-            firsts=plan.firsts,
-            input_starts=plan.shapes.input_starts,
-            sum_starts=plan.sum_starts,
-            vectors=vectors,
-            dtype=plan.mode.dtype,
-            blocks=blocks,
-            threads=plan.output.threads,
-        )
         try:
-            return CapturedGraph(self._device, key, plan.keys, kernels, self._capturer, layout)
+            return CapturedGraph(self._device, key, plan, kernels, self._capturer)
         except BaseException:
             self._kernels.release(plan.keys)
             raise
@@ -239,7 +235,7 @@ class CompiledTier:
             graphs = [graph for idle in self._idle_graphs.values() for graph in idle]
             self._idle_graphs.clear()
         for graph in graphs:
-            self._kernels.release(graph.kernel_keys)
+            self._kernels.release(graph.plan.keys)
 
     def _keep_idle(self, graph: CapturedGraph) -> None:
         """Keep a graph for the next evaluation with the same key."""
@@ -247,75 +243,55 @@ class CompiledTier:
         with self._lock:
             idle = self._idle_graphs.get(graph.key)
             if idle is None:
-                while len(self._idle_graphs) >= self._tuning.graphs:
+                while len(self._idle_graphs) >= MAX_GRAPHS:
                     dropped += self._idle_graphs.popitem()[1]
                 idle = self._idle_graphs[graph.key] = []
             idle.append(graph)
         for old in dropped:
-            self._kernels.release(old.kernel_keys)
+            self._kernels.release(old.plan.keys)
 
     def _run_at_once(
-        self,
-        graph: CapturedGraph,
-        plan: KernelPlan,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        outputs: Outputs,
-        started: int,
-        cache_hits: int,
-    ) -> Timings:
+        self, work: _Work, graph: CapturedGraph, outputs: Outputs, started: int
+    ) -> tuple[int, int, int]:
         """Compute losses, and gradients if they are wanted, by one command list."""
+        assert outputs.losses is not None
+        batch, sources = work.evaluation.batch, work.plan.shapes.sources
         with self._device.stream() as context:
-            timings = replay_losses(
-                *(context, graph, plan.shapes.sources, resident, evaluation),
-                *(_block_rows(plan, resident, evaluation), outputs, started, cache_hits),
-            )
-        if outputs.gradients is not None:
-            sums = graph.sums.reshape(-1, evaluation.batch.vectors)
-            _fill_gradients(plan, evaluation, sums, outputs.gradients)
-        outputs.ready(len(evaluation.batch))
-        return timings
+            arguments = row_arguments(work.resident, work.start, work.stop, work.block)
+            losses = outputs.losses.reshape(-1)
+            times = replay_losses(context, graph, sources, batch, arguments, losses, started)
+        work.fill_gradients(graph.sums.reshape(-1, batch.vectors), outputs)
+        return times
 
     def _run_chunks(
-        self,
-        graph: CapturedGraph,
-        plan: KernelPlan,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        outputs: Outputs,
-        started: int,
-        cache_hits: int,
-    ) -> Steps[Timings]:
+        self, work: _Work, graph: CapturedGraph, outputs: Outputs, started: int
+    ) -> Steps[tuple[int, int, int]]:
         """Launch the graph for each chunk of rows, and copy its results before the next."""
-        programs, vectors, _ = evaluation.shape(resident.dataset.layout)
-        start, stop = evaluation.row_range(resident.dataset.layout)
-        chunk = self._rows_per_launch(plan, resident, evaluation)
-        spans = cut_rows((start, stop), chunk)
-        block, nodes = _block_rows(plan, resident, evaluation), []
+        evaluation, plan, (start, stop) = work.evaluation, work.plan, (work.start, work.stop)
+        jobs = len(evaluation.batch) * evaluation.batch.vectors
+        spans, nodes = cut_rows((start, stop), work.chunk), []
         plan.shapes.fill(evaluation.batch, graph.inputs)
         launched, computed = time.perf_counter_ns(), 0
         with (
             self._device.stream() as context,
-            resident.windows(spans, context, outputs.cancelled) as next_window,
+            work.resident.windows(spans, context, outputs.cancelled) as next_window,
         ):
-            graph.place_partials(context, min(stop - start, chunk) // block + 2)
+            graph.place_partials(context, min(stop - start, work.chunk) // work.block + 2)
             for first, last in spans:
                 window = yield from next_window()
                 check_cancelled(outputs.cancelled)
-                arguments = row_arguments(window, first, last, block)
-                pitch = _pitch(first, last, plan.mode.dtype.itemsize)
+                arguments = row_arguments(window, first, last, work.block)
+                itemsize = plan.mode.dtype.itemsize
                 if evaluation.values:
-                    arguments["pitch"] = pitch
-                    arguments["values"] = (
-                        context.buffer("compiled values", programs * vectors * pitch)
-                        + first % ROW_MULTIPLE * plan.mode.dtype.itemsize
-                    )
+                    arguments["pitch"] = pitch = _pitch(first, last, itemsize)
+                    place = context.buffer("compiled values", jobs * pitch)
+                    arguments["values"] = place + first % ROW_MULTIPLE * itemsize
                 graph.set_arguments(arguments)
                 context.mark("start")
                 graph.launch(context)
                 context.mark("computed")
                 if outputs.values is not None:
-                    part = outputs.values.reshape(programs * vectors, -1)
+                    part = outputs.values.reshape(jobs, -1)
                     _copy_values(context, arguments, part[:, first - start : last - start])
                 context.stream.synchronize()
                 computed += context.nanoseconds("start", "computed")
@@ -324,57 +300,55 @@ class CompiledTier:
                     yield None
                     self._device.use()
         if outputs.losses is not None and evaluation.loss is not None:
-            shaped = sum_nodes(np.stack(nodes), start // chunk).reshape(-1, vectors)
+            sums = sum_nodes(np.stack(nodes), start // work.chunk)
+            shaped = sums.reshape(-1, evaluation.batch.vectors)
             outputs.losses[...] = shaped[plan.sum_starts[:-1]]
-            if outputs.gradients is not None:
-                _fill_gradients(plan, evaluation, shaped, outputs.gradients)
-        outputs.ready(programs)
-        return Timings(
-            copy_in=launched - started,
-            compute=computed,
-            copy_out=max(0, time.perf_counter_ns() - launched - computed),
-            tier=Tier.COMPILED,
-            cache_hits=cache_hits,
-        )
+            work.fill_gradients(shaped, outputs)
+        return launched - started, computed, max(0, time.perf_counter_ns() - launched - computed)
 
     def _rows_per_launch(
-        self, plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation
+        self, plan: KernelPlan, evaluation: Evaluation, resident: ResidentDataset
     ) -> int:
         """Return the rows of one launch: a power of two, not less than those of a block."""
-        batch, mode = evaluation.batch, plan.mode
+        batch, mode, layout = evaluation.batch, plan.mode, resident.dataset.layout
         if evaluation.values:
-            size = min(self._tuning.chunk_bytes, int(self._device.memory_limit * RESULTS_SHARE))
+            size = min(_CHUNK_BYTES, int(self._device.memory_limit * RESULTS_SHARE))
             rows = size // (len(batch) * batch.vectors * mode.dtype.itemsize)
-            most = 1 << (max(rows, MAX_BLOCK_ROWS).bit_length() - 1)
-            return int(min(most, resident.window_rows))
-        start, stop = evaluation.row_range(resident.dataset.layout)
-        token_rows = evaluation.token_rows(resident.dataset.layout)
+            return 1 << (max(rows, MAX_BLOCK_ROWS).bit_length() - 1)
+        start, stop = evaluation.row_range(layout)
+        token_rows = evaluation.token_rows(layout)
         launches = token_rows // max_token_rows(mode, self._device.multiprocessors)
         most = max(1, (stop - start) // _MIN_ROWS)
         rows = -(-(stop - start) // min(max(1, launches), most))
-        return int(min(1 << (max(rows, MAX_BLOCK_ROWS) - 1).bit_length(), resident.window_rows))
+        return 1 << (max(rows, MAX_BLOCK_ROWS) - 1).bit_length()
 
 
-def _block_rows(plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation) -> int:
-    start, stop = evaluation.row_range(resident.dataset.layout)
-    return block_rows(plan.output, stop - start)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """An evaluation by a plan, and how its rows are cut."""
 
+    plan: KernelPlan
+    resident: ResidentDataset
+    evaluation: Evaluation
+    start: int
+    stop: int
+    chunk: int
+    """Rows of one launch."""
+    block: int
+    """Rows of a block."""
 
-def _fill_gradients(
-    plan: KernelPlan,
-    evaluation: Evaluation,
-    sums: NDArray[np.float64],
-    gradients: NDArray[np.float64],
-) -> None:
-    """Copy sums of derivatives, [sums, K], to the order of `Batch.parameters`."""
-    batch = evaluation.batch
-    programs, parameters = plan.shapes.parameter_places(batch)
-    counts = batch.parameter_counts.astype(np.int64)[programs]
-    firsts = batch.parameter_starts[:-1][programs] + parameters
-    places = firsts[:, np.newaxis] + counts[:, np.newaxis] * np.arange(batch.vectors)
-    gradients[:] = 0.0  # for parameters that the expression does not contain
-    scale = 1.0 if evaluation.loss is Loss.MAE else 2.0
-    gradients[places] = scale * np.delete(sums, plan.sum_starts[:-1], axis=0)
+    def fill_gradients(self, sums: NDArray[np.float64], outputs: Outputs) -> None:
+        """Copy sums of derivatives, [sums, K], to the order of `Batch.parameters` if wanted."""
+        batch, gradients = self.evaluation.batch, outputs.gradients
+        if gradients is None:
+            return
+        programs, parameters = self.plan.shapes.parameter_places(batch)
+        counts = batch.parameter_counts.astype(np.int64)[programs]
+        firsts = batch.parameter_starts[:-1][programs] + parameters
+        places = firsts[:, np.newaxis] + counts[:, np.newaxis] * np.arange(batch.vectors)
+        gradients[:] = 0.0  # for parameters that the expression does not contain
+        scale = 1.0 if self.evaluation.loss is Loss.MAE else 2.0
+        gradients[places] = scale * np.delete(sums, self.plan.sum_starts[:-1], axis=0)
 
 
 def _pitch(first: int, last: int, itemsize: int) -> int:
