@@ -213,66 +213,63 @@ def ratios(values: dict[str, float], *, of_times: bool = False) -> dict[str, flo
 
 
 def one_client(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
-    """Large batches of one client: median wall time, and where they ran; the servers in turns."""
-    programs, rows = options.large
-
-    def prepare(client: warpfit.Client) -> Callable[[Batch], Any]:
-        data = client.upload(*table(rows))
-        return lambda batch: client.run(data, batch, loss="mse", precision="fast")
-
-    pool = Pool(SEED)
-    found = in_turns(servers, prepare, lambda: pool.draw(programs), options.calls)
-    return {"programs": programs, "rows": rows, **found}
+    """Large batches of one client: wall times, and where they ran; the servers in turns."""
+    return in_turns(servers, options.large, options.calls, loss="mse", precision="fast")
 
 
 def fits(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
     """Fits of one client, likewise."""
-    searches, rows = options.searches
-
-    def prepare(client: warpfit.Client) -> Callable[[Batch], Any]:
-        data = client.upload(*table(rows))
-        return lambda batch: client.optimize(data, batch, max_iterations=20)
-
-    pool = Pool(SEED)
-    found = in_turns(servers, prepare, lambda: pool.draw(searches), options.calls)
-    return {"searches": searches, "rows": rows, **found}
+    return in_turns(servers, options.searches, options.calls, max_iterations=20)
 
 
 def sharded(_: Workers, servers: dict[str, ServerProcess], options: Any) -> list[dict[str, Any]]:
     """Sharded data sets against a whole one on the first server, in turns."""
-    return [_sharded(servers, *shape, options.calls) for shape in options.sharded]
+    asked = {"loss": "mse", "tier": "interpreter"}
+    return [in_turns(servers, each, options.calls, shard=True, **asked) for each in options.sharded]
 
 
-def _sharded(
-    servers: dict[str, ServerProcess], programs: int, rows: int, calls: int
+def in_turns(
+    servers: dict[str, ServerProcess],
+    shape: tuple[int, int],
+    calls: int,
+    *,
+    shard: bool = False,
+    **asked: Any,
 ) -> dict[str, Any]:
+    """Time calls with the same batches on all servers; compare the bits of the answers."""
+    programs, rows = shape
     pool = Pool(SEED)
-    compute, cores, walls = ({name: list[float]() for name in servers} for _ in range(3))
-    devices: dict[str, str] = {}
+    walls, compute, cores = ({name: list[float]() for name in servers} for _ in range(3))
+    devices: dict[str, set[str]] = {name: set() for name in servers}
     differing = 0
     with ExitStack() as held:
         run = {}
         for name, server in servers.items():
             client = held.enter_context(warpfit.connect(server.address))
-            data = held.enter_context(client.upload(*table(rows), shards=len(server.engines())))
-            run[name] = partial(client.run, data, loss="mse", tier="interpreter")
-            run[name](pool.draw(programs))
+            data = client.upload(*table(rows), shards=shard * len(server.engines()))
+            method: Callable[..., Any] = client.run if "loss" in asked else client.optimize
+            run[name] = partial(method, held.enter_context(data), **asked)
+            for _ in range(3):  # the server learns what calls take
+                run[name](pool.draw(programs))
         for _ in range(calls):
             batch, answers = pool.draw(programs), set()
             for name, server in servers.items():
-                before, used = time.perf_counter(), engine_seconds(server)
+                used, before = engine_seconds(server), time.perf_counter()
                 answer = run[name](batch)
                 walls[name].append(time.perf_counter() - before)
                 cores[name].append(engine_seconds(server) - used)
                 compute[name].append(answer.timings.compute / 1e9)
-                devices[name] = answer.timings.device
+                devices[name].add(answer.timings.device)
                 answers.add(bits(answer))
             differing += len(answers) > 1
+    medians = {name: statistics.median(series) for name, series in walls.items()}
     found = {
-        **{"programs": programs, "rows": rows, "calls": calls, "devices": devices},
+        **{"programs": programs, "rows": rows, "calls": calls},
+        "milliseconds": {name: round(1e3 * median, 3) for name, median in medians.items()},
+        "times_the_first": ratios(medians, of_times=True),
+        "devices": {name: sorted(each) for name, each in devices.items()},
         "steps_of_all_engines": against_first(compute),
         "cpu_time_of_all_engines": against_first(cores),
-        "wall": against_first(walls),
         "calls_whose_answers_differ_in_bits": differing,
     }
     print(found, flush=True)
@@ -285,45 +282,6 @@ def against_first(seconds: dict[str, list[float]]) -> dict[str, Any]:
     ratio = {name: round(statistics.median(np.array(s) / first), 4) for name, s in seconds.items()}
     medians = {name: round(1e3 * statistics.median(s), 3) for name, s in seconds.items()}
     return {"milliseconds": medians, "times_the_first": ratio}
-
-
-def in_turns(
-    servers: dict[str, ServerProcess],
-    prepare: Callable[[warpfit.Client], Callable[[Batch], Any]],
-    draw: Callable[[], Batch],
-    calls: int,
-) -> dict[str, Any]:
-    """Time calls with the same batches on all servers; compare the bits of the answers."""
-    with ExitStack() as held:
-        run = {
-            name: prepare(held.enter_context(warpfit.connect(server.address)))
-            for name, server in servers.items()
-        }
-        for name in servers:  # loads the data everywhere, and lets the server learn what calls take
-            for _ in range(3):
-                run[name](draw())
-        walls: dict[str, list[float]] = {name: [] for name in servers}
-        devices: dict[str, set[str]] = {name: set() for name in servers}
-        differing = 0
-        for _ in range(calls):
-            batch, answers = draw(), set()
-            for name in servers:
-                before = time.perf_counter()
-                answer = run[name](batch)
-                walls[name].append(time.perf_counter() - before)
-                devices[name].add(answer.timings.device)
-                answers.add(bits(answer))
-            differing += len(answers) > 1
-    medians = {name: statistics.median(series) for name, series in walls.items()}
-    found = {
-        "milliseconds": {name: round(1e3 * median, 3) for name, median in medians.items()},
-        "times_the_first": ratios(medians, of_times=True),
-        "devices": {name: sorted(each) for name, each in devices.items()},
-        "calls": calls,
-        "calls_whose_answers_differ_in_bits": differing,
-    }
-    print(found, flush=True)
-    return found
 
 
 def bits(answer: Any) -> bytes:

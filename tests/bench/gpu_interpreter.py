@@ -15,18 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import harness
 import numpy as np
-from harness import (
-    CLOCK,
-    MEMORY,
-    MODES,
-    SPECIAL_PER_CLOCK,
-    median_seconds,
-    outputs_of,
-    save,
-    special_functions,
-    uniform_data,
-)
 
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
@@ -63,7 +53,7 @@ def main() -> None:
     setup = Setup(CudaEngine(), Batch.of(programs, parameters), arguments.repeats)
     rows = [
         {"mode": mode, "rows": count, **measure(setup, mode, count)}
-        for mode in MODES
+        for mode in harness.MODES
         for count in arguments.rows
     ]
     for row in rows:
@@ -79,12 +69,12 @@ def main() -> None:
         },
         "results": rows,
     }
-    save("gpu_interpreter", content)
+    harness.save("gpu_interpreter", content)
 
 
 def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
-    dtype, precision = MODES[mode]
-    dataset = uniform_data(rows, dtype)
+    dtype, precision = harness.MODES[mode]
+    dataset = harness.uniform_data(rows, dtype)
     evaluation = Evaluation(
         dataset.content_id, setup.batch, precision=precision, loss=Loss.MSE, values=False
     )
@@ -109,8 +99,8 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
         kernel_seconds = device_time(context, kernel, setup.repeats)
         whole_seconds = device_time(context, whole, setup.repeats)
     setup.engine.load(dataset)
-    outputs = outputs_of(evaluation)
-    host = median_seconds(
+    outputs = harness.outputs_of(evaluation)
+    host = harness.median_seconds(
         lambda: run_to_end(setup.engine.evaluate(evaluation, outputs)), max(setup.repeats, 5)
     )
     setup.engine.unload(dataset.content_id)
@@ -146,10 +136,12 @@ def device_time(context: StreamContext, work: Callable[[], None], repeats: int) 
 
 def bound(setup: Setup, rows: int, itemsize: int, seconds: float) -> dict[str, Any]:
     """The least time that special functions and device memory allow, for fast mode's functions."""
-    special = special_functions(setup.batch)
-    special_seconds = special * rows / (SPECIAL_PER_CLOCK * setup.engine.multiprocessors * CLOCK)
+    special = harness.special_functions(setup.batch)
+    special_seconds = (
+        special * rows / (harness.SPECIAL_PER_CLOCK * setup.engine.multiprocessors * harness.CLOCK)
+    )
     traffic = 11 * rows * itemsize
-    memory_seconds = traffic / MEMORY
+    memory_seconds = traffic / harness.MEMORY
     least = max(special_seconds, memory_seconds)
     return {
         "special_functions": special * rows,

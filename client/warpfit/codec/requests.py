@@ -5,39 +5,28 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.codec import framing
 from warpfit.codec.datasets import check_content_id
-from warpfit.codec.framing import (
-    F64,
-    TIERS,
-    U8,
-    U32,
-    WireEnum,
-    bytes_tag,
-    pack,
-    parse_message,
-    unpack,
-    varint,
-)
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.ops import FIRST_OPERATOR
 from warpfit.request import OUTPUTS, Evaluation, Loss, Precision
 from warpfit.v1 import evaluator_pb2 as pb
 
-_PRECISIONS: Final = WireEnum(Precision, pb.Precision)
-_LOSSES: Final = WireEnum((None, *Loss), pb.Loss)
-_CLOSINGS: Final = WireEnum(Closing, pb.Closing)
+_PRECISIONS: Final = framing.WireEnum(Precision, pb.Precision)
+_LOSSES: Final = framing.WireEnum((None, *Loss), pb.Loss)
+_CLOSINGS: Final = framing.WireEnum(Closing, pb.Closing)
 #: Tokens from which on a batch leaves out the values of operators: such messages are half as long,
 #: but picking the values takes time, too: 4 ms for 50,000 programs, whose message then has 7.7 MB.
 _LONG: Final = 1 << 16
-_PROGRAMS_TAG: Final = bytes_tag(pb.EvaluateRequest.PROGRAMS_FIELD_NUMBER)
+_PROGRAMS_TAG: Final = framing.bytes_tag(pb.EvaluateRequest.PROGRAMS_FIELD_NUMBER)
 #: Arrays of a batch: name, tag of the field and dtype.
 _ARRAYS: Final = (
-    ("codes", bytes_tag(pb.Programs.CODES_FIELD_NUMBER), U8),
-    ("values", bytes_tag(pb.Programs.VALUES_FIELD_NUMBER), F64),
-    ("lengths", bytes_tag(pb.Programs.LENGTHS_FIELD_NUMBER), U32),
-    ("parameter_counts", bytes_tag(pb.Programs.PARAMETER_COUNTS_FIELD_NUMBER), U32),
-    ("parameters", bytes_tag(pb.Programs.PARAMETERS_FIELD_NUMBER), F64),
+    ("codes", framing.bytes_tag(pb.Programs.CODES_FIELD_NUMBER), framing.U8),
+    ("values", framing.bytes_tag(pb.Programs.VALUES_FIELD_NUMBER), framing.F64),
+    ("lengths", framing.bytes_tag(pb.Programs.LENGTHS_FIELD_NUMBER), framing.U32),
+    ("parameter_counts", framing.bytes_tag(pb.Programs.PARAMETER_COUNTS_FIELD_NUMBER), framing.U32),
+    ("parameters", framing.bytes_tag(pb.Programs.PARAMETERS_FIELD_NUMBER), framing.F64),
 )
 
 
@@ -52,19 +41,19 @@ def evaluation_to_bytes(evaluation: Evaluation) -> bytes:
         precision=_PRECISIONS.codes[evaluation.precision],
         values=evaluation.values,
         loss=_LOSSES.codes[evaluation.loss],
-        tier=TIERS.codes[evaluation.tier],
+        tier=framing.TIERS.codes[evaluation.tier],
         **outputs,  # type: ignore[arg-type]
     )
     custom = evaluation.custom_loss
     if custom is not None:
-        message.loss_function.codes = pack(custom.row.codes, U8)
-        message.loss_function.values = pack(custom.row.values, F64)
+        message.loss_function.codes = framing.pack(custom.row.codes, framing.U8)
+        message.loss_function.values = framing.pack(custom.row.values, framing.F64)
         message.loss_function.closing = _CLOSINGS.codes[custom.closing]
     if evaluation.rows is not None:
         message.rows.start, message.rows.stop = evaluation.rows
     pieces = _programs(evaluation.batch)
     size = sum(map(len, pieces))
-    return b"".join((message.SerializeToString(), _PROGRAMS_TAG, varint(size), *pieces))
+    return b"".join((message.SerializeToString(), _PROGRAMS_TAG, framing.varint(size), *pieces))
 
 
 def _programs(batch: Batch) -> list[bytes | memoryview]:
@@ -75,7 +64,7 @@ def _programs(batch: Batch) -> list[bytes | memoryview]:
         if name == "values" and len(batch.codes) == len(array) >= _LONG:
             array = array[np.flatnonzero(batch.codes < FIRST_OPERATOR)]
         if array.nbytes:
-            pieces += (tag, varint(array.nbytes), array.data.cast("B"))
+            pieces += (tag, framing.varint(array.nbytes), array.data.cast("B"))
     return pieces
 
 
@@ -88,7 +77,7 @@ def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
     """Decode an evaluation; `Evaluation.check` must follow."""
     programs = message.programs
     arrays = {
-        name: unpack(getattr(programs, name), dtype, f"programs.{name}")
+        name: framing.unpack(getattr(programs, name), dtype, f"programs.{name}")
         for name, _, dtype in _ARRAYS
     }
     arrays["values"] = _of_all_tokens(arrays["values"], arrays["codes"])
@@ -100,7 +89,7 @@ def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
         precision=_PRECISIONS.member(message.precision, "precision"),
         loss=_LOSSES.member(message.loss, "loss"),
         values=message.values,
-        tier=TIERS.member(message.tier, "tier"),
+        tier=framing.TIERS.member(message.tier, "tier"),
         custom_loss=_custom_loss(message),
         **{output: getattr(message, output) for output in OUTPUTS},
     )
@@ -120,7 +109,7 @@ def _of_all_tokens(values: NDArray[Any], codes: NDArray[Any]) -> NDArray[Any]:
 
 def evaluation_from_bytes(data: bytes) -> Evaluation:
     """Parse and decode an evaluation; `Evaluation.check` must follow."""
-    return evaluation_from_message(parse_message(pb.EvaluateRequest, data))
+    return evaluation_from_message(framing.parse_message(pb.EvaluateRequest, data))
 
 
 def _custom_loss(message: pb.EvaluateRequest) -> LossFunction | None:
@@ -128,7 +117,7 @@ def _custom_loss(message: pb.EvaluateRequest) -> LossFunction | None:
         return None
     custom = message.loss_function
     row = Program(
-        unpack(custom.codes, U8, "loss_function.codes"),
-        unpack(custom.values, F64, "loss_function.values"),
+        framing.unpack(custom.codes, framing.U8, "loss_function.codes"),
+        framing.unpack(custom.values, framing.F64, "loss_function.values"),
     )
     return LossFunction(row, _CLOSINGS.member(custom.closing, "loss_function.closing"))

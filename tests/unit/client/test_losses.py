@@ -5,24 +5,9 @@ import numpy as np
 import pytest
 
 from support.engines.reference_losses import reference_loss
-from warpfit import InvalidArgumentError, Loss, LossFunction, ParseError, Program
+from warpfit import InvalidArgumentError, Loss, LossFunction, ParseError, Program, losses
 from warpfit.expressions.derivatives import differentiate
 from warpfit.expressions.reference import evaluate_program
-from warpfit.losses import (
-    BUILT_IN,
-    BY_NAME,
-    PREDICTION,
-    Closing,
-    TargetStatistics,
-    as_loss,
-    close_gradients,
-    close_losses,
-    gaussian,
-    huber,
-    log_cosh,
-    poisson,
-    quantile,
-)
 from warpfit.ops import VARIABLE
 
 rng = np.random.default_rng(1)
@@ -39,9 +24,9 @@ def rows(function: LossFunction, f=F, w=W) -> np.ndarray:
 @pytest.mark.parametrize("weights", [None, W])
 def test_the_six_losses_are_rows_and_closings(loss, weights):
     w = np.ones(50) if weights is None else weights
-    function = BUILT_IN[loss]
-    closed = close_losses(
-        function.closing, np.sum(w * rows(function)), TargetStatistics(Y, weights)
+    function = losses.BUILT_IN[loss]
+    closed = losses.close_losses(
+        function.closing, np.sum(w * rows(function)), losses.TargetStatistics(Y, weights)
     )
     np.testing.assert_allclose(closed, reference_loss(loss, F, Y, weights), rtol=1e-12)
 
@@ -49,20 +34,20 @@ def test_the_six_losses_are_rows_and_closings(loss, weights):
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (huber(0.5), np.where(np.abs(D) <= 0.5, D**2 / 2, 0.5 * (np.abs(D) - 0.25))),
-        (log_cosh(), np.log(np.cosh(D))),
-        (quantile(0.3), np.maximum(0.3 * (Y - F), 0.7 * (F - Y))),
-        (poisson(), F - Y * np.log(F)),
-        (poisson(log=True), np.exp(F) - Y * F),
-        (gaussian(0.7), 0.5 * (D / 0.7) ** 2 + np.log(0.7 * np.sqrt(2 * np.pi))),
-        (gaussian(), 0.5 * W * D**2 - 0.5 * np.log(W / (2 * np.pi))),
+        (losses.huber(0.5), np.where(np.abs(D) <= 0.5, D**2 / 2, 0.5 * (np.abs(D) - 0.25))),
+        (losses.log_cosh(), np.log(np.cosh(D))),
+        (losses.quantile(0.3), np.maximum(0.3 * (Y - F), 0.7 * (F - Y))),
+        (losses.poisson(), F - Y * np.log(F)),
+        (losses.poisson(log=True), np.exp(F) - Y * F),
+        (losses.gaussian(0.7), 0.5 * (D / 0.7) ** 2 + np.log(0.7 * np.sqrt(2 * np.pi))),
+        (losses.gaussian(), 0.5 * W * D**2 - 0.5 * np.log(W / (2 * np.pi))),
         (LossFunction.parse("where(abs(d) < 1, d^2/2, abs(d) - 0.5)"), None),
         (LossFunction.parse("weight*(prediction - target)^2"), W * D**2),
     ],
 )
 def test_definitions(function, expected):
     if expected is None:
-        expected = rows(huber())
+        expected = rows(losses.huber())
     np.testing.assert_allclose(rows(function), expected, rtol=1e-12, atol=1e-14)
 
 
@@ -86,19 +71,19 @@ def log_of_cosh(d):
 @pytest.mark.parametrize(
     ("function", "formula", "slope"),
     [
-        (log_cosh(), log_of_cosh, mpmath.tanh),
+        (losses.log_cosh(), log_of_cosh, mpmath.tanh),
         (
-            huber(0.3),
+            losses.huber(0.3),
             lambda d: d**2 / 2 if abs(d) <= 0.3 else mpmath.mpf(0.3) * (abs(d) - mpmath.mpf(0.15)),
             lambda d: d if abs(d) <= 0.3 else mpmath.mpf(0.3) * mpmath.sign(d),
         ),
         (
-            quantile(0.3),
+            losses.quantile(0.3),
             lambda d: -mpmath.mpf(0.3) * d if d <= 0 else mpmath.mpf(0.7) * d,
             lambda d: -mpmath.mpf(0.3) if d <= 0 else mpmath.mpf(0.7),
         ),
         (
-            gaussian(1e-100),
+            losses.gaussian(1e-100),
             lambda d: (
                 (d / mpmath.mpf(1e-100)) ** 2 / 2
                 + mpmath.log(mpmath.mpf(1e-100) * mpmath.sqrt(2 * mpmath.pi))
@@ -109,18 +94,18 @@ def log_of_cosh(d):
     ids=["log_cosh", "huber", "quantile", "gaussian"],
 )
 def test_losses_of_differences_do_not_cancel(function, formula, slope):
-    d = DIFFERENCES if function == gaussian(1e-100) else ALL_SIZES
+    d = DIFFERENCES if function == losses.gaussian(1e-100) else ALL_SIZES
     columns = np.stack([d, np.zeros_like(d), np.ones_like(d)])
     found, slopes = differentiate(function.row, columns, by=VARIABLE)
     np.testing.assert_allclose(found, exact(formula, d), rtol=2e-15)
-    np.testing.assert_allclose(slopes[PREDICTION], exact(slope, d), rtol=2e-15)
+    np.testing.assert_allclose(slopes[losses.PREDICTION], exact(slope, d), rtol=2e-15)
 
 
 @pytest.mark.parametrize("log", [False, True])
 def test_poisson_is_as_exact_as_its_terms(log):
     f, y = np.meshgrid(10.0 ** np.arange(-8, 2.5, 0.61), [0.0, 1e-3, 1.0, 7.0, 1e6])
     f, y = f.ravel(), y.ravel()
-    found = evaluate_program(poisson(log=log).row, np.stack([f, y, y]))
+    found = evaluate_program(losses.poisson(log=log).row, np.stack([f, y, y]))
 
     def formula(f, y):
         return mpmath.exp(f) - y * f if log else f - y * mpmath.log(f)
@@ -129,28 +114,28 @@ def test_poisson_is_as_exact_as_its_terms(log):
     assert np.all(np.abs(found - exact(formula, f, y)) <= 4e-16 * terms)
 
 
-@pytest.mark.parametrize("loss", [*Loss, *BY_NAME])
+@pytest.mark.parametrize("loss", [*Loss, *losses.BY_NAME])
 def test_closed_gradients_are_central_differences(loss):
-    function = BUILT_IN[loss] if isinstance(loss, Loss) else BY_NAME[loss]()
-    statistics = TargetStatistics(Y, W)
+    function = losses.BUILT_IN[loss] if isinstance(loss, Loss) else losses.BY_NAME[loss]()
+    statistics = losses.TargetStatistics(Y, W)
     factor = 1.0 if function.mentions_weight else W
 
     def closed(shift):
-        return close_losses(
+        return losses.close_losses(
             function.closing, np.sum(factor * rows(function, F + shift)), statistics
         )
 
     _, slopes = differentiate(function.row, np.stack([F, Y, W]), by=VARIABLE)
-    gradient = close_gradients(
-        function.closing, np.sum(factor * slopes[PREDICTION]), closed(0.0), statistics
+    gradient = losses.close_gradients(
+        function.closing, np.sum(factor * slopes[losses.PREDICTION]), closed(0.0), statistics
     )
     expected = (closed(1e-6) - closed(-1e-6)) / 2e-6
     np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_the_gradient_of_rmse_is_zero_at_a_perfect_fit():
-    statistics = TargetStatistics(Y, None)
-    gradient = close_gradients(Closing.ROOT, np.zeros(2), np.zeros(2), statistics)
+    statistics = losses.TargetStatistics(Y, None)
+    gradient = losses.close_gradients(losses.Closing.ROOT, np.zeros(2), np.zeros(2), statistics)
     assert gradient.tolist() == [0.0, 0.0]
 
 
@@ -159,27 +144,27 @@ def test_squares_are_recognised(text):
     assert LossFunction.parse(text).is_squares
 
 
-@pytest.mark.parametrize("given", [*Loss, *BY_NAME, "abs(d)^1.5", huber(2.0)])
+@pytest.mark.parametrize("given", [*Loss, *losses.BY_NAME, "abs(d)^1.5", losses.huber(2.0)])
 def test_as_loss_accepts_losses_names_and_texts(given):
-    found = as_loss(given)
+    found = losses.as_loss(given)
     assert isinstance(found, Loss | LossFunction)
-    assert as_loss(found) == found
+    assert losses.as_loss(found) == found
     assert (given in list(Loss)) == isinstance(found, Loss)
 
 
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda: as_loss("mape"), "BAD_ENUM"),
-        (lambda: as_loss("abs(z)"), "UNKNOWN_NAME"),
+        (lambda: losses.as_loss("mape"), "BAD_ENUM"),
+        (lambda: losses.as_loss("abs(z)"), "UNKNOWN_NAME"),
         (lambda: LossFunction.parse("p1*d"), "BAD_LOSS"),
         (lambda: LossFunction.parse("x4*d"), "BAD_LOSS"),
         (lambda: LossFunction.parse("x9*d"), "BAD_LOSS"),
         (lambda: LossFunction(Program.variable(3)), "BAD_LOSS"),
         (lambda: LossFunction.parse("d", "median"), "BAD_ENUM"),
-        (lambda: huber(0.0), "BAD_LOSS"),
-        (lambda: quantile(1.0), "BAD_LOSS"),
-        (lambda: gaussian(-1.0), "BAD_LOSS"),
+        (lambda: losses.huber(0.0), "BAD_LOSS"),
+        (lambda: losses.quantile(1.0), "BAD_LOSS"),
+        (lambda: losses.gaussian(-1.0), "BAD_LOSS"),
     ],
 )
 def test_invalid_losses(call, reason):
