@@ -336,7 +336,8 @@ def test_a_wrong_address_fails_soon_and_says_what_to_do(address, caplog):
     assert "waiting for a server" in caplog.text
 
 
-def test_no_server_yet_is_a_wrong_address_too():
+def test_no_server_yet_is_a_wrong_address_too(monkeypatch):
+    monkeypatch.setattr(attempts, "_FIRST_CONTACT_SECONDS", 0.05)
     with (
         warpfit.connect(list) as client,
         pytest.raises(warpfit.UnavailableError, match="there is no server") as caught,
