@@ -11,6 +11,8 @@ setting is what the others are compared with. On a machine without a GPU:
 * ``sharded``: losses on 1,000,000 rows that are divided among the devices, against the first
   setting, which has to be one device: the time of the steps of all engines together, and for CPU
   engines that on their cores;
+* ``streamed``: losses on 20,000,000 rows that every GPU reads from the host's memory, by servers
+  of their own which may use little memory of each; CPU engines read that memory anyway;
 * ``loss of an engine``: one engine is killed while 16 workers repeat a batch.
 
 ``--scale`` multiplies the numbers of rows, but not below 1,000.
@@ -48,6 +50,9 @@ SHAPES = ((300, 100_000), (5_000, 10_000))
 LARGE = (5_000, 1_000_000)
 SEARCHES = (3_000, 10_000)
 SHARDED = ((300, 1_000_000), (3_000, 1_000_000))
+#: Likewise of streamed calls, and the memory of each GPU, of which the rows need more than 3/4.
+STREAMED = ((300, 20_000_000), (3_000, 20_000_000))
+STREAMED_MEMORY = "768MiB"
 #: Seconds that the loss of an engine is watched.
 LOSS_SECONDS = 8.0
 LOSS_WORKERS = 16
@@ -276,6 +281,25 @@ def in_turns(
     return found
 
 
+def streamed(_: Workers, __: dict[str, ServerProcess], options: Any) -> list[dict[str, Any]]:
+    """Losses of one client on data that no device holds, which are split over the devices."""
+
+    def prepare(rows: int, client: warpfit.Client) -> Callable[[Batch], Any]:
+        data = client.upload(*table(rows))
+        return lambda batch: client.run(data, batch, loss="mse", precision="fast")
+
+    pool = Pool(SEED)
+    with running(options, STREAMED_MEMORY) as servers:
+        return [
+            {
+                **{"programs": programs, "rows": rows, "device_memory": STREAMED_MEMORY},
+                **in_turns(servers, partial(prepare, rows), partial(pool.draw, programs),
+                           options.calls),
+            }
+            for programs, rows in options.streamed
+        ]  # fmt: skip
+
+
 def against_first(seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Median milliseconds of each setting, and of the ratios to the first one, call by call."""
     first = np.array(next(iter(seconds.values())))
@@ -340,20 +364,23 @@ PARTS: dict[str, Callable[..., Any]] = {
     "one client": one_client,
     "fits": fits,
     "sharded": sharded,
+    "streamed": streamed,
     "sustained": sustained,
     "loss of an engine": losses_of_engines,
 }
 
 
 @contextmanager
-def running(options: Any) -> Iterator[dict[str, ServerProcess]]:
-    """A server for each setting, by its name."""
+def running(options: Any, device_memory: str | None = None) -> Iterator[dict[str, ServerProcess]]:
+    """A server for each setting, by its name; GPUs may use so much memory each."""
     with ExitStack() as held:
         servers = {}
         for devices in options.devices:
             flags = ["--max-requests", "1024"]
             if options.front_ends:
                 flags += ["--front-ends", str(options.front_ends)]
+            if device_memory and not devices.startswith("cpu"):
+                flags += ["--device-memory", device_memory]
             if options.threads:
                 count = int(devices.partition(":")[2] or 1) if devices.startswith("cpu") else 1
                 flags += ["--threads", str(options.threads * count)]
@@ -387,6 +414,7 @@ def parsed() -> argparse.Namespace:
     options.shapes = [scaled(shape) for shape in wanted]
     options.large, options.searches = scaled(LARGE), scaled(SEARCHES)
     options.sharded = [scaled(shape) for shape in SHARDED]
+    options.streamed = [scaled(shape) for shape in STREAMED]
     return options
 
 
