@@ -50,11 +50,6 @@ class ResidentDataset:
     """Whether only windows of the rows are on the device."""
 
     @property
-    def variables(self) -> Any:
-        """CuPy array [variables, stride]; rows beyond the data set's are padding."""
-        return self.columns[: self.dataset.layout.variables]
-
-    @property
     def stride(self) -> int:
         """Elements from one variable to the next, a multiple of `ROW_MULTIPLE`."""
         return int(self.columns.shape[1])

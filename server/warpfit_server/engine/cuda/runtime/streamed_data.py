@@ -173,27 +173,18 @@ class StreamedDataset(ResidentDataset):
     """
 
     def __init__(self, device: CudaDevice, dataset: Dataset, buffers: WindowBuffers) -> None:
-        super().__init__(dataset, None)
         layout = dataset.layout
-        self._device = device
-        self.buffers = buffers
-        self.window_rows = window_rows(layout, device.memory_limit)
-        shape = layout.columns, self.window_rows + ALIGNED_ROWS
+        rows = window_rows(layout, device.memory_limit)
+        shape = layout.columns, rows + ALIGNED_ROWS
         self._windows = [
             device.cupy.ndarray(shape, layout.dtype, memptr=memory) for memory in buffers.memory
         ]
+        super().__init__(dataset, self._windows[0], window_rows=rows)
+        self._device = device
+        self.buffers = buffers
         weakref.finalize(self, device.lock_pages(dataset.matrix)).atexit = False
 
     is_streamed = True
-
-    def address(self, column: int, row: int) -> int:
-        """Return 0: only windows are on the device."""
-        return 0
-
-    @property
-    def stride(self) -> int:
-        """Elements from one variable to the next in a window."""
-        return int(self._windows[0].shape[1])
 
     @contextmanager
     def windows(
@@ -205,15 +196,15 @@ class StreamedDataset(ResidentDataset):
         device before does not wait behind rows.
         """
         coming = iter([_Window(self, span) for span in spans])
-        asked: deque[_Window] = deque()  # the first of them is in use, after the first call
-        is_used = False
+        asked: deque[_Window] = deque()
+        is_first_used = False
 
         def next_window() -> Steps[ResidentDataset]:
-            nonlocal is_used
-            if is_used:
-                self._device.use()
+            nonlocal is_first_used
+            self._device.use()
+            if is_first_used:
                 self.buffers.end(asked.popleft(), context)
-            is_used = False
+            is_first_used = True
             for window in islice(coming, 2 - len(asked)):
                 asked.append(window)
                 self.buffers.ask(window)
@@ -222,7 +213,6 @@ class StreamedDataset(ResidentDataset):
                 check_cancelled(cancelled)  # a cancelled request goes on at once
             self._device.use()
             self.buffers.let_wait(context, asked[0])
-            is_used = True
             return self._window(asked[0].span, asked[0].side)
 
         try:
