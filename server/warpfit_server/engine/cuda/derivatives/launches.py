@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -31,7 +31,7 @@ from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ResidentDataset,
     Span,
-    check_cancelled,
+    run_chunks,
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.finalize import MOMENTS
@@ -170,7 +170,7 @@ def allocate_small_results(
     return places
 
 
-def run_chunks(
+def run_launch(
     device: CudaDevice,
     context: StreamContext,
     launch: DerivativeLaunch,
@@ -179,26 +179,22 @@ def run_chunks(
     ready: Callable[[int], None],
     shard: RowShard | None,
 ) -> Steps[int]:
-    """Launch all chunks on each range of rows; copy their results while the next are computed.
+    """Launch all chunks on each range of rows, and copy their results.
 
     Returns:
         Nanoseconds of the device.
     """
-    pending: list[tuple[DerivativeLaunch, DerivativeChunk, int]] = []
-    with launch.resident.windows(spans, context, cancelled) as next_window:
-        for number, (span, chunk) in enumerate(product(spans, launch.plan.chunks)):
-            check_cancelled(cancelled)
-            if chunk is launch.plan.chunks[0]:
-                columns = slice(span[0] - spans[0][0], span[1] - spans[0][0])
-                own = launch.on((yield from next_window()), span, columns)
-            launch_chunk(context, own, chunk, number % 2)
-            pending.append((own, chunk, number % 2))
-            if len(pending) > 1:
-                _copy_large_results(context, *pending.pop(0), ready)
-                yield None
-                device.use()
-    context.mark("computed")
-    _copy_large_results(context, *pending.pop(), ready)
+
+    def launch_one(
+        window: ResidentDataset, number: int, chunk: DerivativeChunk, side: int
+    ) -> Callable[[], None]:
+        columns = slice(*(row - spans[0][0] for row in spans[number]))
+        own = launch.on(window, spans[number], columns)
+        launch_chunk(context, own, chunk, side)
+        return partial(_copy_large_results, context, own, chunk, side, ready)
+
+    work = launch.resident, spans, launch.plan.chunks, cancelled, launch_one
+    computed = yield from run_chunks(device, context, *work)
     nodes = launch.nodes
     if nodes is not None and shard is not None:
         nodes = yield from _join(context, launch, nodes, shard)
@@ -208,7 +204,7 @@ def run_chunks(
     small = download_small_results(context, launch)
     context.stream.synchronize()
     copy_small_results(small, launch.wanted)
-    return context.nanoseconds("start", "computed")
+    return computed
 
 
 def _join(
@@ -262,10 +258,7 @@ def _combine_nodes(
 def launch_chunk(
     context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk, side: int
 ) -> None:
-    """Launch one chunk and the copies of its large results.
-
-    ``side`` is 0 or 1, alternating, so that large results are copied while the next are computed.
-    """
+    """Launch one chunk and the copies of its large results; see `resident_data.run_chunks`."""
     geometry, wanted = launch.geometry, launch.wanted
     arguments = launch.arguments.copy()
     jobs = chunk.jobs[1] - chunk.jobs[0]
@@ -293,11 +286,11 @@ def launch_chunk(
         context.launch(launch.kernels.combine, (jobs, 1, 1), (COMBINE_THREADS, 1, 1), [arguments])
     if wanted.reductions is not None or wanted.moments is not None:
         _launch_statistics(context, launch, chunk, int(arguments["values"]))
+    context.mark(f"computed {side}")
     for name, array, (first, stop) in _large_results(launch, chunk):
         staging = _staging(context, geometry, f"{name} {side}", stop - first)
         offset = geometry.first_row * array.itemsize
         context.download_rows(staging, int(arguments[name]) + offset, geometry.pitch)
-    context.mark(f"chunk {side}")
 
 
 def _launch_statistics(
@@ -366,8 +359,7 @@ def _copy_large_results(
     side: int,
     ready: Callable[[int], None],
 ) -> None:
-    """Wait for a chunk and copy its large results to the outputs."""
-    context.wait(f"chunk {side}")
+    """Copy the large results of a chunk, which have arrived, to the outputs."""
     for name, array, (first, stop) in _large_results(launch, chunk):
         staging = _staging(context, launch.geometry, f"{name} {side}", stop - first)
         array[first:stop, launch.columns or slice(None)] = staging

@@ -43,7 +43,7 @@ from warpfit_server.engine.cuda.derivatives.launches import (
     download_small_results,
     launch_chunk,
     node_numbers,
-    run_chunks,
+    run_launch,
 )
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivatives.source import case_count, derivative_source
@@ -172,7 +172,7 @@ class DerivativeTier:
                     shard.begin(sum(sizes))
                 nodes = RowNodes.allocate(context, "nodes", *sizes, rows, most)
                 launch = replace(launch, nodes=nodes)
-            run = run_chunks(self._device, context, launch, spans, cancelled, ready, shard)
+            run = run_launch(self._device, context, launch, spans, cancelled, ready, shard)
             return (yield from run)
 
     def _run_at_once(
@@ -184,12 +184,11 @@ class DerivativeTier:
         plan: LaunchPlan,
     ) -> int:
         """Run one chunk without large results as a command list; return its device time in ns."""
-        elapsed = ElapsedTime("start", "computed")
+        elapsed = ElapsedTime("start", "computed 0")
         with context.as_command_list(elapsed):
             rows = evaluation.row_range(resident.dataset.layout)
             launch = self._begin(context, resident, evaluation, wanted, plan)
             launch_chunk(context, launch.on(resident, rows), plan.chunks[0], 0)
-            context.mark("computed")
             small = download_small_results(context, launch)
         copy_small_results(small, wanted)
         return elapsed.nanoseconds

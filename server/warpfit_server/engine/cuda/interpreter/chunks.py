@@ -64,10 +64,12 @@ class LoweredBatch:
     bounds: BatchBounds
     config: LaunchConfig
     addresses: DeviceAddresses
+    variables: int
+    """Variables of the data set."""
     first_invalid: NDArray[np.uint32]
     """Result of `launch_order`, which is valid once the stream has passed the lowering."""
 
-    def check(self, variables: int) -> None:
+    def check(self) -> None:
         """Check that all programs could be lowered, once the stream has passed that.
 
         Raises:
@@ -76,15 +78,14 @@ class LoweredBatch:
         """
         program = int(self.first_invalid.min())
         if program != ALL_VALID:
-            raise_invalid_program(self.batch, program, variables)
+            raise_invalid_program(self.batch, program, self.variables)
 
 
 @dataclass(slots=True)
 class PendingChunk:
-    """A launched chunk: the event that ends it, and where its results arrive."""
+    """A launched chunk, and where its results arrive."""
 
     chunk: InterpreterChunk
-    event: str
     values: NDArray[Any] | None = None
     sums: NDArray[np.float64] | None = None
 
@@ -116,7 +117,8 @@ def lower_batch(
     launch_lowering(*where, variables, geometry.lowering_blocks)
     first_invalid = launch_order(*where, config.group, config.levels - config.scratch)
     addresses = DeviceAddresses(address, slots, 0, 0)
-    return LoweredBatch(kernels, batch, layout, bounds, config, addresses, first_invalid)
+    which = kernels, batch, layout, bounds
+    return LoweredBatch(*which, config, addresses, variables, first_invalid)
 
 
 def evaluate_slots(context: StreamContext, lowered: LoweredBatch) -> None:
@@ -134,20 +136,10 @@ def launch_chunk(
     geometry: InterpreterGeometry,
     evaluation: Evaluation,
     chunk: InterpreterChunk,
-    number: int,
+    side: int,
 ) -> PendingChunk:
-    """Launch one chunk and the copies of its results.
-
-    Args:
-        context: the stream.
-        lowered: the batch.
-        geometry: of the rows.
-        evaluation: what is wanted, on these rows.
-        chunk: jobs.
-        number: of the launch; two in turn use buffers of their own, so that the results of one are
-            copied while the next is computed.
-    """
-    variant, side = lowered.kernels.variant, number % 2
+    """Launch one chunk and the copies of its results; see `resident_data.run_chunks`."""
+    variant = lowered.kernels.variant
     pitch = geometry.tiles * variant.tile * variant.dtype.itemsize
     partials = values = 0
     if evaluation.loss is not None:
@@ -156,17 +148,16 @@ def launch_chunk(
         values = context.buffer(f"values {side}", chunk.jobs * pitch)
     addresses = lowered.addresses._replace(values=values, partials=partials)
     interpret(context, lowered, geometry, addresses, chunk)
-    pending = PendingChunk(chunk, f"chunk {side}")
+    pending = PendingChunk(chunk)
     if partials:
         pending.sums = _sum_partials(context, lowered, geometry, addresses, chunk, side)
-    context.mark("computed")
+    context.mark(f"computed {side}")
     if values:
         rows = geometry.end_row - geometry.first_row
         staging = context.pinned(f"values {side}", chunk.jobs * rows * variant.dtype.itemsize)
         pending.values = staging.view(variant.dtype).reshape(chunk.jobs, rows)
         skipped = geometry.first_row * variant.dtype.itemsize
         context.download_rows(pending.values, values + skipped, pitch)
-    context.mark(pending.event)
     return pending
 
 
@@ -209,7 +200,6 @@ class ChunkResults:
     """Collects the results of chunks from staging memory for the outputs of an evaluation."""
 
     lowered: LoweredBatch
-    variables: int
     outputs: Outputs
     spans: Sequence[Span]
     """Rows of the chunks, in turn."""
@@ -218,14 +208,13 @@ class ChunkResults:
     sums: list[list[NDArray[np.float64]]]
     """Sums of the loss terms of some jobs in turn, [nodes, jobs], for each span."""
 
-    def copy(self, context: StreamContext, number: int, pending: PendingChunk) -> None:
-        """Wait for a chunk on the span with a number, and copy its results.
+    def copy(self, number: int, pending: PendingChunk) -> None:
+        """Copy the results of a chunk on the span with a number.
 
         Raises:
             ProgramError: for the first bad token.
         """
-        context.wait(pending.event)
-        self.lowered.check(self.variables)
+        self.lowered.check()
         chunk, outputs, batch = pending.chunk, self.outputs, self.lowered.batch
         if pending.sums is not None:
             self.sums[number].append(pending.sums.copy())

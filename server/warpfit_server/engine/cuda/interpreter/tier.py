@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
 from typing import Any, Final
 
 from warpfit.request import Evaluation, Tier, Timings
@@ -15,7 +15,6 @@ from warpfit_server.engine.cuda.interpreter.bytecode import CASES
 from warpfit_server.engine.cuda.interpreter.chunks import (
     ChunkResults,
     InterpreterChunk,
-    PendingChunk,
     evaluate_slots,
     launch_chunk,
     lower_batch,
@@ -37,8 +36,8 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     check_cancelled,
     cut_rows,
     longest,
+    run_chunks,
 )
-from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs, RowShard, Steps
 from warpfit_server.row_blocks import node_rows
 
@@ -112,13 +111,21 @@ class InterpreterTier:
                 shard.begin(0 if outputs.losses is None else outputs.losses.size)
             batch, variables = evaluation.batch, layout.variables
             lowered = lower_batch(context, kernels, geometry, batch, variables, chunks[0].jobs)
-            context.mark("start")
             evaluate_slots(context, lowered)
             launched = time.perf_counter_ns()
             sums: list[Any] = [[] for _ in spans]
-            results = ChunkResults(lowered, variables, outputs, spans, length, sums)
-            yield from self._run_chunks(context, resident, evaluation, chunks, results)
-            computed = context.nanoseconds("start", "computed")
+            results = ChunkResults(lowered, outputs, spans, length, sums)
+
+            def launch(
+                window: ResidentDataset, number: int, chunk: InterpreterChunk, side: int
+            ) -> Callable[[], None]:
+                rows = replace(evaluation, rows=spans[number])
+                place = self.geometry(window, rows, kernels.variant, shard)
+                pending = launch_chunk(context, lowered, place, rows, chunk, side)
+                return partial(results.copy, number, pending)
+
+            work = resident, spans, chunks, outputs.cancelled, launch
+            computed = yield from run_chunks(self._device, context, *work)
             copy_out = max(0, time.perf_counter_ns() - launched - computed)
         yield from results.sum_up(layout)
         return Timings(
@@ -228,34 +235,6 @@ class InterpreterTier:
             multiprocessors=self._device.multiprocessors,
             level=level,
         )
-
-    def _run_chunks(
-        self,
-        context: StreamContext,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        chunks: Sequence[InterpreterChunk],
-        results: ChunkResults,
-    ) -> Steps[None]:
-        """Launch all chunks on each span of rows; copy results while the next are computed."""
-        lowered, cancelled = results.lowered, results.outputs.cancelled
-        pending: list[tuple[int, PendingChunk]] = []
-        with resident.windows(results.spans, context, cancelled) as next_window:
-            pieces = product(enumerate(results.spans), chunks)
-            for number, ((node, span), chunk) in enumerate(pieces):
-                check_cancelled(cancelled)
-                if chunk is chunks[0]:
-                    window = yield from next_window()
-                    rows = replace(evaluation, rows=span)
-                    kernels, shard = lowered.kernels, results.outputs.shard
-                    geometry = self.geometry(window, rows, kernels.variant, shard)
-                launched = launch_chunk(context, lowered, geometry, rows, chunk, number)
-                pending.append((node, launched))
-                if len(pending) > 1:
-                    results.copy(context, *pending.pop(0))
-                    yield None
-                    self._device.use()
-        results.copy(context, *pending.pop())
 
 
 def interpreter_switch(variant: source.Variant) -> Switch:

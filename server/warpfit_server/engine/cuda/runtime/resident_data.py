@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, ClassVar, Final, Protocol
+from itertools import pairwise, product
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ _MOST_ROWS: Final = 1 << 30
 _CHUNK_BYTES: Final = 8 << 20
 #: First row, and the row after the last one.
 Span = tuple[int, int]
+Chunk = TypeVar("Chunk")
 NextWindow = Callable[[], Steps["ResidentDataset"]]
 
 
@@ -98,6 +99,60 @@ class EvaluationTier(Protocol):
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
+
+
+def run_chunks(
+    device: CudaDevice,
+    context: StreamContext,
+    resident: ResidentDataset,
+    spans: Sequence[Span],
+    chunks: Sequence[Chunk],
+    cancelled: NDArray[np.uint8],
+    launch: Callable[[ResidentDataset, int, Chunk, int], Callable[[], None]],
+) -> Steps[int]:
+    """Launch all chunks on each span of rows; copy the results of each while the next is computed.
+
+    Args:
+        device: that computes.
+        context: the stream.
+        resident: the data set.
+        spans: from `cut_rows`.
+        chunks: of the jobs.
+        cancelled: 1 to raise CancelledError.
+        launch: launches a chunk and marks ``computed {side}`` after its kernels. It is given what
+            has the rows, the number of the span, the chunk, and the side, 0 and 1 in turn: a side's
+            buffers are those of one chunk at a time. It returns what copies the results, which is
+            called when the stream has passed all that was launched.
+
+    Returns:
+        Nanoseconds of the kernels.
+
+    """
+    pending: list[tuple[int, Callable[[], None]]] = []
+    computed = 0
+
+    def finish() -> None:
+        nonlocal computed
+        side, copy_results = pending.pop(0)
+        context.wait(f"chunk {side}")
+        computed += context.nanoseconds(f"begun {side}", f"computed {side}")
+        copy_results()
+
+    with resident.windows(spans, context, cancelled) as next_window:
+        for number, (node, chunk) in enumerate(product(range(len(spans)), chunks)):
+            check_cancelled(cancelled)
+            if number % len(chunks) == 0:
+                window = yield from next_window()
+            side = number % 2
+            context.mark(f"begun {side}")
+            pending.append((side, launch(window, node, chunk, side)))
+            context.mark(f"chunk {side}")
+            if len(pending) > 1:
+                finish()
+                yield None
+                device.use()
+    finish()
+    return computed
 
 
 def check_cancelled(cancelled: NDArray[np.uint8]) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit_server.engine.cuda.runtime import streamed_data
-from warpfit_server.engine.cuda.runtime.resident_data import check_cancelled, cut_rows
+from warpfit_server.engine.cuda.runtime.resident_data import cut_rows, run_chunks
 from warpfit_server.engine.cuda.runtime.streamed_data import (
     StreamedDataset,
     WindowBuffers,
@@ -63,6 +63,11 @@ class Stream:
     def wait(self, name) -> None:
         while not self.events[name]:
             self.device.work()
+
+    def nanoseconds(self, start, end) -> int:
+        assert self.events[start]
+        assert self.events[end]
+        return 7
 
     def settle(self) -> None:
         while self.asked:
@@ -132,31 +137,32 @@ def column_of(window, column, span):
     return flat[first // 4 :][: span[1] - span[0]]
 
 
-def sums_of(device, streamed, rows, cancelled=None, log=None):
-    """Steps that sum up x1 * w of the rows in pairs, and launch a window ahead as the tiers do."""
+def sums_of(device, streamed, rows, cancelled=None, log=None, chunks=2):
+    """Steps that sum up x1 * w of the rows in pairs, once for each chunk."""
     cancelled = np.zeros(1, np.uint8) if cancelled is None else cancelled
-    spans, nodes = cut_rows(rows, streamed.window_rows), []
+    spans, buffers = cut_rows(rows, streamed.window_rows), [None, None]
+    sums = np.zeros((len(spans), chunks))
 
-    def sum_up(window, span) -> None:
-        terms = column_of(window, 0, span) * column_of(window, 6, span)
-        nodes.append(sum_nodes(terms.astype(np.float64)[:, np.newaxis], span[0]))
+    def launch(window, node, chunk, side):
+        def kernel() -> None:
+            terms = column_of(window, 0, spans[node]) * column_of(window, 6, spans[node])
+            buffers[side] = sum_nodes(terms.astype(np.float64)[:, np.newaxis], spans[node][0])
 
-    with (
-        device.stream() as context,
-        streamed.windows(spans, context, cancelled) as next_window,
-    ):
-        for number, span in enumerate(spans):
-            check_cancelled(cancelled)
-            window = yield from next_window()
-            if log is not None:
-                log.append(context)
-            context.launch(lambda window=window, span=span: sum_up(window, span))
-            context.mark(f"chunk {number % 2}")
-            if number:
-                context.wait(f"chunk {(number - 1) % 2}")
-                yield None
-    assert len(nodes) == len(spans)
-    return sum_nodes(np.stack(nodes), rows[0] // streamed.window_rows)[0]
+        def copy() -> None:
+            sums[node, chunk] = buffers[side][0]
+
+        context.launch(kernel)
+        context.mark(f"computed {side}")
+        if log is not None:
+            log.append(context)
+        return copy
+
+    with device.stream() as context:
+        work = streamed, spans, range(chunks), cancelled, launch
+        assert (yield from run_chunks(device, context, *work)) == 7 * sums.size
+    found = sum_nodes(sums, rows[0] // streamed.window_rows)
+    assert (found == found[0]).all()
+    return found[0]
 
 
 def whole_sum(rows):
@@ -203,7 +209,7 @@ def test_evaluations_at_the_same_time_do_not_disturb_each_other(seed):
 def test_evaluations_take_turns_from_window_to_window():
     device, log = FakeDevice(), []
     streamed = streamed_on(device)
-    work = [sums_of(device, streamed, (0, ROWS), log=log) for _ in range(3)]
+    work = [sums_of(device, streamed, (0, ROWS), log=log, chunks=1) for _ in range(3)]
     waiting = dict.fromkeys(work, device.done)
     while len(waiting) == len(work):
         for steps in [steps for steps in work if waiting[steps].done()]:
