@@ -100,7 +100,7 @@ class Lowered:
 @functools.cache
 def host_kernels() -> ctypes.CDLL:
     """Compile the kernels for this machine; skips the test if it has no compiler."""
-    return compile_for_host(device_lowering.lowering_source() + _ENTRIES)
+    return compile_for_host(device_lowering.lowering_source().source + _ENTRIES)
 
 
 def compile_for_host(source: str) -> ctypes.CDLL:

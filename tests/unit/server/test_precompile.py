@@ -109,12 +109,12 @@ def test_each_architecture_is_compiled_without_a_gpu(started, tmp_path, capsys):
 
 def test_an_engine_finds_what_a_part_has_compiled(tmp_path):
     cuda = pytest.importorskip("warpfit_server.engine.cuda.parts")
-    from warpfit_server.engine.cuda.interpreter.device_lowering import lowering_key
+    from warpfit_server.engine.cuda.interpreter.device_lowering import lowering_source
     from warpfit_server.engine.cuda.runtime.device import cached_cubin
 
     (tmp_path / "cubin").mkdir(mode=0o700)
     cuda._run(tmp_path / "cubin", "90/values/lowering")
-    found = cached_cubin(tmp_path, lowering_key(90), lambda: pytest.fail("built again"))
+    found = cached_cubin(tmp_path, lowering_source().key(90), lambda: pytest.fail("built again"))
     assert len(found) > 1000
 
 

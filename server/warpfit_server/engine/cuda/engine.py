@@ -100,12 +100,12 @@ class CudaEngine:
         self._device = CudaDevice(device, memory_limit, cache_directory, memory_share)
         self.step_size = _STEP_SIZE * self._device.multiprocessors
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
-        self._interpreter = InterpreterTier(self._device, tuning)
         started = time.perf_counter()
         where = self._device.cache_directory, self._device.architecture
         # Beside what the engine waits for: `_load_derivatives` finds it compiled, or waits for it.
         BACKGROUND.submit(parts.compile_group, "derivatives", *where, self._threads, urgent=False)
         parts.compile_group("values", *where, self._threads)
+        self._interpreter = InterpreterTier(self._device, tuning)
         self._interpreter.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
         self._derivatives = self._load_derivatives()

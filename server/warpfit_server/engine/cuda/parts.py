@@ -1,6 +1,6 @@
 """Parts of the CUDA engine's compiled code, each compiled by another process; needs no GPU.
 
-`GROUPS` says what is needed when. NVRTC and nvJitLink compile on one core and keep some 250 MiB, so
+NVRTC and nvJitLink compile on one core and keep some 250 MiB, so
 several processes compile the parts of a group into the cache (`compile_processes`), and the engine
 loads them from there::
 
@@ -14,55 +14,25 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from warpfit_server.engine import validate
 from warpfit_server.engine.cuda.derivatives import lowering as derivative_lowering
 from warpfit_server.engine.cuda.derivatives import tier as derivatives
 from warpfit_server.engine.cuda.interpreter import device_lowering, loss_launch
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
+from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.jit import graph_launch
-from warpfit_server.engine.cuda.runtime.device import cached_cubin
 from warpfit_server.engine.native import compile_processes, numba_cache
 
 
-class Part(NamedTuple):
-    """Code that one process compiles."""
-
-    seconds: float
-    """Approximate duration; the longest part begins first."""
-    compile: Callable[[int, Path], object]
-    """Compile for a compute capability (90 for 9.0) into a cache directory, unless it is there."""
-
-
-def _compile_interpreter(variant: Variant, architecture: int, directory: Path) -> None:
-    interpreter.interpreter_switch(variant).cached(architecture, directory)
-
-
-def _compile_derivatives(variant: Variant, architecture: int, directory: Path) -> None:
-    derivatives.derivative_switch(variant, spills=False).cached(architecture, directory)
-
-
-def _compile_lowering(architecture: int, directory: Path) -> None:
-    key = device_lowering.lowering_key(architecture)
-    cached_cubin(directory, key, lambda: device_lowering.lowering_cubin(architecture))
-
-
-def _compile_host_code(load: Callable[[], None], _architecture: int, _directory: Path) -> None:
-    load()
-
-
-def _compile_derivative_lowering(_architecture: int, directory: Path) -> None:
-    derivative_lowering.load(directory)
-
-
 def _variants(
-    compile_variant: Callable[[Variant, int, Path], None], seconds: dict[Variant, float]
-) -> dict[str, Part]:
+    compile_variant: Callable[[Variant], CudaSource], seconds: dict[Variant, float]
+) -> dict[str, tuple[float, Callable[[], CudaSource]]]:
     return {
-        f"{variant.dtype}-{variant.precision}-{variant.rows}": Part(
-            duration, partial(compile_variant, variant)
+        f"{variant.dtype}-{variant.precision}-{variant.rows}": (
+            *(duration, partial(compile_variant, variant)),
         )
         for variant, duration in seconds.items()
     }
@@ -70,20 +40,25 @@ def _variants(
 
 _INTERPRETERS: Final = dict(zip(interpreter.VARIANTS, (0.9, 2.3, 2.4, 2.9, 2.0, 4.0), strict=True))
 _DERIVATIVES: Final = dict(zip(derivatives.VARIANTS, (5.2, 11.8, 7.7), strict=True))
-#: Parts by group. A start needs "values". Seconds are of compute capability 9.0.
-GROUPS: Final = {
+#: Kernels by group: approximate seconds for compute capability 9.0, and the source.
+_KERNELS: Final = {
     "values": {
-        "lowering": Part(1.0, _compile_lowering),
-        "check": Part(0.8, partial(_compile_host_code, validate.load)),
-        "losses": Part(8.0, partial(_compile_host_code, loss_launch.load)),
-        "graphs": Part(5.0, partial(_compile_host_code, graph_launch.load)),
-        **_variants(_compile_interpreter, _INTERPRETERS),
+        "lowering": (1.0, device_lowering.lowering_source),
+        **_variants(interpreter.interpreter_switch, _INTERPRETERS),
     },
-    "derivatives": {
-        "lowering": Part(15.0, _compile_derivative_lowering),
-        **_variants(_compile_derivatives, _DERIVATIVES),
-    },
+    "derivatives": _variants(partial(derivatives.derivative_switch, spills=False), _DERIVATIVES),
 }
+#: Functions that Numba compiles, by group: seconds, and what loads them from a cache directory.
+_HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[Path], object]]]]] = {
+    "values": {
+        "check": (0.8, lambda _: validate.load()),
+        "losses": (8.0, lambda _: loss_launch.load()),
+        "graphs": (5.0, lambda _: graph_launch.load()),
+    },
+    "derivatives": {"host lowering": (15.0, derivative_lowering.load)},
+}
+#: Names of what is compiled together. A start needs "values".
+GROUPS: Final = {group: (*_KERNELS[group], *_HOST_CODE[group]) for group in _KERNELS}
 
 
 def compile_group(
@@ -103,8 +78,8 @@ def compile_group(
         processes: so many at most.
         urgent: whether a caller waits.
     """
-    parts = GROUPS[group]
-    seconds = {f"{architecture}/{group}/{name}": part.seconds for name, part in parts.items()}
+    parts = _KERNELS[group] | _HOST_CODE[group]
+    seconds = {f"{architecture}/{group}/{name}": part[0] for name, part in parts.items()}
     shares = compile_processes.share_out(seconds, processes)
     name = f"{group}-{_fingerprint(architecture)}"
     compile_processes.compile_once(directory / "cubin", name, __name__, shares, urgent=urgent)
@@ -118,21 +93,19 @@ def precompile(directory: Path, architecture: int, processes: int) -> None:
 
 def _fingerprint(architecture: int) -> str:
     """Return a hash of what shapes the code of all groups."""
-    switches = [interpreter.interpreter_switch(variant) for variant in interpreter.VARIANTS]
-    switches += [derivatives.derivative_switch(v, spills=False) for v in derivatives.VARIANTS]
-    keys = [
-        device_lowering.lowering_key(architecture),
-        *(one.key(architecture) for one in switches),
-    ]
+    sources = [source() for group in _KERNELS.values() for _, source in group.values()]
     host = numba_cache.default_directory().name, derivative_lowering.directory_name()
-    text = "\0".join([*host, *(word for key in keys for word in key)])
+    text = "\0".join([*host, *(word for source in sources for word in source.key(architecture))])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _run(place: Path, name: str) -> None:
     """Compile the part ``architecture/group/name`` for the cache of which a folder is given."""
     architecture, group, part = name.split("/")
-    GROUPS[group][part].compile(int(architecture), place.parent)
+    if part in _HOST_CODE[group]:
+        _HOST_CODE[group][part][1](place.parent)
+    else:
+        _KERNELS[group][part][1]().cached(int(architecture), place.parent)
 
 
 if __name__ == "__main__":

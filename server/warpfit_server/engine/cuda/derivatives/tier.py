@@ -47,7 +47,7 @@ from warpfit_server.engine.cuda.derivatives.launches import (
 )
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivatives.source import case_count, derivative_source
-from warpfit_server.engine.cuda.interpreter.compile import Switch
+from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -279,7 +279,7 @@ class DerivativeTier:
         """Return the kernels of a variant, which are loaded on the first call."""
         with self._lock:
             if (variant, spills) not in self._kernels:
-                module = self._load(variant, spills=spills)
+                module = derivative_switch(variant, spills=spills).load(self._device)
                 kernels = DerivativeKernels(
                     linearise=module.get_function("linearise"),
                     evaluate_scalars=module.get_function("evaluate_scalars"),
@@ -292,13 +292,10 @@ class DerivativeTier:
                 self._kernels[variant, spills] = kernels
             return self._kernels[variant, spills]
 
-    def _load(self, variant: Variant, *, spills: bool) -> Any:
-        return derivative_switch(variant, spills=spills).load(self._device)
 
-
-def derivative_switch(variant: Variant, *, spills: bool) -> Switch:
+def derivative_switch(variant: Variant, *, spills: bool) -> CudaSource:
     """Return the source of the kernels of one variant, with its options."""
-    return Switch(derivative_source(variant, spills=spills), case_count(), variant.options)
+    return CudaSource(derivative_source(variant, spills=spills), variant.options, case_count())
 
 
 def _lay_out(arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, int], int]:

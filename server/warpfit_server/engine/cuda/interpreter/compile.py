@@ -1,6 +1,4 @@
-"""Compiling and loading of the interpreters' kernels, which contain a switch over instructions."""
-
-from __future__ import annotations
+"""Compiling and loading of kernels from CUDA C++."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,13 +8,14 @@ from warpfit_server.engine.cuda.runtime import nvjitlink, nvrtc
 from warpfit_server.engine.cuda.runtime.device import CudaDevice, cached_cubin
 
 
-class Switch(NamedTuple):
-    """CUDA C++ whose switch over labels 0 to ``cases - 1`` gets a jump table."""
+class CudaSource(NamedTuple):
+    """CUDA C++ with its compiler options."""
 
     source: str
-    cases: int
     options: tuple[str, ...]
     """Options of NVRTC, without the architecture."""
+    cases: int = 0
+    """If not 0, the switch over labels 0 to ``cases - 1`` gets a jump table."""
 
     def key(self, architecture: int) -> list[str]:
         """Return everything that the machine code for a compute capability depends on."""
@@ -25,6 +24,8 @@ class Switch(NamedTuple):
 
     def compile(self, architecture: int) -> bytes:
         """Compile for a compute capability, 90 for 9.0; needs no GPU."""
+        if not self.cases:
+            return nvrtc.to_cubin(self.source, architecture, self.options)
         ptx = nvrtc.to_ptx(self.source, architecture, self.options)
         return nvjitlink.link(with_jump_table(ptx, self.cases), architecture)
 

@@ -20,7 +20,7 @@ from warpfit.ir import Batch
 from warpfit.ops import ARITIES, PARAMETER, VARIABLE
 from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.interpreter.bytecode import INDEX_LIMIT, labels
-from warpfit_server.engine.cuda.runtime import nvrtc
+from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -62,7 +62,6 @@ _ARITY_SHIFT: Final = 10
 _IS_KNOWN, _IS_VARIABLE, _IS_PARAMETER = 1 << 12, 1 << 13, 1 << 14
 #: Most operands whose code is still to be written: one for each stack level.
 _MOST_PENDING: Final = 32
-_OPTIONS: Final = ("--std=c++17",)
 #: Constants of bytecode.py that lowering.cu uses under the same names.
 _SHARED_NAMES: Final = (
     *("LOAD_VARIABLE", "LOAD_SLOT", "PUSH", "INDEX_SHIFT", "SLOT_LEVELS"),
@@ -80,8 +79,8 @@ class LoweringKernels:
     order_programs: Any
 
 
-def lowering_source() -> str:
-    """Return the complete CUDA C++ source of the lowering kernels."""
+def lowering_source() -> CudaSource:
+    """Return the source of the lowering kernels."""
     text = resources.files(__package__).joinpath("lowering.cu").read_text()
     numbers = {name: getattr(bytecode, name) for name in _SHARED_NAMES}
     numbers |= {"LABEL_MASK": (1 << bytecode.LABEL_BITS) - 1, "END_LABEL": bytecode.END}
@@ -92,17 +91,7 @@ def lowering_source() -> str:
     defines = [f"#define {name} {number}u\n" for name, number in numbers.items()]
     rows = ", ".join(f"{row}u" for row in _operator_table().tolist())
     table = f"__device__ const unsigned OPERATOR_TABLE[256] = {{{rows}}};\n"
-    return "".join(defines) + table + text
-
-
-def lowering_cubin(architecture: int) -> bytes:
-    """Compile for compute capability ``architecture``; needs no GPU."""
-    return nvrtc.to_cubin(lowering_source(), architecture, _OPTIONS)
-
-
-def lowering_key(architecture: int) -> list[str]:
-    """Return everything that the machine code depends on."""
-    return [nvrtc.version(), str(architecture), *_OPTIONS, lowering_source()]
+    return CudaSource("".join(defines) + table + text, ("--std=c++17",))
 
 
 def _operator_table() -> NDArray[np.uint32]:
@@ -236,8 +225,7 @@ def fill_order_arguments(
 
 def load_lowering(device: CudaDevice) -> LoweringKernels:
     """Load the kernels; the first start on a machine compiles them."""
-    architecture = device.architecture
-    module = device.load(lowering_key(architecture), lambda: lowering_cubin(architecture))
+    module = lowering_source().load(device)
     return LoweringKernels(
         module.get_function("lower_programs"), module.get_function("order_programs")
     )

@@ -19,8 +19,8 @@ from warpfit_server.engine.cuda.interpreter.chunks import (
     launch_chunk,
     lower_batch,
 )
-from warpfit_server.engine.cuda.interpreter.compile import Switch
-from warpfit_server.engine.cuda.interpreter.device_lowering import LoweringKernels, load_lowering
+from warpfit_server.engine.cuda.interpreter.compile import CudaSource
+from warpfit_server.engine.cuda.interpreter.device_lowering import load_lowering
 from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     InterpreterGeometry,
     InterpreterKernels,
@@ -84,7 +84,7 @@ class InterpreterTier:
         self._device = device
         self._tuning = tuning or InterpreterTuning()
         self._kernels: dict[source.Variant, InterpreterKernels] = {}
-        self._lowering_kernels: LoweringKernels | None = None
+        self._lowering = load_lowering(device)
         self._lock = threading.Lock()
 
     def evaluate(
@@ -151,25 +151,16 @@ class InterpreterTier:
         """Return the kernels of a variant, which are loaded on the first call."""
         with self._lock:
             if variant not in self._kernels:
-                module = self._load(variant)
+                module = interpreter_switch(variant).load(self._device)
                 self._kernels[variant] = InterpreterKernels(
                     variant=variant,
                     interpret=module.get_function("interpret"),
                     evaluate_slots=module.get_function("evaluate_slots"),
                     sum_partials=module.get_function("sum_partials"),
-                    lowering=self._lowering(),
+                    lowering=self._lowering,
                     flags=source.operator_flags(variant),
                 )
             return self._kernels[variant]
-
-    def _lowering(self) -> LoweringKernels:
-        """Return the kernels that all variants share; the caller holds the lock."""
-        if self._lowering_kernels is None:
-            self._lowering_kernels = load_lowering(self._device)
-        return self._lowering_kernels
-
-    def _load(self, variant: source.Variant) -> Any:
-        return interpreter_switch(variant).load(self._device)
 
     def _jobs_to_fill_device(
         self, resident: ResidentDataset, evaluation: Evaluation, rows_per_thread: int
@@ -237,6 +228,6 @@ class InterpreterTier:
         )
 
 
-def interpreter_switch(variant: source.Variant) -> Switch:
+def interpreter_switch(variant: source.Variant) -> CudaSource:
     """Return the source of the kernels of one variant, with its options."""
-    return Switch(source.interpreter_source(variant), CASES, variant.options)
+    return CudaSource(source.interpreter_source(variant), variant.options, CASES)

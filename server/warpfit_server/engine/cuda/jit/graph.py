@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.jit.kernel_interface import (
     ARGUMENT_BYTES,
     ARGUMENT_OFFSETS,
@@ -18,7 +19,6 @@ from warpfit_server.engine.cuda.jit.kernel_interface import (
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel
 from warpfit_server.engine.cuda.math.prelude import NVRTC_PRECISE, sum_tree
-from warpfit_server.engine.cuda.runtime import nvrtc
 from warpfit_server.engine.cuda.runtime.command_list import COMMAND_WIDTH, wait_while_held
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
@@ -87,12 +87,7 @@ class GraphCapturer:
     """Captures graphs on a device; the streams and a kernel are used by one capture at a time."""
 
     def __init__(self, device: CudaDevice) -> None:
-        architecture = device.architecture
-        source = _source()
-        module = device.load(
-            ("sum_partials", nvrtc.version(), str(architecture), source),
-            lambda: nvrtc.to_cubin(source, architecture, NVRTC_PRECISE),
-        )
+        module = CudaSource(_source(), NVRTC_PRECISE).load(device)
         self.sum_partials = module.get_function("sum_partials")
         """Kernel that adds partial sums up."""
         self.copy_inputs = module.get_function("copy_inputs")

@@ -41,7 +41,10 @@ def test_kernels_assemble(architecture):
         derivative_switch(differentiated, spills=spills).compile(architecture): (
             *("linearise", "evaluate_scalars", "combine", "measure"),
         ),
-        device_lowering.lowering_cubin(architecture): ("lower_programs", "order_programs"),
+        device_lowering.lowering_source().compile(architecture): (
+            "lower_programs",
+            "order_programs",
+        ),
     }
     for cubin, kernels in cubins.items():
         assert cubin.startswith(b"\x7fELF")
