@@ -8,9 +8,9 @@ setting is what the others are compared with. On a machine without a GPU:
 * ``sustained``: token-rows a second of many workers, each a process; no batch comes again;
 * ``one client``: losses of 5,000 programs on 1,000,000 rows, which are split over the devices;
 * ``fits``: one call of 3,000 searches, split likewise;
-* ``sharded``: losses on 1,000,000 rows that are divided among the devices, against the first
-  setting, which has to be one device: the time of the steps of all engines together, and for CPU
-  engines that on their cores;
+* ``sharded``: losses, and gradients, on rows that are divided among the devices, against the first
+  setting, which has to be one device: the time of a call, that of the steps of all engines
+  together, and for CPU engines that on their cores;
 * ``streamed``: losses on 20,000,000 rows that every GPU reads from the host's memory, by servers
   of their own which may use little memory of each; CPU engines read that memory anyway;
 * ``loss of an engine``: one engine is killed while 16 workers repeat a batch.
@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ POOL = 6_000
 SHAPES = ((300, 100_000), (5_000, 10_000))
 LARGE = (5_000, 1_000_000)
 SEARCHES = (3_000, 10_000)
-SHARDED = ((300, 1_000_000), (3_000, 1_000_000))
+SHARDED = ((300, 1_000_000), (300, 20_000_000))
 #: Likewise of streamed calls, and the memory of each GPU, of which the rows need more than 3/4.
 STREAMED = ((300, 20_000_000), (3_000, 20_000_000))
 STREAMED_MEMORY = "768MiB"
@@ -58,6 +58,7 @@ LOSS_SECONDS = 8.0
 LOSS_WORKERS = 16
 
 
+@lru_cache(maxsize=1)
 def table(rows: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(SEED)
     X = rng.uniform(0.5, 2.0, size=(rows, VARIABLES)).astype(np.float32)
@@ -229,16 +230,22 @@ def fits(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[st
 
 def sharded(_: Workers, servers: dict[str, ServerProcess], options: Any) -> list[dict[str, Any]]:
     """Sharded data sets against a whole one on the first server, in turns."""
-    asked = {"loss": "mse", "tier": "interpreter"}
-    return [in_turns(servers, each, options.calls, shard=True, **asked) for each in options.sharded]
+    found = []
+    for shape in options.sharded:
+        for gradient in (False, True):
+            asked = {"loss": "mse", "tier": "interpreter", "gradient": gradient}
+            result = in_turns(
+                servers, shape, options.calls, lambda server: len(server.engines()), **asked
+            )
+            found.append({"gradient": gradient, **result})
+    return found
 
 
 def in_turns(
     servers: dict[str, ServerProcess],
     shape: tuple[int, int],
     calls: int,
-    *,
-    shard: bool = False,
+    shards: Callable[[ServerProcess], int] = lambda _: 0,
     **asked: Any,
 ) -> dict[str, Any]:
     """Time calls with the same batches on all servers; compare the bits of the answers."""
@@ -251,7 +258,7 @@ def in_turns(
         run = {}
         for name, server in servers.items():
             client = held.enter_context(warpfit.connect(server.address))
-            data = client.upload(*table(rows), shards=shard * len(server.engines()))
+            data = client.upload(*table(rows), shards=shards(server))
             method: Callable[..., Any] = client.run if "loss" in asked else client.optimize
             run[name] = partial(method, held.enter_context(data), **asked)
             for _ in range(3):  # the server learns what calls take
@@ -283,21 +290,12 @@ def in_turns(
 
 def streamed(_: Workers, __: dict[str, ServerProcess], options: Any) -> list[dict[str, Any]]:
     """Losses of one client on data that no device holds, which are split over the devices."""
-
-    def prepare(rows: int, client: warpfit.Client) -> Callable[[Batch], Any]:
-        data = client.upload(*table(rows))
-        return lambda batch: client.run(data, batch, loss="mse", precision="fast")
-
-    pool = Pool(SEED)
+    asked = {"loss": "mse", "precision": "fast"}
     with running(options, STREAMED_MEMORY) as servers:
-        return [
-            {
-                **{"programs": programs, "rows": rows, "device_memory": STREAMED_MEMORY},
-                **in_turns(servers, partial(prepare, rows), partial(pool.draw, programs),
-                           options.calls),
-            }
-            for programs, rows in options.streamed
-        ]  # fmt: skip
+        found = [
+            in_turns(servers, s, options.calls, lambda _: 1, **asked) for s in options.streamed
+        ]
+    return [{"device_memory": STREAMED_MEMORY, **each} for each in found]
 
 
 def against_first(seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -309,10 +307,12 @@ def against_first(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def bits(answer: Any) -> bytes:
-    """The losses of an evaluation; the parameters and losses of a fit."""
+    """The losses of an evaluation, with its gradients; the parameters and losses of a fit."""
     if isinstance(answer, Fit):
-        return np.concatenate([*map(np.ravel, answer.parameters), np.ravel(answer.loss)]).tobytes()
-    return np.ascontiguousarray(answer.losses).tobytes()
+        arrays = [*answer.parameters, answer.loss]
+    else:
+        arrays = [answer.losses, *(answer.gradients or [])]
+    return np.concatenate([np.ravel(array) for array in arrays]).tobytes()
 
 
 def losses_of_engines(
