@@ -238,7 +238,7 @@ def test_the_branch_not_taken_is_not_seen(engine):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("rows", [1, 17, 5000])
+@pytest.mark.parametrize("rows", [1, 5000])
 def test_linearisation(engine, loss, weights, flavour, rows):
     dtype, precision, tolerance = flavour
     data = make_dataset(rows, dtype, weights=weights)
@@ -438,7 +438,7 @@ OWN = LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("name", ALL_LOSSES)
-@pytest.mark.parametrize("rows", [3, 5_000, 70_001])
+@pytest.mark.parametrize("rows", [3, 70_001])
 def test_a_loss_is_the_same_however_it_is_asked_for(
     engine, flavour, loss_errors, name, weights, rows
 ):
@@ -504,7 +504,7 @@ def moments_of(f, y, w) -> np.ndarray:
 
 @pytest.mark.parametrize("mean", [0.0, 1e8, -3e12])
 @pytest.mark.parametrize("noise", [1e-9, 1e-4, 1.0])
-@pytest.mark.parametrize("rows", [5, 4_000, 70_001])
+@pytest.mark.parametrize("rows", [5, 70_001])
 @pytest.mark.parametrize("weights", [False, True])
 def test_moments_keep_their_digits(engine, mean, noise, rows, weights):
     """Of values far from zero, and of programs whose best line is next to the target."""

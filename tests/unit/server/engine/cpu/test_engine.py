@@ -56,7 +56,7 @@ def test_every_number_of_rows(evaluate, rows, dtype):
     np.testing.assert_allclose(got.values[:, 0], expected, rtol=1e-4, atol=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.tuples(st.integers(0, 2999), st.integers(1, 3000)), st.booleans())
 def test_row_ranges_equal_slices(evaluate, bounds, wants_values):
     start, stop = bounds[0], min(3000, bounds[0] + bounds[1])
@@ -181,7 +181,7 @@ def test_programs_that_are_kept_lowered_are_cut_anew(evaluate):
 
 
 def test_values_are_announced_in_order_and_final(evaluate):
-    data = make_dataset(100_000, "float32")
+    data = make_dataset(50_000, "float32")
     programs, parameters = thesis_mix(11, 100)
     expected = evaluate(data, programs, parameters).values
     values, announced = np.full_like(expected, POISON), []
@@ -245,7 +245,7 @@ def test_unknown_dataset(evaluate):
 
 
 @pytest.mark.parametrize("leaning", ["left", "right"])
-@pytest.mark.parametrize("tokens", [10_001, 1_000_001])
+@pytest.mark.parametrize("tokens", [10_001, 300_001])
 def test_long_chains(evaluate, leaning, tokens):
     count = tokens // 2
     leaf, add = 1, OPERATORS["add"].code

@@ -7,7 +7,6 @@ import pytest
 
 from support.engines import nist
 from support.engines.fits import fit
-from support.engines.numpy_engine import NumpyEngine
 from warpfit import parse
 from warpfit.expressions.derivatives import differentiate
 from warpfit.fitting import Accuracy, Tolerances
@@ -19,16 +18,12 @@ PROBLEMS = {name: nist.load(name) for name in nist.FORMULAS}
 CASES = [(name, start) for name in PROBLEMS for start in (1, 2)]
 
 
-@pytest.fixture(scope="module", params=["numpy", "cpu"])
-def engine(request):
-    """The NumPy engine of the tests and the CPU engine, with all problems loaded."""
-    datasets = [problem.dataset for problem in PROBLEMS.values()]
-    if request.param == "numpy":
-        yield NumpyEngine(*datasets)
-        return
+@pytest.fixture(scope="module")
+def engine():
+    """An engine with all problems loaded."""
     compiled = CpuEngine(threads=1)
-    for dataset in datasets:
-        compiled.load(dataset)
+    for problem in PROBLEMS.values():
+        compiled.load(problem.dataset)
     yield compiled
     compiled.close()
 
