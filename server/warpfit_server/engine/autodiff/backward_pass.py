@@ -75,10 +75,7 @@ def differentiate_loss(state: Pass, loss: Any, root: Any) -> Any:
 def mark_nodes(state: Pass, count: int, requested: int) -> None:
     """Mark the nodes that are the same for all rows, and those that derivatives pass through.
 
-    Args:
-        state: whose marks are set.
-        count: nodes before those of derivatives.
-        requested: bits of what is requested.
+    ``count`` nodes come before those of derivatives.
     """
     graph = state.graph
     for number in range(count):

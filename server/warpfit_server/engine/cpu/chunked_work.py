@@ -148,13 +148,7 @@ def _grouped(groups: NDArray[np.int64]) -> NDArray[np.void]:
 def lowering_work(
     function: int, batch: Batch, cancelled: NDArray[np.uint8]
 ) -> tuple[ChunkedWork, Lowered]:
-    """Return the work of lowering a checked batch, and what it fills.
-
-    Args:
-        function: address of `lower.lower_chunk`.
-        batch: to lower.
-        cancelled: see `ChunkedWork`.
-    """
+    """Return the work of lowering a checked batch by `lower.lower_chunk`, and what it fills."""
     tokens = len(batch.codes)
     lowered = allocate(len(batch), tokens + len(batch), tokens)
     cut = Cut(_cut_programs(batch), _ONE_SPAN, tokens * _COST_OF_LOWERING)
@@ -168,14 +162,9 @@ def differentiation_work(
     requested: int,
     cancelled: NDArray[np.uint8],
 ) -> tuple[ChunkedWork, Lowered]:
-    """Return the work of lowering a checked batch with its derivatives, and what it fills.
+    """Return the work of `differentiate.differentiate_chunk` on a checked batch, and what it fills.
 
-    Args:
-        function: address of `differentiate.differentiate_chunk`.
-        batch: to lower.
-        row_loss: is lowered beside each program.
-        requested: bits of `backward_pass`.
-        cancelled: see `ChunkedWork`.
+    ``requested`` are bits of `backward_pass`; the row loss is lowered beside each program.
     """
     lowered = differentiate.allocate_differentiated(batch, row_loss)
     arrays = (*differentiate.source_arrays(batch, row_loss, requested), *lowered)

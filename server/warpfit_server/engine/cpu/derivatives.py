@@ -75,12 +75,8 @@ class LoweredDerivatives:
     ) -> DerivativePlan:
         """Cut the work of an evaluation of all programs, or of those with some indices.
 
-        Args:
-            dataset: that the evaluation names.
-            evaluation: of the programs.
-            requested: what there is to fill.
-            level: of the nodes of rows that are summed up; None for what takes not too much memory.
-            programs: their indices; None for all.
+        ``level`` is that of the nodes of rows that are summed up; None for what takes not too much
+        memory.
         """
         last = self._last  # another thread may replace it
         if last is not None and last[0] is programs:
@@ -116,16 +112,7 @@ def lower_derivatives(
     requested: RequestedOutputs,
     cancelled: NDArray[np.uint8],
 ) -> LoweredDerivatives:
-    """Lower checked programs with their derivatives.
-
-    Args:
-        code: compiled code.
-        run: runs all chunks of the lowering.
-        layout: of the data set.
-        batch: the programs.
-        requested: what there is to fill.
-        cancelled: see `ChunkedWork`.
-    """
+    """Lower checked programs with their derivatives; ``run`` runs all chunks of such work."""
     tokens, loss = no_row_loss(), requested.row_loss
     if loss is not None and requested.needs_loss_derivative:
         program = DIFFERENCE if requested.is_squares else loss

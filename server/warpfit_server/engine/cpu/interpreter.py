@@ -130,14 +130,10 @@ def interpret_chunk(block: int, chunk: int) -> int:
 
 @inlined
 def _interpret(inputs: Inputs, instances: Any, rows: Any, cancelled: Any, losses: Any) -> bool:
-    """Run instances over rows; return whether they were finished.
+    """Run a range of instances over a range of rows; return whether they were finished.
 
-    Args:
-        inputs: of the evaluation.
-        instances: range of instances.
-        rows: range of rows of the data set.
-        cancelled: flag, uint8 [1], which is polled between blocks.
-        losses: gets each instance's sum of loss terms, float64 [instances of the batch].
+    ``cancelled``, uint8 [1], is polled between blocks; ``losses`` gets each instance's sum of loss
+    terms, float64 [instances of the batch].
     """
     starts, slots = measure(inputs, instances.start, instances.stop)
     array = np.empty(memory_bytes(inputs, starts, slots), dtype=np.uint8)

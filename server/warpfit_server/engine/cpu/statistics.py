@@ -168,9 +168,7 @@ def _merge(moments: Any, block: Any) -> None:
 def carry_moments(moments: Any, blocks: int) -> None:
     """Merge the moments of nodes that are complete into those of the level above.
 
-    Args:
-        moments: of the node of each level that is not complete, [levels, instances, MOMENTS].
-        blocks: number of the next block.
+    ``moments`` are of the node of each level that is not complete, [levels, instances, MOMENTS].
     """
     level = 0
     while blocks % RADIX == 0 and level + 1 < len(moments):
@@ -196,11 +194,9 @@ def _carry_level(moments: Any, level: int) -> None:
 
 @inlined
 def merge_spans(moments: Any, first: int) -> None:
-    """Merge the moments of spans, [spans, instances, MOMENTS], as the tree of sums says.
+    """Merge moments of spans, [spans, instances, MOMENTS], into the first's by the tree of sums.
 
-    Args:
-        moments: of each span; those of all of them are written to the first one.
-        first: number of the first span on its level.
+    ``first`` is the number of the first span on its level.
     """
     width = 1
     while width < RADIX * len(moments):

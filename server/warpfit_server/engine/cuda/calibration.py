@@ -56,13 +56,7 @@ class Calibration:
         return from_file(self._path())
 
     def measure(self, goes_on: Callable[[], bool]) -> CostTable | None:
-        """Measure the costs and store them.
-
-        Args:
-            goes_on: is asked between evaluations of a few milliseconds whether they still count.
-
-        Returns:
-            None if they did not.
+        """Measure the costs and store them; None if ``goes_on`` said that they no longer count.
 
         Raises:
             ResourceExhaustedError: if the device has no room for the test data.
@@ -233,11 +227,9 @@ def _batch(seed: int) -> Batch:
 
 
 def fit_cost(work: list[int], seconds: list[float]) -> TierCost:
-    """Fit a cost to two measurements; each term is at least a hundredth of what they allow.
+    """Fit a cost to the times of two numbers of token-rows, the smaller first.
 
-    Args:
-        work: token-rows, the smaller first.
-        seconds: time of each.
+    Each term is at least a hundredth of what they allow.
     """
     rate = (work[1] - work[0]) / max(seconds[1] - seconds[0], seconds[1] / 100)
     return TierCost(max(seconds[0] - work[0] / rate, seconds[0] / 100), rate)

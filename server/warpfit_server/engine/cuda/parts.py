@@ -69,14 +69,9 @@ def compile_group(
     *,
     urgent: bool = True,
 ) -> None:
-    """Compile a group of parts into the cache by other processes, unless that has been done.
+    """Compile a group of `GROUPS` into the cache by other processes, unless that has been done.
 
-    Args:
-        group: of `GROUPS`.
-        directory: of the cache.
-        architecture: compute capability, 90 for 9.0.
-        processes: so many at most.
-        urgent: whether a caller waits.
+    No caller waits for it unless it is ``urgent``.
     """
     parts = _KERNELS[group] | _HOST_CODE[group]
     seconds = {f"{architecture}/{group}/{name}": part[0] for name, part in parts.items()}

@@ -85,19 +85,11 @@ def advance(
     new_gradients: Floats,
     limits: SearchLimits,
 ) -> None:
-    """Judge the evaluated trials of all searches, and propose the next ones.
+    """Judge the evaluated trials of all searches, and propose the next ones; see `Searches`.
 
-    Args:
-        edges: of `searches.Searches`, like the next five.
-        vectors: row TRIAL holds the evaluated trials, and then the next ones.
-        numbers: state.
-        counters: state.
-        curvatures: at the starts; read by the first call only, which needs the column STIFFNESS of
-            ``numbers``, too.
-        inverses: state.
-        new_sums: sum of row losses at the trials, [S].
-        new_gradients: their gradients, [P].
-        limits: that end searches.
+    Row TRIAL of ``vectors`` holds the evaluated trials, with their sums of row losses [S] and
+    gradients [P], and then the next ones. The first call reads the curvatures at the starts, and
+    the column STIFFNESS of ``numbers``.
     """
     for s in range(len(numbers)):
         if counters[s, REASON] != RUNNING:

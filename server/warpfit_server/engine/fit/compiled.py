@@ -50,12 +50,7 @@ class CompiledMethod(NamedTuple):
 
 
 def load(method: Method, directory: Path | None = None) -> CompiledMethod:
-    """Load the code of a method, or compile it (some seconds) and try to store it.
-
-    Args:
-        method: LM or BFGS.
-        directory: where compiled code is kept; None for the engine's default.
-    """
+    """Load the code of a method, LM or BFGS, or compile it (some seconds) and try to store it."""
     with _LOCK:  # several fits may begin at once
         key = method, directory
         if key not in _LOADED:
@@ -73,12 +68,7 @@ def load_in_background(
 
 
 def precompile(directory: Path, *, urgent: bool = True) -> None:
-    """Compile the code of all methods into ``directory`` by other processes, and load nothing.
-
-    Args:
-        directory: where compiled code is kept.
-        urgent: whether a caller waits.
-    """
+    """Compile the code of all methods into ``directory`` by other processes, and load nothing."""
     place = _place(directory)
     with ThreadPoolExecutor(len(METHODS)) as pool:
         list(pool.map(lambda m: _compile_elsewhere(m, place, urgent=urgent), METHODS))

@@ -131,19 +131,10 @@ def advance(
     limits: SearchLimits,
     space: Workspace,
 ) -> None:
-    """Judge the evaluated trials of all searches, and propose the next ones.
+    """Judge the evaluated trials of all searches, and propose the next ones; see `Searches`.
 
-    Args:
-        edges: of `searches.Searches`, like the next four.
-        vectors: row TRIAL holds the evaluated trials, and then the next ones.
-        numbers: state.
-        counters: state.
-        curvatures: state.
-        new_sums: sum of squares at the trials, [S].
-        new_gradients: their gradients, [P].
-        new_curvatures: J^T W J there, [T].
-        limits: that end searches.
-        space: scratch memory for the search with most parameters.
+    Row TRIAL of ``vectors`` holds the evaluated trials, with their sums of squares [S], gradients
+    [P] and J^T W J [T], and then the next ones.
     """
     for s in range(len(numbers)):
         if counters[s, REASON] != RUNNING:

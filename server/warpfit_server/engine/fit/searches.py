@@ -105,12 +105,7 @@ class Searches:
     ) -> Searches:
         """Set searches up at their starts, moved into the bounds.
 
-        Args:
-            counts: parameters of each search, [S].
-            start: [P].
-            lower: [P].
-            upper: [P].
-            free: whether a parameter may move, [P].
+        ``counts`` are the parameters of each search, [S]; the others are of each parameter, [P].
         """
         edges = _edges(counts)
         vectors = np.zeros((_VECTORS, len(start)))

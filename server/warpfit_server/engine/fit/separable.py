@@ -62,15 +62,9 @@ def mark_linear(
     table: NDArray[np.int64],
     linear: Floats,
 ) -> None:
-    """Set ``linear`` to 1 for the parameters that their programs are linear in, else to 0.
+    """Set ``linear`` to 1 for the parameters that their checked programs are linear in, else to 0.
 
-    Args:
-        codes: tokens of checked programs, [tokens].
-        values: index of the parameter if the token is one, [tokens].
-        starts: first token of each program, and the end of the last one; [programs + 1].
-        parameter_starts: first parameter of each program, and the end; [programs + 1].
-        table: `operator_table`.
-        linear: [parameters].
+    The starts of programs and of parameters end with the total; ``table`` is `operator_table`.
     """
     longest = 1
     for program in range(len(starts) - 1):

@@ -90,11 +90,7 @@ def _table_size(nodes: int) -> int:
 def number_tokens(graph: Graph, codes: Any, values: Any, prediction: Any) -> Any:
     """Add the nodes of postfix tokens; return the root.
 
-    Args:
-        graph: to add to.
-        codes: of the tokens, uint8.
-        values: float64.
-        prediction: the node that a token PREDICTION stands for.
+    A token PREDICTION stands for the node ``prediction``.
     """
     stack, height = graph.stack, 0
     for token in range(len(codes)):

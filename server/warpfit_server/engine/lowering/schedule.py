@@ -130,15 +130,9 @@ def emit_result(
 def schedule(
     graph: Graph, scratch: Scratch, out: lowered.Lowered, header: Any, top: Any, root: Any
 ) -> None:
-    """Emit what is missing of the node ``top`` and of all that it depends on.
+    """Emit what is missing of the node ``top``, which needs slots, and of all that it depends on.
 
-    Args:
-        graph: whose prologue has been emitted.
-        scratch: working memory.
-        out: gets the instructions.
-        header: of the program.
-        top: a node that needs slots.
-        root: the node whose rows are the result.
+    The prologue has been emitted; the rows of the node ``root`` are the result.
     """
     # A node is visited twice: even entries of the agenda ask for its operands, odd ones emit it.
     agenda = scratch.agenda

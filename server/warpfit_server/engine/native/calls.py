@@ -17,11 +17,9 @@ _INT: Final = ir.IntType(32)
 
 
 def _caller(returned: Any, kinds: list[Any] | None = None) -> Any:
-    """Return a function that calls what is at an address.
+    """Return a function that calls what is at an address, with integers.
 
-    Args:
-        returned: Numba's type of the result.
-        kinds: LLVM's types of the parameters, integers; None if all have 64 bits.
+    ``kinds`` are LLVM's types of the parameters; None if all have 64 bits.
     """
 
     @compiled_intrinsic

@@ -57,10 +57,7 @@ def new_words(slots: int) -> NDArray[np.int64]:
 def run(words: Any, slot: int, helpers: int) -> int:
     """Run the chunks of a slot that has been filled in; return how the task ended.
 
-    Args:
-        words: from `new_words`.
-        slot: where the slot begins; the calling thread alone uses it.
-        helpers: threads to wake.
+    The calling thread alone uses the slot; so many helpers are woken.
     """
     fence()
     words[slot + _OPEN] = 1

@@ -102,11 +102,9 @@ class RowLoop:
     def run(self, pointers: Sequence[Any], steps: Sequence[Any], rows: Any, body: _Step) -> None:
         """Emit the loop.
 
-        Args:
-            pointers: to the operands and, last, to the result if there is one.
-            steps: bytes by which each of them advances in one step.
-            rows: n.
-            body: returns the result, of the operands' vectors and the rows that are left.
+        ``pointers`` are to the operands and, last, to the result if there is one; ``steps`` are the
+        bytes by which each advances. ``body`` returns the result, of the operands and the rows that
+        are left.
         """
         b = self.builder
         cursors = [self._variable(pointer) for pointer in pointers]

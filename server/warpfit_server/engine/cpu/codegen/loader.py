@@ -69,11 +69,7 @@ class CompiledDerivatives:
 
 
 def load(directory: Path, processes: int = 1) -> CompiledCode:
-    """Load the engine's code from ``directory``, or compile it and try to cache it there.
-
-    Args:
-        directory: where compiled code is kept.
-        processes: that may compile at the first start.
+    """Load the engine's code from ``directory``, or compile it by processes and try to cache it.
 
     Raises:
         InvalidArgumentError: if others could have written to the directory.

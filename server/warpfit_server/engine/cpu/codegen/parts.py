@@ -148,13 +148,9 @@ _MOST_PROCESSES: Final = 4
 
 
 def compile_group(place: Path, group: str, processes: int, *, urgent: bool = True) -> None:
-    """Compile a group of parts into ``place`` by other processes, unless that has been done.
+    """Compile a group into ``place`` by so many processes at most, unless that has been done.
 
-    Args:
-        place: a directory, which need not exist.
-        group: of `GROUPS`.
-        processes: so many at most.
-        urgent: whether a caller waits.
+    No caller waits for it unless it is ``urgent``.
     """
     seconds = {name: PARTS[name].seconds for name in GROUPS[group]}
     shares = compile_processes.share_out(seconds, min(processes, _MOST_PROCESSES))

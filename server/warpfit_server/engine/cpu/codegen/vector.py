@@ -82,12 +82,9 @@ class Trace:
     def call_for_results(
         self, function: ir.Function, operand: Vector, kinds: Sequence[ir.Type]
     ) -> Vectors:
-        """Call ``void (double, pointers to results)`` for one lane after the other.
+        """Call ``void (double, pointers to results)`` for one lane of float64 after the other.
 
-        Args:
-            function: of the module being built.
-            operand: float64.
-            kinds: element type of each result.
+        ``kinds`` are the element types of the results.
         """
 
         def lane(sources: Sequence[Any], results: Sequence[Any]) -> None:

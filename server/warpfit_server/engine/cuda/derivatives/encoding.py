@@ -119,17 +119,8 @@ def encode_program(
 ) -> Any:  # fmt: skip
     """Append the code of a program that `differentiate_program` has differentiated.
 
-    Args:
-        source: the batch, with the number of entries in use of each array of ``out``.
-        workspace: with the differentiated program.
-        program: its index in the batch.
-        labels: case label of each instruction by code.
-        keeps_values: whether the values are read after the program has run.
-        is_read: scratch memory, bool [slots + 1]: whether a level is read later.
-        out: to fill, except fields of the record that depend on the programs before this one.
-
-    Returns:
-        The largest index that has to fit in 16 bits.
+    Fields of the record that depend on the programs before this one are not filled in. ``is_read``
+    is scratch memory, bool [slots + 1]. Returns the largest index that has to fit in 16 bits.
     """
     record = out.programs[program]
     _copy_lists(source, workspace, record, out)

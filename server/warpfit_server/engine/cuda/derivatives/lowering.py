@@ -100,14 +100,10 @@ class DerivativeLowering:
         keeps_values: bool,
         products: bool,
     ) -> DerivativeCode:
-        """Lower a checked batch.
+        """Lower a checked batch, whose parameters are not read, with a row loss.
 
-        Args:
-            batch: the programs; the parameters are not read.
-            row_loss: is lowered with each program.
-            requested: bits of `backward_pass`.
-            keeps_values: whether the values are read after a program has run.
-            products: whether products of columns are summed.
+        ``requested`` are bits of `backward_pass`; the values are kept if they are read after a
+        program has run.
 
         Raises:
             MemoryError: if there is not enough.

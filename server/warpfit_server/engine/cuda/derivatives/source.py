@@ -47,10 +47,8 @@ class _Case:
 def derivative_source(variant: Variant, *, spills: bool = False) -> str:
     """Return the complete CUDA C++ source of one variant.
 
-    Args:
-        variant: data type, precision and rows a thread.
-        spills: whether intermediate results are in global memory, for programs that need more
-            than shared memory has.
+    If it ``spills``, intermediate results are in global memory, for programs that need more than
+    shared memory has.
     """
     own = resources.files(__package__)
     template = own.joinpath("derivatives.cu").read_text()

@@ -126,11 +126,6 @@ def check_length(batch: Batch) -> int:
 def raise_invalid_program(batch: Batch, program: int, variables: int) -> None:
     """Raise the error of a program that the device found invalid.
 
-    Args:
-        batch: that was lowered.
-        program: index of the program.
-        variables: of the data set.
-
     Raises:
         ProgramError: for the first bad token.
         ResourceExhaustedError: if a variable's index is too large.
@@ -259,19 +254,11 @@ def launch_order(
     group: int,
     levels: int,
 ) -> NDArray[np.uint32]:
-    """Launch the sorting of a lowered batch.
+    """Launch the sorting of groups of programs of a lowered batch at an address.
 
-    Args:
-        context: the stream.
-        kernels: of the device.
-        batch: that was lowered.
-        address: of the batch on the device, in its `BatchLayout`.
-        group: programs that are sorted together.
-        levels: stack levels that each warp of the interpreter has.
-
-    Returns:
-        Page-locked memory to which the device writes the first invalid program of each group, or
-        `ALL_VALID`; uint32 [groups].
+    Returns page-locked memory to which the device writes the first invalid program of each group,
+    or `ALL_VALID`; uint32 [groups]. ``levels`` are the stack levels of each warp of the
+    interpreter.
     """
     groups = -(-len(batch) // group)
     first_invalid = context.pinned("first invalid", 4 * groups).view(np.uint32)

@@ -182,18 +182,11 @@ class LaunchConfig(NamedTuple):
 def configure_launch(
     geometry: InterpreterGeometry, bounds: BatchBounds, max_jobs: int, programs: int, vectors: int
 ) -> LaunchConfig:
-    """Choose the configuration of a batch's launches.
+    """Choose the configuration of a batch's launches, of at most so many jobs.
 
     The shared memory of a block is large enough for one warp to run any program. Where several
     warps share it, each has the levels that most programs need; the programs that need more are
     sorted to the front and run by one warp, which has all of the block's levels.
-
-    Args:
-        geometry: of the rows.
-        bounds: of the batch.
-        max_jobs: most jobs of a launch.
-        programs: number of programs.
-        vectors: parameter vectors.
     """
     scratch = SCRATCH_LEVELS if bounds.costly else 0
     most, group, jobs = bounds.levels + scratch, 1, max_jobs
@@ -213,13 +206,7 @@ def configure_launch(
 def jobs_per_launch(geometry: InterpreterGeometry, tokens: int, jobs: int, vectors: int) -> int:
     """Return the jobs of one launch, so that it does not delay other evaluations for long.
 
-    They are whole programs, or part of one.
-
-    Args:
-        geometry: of the rows.
-        tokens: of all jobs.
-        jobs: number of jobs.
-        vectors: jobs of each program.
+    They are whole programs, of ``vectors`` jobs each, or part of one; the tokens are of all jobs.
     """
     token_rows = tokens * (geometry.end_row - geometry.first_row)
     launches = min(max(1, token_rows // geometry.max_token_rows), jobs, MAX_LAUNCHES)

@@ -172,16 +172,9 @@ def interpret_losses(
     outputs: Outputs,
     started: int,
 ) -> Timings:
-    """Compute the sums of the row losses of a batch.
+    """Compute the sums of the row losses of a batch; nothing else uses the stream meanwhile.
 
-    Args:
-        context: a stream that nothing else uses meanwhile.
-        kernels: of the evaluation's variant.
-        geometry: of the evaluation's rows, for the same variant.
-        evaluation: asks for a loss; the arrays of its batch have been checked for consistency.
-        resident: the data set.
-        outputs: whose losses to fill.
-        started: ``time.perf_counter_ns()`` of the evaluation's beginning.
+    ``started`` is ``time.perf_counter_ns()`` of the evaluation's beginning.
 
     Raises:
         ProgramError: for the first bad token.

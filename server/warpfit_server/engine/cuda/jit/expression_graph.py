@@ -132,9 +132,7 @@ class ExpressionGraph:
     def trace(self, shape: Shape, first_input: int) -> list[Node]:
         """Append one expression; return its nodes in the order of its tokens, the result last.
 
-        Args:
-            shape: of the expression.
-            first_input: number of its first input in the group.
+        ``first_input`` is the number of its first input in the group.
         """
         stack: list[int] = []
         nodes: list[Node] = []
@@ -163,13 +161,7 @@ class ExpressionGraph:
     def deviation_slope(self, value: str, target: str, loss: str) -> str:
         """Append the derivative of half a squared, or of an absolute, deviation by the value.
 
-        Args:
-            value: register of the value.
-            target: register of the target.
-            loss: ``"squares"`` or ``"absolute"``.
-
-        Returns:
-            The register of the derivative.
+        Value, target and result are registers; the loss is ``"squares"`` or ``"absolute"``.
         """
         deviation = self._apply(self._templates[_SUBTRACT, 0], [value, target])
         if loss == "squares":
@@ -177,15 +169,10 @@ class ExpressionGraph:
         return self._apply(self._templates[_RULES[3 * _ABSOLUTE][ALONE], 0], [deviation])
 
     def slopes(self, nodes: Sequence[Node], seed: str, wanted: Collection[int]) -> dict[int, str]:
-        """Append the derivatives by inputs: one backward sweep over the nodes.
+        """Append the derivatives by inputs of the nodes of one expression: one backward sweep.
 
-        Args:
-            nodes: of one expression, from `trace`.
-            seed: register of the derivative by the expression's value.
-            wanted: inputs of the expression.
-
-        Returns:
-            The register of the derivative by each input, without those that are always 0.
+        ``seed`` is the register of the derivative by the value. Returns the register of the
+        derivative by each wanted input, without those that are always 0.
         """
         leads = self._leads_to(nodes, wanted)
         slopes = {len(nodes) - 1: seed}

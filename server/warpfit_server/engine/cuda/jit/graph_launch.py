@@ -48,17 +48,8 @@ def replay_losses(
 ) -> tuple[int, int, int]:
     """Compute the sums of the row losses of a batch; other sums are left in ``graph.sums``.
 
-    Args:
-        context: a stream that nothing else uses meanwhile.
-        graph: of the batch's kernels; nothing else uses it meanwhile.
-        sources: of the batch's inputs.
-        batch: the programs.
-        arguments: from `row_arguments`.
-        losses: to fill, [programs * K].
-        started: ``time.perf_counter_ns()`` of the evaluation's beginning.
-
-    Returns:
-        The nanoseconds of the copy in, of the device, and of the copy out.
+    Nothing else uses stream and graph meanwhile. Returns the nanoseconds of the copy in, of the
+    device, and of the copy out; ``started`` is ``time.perf_counter_ns()`` of the beginning.
 
     Raises:
         CUDADriverError: if the device reports an error.

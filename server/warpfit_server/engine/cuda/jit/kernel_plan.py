@@ -129,14 +129,10 @@ class KernelPlan:
         )
 
     def blocks(self, vectors: int, most: int, total: int) -> tuple[int, ...]:
-        """Return the blocks of each kernel, by its share of the work.
+        """Return the blocks of each kernel, at most ``most``, by its share of the work.
 
-        Only one thread at a time may call this.
-
-        Args:
-            vectors: parameter vectors.
-            most: most blocks of a kernel.
-            total: blocks of all kernels and vectors that the device should have.
+        ``total`` are those of all kernels and vectors that the device should have. Only one thread
+        at a time may call this.
         """
         known = self._blocks.get((vectors, most))
         if known is None:

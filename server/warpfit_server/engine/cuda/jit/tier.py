@@ -106,17 +106,9 @@ class CompiledTier:
         outputs: Outputs,
         plan: KernelPlan | None = None,
     ) -> Steps[Timings]:
-        """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does.
-
-        Args:
-            resident: the data set.
-            evaluation: what is wanted.
-            outputs: to fill.
-            plan: from `loaded`, if that was called.
+        """Evaluate as `interface.Engine.evaluate` does, by a plan from `loaded` if there is one.
 
         Raises:
-            ProgramError: for the first bad token.
-            CancelledError: if ``outputs.cancelled`` became 1.
             ResourceExhaustedError: if this tier does not support the evaluation, or the cache of
                 kernels or device memory is short.
         """

@@ -125,12 +125,7 @@ class BatchBounds(NamedTuple):
 
 @_compiled  # type: ignore[untyped-decorator]
 def bound_batch(tokens: TokenArrays, flags: NDArray[np.uint8]) -> BatchBounds:
-    """Bound what a batch will need.
-
-    Args:
-        tokens: the batch.
-        flags: `COSTLY` and `TERNARY` of each wire code; [256].
-    """
+    """Bound what a batch will need, by the flags `COSTLY` and `TERNARY` of each code, [256]."""
     found, longest, squares = np.uint8(0), np.int64(0), np.int64(0)
     for code in tokens.codes:
         found |= flags[code]
@@ -171,13 +166,7 @@ def max_levels(tokens: int, has_ternary: bool) -> int:
 
 @_compiled  # type: ignore[untyped-decorator]
 def pack(tokens: TokenArrays, layout: BatchLayout, memory: NDArray[np.uint8]) -> None:
-    """Write the part of a batch that is uploaded.
-
-    Args:
-        tokens: the batch.
-        layout: its layout.
-        memory: uint8 [at least layout.uploaded].
-    """
+    """Write the part of a batch that is uploaded to memory, uint8 [at least layout.uploaded]."""
     size = 4 * (len(tokens.lengths) + 1)
     prefix_sums(tokens.lengths, memory[:size].view(np.uint32))
     second = layout.parameter_starts

@@ -97,15 +97,7 @@ class CommandList:
         arguments: Sequence[NDArray[Any]],
         shared: int = 0,
     ) -> None:
-        """Launch a kernel.
-
-        Args:
-            function: CuPy function.
-            grid: blocks.
-            block: threads.
-            arguments: each an array of one value, passed by value.
-            shared: bytes of dynamic shared memory.
-        """
+        """Launch a CuPy function; each argument is an array of one value, passed by value."""
         pointers = np.array([argument.ctypes.data for argument in arguments], dtype=np.int64)
         self._kept_alive += [pointers, *arguments]
         self._add(LAUNCH, function.ptr, *grid, *block, shared, self._stream, pointers.ctypes.data)
@@ -117,12 +109,7 @@ class CommandList:
     def run(self, start: Any, end: Any) -> tuple[int, int]:
         """Execute the commands and wait for their end.
 
-        Args:
-            start: an event that was recorded.
-            end: an event that was recorded later.
-
-        Returns:
-            The driver's status, 0 for success, and the nanoseconds between the two events.
+        Returns the driver's status, 0 for success, and the nanoseconds between two recorded events.
         """
         self._add(SYNCHRONIZE, self._stream)
         self._add(ELAPSED, self._elapsed.ctypes.data, start.ptr, end.ptr)
@@ -137,11 +124,9 @@ class CommandList:
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def execute(functions: Any, commands: Any) -> int:
-    """Execute commands in order; return the first status that is not 0, else 0.
+    """Execute commands [commands, COMMAND_WIDTH] in order; return the first status but 0, else 0.
 
-    Args:
-        functions: from `driver_functions`.
-        commands: each its kind and the arguments of its function; [commands, COMMAND_WIDTH].
+    Each is its kind and the arguments of its function in `driver_functions`.
     """
     for number in range(len(commands)):
         c = commands[number]
@@ -181,10 +166,8 @@ def stage_times(
 ) -> tuple[int, int, int]:
     """Return the nanoseconds of the copy in, of the device, and of the copy out.
 
-    Args:
-        started: ``time.perf_counter_ns()`` of the beginning.
-        clock: seconds and nanoseconds after the last launch, and after the wait for it; [4].
-        elapsed: milliseconds of the device; [1].
+    ``clock`` are seconds and nanoseconds after the last launch and after the wait for it, [4];
+    ``elapsed`` are milliseconds of the device, [1].
     """
     launched, done = (int(clock[at]) * 1_000_000_000 + int(clock[at + 1]) for at in (0, 2))
     computed = int(float(elapsed[0]) * 1e6)

@@ -104,14 +104,10 @@ class StreamContext:
         self.check_executed(status)
 
     def check_executed(self, status: int) -> None:
-        """Check the status of a command list that ended with a wait for the stream.
-
-        Args:
-            status: of the driver.
+        """Check the driver's status of a command list that ended with a wait for the stream.
 
         Raises:
             CUDADriverError: if it is not 0.
-
         """
         if status:
             raise self._cuda.driver.CUDADriverError(status)
@@ -149,16 +145,7 @@ class StreamContext:
         arguments: Sequence[NDArray[Any]],
         shared: int = 0,
     ) -> None:
-        """Launch a kernel.
-
-        Args:
-            kernel: CuPy function.
-            grid: blocks.
-            threads: threads of a block.
-            arguments: each an array of one value, a struct or a number, passed by value.
-            shared: bytes of dynamic shared memory.
-
-        """
+        """Launch a CuPy function; each argument is an array of one value, passed by value."""
         if self._commands is not None:
             self._commands.launch(kernel, grid, threads, arguments, shared)
             return
