@@ -7,17 +7,17 @@ The simple form, in the engine that leads:
     wait for the sums of the others, put all in order, and make the outputs of them
 
 A fit does so for each of its passes. Nobody blocks a thread: a request that waits for peers waits
-for a future, so that engines may lead requests and answer those of each other at the same time.
+for a future, so that engines may lead requests and answer those of each other at the same time. The
+loop ends the steps of a request that is cancelled, which cancels the parts of the others.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -49,8 +49,6 @@ from warpfit_server.system.shortages import TOO_MANY_FILES
 
 #: Most bytes of the sums of all nodes together.
 _MOST_BYTES: Final = 512 << 20
-#: Seconds between two looks at whether a request that waits for peers is still wanted.
-_POLL_SECONDS: Final = 0.02
 
 
 class PeerLostError(Exception):
@@ -81,9 +79,6 @@ class Peers:
         """Shards of each sharded data set, by the key of the data set."""
         self._request_connection = request_connection
         self._connections: dict[int, EngineConnection] = {}
-        self._gatherings: set[_Gathering] = set()
-        self._is_gathering = threading.Event()
-        self._lock = threading.Lock()
 
     def connect(self, engine: int, process: int, end: socket.socket) -> None:
         """Use a connection to another engine.
@@ -97,8 +92,6 @@ class Peers:
             ResourceExhaustedError: if this process can open no more files.
 
         """
-        if not self._connections:
-            threading.Thread(target=self._cancel_forever, name="peers", daemon=True).start()
         connection = self._connections.get(engine)
         if connection is None:
             connection = EngineConnection(self.pool, reads_alone=True)
@@ -134,30 +127,6 @@ class Peers:
             raise unavailable()
         return engine if len(parts) == 1 else ShardedEvaluator(engine, self, request, layout)
 
-    @contextmanager
-    def gathering(self, gathering: _Gathering) -> Iterator[_Gathering]:
-        """Cancel the parts of a request when it is cancelled, and at the end."""
-        with self._lock:
-            self._gatherings.add(gathering)
-            self._is_gathering.set()
-        try:
-            yield gathering
-        finally:
-            with self._lock:
-                self._gatherings.discard(gathering)
-                if not self._gatherings:
-                    self._is_gathering.clear()
-            gathering.close()
-
-    def _cancel_forever(self) -> None:
-        """Cancel the parts of requests that nobody waits for any more."""
-        while self._is_gathering.wait():
-            time.sleep(_POLL_SECONDS)
-            with self._lock:
-                gatherings = list(self._gatherings)
-            for gathering in gatherings:
-                gathering.cancel_if_unwanted()
-
 
 class ShardedEvaluator:
     """Evaluates one request on all shards of its rows; implements `interface.Evaluator`."""
@@ -172,7 +141,7 @@ class ShardedEvaluator:
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch; the time of all engines is added up."""
-        with self._gather(evaluation, outputs.cancelled) as gathering:
+        with self._gather(evaluation) as gathering:
             own = gathering.evaluation_of(self._peers.number)
             dense = _dense_outputs(own, outputs, self._layout)
             inner = replace(outputs, **dense, ready=lambda programs: None, shard=gathering)
@@ -194,7 +163,7 @@ class ShardedEvaluator:
         problem = replace(
             evaluation, values=False, loss=None, custom_loss=LossFunction(row_loss, Closing.SUM)
         )
-        with self._gather(problem, cancelled, curvature) as gathering:
+        with self._gather(problem, curvature) as gathering:
             found = yield from self._engine.linearise(
                 gathering.evaluation_of(self._peers.number),
                 row_loss,
@@ -206,17 +175,11 @@ class ShardedEvaluator:
         self.peers_compute += gathering.compute
         return found
 
-    @contextmanager
-    def _gather(
-        self, evaluation: Evaluation, cancelled: NDArray[np.uint8], curvature: bool | None = None
-    ) -> Iterator[_Gathering]:
+    def _gather(self, evaluation: Evaluation, curvature: bool | None = None) -> closing[_Gathering]:
         # Compiled kernels may differ in the last bits, and engines may choose differently.
         evaluation = replace(evaluation, tier=Tier.INTERPRETER)
-        made = _Gathering(
-            self._peers, self._request, evaluation, self._layout, cancelled, curvature
-        )
-        with self._peers.gathering(made) as gathering:
-            yield gathering
+        given = self._peers, self._request, evaluation, self._layout, curvature
+        return closing(_Gathering(*given))
 
 
 def _dense_outputs(own: Evaluation, outputs: Outputs, layout: Layout) -> dict[str, Any]:
@@ -236,7 +199,6 @@ class _Gathering:
         request: that it is a part of.
         evaluation: over all rows.
         layout: of its data set.
-        cancelled: becomes not 0 when nobody wants the outputs any more.
         curvature: whether a pass of a fit needs curvatures; None if it is an evaluation.
 
     """
@@ -247,7 +209,6 @@ class _Gathering:
         request: Request,
         evaluation: Evaluation,
         layout: Layout,
-        cancelled: NDArray[np.uint8],
         curvature: bool | None,
     ) -> None:
         self.rows = evaluation.row_range(layout)
@@ -259,7 +220,6 @@ class _Gathering:
         self._request = request
         self._evaluation = evaluation
         self._layout = layout
-        self._cancelled = cancelled
         self._part = messages.Part(self.rows, self.level, curvature)
         self._shards = shards
         self._rows_of = shards.parts(self.rows)
@@ -325,12 +285,6 @@ class _Gathering:
                 rows = mine if part is None else part.array(name)
                 whole[..., start - self.rows[0] : stop - self.rows[0]] = rows
         outputs.ready(len(self._evaluation.batch))
-
-    def cancel_if_unwanted(self) -> None:
-        """Cancel the other engines' parts if the request is cancelled; any thread may call this."""
-        if self._cancelled[0]:
-            for part in list(self._sent.values()):
-                part.cancel()
 
     def close(self) -> None:
         """Give the segments back, now or when the engines are done with them."""

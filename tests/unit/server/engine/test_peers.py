@@ -5,8 +5,6 @@ from __future__ import annotations
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-import numpy as np
-
 from support.servers.requests import DATA, an_evaluation
 from warpfit_server.engine.peers import _Gathering
 from warpfit_server.row_blocks import Shards
@@ -17,7 +15,7 @@ def test_a_part_that_fails_as_the_last_one_ends_wakes_the_request_once():
     evaluation = an_evaluation()
     request = SimpleNamespace(problem=SimpleNamespace(dataset_id=DATA.content_id))
     peers = SimpleNamespace(number=0, shards={DATA.content_id: Shards((0, 1, 2), (0, 1, 2, 3), 2)})
-    gathering = _Gathering(peers, request, evaluation, DATA.layout, np.zeros(1, "u1"), None)
+    gathering = _Gathering(peers, request, evaluation, DATA.layout, None)
     woken = []
 
     class Done(Future):
