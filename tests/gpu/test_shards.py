@@ -5,15 +5,19 @@ The bits are those of one engine that has all rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from support.engines.derivative_suite import make_dataset, smooth_programs
+from support.engines.derivatives import outputs_for
 from support.engines.shards import REQUESTS, check_evaluation, check_pass
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
+from warpfit_server.engine.interface import run_to_end
 from warpfit_server.row_blocks import LEAST_LEVEL, Shards, node_rows
 
 #: Of an engine that streams a shard of many rows, in windows of half a node of level 8.
@@ -81,3 +85,21 @@ def test_passes_of_fits(engines, case):
     batch = Batch.of(*smooth_programs())
     for rows in (None, (700, data.layout.rows - 5)):
         check_pass(engines, data, shards, evaluation(data, batch, precision, rows=rows))
+
+
+@pytest.mark.parametrize("tier", [Tier.INTERPRETER, Tier.COMPILED])
+def test_rows_of_one_shard_need_no_other_engine(engines, case, tier):
+    data, shards, precision = case
+    _, middle, last = shards.bounds
+    batch = Batch.of(*thesis_mix(3, 10, variables=4))
+    asked = evaluation(
+        data, batch, precision, loss=Loss.MSE, gradient=True, rows=(middle + 700, last - 3)
+    )
+    found = []
+    for rows in (None, (middle, last)):
+        engines[0].load(data, rows)
+        found.append(outputs_for(replace(asked, tier=tier), data.layout))
+        run_to_end(engines[0].evaluate(replace(asked, tier=tier), found[-1]))
+        engines[0].unload(data.content_id)
+    np.testing.assert_array_equal(found[1].losses, found[0].losses)
+    np.testing.assert_array_equal(found[1].gradients, found[0].gradients)
