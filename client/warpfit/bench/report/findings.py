@@ -13,7 +13,8 @@ Document = Mapping[str, Any]
 Cell = Mapping[str, Any]
 #: Seconds by rows and expressions.
 Grid = dict[tuple[int, int], float]
-_USUAL = {"kind": "evaluate", "output": "losses", "precision": "fast", "vectors": 1}
+_LOSSES = {"kind": "evaluate", "output": "losses", "vectors": 1}
+_USUAL = {**_LOSSES, "workload": THESIS, "precision": "fast"}
 _FRESH = {"tier": "interpreter", "reuse": "fresh"}
 
 
@@ -26,14 +27,13 @@ class System:
     document: Document
     cells: tuple[Cell, ...]
 
-    def select(self, *, workload: str = THESIS, **wanted: Any) -> list[Cell]:
+    def select(self, **wanted: Any) -> list[Cell]:
         """Return cells whose scenario has these fields; by default plain evaluations of losses."""
         fields = {**_USUAL, **wanted}
         return [
             cell
             for cell in self.cells
-            if workload_of(cell) == workload
-            and all(cell["scenario"][name] == value for name, value in fields.items())
+            if all(cell["scenario"][name] == value for name, value in fields.items())
         ]
 
     def grid(self, measure: str, **wanted: Any) -> Grid:
@@ -151,15 +151,6 @@ def repeats(system: System) -> list[Repeats]:
 def size(cell: Cell) -> tuple[int, int]:
     """Return the rows and expressions of a cell."""
     return cell["scenario"]["rows"], cell["scenario"]["expressions"]
-
-
-def workload_of(cell: Cell) -> str:
-    """Name the expressions of a cell; files of earlier versions tell their lengths instead."""
-    scenario = cell["scenario"]
-    if "workload" in scenario:
-        return str(scenario["workload"])
-    least, most = scenario["tokens"]
-    return THESIS if least < most else f"{least} tokens"
 
 
 def _ratios(above: System, below: System, measure: str) -> Grid:

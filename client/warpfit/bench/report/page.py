@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from warpfit.bench import results
+from warpfit.bench.batches import THESIS
 from warpfit.bench.report import plots
 from warpfit.bench.report.answers import answers, duration
-from warpfit.bench.report.findings import Cell, Document, System, size, systems, workload_of
+from warpfit.bench.report.findings import Cell, Document, System, size, systems
 from warpfit.errors import require
 
 _STYLE: Final = """
@@ -114,18 +115,18 @@ def _workload_rows(system: System) -> Iterator[list[str]]:
     ways = {("interpreter", "fresh"), ("compiled", "repeated")}
     plain = [
         cell
-        for workload in dict.fromkeys(map(workload_of, system.cells))
+        for workload in dict.fromkeys(cell["scenario"]["workload"] for cell in system.cells)
         for cell in system.select(workload=workload)
         if "executed" in cell and (cell["scenario"]["tier"], cell["scenario"]["reuse"]) in ways
     ]
-    sizes = {size(cell) for cell in plain if "generation" in workload_of(cell)}
+    sizes = {size(cell) for cell in plain if "generation" in cell["scenario"]["workload"]}
     for cell in plain:
         if size(cell) in sizes:
             tokens, tier = cell["tokens"], cell["scenario"]["tier"]
             rate = cell["token_rows_per_second"].get("kernel", 0.0)
             share = cell["operators" if tier == "interpreter" else "executed"] / tokens
             yield [
-                workload_of(cell),
+                cell["scenario"]["workload"],
                 system.label,
                 tier,
                 f"{size(cell)[0]:,}",
@@ -172,7 +173,7 @@ def _cell_row(cell: Cell) -> list[str]:
     what = "fits" if scenario["kind"] == "optimize" else scenario["output"]
     mode = f"{scenario['tier']}, {scenario['reuse']}, {scenario['precision']}"
     numbers = [f", {scenario[n]} {n}" for n in ("vectors", "workers") if scenario[n] > 1]
-    workload = "" if workload_of(cell) == "thesis" else f", {workload_of(cell)}"
+    workload = "" if scenario["workload"] == THESIS else f", {scenario['workload']}"
     rates = cell.get("token_rows_per_second", {})
     fraction = cell.get("roofline", {}).get("fraction")
     return [
