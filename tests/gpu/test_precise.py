@@ -15,7 +15,8 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision, Tier
-from warpfit_server.engine.cuda.math.prelude import compiler_options, prelude
+from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.cuda.math.prelude import prelude
 from warpfit_server.engine.cuda.runtime import nvrtc
 
 #: Function, the same in float64, whether of pairs, and the largest error in ulp.
@@ -95,14 +96,13 @@ def test_fast_bounds_hold_at_hard_operands(evaluate, name, tier):
 def test_errors_stay_within_their_bounds(engine, name):
     cupy = pytest.importorskip("cupy")
     function, exact, pairs, bound = FUNCTIONS[name]
-    precision = (np.float32, Precision.PRECISE)
     source = (
         f"#define FUNCTION {function}\n#define EXACT {exact}\n"
-        + prelude(*precision)
+        + prelude(Mode.PRECISE)
         + (Path(__file__).parent / "precise_errors.cu").read_text()
     )
     capability = int(cupy.cuda.Device().compute_capability)
-    options = ("--std=c++17", *compiler_options(*precision))
+    options = ("--std=c++17", *Mode.PRECISE.compiler_options)
     module = cupy.cuda.function.Module()
     module.load(nvrtc.to_cubin(source, capability, options))
     worst, wrong = (cupy.zeros(1, dtype=np.uint64) for _ in range(2))

@@ -27,14 +27,14 @@ COLD_SECONDS = 600
 WARM_SECONDS = 60
 #: Loads what the CUDA engine takes from wheels, and compiles a kernel, which needs no GPU.
 COMPILE = """
-import cuda.bindings.driver, cupy, numpy, pynvml
-from warpfit.request import Precision
-from warpfit_server.engine.cuda import compile, nvrtc
+import cuda.bindings.driver, cupy, pynvml
 from warpfit_server.engine.cuda.interpreter.tier import interpreter_switch
 from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.cuda.runtime import nvjitlink, nvrtc
 
-print(nvrtc.version(), compile.version())
-print(len(interpreter_switch(Variant(numpy.dtype("f4"), Precision.PRECISE, 4)).compile(90)))
+print(nvrtc.version(), nvjitlink.version())
+print(len(interpreter_switch(Variant(Mode.PRECISE, 4)).compile(90)))
 """
 
 

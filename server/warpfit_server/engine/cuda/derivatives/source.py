@@ -14,16 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.rules import CODES, PRODUCT_CODE, PartialKernel, partial_kernels
-from warpfit_server.engine.cuda.interpreter.source import Variant, is_costly
-from warpfit_server.engine.cuda.math.precise import precise_calls
-from warpfit_server.engine.cuda.math.prelude import (
-    REAL_NAMES,
-    operator_source,
-    packs,
-    prelude,
-    render,
+from warpfit_server.engine.autodiff.rules import CODES, PRODUCT_CODE, partial_kernels
+from warpfit_server.engine.cuda.interpreter.source import (
+    Variant,
+    device_function,
+    is_costly,
+    operator_functions,
+    source_of,
 )
+from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.cuda.math.precise import precise_calls
+from warpfit_server.engine.cuda.math.prelude import operator_source, render
 from warpfit_server.engine.lowering.lowered import COPY_CODE
 
 #: Warps of a block, and the least blocks of a multiprocessor.
@@ -51,24 +52,23 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
     shared memory has.
     """
     own = resources.files(__package__)
+    cases = list(enumerate(_cases(variant), start=1))
+    parts = {
+        "OPERATORS": [*operator_functions(variant.mode), *_partial_functions(variant.mode)],
+        "CASES": [
+            f"      {'COSTLY' if case.costly else 'CHEAP'}({label}, {case.expression})"
+            for label, case in cases
+        ],
+        "SCALAR_CASES": [
+            f"      case {label}: t[0] = {case.expression}; break;" for label, case in cases
+        ],
+    }
+    definitions: dict[str, int | str] = {"FAR": int(spills), "WARPS": WARPS}
+    definitions |= {"BLOCK_TILES": BLOCK_TILES, "COMBINE_THREADS": COMBINE_THREADS}
+    definitions |= {"BLOCKS_AT_LEAST": BLOCKS}
     template = own.joinpath("derivatives.cu").read_text()
-    cases = _cases(variant)
-    row_cases = [
-        f"      {'COSTLY' if case.costly else 'CHEAP'}({label}, {case.expression})"
-        for label, case in enumerate(cases, start=1)
-    ]
-    scalar_cases = [
-        f"      case {label}: t[0] = {case.expression}; break;"
-        for label, case in enumerate(cases, start=1)
-    ]
     return (
-        _definitions(variant, spills=spills)
-        + prelude(variant.dtype, variant.precision)
-        + packs()
-        + template.replace("@OPERATORS@", "\n".join(_functions(variant)))
-        .replace("@CASES@", "\n".join(row_cases))
-        .replace("@SCALAR_CASES@", "\n".join(scalar_cases))
-        + own.joinpath("statistics.cu").read_text()
+        source_of(variant, definitions, template, parts) + own.joinpath("statistics.cu").read_text()
     )
 
 
@@ -106,55 +106,39 @@ def _cases(variant: Variant) -> list[_Case]:
     cases: dict[int, _Case] = {}
     for row in OPERATORS.values():
         operands = ", ".join(_OPERANDS[: row.arity])
-        expression = operator_source(row, variant.dtype, variant.precision)
+        expression = operator_source(row, variant.mode)
         cases[int(table[row.code])] = _Case(
             f"op_{row.name}({operands})", is_costly(expression, variant)
         )
     for kernel in partial_kernels():
         operands = ", ".join(_OPERANDS[: kernel.arity + kernel.scaled])
-        costly = is_costly(
-            partial_source(kernel.source, REAL_NAMES[variant.dtype], fast=variant.fast), variant
-        )
+        costly = is_costly(partial_source(kernel.source, variant.mode), variant)
         cases.setdefault(int(table[kernel.code]), _Case(f"{kernel.name}({operands})", costly))
     cases[int(table[PRODUCT_CODE])] = _Case("product(t[i], u[i])")
     cases[int(table[COPY_CODE])] = _Case("t[i]")
     return [cases[label] for label in range(1, len(cases) + 1)]
 
 
-def _functions(variant: Variant) -> Iterator[str]:
-    """Yield the definition of a device function for each operator and each partial derivative."""
-    for row in OPERATORS.values():
-        expression = operator_source(row, variant.dtype, variant.precision)
-        operands = ", ".join(f"real {operand}" for operand in row.operands)
-        yield (
-            f"__device__ __forceinline__ real op_{row.name}({operands}) {{ return {expression}; }}"
-        )
+def _partial_functions(mode: Mode) -> Iterator[str]:
+    """Yield the definition of a device function for each partial derivative."""
     table, defined = labels(), set()
     for kernel in partial_kernels():
         label = int(table[kernel.code])
         if label not in defined:
             defined.add(label)
-            yield _partial_function(kernel, variant)
+            operands, expression = list("abc"[: kernel.arity]), partial_source(kernel.source, mode)
+            if kernel.scaled:
+                operands, expression = ["slope", *operands], f"product(slope, {expression})"
+            yield device_function(kernel.name, operands, expression)
 
 
-def _partial_function(kernel: PartialKernel, variant: Variant) -> str:
-    names = "abc"[: kernel.arity]
-    operands = ", ".join(
-        f"real {name}" for name in ("slope" if kernel.scaled else "", *names) if name
-    )
-    expression = partial_source(kernel.source, REAL_NAMES[variant.dtype], fast=variant.fast)
-    if kernel.scaled:
-        expression = f"product(slope, {expression})"
-    return f"__device__ __forceinline__ real {kernel.name}({operands}) {{ return {expression}; }}"
-
-
-def partial_source(source: str, real: str, *, fast: bool) -> str:
-    """Translate a derivative to CUDA C++, with approximate functions if ``fast``."""
-    if not fast:
-        return render(precise_calls(source), real)
+def partial_source(source: str, mode: Mode) -> str:
+    """Translate a derivative to CUDA C++, with approximate functions in fast mode."""
+    if not mode.is_fast:
+        return render(precise_calls(source), mode.real)
     calls = _fast_calls()
     source = re.sub(r"\b(\w+)\(", lambda call: f"{calls.get(call[1], call[1])}(", source)
-    return render(source, real)
+    return render(source, mode.real)
 
 
 @cache
@@ -167,17 +151,3 @@ def _fast_calls() -> MappingProxyType[str, str]:
         if exact and fast:
             calls[exact[1]] = fast[1]
     return MappingProxyType(calls)
-
-
-def _definitions(variant: Variant, *, spills: bool) -> str:
-    return (
-        f"typedef {REAL_NAMES[variant.dtype]} real;\n"
-        f"#define REAL_BYTES {variant.dtype.itemsize}\n"
-        f"#define ROWS {variant.rows}\n"
-        f"#define FAST {int(variant.fast)}\n"
-        f"#define FAR {int(spills)}\n"
-        f"#define WARPS {WARPS}\n"
-        f"#define BLOCK_TILES {BLOCK_TILES}\n"
-        f"#define COMBINE_THREADS {COMBINE_THREADS}\n"
-        f"#define BLOCKS_AT_LEAST {BLOCKS}\n"
-    )

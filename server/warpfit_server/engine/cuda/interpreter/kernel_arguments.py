@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from warpfit.request import Loss
 from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, Variant
-from warpfit_server.engine.cuda.math.modes import Mode, max_token_rows
+from warpfit_server.engine.cuda.math.modes import max_token_rows
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds, BatchLayout
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.native import numba_cache
@@ -160,7 +160,7 @@ class DeviceAddresses(NamedTuple):
 
 def max_interpreted_token_rows(variant: Variant, multiprocessors: int) -> int:
     """Return the most token-rows of a launch; the interpreter runs at half the compiled rate."""
-    return max_token_rows(Mode.of(variant.dtype, variant.precision), multiprocessors) // 2
+    return max_token_rows(variant.mode, multiprocessors) // 2
 
 
 class LaunchConfig(NamedTuple):

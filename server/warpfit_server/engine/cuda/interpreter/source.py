@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final
@@ -11,17 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS, Operator
-from warpfit.request import Precision
 from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.cuda.math.prelude import (
-    REAL_NAMES,
-    compiler_options,
-    is_fast,
-    operator_source,
-    packs,
-    prelude,
-)
+from warpfit_server.engine.cuda.math.prelude import operator_source, packs, prelude
 from warpfit_server.engine.cuda.runtime.batch_layout import COSTLY, TERNARY
 
 _CALL: Final = re.compile(r"\b(\w+)\(")
@@ -46,23 +39,21 @@ SCRATCH_LEVELS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Data type, precision and rows a thread of one compiled form of the interpreter."""
+    """Mode of arithmetic and rows a thread of one compiled form of the interpreter."""
 
-    dtype: np.dtype[Any]
-    """float32 or float64."""
-    precision: Precision
+    mode: Mode
     rows: int
     """Rows a thread: a multiple of 4 (float32) or 2 (float64)."""
 
     @classmethod
     def of(cls, mode: Mode, row_bytes: int) -> Variant:
         """Return the variant in which a thread works on so many bytes of rows at a time."""
-        return cls(mode.dtype, mode.precision, row_bytes // mode.dtype.itemsize)
+        return cls(mode, row_bytes // mode.dtype.itemsize)
 
     @property
-    def fast(self) -> bool:
-        """Return whether approximate operators are used; float64 is always precise."""
-        return is_fast(self.dtype, self.precision)
+    def dtype(self) -> np.dtype[Any]:
+        """float32 or float64."""
+        return self.mode.dtype
 
     @property
     def tile(self) -> int:
@@ -72,39 +63,60 @@ class Variant:
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC options, without the architecture."""
-        return ("--std=c++17", *compiler_options(self.dtype, self.precision))
+        return ("--std=c++17", *self.mode.compiler_options)
+
+
+def source_of(
+    variant: Variant, definitions: dict[str, int | str], template: str, parts: dict[str, list[str]]
+) -> str:
+    """Return a complete CUDA C++ source: definitions, prelude, and a template with its parts."""
+    numbers = {"REAL_BYTES": variant.dtype.itemsize, "ROWS": variant.rows}
+    numbers |= {"FAST": int(variant.mode.is_fast)}
+    defines = [f"#define {name} {number}\n" for name, number in (numbers | definitions).items()]
+    for name, lines in parts.items():
+        template = template.replace(f"@{name}@", "\n".join(lines))
+    start = f"typedef {variant.mode.real} real;\n{''.join(defines)}"
+    return start + prelude(variant.mode) + packs() + template
+
+
+def operator_functions(mode: Mode) -> list[str]:
+    """Return the definition of a device function for each operator."""
+    return [
+        device_function(f"op_{row.name}", row.operands, operator_source(row, mode))
+        for row in OPERATORS.values()
+    ]
+
+
+def device_function(name: str, operands: Iterable[str], expression: str) -> str:
+    """Return the definition of a device function of numbers."""
+    parameters = ", ".join(f"real {operand}" for operand in operands)
+    return f"__device__ __forceinline__ real {name}({parameters}) {{ return {expression}; }}"
 
 
 def interpreter_source(variant: Variant) -> str:
     """Return the complete CUDA C++ source of one variant."""
+    table, rows = bytecode.labels(), OPERATORS.values()
+    # The least blocks of 256 threads a multiprocessor bound the registers.
+    blocks = 4 if variant.rows * variant.dtype.itemsize <= 64 else 2
+    definitions: dict[str, int | str] = {"SLOT_LEVELS": bytecode.SLOT_LEVELS}
+    definitions |= {
+        name: f"{getattr(bytecode, name)}u" for name in ("SLOTS_MASK", "DEEP", "SKIPPED")
+    }
+    definitions |= {"END_LABEL": bytecode.END, "BLOCKS_AT_LEAST": blocks}
+    parts = {
+        "OPERATORS": operator_functions(variant.mode),
+        "CASES": [f"        {_macro(r, variant)}(op_{r.name}, {table[r.code]})" for r in rows],
+        "SCALAR_CASES": [_scalar_case(row, f"op_{row.name}") for row in rows],
+    }
     template = resources.files(__package__).joinpath("interpreter.cu").read_text()
-    operators, cases, scalar_cases = [], [], []
-    table = bytecode.labels()
-    for row in OPERATORS.values():
-        expression = operator_source(row, variant.dtype, variant.precision)
-        name = f"op_{row.name}"
-        operands = ", ".join(f"real {operand}" for operand in row.operands)
-        operators.append(
-            f"__device__ __forceinline__ real {name}({operands}) {{ return {expression}; }}"
-        )
-        macro = _macro(row, expression, variant)
-        cases.append(f"        {macro}({name}, {table[row.code]})")
-        scalar_cases.append(_scalar_case(row, name))
-    return (
-        _definitions(variant)
-        + prelude(variant.dtype, variant.precision)
-        + packs()
-        + template.replace("@OPERATORS@", "\n".join(operators))
-        .replace("@CASES@", "\n".join(cases))
-        .replace("@SCALAR_CASES@", "\n".join(scalar_cases))
-    )
+    return source_of(variant, definitions, template, parts)
 
 
 def costly_codes(variant: Variant) -> NDArray[np.bool_]:
     """Return whether an operator needs scratch levels of the stack, by wire code; bool [256]."""
     table = np.zeros(256, dtype=np.bool_)
     for row in OPERATORS.values():
-        expression = operator_source(row, variant.dtype, variant.precision)
+        expression = operator_source(row, variant.mode)
         table[row.code] = row.arity == 3 or is_costly(expression, variant)
     return table
 
@@ -116,28 +128,9 @@ def operator_flags(variant: Variant) -> NDArray[np.uint8]:
     return flags
 
 
-def _definitions(variant: Variant) -> str:
-    return (
-        f"typedef {REAL_NAMES[variant.dtype]} real;\n"
-        f"#define REAL_BYTES {variant.dtype.itemsize}\n"
-        f"#define ROWS {variant.rows}\n"
-        f"#define FAST {int(variant.fast)}\n"
-        f"#define SLOT_LEVELS {bytecode.SLOT_LEVELS}\n"
-        f"#define SLOTS_MASK {bytecode.SLOTS_MASK}u\n"
-        f"#define DEEP {bytecode.DEEP}u\n"
-        f"#define SKIPPED {bytecode.SKIPPED}u\n"
-        f"#define END_LABEL {bytecode.END}\n"
-        f"#define BLOCKS_AT_LEAST {_blocks(variant)}\n"
-    )
-
-
-def _blocks(variant: Variant) -> int:
-    """Return the least blocks of 256 threads a multiprocessor, which bounds the registers."""
-    return 4 if variant.rows * variant.dtype.itemsize <= 64 else 2
-
-
-def _macro(row: Operator, expression: str, variant: Variant) -> str:
+def _macro(row: Operator, variant: Variant) -> str:
     """Return the name of the macro in interpreter.cu that writes the cases of an operator."""
+    expression = operator_source(row, variant.mode)
     if row.arity == 3:
         return "TERNARY"
     shape = "UNARY" if row.arity == 1 else "BINARY"

@@ -221,7 +221,7 @@ class InterpreterTier:
             evaluation.row_range(resident.dataset.layout),
             evaluation.loss,
             variant,
-            max_warps=self._tuning.warps or (2 if variant.fast else 1),
+            max_warps=self._tuning.warps or (2 if variant.mode.is_fast else 1),
             programs_per_warp=self._tuning.jobs_per_warp,
             multiprocessors=self._device.multiprocessors,
             level=level,

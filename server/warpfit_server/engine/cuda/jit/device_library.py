@@ -21,12 +21,7 @@ from warpfit_server.engine.cuda.jit.instructions import (
 )
 from warpfit_server.engine.cuda.jit.shapes import EXPONENT_BIAS, POWER_DERIVATIVES, POWERS
 from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.cuda.math.prelude import (
-    compiler_options,
-    operator_source,
-    prelude,
-    render,
-)
+from warpfit_server.engine.cuda.math.prelude import operator_source, prelude, render
 from warpfit_server.engine.cuda.runtime import nvrtc
 
 #: Functions of fast mode that only compiled kernels use.
@@ -110,10 +105,10 @@ _Function = tuple[str, str, str]
 
 def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
     """Compile the operator table, optionally with the derivatives of operators; takes 0.3 s."""
-    options = ("-rdc=true", *compiler_options(mode.dtype, mode.precision))
+    options = ("-rdc=true", *mode.compiler_options)
     names = _operator_functions(mode) | (_rule_functions(mode) if derivatives else {})
     sources = {function[0]: _source(mode, *function) for function in names.values()}
-    start = prelude(mode.dtype, mode.precision)
+    start = prelude(mode)
     helpers = _HELPERS if mode is Mode.FAST else ""
     ptx = nvrtc.to_ptx("\n".join([start, helpers, *sources.values()]), architecture, options)
     found = functions(ptx)
@@ -147,38 +142,34 @@ def _operator_functions(mode: Mode) -> dict[tuple[int, int], _Function]:
     """Return the function of each operator, and of powers with literal exponents, by template."""
     found = {}
     for op in OPERATORS.values():
-        body = operator_source(op, mode.dtype, mode.precision)
+        body = operator_source(op, mode)
         if mode is Mode.FAST and op.cuda_fast_compiled:
             body = render(op.cuda_fast_compiled, "float")
         found[op.code, 0] = (f"wf_{op.name}", op.operands, body)
     pow_code = OPERATORS["pow"].code
     for power, text in POWERS.items():
         operand = power + EXPONENT_BIAS
-        found[pow_code, operand] = (f"wf_power_{operand}", "a", render(text, _real(mode)))
+        found[pow_code, operand] = (f"wf_power_{operand}", "a", render(text, mode.real))
     return found
 
 
 def _rule_functions(mode: Mode) -> dict[tuple[int, int], _Function]:
     """Return the function of each derivative, and of the chain rule's product, by template."""
-    real, fast = _real(mode), mode is Mode.FAST
     found = {(PRODUCT_CODE, 0): ("wf_product", "ab", "product(a, b)")}
     for power, text in POWER_DERIVATIVES.items():
         operand = power + EXPONENT_BIAS
-        body = partial_source(text, real, fast=fast)
+        body = partial_source(text, mode)
         found[POWER_DERIVATIVE, operand] = (f"wf_power_slope_{operand}", "a", body)
     for kernel in partial_kernels():
-        body, operands = partial_source(kernel.source, real, fast=fast), "abc"[: kernel.arity]
+        body, operands = partial_source(kernel.source, mode), "abc"[: kernel.arity]
         if kernel.scaled:
             body, operands = f"product(s, {body})", "s" + operands
         found[kernel.code, 0] = (f"wf_{kernel.name}", operands, body)
     return found
 
 
-def _real(mode: Mode) -> str:
-    return "double" if mode is Mode.DOUBLE else "float"
-
-
 def _source(mode: Mode, name: str, operands: str, body: str) -> str:
-    real = _real(mode)
-    parameters = ", ".join(f"{real} {operand}" for operand in operands)
-    return f'extern "C" __device__ __noinline__ {real} {name}({parameters}) {{ return {body}; }}'
+    parameters = ", ".join(f"{mode.real} {operand}" for operand in operands)
+    return (
+        f'extern "C" __device__ __noinline__ {mode.real} {name}({parameters}) {{ return {body}; }}'
+    )

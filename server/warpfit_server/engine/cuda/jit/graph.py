@@ -18,7 +18,8 @@ from warpfit_server.engine.cuda.jit.kernel_interface import (
 )
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel
-from warpfit_server.engine.cuda.math.prelude import NVRTC_PRECISE, sum_tree
+from warpfit_server.engine.cuda.math.modes import NVRTC_PRECISE
+from warpfit_server.engine.cuda.math.prelude import sum_tree
 from warpfit_server.engine.cuda.runtime.command_list import COMMAND_WIDTH, wait_while_held
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset

@@ -9,6 +9,10 @@ import numpy as np
 
 from warpfit.request import Precision
 
+#: Compiler options. Contraction to multiply-add would change precise results.
+NVRTC_PRECISE: Final = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+NVRTC_FAST: Final = ("--fmad=true", "--ftz=true", "--prec-div=false", "--prec-sqrt=false")
+
 
 class Mode(Enum):
     """Data type and precision with which a kernel computes."""
@@ -31,6 +35,16 @@ class Mode(Enum):
         return cls.FAST if precision is Precision.FAST else cls.PRECISE
 
     @property
+    def is_fast(self) -> bool:
+        """Return whether approximate operators are used."""
+        return self is Mode.FAST
+
+    @property
+    def real(self) -> str:
+        """CUDA C++ name of the data type."""
+        return "double" if self is Mode.DOUBLE else "float"
+
+    @property
     def label(self) -> str:
         """Name of the mode in the tier chooser and in its file of costs."""
         return "float64" if self is Mode.DOUBLE else self.name.lower()
@@ -39,6 +53,11 @@ class Mode(Enum):
     def kind(self) -> str:
         """Register class of a value in PTX."""
         return "d" if self is Mode.DOUBLE else "r"
+
+    @property
+    def compiler_options(self) -> tuple[str, ...]:
+        """NVRTC options for `prelude.operator_source`."""
+        return NVRTC_FAST if self.is_fast else NVRTC_PRECISE
 
 
 #: Token-rows of a launch for each multiprocessor: about 2 ms of an H200.

@@ -6,15 +6,9 @@ import re
 from importlib import resources
 from typing import Final
 
-import numpy as np
-from numpy.typing import DTypeLike
-
 from warpfit.ops import Operator
-from warpfit.request import Precision
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.precise import precise_calls, precise_source
-
-#: CUDA C++ name of each data type.
-REAL_NAMES: Final = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 #: Functions of fast mode that the operator table calls; their errors are stated in
 #: `client/OPERATORS.md`.
@@ -76,16 +70,10 @@ __device__ __forceinline__ REAL product(REAL slope, REAL partial) {
 """
 
 
-def is_fast(dtype: DTypeLike, precision: Precision) -> bool:
-    """Return whether approximate operators are used; float64 is always precise."""
-    return precision is Precision.FAST and np.dtype(dtype) == np.float32
-
-
-def prelude(dtype: DTypeLike, precision: Precision) -> str:
+def prelude(mode: Mode) -> str:
     """Return the functions that operators and derivatives call in addition to CUDA's own."""
-    real = REAL_NAMES[np.dtype(dtype)]
-    functions = "" if is_fast(dtype, precision) else precise_source(real)
-    return _FAST_HELPERS + _PRODUCT.replace("REAL", real) + functions
+    functions = "" if mode.is_fast else precise_source(mode.real)
+    return _FAST_HELPERS + _PRODUCT.replace("REAL", mode.real) + functions
 
 
 def packs() -> str:
@@ -109,23 +97,11 @@ def render(expression: str, real: str) -> str:
     return _LITERAL.sub(rf"{real}(\1)", expression)
 
 
-def operator_source(operator: Operator, dtype: DTypeLike, precision: Precision) -> str:
+def operator_source(operator: Operator, mode: Mode) -> str:
     """Return the CUDA C++ expression over ``a``, ``b``, ``c`` for an operator.
 
-    Fast mode affects only float32. Precise code must be compiled with ``NVRTC_PRECISE``, fast
-    code with ``NVRTC_FAST``.
+    It must be compiled with the options of its mode.
     """
-    real = REAL_NAMES[np.dtype(dtype)]
-    if is_fast(dtype, precision):
-        return render(operator.cuda_approximate, real)
-    return render(precise_calls(operator.cuda_precise), real)
-
-
-#: Compiler options of each mode. Contraction to multiply-add would change precise results.
-NVRTC_PRECISE: Final = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-NVRTC_FAST: Final = ("--fmad=true", "--ftz=true", "--prec-div=false", "--prec-sqrt=false")
-
-
-def compiler_options(dtype: DTypeLike, precision: Precision) -> tuple[str, ...]:
-    """Return the NVRTC options for `operator_source`."""
-    return NVRTC_FAST if is_fast(dtype, precision) else NVRTC_PRECISE
+    if mode.is_fast:
+        return render(operator.cuda_approximate, mode.real)
+    return render(precise_calls(operator.cuda_precise), mode.real)

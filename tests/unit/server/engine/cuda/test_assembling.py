@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-
-from warpfit.request import Precision
 
 pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
@@ -14,10 +11,11 @@ from warpfit_server.engine.cuda.derivatives.tier import derivative_switch
 from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.interpreter.tier import interpreter_switch
+from warpfit_server.engine.cuda.math.modes import Mode
 
-FAST = Variant(np.dtype(np.float32), Precision.FAST, 4)
-PRECISE = Variant(np.dtype(np.float32), Precision.PRECISE, 4)
-DOUBLE = Variant(np.dtype(np.float64), Precision.PRECISE, 2)
+FAST = Variant(Mode.FAST, 4)
+PRECISE = Variant(Mode.PRECISE, 4)
+DOUBLE = Variant(Mode.DOUBLE, 2)
 #: The interpreter's variant, and that of derivatives and whether it spills, by architecture; few
 #: rows a thread assemble sooner. Each variant is compiled, and each architecture has each source.
 VARIANTS = {

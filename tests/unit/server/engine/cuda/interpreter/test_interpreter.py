@@ -10,16 +10,16 @@ from warpfit.errors import InternalError
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit.request import Precision
 from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.interpreter.jump_table import with_jump_table
 from warpfit_server.engine.cuda.interpreter.source import Variant, costly_codes, interpreter_source
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.prelude import render
 
 VARIANTS = [
-    Variant(np.dtype(np.float32), Precision.FAST, 8),
-    Variant(np.dtype(np.float32), Precision.PRECISE, 4),
-    Variant(np.dtype(np.float64), Precision.PRECISE, 2),
+    Variant(Mode.FAST, 8),
+    Variant(Mode.PRECISE, 4),
+    Variant(Mode.DOUBLE, 2),
 ]
 
 

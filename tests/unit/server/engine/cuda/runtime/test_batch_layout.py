@@ -11,11 +11,11 @@ from support.emulators.device_lowering import lower_on_host
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit.request import Precision
 from warpfit_server.engine.cuda.interpreter.source import Variant, costly_codes, operator_flags
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import batch_layout
 
-FAST = Variant(np.dtype(np.float32), Precision.FAST, 16)
+FAST = Variant(Mode.FAST, 16)
 
 
 @pytest.mark.parametrize(("vectors", "programs"), [(1, 5), (3, 1), (2, 9)])
