@@ -141,7 +141,8 @@ def test_constraints_other_losses_and_symbols_hold_in_the_search(search):
         loss="mae",
         constraints={"count": {"exp": 0}, "depth": 4},
         complexity_of_operators={"/": 2},
-        generations=4,
+        population=80,
+        generations=12,
         simplify=False,
     ).fit(X, y)
     clean = np.arange(len(X)) % 10 > 0

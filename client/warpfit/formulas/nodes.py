@@ -26,8 +26,8 @@ _FINITE: Final = frozenset(
     }
 )
 #: Results that are 0 or 1, whatever the operands are.
-LOGICAL: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"})
-_NONNEGATIVE: Final = LOGICAL | frozenset(
+_LOGICAL: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"})
+_NONNEGATIVE: Final = _LOGICAL | frozenset(
     {"exp", "abs", "cosh", "sqrtabs", "logistic", "relu", "powabs", "acos", "square", "sqrt"}
 )
 #: Coefficients up to this many characters are written as they are, not as a division.
@@ -171,7 +171,7 @@ def call_node(name: str, operands: Sequence[Node]) -> Call:
     tokens = b"".join(node.tokens for node in operands[:first])
     tokens += b"".join(node.tokens + OPERATOR[name] for node in operands[first:])
     branches = operands[1:] if name == "where" else operands
-    finite = name in LOGICAL or (name in _FINITE and all(node.finite for node in operands))
+    finite = name in _LOGICAL or (name in _FINITE and all(node.finite for node in operands))
     if name in ("log", "logabs"):
         argument = operands[0]
         finite = argument.finite and argument.nonzero and (argument.nonnegative or name != "log")

@@ -261,10 +261,9 @@ class Program:
         """Return the program as source text in another language.
 
         Args:
-            language: ``"numpy"``, ``"jax"`` or ``"torch"`` for a function of X [rows, variables];
-                ``"c"`` for a function of one row; ``"fortran"``, ``"javascript"``, ``"julia"``,
-                ``"mathematica"``, ``"matlab"``, ``"octave"``, ``"r"`` or ``"rust"`` for an
-                expression, by SymPy.
+            language: ``"numpy"`` for a function of X [rows, variables], or ``"c"``, ``"fortran"``,
+                ``"javascript"``, ``"jax"``, ``"julia"``, ``"mathematica"``, ``"matlab"``,
+                ``"octave"``, ``"r"``, ``"rust"`` or ``"torch"`` for an expression, by SymPy.
             names: names of the variables; those that are no identifiers become x1, x2, ....
 
         Raises:

@@ -19,7 +19,6 @@ import numpy as np
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.formulas.nodes import (
-    LOGICAL,
     TOKEN,
     Call,
     Factors,
@@ -46,7 +45,7 @@ _MOST_EXPONENT: Final = 64
 #: Coefficients that cancel to less than this part of the largest are rounding errors.
 _ROUNDING: Final = 8 * np.finfo(np.float64).eps
 
-_COMMUTATIVE: Final = frozenset({"add", "mul", "eq", "ne", "and", "or"})
+_COMMUTATIVE: Final = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or"})
 _ODD: Final = frozenset({"sin", "tan", "asin", "atan", "sinh", "tanh", "erf", "cbrt", "sign"})
 _EVEN: Final = frozenset({"cos", "cosh", "logabs", "plog"})
 #: Functions whose results each of these functions leaves as they are.
@@ -60,7 +59,7 @@ _INVERSES: Final = {
     **{"cos": "acos", "tan": "atan", "sinh": "asinh", "cosh": "acosh", "tanh": "atanh"},
 }
 _KEY: Final = attrgetter("key")
-_MIRRORED: Final = {"gt": "lt", "ge": "le"}
+_QUARTER: Final = 0.5 * math.pi
 
 
 class _OutOfRangeError(ArithmeticError):
@@ -260,7 +259,10 @@ class Rules:
             return self.product(1.0, [(node, 0.5)])
         if all(e % 2.0 == 0.0 for _, e in factors):
             return self.product(outside, [(self.absolute(b), e / 2.0) for b, e in factors])
-        return self.product(outside, [(product_node(factors), 0.5)])
+        squares = [(b, e) for b, e in factors if e % 2.0 == 0.0 and self.assume_defined]
+        rest = product_node(factor for factor in factors if factor not in squares)
+        outer = [(self.absolute(b), e / 2.0) for b, e in squares]
+        return self.product(outside, [*outer, (rest, 0.5)])
 
     def absolute(self, node: Node) -> Node:
         """Return the absolute value, with factors that are never negative outside."""
@@ -293,62 +295,26 @@ class Rules:
             return self.call("logabs", of)
         if name == "logabs" and operand.nonnegative:
             return self.call("log", operands)
+        if name in ("sin", "cos") and isinstance(operand, Sum) and operand.terms:
+            turns = operand.constant / _QUARTER
+            if turns and turns.is_integer():
+                return self._turned((int(turns) + (name == "cos")) % 4, operand)
         if name in _EVEN:
             return call_node(name, [min(operand, self.negative(operand), key=_KEY)])
         if name in _ODD and len(opposite := self.negative(operand)) < len(operand):
             return self.negative(call_node(name, [opposite]))
         return call_node(name, operands)
 
-    def extremum(self, name: str, *operands: Node) -> Node:
-        """Return the least or greatest of nodes without repetitions, constants combined."""
-        flat = [
-            node
-            for each in operands
-            for node in (each.operands if isinstance(each, Call) and each.name == name else [each])
-        ]
-        constants = [c for node in flat if (c := _constant(node)) is not None]
-        different = {node for node in flat if _constant(node) is None}
-        if constants:
-            best = (np.min if name == "min" else np.max)(constants)
-            different.add(leaf(CONSTANT, float(best)))
-        ordered = sorted(different, key=_KEY)
-        return ordered[0] if len(ordered) == 1 else call_node(name, ordered)
-
-    def comparison(self, name: str, a: Node, b: Node) -> Node:
-        """Return a comparison; of equal operands its constant result, if they cannot be NaN."""
-        if name in _MIRRORED:
-            name, a, b = _MIRRORED[name], b, a
-        if a == b and (name == "lt" or a.finite or self.assume_defined):
-            return number(float(name in ("le", "eq")))
-        return self.call(name, [a, b])
-
-    def choice(self, condition: Node, a: Node, b: Node) -> Node:
-        """Return ``where``, without a condition that is known or that changes nothing."""
-        if isinstance(condition, Call) and condition.name == "not":
-            return self.choice(condition.operands[0], b, a)
-        known = _constant(condition)
-        if a == b or condition.nonzero or known is not None:
-            return b if known == 0.0 else a
-        return call_node("where", [condition, a, b])
-
-    def negation(self, a: Node) -> Node:
-        """Return ``not``; twice of what is 0 or 1 changes nothing."""
-        inner = a.operands[0] if isinstance(a, Call) and a.name == "not" else None
-        is_logical = isinstance(inner, Call) and inner.name in LOGICAL
-        return inner if inner and is_logical else call_node("not", [a])
+    def _turned(self, quarter: int, operand: Sum) -> Node:
+        """Return the sine of a sum whose constant is so many quarters of a turn."""
+        found = self.call(("sin", "cos")[quarter % 2], [sum_node(0.0, operand.terms)])
+        return found if quarter < 2 else self.negative(found)
 
 
 def _pow(rules: Rules, a: Node, b: Node) -> Node:
     exponent = _constant(b)
     found = None if exponent is None else rules.power(a, exponent)
     return number(1.0) if _constant(a) == 1.0 else found or call_node("pow", [a, b])
-
-
-def _fma(rules: Rules, a: Node, b: Node, c: Node) -> Node:
-    product = rules.product(1.0, [(a, 1.0), (b, 1.0)])
-    found = rules.total(0.0, [(1.0, product), (1.0, c)])
-    plain = call_node("fma", [*sorted([a, b], key=_KEY), c])
-    return min(found, plain, key=len)
 
 
 _Rule = Callable[..., Node]
@@ -365,14 +331,11 @@ _RULES: Final[dict[str, _Rule]] = {
     "sqrtabs": lambda rules, a: rules.root(rules.absolute(a)),
     "pow": _pow,
     "abs": Rules.absolute,
-    "fma": _fma,
-    "where": Rules.choice,
-    "not": Rules.negation,
-    **{name: lambda rules, a, b, name=name: rules.extremum(name, a, b) for name in ("min", "max")},
-    **{
-        name: lambda rules, a, b, name=name: rules.comparison(name, a, b)
-        for name in ("lt", "le", "gt", "ge", "eq", "ne")
-    },
+    "fma": lambda rules, a, b, c: min(
+        rules.total(0.0, [(1.0, rules.product(1.0, [(a, 1.0), (b, 1.0)])), (1.0, c)]),
+        call_node("fma", [*sorted([a, b], key=_KEY), c]),
+        key=len,
+    ),
 }
 
 

@@ -24,7 +24,7 @@ from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.short_forms import cost, is_free, rounded, shorter_numbers
 from warpfit.formulas.rules import Rules, simplified
 from warpfit.ir import Program
-from warpfit.ops import ARITIES, BY_CODE, CONSTANT, PARAMETER
+from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER
 
 Floats = NDArray[np.float64]
 
@@ -36,6 +36,7 @@ _MOST_TOKENS: Final = 150
 _DIGITS: Final = range(5, 12)
 _TERMS: Final = frozenset({"add", "sub"})
 _FACTORS: Final = frozenset({"mul", "div"})
+_ABS, _NEG = OPERATORS["abs"].code, OPERATORS["neg"].code
 
 #: Programs whose parameters are to be fitted, from these starts.
 Trials: TypeAlias = tuple[list[Program], list[Floats]]
@@ -203,7 +204,7 @@ def _with_shorter_numbers(program: Program, rules: Rules) -> Iterator[Program]:
 
 
 def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterator[Program]:
-    """Replace each subexpression: terms by 0, factors by 1, all by their median."""
+    """Replace each subexpression: terms by 0, factors by 1, |u| by u or -u, all by their median."""
     if len(program) > _MOST_TOKENS:
         return
     codes, values = program.codes, program.values
@@ -213,10 +214,14 @@ def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterat
         if end > start:
             part = Program(codes[start : end + 1], values[start : end + 1])
             replacements += _median(part, settings.sample)
-        for value in replacements:
+        parts = [([CONSTANT], [value]) for value in replacements]
+        if codes[end] == _ABS:
+            inside = codes[start:end].tolist(), values[start:end].tolist()
+            parts += [inside, (inside[0] + [_NEG], inside[1] + [0.0])]
+        for new_codes, new_values in parts:
             changed = Program(
-                np.concatenate([codes[:start], [np.uint8(CONSTANT)], codes[end + 1 :]]),
-                np.concatenate([values[:start], [value], values[end + 1 :]]),
+                np.concatenate([codes[:start], np.array(new_codes, np.uint8), codes[end + 1 :]]),
+                np.concatenate([values[:start], new_values, values[end + 1 :]]),
             )
             yield rules.applied_once(changed)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from warpfit.calls.display import TextTable
 from warpfit.errors import InvalidArgumentError, require
-from warpfit.expressions.short_forms import is_free
+from warpfit.expressions.short_forms import FREE, cost
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT
 
@@ -36,7 +36,7 @@ class Equation:
     (PySR's score); 0 for the first one."""
     bic: float
     """Bayesian information criterion (Schwarz 1978), where each unit of complexity counts as a
-    parameter, and each constant without a short form once more."""
+    parameter, and a constant once more or, in a short form, as part of one."""
     r2: float
     """R^2 on the rows that were held out, before the last fit took them in; else NaN."""
     program: Program
@@ -88,7 +88,9 @@ def build_front(
 def information(size: int, loss: float, program: Program, rows: float) -> float:
     """Return the BIC of a formula."""
     constants = program.values[program.codes == CONSTANT].tolist()
-    return rows * math.log(loss) + (size + sum(map(is_free, constants))) * math.log(max(rows, 2.0))
+    return rows * math.log(loss) + (size + sum(map(cost, constants)) / FREE) * math.log(
+        max(rows, 2.0)
+    )
 
 
 def _best(front: Sequence[Equation]) -> Equation:

@@ -257,13 +257,8 @@ class Search:
         losses, slopes, intercepts = self.client.evaluate(
             self.sample, genomes.population(), loss=Loss.MSE, linear_scaling=True
         )
-        settled = genomes.constants == 0
-        if not as_function(self.settings.loss).is_squares:
-            settled = np.zeros(count, bool)
-            losses = self.client.evaluate(
-                self.sample, genomes.fit_batch(slopes, intercepts), loss=self.settings.loss
-            )
-        elif self.settings.loss is not Loss.MSE:
+        settled = (genomes.constants == 0) & as_function(self.settings.loss).is_squares
+        if self.settings.loss is not Loss.MSE:
             losses = self.client.evaluate(
                 self.sample, genomes.fit_batch(slopes, intercepts), loss=self.settings.loss
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
@@ -63,10 +63,16 @@ _LAST_ITERATIONS: Final = 200
 _RESERVE: Final = 0.1
 _LEAST_SECONDS: Final = 0.3
 #: Formulas of the least BIC whose numbers are shortened, and most part of its loss that one loses.
-_SHORTENED: Final = 6
+_SHORTENED: Final = 5
 _MOST_TOLERANCE: Final = 0.1
+#: Multiple of the tolerance with which they are shortened again.
+_FAR: Final = 4.0
 #: Fewer rows are not divided to hold some out.
 _FEWEST_DIVIDED: Final = 40
+
+
+#: Loss of formulas, and R^2 on the rows held out.
+_Found: TypeAlias = dict[Program, list[float]]
 
 
 @dataclass
@@ -259,40 +265,52 @@ class TargetSearch:
     def _shortened(
         self, programs: list[Program], losses: Floats, r2: list[float]
     ) -> list[Equation]:
-        """Simplify all formulas, and shorten the numbers of those that a criterion may choose.
+        """Simplify all formulas, and shorten the numbers of those that a criterion may choose."""
+        found = {
+            program.simplify(): measured
+            for program, *measured in zip(programs, losses.tolist(), r2, strict=True)
+        }
+        front = self._front_of(found)
+        criteria = [self.options.model_selection, *SELECTIONS]
+        wanted = [front[selected(front, criterion)].program for criterion in criteria]
+        wanted = [wanted[0], *self._likely(found), *wanted[1:]]
+        try:
+            for program in dict.fromkeys(wanted):
+                self._shorten(program, found, 1.0)
+            for program in self._likely(found):
+                self._shorten(program, found, _FAR)
+        except DeadlineExceededError:
+            pass  # Long numbers are the price of a short time.
+        return self._front_of(found)
 
-        A formula may become worse by what one parameter less is worth to the BIC.
-        """
+    def _front_of(self, found: _Found) -> list[Equation]:
+        losses, r2 = zip(*found.values(), strict=True)
+        return self.front(list(found), np.array(losses), list(r2))
+
+    def _likely(self, found: _Found) -> list[Program]:
+        """Return the formulas of the least BIC."""
         rows = float(self.training.weights.sum())
-        programs = [program.simplify() for program in programs]
-        front = self.front(programs, losses, r2)
-        first = [self.options.model_selection, *SELECTIONS]
-        criteria = [front[selected(front, criterion)].program for criterion in first]
-        levels = np.maximum(np.nan_to_num(losses, nan=np.inf), ROUNDING * self.scale)
-        bics = [
-            information(self._complexity(program), level, program, rows)
-            for program, level in zip(programs, levels.tolist(), strict=True)
-        ]
-        chosen = [programs.index(program) for program in criteria[:1]] + np.argsort(bics)[
-            :_SHORTENED
-        ].tolist()
-        chosen += [programs.index(program) for program in criteria]
-        losses = losses.copy()
-        for place in dict.fromkeys(chosen):
-            left = max(_LEAST_SECONDS, self.deadline - time.monotonic())
-            try:
-                short = self.client.simplify(
-                    self.data,
-                    [programs[place]],
-                    loss=self.loss,
-                    tolerance=min(_MOST_TOLERANCE, math.log(max(rows, 2.0)) / rows),
-                    timeout=None if left == math.inf else left,
-                )
-            except DeadlineExceededError:
-                break  # Long numbers are the price of a short time.
-            if not self._violating(short.programs)[0]:
-                programs[place], losses[place] = short.programs[0], short.loss[0]
-        return self.front(programs, losses, r2)
+
+        def bic(program: Program) -> float:
+            level = max(found[program][0], ROUNDING * self.scale, math.ulp(0.0))
+            return information(self._complexity(program), level, program, rows)
+
+        return sorted(found, key=bic)[:_SHORTENED]
+
+    def _shorten(self, program: Program, found: _Found, factor: float) -> None:
+        """Add a shorter formula; one parameter less may cost what it is worth to the BIC."""
+        rows = float(self.training.weights.sum())
+        left = max(_LEAST_SECONDS, self.deadline - time.monotonic())
+        short = self.client.simplify(
+            self.data,
+            [program],
+            loss=self.loss,
+            tolerance=min(_MOST_TOLERANCE, factor * math.log(max(rows, 2.0)) / rows),
+            assume_defined=True,
+            timeout=None if left == math.inf else left,
+        )
+        if not self._violating(short.programs)[0]:
+            found[short.programs[0]] = [float(short.loss[0]), found[program][1]]
 
     def _r2(self, program: Program, rows: Indices) -> float:
         if len(rows) < 2:
