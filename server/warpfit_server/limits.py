@@ -61,13 +61,9 @@ _REFUSALS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 def check_limit(limits: Limits, name: str, needed: int, what: str = "") -> None:
-    """Refuse a request that needs more of something than a limit allows.
+    """Refuse a request that needs more of something than the limit of that name allows.
 
-    Args:
-        limits: of the tenant.
-        name: of the field of ``limits``.
-        needed: how much the request needs.
-        what: words for it, if other than usual.
+    ``what`` are words for it, if other than usual.
     """
     reason, usual, advice, field = (*_REFUSALS[name], *_USUAL)[:4]
     allowed = getattr(limits, name)

@@ -1,17 +1,43 @@
-"""Fixtures for end-to-end tests."""
+"""Fixtures for end-to-end tests: servers that several files share, and leave as they found them."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import warpfit
+from support.load.faults import FATAL, injected
 from support.servers.server import ServerProcess
+
+PORTS = ("--health-port", "0", "--metrics-port", "0")
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """Start one server for all tests that leave it as they found it."""
+    """A usual server."""
     with ServerProcess("--threads", "2") as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log of `family`."""
+    return tmp_path_factory.mktemp("family") / "log"
+
+
+@pytest.fixture(scope="session")
+def family(log: Path) -> Iterator[ServerProcess]:
+    """A server of three front ends, parts of which may be killed."""
+    flags = ("--front-ends", "3", "--max-resident-bytes", "16MiB", *PORTS)
+    with ServerProcess(*flags, "--log-format", "json", "--log-level", "debug", log=log) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def harmed() -> Iterator[ServerProcess]:
+    """A server of two front ends with planted faults."""
+    flags = ("--threads", "1", "--front-ends", "2", *PORTS)
+    with ServerProcess(*flags, **injected(f"harm={FATAL}")) as process:
         yield process
 
 

@@ -20,7 +20,7 @@ IMPATIENT = warpfit.RetryPolicy(total_seconds=0)
 
 
 @pytest.fixture(scope="module")
-def server():
+def pair():
     with ServerProcess(*FLAGS, "--front-ends", "2", devices="cpu:2") as process:
         yield process
 
@@ -34,11 +34,11 @@ def batches(count):
     return [thesis_mix(seed, 10, variables=4) for seed in range(count)]
 
 
-def test_calls_at_the_same_time_go_to_both_engines(server):
+def test_calls_at_the_same_time_go_to_both_engines(pair):
     used, lock = set(), threading.Lock()
 
     def call(programs, parameters):
-        with warpfit.connect(server.address) as client:
+        with warpfit.connect(pair.address) as client:
             data = client.upload(X[:400], Y[:400])
             for _ in range(4):
                 answer = client.run(data, programs, parameters, loss="mse")
@@ -53,13 +53,13 @@ def test_calls_at_the_same_time_go_to_both_engines(server):
     assert used >= {"cpu:0", "cpu:1"}
 
 
-def test_an_engine_that_dies_costs_its_own_calls_only(server):
+def test_an_engine_that_dies_costs_its_own_calls_only(pair):
     """The calls of each thread stay with one engine, because its batch prefers that."""
     stop = threading.Event()
     failed = {"cpu:0": 0, "cpu:1": 0}
     answered = Counter()
     wrong = []
-    with warpfit.connect(server.address) as client:
+    with warpfit.connect(pair.address) as client:
         data = client.upload(X[:400], Y[:400])
         homes = {}
         for batch in batches(20):
@@ -68,7 +68,7 @@ def test_an_engine_that_dies_costs_its_own_calls_only(server):
         expected = {home: client.evaluate(data, *homes[home], loss="mse") for home in failed}
 
         def call(home):
-            with warpfit.connect(server.address, retry=IMPATIENT) as own:
+            with warpfit.connect(pair.address, retry=IMPATIENT) as own:
                 while not stop.is_set():
                     try:
                         answer = own.run(data, *homes[home], loss="mse")
@@ -79,14 +79,14 @@ def test_an_engine_that_dies_costs_its_own_calls_only(server):
                         wrong.append(answer.losses.tobytes() != expected[home].tobytes())
 
         threads = [threading.Thread(target=call, args=(home,)) for home in failed]
-        survivor = server.engine(0).pid
+        survivor = pair.engine(0).pid
         for thread in threads:
             thread.start()
         eventually(lambda: min(answered[home] for home in failed) > 10)
-        server.kill_engine(1)
+        pair.kill_engine(1)
         eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": False})
-        health.wait_for(server.address, "SERVING", "cpu:0")
-        assert health.check(server.facts["health"]) == "SERVING"
+        health.wait_for(pair.address, "SERVING", "cpu:0")
+        assert health.check(pair.facts["health"]) == "SERVING"
         before = answered["cpu:0"]
         eventually(lambda: answered["cpu:0"] > before + 20)
         eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": True})
@@ -97,23 +97,23 @@ def test_an_engine_that_dies_costs_its_own_calls_only(server):
             thread.join()
         assert not any(wrong)
         assert sum(failed.values()) <= 2, "each thread has one call in flight"
-        assert server.engine(0).pid == survivor
+        assert pair.engine(0).pid == survivor
 
 
-def test_all_answers_are_the_same_bits_for_one_and_two_engines(server):
+def test_all_answers_are_the_same_bits_for_one_and_two_engines(pair, server):
     sizes = {"rows": ROWS, "programs": 240, "fits": 80}
-    with warpfit.connect(server.address) as client:
+    with warpfit.connect(pair.address) as client:
         of_two, devices = answers(client, **sizes)
     dense = {"values", "jacobian"}  # of too few programs to be split
     for name in devices.keys() - dense:
         assert devices[name] == {"cpu:0", "cpu:1"}, name
-    with ServerProcess(*FLAGS) as other, warpfit.connect(other.address) as client:
+    with warpfit.connect(server.address) as client:
         of_one, _ = answers(client, **sizes)
     assert of_one == of_two
 
 
-def test_values_of_a_split_call_arrive_in_order(server):
-    with warpfit.connect(server.address) as client:
+def test_values_of_a_split_call_arrive_in_order(pair):
+    with warpfit.connect(pair.address) as client:
         data = client.upload(X, Y)
         batch = thesis_mix(9, 240, variables=4)
         answer = client.run(data, *batch, values=True)
@@ -125,8 +125,8 @@ def test_values_of_a_split_call_arrive_in_order(server):
             np.testing.assert_array_equal(answer.values[:, first : first + 10], alone.values)
 
 
-def test_an_error_in_a_part_names_the_program_of_the_whole(server):
-    with warpfit.connect(server.address) as client:
+def test_an_error_in_a_part_names_the_program_of_the_whole(pair):
+    with warpfit.connect(pair.address) as client:
         data = client.upload(X, Y)
         programs, parameters = thesis_mix(9, 240, variables=4)
         programs[200] = warpfit.parse("x1 + x9")
@@ -136,12 +136,12 @@ def test_an_error_in_a_part_names_the_program_of_the_whole(server):
         assert len(client.evaluate(data, programs[:200], parameters[:200], loss="mse")) == 200
 
 
-def test_the_loss_of_an_engine_fails_a_split_call_and_the_next_one_works(server):
-    with warpfit.connect(server.address, retry=IMPATIENT) as client:
+def test_the_loss_of_an_engine_fails_a_split_call_and_the_next_one_works(pair):
+    with warpfit.connect(pair.address, retry=IMPATIENT) as client:
         rows = np.tile(X, (250, 1))
         data = client.upload(rows, rows[:, 0])
         batch = thesis_mix(3, 300, variables=4)
-        timer = threading.Timer(0.3, server.kill_engine, args=(1,))
+        timer = threading.Timer(0.3, pair.kill_engine, args=(1,))
         timer.start()
         with pytest.raises(UnavailableError):
             client.run(data, *batch, loss="mse")
@@ -153,8 +153,8 @@ def test_the_loss_of_an_engine_fails_a_split_call_and_the_next_one_works(server)
         assert client.run(small, *batch, loss="mse").timings.device.count("cpu") == 2
 
 
-def test_the_progress_of_a_split_fit_is_that_of_all_parts(server):
-    with warpfit.connect(server.address) as client:
+def test_the_progress_of_a_split_fit_is_that_of_all_parts(pair):
+    with warpfit.connect(pair.address) as client:
         data = client.upload(X, Y)
         seen = []
         fit = client.optimize(

@@ -15,25 +15,20 @@ def assert_unharmed(seen: dict) -> None:
 
 
 def test_sigkill_of_the_engine():
-    assert_unharmed(faults.engine_sigkill(1, clients=4, front_ends=2))
+    assert_unharmed(faults.engine_sigkill(1, clients=3, front_ends=2))
 
 
 def test_sigstop_of_the_engine():
     assert_unharmed(faults.engine_sigstop(1, clients=2))
 
 
-@pytest.mark.parametrize("kind", ["deaf", "frozen"])
-def test_work_that_does_not_stop(kind):
-    seen = faults.endless_work(kind)
+def test_work_that_does_not_stop():
+    seen = faults.endless_work("deaf")
     assert seen["client_gave_up_after_seconds"] < seen["engine_gone_after_seconds"]
 
 
-def test_sigkill_of_the_server():
-    assert_unharmed(faults.supervisor_sigkill(1, clients=2, front_ends=2))
-
-
 def test_sigterm_of_the_server():
-    seen = faults.sigterm(1, clients=4, front_ends=2)
+    seen = faults.sigterm(1, clients=2, front_ends=2)
     assert_unharmed(seen)
     assert seen["answers_while_unready"]
 

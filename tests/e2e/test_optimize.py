@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.engines import nist
 from support.load.faults import injected
 from support.servers.server import ServerProcess
 from warpfit import Reason, parse
@@ -100,7 +99,7 @@ def test_several_vectors_rows_and_everything_at_once(client):
         np.testing.assert_allclose(got, wanted.reductions[..., index].T, **close)
 
 
-@pytest.mark.parametrize("loss", ["sse", "mse", "rmse", "nmse", "r2"])
+@pytest.mark.parametrize("loss", ["sse", "r2"])
 def test_linear_scaling(client, loss):
     with client.upload(X, Y, WEIGHTS, dtype="float64") as data:
         losses, slopes, intercepts = client.evaluate(
@@ -115,12 +114,6 @@ def test_linear_scaling(client, loss):
     np.testing.assert_allclose(losses, wanted.losses[:, 0], rtol=1e-8)
     np.testing.assert_allclose(losses, again, rtol=1e-8)
     np.testing.assert_allclose(slopes, wanted.scaling[:, 0, 0], rtol=1e-9)
-
-
-def test_linear_scaling_is_refused_where_it_has_no_closed_form(client):
-    with client.upload(X, Y) as data, pytest.raises(warpfit.InvalidArgumentError) as caught:
-        client.evaluate(data, TEXTS, STARTS, loss="mae", linear_scaling=True)
-    assert caught.value.reason == "SCALING_UNDEFINED"
 
 
 def test_reductions_need_no_target(client):
@@ -176,25 +169,6 @@ def test_options_reach_the_driver(client):
     )
 
 
-def test_nist_problems_in_one_process(client):
-    for name in ("Misra1a", "Gauss1", "MGH17"):
-        problem = nist.load(name)
-        dataset = problem.dataset
-        with client.upload(dataset.variables.T, dataset.target, dtype="float64") as data:
-            fit = client.optimize(
-                data,
-                [problem.formula],
-                [problem.starts[1]],
-                loss="sse",
-                max_iterations=500,
-                gradient_tolerance=0,
-                step_tolerance=1e-14,
-                loss_tolerance=0,
-            )
-        assert nist.digits(fit.parameters[0], problem.certified).min() >= 6
-        assert nist.digits(fit.loss[0], problem.squares) >= 6
-
-
 ENDLESS = {
     "max_iterations": 100_000,
     "gradient_tolerance": 0,
@@ -209,7 +183,7 @@ def test_progress_partial_results_and_deadlines(client):
     with client.upload(np.repeat(X, 100, axis=0), np.repeat(Y, 100)) as data:
         client.optimize(data, programs, starts, max_iterations=1)  # everything is compiled
         fit = client.optimize(
-            data, programs, starts, partial=True, timeout=1.5, progress=seen.append, **ENDLESS
+            data, programs, starts, partial=True, timeout=0.8, progress=seen.append, **ENDLESS
         )
         with pytest.raises(warpfit.DeadlineExceededError):
             client.optimize(data, programs, starts, timeout=0.3, **ENDLESS)
@@ -272,22 +246,6 @@ def test_evaluations_do_not_wait_while_the_fit_code_is_compiled(tmp_path):
         compiling.unlink()
         for fit in fits:
             np.testing.assert_allclose(fit.result().initial_loss, losses[0], rtol=1e-5)
-
-
-def test_a_failing_progress_callback_ends_the_call(client):
-    programs, starts = thesis_mix(5, 200, variables=2)
-
-    def fail(progress):
-        raise RuntimeError("enough")
-
-    with (
-        client.upload(np.repeat(X, 100, axis=0), np.repeat(Y, 100)) as data,
-        pytest.raises(RuntimeError, match="enough"),
-    ):
-        client.optimize(
-            data, programs, starts, progress=fail, max_iterations=10_000, loss_tolerance=0
-        )
-    assert client.info().engine == "cpu"
 
 
 @pytest.mark.parametrize(

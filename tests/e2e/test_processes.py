@@ -1,13 +1,14 @@
-"""Several processes on one port behave as one server, whichever of them dies or is stopped."""
-
-from __future__ import annotations
+"""Several processes behave as one server, whichever of them dies or is stopped."""
 
 import ctypes
+import json
 import os
 import signal
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -16,19 +17,21 @@ import pytest
 
 import warpfit
 from support.load.load import OwnConnection
+from support.servers import health
 from support.servers.long_calls import request
 from support.servers.rpcs import SERVICE
 from support.servers.server import ServerProcess, eventually
+from warpfit.cli.main import main
+from warpfit.cli.prometheus_reader import scrape
 
 FRONT_ENDS = 3
-CLIENTS = 12
+CLIENTS = 8
 X = np.random.default_rng(8).normal(size=(1000, 2))
 
 
-@pytest.fixture(scope="module")
-def server():
-    with ServerProcess("--front-ends", str(FRONT_ENDS)) as process:
-        yield process
+@pytest.fixture
+def server(family):
+    return family
 
 
 @pytest.fixture
@@ -54,20 +57,155 @@ def processes_with_connections(server: ServerProcess) -> set[int]:
     }
 
 
-def assert_right(client: warpfit.Client, data: warpfit.Data, factor: float) -> None:
+def assert_right(client: warpfit.Client, data: Any, factor: float) -> None:
     got = client.evaluate(data, ["p1*x1 + x2"], parameters=[[factor]])
     np.testing.assert_array_equal(got[:, 0], factor * X[:, 0] + X[:, 1])
 
 
-def test_data_and_errors_pass_through_every_process(server, clients):
+# ------------------------------------------------------------------------------------ observation
+
+
+@pytest.mark.parametrize("service", ["liveness", "readiness", "", "warpfit.v1.Evaluator"])
+def test_health_on_both_ports(server, service):
+    for _ in range(CLIENTS):
+        assert health.check(server.address, service) == "SERVING"
+    assert health.check(server.facts["health"], service) == "SERVING"
+
+
+def test_every_process_knows_that_the_engine_is_gone_and_the_next_one_serves_it(server, clients):
     data = clients[0].upload(X, dtype="float64")
+    before = scrape(server.facts["metrics"])
+    server.kill_engine()
+    for address in (server.facts["health"], server.address):
+        health.wait_for(address, "NOT_SERVING", timeout=2)
+    assert health.check(server.facts["health"], "liveness") == "SERVING"
     for number, client in enumerate(clients):
         assert_right(client, data, float(number))
-        with pytest.raises(warpfit.errors.ProgramError) as caught:
+    for _ in range(CLIENTS):
+        health.wait_for(server.address, "SERVING")
+    name, after = "warpfit_engine_restarts_total", scrape(server.facts["metrics"])
+    assert after.total(name, cause="SIGKILL") == before.total(name, cause="SIGKILL") + 1
+
+
+def test_calls_of_every_process_are_counted_once(server, clients):
+    data = clients[0].upload(X, dtype="float64")
+    health.wait_for(server.address, "SERVING")
+    before = settled(server)
+    for client in clients:
+        client.evaluate(data, ["x1 + x2", "p1"], [[], [1.0]], rows=slice(0, 50))
+        with pytest.raises(warpfit.ProgramError) as caught:
             client.evaluate(data, ["x1 + x9"])
-        assert caught.value.reason == "VARIABLE_OUT_OF_RANGE"
-        assert caught.value.expression == 0
-    assert len(server.front_ends()) == FRONT_ENDS - 1
+        assert (caught.value.reason, caught.value.expression) == ("VARIABLE_OUT_OF_RANGE", 0)
+    after = settled(server)
+
+    def grown(name, **labels):
+        return after.total(name, **labels) - before.total(name, **labels)
+
+    evaluate, calls = {"method": "Evaluate", "tenant": "default"}, len(clients)
+    assert grown("warpfit_requests_total", **evaluate, status="OK") == calls
+    assert grown("warpfit_requests_total", **evaluate, status="INVALID_ARGUMENT") == calls
+    assert grown("warpfit_programs_total", tenant="default") == 2 * calls
+    assert grown("warpfit_tokens_total", tenant="default") == 4 * calls
+    assert grown("warpfit_token_rows_total", tenant="default") == 4 * 50 * calls
+    assert grown("warpfit_evaluations_total") == calls
+    for stage in ("decode", "queue", "copy", "kernel", "encode"):
+        assert grown("warpfit_stage_seconds_count", stage=stage) == calls
+    assert grown("warpfit_request_seconds_count", method="Evaluate") == 2 * calls
+    assert after.total("warpfit_requests_in_flight") == 0
+    named = {pairs["process"] for pairs, _ in after.matching("warpfit_process_open_files")}
+    assert named == {"main", "front end 1", "front end 2", "engine cpu:0"}
+
+
+def settled(server):
+    """The metrics, once the further processes have sent theirs."""
+    time.sleep(0.8)
+    return scrape(server.facts["metrics"])
+
+
+def test_data_sets_are_counted(server, clients):
+    before = scrape(server.facts["metrics"])
+    rows = np.ones((200_000, 1))
+    sets = [clients[0].upload(number * rows, dtype="float32") for number in range(1, 25)]
+    after = scrape(server.facts["metrics"])
+    assert after.total("warpfit_evictions_total") > before.total("warpfit_evictions_total")
+    assert after.total("warpfit_resident_limit_bytes") == 16 << 20
+    assert 0 < after.total("warpfit_resident_bytes") <= 16 << 20
+    received = "warpfit_received_bytes_total"
+    assert after.total(received) - before.total(received) == 24 * rows.nbytes // 2
+    for data in sets:
+        clients[0].release(data)
+
+
+def test_request_ids_go_in_come_out_and_stand_in_the_log(server, clients, log):
+    data = clients[0].upload(X)
+    with grpc.insecure_channel(server.address) as channel:
+        method = channel.unary_stream(f"{SERVICE}Evaluate")
+        metadata = [("x-request-id", "run-7/call.3")]
+        answer = method(request(data, ["x1"]), metadata=metadata, timeout=20)
+        list(answer)
+        assert dict(answer.trailing_metadata())["x-request-id"] == "run-7/call.3"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (line,) = [line for line in lines if line.get("request_id") == "run-7/call.3"]
+    assert (line["method"], line["status"], line["tenant"]) == ("Evaluate", "OK", "default")
+    assert line["seconds"] > 0
+    for client in clients:
+        with pytest.raises(warpfit.ProgramError) as caught:
+            client.evaluate(data, ["x1 + x9"])
+        assert f'"request_id": "{caught.value.request_id}"' in log.read_text()
+        assert caught.value.__notes__ == [f"request {caught.value.request_id}"]
+
+
+@pytest.mark.parametrize(
+    ("service", "status", "code"),
+    [("readiness", "SERVING", 0), ("liveness", "SERVING", 0), ("else", "NOT_FOUND", 1)],
+)
+def test_the_health_command(server, capsys, service, status, code):
+    for address in (server.address, server.facts["health"]):
+        try:
+            got = main(["health", address, "--service", service])
+        except SystemExit as end:
+            got = end.code
+        assert got == code
+        assert capsys.readouterr().out == f"{service}: {status}\n"
+
+
+def test_commands_without_a_server(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["health", "127.0.0.1:1", "--timeout", "1"])
+    assert caught.value.code == 1
+    assert "UNAVAILABLE" in capsys.readouterr().out
+    assert main(["top", "127.0.0.1:1", "--once"]) == 2
+    assert "--metrics-port" in capsys.readouterr().err
+
+
+def test_top_prints_what_happens(server, clients, capsys):
+    data = clients[0].upload(X)
+
+    def work():
+        for _ in range(20):
+            clients[0].evaluate(data, ["x1"])
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert main(["top", server.facts["metrics"], "--once", "--interval", "0.6"]) == 0
+    thread.join()
+    printed = capsys.readouterr().out
+    words = ["cpu", "ready", "calls/s", "Evaluate", "kernel", "default", "engine", "front end 1"]
+    assert not [word for word in (*words, "cpu:0", "work left") if word not in printed]
+
+
+@pytest.mark.parametrize("kind", ["address", "health", "metrics"])
+def test_a_port_in_use_is_refused(server, kind, tmp_path):
+    address = server.address if kind == "address" else server.facts[kind]
+    flag = "--port" if kind == "address" else f"--{kind}-port"
+    log, taken = tmp_path / "log", address.rpartition(":")[2]
+    with pytest.raises(RuntimeError, match="did not start"):
+        ServerProcess("--front-ends", "2", flag, taken, log=log)
+    assert f"127.0.0.1:{taken}" in log.read_text()
+
+
+# --------------------------------------------------------------------- releases, and sudden ends
 
 
 def test_every_process_sees_a_release_and_its_memory_comes_back(server, clients):
@@ -93,15 +231,6 @@ def test_every_process_sees_a_release_and_its_memory_comes_back(server, clients)
     assert clients[1].evaluate(data, ["x1"]).shape == (200_000, 1), "it is uploaded again"
 
 
-def test_a_new_engine_serves_every_process(server, clients):
-    data = clients[0].upload(X, dtype="float64")
-    engine = server.engine()
-    server.kill_engine()
-    engine.wait(5)
-    for number, client in enumerate(clients):
-        assert_right(client, data, float(number))
-
-
 def test_a_front_end_that_dies_is_replaced(server, clients):
     data = clients[0].upload(X, dtype="float64")
     old = {process.pid for process in server.front_ends()}
@@ -111,26 +240,19 @@ def test_a_front_end_that_dies_is_replaced(server, clients):
     eventually(lambda: {process.pid for process in server.front_ends()} - old)
 
 
-def test_a_port_in_use_is_not_shared(server):
-    port = server.address.rpartition(":")[2]
-    with pytest.raises(RuntimeError, match="did not start"):
-        ServerProcess("--front-ends", "2", "--port", port)
-
-
-def test_sigterm_lets_calls_finish_whichever_thread_gets_it():
+def test_sigterm_lets_calls_finish_whichever_thread_gets_it(tmp_path):
     wide = np.random.default_rng(4).normal(size=(100_000, 4))
     long = "x1"
     for _ in range(20):
         long = f"sin({long} + x2)"
+    flags = ("--front-ends", "2", "--address-file", str(tmp_path / "servers"))
     with (
-        ServerProcess("--threads", "1", "--front-ends", "2") as server,
-        warpfit.connect(server.address) as client,
+        ServerProcess("--threads", "1", *flags) as server,
+        warpfit.connect(f"file://{tmp_path}/servers") as client,
     ):
         data = client.upload(wide)
         answers = []
-        thread = threading.Thread(
-            target=lambda: answers.append(client.evaluate(data, [long] * 150))
-        )
+        thread = threading.Thread(target=lambda: answers.append(client.evaluate(data, [long] * 60)))
         engine, family = server.engine(), server.family().values()
         before = engine.cpu_times().user
         thread.start()
@@ -141,6 +263,7 @@ def test_sigterm_lets_calls_finish_whichever_thread_gets_it():
         assert ctypes.CDLL(None).tgkill(pid, max(threads - {pid}), signal.SIGTERM) == 0
         assert server.process.wait(timeout=30) == 0
         thread.join()
-        assert answers[0].shape == (100_000, 150)
+        assert answers[0].shape == (100_000, 60)
         _, alive = psutil.wait_procs(family, 5)
         assert not alive
+    assert not list(tmp_path.iterdir()), "the file with its address is gone, too"

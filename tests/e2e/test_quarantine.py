@@ -6,20 +6,15 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.load.faults import injected
+from support.load.faults import FATAL
 from support.load.load import Load
 from support.servers import health
-from support.servers.server import ServerProcess
 from warpfit.cli.prometheus_reader import scrape
 
-FATAL = 666.0
-FLAGS = ("--threads", "1", "--front-ends", "2", "--health-port", "0", "--metrics-port", "0")
 
-
-@pytest.fixture(scope="module")
-def server():
-    with ServerProcess(*FLAGS, **injected(f"kill={FATAL}")) as process:
-        yield process
+@pytest.fixture
+def server(harmed):
+    return harmed
 
 
 def restarts(server):

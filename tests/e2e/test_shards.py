@@ -50,8 +50,7 @@ def shards_of(server, data):
         return ask(pb.GetVariablesRequest(content_id=data.content_id)).shards
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["plain", "weighted"])
+@pytest.mark.parametrize(("dtype", "weights"), [("float32", WEIGHTS), ("float64", None)])
 def test_all_answers_have_the_bits_of_a_whole_data_set(client, dtype, weights):
     options = {"rows": ROWS, "programs": 40, "fits": 8, "dtype": dtype, "weights": weights}
     expected, _ = answers(client, **options, shards=1)

@@ -75,22 +75,26 @@ def as_tenant(server, tokens):
     return connected
 
 
+#: Whose token, or which metadata, a call comes with, and why it is refused.
+REFUSED = {
+    "missing": ((), "TOKEN_MISSING"),
+    "other scheme": ((("authorization", "Basic YWxpY2U6cHc="),), "TOKEN_MISSING"),
+    "empty": (bearer(""), "TOKEN_UNKNOWN"),
+    "wrong": (bearer("x" * 43), "TOKEN_UNKNOWN"),
+    "forged forwarding": ((("warpfit-tenant-bin", b"alice"),), "TOKEN_MISSING"),
+    "late": (None, "TOKEN_EXPIRED"),
+    "mallory": (None, "TENANT_SUSPENDED"),
+}
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("metadata", "reason"),
-    [
-        ((), "TOKEN_MISSING"),
-        ((("authorization", "Basic YWxpY2U6cHc="),), "TOKEN_MISSING"),
-        (bearer(""), "TOKEN_UNKNOWN"),
-        (bearer("x" * 43), "TOKEN_UNKNOWN"),
-        ((("warpfit-tenant-bin", b"alice"),), "TOKEN_MISSING"),
-    ],
-    ids=["missing", "other scheme", "empty", "wrong", "forged forwarding"],
-)
-def test_without_a_valid_token(as_tenant, method, metadata, reason):
+@pytest.mark.parametrize("case", REFUSED)
+def test_without_a_valid_token(as_tenant, method, case):
+    metadata, reason = REFUSED[case]
+    status = "PERMISSION_DENIED" if case == "mallory" else "UNAUTHENTICATED"
     for _ in range(CONNECTIONS):
-        with as_tenant(metadata=metadata) as caller:
-            assert caller.refused(method)[:2] == ("UNAUTHENTICATED", reason)
+        with as_tenant(case, metadata) as caller:
+            assert caller.refused(method)[:2] == (status, reason)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -108,19 +112,6 @@ def test_the_message_of_a_call_that_is_refused_is_not_waited_for(as_tenant, meth
                 answer(messages(), timeout=20, metadata=caller.metadata)
             assert explained(caught.value)[1] == "TOKEN_UNKNOWN"
     never.set()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_with_an_expired_token(as_tenant, method):
-    for _ in range(CONNECTIONS):
-        with as_tenant("late") as caller:
-            assert caller.refused(method)[:2] == ("UNAUTHENTICATED", "TOKEN_EXPIRED")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_of_a_suspended_tenant(as_tenant, method):
-    with as_tenant("mallory") as caller:
-        assert caller.refused(method)[:2] == ("PERMISSION_DENIED", "TENANT_SUSPENDED")
 
 
 def test_a_hash_is_no_token(as_tenant, tokens):
@@ -252,6 +243,7 @@ WRONG_SETTINGS = [
     (["--tls-cert", "no-such.crt", "--tls-key", "no-such.key"], "cannot be used for TLS"),
     (["--token-file", "no-such-file"], "cannot be read"),
     (["--tenants-file", "no-such-file"], "cannot be used"),
+    (["--cache-dir", "open-to-all-too"], "can be written by its group or by others"),
 ]
 #: Tries to start one server after the other.
 START_ALL = """
@@ -269,6 +261,8 @@ for flags in json.loads(sys.argv[1]):
 def test_servers_with_wrong_settings_do_not_start(tmp_path):
     (tmp_path / "open-to-all").touch()
     (tmp_path / "open-to-all").chmod(0o644)
+    (tmp_path / "open-to-all-too").mkdir()
+    (tmp_path / "open-to-all-too").chmod(0o777)
     flags = json.dumps([flags for flags, _ in WRONG_SETTINGS])
     command = [sys.executable, "-c", START_ALL, flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)

@@ -72,12 +72,8 @@ class DatasetStore:
     An upload that needs room evicts, in this order: data sets of its own tenant while that is over
     its own budget; those of tenants that hold more than an equal share of the server's budget; any
     others, unless its own tenant holds more than such a share. Among these the one used least
-    recently goes first. Data sets in use stay.
-
-    Args:
-        limits: of the server.
-        pool: where shared memory comes from.
-        on_removal: called with the key of each data set that is removed.
+    recently goes first. Data sets in use stay. ``on_removal`` is called with the key of each data
+    set that is removed.
     """
 
     def __init__(
@@ -163,13 +159,9 @@ class DatasetStore:
         tenant: str = ANONYMOUS,
         limits: Limits | None = None,
     ) -> Upload:
-        """Begin an upload if there is or can be room for it; nothing is evicted yet.
+        """Begin a tenant's upload if there is or can be room for it; nothing is evicted yet.
 
-        Args:
-            layout: of the data set.
-            content_id: SHA-256 that the content must have; empty to take what it has.
-            tenant: to whom it will belong.
-            limits: the tenant's, by default the server's.
+        An empty ``content_id`` takes the content as it is; the server's limits are the default.
 
         Raises:
             ResourceExhaustedError: if the data set is over a limit, or the budget is in use.
@@ -208,10 +200,6 @@ class DatasetStore:
 
     def commit(self, upload: Upload, shards: Shards | None = None) -> StoredDataset:
         """Make a finished upload resident; if its content already is, the older copy stays.
-
-        Args:
-            upload: the upload.
-            shards: of the data set, if it is to be sharded.
 
         Raises:
             InvalidArgumentError: if bytes are missing or the digest does not match.
@@ -278,17 +266,11 @@ class DatasetStore:
     def _first(
         self, candidates: list[StoredDataset], over: int, needed: int, *, tells_available: bool
     ) -> list[StoredDataset]:
-        """Choose the first candidates that free the bytes over a budget.
-
-        Args:
-            candidates: data sets in the order in which they are evicted.
-            over: bytes over the budget.
-            needed: bytes that the caller needs.
-            tells_available: whether an error may say what is available, which tells what others
-                hold.
+        """Choose the first candidates that free the bytes ``over`` a budget.
 
         Raises:
-            ResourceExhaustedError: if all of them are not enough.
+            ResourceExhaustedError: if all of them are not enough. It says what is available only
+                if it ``tells_available``, because that tells what others hold.
         """
         chosen: list[StoredDataset] = []
         for dataset in candidates:

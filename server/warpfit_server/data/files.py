@@ -38,11 +38,7 @@ class DataFolder:
     """Reads data sets from files below a folder into a store.
 
     The content id of a file's columns is remembered while the file stays what it is, so that a file
-    whose columns are resident is not read again.
-
-    Args:
-        root: the folder; empty if this server reads no files.
-        store: where the data sets go.
+    whose columns are resident is not read again. An empty ``root`` means that no files are read.
 
     Raises:
         InvalidArgumentError: if there is no such folder, or pyarrow is not installed.

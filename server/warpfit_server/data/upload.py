@@ -1,5 +1,6 @@
 """An upload of a data set on its way into shared memory."""
 
+from dataclasses import dataclass
 from typing import Final
 
 from warpfit.dataset import Layout, PayloadDigest, check_weights
@@ -12,37 +13,26 @@ _UNHASHED_BYTES: Final = 4 << 20
 _REMEDY: Final = "Send exactly (variables + target + weights) x rows numbers of the dtype"
 
 
+@dataclass(eq=False)
 class Upload:
-    """A data set of which not all bytes have been checked.
+    """A data set of which not all bytes have been checked."""
 
-    Args:
-        layout: its layout.
-        content_id: SHA-256 that its content must have; empty to take what it has.
-        tenant: owner.
-        segment: where its payload goes.
-        cost: bytes that it will count for.
-        budget: bytes that its tenant may hold.
-    """
+    layout: Layout
+    content_id: bytes
+    """SHA-256 that its content must have; empty to take what it has."""
+    tenant: str
+    segment: Segment
+    """Where its payload goes."""
+    cost: int
+    """Bytes that it will count for."""
+    budget: int
+    """Bytes that its tenant may hold."""
+    reserved: int = 0
+    """Bytes that it counts for now."""
+    _received: int = 0
 
-    def __init__(
-        self,
-        layout: Layout,
-        content_id: bytes,
-        tenant: str,
-        segment: Segment,
-        cost: int,
-        budget: int,
-    ) -> None:
-        self.layout = layout
-        self.content_id = content_id
-        self.tenant = tenant
-        self.segment = segment
-        self.cost = cost
-        self.budget = budget
-        self.reserved = 0
-        """Bytes that it counts for now."""
-        self._digest = PayloadDigest(layout, _UNHASHED_BYTES)
-        self._received = 0
+    def __post_init__(self) -> None:
+        self._digest = PayloadDigest(self.layout, _UNHASHED_BYTES)
 
     @property
     def key(self) -> bytes:

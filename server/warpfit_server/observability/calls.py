@@ -135,12 +135,7 @@ def forwarded_metadata(context: grpc.ServicerContext) -> tuple[tuple[str, str], 
 
 
 class Observer:
-    """Measures, logs and traces the calls of a process.
-
-    Args:
-        recorder: receives the measurements.
-        tracer: receives the traces; None to make none.
-    """
+    """Measures, logs and, if there is a tracer, traces the calls of a process."""
 
     def __init__(self, recorder: Recorder, tracer: Tracer | None = None) -> None:
         self.begin = recorder.begin

@@ -25,11 +25,8 @@ def logged_request_id() -> str:
 class LogRateLimiter:
     """Limits the lines of each name, so that a client that repeats a mistake fills no disk.
 
-    This is the generic cell rate algorithm, as in `warpfit_server.tenancy.quotas`.
-
-    Args:
-        burst: lines without a pause.
-        rate: lines a second in the long run.
+    It allows ``burst`` lines without a pause, and ``rate`` a second in the long run, by the generic
+    cell rate algorithm, as in `warpfit_server.tenancy.quotas`.
     """
 
     def __init__(self, burst: int, rate: float) -> None:
@@ -40,14 +37,9 @@ class LogRateLimiter:
         """Moment of the next line, and number of lines left out since the last one, by name."""
 
     def take(self, name: str, now: float) -> int | None:
-        """Ask whether a line may be written.
+        """Ask whether a line may be written at ``now``, in seconds on a monotonic clock.
 
-        Args:
-            name: whose line it is.
-            now: seconds on a monotonic clock.
-
-        Returns:
-            How many lines were left out since the last one, or None to leave this one out, too.
+        Returns how many of the name were left out since the last one, or None to leave it out, too.
         """
         with self._lock:
             if name not in self._used and len(self._used) >= _MOST_NAMES:

@@ -25,12 +25,7 @@ Render = Callable[[str], tuple[str, bytes]]
 
 
 class MetricsPort:
-    """Serves one page over HTTP. ``port`` is the port that it listens on.
-
-    Args:
-        render: makes the page, in the port's thread.
-        host: address to listen on.
-        port: number, 0 for a free one.
+    """Serves one page over HTTP, which the port's thread renders; port 0 takes a free one.
 
     Raises:
         UnavailableError: if the port is taken, or the address is none of this machine.
@@ -51,7 +46,7 @@ class MetricsPort:
                 "PORT_IN_USE",
                 "Choose another --metrics-port or --metrics-host",
             ) from error
-        self.port = int(self._server.sockets[0].getsockname()[1])
+        self.port: Final = int(self._server.sockets[0].getsockname()[1])
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 

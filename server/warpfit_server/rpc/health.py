@@ -51,12 +51,9 @@ _Response = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """Readiness of the server, and the health service that reports it.
+    """Readiness of a gRPC service and of its devices, and the health service that reports it.
 
-    Args:
-        service: full name of the gRPC service, which is healthy when it is ready.
-        devices: labels of all devices.
-        on_change: called with the labels of the devices that serve, in the order of the changes.
+    ``on_change`` is called with the labels of the devices that serve, in the order of the changes.
     """
 
     def __init__(
@@ -187,12 +184,10 @@ class _CallLimit:
 
 
 class _HealthMethod(NonBlockingMethod):
-    """A method of grpc.health.v1 as a handler for gRPC.
+    """A method of grpc.health.v1 as a handler for gRPC, which answers for the name of a service.
 
-    Args:
-        answer: makes the messages of the answer for the name of a service.
-        reading: limits the calls whose message has not arrived.
-        watching: limits the calls that last; None where the answer is one message.
+    ``reading`` limits the calls whose message has not arrived, ``watching`` those that last; it is
+    None where the answer is one message.
     """
 
     def __init__(

@@ -49,10 +49,7 @@ _NO_THREAD_SECONDS: Final = 0.1
 class Interceptor:
     """Puts authentication, admission and observation before the methods of a service.
 
-    Args:
-        config: the server's configuration.
-        quotas: what is in flight in all front-end processes.
-        is_main: whether this is the main process, to which the others forward calls.
+    The main process trusts the calls that other processes forward to it.
 
     Raises:
         InvalidArgumentError: if the token file or the tenants file cannot be used.
@@ -84,13 +81,10 @@ class Interceptor:
     def intercept(
         self, handlers: Mapping[str, Any], observer: Observer, *, forwards: bool = False
     ) -> dict[str, Any]:
-        """Return the handlers, each behind this interceptor.
+        """Return gRPC's handlers by the name of the method, each behind this interceptor.
 
-        Args:
-            handlers: gRPC method handlers by the name of the method.
-            observer: observer of this process.
-            forwards: whether the handlers forward calls to another process, which observes them;
-                then this process observes only those that it refuses.
+        If they forward calls to another process, which observes them, this process observes only
+        those that it refuses.
         """
         return {
             name: grpc.stream_stream_rpc_method_handler(

@@ -90,11 +90,8 @@ class ComputeServicer:
     ) -> tuple[InFlightRequest | SplitRequest, int, Evaluation, Layout]:
         """Decode, check and admit a request and send it to an engine.
 
-        Args:
-            message: an OptimizeRequest if it ``fits``, else an EvaluateRequest.
-            context: of the call.
-            held: gives back what the call holds.
-            fits: whether parameters are fitted.
+        The message is an OptimizeRequest if it ``fits``, else an EvaluateRequest; ``held`` gives
+        back what the call holds.
 
         Returns:
             The request, the nanoseconds that decoding took, the evaluation, its data set's layout.

@@ -60,10 +60,8 @@ def default_cache_directory() -> Path:
 def usable_cache_directory(directory: Path | None, within: str | None = None) -> Iterator[Path]:
     """Yield a directory of this user's alone in which compiled code can be kept.
 
-    Args:
-        directory: the wanted one; None for `default_cache_directory`.
-        within: where a temporary one is made if the wanted one cannot be written; None for the
-            system's place.
+    The default is `default_cache_directory`. If the wanted one cannot be written, it is a temporary
+    one ``within`` another directory, by default the system's.
 
     Raises:
         InvalidArgumentError: if others could have written to the wanted one, or to what is in it.

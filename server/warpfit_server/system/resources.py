@@ -12,23 +12,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-_GROUPS: Final = Path("/proc/self/cgroup")
-_MOUNT: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroups:
-    """The control groups of a process; https://docs.kernel.org/admin-guide/cgroup-v2.html.
+    """The control groups of a process; https://docs.kernel.org/admin-guide/cgroup-v2.html."""
 
-    Args:
-        groups: file that names them.
-        mount: file system with their directories, version 1 or 2.
-    """
-
-    groups: Path = _GROUPS
-    mount: Path = _MOUNT
+    groups: Path = Path("/proc/self/cgroup")
+    """File that names them."""
+    mount: Path = Path("/sys/fs/cgroup")
+    """File system with their directories, version 1 or 2."""
 
     def cores(self) -> Iterator[float]:
         """Yield the CPU time in each period, in cores, of each group that has a limit."""

@@ -19,11 +19,7 @@ class Workers:
     """A pool of threads that each serve one call at a time, started when they are first needed.
 
     It costs a third of the time of `concurrent.futures.ThreadPoolExecutor`, because it makes no
-    future.
-
-    Args:
-        most: most threads.
-        most_each: most threads that work for the same owner.
+    future. There are at most ``most`` threads, and ``most_each`` of them work for the same owner.
     """
 
     def __init__(self, most: int, most_each: int | None = None) -> None:

@@ -109,23 +109,18 @@ def _find(tokens: Sequence[_BearerToken], digest: bytes) -> _BearerToken:
     return tokens[found]
 
 
+@dataclass(frozen=True, slots=True)
 class Authenticator:
-    """Finds the tenant of a call.
+    """Finds the tenant of a call."""
 
-    Args:
-        tokens: the known tokens; None if callers need no token.
-        certificates: whether the port demands client certificates, whose common name is the tenant
-            where no token is needed.
-        trusts_local_socket: whether calls over the local socket come from the server's own front
-            ends, which have authenticated them; true in the main process.
-    """
-
-    def __init__(
-        self, tokens: TokenFile | None, *, certificates: bool, trusts_local_socket: bool = False
-    ) -> None:
-        self._tokens = tokens
-        self._certificates = certificates
-        self._trusts_local_socket = trusts_local_socket
+    tokens: TokenFile | None
+    """The known tokens; None if callers need no token."""
+    certificates: bool
+    """Whether the port demands client certificates, whose common name is the tenant where no token
+    is needed."""
+    trusts_local_socket: bool = False
+    """Whether calls over the local socket come from the server's own front ends, which have
+    authenticated them; true in the main process."""
 
     def authenticate(self, context: Any, metadata: Mapping[str, Any]) -> tuple[str, bool]:
         """Return the tenant of a call with these metadata, and whether a front end forwards it.
@@ -133,13 +128,13 @@ class Authenticator:
         Raises:
             UnauthenticatedError: without valid credentials.
         """
-        if self._trusts_local_socket:
+        if self.trusts_local_socket:
             tenant = metadata.get(FORWARDED_METADATA_KEY)
             if tenant is not None and context.peer().startswith("unix:"):
                 return tenant.decode(), True
-        if self._tokens is not None:
-            return self._tokens.tenant(_bearer(metadata)), False
-        if self._certificates:
+        if self.tokens is not None:
+            return self.tokens.tenant(_bearer(metadata)), False
+        if self.certificates:
             return _common_name(context), False
         return ANONYMOUS, False
 

@@ -58,18 +58,11 @@ class Exceeded(NamedTuple):
 
 
 class QuotaTable:
-    """One process's access to the table.
-
-    Args:
-        descriptor: file descriptor of the shared memory, owned by this object.
-        processes: number of processes that share it.
-        process: number of this one, from 0.
-        engines: number of the server's engines.
-    """
+    """One process's access to the table; the processes that share it have numbers from 0."""
 
     def __init__(self, descriptor: int, processes: int, process: int, engines: int = 1) -> None:
         self.descriptor = descriptor
-        """Descriptor of the shared memory, to pass to other processes."""
+        """Descriptor of the shared memory, which this object owns, to pass to other processes."""
         self._processes = processes
         self._process = process
         self._columns = tuple(_COLUMNS + processes * i for i in range(len(Amounts._fields)))
@@ -95,14 +88,8 @@ class QuotaTable:
     ) -> Exceeded | None:
         """Add an amount unless a limit would be exceeded; return that limit, or None.
 
-        A call may exceed the limits of bytes and engine time if it is alone in flight.
-
-        Args:
-            tenant: owner of the call.
-            amount: what the call takes.
-            own: limits of the tenant.
-            server: limits of the server.
-            held: bytes that are counted for the same call already.
+        A call may exceed the limits of bytes and engine time if it is alone in flight, and for it
+        only the ``held`` bytes are counted already.
         """
         offset = self._offset(tenant)
         with self._lock:
@@ -146,13 +133,9 @@ class QuotaTable:
 
         An entry remembers the moment until which its calls have used its rate up; a call is allowed
         while that is less than a second ahead (the generic cell rate algorithm of ITU-T I.371).
-        Refused calls are asked back one after the other, as the rate allows.
-
-        Args:
-            tenant: owner of the call.
-            now: ``time.monotonic()``, which all processes of a machine share.
-            own_rate: calls a second of the tenant, 0 for no limit.
-            server_rate: calls a second of all tenants, 0 for no limit.
+        Refused calls are asked back one after the other, as the rate allows. The rates are calls a
+        second of the tenant and of all, 0 for no limit; ``now`` is ``time.monotonic()``, which all
+        processes of a machine share.
         """
         rates = ((self._offset(tenant), own_rate), (_SERVER, server_rate))
         limited = [(offset, rate) for offset, rate in rates if rate > 0]
@@ -172,15 +155,10 @@ class QuotaTable:
         return 0.0
 
     def retry_delay(self, now: float, first: float, step: float) -> float:
-        """Return how long a refused call should wait, so that not all come at the same moment.
+        """Return how many seconds a refused call should wait, so that not all come at once.
 
-        Args:
-            now: ``time.monotonic()``.
-            first: seconds after which the first of them may come.
-            step: seconds between two of them.
-
-        Returns:
-            Seconds to wait; at most a second more than ``first``: then it begins anew.
+        The ``first`` of them waits so long, each further one a ``step`` more than the one before;
+        after a second it begins anew.
         """
         with self._lock:
             return self._retry_delay(_SERVER, now, first, step)

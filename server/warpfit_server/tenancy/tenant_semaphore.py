@@ -27,9 +27,7 @@ class TenantSemaphore:
     def acquire(self, tenant: str, check_wanted: Callable[[], None] = lambda: None) -> None:
         """Wait to be let in; `release` must follow.
 
-        Args:
-            tenant: owner of the thread.
-            check_wanted: called again and again while the thread waits; its error ends the wait.
+        ``check_wanted`` is called again and again while the thread waits; its error ends the wait.
         """
         with self._lock:
             if self._inside[tenant] < _MOST:

@@ -83,12 +83,9 @@ class _Sections:
 
 
 class TenantLimits:
-    """The limits of each tenant.
+    """The limits of each tenant: by the tenants file, if there is one, within those of the server.
 
-    Args:
-        server: the server's own limits, which no tenant exceeds.
-        path: path of the tenants file; None if there is none.
-        shared: whether there are several tenants, none of which may take all slots.
+    If the server is ``shared`` by several tenants, none of them may take all slots.
     """
 
     def __init__(self, server: Limits, path: str | Path | None, *, shared: bool) -> None:

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from warpfit import codec
-from warpfit.v1 import evaluator_pb2 as pb
+from support.servers.rpcs import SERVICE, detail_of
 
-EVALUATE = "/warpfit.v1.Evaluator/Evaluate"
-OPTIMIZE = "/warpfit.v1.Evaluator/Optimize"
+EVALUATE, OPTIMIZE = SERVICE + "Evaluate", SERVICE + "Optimize"
 #: The threads of a generator take turns of this many seconds: its Python is not what is measured.
 TURN_SECONDS = 0.0005
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -69,16 +67,9 @@ class Caller:
             for _ in self._method(self._request, timeout=60, metadata=self._metadata):
                 continue
         except grpc.RpcError as error:
-            status, wait = error.code().name, _retry_after(error)
+            status, wait = error.code().name, detail_of(error).retry_after_ms / 1000
         ended = time.perf_counter()
         return Outcome(status, ended - started, ended), wait
-
-
-def _retry_after(error: Any) -> float:
-    for key, value in error.trailing_metadata() or ():
-        if key == codec.ERROR_METADATA_KEY:
-            return pb.ErrorDetail.FromString(value).retry_after_ms / 1000
-    return 0.0
 
 
 def closed_loop(caller: Caller, seconds: float, least: float = 0.0) -> Outcomes:

@@ -29,6 +29,10 @@ EAGER = (
 )
 
 
+#: A constant that an engine with the fault ``harm`` dies of; the next number loses a connection.
+FATAL = 666.0
+
+
 def figures(load: Load) -> dict[str, Any]:
     """What the clients of a scenario have seen."""
     return {

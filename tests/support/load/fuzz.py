@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from support.servers.rpcs import METHODS, SERVICE, X
+from support.servers.rpcs import METHODS, SERVICE, X, explained
 from warpfit import codec
 from warpfit.dataset import Dataset
 from warpfit.ops import OPERATORS
@@ -296,14 +296,8 @@ class Sender:
                 for _ in answer:
                     continue
         except grpc.RpcError as error:
-            return error.code().name, self._reason(error)
+            return explained(error)[:2]
         return "OK", ""
-
-    def _reason(self, error: Any) -> str:
-        for key, value in error.trailing_metadata() or ():
-            if key == codec.ERROR_METADATA_KEY:
-                return pb.ErrorDetail.FromString(value).reason
-        return ""
 
     def close(self) -> None:
         """Close the connection."""

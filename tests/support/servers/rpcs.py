@@ -80,13 +80,20 @@ class Caller:
         return explained(caught.value)
 
 
+def detail_of(error: Any) -> pb.ErrorDetail:
+    """What the server says about a failed call; nothing if the error is gRPC's own."""
+    found = dict(error.trailing_metadata() or ()).get(codec.ERROR_METADATA_KEY)
+    return (
+        pb.ErrorDetail(message=error.details() or "")
+        if found is None
+        else pb.ErrorDetail.FromString(found)
+    )
+
+
 def explained(error: Any) -> tuple[str, str, str]:
     """Status, reason and message of a failed call."""
-    for key, value in error.trailing_metadata() or ():
-        if key == codec.ERROR_METADATA_KEY:
-            detail = pb.ErrorDetail.FromString(value)
-            return error.code().name, detail.reason, detail.message
-    return error.code().name, "", error.details() or ""
+    detail = detail_of(error)
+    return error.code().name, detail.reason, detail.message
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:

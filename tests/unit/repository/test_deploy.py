@@ -23,12 +23,12 @@ from support.repository.deployments import (
     can_render,
     check_environment,
     check_schemas,
+    dockerfile,
     render,
 )
+from support.servers.metrics_page import collector
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import StoreUsage
 from warpfit_server.engine.interface import COUNTERS
-from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability.gpu_monitor import GpuUsage
 from warpfit_server.observability.measurements import (
     CALL_COUNTERS,
@@ -37,7 +37,6 @@ from warpfit_server.observability.measurements import (
     CallMeasurement,
     Recorder,
 )
-from warpfit_server.rpc.health import Health
 from warpfit_server.rpc.tls import check_exposure
 
 #: Values under which the chart is rendered.
@@ -76,27 +75,10 @@ def exported() -> set[str]:
     totals = recorder.totals()
     assert {name for name, _ in totals.counts} == set(CALL_COUNTERS)
     assert {name for name, _ in totals.buckets} == set(HISTOGRAMS)
-    collector = ServerCollector(
-        recorder=recorder,
-        engines=SimpleNamespace(
-            engine="cuda",
-            restarts={("cuda:0", "hung"): 1},
-            supervisors=[
-                SimpleNamespace(
-                    device=SimpleNamespace(label="cuda:0"),
-                    counters=dict.fromkeys(COUNTERS, 1.0),
-                )
-            ],
-        ),
-        datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 1, 1)),
-        health=Health("service"),
-        resident_limit=1,
-        processes=lambda: {"engine": 1},
-        probe_seconds=lambda: {"cuda:0": 1.0},
-        work=lambda: [1],
-        gpus=SimpleNamespace(usage=lambda: [GpuUsage("0", "H200", 1, 1, 1.0)]),
+    page = collector(
+        dict.fromkeys(COUNTERS, 1.0), gpus=[GpuUsage("0", "H200", 1, 1, 1.0)], recorder=recorder
     )
-    families = list(collector.collect())
+    families = list(page.collect())
     assert all(family.samples for family in families)
     return {sample.name for family in families for sample in family.samples}
 
@@ -315,9 +297,7 @@ def test_compose():
 
 
 def test_the_image_sets_what_the_server_knows():
-    text = (ROOT / "Dockerfile").read_text()
-    check_environment(dict(re.findall(r"(WARPFIT_\w+)=([^\s\\]+)", text)))
-    assert not text.rstrip().endswith("\\")
+    check_environment(dict(re.findall(r"(WARPFIT_\w+)=(\S+)", dockerfile())))
 
 
 def test_the_unit_sets_what_the_server_knows():
@@ -341,9 +321,8 @@ def test_the_job_of_slurm_starts_a_server_that_its_workers_find():
 
 
 def test_the_base_is_named_by_its_digest():
-    bases = re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    assert set(bases) == {"${PYTHON}"}
-    (base,) = re.findall(r"^ARG PYTHON=(\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"^FROM (\S+)", dockerfile(), re.MULTILINE)) == {"${PYTHON}"}
+    (base,) = re.findall(r"^ARG PYTHON=(\S+)", dockerfile(), re.MULTILINE)
     assert re.fullmatch(r"python:[\w.-]+@sha256:[0-9a-f]{64}", base)
 
 
@@ -381,10 +360,6 @@ def test_the_image_installs_nothing_that_is_not_locked():
         r"pip .*? install (.*?)(?=&&|\nRUN|\nCOPY|\nFROM)", dockerfile(), re.S
     ):
         assert "--require-hashes" in command or "--no-index" in command, command
-
-
-def dockerfile() -> str:
-    return (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint")

@@ -4,42 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from warpfit_server.data.dataset_store import StoreUsage
+from support.servers.metrics_page import collector
 from warpfit_server.engine.interface import COUNTERS
-from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability.gpu_monitor import GpuUsage
-from warpfit_server.observability.measurements import Recorder
-from warpfit_server.rpc.health import Health
-
-
-def page(counters, usages=()):
-    """The metrics of a server that has done nothing, as text."""
-    health = Health("service", ["cuda:0", "cuda:1"])
-    health.set_device("cuda:1", True)
-    collector = ServerCollector(
-        recorder=Recorder(),
-        engines=SimpleNamespace(
-            engine="cuda",
-            restarts={("cuda:0", "hung"): 2},
-            supervisors=[
-                SimpleNamespace(device=SimpleNamespace(label=label), counters=own)
-                for label, own in (("cuda:0", counters), ("cuda:1", {}))
-            ],
-        ),
-        datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 100, 3)),
-        health=health,
-        resident_limit=1000,
-        processes=lambda: {"engine": 2**22 + 1},  # no such process
-        probe_seconds=lambda: {"cuda:0": 0.5},
-        work=lambda: [0, 1_500_000_000],
-        gpus=SimpleNamespace(usage=lambda: list(usages)),
-    )
-    return collector.render("")[1].decode()
 
 
 def test_a_gpu_engine_has_all_metrics():
     counters = {name: float(number) for number, name in enumerate(COUNTERS)}
-    text = page(counters, [GpuUsage("0", "H200", 7, 9, 0.5)])
+    page = collector(counters, {}, gpus=[GpuUsage("0", "H200", 7, 9, 0.5)])
+    text = page.render("")[1].decode()
     assert 'warpfit_gpu_memory_used_bytes{gpu="0",name="H200"} 7.0' in text
     assert 'warpfit_engine_restarts_total{cause="hung",device="cuda:0"} 2.0' in text
     for cache in ("module", "disk"):

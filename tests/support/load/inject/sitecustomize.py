@@ -5,8 +5,8 @@
 ``compiling=FILE``  processes that compile wait while the file exists;
 ``idle=1``       evaluations of many programs compute nothing, their values are those before;
 ``leak=BYTES``   each answered call of a front end keeps that many bytes for ever;
-``kill=NUMBER``  the engine dies of batches with that constant, and of data sets of 13 variables;
-``cut=NUMBER``   an evaluation with that constant loses its connection, and the engine lives.
+``harm=NUMBER``  the engine dies of batches with that constant, and of data sets of 13 variables; an
+                 evaluation with the next whole number loses its connection, and the engine lives.
 """
 
 import ctypes
@@ -85,7 +85,7 @@ def _cut(module) -> None:
     begin = module.RequestRunner.begin
 
     def faulty(self, request):
-        if float(VALUE) in request.evaluation.batch.values:
+        if float(VALUE) + 1 in request.evaluation.batch.values:
             request.connection.channel.shut()
         return begin(self, request)
 
@@ -103,25 +103,25 @@ def _compiling(module) -> None:
     module.run_parts = faulty
 
 
+_ENGINE = "warpfit_server.engine.cpu.engine"
+#: For each fault the modules that are patched.
 _FAULTS = {
-    "compiling": ("warpfit_server.engine.native.compile_processes", _compiling),
-    "kill": ("warpfit_server.engine.cpu.engine", _kill),
-    "cut": ("warpfit_server.engine.runner", _cut),
-    "deaf": ("warpfit_server.engine.cpu.engine", _hang),
-    "frozen": ("warpfit_server.engine.cpu.engine", _hang),
-    "idle": ("warpfit_server.engine.cpu.engine", _idle),
-    "leak": ("warpfit_server.observability.calls", _leak),
+    "compiling": {"warpfit_server.engine.native.compile_processes": _compiling},
+    "harm": {_ENGINE: _kill, "warpfit_server.engine.runner": _cut},
+    "deaf": {_ENGINE: _hang},
+    "frozen": {_ENGINE: _hang},
+    "idle": {_ENGINE: _idle},
+    "leak": {"warpfit_server.observability.calls": _leak},
 }
 
 
 class _Finder(MetaPathFinder):
-    """Patches a module as it is imported."""
+    """Patches modules as they are imported."""
 
     def find_spec(self, name, path, target=None):
-        wanted, patch = _FAULTS[KIND]
-        if name != wanted:
+        patch = _FAULTS[KIND].pop(name, None)
+        if patch is None:
             return None
-        sys.meta_path.remove(self)
         spec = find_spec(name)
         execute = spec.loader.exec_module
 

@@ -1,42 +1,56 @@
-"""The store of resident data sets, without processes."""
+"""The store of resident data sets: what is evicted for whom, and what is left in memory."""
 
 import numpy as np
 import pytest
 
-from support.servers.requests import DATA
+from support.servers.requests import DATA, an_evaluation
 from warpfit.dataset import Dataset
 from warpfit.errors import (
     DatasetNotFoundError,
     InvalidArgumentError,
     ResourceExhaustedError,
 )
+from warpfit.request import Loss
 from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.engine.request import FrontEndConnection
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.channel import Channel
+from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.tenancy.tenants import ANONYMOUS, key_of
 
-OTHERS = [Dataset.of(np.full((10, 4), k), np.arange(10.0)) for k in range(2)]
+SIZE = DATA.layout.nbytes
 
 
 def key(dataset, tenant=ANONYMOUS):
     return key_of(tenant, dataset.content_id)
 
 
-def make_store(resident_bytes):
+def make_store(sets):
+    """A store with room for so many data sets, and the keys of those that it removes."""
     removed = []
-    limits = Limits(resident_bytes=resident_bytes)
+    limits = Limits(resident_bytes=int(sets * SIZE))
     return DatasetStore(limits, SegmentPool(0), removed.append), removed
 
 
-def put(store, dataset, size=64, tenant=ANONYMOUS):
-    upload = store.begin(dataset.layout, dataset.content_id, tenant)
-    for chunk in dataset.chunks(size):
+def numbered(number):
+    return Dataset.of(np.full((10, 4), number), np.arange(10.0))
+
+
+OTHERS = [numbered(0), numbered(1)]
+
+
+def put(store, dataset, tenant=ANONYMOUS, own_sets=1000):
+    limits = Limits(resident_bytes=own_sets * SIZE)
+    upload = store.begin(dataset.layout, dataset.content_id, tenant, limits)
+    for chunk in dataset.chunks(64):
         store.add(upload, chunk)
     return store.commit(upload)
 
 
 def test_round_trip():
-    store, _ = make_store(1 << 20)
+    store, _ = make_store(5000)
     put(store, DATA)
     with store.lease(key(DATA)) as resident:
         shape = (DATA.layout.columns, DATA.layout.rows)
@@ -44,8 +58,7 @@ def test_round_trip():
 
 
 def test_eviction_makes_room_but_not_for_data_sets_in_use():
-    size = DATA.layout.nbytes
-    store, removed = make_store(2 * size)
+    store, removed = make_store(2)
     put(store, DATA)
     put(store, OTHERS[0])
     with store.lease(key(DATA)):
@@ -53,7 +66,7 @@ def test_eviction_makes_room_but_not_for_data_sets_in_use():
         assert removed == [key(OTHERS[0])]
         with store.lease(key(OTHERS[1])), pytest.raises(ResourceExhaustedError) as caught:
             store.begin(OTHERS[0].layout, OTHERS[0].content_id)
-    assert (caught.value.needed, caught.value.available) == (size, 0)
+    assert (caught.value.needed, caught.value.available) == (SIZE, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -63,7 +76,7 @@ def test_bad_weights_are_refused(dtype, weight):
     matrix = good.matrix.copy()
     matrix[-1, 5] = weight
     bad = Dataset(good.layout, matrix)
-    store, _ = make_store(1 << 20)
+    store, _ = make_store(5000)
     upload = store.begin(bad.layout, bad.content_id)
     store.add(upload, next(bad.chunks(1 << 20)))
     with pytest.raises(InvalidArgumentError, match="row 5") as caught:
@@ -75,23 +88,21 @@ def test_bad_weights_are_refused(dtype, weight):
 
 
 def test_announced_bytes_evict_nothing():
-    size = DATA.layout.nbytes
-    store, removed = make_store(2 * size)
+    store, removed = make_store(2)
     put(store, DATA, tenant="a")
     put(store, OTHERS[0], tenant="a")
     upload = store.begin(OTHERS[1].layout, OTHERS[1].content_id, "b")
-    assert (removed, store.usage().nbytes) == ([], 2 * size)
+    assert (removed, store.usage().nbytes) == ([], 2 * SIZE)
     for chunk in OTHERS[1].chunks(80):
         store.add(upload, chunk)
         assert removed == [key(DATA, "a")]
-        assert store.usage().nbytes <= 2 * size
+        assert store.usage().nbytes <= 2 * SIZE
     store.commit(upload)
     assert removed == [key(DATA, "a")]
 
 
 def test_announced_bytes_count_against_their_own_tenant_only():
-    size = DATA.layout.nbytes
-    store, _ = make_store(2 * size)
+    store, _ = make_store(2)
     announced = [store.begin(DATA.layout, DATA.content_id, "a") for _ in range(2)]
     with pytest.raises(ResourceExhaustedError):
         store.begin(OTHERS[0].layout, OTHERS[0].content_id, "a")
@@ -103,24 +114,22 @@ def test_announced_bytes_count_against_their_own_tenant_only():
 
 
 def test_an_upload_that_runs_out_of_room_gives_its_bytes_back():
-    size = DATA.layout.nbytes
-    store, _ = make_store(2 * size)
+    store, _ = make_store(2)
     upload = store.begin(DATA.layout, DATA.content_id, "a")
-    chunks = list(DATA.chunks(size // 2))
+    chunks = list(DATA.chunks(SIZE // 2))
     store.add(upload, chunks[0])
     other = store.begin(OTHERS[1].layout, OTHERS[1].content_id, "c")
-    store.add(other, next(OTHERS[1].chunks(size // 2)))
+    store.add(other, next(OTHERS[1].chunks(SIZE // 2)))
     put(store, OTHERS[0], tenant="b")
     with store.lease(key(OTHERS[0], "b")), pytest.raises(ResourceExhaustedError):
         store.add(upload, chunks[1])
     store.abandon(upload)
     store.abandon(other)
-    assert store.usage().nbytes == size
+    assert store.usage().nbytes == SIZE
 
 
 def test_a_tenant_over_its_share_evicts_no_tenant_below():
-    size = DATA.layout.nbytes
-    store, removed = make_store(4 * size)
+    store, removed = make_store(4)
     put(store, OTHERS[0], tenant="modest")
     for tenant, dataset in (("b", DATA), ("b", OTHERS[1])):
         put(store, dataset, tenant=tenant)
@@ -132,24 +141,23 @@ def test_a_tenant_over_its_share_evicts_no_tenant_below():
 
 
 def test_abandoned_upload_gives_its_bytes_back():
-    store, _ = make_store(DATA.layout.nbytes)
+    store, _ = make_store(1)
     for _ in range(3):
         store.abandon(store.begin(DATA.layout, DATA.content_id))
     put(store, DATA)
 
 
 def test_same_content_twice_is_held_once():
-    store, _ = make_store(2 * DATA.layout.nbytes)
+    store, _ = make_store(2)
     first = put(store, DATA)
     assert put(store, DATA) is first
-    other = Dataset.of(np.ones((10, 4)), np.arange(10.0))
-    put(store, other)
-    with store.lease(key(DATA)), store.lease(key(other)):
+    put(store, OTHERS[1])
+    with store.lease(key(DATA)), store.lease(key(OTHERS[1])):
         pass
 
 
 def test_release_waits_for_the_last_use():
-    store, removed = make_store(1 << 20)
+    store, removed = make_store(5000)
     put(store, DATA)
     with store.lease(key(DATA)):
         store.release(key(DATA))
@@ -166,10 +174,115 @@ def test_release_waits_for_the_last_use():
     [([16], "TRUNCATED_UPLOAD"), ([200, 1], "SURPLUS_UPLOAD"), ([200], "BAD_DIGEST")],
 )
 def test_uploads_with_wrong_content_are_refused(pieces, reason):
-    store, _ = make_store(1 << 20)
+    store, _ = make_store(5000)
     upload = store.begin(DATA.layout, DATA.content_id)
     with pytest.raises(InvalidArgumentError) as caught:
         for size in pieces:
             store.add(upload, memoryview(bytes(size)))
         store.commit(upload)
     assert caught.value.reason == reason
+
+
+def test_a_tenant_evicts_its_own_data_sets():
+    store, removed = make_store(4)
+    modest = put(store, numbered(0), "modest").key  # the one used least recently
+    greedy = [put(store, numbered(number), "greedy").key for number in range(8)]
+    assert removed == greedy[:5]
+    with store.lease(modest):
+        pass
+
+
+def test_a_tenant_keeps_to_its_own_budget():
+    store, removed = make_store(10)
+    others = put(store, numbered(0), "other").key
+    own = [put(store, numbered(number), "a", own_sets=2).key for number in range(3)]
+    assert removed == own[:1]
+    with store.lease(own[1]), store.lease(own[2]), pytest.raises(ResourceExhaustedError):
+        put(store, numbered(9), "a", own_sets=2)
+    with store.lease(others):
+        pass
+
+
+def test_refused_uploads_evict_nothing():
+    store, removed = make_store(2)
+    used, idle = (put(store, numbered(number), "a").key for number in range(2))
+    large = Dataset.of(np.zeros((20, 4)), np.zeros(20))
+    with store.lease(used), pytest.raises(ResourceExhaustedError):
+        store.begin(large.layout, large.content_id, "b", Limits())
+    assert removed == []
+    with store.lease(idle):
+        pass
+
+
+def test_the_number_of_data_sets_is_limited(monkeypatch):
+    monkeypatch.setattr("warpfit_server.data.dataset_store._MOST_DATASETS", 3)
+    store, removed = make_store(100)
+    keys = [put(store, numbered(number), "a").key for number in range(5)]
+    assert removed == keys[:2]
+
+
+def test_unused_data_sets_expire(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    store, removed = make_store(10)
+    old, used = (put(store, numbered(number), "a").key for number in range(2))
+    with store.lease(used):
+        now = 11.0
+        store.expire(10.0)
+    assert removed == [old]
+    store.expire(10.0)
+    assert removed == [old], "a use renews the lease at its end"
+    with pytest.raises(DatasetNotFoundError), store.lease(old):
+        pass
+
+
+# ----------------------------------------------------------------- memory that others have used
+
+
+@pytest.mark.parametrize("size", [100, 3 << 20])
+def test_a_segment_is_cleared_for_another_tenant(size):
+    pool = SegmentPool(64 << 20)
+    first = pool.acquire(size, "alice")
+    first.array("u1", (first.size,))[...] = 0xAB
+    pool.release(first)
+    again = pool.acquire(size, "alice")
+    assert again is first
+    assert (again.array("u1", (again.size,)) == 0xAB).all(), "no needless wiping"
+    pool.release(again)
+    other = pool.acquire(size, "bob")
+    assert other is first, "the memory is used again"
+    assert not other.array("u1", (other.size,)).any()
+
+
+def test_the_segment_of_an_answer_is_cleared_for_another_tenant():
+    layout = Dataset.of(np.zeros((10, 4), np.float32), np.zeros(10)).layout
+    front = EngineConnection(SegmentPool(256 << 20))
+    ours, theirs = Channel.pair()
+    engine = FrontEndConnection(ours)
+    front.open(theirs)
+    segments = set()
+    for tenant in ("alice", "bob"):
+        run = front.start(an_evaluation(loss=Loss.MSE), layout, tenant)
+        request = engine.receive(*ours.receive())
+        segments.add(request.segment.identifier)
+        values = run.array("values")
+        if tenant == "bob":  # an engine that writes nothing
+            assert not values.any()
+            assert not request.losses.any()
+        else:
+            values[...] = 7.0
+            request.losses[...] = 7.0
+        engine.send(messages.RequestFinished(request.number))
+        run.next_reply()
+        run.close()
+    assert len(segments) == 1, "the memory is used again"
+
+
+def test_an_upload_starts_with_zeros():
+    pool = SegmentPool(64 << 20)
+    used = pool.acquire(1 << 20, "alice")
+    used.array("u1", (used.size,))[...] = 0xAB
+    pool.release(used)
+    store = DatasetStore(Limits(), pool, lambda key: None)
+    upload = store.begin(DATA.layout, DATA.content_id, "alice")
+    assert not upload.segment.array("u1", (upload.segment.size,)).any()

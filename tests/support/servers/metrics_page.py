@@ -1,0 +1,35 @@
+"""The collector of a server's metrics, without a server."""
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+
+from warpfit_server.data.dataset_store import StoreUsage
+from warpfit_server.metrics import ServerCollector
+from warpfit_server.observability.gpu_monitor import GpuUsage
+from warpfit_server.observability.measurements import Recorder
+from warpfit_server.rpc.health import Health
+
+
+def collector(
+    *counters: Mapping[str, float], gpus: Sequence[GpuUsage] = (), recorder: Recorder | None = None
+) -> ServerCollector:
+    """Collect the metrics of engines with these counters, of which the last one serves."""
+    labels = [f"cuda:{number}" for number in range(len(counters))]
+    health = Health("service", labels)
+    health.set_device(labels[-1], True)
+    supervisors = [
+        SimpleNamespace(device=SimpleNamespace(label=label), counters=own)
+        for label, own in zip(labels, counters, strict=True)
+    ]
+    restarts = {("cuda:0", "hung"): 2}
+    return ServerCollector(
+        recorder=recorder or Recorder(),
+        engines=SimpleNamespace(engine="cuda", restarts=restarts, supervisors=supervisors),
+        datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 100, 3)),
+        health=health,
+        resident_limit=1000,
+        processes=lambda: {"main": 1, "engine": 2**22 + 1},  # no such process
+        probe_seconds=lambda: {"cuda:0": 0.5},
+        work=lambda: [1_500_000_000 * number for number in range(len(labels))],
+        gpus=SimpleNamespace(usage=lambda: list(gpus)),
+    )
