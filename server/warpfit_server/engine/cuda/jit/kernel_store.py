@@ -11,10 +11,9 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +37,8 @@ _ENTRY: Final = "evaluate"
 _CALL_WORK: Final = 100
 #: Estimated work of a leaf, most of which are in registers already.
 _LEAF_WORK: Final = 0.3
+#: Most bytes of loaded code, loaded kernels, and bytes of machine code on disk.
+_MOST_BYTES, _MOST_KERNELS, _MOST_DISK_BYTES = 1 << 30, 20_000, 1 << 30
 #: Estimated device memory of a loaded module beyond its code.
 _MODULE_OVERHEAD: Final = 16 << 10
 
@@ -46,51 +47,26 @@ _MODULE_OVERHEAD: Final = 16 << 10
 class KernelKey:
     """Identifies a kernel; ``text`` is a hash of everything that its machine code depends on."""
 
-    mode: Mode
-    output: Output
-    shapes: tuple[Shape, ...]
+    mode: Mode = field(compare=False)
+    output: Output = field(compare=False)
+    shapes: tuple[Shape, ...] = field(compare=False)
     text: str
 
-    def __hash__(self) -> int:
-        """Hash the text."""
-        return hash(self.text)
 
-    def __eq__(self, other: object) -> bool:
-        """Compare the texts."""
-        return isinstance(other, KernelKey) and self.text == other.text
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kernel:
+class Kernel(NamedTuple):
     """A loaded kernel; its code stays on the device as long as this object exists."""
 
     function: Any
     module: Any
-    size: int
 
 
 class KernelStore:
-    """Compiles kernels in background threads, and keeps them loaded and on disk.
+    """Compiles kernels in background threads, and keeps them loaded and on disk."""
 
-    Args:
-        device: the device to load on.
-        threads: compiler threads.
-        max_bytes: most bytes of loaded code.
-        max_count: most loaded kernels.
-        disk_bytes: most bytes of machine code on disk.
-    """
-
-    def __init__(
-        self,
-        device: CudaDevice,
-        threads: int,
-        max_bytes: int = 1 << 30,
-        max_count: int = 20_000,
-        disk_bytes: int = 1 << 30,
-    ) -> None:
+    def __init__(self, device: CudaDevice, threads: int) -> None:
         self._device = device
-        self.cache: LeasedCache[Kernel] = LeasedCache(max_bytes, max_count)
-        self.disk = DiskCache(_disk_directory(device.cache_directory), disk_bytes)
+        self.cache: LeasedCache[Kernel] = LeasedCache(_MOST_BYTES, _MOST_KERNELS)
+        self.disk = DiskCache(device.cache_directory / "kernels", _MOST_DISK_BYTES)
         self.compile_queue = CompileQueue(threads)
         # Not a thread of the queue: those have a low priority, and launches wait for this one.
         self._loader = ThreadPoolExecutor(1, "load")
@@ -199,7 +175,7 @@ class KernelStore:
             modules = load_modules(self._device, list(cubins.values()))
             for (key, cubin), module in zip(cubins.items(), modules, strict=True):
                 size = len(cubin) + _MODULE_OVERHEAD
-                self.cache.add(key, Kernel(module.get_function(_ENTRY), module, size), size)
+                self.cache.add(key, Kernel(module.get_function(_ENTRY), module), size)
                 self.cache.release(key)
         except Exception as error:
             _LOG.warning("kernels were not loaded: %s", error)  # a caller may not wait for them
@@ -241,7 +217,3 @@ def kernel_key(device_library: DeviceLibrary, output: Output, shapes: tuple[Shap
     for shape in shapes:
         digest.update(shape.key)
     return digest.hexdigest()
-
-
-def _disk_directory(cache_directory: Path) -> Path:
-    return cache_directory / "kernels"

@@ -20,6 +20,8 @@ _NICE: Final = 10
 #: Share of the threads that background jobs may occupy. The processes that answer calls need cores
 #: at once, which the nice value alone does not give them.
 _BACKGROUND: Final = 0.5
+#: Most waiting jobs; further background jobs are refused.
+_MOST_WAITING: Final = 4096
 
 
 @dataclass(order=True, slots=True)
@@ -49,16 +51,11 @@ class CompileQueue:
 
     Jobs of priority 0, which callers wait for, may occupy all threads; background jobs, of positive
     priority, at most half of them.
-
-    Args:
-        threads: number of threads.
-        queue_limit: most waiting jobs; further background jobs are refused.
     """
 
-    def __init__(self, threads: int, queue_limit: int = 4096) -> None:
+    def __init__(self, threads: int) -> None:
         self._queue: list[_Job] = []
         self._pending: dict[Hashable, _Job] = {}
-        self._queue_limit = queue_limit
         self._order = itertools.count()
         self._wake = threading.Condition()
         self._closed = False
@@ -89,7 +86,7 @@ class CompileQueue:
                 return known.future
             if self._closed and priority <= 0:
                 raise _closed()
-            if self._closed or (priority > 0 and len(self._queue) >= self._queue_limit):
+            if self._closed or (priority > 0 and len(self._queue) >= _MOST_WAITING):
                 return None
             future: Future[T] = Future() if known is None else known.future
             job = _Job(priority, next(self._order), key, work, future)

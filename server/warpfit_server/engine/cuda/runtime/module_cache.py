@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -31,18 +31,11 @@ class LeasedCache(Generic[Value]):
     Args:
         max_bytes: most bytes of all values together.
         max_count: most values.
-        evicted: called with each evicted value, outside the lock.
     """
 
-    def __init__(
-        self,
-        max_bytes: int,
-        max_count: int,
-        evicted: Callable[[Value], None] = lambda value: None,
-    ) -> None:
+    def __init__(self, max_bytes: int, max_count: int) -> None:
         self._max_bytes = max_bytes
         self._max_count = max_count
-        self._evicted = evicted
         self._idle: LRUCache[Hashable, _Entry[Value]] = LRUCache(
             float("inf"), getsizeof=lambda entry: entry.size
         )
@@ -89,9 +82,8 @@ class LeasedCache(Generic[Value]):
                 entry = self._idle.pop(key, None) or _Entry(value, size)
                 self._hold(key, entry)
             entry.leases += 1
-            evicted = self._evict()
-        self._report(evicted)
-        return entry.value
+            self._evict()
+            return entry.value
 
     def release(self, key: Hashable) -> None:
         """End one use of a value."""
@@ -103,15 +95,12 @@ class LeasedCache(Generic[Value]):
             del self._leased[key]
             self._leased_bytes -= entry.size
             self._idle[key] = entry
-            evicted = self._evict()
-        self._report(evicted)
+            self._evict()
 
     def clear(self) -> None:
         """Drop all values that are not in use."""
         with self._lock:
-            dropped = [entry.value for entry in self._idle.values()]
             self._idle.clear()
-        self._report(dropped)
 
     def _hold(self, key: Hashable, entry: _Entry[Value]) -> None:
         self._leased[key] = entry
@@ -120,16 +109,9 @@ class LeasedCache(Generic[Value]):
     def _bytes(self) -> int:
         return int(self._idle.currsize) + self._leased_bytes
 
-    def _evict(self) -> list[Value]:
-        evicted = []
+    def _evict(self) -> None:
         while self._idle and (
             self._bytes() > self._max_bytes or len(self._idle) + len(self._leased) > self._max_count
         ):
-            _, entry = self._idle.popitem()
-            evicted.append(entry.value)
-        self.counters.evictions += len(evicted)
-        return evicted
-
-    def _report(self, values: list[Value]) -> None:
-        for value in values:
-            self._evicted(value)
+            self._idle.popitem()
+            self.counters.evictions += 1
