@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from warpfit.ops import Operator
-
 Array = NDArray[Any]
 #: Functions whose NumPy float64 form may itself be several ulp off need more digits as the truth.
 _WIDE = np.longdouble
@@ -30,21 +28,6 @@ def ulps(got: Array, truth: Array) -> NDArray[np.float64]:
         overflow |= np.isinf(rounded) & (got == np.copysign(limit, truth))
     alike = (got == rounded) | (np.isnan(got) & np.isnan(truth)) | overflow
     return np.where(alike, 0.0, np.where(np.isnan(distance), np.inf, distance)).astype(np.float64)
-
-
-def operator_error(op: Operator, operands: list[Array], got: Array) -> NDArray[np.float64]:
-    """Distance of an operator's result from its definition, in ulp of the result's type.
-
-    The definition is NumPy's on float64. For float64 results NumPy's own functions may be off by
-    up to 4 ulp, so a result is also right when it is right by extended precision.
-    """
-    with np.errstate(all="ignore"):
-        numpy = np.asarray(op.numpy(*(x.astype(np.float64) for x in operands)))
-        error = ulps(got, numpy)
-        if got.dtype == np.float64:
-            exact = np.asarray(op.numpy(*(x.astype(_WIDE) for x in operands)))
-            error = np.minimum(error, ulps(got, exact))
-    return error
 
 
 def rounded_threshold(operands: list[Array], dtype: DTypeLike) -> NDArray[np.bool_]:

@@ -42,8 +42,8 @@ def test_cheap_batches_take_more_rows_a_thread():
 
 def test_fingerprints_depend_on_tokens_and_not_on_parameters():
     programs, parameters = thesis_mix(1, 50)
-    seen = {fingerprint(Batch.of(*thesis_mix(seed, 50))) for seed in range(40)}
-    assert len(seen) == 40
+    seen = {fingerprint(Batch.of(*thesis_mix(seed, 50))) for seed in range(12)}
+    assert len(seen) == 12
     batch = Batch.of(programs, parameters)
     moved = Batch.of(programs, [vector + 1.0 for vector in parameters])
     assert fingerprint(batch) == fingerprint(moved)
