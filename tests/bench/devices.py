@@ -293,9 +293,7 @@ def streamed(_: Workers, __: dict[str, ServerProcess], options: Any) -> list[dic
     """Losses of one client on data that the devices together do not hold."""
     asked = {"loss": "mse", "tier": "interpreter", "precision": "fast"}
     with running(options, STREAMED_MEMORY) as servers:
-        found = [
-            in_turns(servers, s, options.calls, lambda _: 0, **asked) for s in options.streamed
-        ]
+        found = [in_turns(servers, s, options.calls, **asked) for s in options.streamed]
     return [{"device_memory": STREAMED_MEMORY, **each} for each in found]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.request import Loss
+from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, Variant
 from warpfit_server.engine.cuda.math.modes import max_token_rows
@@ -107,19 +107,15 @@ class InterpreterGeometry(NamedTuple):
     def of(
         cls,
         resident: ResidentDataset,
-        rows: tuple[int, int],
-        loss: Loss | None,
+        evaluation: Evaluation,
         variant: Variant,
-        *,
         max_warps: int,
         programs_per_warp: int,
         multiprocessors: int,
-        level: int | None = None,
+        level: int | None,
     ) -> InterpreterGeometry:
-        """Describe the work on the rows from ``rows[0]`` to ``rows[1]``.
-
-        Losses are summed up of each node of a level, or of all rows.
-        """
+        """Describe the work; losses are summed up of each node of a level, or of all rows."""
+        rows, loss = evaluation.row_range(resident.dataset.layout), evaluation.loss
         start, stop = rows
         length = None if level is None else node_rows(resident.dataset.layout, level)
         aligned = start // variant.tile * variant.tile

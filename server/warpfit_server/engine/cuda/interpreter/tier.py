@@ -215,17 +215,10 @@ class InterpreterTier:
         shard: RowShard | None = None,
     ) -> InterpreterGeometry:
         """Describe the work on the rows of an evaluation."""
+        warps = self._tuning.warps or (2 if variant.mode.is_fast else 1)
+        limits = warps, self._tuning.jobs_per_warp, self._device.multiprocessors
         level = None if shard is None else shard.level
-        return InterpreterGeometry.of(
-            resident,
-            evaluation.row_range(resident.dataset.layout),
-            evaluation.loss,
-            variant,
-            max_warps=self._tuning.warps or (2 if variant.mode.is_fast else 1),
-            programs_per_warp=self._tuning.jobs_per_warp,
-            multiprocessors=self._device.multiprocessors,
-            level=level,
-        )
+        return InterpreterGeometry.of(resident, evaluation, variant, *limits, level)
 
 
 def interpreter_switch(variant: source.Variant) -> CudaSource:
