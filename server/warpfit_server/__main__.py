@@ -1,7 +1,5 @@
 """The command ``warpfit serve``, also ``python -m warpfit_server``."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import sys

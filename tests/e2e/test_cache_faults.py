@@ -11,8 +11,11 @@ import pytest
 
 import warpfit
 from support.servers.server import ServerProcess
+from warpfit_server.engine.cpu.codegen import loader, parts
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.system.compile_cache import default_cache_directory
+from warpfit_server.engine.fit import compiled
+from warpfit_server.system.compile_cache import default_cache_directory, numba_directory
+from warpfit_server.system.resources import available_cores
 
 X = np.arange(6.0).reshape(3, 2)
 #: A part of the CPU engine that compiles in a second.
@@ -31,20 +34,15 @@ def mounted(place, options):
         subprocess.run(["umount", place], check=True)
 
 
-@pytest.fixture(scope="module")
-def warm():
-    """What an engine has kept."""
-    CpuEngine(1).close()
-    return default_cache_directory()
-
-
 @pytest.fixture
-def cache(warm, tmp_path):
-    """A copy of it."""
-    place = tmp_path / "cache"
+def cache(tmp_path):
+    """A copy of what engines have kept of exactly these sources."""
+    place, warm = tmp_path / "cache", default_cache_directory()
+    loader.precompile(warm, available_cores())
+    compiled.precompile(warm)
+    CpuEngine(1).close()
     place.mkdir(mode=0o700)
-    for newest in ("cpu-*", "numba-*"):
-        kept = max(warm.glob(newest), key=lambda path: path.stat().st_mtime)
+    for kept in (parts.directory_of(warm), numba_directory(warm), compiled._place(warm)):
         shutil.copytree(kept, place / kept.name)
     return place
 

@@ -20,7 +20,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Loss, as_loss
 from warpfit.request import Evaluation
-from warpfit_server.engine.cpu.codegen import loader
+from warpfit_server.engine.cpu.codegen import loader, parts
 from warpfit_server.engine.fit import compiled
 from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
@@ -225,11 +225,11 @@ def test_evaluations_do_not_wait_while_the_fit_code_is_compiled(tmp_path):
     """The first fits on a machine, as many as evaluations run at a time."""
     cache, compiling = tmp_path / "cache", tmp_path / "compiling"
     cache.mkdir(mode=0o700)
-    loader.precompile(default_cache_directory(), available_cores())
-    compiled.precompile(default_cache_directory())
-    for folder in ("cpu-*", "fit-*"):
-        for kept in default_cache_directory().glob(folder):
-            shutil.copytree(kept, cache / kept.name)
+    warm = default_cache_directory()
+    loader.precompile(warm, available_cores())
+    compiled.precompile(warm)
+    for kept in (parts.directory_of(warm), compiled._place(warm)):
+        shutil.copytree(kept, cache / kept.name)
     for marker in cache.glob("fit-*/*.complete"):
         marker.unlink()
     compiling.touch()

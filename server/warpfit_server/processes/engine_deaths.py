@@ -1,7 +1,5 @@
 """Why engine processes have ended."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Final

@@ -5,8 +5,6 @@ UNAVAILABLE, a new process starts, and it loads the data sets that it had again 
 process's copies.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import subprocess
@@ -57,13 +55,8 @@ _LOADS_AHEAD: Final = 16
 class EngineSupervisor:
     """Owns the engine process of a device, the channel to it and this process's connection to it.
 
-    Args:
-        config: the server's configuration.
-        number: of the engine in ``config.engines``.
-        pool: provides segments for this process's calls.
-        quarantine: that of all engines.
-        process_numbers: yields the numbers of the engine processes, of all devices.
-
+    ``number`` is that of the engine in ``config.engines``; ``process_numbers`` yields those of the
+    engine processes, of all devices.
     """
 
     def __init__(
@@ -116,10 +109,8 @@ class EngineSupervisor:
     ) -> None:
         """Start the engine process; returns at once.
 
-        Args:
-            resident: yields the resident data sets, leased.
-            on_ready: called whenever an engine process has become ready.
-
+        ``resident`` yields the resident data sets, leased; ``on_ready`` is called whenever an
+        engine process has become ready.
         """
         self._resident = resident
         self._on_ready = on_ready
@@ -178,7 +169,6 @@ class EngineSupervisor:
         Raises:
             UnavailableError: if no engine is ready.
             ResourceExhaustedError: if this process can open no more files.
-
         """
         with self._lock:
             if self._channel is None:
@@ -195,14 +185,7 @@ class EngineSupervisor:
             return self._process_number, ours
 
     def introduce(self, engine: int, process: int, end: socket.socket) -> None:
-        """Give the engine a connection to another one.
-
-        Args:
-            engine: number of the other one.
-            process: number of its process.
-            end: this engine's end of the connection.
-
-        """
+        """Give the engine its end of a connection to another engine, and that one's process."""
         with self._lock, end:
             self._tell(messages.ConnectEngine(engine, process), [end.fileno()])
 
@@ -226,7 +209,6 @@ class EngineSupervisor:
         Args:
             dataset: the data set.
             streams: as in `warpfit_server.engine.interface.Engine.load`.
-
         """
         with self._lock:
             try:
@@ -422,13 +404,7 @@ class EngineSupervisor:
         return {key: future for key, future in loads.items() if not future.done()}
 
     def _record_death(self, code: int, loading: bytes | None) -> None:
-        """Count why an engine has ended, and let the quarantine know.
-
-        Args:
-            code: its exit status.
-            loading: the data set that it was loading, if any.
-
-        """
+        """Count why an engine has ended, and let the quarantine know what it was loading."""
         cause = self._cause or cause_of_death(code)
         if cause == "SIGKILL" and out_of_memory_kills() > self._out_of_memory:
             cause = "out_of_memory"

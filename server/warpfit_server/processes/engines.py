@@ -36,14 +36,7 @@ _LOG: Final = logging.getLogger("warpfit.engines")
 
 
 class Engines:
-    """Owns the supervisors of all engines; an engine loads a data set when it is needed there.
-
-    Args:
-        config: the server's configuration.
-        pool: provides segments for this process's calls.
-        table: of the outstanding work.
-
-    """
+    """Owns the supervisors of all engines; an engine loads a data set when it is needed there."""
 
     def __init__(self, config: Config, pool: SegmentPool, table: QuotaTable) -> None:
         self.quarantine = Quarantine()
@@ -67,15 +60,11 @@ class Engines:
     ) -> None:
         """Start all engines, and wait until each is ready or is too late or has failed.
 
-        Engines that are not ready are tried again.
-
-        Args:
-            resident: yields the resident data sets, leased.
-            on_ready: called with its supervisor whenever an engine process has become ready.
+        Engines that are not ready are tried again. ``on_ready`` is called with its supervisor
+        whenever an engine process has become ready; see `EngineSupervisor.start`.
 
         Raises:
             UnavailableError: if none can run on this machine; the log says why.
-
         """
 
         def ready(supervisor: EngineSupervisor) -> None:
@@ -124,15 +113,12 @@ class Engines:
         return tuple(s.number for s in self.supervisors if s.has(key))
 
     def shards(self, layout: Layout, count: int) -> Shards | None:
-        """Divide a data set among the engines that have least data.
+        """Divide a data set into shards among the engines that have least data.
 
-        Args:
-            layout: of the data set.
-            count: shards that are wanted, fewer if there are few rows; 0 or 1 for none.
+        There are fewer of them if there are few rows, and none if the count is 0 or 1.
 
         Raises:
             InvalidArgumentError: if there are fewer devices.
-
         """
         if count > len(self.supervisors):
             raise InvalidArgumentError(
@@ -155,7 +141,6 @@ class Engines:
         Raises:
             ResourceExhaustedError: if they have no room either.
             FailedPreconditionError: if engines have died of the data set.
-
         """
         if self.holders(dataset.key):
             return

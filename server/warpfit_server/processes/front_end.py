@@ -7,8 +7,6 @@ process when a call first needs it, and returns the lease when no call has used 
     python -m warpfit_server.processes.front_end DESCRIPTOR PORT MAIN_ADDRESS QUOTAS NUMBER CONFIG
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket
@@ -73,7 +71,6 @@ class _LeasedDataset:
     Args:
         key: names it.
         request_load: asks the main process that an engine loads it.
-
     """
 
     def __init__(self, key: bytes, request_load: Callable[[int, bytes], Future[None]]) -> None:
@@ -117,7 +114,6 @@ class BorrowedLeases:
 
     Args:
         send: sends a message to the main process.
-
     """
 
     def __init__(self, send: Callable[[messages.Message], None]) -> None:
@@ -250,7 +246,6 @@ class FrontEndProcess:
         main_address: where the main process takes forwarded calls.
         quotas: what is in flight in all front ends.
         seed: of the probe's numbers.
-
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """Starts, watches and restarts the front-end processes, and leases data sets to them."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import subprocess
@@ -72,14 +70,6 @@ class FrontEndSupervisor:
     """Owns the front-end processes beside this one, the main process.
 
     Each has a thread here that starts it, answers its messages and restarts it.
-
-    Args:
-        config: the server's configuration.
-        engines: their supervisors.
-        datasets: which it leases to the processes.
-        quotas: what is in flight in all front ends.
-        recorder: takes in what the processes measure.
-
     """
 
     def __init__(
@@ -106,13 +96,9 @@ class FrontEndSupervisor:
         self._open = threading.Event()
 
     def start(self, count: int, port: int, main_address: str) -> None:
-        """Start the processes, which takes a second; returns at once.
+        """Start processes, which share the port and forward calls to the main one's own address.
 
-        Args:
-            count: how many.
-            port: which they share with the main process.
-            main_address: where the main process takes forwarded calls.
-
+        That takes a second; this returns at once.
         """
         self._started = [threading.Event() for _ in range(count)]
         self._threads = [
@@ -127,7 +113,6 @@ class FrontEndSupervisor:
 
         Raises:
             UnavailableError: if one ends as it starts.
-
         """
         self._open.set()
         for event in self._started:
@@ -159,10 +144,8 @@ class FrontEndSupervisor:
     def kill_silent(self, answering: Collection[int]) -> None:
         """Kill processes that hang, so that new ones start.
 
-        Args:
-            answering: numbers of the engines that answer the main process, so that a process to
-                which one of them has given no answer for long is broken, too.
-
+        The engines of these numbers answer the main process. So a process to which one of them has
+        given no answer for long is broken, too.
         """
         limit = time.monotonic() - self._config.hang_seconds
         for front_end in self._serving():

@@ -3,8 +3,6 @@
 Every front-end process has one of its own.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Final
 
@@ -31,11 +29,8 @@ _TOLERANCE: Final = 1e-5
 class Probe:
     """Asks the engine for the values of one expression on a small data set of its own.
 
-    Args:
-        engine: this process's connection to an engine.
-        seed: of the data set's numbers, the same in all processes. It is a secret, so that no
-            client can name the data set by its content.
-
+    The seed of its numbers is the same in all processes, and a secret, so that no client can name
+    the data set by its content.
     """
 
     def __init__(self, engine: EngineConnection, seed: int) -> None:
@@ -56,7 +51,6 @@ class Probe:
 
         Raises:
             ResourceExhaustedError: if there is no memory for it.
-
         """
         dataset = self._dataset
         # The limits of callers do not hold for the probe.
@@ -72,7 +66,6 @@ class Probe:
 
         Raises:
             WarpfitError: if the engine is gone, or refuses.
-
         """
         self._engine.renew()
         request = self._engine.start(self._evaluation, self._dataset.layout, PROBE)

@@ -5,8 +5,6 @@ the device when a probe has waited longer than ``probe_timeout``, and has the en
 one has waited for ``hang_seconds``. So nothing that blocks a probe can hide that it has no answer.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -27,14 +25,8 @@ _TICK: Final = 0.1
 class Watchdog:
     """Keeps readiness true to what one engine does.
 
-    Args:
-        config: the intervals.
-        supervisor: of the engine.
-        probe: of this process.
-        health: is told whether the engine's device serves.
-        others_answer: tells whether the engine answers the other front-end processes.
-        on_tick: called ten times a second.
-
+    ``others_answer`` tells whether the engine answers the other front-end processes; ``on_tick`` is
+    called ten times a second.
     """
 
     def __init__(
