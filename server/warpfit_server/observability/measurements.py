@@ -2,20 +2,23 @@
 
 Every front end has a `Recorder`. Front-end processes send what they have recorded since the last
 time to the main process, which adds it to its own: increments need no files, and survive the
-process that sent them. A call leaves one tuple behind; many of them are added up at a time.
+process that sent them. The records of many calls are added up at a time.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+
+from warpfit.codec import REQUEST_ID_KEY
+from warpfit.request import Timings
 
 #: Upper bounds of the buckets of every histogram, in seconds.
 BUCKET_BOUNDS: Final = (
@@ -58,32 +61,69 @@ CALL_STAGES: Final = ("decode", "queue", "copy", "kernel", "encode")
 _MOST_SERIES: Final = 500
 #: Calls whose measurements are kept before they are added up.
 _MOST_CALLS: Final = 256
+#: Metadata entries of W3C Trace Context.
+TRACE_KEYS: Final = ("traceparent", "tracestate")
+#: Longest value of a trace entry that is passed on; the standard asks for at least 512 characters.
+TRACE_CHARACTERS: Final = 512
 #: Name of a family and the values of its labels.
 Series = tuple[str, tuple[str, ...]]
 
 
-class CallMeasurement(NamedTuple):
-    """Measurements of a call that has ended."""
+@dataclass(slots=True, eq=False)
+class CallRecord:
+    """The record of one call. All moments are ``time.monotonic_ns()``."""
 
-    labels: tuple[str, str, str]
-    """Method, status, tenant."""
-    seconds: float
-    received: int = 0
-    """Bytes uploaded."""
+    method: str
+    request_id: str
+    started: int
+    tenant: str
+    """Owner of the call; the anonymous tenant until the credentials have been checked."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    on_decoded: Callable[[], None] | None = None
+    """Called when the batch of the call has been decoded and checked."""
+    received_bytes: int = 0
+    """Payload uploaded."""
     programs: int = 0
     tokens: int = 0
     token_rows: int = 0
-    tier: str | None = None
-    """Tier that answered; None if the engine did not."""
-    compiled: int = 0
-    """Programs served by kernels that were compiled already."""
-    stages: tuple[int, ...] = ()
-    """Nanoseconds of each of `CALL_STAGES`, if the engine answered."""
-    device: str = ""
-    """Labels of the devices that computed, with commas."""
+    timings: Timings | None = None
+    """Timings of the engine, once it has finished."""
+    finished: int = 0
+    """Moment at which the engine had finished; 0 before."""
+    suspended: int = 0
+    """Nanoseconds since `finished` spent waiting for the client or the network."""
+    encode: int = 0
+    """Nanoseconds from `finished` to the last message, without `suspended`."""
+    status: str = ""
+    """Name of the status with which it has ended."""
+    ended: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Time that the call took."""
+        return (self.ended - self.started) / 1e9
+
+    def stages(self, timings: Timings) -> tuple[int, ...]:
+        """Return the nanoseconds of each of `CALL_STAGES` of an answered call."""
+        copy = timings.copy_in + timings.copy_out
+        return timings.decode, timings.queue, copy, timings.compute, self.encode
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """Trace Context of the caller."""
+        return {
+            key: str(self.metadata[key])
+            for key in TRACE_KEYS
+            if len(self.metadata.get(key, ())) in range(1, TRACE_CHARACTERS + 1)
+        }
+
+    @property
+    def trailing(self) -> tuple[tuple[str, str], ...]:
+        """Metadata that every answer carries."""
+        return ((REQUEST_ID_KEY, self.request_id),)
 
 
-#: Counters of a tenant's amounts, in the order of `CallMeasurement` from ``received`` on.
+#: Counters of a tenant's amounts, which are fields of a record.
 _AMOUNTS: Final = ("received_bytes", "programs", "tokens", "token_rows")
 
 
@@ -111,31 +151,31 @@ class MetricsDelta:
             row[bucket] += 1.0
         row[-1] += float(np.sum(seconds))
 
-    def add(self, calls: Sequence[CallMeasurement]) -> None:
-        """Add the measurements of calls."""
-        for labels, count in Counter([call.labels for call in calls]).items():
-            self.count("requests", labels, count)
+    def add(self, calls: Sequence[CallRecord]) -> None:
+        """Add what was measured of calls that have ended; programs count if they were answered."""
         times: dict[str, list[float]] = {}
         amounts: Counter[Series] = Counter()
         for call in calls:
-            times.setdefault(call.labels[0], []).append(call.seconds)
-            for name, amount in zip(_AMOUNTS, call[2:6], strict=True):
-                if amount:
-                    amounts[name, call.labels[2:]] += amount
+            amounts["requests", (call.method, call.status, call.tenant)] += 1
+            times.setdefault(call.method, []).append(call.seconds)
+            for name in _AMOUNTS[: None if call.timings else 1]:
+                if amount := getattr(call, name):
+                    amounts[name, (call.tenant,)] += amount
         for method, seconds in times.items():
             self.observe("request_seconds", (method,), seconds)
-        for (name, tenant), total in amounts.items():
-            self.count(name, tenant, total)
-        answered = [call for call in calls if call.tier is not None]
+        for (name, labels), total in amounts.items():
+            self.count(name, labels, total)
+        answered = [(call, call.timings) for call in calls if call.timings is not None]
         if answered:
             self._add_answered(answered)
 
-    def _add_answered(self, calls: Sequence[CallMeasurement]) -> None:
-        for (tier, devices), count in Counter([(call.tier, call.device) for call in calls]).items():
+    def _add_answered(self, answered: Sequence[tuple[CallRecord, Timings]]) -> None:
+        ran = Counter([(timings.tier, timings.device) for _, timings in answered])
+        for (tier, devices), count in ran.items():
             for device in devices.split(","):
                 self.count("evaluations", (str(tier), device), count)
-        self.count("compiled_programs", (), sum([call.compiled for call in calls]))
-        stages = np.array([call.stages for call in calls], np.float64).T / 1e9
+        self.count("compiled_programs", (), sum([timings.cache_hits for _, timings in answered]))
+        stages = np.array([call.stages(timings) for call, timings in answered], np.float64).T / 1e9
         for stage, seconds in zip(CALL_STAGES, stages.tolist(), strict=True):
             self.observe("stage_seconds", (stage,), seconds)
 
@@ -154,18 +194,18 @@ class Recorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._delta = MetricsDelta()
-        self._ended: deque[CallMeasurement] = deque()
-        self._running: set[object] = set()
+        self._ended: deque[CallRecord] = deque()
+        self._running: set[CallRecord] = set()
         self._running_elsewhere: dict[int, int] = {}
 
-    def begin(self, call: object) -> None:
+    def begin(self, call: CallRecord) -> None:
         """Count a call as running."""
         self._running.add(call)
 
-    def end(self, call: object, measurement: CallMeasurement) -> None:
+    def end(self, call: CallRecord) -> None:
         """Record a call that has ended, whether or not it was counted as running."""
         self._running.discard(call)
-        self._ended.append(measurement)
+        self._ended.append(call)
         if len(self._ended) >= _MOST_CALLS:
             with self._lock:
                 self._add_up()

@@ -10,8 +10,7 @@ from importlib.metadata import version
 from typing import Any, Final
 
 from warpfit.errors import UnavailableError
-from warpfit_server.observability.calls import CallRecord, stages
-from warpfit_server.observability.measurements import CALL_STAGES
+from warpfit_server.observability.measurements import CALL_STAGES, CallRecord
 
 _SERVICE: Final = "warpfit.v1.Evaluator"
 
@@ -28,7 +27,7 @@ class SpanTracer:
         self._propagator = tracecontext.TraceContextTextMapPropagator()
         self._tracer = provider.get_tracer("warpfit", version("warpfit"))
 
-    def record(self, call: CallRecord, status: str, ended: int) -> None:
+    def record(self, call: CallRecord) -> None:
         """Make the spans of a call that has ended."""
         to_wall = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(
@@ -40,17 +39,17 @@ class SpanTracer:
                 "rpc.system": "grpc",
                 "rpc.service": _SERVICE,
                 "rpc.method": call.method,
-                "rpc.grpc.status": status,
+                "rpc.grpc.status": call.status,
                 "warpfit.request_id": call.request_id,
                 "warpfit.tenant": call.tenant,
                 "warpfit.programs": call.programs,
                 "warpfit.tokens": call.tokens,
             },
         )
-        if status in ("INTERNAL", "UNKNOWN", "UNAVAILABLE"):
-            span.set_status(self._api.StatusCode.ERROR, status)
+        if call.status in ("INTERNAL", "UNKNOWN", "UNAVAILABLE"):
+            span.set_status(self._api.StatusCode.ERROR, call.status)
         self._record_stages(span, call, to_wall)
-        span.end(ended + to_wall)
+        span.end(call.ended + to_wall)
 
     def close(self) -> None:
         """Send what is left."""
@@ -60,7 +59,7 @@ class SpanTracer:
         """Make a span of each stage, one after the other, so that `finished` ends the kernel's."""
         if call.timings is None:
             return
-        named = dict(zip(CALL_STAGES, stages(call, call.timings), strict=True))
+        named = dict(zip(CALL_STAGES, call.stages(call.timings), strict=True))
         encode = named.pop("encode")
         start = call.finished - sum(named.values()) + to_wall
         context = self._api.set_span_in_context(parent)

@@ -24,7 +24,8 @@ from warpfit.errors import (
     ResourceExhaustedError,
 )
 from warpfit_server.config import Config
-from warpfit_server.observability.calls import CallRecord, Observer, set_current_call, status_of
+from warpfit_server.observability.calls import Observer, set_current_call, status_of
+from warpfit_server.observability.measurements import CallRecord
 from warpfit_server.rpc.error_details import fail_call
 from warpfit_server.rpc.port import Exchange, NonBlockingMethod, Send
 from warpfit_server.rpc.receive_timeouts import ReceiveTimeouts

@@ -27,14 +27,14 @@ from support.repository.deployments import (
     render,
 )
 from support.servers.metrics_page import collector
+from warpfit.request import Timings
 from warpfit_server.config import Config
 from warpfit_server.engine.interface import COUNTERS
 from warpfit_server.observability.gpu_monitor import GpuUsage
 from warpfit_server.observability.measurements import (
     CALL_COUNTERS,
-    CALL_STAGES,
     HISTOGRAMS,
-    CallMeasurement,
+    CallRecord,
     Recorder,
 )
 from warpfit_server.rpc.tls import check_exposure
@@ -70,8 +70,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 def exported() -> set[str]:
     """Every series name that a server with a GPU can export."""
     recorder = Recorder()
-    stages = tuple(range(1, 1 + len(CALL_STAGES)))
-    recorder.end(1, CallMeasurement(("Evaluate", "OK", "x"), 1.0, 1, 1, 1, 1, "tier", 1, stages))
+    amounts = {"received_bytes": 1, "programs": 1, "tokens": 1, "token_rows": 1}
+    timings = Timings(*[1] * 5, tier="tier", cache_hits=1)
+    recorder.end(CallRecord("Evaluate", "", 0, "x", status="OK", timings=timings, **amounts))
     totals = recorder.totals()
     assert {name for name, _ in totals.counts} == set(CALL_COUNTERS)
     assert {name for name, _ in totals.buckets} == set(HISTOGRAMS)

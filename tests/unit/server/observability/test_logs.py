@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfit_server.observability import logs
-from warpfit_server.observability.calls import CallRecord, Observer
+from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.logs import LogRateLimiter
+from warpfit_server.observability.measurements import CallRecord
 
 PAUSES = st.lists(st.floats(0, 5, allow_nan=False), min_size=1, max_size=300)
 
@@ -52,7 +53,7 @@ def test_names_take_a_bounded_amount_of_memory(monkeypatch):
 @pytest.fixture
 def end(caplog):
     """A function that ends a call and returns all lines so far."""
-    observer = Observer(SimpleNamespace(begin=None, end=lambda call, measurement: None))
+    observer = Observer(SimpleNamespace(begin=None, end=lambda call: None))
 
     def end(status, tenant="alice"):
         observer.end(CallRecord("Evaluate", "id", 0, tenant), status)

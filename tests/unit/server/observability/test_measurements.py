@@ -8,27 +8,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from warpfit.request import Timings
 from warpfit_server.observability.measurements import (
     BUCKET_BOUNDS,
-    CallMeasurement,
+    CallRecord,
     MetricsDelta,
     Recorder,
 )
 
 SECONDS = st.floats(0, 1000, allow_nan=False)
 LABELS = ("Evaluate", "OK", "a")
+TIMINGS = Timings(1, 2, 1, 4, 2, tier="cpu", cache_hits=1)
+
+
+def ended(tenant="a", seconds=0.1, **measured):
+    return CallRecord("Evaluate", "", 0, tenant, status="OK", ended=int(1e9 * seconds), **measured)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), SECONDS, st.booleans())), st.integers(0, 5))
 def test_nothing_is_lost_or_doubled_on_the_way_to_the_main_process(observed, cut):
     single, main, front_end = Recorder(), Recorder(), Recorder()
     for number, (tenant, seconds, answered) in enumerate(observed):
-        engine = (2, 3, 4, "cpu", 1, (1, 2, 3, 4, 5)) if answered else ()
-        labels = ("Evaluate", "OK", tenant)
-        measurement = CallMeasurement(labels, seconds, 10 * (number % 3), *engine)
+        measured = {"programs": 2, "tokens": 3, "token_rows": 4} if answered else {}
+        received, timings = 10 * (number % 3), TIMINGS if answered else None
+        call = ended(tenant, seconds, received_bytes=received, timings=timings, **measured)
         for recorder in (single, main if number % 2 else front_end):
-            recorder.begin(number)
-            recorder.end(number, measurement)
+            recorder.begin(call)
+            recorder.end(call)
         if number % 6 == cut:
             main.add(7, front_end.take())
     main.add(7, front_end.take())
@@ -45,10 +51,11 @@ def test_nothing_is_lost_or_doubled_on_the_way_to_the_main_process(observed, cut
 def test_calls_that_end_in_many_threads_are_all_counted():
     recorder = Recorder()
 
-    def work(thread):
-        for number in range(2000):
-            recorder.begin((thread, number))
-            recorder.end((thread, number), CallMeasurement(LABELS, 0.1))
+    def work(_):
+        for _ in range(2000):
+            call = ended()
+            recorder.begin(call)
+            recorder.end(call)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
@@ -70,7 +77,7 @@ def test_an_observation_falls_into_the_bucket_that_bounds_it(seconds):
 def test_a_message_is_bounded_and_the_rest_comes_later():
     recorder = Recorder()
     for number in range(1200):
-        recorder.end(number, CallMeasurement(("Evaluate", "OK", str(number)), 0.0))
+        recorder.end(ended(str(number)))
     sizes = []
     while counts := recorder.take().counts:
         sizes.append(len(counts))
@@ -80,7 +87,7 @@ def test_a_message_is_bounded_and_the_rest_comes_later():
 
 def test_calls_of_a_process_that_died_are_not_in_flight():
     recorder = Recorder()
-    recorder.begin("call")
+    recorder.begin(ended())
     recorder.add(7, MetricsDelta(in_flight=3))
     recorder.add(8, MetricsDelta(in_flight=1))
     assert recorder.totals().in_flight == 5

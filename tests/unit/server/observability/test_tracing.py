@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from warpfit.errors import UnavailableError
 from warpfit.request import Timings
 from warpfit_server.config import Config
-from warpfit_server.observability.calls import CallRecord
+from warpfit_server.observability.measurements import CallRecord
 from warpfit_server.observability.tracing import SpanTracer, make_tracer
 
 
@@ -28,8 +28,10 @@ def test_a_call_is_a_child_of_the_callers_span_and_has_its_stages_as_children():
         timings=Timings(decode=1_000_000, queue=2_000_000, compute=3_000_000),
         finished=now - 1_000_000,
         encode=500_000,
+        status="OK",
+        ended=now,
     )
-    SpanTracer(provider).record(record, "OK", now)
+    SpanTracer(provider).record(record)
     *stages, call = exporter.get_finished_spans()
     assert call.name == "warpfit.v1.Evaluator/Evaluate"
     assert format(call.context.trace_id, "032x") == trace
