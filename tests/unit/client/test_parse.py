@@ -26,12 +26,6 @@ def failure(text, names=()):
     return caught.value
 
 
-def test_the_documented_example():
-    quotient = apply("div", apply("mul", apply("abs", X1), apply("sqrt", P1)), number(10))
-    wanted = apply("add", apply("sub", number(5), quotient), apply("pow", number(2), X2))
-    assert parse("5 - abs(x1)*sqrt(p1)/10 + 2^x2") == wanted
-
-
 @pytest.mark.parametrize(
     ("text", "explicit"),
     [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from support.engines.strategies import programs
 from warpfit.errors import ParseError
-from warpfit.expressions.printing import locate, text_form, to_latex, to_text
+from warpfit.expressions.printing import locate, to_latex, to_text
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.parse import Parser, parse
@@ -135,12 +135,6 @@ def test_deep_programs(form, side):
     assert len(form(program)) >= 25_000
     if form is to_text:
         assert Parser().parse(form(program)) == program
-
-
-@pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
-def test_text_form_is_parsed_as_the_operator(row):
-    operands = (Program.variable(index) for index in range(row.arity))
-    assert parse(text_form(row), ("a", "b", "c")) == Program.apply(row, *operands)
 
 
 @settings(max_examples=150, deadline=None)
