@@ -13,27 +13,33 @@ from warpfit.bench.scenarios import PROFILES
 from warpfit.errors import InvalidArgumentError
 
 _DEFAULT_OUT: Final = Path("warpfit-bench.json")
+_DESCRIPTIONS: Final = {
+    "": "Measure this machine's engines and other libraries beside them.",
+    "report": "Write a page and plots from results; several machines' go together.",
+    "load": "Put load on a running server and report the latencies that callers see.",
+}
+_EPILOG: Final = (
+    "Further commands: `warpfit bench report RESULTS.json` writes a page with plots, "
+    "`warpfit bench load HOST:PORT` puts load on a running server."
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command with the words behind ``warpfit bench``; return its exit status."""
-    parsers = {"report": _report_parser, "load": _load_parser}
     words = list(arguments)
-    if words and words[0] in parsers:
-        options = parsers[words[0]]().parse_args(words[1:])
-    else:
-        options = _run_parser().parse_args(words)
+    name = words.pop(0) if words and words[0] in ("report", "load") else ""
+    parser = argparse.ArgumentParser(
+        prog=f"warpfit bench {name}".rstrip(),
+        description=_DESCRIPTIONS[name],
+        epilog=None if name else _EPILOG,
+    )
+    {"": _add_run, "report": _add_report, "load": _add_load}[name](parser)
+    options = parser.parse_args(words)
     options.command(options)
     return 0
 
 
-def _run_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="warpfit bench",
-        description="Measure this machine's engines and other libraries beside them.",
-        epilog="Further commands: `warpfit bench report RESULTS.json` writes a page with plots, "
-        "`warpfit bench load HOST:PORT` puts load on a running server.",
-    )
+def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--profile", choices=list(PROFILES), default="quick")
     add("--out", type=Path, default=_DEFAULT_OUT, metavar="FILE", help="default: %(default)s")
@@ -46,31 +52,20 @@ def _run_parser() -> argparse.ArgumentParser:
     add("--note", action="append", default=[], help="kept in the results")
     add("--afresh", action="store_true", help="replace the file if there is one")
     parser.set_defaults(command=_run)
-    return parser
 
 
-def _report_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="warpfit bench report",
-        description="Write a page and plots from results; several machines' go together.",
-    )
-    add = parser.add_argument
-    add("results", type=Path, nargs="+", metavar="RESULTS.json")
-    add("--out", type=Path, metavar="DIRECTORY", help="default: beside the first file")
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS.json")
+    beside = "default: beside the first file"
+    parser.add_argument("--out", type=Path, metavar="DIRECTORY", help=beside)
     parser.set_defaults(command=_report)
-    return parser
 
 
-def _load_parser() -> argparse.ArgumentParser:
+def _add_load(parser: argparse.ArgumentParser) -> None:
     from warpfit.bench import load
 
-    parser = argparse.ArgumentParser(
-        prog="warpfit bench load",
-        description="Put load on a running server and report the latencies that callers see.",
-    )
     load.add_options(parser)
     parser.set_defaults(command=load.run)
-    return parser
 
 
 def _run(options: argparse.Namespace) -> None:

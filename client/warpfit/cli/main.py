@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 _PIPE_CLOSED: Final = 141
 _ADDRESS_HELP: Final = "default: WARPFIT_ADDRESS, or 127.0.0.1:50551"
 _LOSSES: Final = "a name, or an expression over f, y, w and d"
-#: Commands with parsers of their own, and the modules that run them.
+#: Commands with parsers of their own: the modules whose ``main`` runs them, and their help.
 _DELEGATED: Final = {
-    "serve": "warpfit_server.__main__",
-    "precompile": "warpfit_server.precompile",
-    "bench": "warpfit.bench.command",
-    "search": "warpfit.cli.search",
-    "ray": "warpfit.cli.ray_command",
+    "serve": ("warpfit_server.__main__", "run a server; see `warpfit serve --help`"),
+    "precompile": ("warpfit_server.precompile", "compile what a server's first start would"),
+    "bench": ("warpfit.bench.command", "measure this machine, or load a running server"),
+    "search": ("warpfit.cli.search", "search formulas for a column of a CSV file"),
+    "ray": ("warpfit.cli.ray_command", "run servers on the nodes of a Ray cluster"),
 }
 
 
@@ -71,9 +71,13 @@ def _reader_is_gone() -> bool:
 
 def _run(words: list[str]) -> int:
     try:
-        module = _DELEGATED.get(words[0]) if words else None
-        if module is not None:
-            return _delegate(module, words[1:])
+        if words and words[0] in _DELEGATED:
+            from warpfit.embedded import require_server
+
+            module, _ = _DELEGATED[words[0]]
+            if module.startswith("warpfit_server"):
+                require_server()
+            return int(import_module(module).main(words[1:]))
         options = _parser().parse_args(words)
         command: Callable[[argparse.Namespace], None] = options.command
         command(options)
@@ -85,16 +89,6 @@ def _run(words: list[str]) -> int:
     return 0
 
 
-def _delegate(module: str, words: list[str]) -> int:
-    """Hand the words to the ``main`` of another module."""
-    from warpfit.embedded import require_server
-
-    if module.startswith("warpfit_server"):
-        require_server()
-    command: Callable[[list[str]], int] = import_module(module).main
-    return command(words)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="warpfit",
@@ -102,12 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=metadata.version("warpfit"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # These are here for the list of commands alone: see `_DELEGATED`.
-    commands.add_parser("serve", help="run a server; see `warpfit serve --help`")
-    commands.add_parser("precompile", help="compile what a server's first start would compile")
-    commands.add_parser("bench", help="measure this machine, or load a running server")
-    commands.add_parser("search", help="search formulas for a column of a CSV file")
-    commands.add_parser("ray", help="run servers on the nodes of a Ray cluster")
+    for name, (_, described) in _DELEGATED.items():  # for the list of commands alone
+        commands.add_parser(name, help=described)
     _add_eval(commands)
     _add_fit(commands)
     info = commands.add_parser("info", help="describe a running server")
