@@ -173,12 +173,8 @@ def year(
 ) -> dict[str, Any]:
     """Simulate the failures of a year; what they mean for data sets on ``replicas`` servers each.
 
-    Args:
-        servers: how many.
-        replicas: servers that hold a data set.
-        life: mean hours between failures of one.
-        back: seconds until it, or another one in its place, serves again, without data.
-        datasets: that are in use all the time.
+    One fails after ``life`` hours on average; ``back`` seconds later it, or another one in its
+    place, serves again, without data.
     """
     env, draw = simpy.Environment(), random.Random(SEED)
     holders = [draw.sample(range(servers), min(replicas, servers)) for _ in range(datasets)]

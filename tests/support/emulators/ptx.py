@@ -10,11 +10,8 @@ from numpy.typing import NDArray
 class Machine:
     """Runs straight-line code in 32-bit integers, float32 and float64.
 
-    Loads from global memory leave numbers as they are; addresses are 0.
-
-    Args:
-        threads: of the block.
-        registers: of all threads, [threads]; those that are missing are 0.
+    Loads from global memory leave numbers as they are; addresses are 0. Registers are [threads];
+    those that are missing are 0.
     """
 
     def __init__(self, threads: int, registers: dict[str, NDArray[Any]]) -> None:

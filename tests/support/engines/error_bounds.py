@@ -112,12 +112,7 @@ BOUNDS: Final[Mapping[str, Bounds]] = MappingProxyType(
 def error_limit(bound: Bound, operands: Sequence[Array], exact: Array) -> Array:
     """Return the largest allowed distance from the exact values, float64 [rows].
 
-    It is infinite where there is no bound.
-
-    Args:
-        bound: bound of the operator.
-        operands: columns [rows] of the data's type.
-        exact: the exact values in the data's type, [rows].
+    It is infinite where there is no bound. Operands and exact values are of the data's type.
     """
     names = dict(zip("abc", (x.astype(np.float64) for x in operands), strict=False))
     names["r"] = exact.astype(np.float64)

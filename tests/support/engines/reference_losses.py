@@ -11,17 +11,7 @@ Floats = NDArray[np.float64]
 def reference_loss(
     kind: Loss, values: ArrayLike, target: ArrayLike, weights: ArrayLike | None = None
 ) -> Floats:
-    """Compute a built-in loss over the last axis of ``values`` by its definition.
-
-    Args:
-        kind: which loss.
-        values: predictions [..., rows].
-        target: [rows].
-        weights: [rows], or None for 1 everywhere.
-
-    Returns:
-        float64 [...].
-    """
+    """Compute a built-in loss [...] of values [..., rows] by its definition, in float64."""
     f = np.asarray(values, dtype=np.float64)
     y = np.asarray(target, dtype=np.float64)
     w = np.ones_like(y) if weights is None else np.asarray(weights, dtype=np.float64)

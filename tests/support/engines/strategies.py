@@ -55,13 +55,7 @@ def programs(
 ) -> Program:
     """Draw well-formed programs over any part of the operator table.
 
-    Args:
-        draw: given by hypothesis.
-        max_tokens: most tokens of a program (one or two more if no operator is binary).
-        variables: number of variables to draw from.
-        parameters: number of parameters to draw from.
-        operators: names of the operators to draw from.
-        constants: strategy for constants; by default any `numbers`.
+    They have ``max_tokens`` at most, or one or two more if no operator is binary.
     """
     leaf = leaves(variables, parameters, numbers() if constants is None else constants)
     arities = {OPERATORS[name].code: OPERATORS[name].arity for name in operators}

@@ -73,12 +73,9 @@ class Caller:
 
 
 def closed_loop(caller: Caller, seconds: float, least: float = 0.0) -> Outcomes:
-    """Call again as soon as there is an answer, or as soon as a refusal allows it.
+    """Call for some seconds, again once there is an answer, or once a refusal allows it.
 
-    Args:
-        caller: calls.
-        seconds: for so long.
-        least: seconds from one call to the next at least.
+    From one call to the next are ``least`` seconds at least.
     """
     outcomes = []
     end = time.perf_counter() + seconds
@@ -128,10 +125,7 @@ def _in_threads(work: Callable[[Caller], None], callers: Iterable[Caller]) -> No
 class Crew:
     """Processes that call together, on the cores that its maker may use; a context manager.
 
-    Args:
-        target: of the calls.
-        processes: how many.
-        callers: of all processes together.
+    They share so many ``callers``.
     """
 
     def __init__(self, target: Target, processes: int, callers: int) -> None:

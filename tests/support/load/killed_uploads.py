@@ -28,11 +28,9 @@ _FLAGS = ("--front-ends", "1", "--threads", "1")
 
 
 def killed_uploads(kills: int, *, together: int = 50) -> dict[str, Any]:
-    """Kill clients with SIGKILL while their uploads run; what the server held before and after.
+    """Kill clients with SIGKILL while they upload; return what the server held before and after.
 
-    Args:
-        kills: clients to be killed, each with a connection of its own.
-        together: clients of one process, which are killed at once.
+    Of ``kills`` clients, each with a connection, those ``together`` in a process end at once.
     """
     with ServerProcess(*_FLAGS) as server, warpfit.connect(server.address) as client:
         client.evaluate(client.upload(np.ones((10, 2))), ["x1"])

@@ -24,17 +24,9 @@ _WARM_UP, _WINDOW = 0.25, 0.1
 def soak(
     seconds: float, clients: int = 4, front_ends: int = 2, leak: int = 0, devices: str = "cpu"
 ) -> dict[str, Any]:
-    """Run the load and watch the server.
+    """Run the load, and return the server's memory, descriptors, threads, and whether it passed.
 
-    Args:
-        seconds: how long.
-        clients: threads, each with a connection of its own.
-        front_ends: processes that take calls.
-        leak: bytes that the front ends keep of each answered call: a planted leak.
-        devices: of the server.
-
-    Returns:
-        Memory, descriptors and threads at both ends, growth, answers, and whether it passed.
+    The front ends keep ``leak`` bytes of each answered call: a planted leak.
     """
     environment = injected(f"leak={leak}") if leak else {}
     flags = (

@@ -98,12 +98,7 @@ def image_of(line: str) -> tuple[str, str]:
 
 
 def check_command(line: str, images: Mapping[str, str]) -> None:
-    """Check what a command of docker or helm says about our files.
-
-    Args:
-        line: the command.
-        images: the variant of each image that there is, by its name.
-    """
+    """Check a command of docker or helm about our files; ``images`` are their variants by name."""
     text, words = dockerfile(), line.split()
     for path in re.findall(r"(?<![\w/])deploy/[\w./]+", line):
         assert (ROOT / path).exists(), path

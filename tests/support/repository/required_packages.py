@@ -7,11 +7,7 @@ from packaging.utils import canonicalize_name
 
 
 def required_packages(requirement: str) -> set[str]:
-    """Names of all packages that an installation needs here, beside the package itself.
-
-    Args:
-        requirement: a package, with extras or without, such as ``warpfit[server]``.
-    """
+    """Names of all packages that one, such as ``warpfit[server]``, needs here beside itself."""
     found: set[tuple[str, str]] = set()
     waiting = [Requirement(requirement)]
     while waiting:

@@ -21,13 +21,9 @@ _POSITIVE: Final = {"positive": True}
 
 
 def is_solution(found: str, true: str, names: Sequence[str], seconds: float = 60.0) -> bool:
-    """Judge a formula; one that SymPy cannot judge in time counts as none.
+    """Judge a formula over x1, x2, ... or the names; ``true`` is over the names.
 
-    Args:
-        found: text over x1, x2, ..., or over the names.
-        true: text over the names.
-        names: of the variables.
-        seconds: how long SymPy may take.
+    One that SymPy cannot judge within ``seconds`` counts as none.
     """
     context = mp.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

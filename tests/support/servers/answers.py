@@ -22,17 +22,10 @@ def table(rows: int) -> tuple[np.ndarray, np.ndarray]:
 def answers(
     client: warpfit.Client, rows: int, programs: int, fits: int, **upload: Any
 ) -> tuple[dict[str, str], dict[str, set[str]]]:
-    """Ask for every kind of output.
+    """Ask for every kind of output; return hashes of all bits of the answers, and their devices.
 
-    Args:
-        client: connected to the server.
-        rows: of the data set.
-        programs: of the batches; a tenth of them for outputs that have a number for each row.
-        fits: programs that are fitted, from two starts each.
-        **upload: options of the upload.
-
-    Returns:
-        A hash of all bits of each answer, and the labels of the devices that it came from.
+    A tenth of the programs are asked for outputs with a number for each row; ``fits`` are fitted,
+    from two starts each.
     """
     data = client.upload(*table(rows), **upload)
     expressions, parameters = thesis_mix(_SEED, programs, variables=4)

@@ -29,13 +29,7 @@ def bare_server(script: str, *words: str) -> Iterator[str]:
 def serve(
     service: str, methods: Mapping[str, Any], options: Sequence[tuple[str, Any]] = ()
 ) -> None:
-    """Be that server until standard input ends; print its port.
-
-    Args:
-        service: its name.
-        methods: gRPC's handlers by name of the method.
-        options: of the server.
-    """
+    """Be that server until standard input ends; print its port."""
     server = grpc.server(ThreadPoolExecutor(2), options=options)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)

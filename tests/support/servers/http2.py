@@ -25,11 +25,7 @@ _BURST: Final = 64 * _FRAME
 class RawConnection:
     """One connection; a context manager. A thread reads what the server sends.
 
-    Args:
-        address: of the server.
-        token: bearer token of all calls.
-        source: address from which to connect, any of this machine's.
-        reads: whether the server may send answers; else its windows stay closed.
+    It comes from the address ``source``; its windows stay closed unless it ``reads``.
     """
 
     def __init__(
