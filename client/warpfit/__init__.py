@@ -56,46 +56,14 @@ _LAZY: Final = {
     "warpfit.transport.security": ("TlsConfig",),
 }
 
-__all__ = [
-    "Accuracy",
-    "AsyncClient",
-    "Batch",
-    "CancelledError",
-    "Client",
-    "Closing",
-    "DatasetNotFoundError",
-    "DeadlineExceededError",
-    "FailedPreconditionError",
-    "InternalError",
-    "InvalidArgumentError",
-    "Loss",
-    "LossFunction",
-    "Method",
-    "ParseError",
-    "PermissionDeniedError",
-    "Population",
-    "Precision",
-    "PrecisionWarning",
-    "Program",
-    "ProgramError",
-    "Reason",
-    "ResourceExhaustedError",
-    "RetryPolicy",
-    "Tier",
-    "TlsConfig",
-    "TransportConfig",
-    "UnauthenticatedError",
-    "UnavailableError",
-    "UnimplementedError",
-    "WarpfitError",
-    "__version__",
-    "connect",
-    "connect_async",
-    "define",
-    "local",
-    "parse",
-    "simplify",
-]
+__all__ = ["Accuracy", "AsyncClient", "Batch", "CancelledError", "Client", "Closing"]
+__all__ += ["DatasetNotFoundError", "DeadlineExceededError", "FailedPreconditionError"]
+__all__ += ["InternalError", "InvalidArgumentError", "Loss", "LossFunction", "Method", "ParseError"]
+__all__ += ["PermissionDeniedError", "Population", "Precision", "PrecisionWarning", "Program"]
+__all__ += ["ProgramError", "Reason", "ResourceExhaustedError", "RetryPolicy", "Tier", "TlsConfig"]
+__all__ += ["TransportConfig", "UnauthenticatedError", "UnavailableError", "UnimplementedError"]
+__all__ += ["WarpfitError", "__version__", "connect", "connect_async", "define", "local", "parse"]
+__all__ += ["simplify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -140,17 +140,8 @@ def supervisor_sigkill(kills: int, clients: int = 4, front_ends: int = 1) -> dic
 
 def sigterm(stops: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]:
     """Stop the server in an orderly way under load, start another: no call fails."""
-    port = str(free_port())
-    flags = (
-        "--port",
-        port,
-        "--front-ends",
-        str(front_ends),
-        "--health-port",
-        "0",
-        "--notice",
-        "0.3",
-    )
+    words = f"--port {free_port()} --front-ends {front_ends} --health-port 0 --notice 0.3"
+    flags = words.split()
     seconds, unready_first = [], True
     server = ServerProcess(*flags)
     try:

@@ -29,14 +29,7 @@ def soak(
     The front ends keep ``leak`` bytes of each answered call: a planted leak.
     """
     environment = injected(f"leak={leak}") if leak else {}
-    flags = (
-        "--front-ends",
-        str(front_ends),
-        "--metrics-port",
-        "0",
-        "--max-resident-bytes",
-        "32MiB",
-    )
+    flags = f"--front-ends {front_ends} --metrics-port 0 --max-resident-bytes 32MiB".split()
     stop = threading.Event()
     counts: dict[str, int] = {}
     batches = [thesis_mix(seed, 300) for seed in range(2 if seconds < 60 else 12)]
