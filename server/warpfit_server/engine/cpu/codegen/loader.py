@@ -78,32 +78,32 @@ def load(directory: Path, processes: int = 1) -> CompiledCode:
     with usable_cache_directory(directory) as usable_directory:
         place = parts.directory_of(usable_directory)
         parts.compile_group(place, "values", processes)
-        functions = parts.load_lower(place), parts.load_interpret(place)
-        parallel, objects = parts.load_parallel(place), parts.load_kernels(place)
-        parts.load_check(place)
+        *functions, parallel, objects, _ = parts.load(
+            place, "lower", "interpret", "parallel", "kernels", "check"
+        )
     kernels = {flavour: _link_kernels(code) for flavour, code in objects.items()}
     _LOG.info("CPU engine ready after %.2f s", time.perf_counter() - start)
     lower, interpret = (address_of(function) for function in functions)
-    return CompiledCode(lower, interpret, parallel, kernels, functions)
+    return CompiledCode(lower, interpret, parallel, kernels, tuple(functions))
 
 
-def load_derivatives(
-    directory: Path, code: CompiledCode, processes: int = 1
-) -> CompiledDerivatives:
+def load_derivatives(directory: Path, code: CompiledCode, processes: int) -> CompiledDerivatives:
     """Load the code for derivatives; otherwise as `load`."""
     start = time.perf_counter()
     with usable_cache_directory(directory) as usable_directory:
         place = parts.directory_of(usable_directory)
         parts.compile_group(place, "derivatives", processes, urgent=False)
-        functions = parts.load_differentiate(place), parts.load_linearise(place)
-        combine, objects = parts.load_combine(place), parts.load_derivative_kernels(place)
+        *functions, combine, objects = parts.load(
+            place, "differentiate", "linearise", "combine", "derivative_kernels"
+        )
     kernels = {
         flavour: _link_derivatives(code.kernels[flavour], content)
         for flavour, content in objects.items()
     }
     _LOG.info("derivatives ready after %.2f s", time.perf_counter() - start)
     differentiate, linearise = (address_of(function) for function in functions)
-    return CompiledDerivatives(code.lower, differentiate, linearise, combine, kernels, functions)
+    addresses = code.lower, differentiate, linearise
+    return CompiledDerivatives(*addresses, combine, kernels, tuple(functions))
 
 
 def precompile(directory: Path, processes: int) -> None:

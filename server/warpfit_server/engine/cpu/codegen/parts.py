@@ -64,7 +64,13 @@ def directory_of(cache: Path) -> Path:
     return cache / f"cpu-{numba_cache.fingerprint(_SOURCES)}"
 
 
-# ------------------------------------------------------------------------- parts made by Numba
+class Part(NamedTuple):
+    """A part of the compiled code that a process can compile alone."""
+
+    seconds: float
+    """About how long compiling takes."""
+    load: Callable[[Path], Any]
+    """Load it from a directory, or compile and store it there."""
 
 
 def _runs_chunks(function: Any) -> Callable[[Path], Any]:
@@ -75,68 +81,31 @@ def _runs_chunks(function: Any) -> Callable[[Path], Any]:
     return load
 
 
-load_lower = _runs_chunks(lower.lower_chunk)
-load_differentiate = _runs_chunks(differentiate.differentiate_chunk)
-load_interpret = _runs_chunks(interpreter.interpret_chunk)
-load_linearise = _runs_chunks(derivative_interpreter.linearise_chunk)
-load_combine = _runs_chunks(derivative_interpreter.combine_chunk)
+def _objects(suffix: str, compile_object: Callable[[Flavour], bytes]) -> Callable[[Path], Any]:
+    """Return what loads the object files of kernels of all flavours."""
 
+    def load(place: Path) -> dict[Flavour, bytes]:
+        return {
+            flavour: compile_cache.find_or_make(
+                place / f"{flavour.name}{suffix}.o", functools.partial(compile_object, flavour)
+            )
+            for flavour in FLAVOURS
+        }
 
-def load_check(_: Path) -> None:
-    """Load the check of tokens, which Numba keeps in a directory of its own."""
-    validate.load()
-
-
-def load_parallel(place: Path) -> ParallelCode:
-    """Load the functions of `parallel_loop`."""
-    return ParallelCode.load(place)
-
-
-# ------------------------------------------------------------------------------ kernels, by LLVM
-
-
-def load_kernels(place: Path) -> dict[Flavour, bytes]:
-    """Load the object files of the kernels of all operators and losses."""
-    return _load_objects(place, "", build.build)
-
-
-def load_derivative_kernels(place: Path) -> dict[Flavour, bytes]:
-    """Load the object files of the kernels that derivatives take beside these."""
-    return _load_objects(place, "-derivatives", build.build_derivatives)
-
-
-def _load_objects(
-    place: Path, suffix: str, compile_object: Callable[[Flavour], bytes]
-) -> dict[Flavour, bytes]:
-    return {
-        flavour: compile_cache.find_or_make(
-            place / f"{flavour.name}{suffix}.o", functools.partial(compile_object, flavour)
-        )
-        for flavour in FLAVOURS
-    }
-
-
-# ------------------------------------------------------------------------------ side by side
-
-
-class Part(NamedTuple):
-    """A part of the compiled code that a process can compile alone."""
-
-    seconds: float
-    """About how long compiling takes."""
-    load: Callable[[Path], object]
+    return load
 
 
 PARTS: Final = {
-    "lower": Part(5.4, load_lower),
-    "kernels": Part(3.4, load_kernels),
-    "interpret": Part(3.1, load_interpret),
-    "parallel": Part(0.8, load_parallel),
-    "check": Part(0.8, load_check),
-    "differentiate": Part(12.0, load_differentiate),
-    "linearise": Part(10.0, load_linearise),
-    "derivative_kernels": Part(4.6, load_derivative_kernels),
-    "combine": Part(2.5, load_combine),
+    "lower": Part(5.4, _runs_chunks(lower.lower_chunk)),
+    "kernels": Part(3.4, _objects("", build.build)),
+    "interpret": Part(3.1, _runs_chunks(interpreter.interpret_chunk)),
+    "parallel": Part(0.8, ParallelCode.load),
+    # Numba keeps the check of tokens in a directory of its own.
+    "check": Part(0.8, lambda _: validate.load()),
+    "differentiate": Part(12.0, _runs_chunks(differentiate.differentiate_chunk)),
+    "linearise": Part(10.0, _runs_chunks(derivative_interpreter.linearise_chunk)),
+    "derivative_kernels": Part(4.6, _objects("-derivatives", build.build_derivatives)),
+    "combine": Part(2.5, _runs_chunks(derivative_interpreter.combine_chunk)),
 }
 #: What is needed at the same time, and is compiled side by side: a start needs "values".
 GROUPS: Final = {
@@ -145,6 +114,11 @@ GROUPS: Final = {
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
 _MOST_PROCESSES: Final = 4
+
+
+def load(place: Path, *names: str) -> list[Any]:
+    """Load parts from a directory, or compile and store them there."""
+    return [PARTS[name].load(place) for name in names]
 
 
 def compile_group(place: Path, group: str, processes: int, *, urgent: bool = True) -> None:

@@ -28,7 +28,7 @@ X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 def lower():
     """Lower a batch, with derivatives or without, on so many threads."""
     code = loader.load(default_cache_directory())
-    derivatives = loader.load_derivatives(default_cache_directory(), code)
+    derivatives = loader.load_derivatives(default_cache_directory(), code, 1)
     row_loss = row_loss_tokens(DIFFERENCE, 10, weighted=False)
     requested = BY_PARAMETERS | BY_VARIABLES | LOSS | LOSS_DERIVATIVE
 

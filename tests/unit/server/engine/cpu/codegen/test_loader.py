@@ -26,7 +26,7 @@ DATA = Dataset.of(np.linspace(0.1, 3, 100)[:, None], np.ones(100), dtype="float6
 def cache(tmp_path):
     """A copy of all that the engine has compiled."""
     directory = default_cache_directory()
-    loader.load_derivatives(directory, loader.load(directory))
+    loader.load_derivatives(directory, loader.load(directory), 1)
     kept = parts.directory_of(directory)
     shutil.copytree(kept, tmp_path / kept.name)
     return tmp_path
