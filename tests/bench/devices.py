@@ -26,7 +26,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from harness import RESULTS, SEED, ServerProcess, percentiles, save, write_result
 
 import warpfit
@@ -156,6 +157,9 @@ class Workers:
         meanwhile()
         return [end.recv() for end in ends]
 
+    def processes(self) -> list[psutil.Process]:
+        return [psutil.Process(process.pid) for process in self._processes]
+
     def close(self) -> None:
         for end in self._ends:
             end.send(None)
@@ -175,10 +179,8 @@ def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any)
             for _ in range(options.rounds):
                 for name, server in servers.items():
                     order = (server.address, programs, rows, options.seconds, False)
-                    before = engine_seconds(server)
-                    result = throughput(workers.run(count, order), rows)
-                    result["engine_cpu_seconds"] = round(engine_seconds(server) - before, 3)
-                    rounds[name].append(result)
+                    results, busy = watched(workers, server, count, order)
+                    rounds[name].append({**throughput(results, rows), "busy_cores": busy})
             rates = {
                 name: statistics.median(each["token_rows_per_second"] for each in several)
                 for name, several in rounds.items()
@@ -189,10 +191,37 @@ def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any)
     return found
 
 
+def watched(
+    workers: Workers, server: ServerProcess, count: int, order: tuple[Any, ...]
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Return what workers have found, and how many cores each kind of process kept busy."""
+    begun: dict[str, float] = {}
+    results = workers.run(count, order, lambda: begun.update(cpu_seconds(server, workers)))
+    ended = cpu_seconds(server, workers)
+    taken = ended.pop("clock") - begun["clock"]
+    return results, {who: round((ended[who] - begun[who]) / taken, 2) for who in ended}
+
+
 def engine_seconds(server: ServerProcess) -> float:
     """CPU time that the engine processes have used."""
-    times = [process.cpu_times() for process in server.engines().values()]
-    return sum(each.user + each.system for each in times)
+    return seconds_of(server.engines().values())
+
+
+def seconds_of(processes: Iterable[psutil.Process]) -> float:
+    """CPU time that processes have used."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def cpu_seconds(server: ServerProcess, workers: Workers) -> dict[str, float]:
+    """CPU time that each kind of process and the whole machine have used, and the clock."""
+    of_machine = psutil.cpu_times()
+    return {
+        "workers": seconds_of(workers.processes()),
+        "front ends": seconds_of([psutil.Process(server.process.pid), *server.front_ends()]),
+        "engines": engine_seconds(server),
+        "machine": sum(of_machine) - of_machine.idle - getattr(of_machine, "iowait", 0.0),
+        "clock": time.perf_counter(),
+    }
 
 
 def throughput(results: list[dict[str, Any]], rows: int) -> dict[str, Any]:
