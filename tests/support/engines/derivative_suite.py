@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from support.engines.derivatives import ask, derive, linearise, outputs_for
 from support.engines.numpy_engine import NumpyEngine
+from support.engines.reference_losses import moments_of
 from support.engines.strategies import edge_values, programs
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
@@ -487,19 +488,6 @@ def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, s
     for gradient in (False, True):
         got = evaluated(engine, data, batch, loss, gradient=gradient)
         np.testing.assert_allclose(got, want, rtol=tolerance)
-
-
-def moments_of(f, y, w) -> np.ndarray:
-    """Moments in long double, by definition but for the first row as the origin of the means."""
-    f, y, w = (np.asarray(column, dtype=np.longdouble) for column in (f, y, w))
-    first_f, first_y = f[0], y[0]
-    f, y = f - first_f, y - first_y
-    mean_f, mean_y = (w * f).sum() / w.sum(), (w * y).sum() / w.sum()
-    df, dy = f - mean_f, y - mean_y
-    squares, products = (w * df * df).sum(), (w * df * dy).sum()
-    left = (w * (dy - (products / squares if squares else 0) * df) ** 2).sum()
-    means = [first_f + mean_f, first_y + mean_y]
-    return np.array([w.sum(), *means, squares, (w * dy * dy).sum(), products, left], dtype=float)
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e8, -3e12])

@@ -31,3 +31,16 @@ def reference_loss(
                 Loss.NMSE: sse / total,
             }[kind]
         )
+
+
+def moments_of(f: ArrayLike, y: ArrayLike, w: ArrayLike) -> Floats:
+    """Moments in long double, by definition but for the first row as the origin of the means."""
+    f, y, w = (np.asarray(column, dtype=np.longdouble) for column in (f, y, w))
+    first_f, first_y = f[0], y[0]
+    f, y = f - first_f, y - first_y
+    mean_f, mean_y = (w * f).sum() / w.sum(), (w * y).sum() / w.sum()
+    df, dy = f - mean_f, y - mean_y
+    squares, products = (w * df * df).sum(), (w * df * dy).sum()
+    left = (w * (dy - (products / squares if squares else 0) * df) ** 2).sum()
+    means = [first_f + mean_f, first_y + mean_y]
+    return np.array([w.sum(), *means, squares, (w * dy * dy).sum(), products, left], dtype=float)

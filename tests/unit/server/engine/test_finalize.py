@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.engines.reference_losses import moments_of
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference_engine
 from warpfit.expressions.workload import thesis_mix
@@ -59,16 +60,6 @@ def test_statistics_are_forgotten_with_their_data_set():
     assert len(finalizer._statistics) == 0
 
 
-def moments(f, y, w):
-    total = w.sum()
-    mean_f, mean_y = (w * f).sum() / total, (w * y).sum() / total
-    f, y = f - mean_f, y - mean_y
-    squares, products = (w * f * f).sum(), (w * f * y).sum()
-    slope = products / squares if squares else 0.0
-    left = (w * (y - slope * f) ** 2).sum()
-    return np.array([total, mean_f, mean_y, squares, (w * y * y).sum(), products, left])
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(-3, 3), st.floats(0.1, 3))
 def test_linear_scaling_is_weighted_least_squares(seed, a, b):
@@ -76,21 +67,21 @@ def test_linear_scaling_is_weighted_least_squares(seed, a, b):
     f, noise = draw.normal(size=(2, 30))
     w = draw.uniform(0.1, 2, size=30)
     y = a + b * f + 0.1 * noise
-    (slope, intercept), left = scale_linearly(moments(f, y, w))
+    (slope, intercept), left = scale_linearly(moments_of(f, y, w))
     design = np.sqrt(w)[:, None] * np.column_stack([f, np.ones(30)])
     expected, squares, *_ = np.linalg.lstsq(design, np.sqrt(w) * y, rcond=None)
     np.testing.assert_allclose([slope, intercept], expected, rtol=1e-8)
     np.testing.assert_allclose(left, squares[0], rtol=1e-8)
     centred = np.cov(f, y, aweights=w)
     pearson = centred[0, 1] / np.sqrt(centred[0, 0] * centred[1, 1])
-    np.testing.assert_allclose(correlation(moments(f, y, w)), pearson, rtol=1e-10)
+    np.testing.assert_allclose(correlation(moments_of(f, y, w)), pearson, rtol=1e-10)
 
 
 def test_a_constant_program_is_scaled_to_the_mean():
     y, w = rng.normal(size=10), np.ones(10)
-    (slope, intercept), left = scale_linearly(moments(np.full(10, 3.0), y, w))
+    (slope, intercept), left = scale_linearly(moments_of(np.full(10, 3.0), y, w))
     np.testing.assert_allclose([slope, intercept, left], [0, y.mean(), 10 * y.var()])
-    assert np.isnan(correlation(moments(np.full(10, 3.0), y, w)))
+    assert np.isnan(correlation(moments_of(np.full(10, 3.0), y, w)))
 
 
 @pytest.mark.parametrize("closing", list(Closing))
