@@ -61,7 +61,6 @@ class CompiledTier:
 
     `loaded` returns whether all kernels of an evaluation are loaded; `request_compile` has missing
     ones compiled in the background; `evaluate` compiles them first if it must.
-
     """
 
     def __init__(self, device: CudaDevice, kernels: KernelStore) -> None:

@@ -126,7 +126,6 @@ def run_chunks(
 
     Returns:
         Nanoseconds of the kernels.
-
     """
     pending: list[tuple[int, Callable[[], None]]] = []
     computed = 0
