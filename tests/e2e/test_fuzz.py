@@ -4,7 +4,10 @@ import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from support.load.fuzz import FLAGS, Fuzzer, Sender, is_fine
+import grpc
+
+from support.load.fuzz import FLAGS, Fuzzer, is_fine, outcome
+from support.servers.rpcs import OWN_CONNECTION, Caller
 from support.servers.server import ServerProcess, private_bytes
 
 REQUESTS = 1200
@@ -18,18 +21,16 @@ def test_wrong_requests_get_answers_that_say_why():
         family = [server.process.pid, server.engine().pid]
 
         def send(seed, count):
-            sender = Sender(server.address)
             requests = itertools.islice(Fuzzer(seed).requests(), count)
-            outcomes = [(request, sender.send(request)) for request in requests]
-            sender.close()
-            return outcomes
+            with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
+                return [(request, outcome(Caller(channel), request)) for request in requests]
 
         send(0, 200)  # imports and compiles what is used later
         before = sum(map(private_bytes, family))
         with ThreadPoolExecutor(THREADS) as pool:
             parts = pool.map(send, range(1, THREADS + 1), [REQUESTS // THREADS] * THREADS)
             outcomes = [outcome for part in parts for outcome in part]
-        wrong = [(request, outcome) for request, outcome in outcomes if not is_fine(outcome)]
+        wrong = [(request, found) for request, found in outcomes if not is_fine(found)]
         assert not wrong[:3]
         statuses = Counter(status for _, (status, _) in outcomes)
         assert statuses["OK"] > REQUESTS / 10, "some of them are right"

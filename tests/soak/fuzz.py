@@ -19,12 +19,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.load.fuzz import FLAGS, Fuzzer, Sender, is_fine
+from support.load.fuzz import FLAGS, Fuzzer, is_fine, outcome
 from support.repository.results import RESULTS, write_result
+from support.servers.rpcs import OWN_CONNECTION, Caller
 from support.servers.server import ServerProcess
 
 #: Memory may grow by this much after the first fifth of the requests.
@@ -39,18 +41,19 @@ def work(address: str, seed: int, count: int, threads: int, done: Any, out: Any)
     lock = threading.Lock()
 
     def send(part: int) -> None:
-        sender = Sender(address)
+        channel = grpc.insecure_channel(address, OWN_CONNECTION)
+        caller = Caller(channel)
         fuzzer = Fuzzer(seed * 1000 + part)
         for turn, request in enumerate(itertools.islice(fuzzer.requests(), count // threads)):
-            outcome = sender.send(request)
+            found = outcome(caller, request)
             with lock:
-                outcomes[request.method, *outcome] += 1
-                if not is_fine(outcome) and len(wrong) < 20:
-                    wrong.append(f"seed {seed * 1000 + part}, request {turn}: {outcome}")
+                outcomes[request.method, *found] += 1
+                if not is_fine(found) and len(wrong) < 20:
+                    wrong.append(f"seed {seed * 1000 + part}, request {turn}: {found}")
             if turn % 100 == 99:
                 with done.get_lock():
                     done.value += 100
-        sender.close()
+        channel.close()
 
     parts = [threading.Thread(target=send, args=(part,)) for part in range(threads)]
     for part in parts:

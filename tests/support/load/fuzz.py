@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from support.servers.rpcs import METHODS, SERVICE, X, explained
+from support.servers.rpcs import METHODS, Caller, X, explained
 from warpfit import codec
 from warpfit.dataset import Dataset
 from warpfit.ops import OPERATORS
@@ -275,37 +275,18 @@ class Fuzzer:
         return self._random.random() < 0.1
 
 
-class Sender:
-    """Sends requests over a connection of its own and says what came back."""
-
-    def __init__(self, address: str) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.insecure_channel(address, options)
-        self._methods = {}
-        for name, (streams_in, streams_out, _) in METHODS.items():
-            kind = f"{'stream' if streams_in else 'unary'}_{'stream' if streams_out else 'unary'}"
-            self._methods[name] = getattr(self._channel, kind)(SERVICE + name)
-
-    def send(self, request: Request) -> tuple[str, str]:
-        """Send a request; return status and reason, which is empty for gRPC's own errors."""
-        streams_in, streams_out, _ = METHODS[request.method]
-        argument: Any = iter(request.messages) if streams_in else request.messages[0]
-        try:
-            answer = self._methods[request.method](argument, timeout=request.timeout)
-            if streams_out:
-                for _ in answer:
-                    continue
-        except grpc.RpcError as error:
-            return explained(error)[:2]
-        return "OK", ""
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
+def outcome(caller: Caller, request: Request) -> tuple[str, str]:
+    """Send a request; return status and reason, which is empty for gRPC's own errors."""
+    messages: Any = request.messages if METHODS[request.method][0] else request.messages[0]
+    try:
+        caller.send(request.method, messages, request.timeout)
+    except grpc.RpcError as error:
+        return explained(error)[:2]
+    return "OK", ""
 
 
-def is_fine(outcome: tuple[str, str]) -> bool:
+def is_fine(found: tuple[str, str]) -> bool:
     """Tell whether an answer is one that a request may get: errors say why."""
-    status, reason = outcome
+    status, reason = found
     explains_itself = status in ("OK", "DEADLINE_EXCEEDED", "CANCELLED") or reason != ""
     return status in ALLOWED and explains_itself

@@ -16,7 +16,7 @@ NAMES = ("sigma", "theta")
         ("x1*x2 + 3.7", "sigma*theta", True),
         ("2.5*x1*x2", "sigma*theta", True),
         ("sqrt(square(x1))*x2 - 1e-9/x1", "sigma*theta", True),
-        ("x1 - x1^3/6", "sin(sigma)", False),
+        ("x1 + x2", "sigma*theta", False),
         ("3.0", "sigma*theta", False),
     ],
 )

@@ -190,7 +190,7 @@ class TestMessages:
 
     def test_the_time_limit_ends_with_the_arrival_of_the_message(self):
         def behaviour(message, context):
-            time.sleep(0.8)
+            time.sleep(0.5)
             yield message
 
         assert FrontEnd(behaviour, message_seconds=0.1).take(Call([b"x"])).answer()[0] == "OK"
