@@ -155,7 +155,7 @@ def test_the_loss_of_an_engine_fails_a_split_call_and_the_next_one_works(pair):
 
 def test_the_progress_of_a_split_fit_is_that_of_all_parts(pair):
     with warpfit.connect(pair.address) as client:
-        data = client.upload(X, Y)
+        data = client.upload(np.tile(X, (8, 1)), np.tile(Y, 8))
         seen = []
         fit = client.optimize(
             data,

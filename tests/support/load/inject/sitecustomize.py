@@ -73,10 +73,10 @@ def _kill(module) -> None:
             _die()
         return evaluate(self, evaluation, outputs)
 
-    def fatal_dataset(self, dataset):
+    def fatal_dataset(self, dataset, *arguments, **named):
         if dataset.layout.variables == FATAL_VARIABLES:
             _die()
-        load(self, dataset)
+        load(self, dataset, *arguments, **named)
 
     module.CpuEngine.evaluate, module.CpuEngine.load = fatal_batch, fatal_dataset
 
