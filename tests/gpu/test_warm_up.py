@@ -17,7 +17,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter import loss_launch
-from warpfit_server.engine.cuda.jit import graph_launch
+from warpfit_server.engine.cuda.jit import shapes
 
 def answers(engine, dataset, tier, precision, loss):
     for scale in range(6):
@@ -43,7 +43,7 @@ for dtype in ("float32", "float64"):
                 answers(engine, dataset, tier, precision, Loss.R2)
         engine.unload(dataset.content_id)
 loss_launch.load()  # other processes compile these types ahead
-graph_launch.load()
+shapes.load()
 print(*sorted(compiled() - before), sep="\\n")
 engine.close()
 """

@@ -17,9 +17,22 @@ from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device
 
 Result = TypeVar("Result")
-#: Work of an engine: each ``next`` runs one step of a few milliseconds, and the result is returned
-#: at the end. It yields None if it can go on at once, or a future to wait for before the next step.
-Steps = Generator[Future[Any] | None, None, Result]
+
+
+class DeviceWork(Protocol):
+    """Work of a device, which is looked at again and again until it is done."""
+
+    def done(self) -> bool:
+        """Return whether the device is done, or has failed; never block."""
+
+    def result(self) -> Any:
+        """Wait until the device is done."""
+
+
+#: Work of an engine: each ``next`` runs a part of a step, and the result is returned at the end. It
+#: yields the device's work that it waits for in the middle of a step, which takes some
+#: milliseconds; and after a step None if the next one can begin at once, or a future to wait for.
+Steps = Generator[Future[Any] | DeviceWork | None, None, Result]
 
 
 def run_to_end(steps: Steps[Result]) -> Result:
@@ -32,6 +45,18 @@ def run_to_end(steps: Steps[Result]) -> Result:
             return result
         if waits_for is not None:
             waits_for.result()
+
+
+def without_pauses(steps: Steps[Result]) -> Steps[Result]:
+    """Run steps as one, which ends only where it waits for something."""
+    while True:
+        try:
+            waits_for = next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        if waits_for is not None:
+            yield waits_for
 
 
 def timed(steps: Steps[Result]) -> Steps[tuple[Result, int]]:
@@ -178,14 +203,16 @@ class Engine(Protocol):
     """Evaluates batches on loaded data sets.
 
     Several evaluations may be under way. The caller runs up to `steps_in_flight` of their steps at
-    the same time, each on a thread of its own, and successive steps of an evaluation on different
-    threads. ``load`` and ``unload`` may be called from one more thread.
+    the same time, on `step_threads` threads, and the parts of an evaluation on different ones.
+    ``load`` and ``unload`` may be called from one more thread.
     """
 
     name: str
     """``"cpu"`` or ``"cuda"``."""
     steps_in_flight: int
     """Steps that gain from running at the same time."""
+    step_threads: int
+    """Threads that gain from running steps: one, if steps wait for a device without blocking it."""
     steps_share_cores: bool
     """Whether steps that run at the same time slow each other down, as on the cores of a CPU."""
     step_size: int
@@ -277,6 +304,7 @@ class Engine(Protocol):
 
 __all__ = [
     "Device",
+    "DeviceWork",
     "Engine",
     "EngineBrokenError",
     "Evaluator",
@@ -287,4 +315,5 @@ __all__ = [
     "Steps",
     "run_to_end",
     "timed",
+    "without_pauses",
 ]

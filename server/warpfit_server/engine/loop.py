@@ -1,17 +1,20 @@
 """The engine loop: receive requests of all front ends, run their steps, send the answers.
 
-The simple form, of each of the few threads that run steps:
+The simple form:
 
     while True:
         queue.extend(connections.receive())     # sleeps if there is nothing to do
+        go on with steps whose device is done
         step = isolation.next()                 # a probe, a suspect, or what the scheduler says
-        run the step                            # copy in, lower, launch, wait: no lock held
+        run the step until it waits for the device, or has ended
         answer what is finished, put the rest back into the queue
 
-There are as many threads as steps that gain from running at the same time. All of them poll the
-same sockets, and the kernel wakes one for each message: the thread that receives a request runs its
-step and sends its answer, so that a lone caller waits for no second thread. A thread that leaves
-requests in the queue wakes another one.
+One thread does this where steps compute on a device: Python's part of a step runs while the device
+computes another one, and no two threads compete for Python's lock. Where steps compute on the
+calling thread, without that lock, there are as many threads as steps that gain from running at the
+same time. All of them poll the same sockets, and the kernel wakes one for each message: the thread
+that receives a request runs its step and sends its answer, so that a lone caller waits for no
+second thread. A thread that leaves requests in the queue wakes another one.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import threading
 import time
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +34,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError, InternalError, ResourceExhaustedError, WarpfitError
 from warpfit.request import Timings
-from warpfit_server.engine.interface import Engine, EngineBrokenError
+from warpfit_server.engine.interface import DeviceWork, Engine, EngineBrokenError, Steps
 from warpfit_server.engine.isolation import Isolation
 from warpfit_server.engine.peers import PeerLostError
 from warpfit_server.engine.request import FrontEndConnection, Request, problem_of
@@ -48,12 +52,25 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 #: Seconds for which a thread polls without sleeping after a step: the next request of a search
 #: follows soon, and an idle core of a virtual machine takes 50 to 100 microseconds to wake up.
 _BUSY_POLL_SECONDS: Final = 0.003
+#: Seconds between two looks at the device where there are few cores.
+_DEVICE_SECONDS: Final = 30e-6
 #: Seconds between two looks whether requests that wait for a future were cancelled.
 _LOOK_SECONDS: Final = 0.05
 #: Least number of cores for busy polling, which takes one of them.
 _MANY_CORES: Final = 8
 #: Only one thread is woken for a socket, until it has read from it and arms the socket again.
 _READABLE_ONCE: Final = select.EPOLLIN | select.EPOLLONESHOT
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step that has begun, of one request or of several that are merged."""
+
+    requests: list[Request]
+    wanted: list[Request]
+    """Those of them that have not been cancelled."""
+    steps: Steps[Timings]
+    began: float
 
 
 class Loop:
@@ -73,11 +90,13 @@ class Loop:
         )
         self._isolation = Isolation(self._scheduler)
         self._lock = threading.Lock()
-        """Guards the scheduler, the isolation, `_running`, `_waiting` and `_idle`."""
+        """Guards the scheduler, the isolation, and all sets and lists."""
         self._running: set[Request] = set()
         """Requests of which a step is running."""
         self._waiting: set[Request] = set()
         """Requests that wait for a future."""
+        self._in_flight: dict[_Step, DeviceWork | Future[Any]] = {}
+        """Steps with what they wait for: the device; or a future, if they are merged."""
         self._idle = 0
         """Threads that have found nothing to do."""
         self._busy_polling = threading.Lock()
@@ -91,7 +110,7 @@ class Loop:
 
     def start(self) -> None:
         """Start the threads."""
-        for number in range(self._engine.steps_in_flight):
+        for number in range(self._engine.step_threads):
             threading.Thread(target=self._run, name=f"step-{number}", daemon=True).start()
 
     def add(self, connection: FrontEndConnection) -> None:
@@ -112,24 +131,42 @@ class Loop:
     def _run(self) -> None:
         try:
             while True:
-                self._step(self._next())
+                self._receive(0.0)  # so that everything that has arrived is considered
+                ended = self._take_ended()
+                for step in ended:
+                    self._advance(step)
+                requests = self._choose()
+                if requests:
+                    self._begin(requests)
+                    continue
+                if not ended:
+                    self._wait()
+                with self._lock:
+                    self._idle -= 1
         except Exception:
             _LOG.exception("the engine is broken; the supervisor starts a new process")
             os._exit(EXIT_BROKEN)
 
-    def _next(self) -> list[Request]:
-        """Return the requests of the next step, once there is one."""
-        self._receive(0.0)  # so that everything that has arrived is considered
-        while not (requests := self._choose()):
-            self._wait()
-            with self._lock:
-                self._idle -= 1
-        return requests
+    def _take_ended(self) -> list[_Step]:
+        """Take the steps in flight that can go on."""
+        if not self._in_flight:
+            return []
+        with self._lock:
+            ended = [step for step, work in self._in_flight.items() if work.done()]
+            for step in ended:
+                del self._in_flight[step]
+        return ended
+
+    def _on_device(self) -> list[DeviceWork]:
+        """Return what the device works on."""
+        return [work for work in self._in_flight.values() if not isinstance(work, Future)]
 
     def _choose(self) -> list[Request]:
+        """Take the requests of the next step, if one can begin."""
         with self._lock:
             self._end_wait([request for request in self._waiting if request.cancelled[0]])
-            requests = self._isolation.next()
+            is_full = len(self._on_device()) >= self._engine.steps_in_flight
+            requests = [] if is_full else self._isolation.next()
             self._running.update(requests)
             if not requests:  # nothing waits, or everything waits until a suspect has run
                 self._idle += 1
@@ -140,6 +177,11 @@ class Loop:
 
     def _wait(self) -> None:
         """Wait for something to do; one thread polls for a while first if no step is running."""
+        if work := self._on_device():
+            while not (self._receive(0.0) or any(one.done() for one in work)):
+                if not self._has_many_cores:
+                    time.sleep(_DEVICE_SECONDS)
+            return
         if self._has_many_cores and self._busy_polling.acquire(blocking=False):
             try:
                 end = time.perf_counter() + _BUSY_POLL_SECONDS
@@ -149,25 +191,6 @@ class Loop:
             finally:
                 self._busy_polling.release()
         self._receive(_LOOK_SECONDS if self._waiting else self._isolation.timeout)
-
-    def _step(self, requests: list[Request]) -> None:
-        """Run a step, answer what is finished, and queue the rest again."""
-        began = time.perf_counter()
-        waits_for: Future[Any] | None = None
-        if len(requests) > 1:
-            unfinished = self._run_merged(requests)
-        else:
-            waits_for, unfinished = self._run_alone(requests[0])
-        seconds = time.perf_counter() - began
-        with self._lock:
-            self._scheduler.ran(requests, seconds)
-            self._running.difference_update(requests)
-            if waits_for is None:
-                self._isolation.ended(requests, unfinished)
-            else:
-                self._waiting.update(requests)
-        if waits_for is not None:
-            waits_for.add_done_callback(lambda _: self._resume(requests))
 
     def _resume(self, requests: list[Request]) -> None:
         """Queue a request again that has waited for a future, unless it was cancelled meanwhile."""
@@ -246,44 +269,71 @@ class Loop:
 
     # ------------------------------------------------------------------------- running
 
-    def _run_alone(self, request: Request) -> tuple[Future[Any] | None, list[Request]]:
-        """Run one step; return what the request waits for, and the request if it is unfinished."""
-        set_logged_request_id(request.problem.request_id)
-        try:
-            if request.cancelled[0]:
-                raise _cancelled()
-            if request.steps is None:
-                request.mark_begun()
-                request.steps = self._runner.begin(request)
-            return next(request.steps), [request]
-        except StopIteration as end:
-            self._answer([request], end.value)
-        except Exception as error:
-            if request.steps is not None:
-                request.steps.close()
-            self._fail(request, error)
-        return None, []
-
-    def _run_merged(self, requests: list[Request]) -> list[Request]:
-        """Run several evaluations as one; return those that must run alone."""
+    def _begin(self, requests: list[Request]) -> None:
+        """Run a step of a request, or of several as one, until it waits or has ended."""
+        began = time.perf_counter()
         wanted = [request for request in requests if not request.cancelled[0]]
-        for request in wanted:
-            request.mark_begun()
-        if wanted:
-            try:
-                timings = self._runner.run_merged(wanted)
-            except EngineBrokenError:
-                raise
-            except Exception as error:  # one of them is at fault, so that each runs alone
-                _LOG.debug("a merged evaluation failed: %s", error)
-                for request in requests:
-                    request.merge_key = None
-                return requests
-            self._answer(wanted, timings)
         for request in requests:
             if request not in wanted:
-                self._fail(request, _cancelled())
-        return []
+                self._fail(request, CancelledError("the request was cancelled", "CANCELLED"))
+        for request in wanted:
+            if request.steps is None:
+                request.mark_begun()
+        if len(wanted) == 1:
+            request = wanted[0]
+            steps = request.steps = request.steps or self._runner.begin(request)
+        else:
+            steps = self._runner.begin_merged(wanted)
+        step = _Step(requests, wanted, steps, began)
+        if wanted:
+            self._advance(step)
+        else:
+            self._end(step, [])
+
+    def _advance(self, step: _Step) -> None:
+        """Go on with a step until it waits, or has ended: answer, or queue what is unfinished."""
+        is_merged, unfinished = len(step.wanted) > 1, step.wanted
+        set_logged_request_id("" if is_merged else step.wanted[0].problem.request_id)
+        waits_for: Future[Any] | DeviceWork | None = None
+        try:
+            waits_for = next(step.steps)
+        except StopIteration as end:
+            self._answer(step.wanted, end.value)
+            unfinished = []
+        except Exception as error:
+            unfinished = self._failed(step, error)
+        if waits_for is None or (isinstance(waits_for, Future) and not is_merged):
+            self._end(step, unfinished, waits_for)
+            return
+        with self._lock:
+            self._in_flight[step] = waits_for
+        if isinstance(waits_for, Future):
+            waits_for.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
+
+    def _end(
+        self, step: _Step, unfinished: list[Request], waits_for: Future[Any] | None = None
+    ) -> None:
+        """Charge the tenants for a step, and queue the rest again once it can go on."""
+        seconds = time.perf_counter() - step.began
+        with self._lock:
+            self._scheduler.ran(step.requests, seconds)
+            self._running.difference_update(step.requests)
+            if waits_for is None:
+                self._isolation.ended(step.requests, unfinished)
+            else:
+                self._waiting.update(step.requests)
+        if waits_for is not None:
+            waits_for.add_done_callback(lambda _: self._resume(step.requests))
+
+    def _failed(self, step: _Step, error: Exception) -> list[Request]:
+        """Answer a request whose step has failed; return those that must run alone instead."""
+        if len(step.wanted) == 1 or isinstance(error, EngineBrokenError):
+            self._fail(step.wanted[0], error)
+            return []
+        _LOG.debug("a merged evaluation failed: %s", error)
+        for request in step.wanted:
+            request.merge_key = None
+        return step.wanted
 
     def _answer(self, requests: list[Request], timings: Timings) -> None:
         """Answer the finished requests of a step, those of each front end together."""
@@ -299,6 +349,8 @@ class Loop:
         """Answer a request with an error; raise what ends the process."""
         if isinstance(error, EngineBrokenError):
             raise error
+        if request.steps is not None:
+            request.steps.close()
         lost = None
         if isinstance(error, PeerLostError):
             lost, error = error.lost, unavailable()
@@ -308,7 +360,3 @@ class Loop:
             error = shortage(error) or failure
         request.connection.requests.discard(request)
         request.connection.send(messages.RequestFinished(request.number, error=error, lost=lost))
-
-
-def _cancelled() -> CancelledError:
-    return CancelledError("the request was cancelled", "CANCELLED")

@@ -22,8 +22,8 @@ from warpfit_server.engine.interface import (
     Evaluator,
     Outputs,
     Steps,
-    run_to_end,
     timed,
+    without_pauses,
 )
 from warpfit_server.engine.peers import Peers, ShardedEvaluator
 from warpfit_server.engine.request import Request
@@ -79,12 +79,12 @@ class RequestRunner:
             return self._engine
         return self._peers.evaluator(self._engine, request, dataset.layout)
 
-    def run_merged(self, requests: Sequence[Request]) -> Timings:
+    def begin_merged(self, requests: Sequence[Request]) -> Steps[Timings]:
         """Evaluate requests with the same `merge_key` as one batch; fill in the losses of each."""
         merged = _merge([request.evaluation for request in requests])
         losses = np.empty((len(merged.batch), merged.batch.vectors))
         outputs = Outputs(None, losses, np.zeros(1, dtype=np.uint8), lambda programs: None)
-        timings = run_to_end(self._engine.evaluate(merged, outputs))
+        timings = yield from without_pauses(self._engine.evaluate(merged, outputs))
         self._finalizer.finalize(merged, self._dataset(merged.dataset_id), outputs)
         first = 0
         for request in requests:

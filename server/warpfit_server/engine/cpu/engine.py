@@ -67,7 +67,6 @@ class CpuEngine:
     """Evaluates batches on this machine's CPU; implements `interface.Engine`."""
 
     name = "cpu"
-    steps_in_flight = 2
     steps_share_cores = True
 
     def __init__(self, threads: int | None = None, cache_directory: Path | None = None) -> None:
@@ -82,6 +81,8 @@ class CpuEngine:
         """
         self.threads = threads or available_cores()
         self.step_size = _STEP_SIZE * self.threads
+        # One computes while Python prepares another, unless they had the same core.
+        self.steps_in_flight = self.step_threads = min(2, self.threads)
         directory = cache_directory or default_cache_directory()
         self._code = loader.load(directory, processes=self.threads)
         self._directory = directory

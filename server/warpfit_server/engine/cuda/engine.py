@@ -85,6 +85,7 @@ class CudaEngine:
 
     name = "cuda"
     steps_in_flight = _STEPS_IN_FLIGHT
+    step_threads = 1
     steps_share_cores = False
 
     def __init__(

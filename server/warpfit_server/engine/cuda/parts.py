@@ -23,7 +23,7 @@ from warpfit_server.engine.cuda.interpreter import device_lowering, loss_launch
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.jit import graph_launch
+from warpfit_server.engine.cuda.jit import shapes
 from warpfit_server.engine.native import compile_processes, numba_cache
 
 
@@ -51,7 +51,7 @@ _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[Path], object]]]]] 
     "values": {
         "check": (0.8, lambda _: validate.load()),
         "losses": (8.0, lambda _: loss_launch.load()),
-        "graphs": (5.0, lambda _: graph_launch.load()),
+        "graphs": (2.0, lambda _: shapes.load()),
     },
     "derivatives": {"host lowering": (15.0, derivative_lowering.load)},
 }

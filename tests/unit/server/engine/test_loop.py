@@ -53,7 +53,7 @@ class FakeEngine:
     step_size = 1 << 20
 
     def __init__(self, steps_in_flight=1):
-        self.steps_in_flight = steps_in_flight
+        self.steps_in_flight = self.step_threads = steps_in_flight
         self.steps_share_cores = False
         self.batches = []
         self.steps = 0

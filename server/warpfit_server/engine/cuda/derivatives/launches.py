@@ -184,13 +184,16 @@ def run_launch(
     Returns:
         Nanoseconds of the device.
     """
+    small: dict[str, NDArray[np.float64]] = {}
 
     def launch_one(
         window: ResidentDataset, number: int, chunk: DerivativeChunk, side: int
     ) -> Callable[[], None]:
         columns = slice(*(row - spans[0][0] for row in spans[number]))
         own = launch.on(window, spans[number], columns)
-        launch_chunk(context, own, chunk, side)
+        _launch_chunk(context, own, chunk, side)
+        if launch.nodes is None and chunk is launch.plan.chunks[-1]:
+            small.update(_download_small_results(context, launch))
         return partial(_copy_large_results, context, own, chunk, side, ready)
 
     work = launch.resident, spans, launch.plan.chunks, cancelled, launch_one
@@ -201,9 +204,11 @@ def run_launch(
         device.use()
     if nodes is not None:
         _combine_nodes(context, launch, nodes)
-    small = download_small_results(context, launch)
-    context.stream.synchronize()
-    copy_small_results(small, launch.wanted)
+        small = _download_small_results(context, launch)
+        context.mark("small")
+        yield from context.reach("small")
+    for name, array in small.items():
+        getattr(launch.wanted, name).reshape(-1)[:] = array
     return computed
 
 
@@ -255,7 +260,7 @@ def _combine_nodes(
         context.launch(launch.kernels.merge_leaves, (jobs, 1, 1), threads, [merged])
 
 
-def launch_chunk(
+def _launch_chunk(
     context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk, side: int
 ) -> None:
     """Launch one chunk and the copies of its large results; see `resident_data.run_chunks`."""
@@ -330,7 +335,7 @@ def _statistics_arguments(launch: DerivativeLaunch, jobs: tuple[int, int]) -> ND
     return arguments
 
 
-def download_small_results(
+def _download_small_results(
     context: StreamContext, launch: DerivativeLaunch
 ) -> dict[str, NDArray[np.float64]]:
     """Launch the copy of the small results; return where they will arrive."""
@@ -344,12 +349,6 @@ def download_small_results(
         arrays[name] = staging[start : start + size]
         start += size
     return arrays
-
-
-def copy_small_results(small: dict[str, NDArray[np.float64]], wanted: RequestedOutputs) -> None:
-    """Copy the small results, which have arrived, to the outputs."""
-    for name, array in small.items():
-        getattr(wanted, name).reshape(-1)[:] = array
 
 
 def _copy_large_results(

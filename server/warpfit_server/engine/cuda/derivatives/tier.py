@@ -39,9 +39,6 @@ from warpfit_server.engine.cuda.derivatives.launches import (
     DerivativeLaunch,
     RowNodes,
     allocate_small_results,
-    copy_small_results,
-    download_small_results,
-    launch_chunk,
     node_numbers,
     run_launch,
 )
@@ -53,11 +50,10 @@ from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ResidentDataset,
-    check_cancelled,
     cut_rows,
     longest,
 )
-from warpfit_server.engine.cuda.runtime.streams import ElapsedTime, StreamContext
+from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import (
     Linearisation,
     Outputs,
@@ -159,11 +155,7 @@ class DerivativeTier:
             plan = self._plan(resident, part, wanted)
         else:
             plan = self._selected_plan(resident, part, wanted, selection)
-        is_whole = len(spans) == len(plan.chunks) == 1 and not resident.is_streamed
         with self._device.stream() as context:
-            if is_whole and not has_large_results and shard is None:
-                check_cancelled(cancelled)
-                return self._run_at_once(context, resident, evaluation, wanted, plan)
             launch = self._begin(context, resident, evaluation, wanted, plan)
             if len(spans) > 1 or shard is not None:
                 sizes = node_numbers(wanted, plan.code)
@@ -174,24 +166,6 @@ class DerivativeTier:
                 launch = replace(launch, nodes=nodes)
             run = run_launch(self._device, context, launch, spans, cancelled, ready, shard)
             return (yield from run)
-
-    def _run_at_once(
-        self,
-        context: StreamContext,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        wanted: RequestedOutputs,
-        plan: LaunchPlan,
-    ) -> int:
-        """Run one chunk without large results as a command list; return its device time in ns."""
-        elapsed = ElapsedTime("start", "computed 0")
-        with context.as_command_list(elapsed):
-            rows = evaluation.row_range(resident.dataset.layout)
-            launch = self._begin(context, resident, evaluation, wanted, plan)
-            launch_chunk(context, launch.on(resident, rows), plan.chunks[0], 0)
-            small = download_small_results(context, launch)
-        copy_small_results(small, wanted)
-        return elapsed.nanoseconds
 
     def _begin(
         self,

@@ -1,12 +1,11 @@
-"""The losses of one evaluation by one function of compiled code: pack, launch, wait.
+"""The losses of one evaluation, packed and launched by one function of compiled code.
 
-The device needs about 0.1 ms for a batch of usual size. Python code around it would take several
-times that, and compete for Python's lock. Here the lock is released once, before the batch is
-packed, and taken back when the losses are there.
+The device needs about 0.1 ms for a batch of usual size; Python code would take several times that.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any, Final, NamedTuple
 
 import numba
@@ -52,22 +51,18 @@ from warpfit_server.engine.cuda.runtime.batch_layout import (
 )
 from warpfit_server.engine.cuda.runtime.command_list import (
     COMMAND_WIDTH,
-    ELAPSED,
     LAUNCH,
-    NOW,
     RECORD,
-    SYNCHRONIZE,
     UPLOAD,
     execute,
-    stage_times,
 )
 from warpfit_server.engine.cuda.runtime.command_list import append_command as _add
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Outputs
+from warpfit_server.engine.interface import Outputs, Steps
 from warpfit_server.engine.native import numba_cache
 
-_MAX_COMMANDS: Final = 11 + MAX_LAUNCHES
+_MAX_COMMANDS: Final = 7 + MAX_LAUNCHES
 
 #: Index in `LaunchBuffers.pointers` of the first pointer of each kernel's arguments.
 _LOWER, _ORDER, _SLOTS, _SUMS, _INTERPRETER = 0, 1, 2, 3, 8
@@ -113,10 +108,6 @@ class LaunchBuffers(NamedTuple):
     pointers: NDArray[np.int64]
     """Addresses of the arguments above, in the form that the driver takes; see `_LOWER`."""
     commands: NDArray[np.int64]
-    clock: NDArray[np.int64]
-    """Seconds and nanoseconds after the last launch, and after the wait for it; [4]."""
-    elapsed: NDArray[np.float32]
-    """Milliseconds of the device; [1]."""
 
     @classmethod
     def allocate(cls) -> LaunchBuffers:
@@ -136,8 +127,6 @@ class LaunchBuffers(NamedTuple):
             sums,
             np.array([each.ctypes.data for each in arguments], dtype=np.int64),
             np.zeros((_MAX_COMMANDS, COMMAND_WIDTH), dtype=np.int64),
-            np.zeros(4, dtype=np.int64),
-            np.zeros(1, dtype=np.float32),
         )
 
 
@@ -171,7 +160,7 @@ def interpret_losses(
     resident: ResidentDataset,
     outputs: Outputs,
     started: int,
-) -> Timings:
+) -> Steps[Timings]:
     """Compute the sums of the row losses of a batch; nothing else uses the stream meanwhile.
 
     ``started`` is ``time.perf_counter_ns()`` of the evaluation's beginning.
@@ -201,12 +190,17 @@ def interpret_losses(
         first_invalid=context.pinned("first invalid", 4 * len(batch)).view(np.uint32),
         sums=context.pinned("sums", 8 * jobs).view(np.float64),
     )
-    status, invalid = compute_losses(context.functions, launch, outputs.losses.reshape(-1))
+    status, groups = launch_losses(context.functions, launch)
+    launched = time.perf_counter_ns()
     context.check_executed(status)
-    if invalid >= 0:
+    yield from context.reach("computed")
+    invalid = int(launch.first_invalid[:groups].min())
+    if invalid != ALL_VALID:
         raise_invalid_program(batch, invalid, layout.variables)
-    copy_in, compute, copy_out = stage_times(started, buffers.clock, buffers.elapsed)
-    return Timings(copy_in=copy_in, compute=compute, copy_out=copy_out)
+    outputs.losses.reshape(-1)[:] = launch.sums
+    compute = context.nanoseconds("started", "computed")
+    copy_out = max(0, time.perf_counter_ns() - launched - compute)
+    return Timings(copy_in=launched - started, compute=compute, copy_out=copy_out)
 
 
 def _addresses(
@@ -242,15 +236,13 @@ def load() -> None:
         *(some_bytes, some_bytes, np.zeros(1, dtype=np.uint32), sums),
     )
     launch = LossLaunch(*fields)
-    given = np.zeros(1, dtype=np.int64), launch, sums
-    compute_losses.compile(tuple(map(numba.typeof, given)))
+    given = np.zeros(1, dtype=np.int64), launch
+    launch_losses.compile(tuple(map(numba.typeof, given)))
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
-def compute_losses(
-    functions: NDArray[np.int64], launch: LossLaunch, losses: NDArray[np.float64]
-) -> tuple[int, int]:
-    """Return the driver's status and the index of the first invalid program, or -1."""
+def launch_losses(functions: NDArray[np.int64], launch: LossLaunch) -> tuple[int, int]:
+    """Return the driver's status, and the number of groups in which programs are checked."""
     tokens, geometry, vectors = launch.tokens, launch.geometry, launch.tokens.vectors
     bounds, jobs = bound_batch(tokens, launch.flags), len(launch.sums)
     most = jobs_per_launch(geometry, len(tokens.codes) * vectors, jobs, vectors)
@@ -259,14 +251,7 @@ def compute_losses(
     count, groups = _add_lowering(launch, config)
     count = _add_interpreter(launch, bounds, config, count)
     count = _add_sums(launch, count)
-    status = execute(functions, launch.buffers.commands[:count])
-    if status != 0:
-        return status, -1
-    invalid = int(np.min(launch.first_invalid[:groups]))
-    if invalid != ALL_VALID:
-        return status, invalid
-    losses[:] = launch.sums
-    return status, -1
+    return execute(functions, launch.buffers.commands[:count]), groups
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -325,7 +310,7 @@ def _add_interpreter(
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _add_sums(launch: LossLaunch, count: int) -> int:
-    """Write the commands that add up partial sums, wait and take the times, after others."""
+    """Write the commands that add up partial sums after others."""
     buffers, handles, geometry = launch.buffers, launch.handles, launch.geometry
     numbers, commands, stream = buffers.sum_arguments, buffers.commands, handles.stream
     numbers[0], numbers[1] = launch.addresses.partials, launch.sums.ctypes.data
@@ -333,10 +318,5 @@ def _add_sums(launch: LossLaunch, count: int) -> int:
     numbers[4] = geometry.node_levels
     pointer = np.int64(buffers.pointers.ctypes.data) + 8 * _SUMS
     block = (SUM_THREADS, 1, 1, 0, stream, pointer)
-    clock, elapsed = np.int64(buffers.clock.ctypes.data), np.int64(buffers.elapsed.ctypes.data)
     count = _add(commands, count, (LAUNCH, handles.sum_partials, len(launch.sums), 1, 1, *block))
-    count = _add(commands, count, (RECORD, handles.computed, stream))
-    count = _add(commands, count, (NOW, clock))
-    count = _add(commands, count, (SYNCHRONIZE, stream))
-    count = _add(commands, count, (ELAPSED, elapsed, handles.started, handles.computed))
-    return _add(commands, count, (NOW, clock + 16))  # type: ignore[no-any-return]
+    return _add(commands, count, (RECORD, handles.computed, stream))  # type: ignore[no-any-return]

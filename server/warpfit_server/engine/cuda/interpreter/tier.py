@@ -103,9 +103,8 @@ class InterpreterTier:
         is_whole = len(chunks) == len(spans) == 1 and not resident.is_streamed and shard is None
         with self._device.stream() as context:
             if is_whole and not evaluation.values and outputs.losses is not None:
-                return interpret_losses(
-                    context, kernels, geometry, evaluation, resident, outputs, started
-                )
+                given = context, kernels, geometry, evaluation, resident, outputs, started
+                return (yield from interpret_losses(*given))
             if shard is not None:
                 length = min(length, node_rows(layout, shard.level))
                 shard.begin(0 if outputs.losses is None else outputs.losses.size)

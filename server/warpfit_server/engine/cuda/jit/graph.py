@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.jit.kernel_interface import (
@@ -20,7 +19,7 @@ from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel
 from warpfit_server.engine.cuda.math.modes import NVRTC_PRECISE
 from warpfit_server.engine.cuda.math.prelude import sum_tree
-from warpfit_server.engine.cuda.runtime.command_list import COMMAND_WIDTH, wait_while_held
+from warpfit_server.engine.cuda.runtime.command_list import wait_while_held
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -32,8 +31,6 @@ _INPUTS_AT: Final = -(-ARGUMENT_BYTES // 256) * 256
 #: Threads of a block that copies inputs, and bytes that each copies.
 _COPY_THREADS: Final = 256
 _COPY_BYTES: Final = 16
-#: Most commands that launch a graph and wait for it; see `graph_launch`.
-_MAX_COMMANDS: Final = 7
 _SUM_THREADS: Final = 128
 
 
@@ -60,28 +57,6 @@ extern "C" __global__ void copy_inputs(const int4 *source, int4 *target, int cou
 
 #: Identifies a graph: hash of its kernels' keys, parameter vectors, blocks of each kernel.
 GraphKey = tuple[bytes, int, tuple[int, ...]]
-
-
-class GraphBuffers(NamedTuple):
-    """Host memory by which compiled code launches a graph."""
-
-    sum_starts: NDArray[np.int64]
-    """Index of each expression's first sum, and the total; [programs + 1]."""
-    commands: NDArray[np.int64]
-    clock: NDArray[np.int64]
-    """Seconds and nanoseconds after the launch, and after the wait for it; [4]."""
-    elapsed: NDArray[np.float32]
-    """Milliseconds of the device; [1]."""
-
-    @classmethod
-    def allocate(cls, sum_starts: NDArray[np.int64]) -> GraphBuffers:
-        """Allocate the memory of commands and times."""
-        return cls(
-            sum_starts,
-            np.zeros((_MAX_COMMANDS, COMMAND_WIDTH), dtype=np.int64),
-            np.zeros(4, dtype=np.int64),
-            np.zeros(1, dtype=np.float32),
-        )
 
 
 class GraphCapturer:
@@ -169,16 +144,9 @@ class CapturedGraph:
         """Sums of the last launch, once the stream has passed it; [sums * K]."""
         self.sums[:] = 0.0
         self._capturer = capturer
-        self.buffers = GraphBuffers.allocate(plan.sum_starts)
-        """Buffers and driver handles for launches by compiled code."""
         with capturer.streams() as (main, *branches):
             self._graph = self._capture(main, branches[: len(kernels)])
         self.set_arguments({"input_stride": inputs * dtype.itemsize})
-
-    @property
-    def handle(self) -> int:
-        """The driver's handle of the graph."""
-        return int(self._graph.graphExec)
 
     def set_arguments(self, arguments: Mapping[str, int]) -> None:
         """Set arguments of the next launch, by name; the launch before must have ended."""

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.ir import Batch
+from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.cuda.runtime.batch_layout import TokenArrays
 from warpfit_server.engine.native import numba_cache
@@ -122,6 +122,13 @@ def fill_inputs(
                 inputs[vector, number] = parameters[place]
             else:
                 inputs[vector, number] = value
+
+
+def load() -> None:
+    """Load the compiled functions, or compile them, for the arrays of requests."""
+    for dtype in (np.float32, np.float64):
+        batch = Batch.of([Program.variable(0)]).copy()  # the arrays of requests are writable
+        shapes_of_batch(batch).fill(batch, np.zeros((1, 0), dtype))
 
 
 def shapes_of_batch(batch: Batch) -> BatchShapes:

@@ -20,7 +20,6 @@ from warpfit_server.engine.cuda.jit.graph import (
     GraphKey,
     row_arguments,
 )
-from warpfit_server.engine.cuda.jit.graph_launch import replay_losses
 from warpfit_server.engine.cuda.jit.kernel_interface import MAX_BLOCK_ROWS, block_rows
 from warpfit_server.engine.cuda.jit.kernel_plan import (
     MAX_GRAPHS,
@@ -123,11 +122,7 @@ class CompiledTier:
         hits = len(evaluation.batch) * is_hit
         graph = graph or (yield from self._capture(key, plan))
         try:
-            is_whole = work.stop - work.start <= work.chunk and not resident.is_streamed
-            if evaluation.loss is not None and not evaluation.values and is_whole:
-                times = self._run_at_once(work, graph, outputs, started)
-            else:
-                times = yield from self._run_chunks(work, graph, outputs, started)
+            times = yield from self._run_chunks(work, graph, outputs, started)
         finally:
             self._keep_idle(graph)
         outputs.ready(len(evaluation.batch))
@@ -241,19 +236,6 @@ class CompiledTier:
         for old in dropped:
             self._kernels.release(old.plan.keys)
 
-    def _run_at_once(
-        self, work: _Work, graph: CapturedGraph, outputs: Outputs, started: int
-    ) -> tuple[int, int, int]:
-        """Compute losses, and gradients if they are wanted, by one command list."""
-        assert outputs.losses is not None
-        batch, sources = work.evaluation.batch, work.plan.shapes.sources
-        with self._device.stream() as context:
-            arguments = row_arguments(work.resident, work.start, work.stop, work.block)
-            losses = outputs.losses.reshape(-1)
-            times = replay_losses(context, graph, sources, batch, arguments, losses, started)
-        work.fill_gradients(graph.sums.reshape(-1, batch.vectors), outputs)
-        return times
-
     def _run_chunks(
         self, work: _Work, graph: CapturedGraph, outputs: Outputs, started: int
     ) -> Steps[tuple[int, int, int]]:
@@ -284,7 +266,7 @@ class CompiledTier:
                 if outputs.values is not None:
                     part = outputs.values.reshape(jobs, -1)
                     _copy_values(context, arguments, part[:, first - start : last - start])
-                context.stream.synchronize()
+                yield from context.reach("computed")
                 computed += context.nanoseconds("start", "computed")
                 nodes.append(graph.sums.copy())
                 if last < stop:

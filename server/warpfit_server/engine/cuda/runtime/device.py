@@ -78,7 +78,7 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._thread = threading.local()
         self.functions = driver_functions()
-        """Driver functions for `CommandList`."""
+        """Driver functions for `command_list.execute`."""
         self.on_shortage: Callable[[], None] = lambda: None
         """Called when memory is short, before the buffers of idle streams are released."""
 
@@ -208,7 +208,7 @@ class CudaDevice:
             yield context
         finally:
             self.use()  # the work may have been continued by another thread
-            context.settle()
+            context.stream.synchronize()
             with self._lock:
                 self._idle.append(context)
 

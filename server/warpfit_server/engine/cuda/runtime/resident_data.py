@@ -130,10 +130,10 @@ def run_chunks(
     pending: list[tuple[int, Callable[[], None]]] = []
     computed = 0
 
-    def finish() -> None:
+    def finish() -> Steps[None]:
         nonlocal computed
         side, copy_results = pending.pop(0)
-        context.wait(f"chunk {side}")
+        yield from context.reach(f"chunk {side}")
         computed += context.nanoseconds(f"begun {side}", f"computed {side}")
         copy_results()
 
@@ -147,10 +147,10 @@ def run_chunks(
             pending.append((side, launch(window, node, chunk, side)))
             context.mark(f"chunk {side}")
             if len(pending) > 1:
-                finish()
+                yield from finish()
                 yield None
                 device.use()
-    finish()
+    yield from finish()
     return computed
 
 

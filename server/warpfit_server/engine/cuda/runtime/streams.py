@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cuda.runtime.command_list import CommandList, wait_while_held
+from warpfit_server.engine.cuda.runtime.command_list import wait_while_held
+from warpfit_server.engine.interface import Steps
 
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
+#: cudaErrorNotReady.
+_NOT_READY: Final = 600
 Kept = TypeVar("Kept")
 
 
-@dataclass(slots=True)
-class ElapsedTime:
-    """Device time between two named events."""
+@dataclass(frozen=True, slots=True)
+class _Passing:
+    """An event that a stream is about to pass; implements `DeviceWork`."""
 
-    start: str
-    end: str
-    nanoseconds: int = 0
+    runtime: Any
+    event: Any
+
+    def done(self) -> bool:
+        """Return whether the stream has passed it, or has failed."""
+        return bool(self.runtime.eventQuery(self.event.ptr) != _NOT_READY)
+
+    def result(self) -> None:
+        """Wait until the stream has passed it."""
+        self.event.synchronize()
 
 
 class StreamContext:
@@ -41,7 +50,7 @@ class StreamContext:
     ) -> None:
         self._cuda = cuda
         self.functions = functions
-        """Addresses of the driver functions that a `CommandList` calls."""
+        """Addresses of the driver functions that `command_list.execute` calls."""
         self._allocate = allocate
         self.stream = cuda.Stream(non_blocking=True)
         self.handle = int(self.stream.ptr)
@@ -49,8 +58,6 @@ class StreamContext:
         self._events: dict[str, Any] = {}
         self._buffers: dict[str, Any] = {}
         self._pinned: dict[str, Any] = {}
-        self._commands: CommandList | None = None
-        self._is_idle = False
         self._kept: dict[Callable[[], Any], Any] = {}
 
     def buffer(self, name: str, size: int) -> int:
@@ -88,51 +95,19 @@ class StreamContext:
         """Drop the device buffers; the stream must be idle."""
         self._buffers.clear()
 
-    @contextmanager
-    def as_command_list(self, elapsed: ElapsedTime) -> Iterator[None]:
-        """Collect what the block asks of the stream, then execute it and wait for its end.
-
-        The block may upload, download, launch and mark, but do nothing else; see `CommandList`.
-        """
-        commands = self._commands = CommandList(self.functions, self.handle)
-        try:
-            yield
-            start, end = (self.event(name) for name in (elapsed.start, elapsed.end))
-            status, elapsed.nanoseconds = commands.run(start, end)
-        finally:
-            self._commands = None
-        self.check_executed(status)
-
     def check_executed(self, status: int) -> None:
-        """Check the driver's status of a command list that ended with a wait for the stream.
-
-        Raises:
-            CUDADriverError: if it is not 0.
-        """
+        """Raise a CUDADriverError for the driver's status of executed commands, if it is not 0."""
         if status:
             raise self._cuda.driver.CUDADriverError(status)
-        self._is_idle = True
-
-    def settle(self) -> None:
-        """Wait for everything that was asked of the stream."""
-        if not self._is_idle:
-            self.stream.synchronize()
-        self._is_idle = False
 
     def upload(self, address: int, source: NDArray[Any]) -> None:
         """Copy page-locked host memory to the device, in stream order."""
-        if self._commands is not None:
-            self._commands.upload(address, source)
-            return
         self._cuda.runtime.memcpyAsync(
             address, source.ctypes.data, source.nbytes, _HOST_TO_DEVICE, self.stream.ptr
         )
 
     def download(self, target: NDArray[Any], address: int) -> None:
         """Copy device memory to page-locked host memory, in stream order."""
-        if self._commands is not None:
-            self._commands.download(target, address)
-            return
         self._cuda.runtime.memcpyAsync(
             target.ctypes.data, address, target.nbytes, _DEVICE_TO_HOST, self.stream.ptr
         )
@@ -146,9 +121,6 @@ class StreamContext:
         shared: int = 0,
     ) -> None:
         """Launch a CuPy function; each argument is an array of one value, passed by value."""
-        if self._commands is not None:
-            self._commands.launch(kernel, grid, threads, arguments, shared)
-            return
         wait_while_held(self.functions)
         kernel(grid, threads, tuple(map(_as_bytes, arguments)), shared, self.stream)
 
@@ -172,17 +144,18 @@ class StreamContext:
 
     def mark(self, name: str) -> None:
         """Record the event ``name`` at the current end of the stream."""
-        event = self.event(name)
-        if self._commands is not None:
-            self._commands.record(event)
-        else:
-            event.record(self.stream)
+        self.event(name).record(self.stream)
 
     def event(self, name: str) -> Any:
         """Return the CuPy event of a name, which may not have been recorded yet."""
         if name not in self._events:
             self._events[name] = self._cuda.Event()
         return self._events[name]
+
+    def reach(self, name: str) -> Steps[None]:
+        """Wait until the stream has passed the event ``name``; the engine works on meanwhile."""
+        yield _Passing(self._cuda.runtime, self._events[name])
+        self.wait(name)  # raises what has gone wrong
 
     def wait(self, name: str) -> None:
         """Block until the stream has passed the event ``name``, if it was ever recorded."""

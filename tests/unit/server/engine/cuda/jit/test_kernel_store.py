@@ -26,10 +26,12 @@ class Driver:
         self.fails_at = fails_at
         self.loading = threading.Event()
         self.functions = np.zeros(command_list.LAUNCHES_HELD + 1, dtype=np.int64)
-        two = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-        self._kept = [two(self._load), two(self._launch), ctypes.CDLL(None).usleep]
+        i64, u32 = ctypes.c_int64, ctypes.c_uint32
+        load = ctypes.CFUNCTYPE(ctypes.c_int, i64, i64)
+        launch = ctypes.CFUNCTYPE(ctypes.c_int, i64, *[u32] * 7, i64, i64, i64)
+        self._kept = [load(self._load), launch(self._launch), ctypes.CDLL(None).usleep]
         for place, function in zip(
-            (command_list.LOAD_MODULE, command_list.LAUNCH_GRAPH, command_list.SLEEP),
+            (command_list.LOAD_MODULE, command_list.LAUNCH, command_list.SLEEP),
             self._kept,
             strict=True,
         ):
@@ -45,13 +47,13 @@ class Driver:
         ctypes.c_int64.from_address(place).value = 1000 + len(self.images)
         return 0
 
-    def _launch(self, graph: int, stream: int) -> int:
+    def _launch(self, *_: int) -> int:
         self.log.append("launch")
         return 0
 
     def launch(self) -> int:
         steps = np.zeros((1, command_list.COMMAND_WIDTH), dtype=np.int64)
-        steps[0, 0] = command_list.LAUNCH_GRAPH
+        steps[0, 0] = command_list.LAUNCH
         return command_list.execute(self.functions, steps)
 
     def device(self, tmp_path=None) -> SimpleNamespace:

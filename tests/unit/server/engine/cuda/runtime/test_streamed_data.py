@@ -69,6 +69,10 @@ class Stream:
         assert self.events[end]
         return 7
 
+    def reach(self, name):
+        self.wait(name)
+        yield from ()
+
     def settle(self) -> None:
         while self.asked:
             self.device.work()
