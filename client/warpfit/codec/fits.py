@@ -57,8 +57,8 @@ def fit_to_message(request: FitRequest) -> pb.OptimizeRequest:
     )
 
 
-def fit_from_message(message: pb.OptimizeRequest) -> FitRequest:
-    """Decode a fit; `FitRequest.check` must follow."""
+def fit_from_message(message: pb.OptimizeRequest, dataset_id: bytes | None = None) -> FitRequest:
+    """Decode a fit; `FitRequest.check` must follow. See `evaluation_from_message`."""
     bounds: dict[str, Any] = {
         name: unpack(getattr(message, name), dtype, name) if getattr(message, name) else None
         for name, dtype in _BOUNDS.items()
@@ -76,7 +76,7 @@ def fit_from_message(message: pb.OptimizeRequest) -> FitRequest:
         **{name: getattr(message, name) for name in _SWITCHES},
     )
     no_outputs: Any = dict.fromkeys(("values", *OUTPUTS), False)  # a fit returns none of them
-    problem = replace(evaluation_from_message(message.problem), **no_outputs)
+    problem = replace(evaluation_from_message(message.problem, dataset_id), **no_outputs)
     return FitRequest(problem, settings)
 
 

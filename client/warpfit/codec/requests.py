@@ -73,8 +73,13 @@ def evaluation_to_message(evaluation: Evaluation) -> pb.EvaluateRequest:
     return pb.EvaluateRequest.FromString(evaluation_to_bytes(evaluation))
 
 
-def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
-    """Decode an evaluation; `Evaluation.check` must follow."""
+def evaluation_from_message(
+    message: pb.EvaluateRequest, dataset_id: bytes | None = None
+) -> Evaluation:
+    """Decode an evaluation; `Evaluation.check` must follow.
+
+    ``dataset_id`` is the name of the data set if it is not the content id.
+    """
     programs = message.programs
     arrays = {
         name: framing.unpack(getattr(programs, name), dtype, f"programs.{name}")
@@ -83,7 +88,7 @@ def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
     arrays["values"] = _of_all_tokens(arrays["values"], arrays["codes"])
     batch = Batch(**arrays, vectors=programs.vectors or 1)
     return Evaluation(
-        dataset_id=check_content_id(message.content_id),
+        dataset_id=dataset_id or check_content_id(message.content_id),
         batch=batch,
         rows=(message.rows.start, message.rows.stop) if message.HasField("rows") else None,
         precision=_PRECISIONS.member(message.precision, "precision"),

@@ -58,8 +58,6 @@ _DEVICE_SECONDS: Final = 30e-6
 _LOOK_SECONDS: Final = 0.05
 #: Least number of cores for busy polling, which takes one of them.
 _MANY_CORES: Final = 8
-#: Only one thread is woken for a socket, until it has read from it and arms the socket again.
-_READABLE_ONCE: Final = select.EPOLLIN | select.EPOLLONESHOT
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +100,8 @@ class Loop:
         self._busy_polling = threading.Lock()
         """Held by the one thread that polls without sleeping."""
         self._has_many_cores = available_cores() >= _MANY_CORES
+        # Of several threads only one is woken for a socket, until it has read from it.
+        self._once = select.EPOLLONESHOT if engine.step_threads > 1 else 0
         self._connections: dict[int, FrontEndConnection] = {}
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -117,7 +117,7 @@ class Loop:
         """Serve a front end; any thread may call this."""
         descriptor = connection.channel.fileno()
         self._connections[descriptor] = connection
-        self._poll.register(descriptor, _READABLE_ONCE)
+        self._poll.register(descriptor, select.EPOLLIN | self._once)
 
     def flags(self) -> Iterator[tuple[Request, NDArray[np.uint8]]]:
         """Yield the requests of which a step is running, with their cancellation flags."""
@@ -223,7 +223,8 @@ class Loop:
             except ChannelClosedError:
                 self._drop(descriptor, connection)
             else:
-                self._poll.modify(descriptor, _READABLE_ONCE)
+                if self._once:
+                    self._poll.modify(descriptor, select.EPOLLIN | self._once)
         return bool(found)
 
     def _handle(
@@ -272,11 +273,12 @@ class Loop:
     def _begin(self, requests: list[Request]) -> None:
         """Run a step of a request, or of several as one, until it waits or has ended."""
         began = time.perf_counter()
-        wanted = [request for request in requests if not request.cancelled[0]]
+        wanted = []
         for request in requests:
-            if request not in wanted:
+            if request.cancelled[0]:
                 self._fail(request, CancelledError("the request was cancelled", "CANCELLED"))
-        for request in wanted:
+                continue
+            wanted.append(request)
             if request.steps is None:
                 request.mark_begun()
         if len(wanted) == 1:

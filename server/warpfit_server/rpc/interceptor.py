@@ -305,7 +305,7 @@ class _ServedCall:
         """
         record = self.record
         try:
-            while self.context.is_active():
+            while True:
                 message, is_last = _advance(answer)
                 made = time.monotonic_ns()
                 if record.finished:
@@ -315,9 +315,10 @@ class _ServedCall:
                 self.exchange.send(message)
                 if record.finished:
                     record.suspended += time.monotonic_ns() - made
+                if not self.context.is_active():
+                    return None
         finally:
             answer.close()
-        return None
 
 
 def _advance(answer: Any) -> tuple[bytes, bool]:

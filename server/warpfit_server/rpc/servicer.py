@@ -104,11 +104,10 @@ class ComputeServicer:
         sent = parsed.problem if fits else parsed
         check_limit(limits, "tokens", len(sent.programs.codes))
         check_limit(limits, "loss_tokens", len(sent.loss_function.codes))
-        fit = codec.fit_from_message(parsed) if fits else None
-        evaluation = codec.evaluation_from_message(parsed) if fit is None else fit.problem
-        # From here on it names the tenant's own data set.
-        evaluation = replace(evaluation, dataset_id=key_of(tenant, evaluation.dataset_id))
-        data = held.enter_context(self._lease(evaluation.dataset_id))
+        key = key_of(tenant, codec.check_content_id(sent.content_id))
+        fit = codec.fit_from_message(parsed, key) if fits else None
+        evaluation = codec.evaluation_from_message(parsed, key) if fit is None else fit.problem
+        data = held.enter_context(self._lease(key))
         layout, shards = data.layout, data.shards
         nodes = 0 if shards is None else shards.nodes(evaluation.row_range(layout), layout)
         check_batch(evaluation.batch, limits)
@@ -118,11 +117,11 @@ class ComputeServicer:
             size = check_result(evaluation, layout, limits, nodes)
             cost = CallCost.of_evaluation(evaluation, layout)
         else:
-            fit = replace(fit, problem=evaluation)
             fit.check(layout)
             size, cost = check_fit(fit, layout, limits, nodes), CallCost.of_fit(fit, layout)
         size += evaluation.batch.values.nbytes - len(sent.programs.values)
-        held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
+        nanoseconds = self._admission.costs.estimate(cost)
+        held.enter_context(self._admission.reserve(tenant, nanoseconds, size, len(message)))
         calls.record_work(evaluation, layout)
         calls.end_decoding()
         decode = time.monotonic_ns() - arrived
@@ -132,7 +131,7 @@ class ComputeServicer:
         else:
             deadline = _stop_time(fit, context.time_remaining())
             request = InFlightRequest.of_fit(fit, layout, deadline, tenant)
-        in_flight = self._router.start(request, data, self._admission.costs.estimate(cost))
+        in_flight = self._router.start(request, data, nanoseconds)
         self._end_with_call(in_flight, cost, context, held)
         return in_flight, decode, evaluation, layout
 
@@ -180,8 +179,10 @@ class ComputeServicer:
             yield message
             message = b""
             yield from codec.value_pieces(jacobian, 0, self._chunk_bytes, jacobian=True)
-        extras = ((name, in_flight.array(name)) for name in codec.EXTRAS)
-        present = {name: array for name, array in extras if array is not None}
+        segment = in_flight.segment
+        present = {
+            name: layout.require(name, segment) for name in codec.EXTRAS if name in layout.arrays
+        }
         return message + codec.result_end(in_flight.array("losses"), timings, present)
 
 

@@ -182,16 +182,16 @@ class Admission:
             self.quotas.release(tenant, Amounts(nbytes=reserved - size))
 
     def reserve(
-        self, tenant: str, cost: CallCost, answer: int, message: int
+        self, tenant: str, nanoseconds: int, answer: int, message: int
     ) -> AbstractContextManager[None]:
-        """Count the engine time and the bytes of ``answer`` while a call waits and runs.
+        """Count the estimated engine time and the bytes of ``answer`` while a call waits and runs.
 
         The bytes of its ``message`` are counted already.
 
         Raises:
             ResourceExhaustedError: if too much is in flight.
         """
-        engine_ns = min(self._longest_work, self.costs.estimate(cost))
+        engine_ns = min(self._longest_work, nanoseconds)
         return self._reserve(tenant, Amounts(0, answer, engine_ns), message)
 
     def reserve_bytes(self, tenant: str, nbytes: int) -> AbstractContextManager[None]:

@@ -32,7 +32,8 @@ def enter(admission, tenant):
 
 def reserve(admission, rows=1, tenant="a"):
     layout = Layout(np.dtype("<f4"), 1, rows, has_target=True)
-    return admission.reserve(tenant, CallCost.of_evaluation(PROBLEM, layout), 1, 0)
+    cost = CallCost.of_evaluation(PROBLEM, layout)
+    return admission.reserve(tenant, admission.costs.estimate(cost), 1, 0)
 
 
 class TestSlots:
@@ -125,7 +126,8 @@ class TestQueue:
         admission = make_admission(max_requests=2)
         fit = FitRequest(PROBLEM, FitSettings(max_iterations=2**32 - 1))
         layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
-        with admission.reserve("a", CallCost.of_fit(fit, layout), 1, 0):
+        nanoseconds = admission.costs.estimate(CallCost.of_fit(fit, layout))
+        with admission.reserve("a", nanoseconds, 1, 0):
             assert admission.quotas.in_flight().engine_ns == 30 * 10**9
         assert CallCostModel().estimate(CallCost("fit", 1e30)) == 2**50
 
