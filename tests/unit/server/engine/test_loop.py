@@ -36,8 +36,9 @@ from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList, digest
 from warpfit_server.ipc.segment_layout import ALONE, BEGUN
 from warpfit_server.ipc.segments import SegmentPool
 
-#: Constants in programs that make the engine below misbehave.
+#: Constants in programs that make the engine below misbehave, or wait.
 BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS = 601.0, 602.0, 603.0, 604.0, 605.0, 606.0
+ON_DEVICE = 607.0
 STEPS = 400
 
 
@@ -46,18 +47,25 @@ def results(batch):
     return np.array([batch.program_parameters(n).sum(axis=1) for n in range(len(batch))])
 
 
+class Work(threading.Event):
+    """Work of a device, which is done once it is set."""
+
+    done, result = threading.Event.is_set, threading.Event.wait
+
+
 class FakeEngine:
     """An engine that records the sizes of its batches; evaluations wait for ``go``."""
 
     name = "fake"
     step_size = 1 << 20
 
-    def __init__(self, steps_in_flight=1):
-        self.steps_in_flight = self.step_threads = steps_in_flight
+    def __init__(self, steps_in_flight=1, threads=None):
+        self.steps_in_flight = steps_in_flight
+        self.step_threads = threads or steps_in_flight
         self.steps_share_cores = False
         self.batches = []
         self.steps = 0
-        self.promised = Future()
+        self.promised, self.device = Future(), []
         self.go = threading.Event()
         self.go.set()
 
@@ -79,6 +87,9 @@ class FakeEngine:
             raise EngineBrokenError
         if WAITS in constants:
             yield self.promised
+        if ON_DEVICE in constants:
+            self.device.append(Work())
+            yield self.device[-1]
         for _ in range(STEPS if SLOW in constants else 0):
             self.steps += 1
             time.sleep(0.002)
@@ -132,8 +143,8 @@ def run_loop():
     """Start a loop over an engine."""
     engines, fronts = [], []
 
-    def start(steps_in_flight=1, front_ends=1, suspects=None):
-        engine = FakeEngine(steps_in_flight)
+    def start(steps_in_flight=1, front_ends=1, suspects=None, threads=None):
+        engine = FakeEngine(steps_in_flight, threads)
         loop = Loop(engine, RequestRunner(engine, {DATA.content_id: DATA}, 1 << 16))
         loop.start()
         found = [Front(loop, suspects) for _ in range(front_ends)]
@@ -325,6 +336,48 @@ class TestSharing:
         assert len(engine.batches) == 2
         engine.go.set()
         assert [front.answer(run) for run in runs] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+class TestDeviceWork:
+    """Steps of one thread, which wait for a device."""
+
+    def test_others_run_while_a_step_waits_and_are_answered_first(self, run_loop):
+        engine, front = run_loop(2, threads=1)
+        first = front.start(1.0, constant=ON_DEVICE, values=True)
+        wait_until(lambda: engine.device)
+        for n in range(3):
+            assert front.answer(front.start(n)) == [n]
+        assert first.queue.empty()
+        engine.device[0].set()
+        assert front.answer(first) == [1.0]
+
+    def test_no_more_steps_begin_than_the_engine_gains_from(self, run_loop):
+        engine, front = run_loop(2, threads=1)
+        runs = [front.start(n, constant=ON_DEVICE, values=True) for n in range(3)]
+        wait_until(lambda: len(engine.device) == 2)
+        time.sleep(0.05)
+        assert len(engine.batches) == 2
+        engine.device[1].set()  # the second one ends first
+        assert front.answer(runs[1]) == [1.0]
+        wait_until(lambda: len(engine.device) == 3)
+        engine.device[0].set()
+        engine.device[2].set()
+        assert [front.answer(run) for run in (runs[0], runs[2])] == [[0.0], [2.0]]
+
+    def test_merged_requests_wait_for_the_device_and_for_a_future(self, run_loop):
+        engine, front = run_loop(1, threads=1)
+        busy = front.start(9.0, constant=ON_DEVICE, values=True)
+        wait_until(lambda: engine.device)
+        runs = [front.start(n, constant=constant) for n, constant in enumerate((ON_DEVICE, WAITS))]
+        time.sleep(0.05)
+        engine.device[0].set()
+        assert front.answer(busy) == [9.0]
+        assert front.answer(front.start(5.0, values=True)) == [5.0]  # while they wait for a future
+        engine.promised.set_result(None)
+        wait_until(lambda: len(engine.device) == 2)
+        engine.device[1].set()
+        assert [front.answer(run) for run in runs] == [[0.0], [1.0]]
+        assert engine.batches == [1, 2, 1]
 
 
 class TestFailures:
