@@ -23,7 +23,6 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter.chunks import (
-    InterpreterChunk,
     evaluate_slots,
     interpret,
     launch_chunk,
@@ -81,20 +80,20 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
     device = CudaDevice()
     interpreter, resident = InterpreterTier(device), upload(device, dataset)
     with device.stream() as context:
-        chunk = InterpreterChunk(0, len(setup.batch))
+        jobs = (0, len(setup.batch))
         variant = interpreter.variant(resident, evaluation)
         kernels = interpreter.prepare(variant)
         geometry = interpreter.geometry(resident, evaluation, variant)
-        lowered = lower_batch(context, kernels, geometry, setup.batch, 10, chunk.jobs)
-        partials = context.buffer("partials 0", chunk.jobs * geometry.tiles * 8)
+        lowered = lower_batch(context, kernels, geometry, setup.batch, 10, jobs[1])
+        partials = context.buffer("partials 0", jobs[1] * geometry.tiles * 8)
         addresses = lowered.addresses._replace(partials=partials)
 
         def kernel() -> None:
-            interpret(context, lowered, geometry, addresses, chunk)
+            interpret(context, lowered, geometry, addresses, jobs)
 
         def whole() -> None:
             evaluate_slots(context, lowered)
-            launch_chunk(context, lowered, geometry, evaluation, chunk, 0)
+            launch_chunk(context, lowered, geometry, evaluation, jobs, 0)
 
         kernel_seconds = device_time(context, kernel, setup.repeats)
         whole_seconds = device_time(context, whole, setup.repeats)

@@ -45,13 +45,11 @@ from warpfit_server.engine.interface import Outputs, Steps
 from warpfit_server.engine.sum_tree import parent_nodes, sum_nodes
 from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
-
-@dataclass(frozen=True, slots=True)
-class InterpreterChunk:
-    """Jobs that one launch covers."""
-
-    first_job: int
-    jobs: int
+#: First job of a launch, and the number of its jobs.
+Jobs = tuple[int, int]
+#: Where the results of a launch arrive: sums of losses, [nodes, jobs], and values, [jobs, rows];
+#: None for those that are not wanted.
+Staging = tuple[NDArray[np.float64] | None, NDArray[Any] | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,15 +77,6 @@ class LoweredBatch:
         program = int(self.first_invalid.min())
         if program != ALL_VALID:
             raise_invalid_program(self.batch, program, self.variables)
-
-
-@dataclass(slots=True)
-class PendingChunk:
-    """A launched chunk, and where its results arrive."""
-
-    chunk: InterpreterChunk
-    values: NDArray[Any] | None = None
-    sums: NDArray[np.float64] | None = None
 
 
 def lower_batch(
@@ -135,30 +124,30 @@ def launch_chunk(
     lowered: LoweredBatch,
     geometry: InterpreterGeometry,
     evaluation: Evaluation,
-    chunk: InterpreterChunk,
+    jobs: Jobs,
     side: int,
-) -> PendingChunk:
-    """Launch one chunk and the copies of its results; see `resident_data.run_chunks`."""
+) -> Staging:
+    """Launch some jobs and the copies of their results; see `resident_data.run_chunks`."""
     variant = lowered.kernels.variant
     pitch = geometry.tiles * variant.tile * variant.dtype.itemsize
     partials = values = 0
     if evaluation.loss is not None:
-        partials = context.buffer(f"partials {side}", chunk.jobs * geometry.tiles * 8)
+        partials = context.buffer(f"partials {side}", jobs[1] * geometry.tiles * 8)
     if evaluation.values:
-        values = context.buffer(f"values {side}", chunk.jobs * pitch)
+        values = context.buffer(f"values {side}", jobs[1] * pitch)
     addresses = lowered.addresses._replace(values=values, partials=partials)
-    interpret(context, lowered, geometry, addresses, chunk)
-    pending = PendingChunk(chunk)
+    interpret(context, lowered, geometry, addresses, jobs)
+    sums = staging = None
     if partials:
-        pending.sums = _sum_partials(context, lowered, geometry, addresses, chunk, side)
+        sums = _sum_partials(context, lowered, geometry, addresses, jobs[1], side)
     context.mark(f"computed {side}")
     if values:
         rows = geometry.end_row - geometry.first_row
-        staging = context.pinned(f"values {side}", chunk.jobs * rows * variant.dtype.itemsize)
-        pending.values = staging.view(variant.dtype).reshape(chunk.jobs, rows)
+        memory = context.pinned(f"values {side}", jobs[1] * rows * variant.dtype.itemsize)
+        staging = memory.view(variant.dtype).reshape(jobs[1], rows)
         skipped = geometry.first_row * variant.dtype.itemsize
-        context.download_rows(pending.values, values + skipped, pitch)
-    return pending
+        context.download_rows(staging, values + skipped, pitch)
+    return sums, staging
 
 
 def interpret(
@@ -166,13 +155,13 @@ def interpret(
     lowered: LoweredBatch,
     geometry: InterpreterGeometry,
     addresses: DeviceAddresses,
-    chunk: InterpreterChunk,
+    jobs: Jobs,
 ) -> None:
     """Launch the interpreter: a block for each tile of rows and group of jobs."""
     arguments, config = np.zeros(1, dtype=INTERPRETER_ARGUMENTS), lowered.config
     groups, shared = fill_interpreter_arguments(
         *(arguments, geometry, addresses, lowered.layout, lowered.bounds, config),
-        *(lowered.batch.vectors, (chunk.first_job, chunk.jobs)),
+        *(lowered.batch.vectors, jobs),
     )
     grid, threads = (geometry.tiles, groups, 1), (32 * config.warps, 1, 1)
     context.launch(lowered.kernels.interpret, grid, threads, [arguments[0]], shared)
@@ -183,15 +172,14 @@ def _sum_partials(
     lowered: LoweredBatch,
     geometry: InterpreterGeometry,
     addresses: DeviceAddresses,
-    chunk: InterpreterChunk,
+    jobs: int,
     side: int,
 ) -> NDArray[np.float64]:
     """Launch the sums of each job's partial sums; return where they will arrive, [nodes, jobs]."""
-    sums = context.pinned(f"sums {side}", 8 * geometry.nodes * chunk.jobs).view(np.float64)
+    sums = context.pinned(f"sums {side}", 8 * geometry.nodes * jobs).view(np.float64)
     numbers = (addresses.partials, sums.ctypes.data, geometry.tiles, geometry.first_tile)
     arguments = [np.array(number, dtype=np.int64) for number in (*numbers, geometry.node_levels)]
-    kernel, grid = lowered.kernels.sum_partials, (chunk.jobs, 1, 1)
-    context.launch(kernel, grid, (SUM_THREADS, 1, 1), arguments)
+    context.launch(lowered.kernels.sum_partials, (jobs, 1, 1), (SUM_THREADS, 1, 1), arguments)
     return sums.reshape(geometry.nodes, -1)
 
 
@@ -208,23 +196,23 @@ class ChunkResults:
     sums: list[list[NDArray[np.float64]]]
     """Sums of the loss terms of some jobs in turn, [nodes, jobs], for each span."""
 
-    def copy(self, number: int, pending: PendingChunk) -> None:
-        """Copy the results of a chunk on the span with a number.
+    def copy(self, number: int, jobs: Jobs, staging: Staging) -> None:
+        """Copy the results of some jobs on the span with a number.
 
         Raises:
             ProgramError: for the first bad token.
         """
         self.lowered.check()
-        chunk, outputs, batch = pending.chunk, self.outputs, self.lowered.batch
-        if pending.sums is not None:
-            self.sums[number].append(pending.sums.copy())
-        if pending.values is not None and outputs.values is not None:
-            jobs = slice(chunk.first_job, chunk.first_job + chunk.jobs)
+        (sums, values), outputs, batch = staging, self.outputs, self.lowered.batch
+        if sums is not None:
+            self.sums[number].append(sums.copy())
+        if values is not None and outputs.values is not None:
+            first, end = jobs[0], sum(jobs)
             start, stop = (row - self.spans[0][0] for row in self.spans[number])
-            values = outputs.values.reshape(len(batch) * batch.vectors, -1)
-            values[jobs, start:stop] = pending.values
+            whole = outputs.values.reshape(len(batch) * batch.vectors, -1)
+            whole[first:end, start:stop] = values
             if number == len(self.spans) - 1:
-                outputs.ready(jobs.stop // batch.vectors)
+                outputs.ready(end // batch.vectors)
 
     def sum_up(self, layout: Layout) -> Steps[None]:
         """Fill in the losses, if they are wanted, once all chunks have been copied."""

@@ -14,7 +14,7 @@ from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
 from warpfit_server.engine.cuda.interpreter.chunks import (
     ChunkResults,
-    InterpreterChunk,
+    Jobs,
     evaluate_slots,
     launch_chunk,
     lower_batch,
@@ -109,19 +109,19 @@ class InterpreterTier:
                 length = min(length, node_rows(layout, shard.level))
                 shard.begin(0 if outputs.losses is None else outputs.losses.size)
             batch, variables = evaluation.batch, layout.variables
-            lowered = lower_batch(context, kernels, geometry, batch, variables, chunks[0].jobs)
+            lowered = lower_batch(context, kernels, geometry, batch, variables, chunks[0][1])
             evaluate_slots(context, lowered)
             launched = time.perf_counter_ns()
             sums: list[Any] = [[] for _ in spans]
             results = ChunkResults(lowered, outputs, spans, length, sums)
 
             def launch(
-                window: ResidentDataset, number: int, chunk: InterpreterChunk, side: int
+                window: ResidentDataset, number: int, jobs: Jobs, side: int
             ) -> Callable[[], None]:
                 rows = replace(evaluation, rows=spans[number])
                 place = self.geometry(window, rows, kernels.variant, shard)
-                pending = launch_chunk(context, lowered, place, rows, chunk, side)
-                return partial(results.copy, number, pending)
+                staging = launch_chunk(context, lowered, place, rows, jobs, side)
+                return partial(results.copy, number, jobs, staging)
 
             work = resident, spans, chunks, outputs.cancelled, launch
             computed = yield from run_chunks(self._device, context, *work)
@@ -186,7 +186,7 @@ class InterpreterTier:
 
     def _chunks(
         self, resident: ResidentDataset, evaluation: Evaluation, variant: source.Variant
-    ) -> Iterator[InterpreterChunk]:
+    ) -> Iterator[Jobs]:
         """Cut the jobs so that the results of each launch fit in ``chunk_bytes``.
 
         If that, or all rows, take several launches, none has more token-rows than
@@ -204,7 +204,7 @@ class InterpreterTier:
             jobs = min(jobs, max(1, most * programs // token_rows))
         jobs -= jobs % vectors if jobs > vectors else 0
         for first in range(0, programs * vectors, jobs):
-            yield InterpreterChunk(first, min(jobs, programs * vectors - first))
+            yield first, min(jobs, programs * vectors - first)
 
     def geometry(
         self,
