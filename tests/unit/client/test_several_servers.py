@@ -1,6 +1,7 @@
 """Clients of several servers: fail-over, uploads, parts of a batch, addresses that change."""
 
 import asyncio
+import inspect
 import logging
 import signal
 import socket
@@ -34,6 +35,20 @@ def fleet():
 def small_parts(monkeypatch):
     """Split every batch."""
     monkeypatch.setattr(choice, "_PART_SECONDS", 1e-12)
+
+
+@pytest.fixture
+def over_grpc():
+    """Servicers of two servers on loopback, and a client of both."""
+    with ExitStack() as stack:
+        served = [stack.enter_context(serve(testing.InProcessServer())) for _ in range(2)]
+        client = stack.enter_context(warpfit.connect([address for address, _ in served]))
+        yield client, *(servicer for _, servicer in served)
+
+
+async def done(answer):
+    """What a method of either client returns in the end."""
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 def counts(fleet, method="Evaluate"):
@@ -191,60 +206,52 @@ def test_a_fit_in_parts_gives_the_same_answer_and_reports(fleet, small_parts):
     assert {report.searches for report in reports} == {3}
 
 
-@pytest.mark.parametrize("kind", ["sync", "asyncio"])
-def test_an_error_names_the_expression_of_the_whole_batch(fleet, small_parts, kind):
+@pytest.mark.parametrize("make", [testing.client, testing.async_client])
+def test_an_error_names_the_expression_of_the_whole_batch(fleet, small_parts, make):
     async def body():
-        async with testing.async_client(fleet) as client:
-            data = await client.upload(X, names=["a", "b", "c"])
-            await client.evaluate(data, programs)
+        client = make(fleet)
+        data = await done(client.upload(X, names=["a", "b", "c"]))
+        await done(client.evaluate(data, programs))
 
     programs = [warpfit.Program.variable(0)] * 5 + [warpfit.parse("x1 + x9")]
     with pytest.raises(warpfit.ProgramError, match="expression 5, token 1") as caught:
-        if kind == "asyncio":
-            asyncio.run(body())
-        with testing.client(fleet) as client:
-            client.evaluate(client.upload(X, names=["a", "b", "c"]), programs)
+        asyncio.run(body())
     assert "x9" in str(caught.value)
 
 
-def test_an_interrupt_cancels_all_parts(small_parts):
-    with ExitStack() as stack:
-        served = [stack.enter_context(serve(testing.InProcessServer())) for _ in range(2)]
-        client = stack.enter_context(warpfit.connect([address for address, _ in served]))
-        data = client.upload(X)
+def test_an_interrupt_cancels_all_parts(small_parts, over_grpc):
+    client, *servicers = over_grpc
+    data = client.upload(X)
+    client.evaluate(data, ["x1", "x2"])
+    for servicer in servicers:
+        servicer.hang = True
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
         client.evaluate(data, ["x1", "x2"])
-        for _, servicer in served:
-            servicer.hang = True
-        main = threading.main_thread().ident
-        timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            client.evaluate(data, ["x1", "x2"])
-        timer.join()
-        assert all(servicer.cancelled.wait(10) for _, servicer in served)
+    timer.join()
+    assert all(servicer.cancelled.wait(10) for servicer in servicers)
 
 
-def test_a_part_that_fails_cancels_the_others(small_parts):
-    with ExitStack() as stack:
-        served = [stack.enter_context(serve(testing.InProcessServer())) for _ in range(2)]
-        client = stack.enter_context(warpfit.connect([address for address, _ in served]))
-        data = client.upload(X)
+def test_a_part_that_fails_cancels_the_others(small_parts, over_grpc):
+    client, hanging, failing = over_grpc
+    data = client.upload(X)
+    client.evaluate(data, ["x1", "x2"])
+    hanging.hang = True
+    failing.server.fail(error=warpfit.InternalError("bug", "INTERNAL"))
+    answer = failing.server.answer
+    failing.server.answer = lambda call: hanging.hangs.wait(10) and answer(call)
+    with pytest.raises(warpfit.InternalError, match="bug"):
         client.evaluate(data, ["x1", "x2"])
-        (_, hanging), (_, failing) = served
-        hanging.hang = True
-        failing.server.fail(error=warpfit.InternalError("bug", "INTERNAL"))
-        answer = failing.server.answer
-        failing.server.answer = lambda call: hanging.hangs.wait(10) and answer(call)
-        with pytest.raises(warpfit.InternalError, match="bug"):
-            client.evaluate(data, ["x1", "x2"])
-        assert hanging.cancelled.wait(10)
+    assert hanging.cancelled.wait(10)
 
 
 # --------------------------------------------------------------------------------------- addresses
 
 
-@pytest.mark.parametrize("kind", ["sync", "asyncio"])
-def test_servers_come_and_go(monkeypatch, kind):
+@pytest.mark.parametrize("connect", [warpfit.connect, warpfit.connect_async])
+def test_servers_come_and_go(monkeypatch, connect):
     monkeypatch.setattr(choice, "_RESOLVE_SECONDS", (0.0, 0.0))
     servers = [testing.InProcessServer() for _ in range(3)]
     present: list[str] = []
@@ -255,46 +262,32 @@ def test_servers_come_and_go(monkeypatch, kind):
         return present
 
     async def body(addresses):
-        async with warpfit.connect_async(resolve, retry=QUICK) as client:
-            present[:] = addresses[:1]
-            data = await client.upload(X)
-            for now in (addresses[:2], ["broken"], addresses[1:], [], addresses[2:]):
-                present[:] = now
-                for _ in range(10):
-                    got = await client.evaluate(data, "x1")
-                    np.testing.assert_array_equal(got[:, 0], X[:, 0])
-                    await asyncio.sleep(0.005)
-
-    def blocking(addresses):
-        with warpfit.connect(resolve, retry=QUICK) as client:
-            present[:] = addresses[:1]
-            data = client.upload(X)
-            for now in (addresses[:2], ["broken"], addresses[1:], [], addresses[2:]):
-                present[:] = now
-                for _ in range(10):
-                    got = client.evaluate(data, "x1")
-                    np.testing.assert_array_equal(got[:, 0], X[:, 0])
-                    time.sleep(0.005)
-            assert list(client._transport._channels._open) == addresses[2:]
+        client = connect(resolve, retry=QUICK)
+        present[:] = addresses[:1]
+        data = await done(client.upload(X))
+        for now in (addresses[:2], ["broken"], addresses[1:], [], addresses[2:]):
+            present[:] = now
+            for _ in range(10):
+                got = await done(client.evaluate(data, "x1"))
+                np.testing.assert_array_equal(got[:, 0], X[:, 0])
+                await asyncio.sleep(0.005)
+        assert list(client._transport._channels._open) == addresses[2:]
+        await done(client.close())
 
     with ExitStack() as stack:
-        addresses = [stack.enter_context(serve(server))[0] for server in servers]
-        asyncio.run(body(addresses)) if kind == "asyncio" else blocking(addresses)
+        asyncio.run(body([stack.enter_context(serve(server))[0] for server in servers]))
     assert all("Evaluate" in server.calls for server in servers)
 
 
-def test_a_server_that_hangs_costs_a_share_of_the_deadline():
-    with ExitStack() as stack:
-        served = [stack.enter_context(serve(testing.InProcessServer())) for _ in range(2)]
-        client = stack.enter_context(warpfit.connect([address for address, _ in served]))
-        data = client.upload(X)
-        for _ in range(10):
-            client.evaluate(data, "x1")
-        hanging = served[0][1]
-        hanging.hang = True
-        for _ in range(10):
-            np.testing.assert_array_equal(client.evaluate(data, "x1", timeout=1.0)[:, 0], X[:, 0])
-        assert hanging.cancelled.wait(10)
+def test_a_server_that_hangs_costs_a_share_of_the_deadline(over_grpc):
+    client, hanging, _ = over_grpc
+    data = client.upload(X)
+    for _ in range(10):
+        client.evaluate(data, "x1")
+    hanging.hang = True
+    for _ in range(10):
+        np.testing.assert_array_equal(client.evaluate(data, "x1", timeout=1.0)[:, 0], X[:, 0])
+    assert hanging.cancelled.wait(10)
 
 
 def test_a_server_that_does_not_answer_is_passed_over(fleet):
