@@ -16,6 +16,7 @@ from support.engines.shards import REQUESTS, check_evaluation, check_pass
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.row_blocks import LEAST_LEVEL, Shards, node_rows
@@ -24,6 +25,7 @@ from warpfit_server.row_blocks import LEAST_LEVEL, Shards, node_rows
 MEMORY = 32 << 20
 #: Rows of float32, level of the shards' nodes, and nodes of the first shard.
 SIZES = {"resident": (70_001, LEAST_LEVEL, 8), "streamed": (1_400_003, 8, 1)}
+MIX = Batch.of(*thesis_mix(3, 60, variables=4))
 MODES = [
     ("float32", Precision.FAST),
     ("float32", Precision.PRECISE),
@@ -69,31 +71,33 @@ def test_all_outputs_have_the_bits_of_one_engine(engines, case, wanted):
 
 
 @pytest.mark.parametrize("chunk_bytes", [32 << 20, 100_000])
-def test_losses_of_many_programs_in_one_launch_and_in_several(
-    engines, case, monkeypatch, chunk_bytes
+@pytest.mark.parametrize("wanted", ["loss", "gradient", "sums"])
+def test_many_programs_in_one_launch_and_in_several(
+    engines, case, monkeypatch, wanted, chunk_bytes
 ):
+    """Many of them are not numbers, and infinite sums make others that are none."""
     data, shards, precision = case
+    monkeypatch.setattr(launch_plan, "_CHUNK_BYTES", chunk_bytes)
     for engine in engines:
         tuning = InterpreterTuning(chunk_bytes=chunk_bytes)
         monkeypatch.setattr(engine._interpreter, "_tuning", tuning)
-    batch = Batch.of(*thesis_mix(3, 40, variables=4))
-    check_evaluation(engines, data, shards, evaluation(data, batch, precision, loss=Loss.MSE))
+    asked = evaluation(data, MIX, precision, **REQUESTS[wanted])
+    check_evaluation(engines, data, shards, asked)
 
 
 def test_passes_of_fits(engines, case):
     data, shards, precision = case
-    batch = Batch.of(*smooth_programs())
-    for rows in (None, (700, data.layout.rows - 5)):
-        check_pass(engines, data, shards, evaluation(data, batch, precision, rows=rows))
+    for batch in (Batch.of(*smooth_programs()), MIX):
+        for rows in (None, (700, data.layout.rows - 5)):
+            check_pass(engines, data, shards, evaluation(data, batch, precision, rows=rows))
 
 
 @pytest.mark.parametrize("tier", [Tier.INTERPRETER, Tier.COMPILED])
 def test_rows_of_one_shard_need_no_other_engine(engines, case, tier):
     data, shards, precision = case
     _, middle, last = shards.bounds
-    batch = Batch.of(*thesis_mix(3, 10, variables=4))
     asked = evaluation(
-        data, batch, precision, loss=Loss.MSE, gradient=True, rows=(middle + 700, last - 3)
+        data, MIX, precision, loss=Loss.MSE, gradient=True, rows=(middle + 700, last - 3)
     )
     found = []
     for rows in (None, (middle, last)):

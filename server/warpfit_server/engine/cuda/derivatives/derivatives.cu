@@ -564,7 +564,7 @@ combine(const __grid_constant__ Arguments arguments) {
   const real* const scalars =
       arguments.scalars + program.scalar + (unsigned long long)vector * program.scalars;
   const Entry* const entries = arguments.entries + program.entry;
-  if (threadIdx.x == 0 && arguments.losses) arguments.losses[job] = sums[0];
+  if (threadIdx.x == 0 && arguments.losses) arguments.losses[job] = one_nan(sums[0]);
   const double* const slopes = sums + 1;
   const double* const products = slopes + program.columns;
   const double scale = arguments.is_squares ? 2.0 : 1.0;
@@ -581,9 +581,9 @@ combine(const __grid_constant__ Arguments arguments) {
       if (factor != 0.0 && total != 0.0) sum += scale * factor * total;
     }
     if (leaf >= 0)
-      rows[program.parameter + (long long)vector * program.parameters + leaf] = sum;
+      rows[program.parameter + (long long)vector * program.parameters + leaf] = one_nan(sum);
     else
-      rows[(long long)job * arguments.variable_count + (-1 - leaf)] = sum;
+      rows[(long long)job * arguments.variable_count + (-1 - leaf)] = one_nan(sum);
   }
   if (!arguments.curvatures) return;
   const unsigned size = program.parameters * (program.parameters + 1) / 2;
@@ -607,7 +607,7 @@ combine(const __grid_constant__ Arguments arguments) {
         if (a != 0.0 && b != 0.0 && total != 0.0) sum += a * b * total;
       }
     }
-    triangle[k] = sum;
+    triangle[k] = one_nan(sum);
   }
 }
 

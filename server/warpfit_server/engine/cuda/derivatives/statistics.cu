@@ -180,20 +180,20 @@ merge_leaves(const __grid_constant__ StatisticsArguments arguments) {
   if (arguments.reductions) {
     double* const results = arguments.reductions + 5ll * blockIdx.x;
     const double nan = __longlong_as_double(0x7ff8000000000000);
-    results[0] = all.sum;
-    results[1] = all.sum / (double)arguments.rows;
+    results[0] = one_nan(all.sum);
+    results[1] = one_nan(all.sum / (double)arguments.rows);
     results[2] = all.missing > 0.0 ? nan : all.least;
     results[3] = all.missing > 0.0 ? nan : all.greatest;
     results[4] = all.strange;
   }
   if (arguments.moments) {
     double* const results = arguments.moments + 7ll * blockIdx.x;
-    results[0] = all.total;
-    results[1] = all.mean_f + all.first_f;
-    results[2] = all.mean_y + all.first_y;
-    results[3] = all.squares_f;
-    results[4] = all.squares_y;
-    results[5] = all.products;
-    results[6] = all.residual;
+    results[0] = one_nan(all.total);
+    results[1] = one_nan(all.mean_f + all.first_f);
+    results[2] = one_nan(all.mean_y + all.first_y);
+    results[3] = one_nan(all.squares_f);
+    results[4] = one_nan(all.squares_y);
+    results[5] = one_nan(all.products);
+    results[6] = one_nan(all.residual);
   }
 }

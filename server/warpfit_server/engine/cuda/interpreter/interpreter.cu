@@ -369,7 +369,7 @@ extern "C" __global__ void evaluate_slots(const __grid_constant__ SlotArguments 
 }
 
 // Adds up each job's sums over tiles to those of the nodes so many levels above, [nodes, jobs];
-// first_tile is counted from the data set's first row. All NaNs are the one of the host.
+// first_tile is counted from the data set's first row.
 extern "C" __global__ void __launch_bounds__(128)
 sum_partials(double* partials, double* sums, long long tiles, long long first_tile,
              long long levels) {
@@ -377,7 +377,6 @@ sum_partials(double* partials, double* sums, long long tiles, long long first_ti
   sum_nodes(own, first_tile, tiles, 1, 1, (int)levels);
   const long long nodes = parent_count(first_tile, tiles, (int)levels);
   for (long long n = threadIdx.x; n < nodes; n += blockDim.x) {
-    const double sum = own[parent_place(first_tile, n, (int)levels)];
-    sums[n * gridDim.x + blockIdx.x] = sum == sum ? sum : __longlong_as_double(0x7ff8000000000000);
+    sums[n * gridDim.x + blockIdx.x] = one_nan(own[parent_place(first_tile, n, (int)levels)]);
   }
 }

@@ -46,7 +46,7 @@ extern "C" __global__ void sum_partials(const long long *request, double *sums, 
   const long long count = request[{words["block_count"]}] * warps;
   double *own = (double *)request[{words["partials"]}] + blockIdx.x * count;
   sum_nodes(own, request[{words["first_block"]}] * warps, count, 1, 1, ALL_LEVELS);
-  if (threadIdx.x == 0) sums[blockIdx.x] = own[0];
+  if (threadIdx.x == 0) sums[blockIdx.x] = one_nan(own[0]);
 }}
 extern "C" __global__ void copy_inputs(const int4 *source, int4 *target, int count) {{
   const int index = blockIdx.x * blockDim.x + threadIdx.x;

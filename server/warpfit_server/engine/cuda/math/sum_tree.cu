@@ -42,6 +42,12 @@ __device__ __forceinline__ double group_sum(double (&groups)[N], int lane) {
 #define FAN_LEVELS 4
 #define ALL_LEVELS 62  // to the root of any tree
 
+// What a sum is to the host: all NaNs are one, because which of two an addition keeps, with its sign,
+// is up to the instruction.
+__device__ __forceinline__ double one_nan(double sum) {
+  return sum == sum ? sum : __longlong_as_double(0x7ff8000000000000);
+}
+
 // Number of the nodes so many levels above some neighbouring ones, of which the first has a number.
 __device__ __forceinline__ long long parent_count(long long first, long long nodes, int levels) {
   return ((first + nodes - 1) >> levels) - (first >> levels) + 1;

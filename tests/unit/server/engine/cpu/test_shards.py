@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from support.engines.derivative_suite import make_dataset, smooth_programs
 from support.engines.shards import REQUESTS, check_evaluation, check_pass
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit_server.engine.cpu.engine import CpuEngine
@@ -23,7 +24,8 @@ DATA = {
     for dtype in ("float32", "float64")
     for weights in (False, True)
 }
-BATCH = Batch.of(*smooth_programs())
+#: Values and sums of the second one are not all numbers.
+BATCHES = [Batch.of(*smooth_programs()), Batch.of(*thesis_mix(3, 20, variables=4))]
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +44,17 @@ def test_all_outputs_have_the_bits_of_one_engine(engines, data):
     rows = start, data.draw(st.integers(start + 1, ROWS) | st.just(ROWS))
     shards = Shards.of(dataset.layout, tuple(range(data.draw(st.integers(2, 3)))))
     wanted = {"values": False} | REQUESTS[data.draw(st.sampled_from(list(REQUESTS)))]
-    evaluation = Evaluation(dataset.content_id, BATCH, rows=rows, **wanted)
+    batch = data.draw(st.sampled_from(BATCHES))
+    evaluation = Evaluation(dataset.content_id, batch, rows=rows, **wanted)
     check_evaluation(engines, dataset, shards, evaluation)
 
 
 @pytest.mark.parametrize("key", DATA, ids=str)
 def test_a_pass_of_a_fit_has_the_bits_of_one_engine(engines, key):
     dataset = DATA[key]
-    evaluation = Evaluation(dataset.content_id, BATCH, rows=(700, ROWS))
-    check_pass(engines, dataset, Shards.of(dataset.layout, (0, 1, 2)), evaluation)
+    for batch in BATCHES:
+        evaluation = Evaluation(dataset.content_id, batch, rows=(700, ROWS))
+        check_pass(engines, dataset, Shards.of(dataset.layout, (0, 1, 2)), evaluation)
 
 
 @given(st.integers(1, 10**12), st.integers(1, 64), st.sampled_from(list(DATA)))
