@@ -50,7 +50,7 @@ POOL = 6_000
 SHAPES = ((300, 100_000), (5_000, 10_000))
 LARGE = (5_000, 1_000_000)
 SEARCHES = (3_000, 10_000)
-SHARDED = ((300, 1_000_000), (300, 20_000_000))
+SHARDED = ((300, 1_000_000), (1_000, 20_000_000))
 #: Likewise of streamed calls, and the memory of each GPU, of which an eighth of the rows needs more
 #: than the 3/4 that data may take.
 STREAMED = ((300, 40_000_000), (3_000, 40_000_000))

@@ -217,8 +217,10 @@ def _join(
 ) -> Steps[RowNodes | None]:
     """Return the nodes of all rows of an evaluation; None if another engine has them."""
     length = node_rows(launch.resident.dataset.layout, shard.level)
-    own = nodes.resized(context, "shard nodes", nodes.rows, length)
-    _combine_nodes(context, launch, nodes, own)
+    own = nodes
+    if nodes.length < length:
+        own = nodes.resized(context, "shard nodes", nodes.rows, length)
+        _combine_nodes(context, launch, nodes, own)
     staging = own.staging(context)
     context.download(staging, own.address)
     context.stream.synchronize()
