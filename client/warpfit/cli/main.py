@@ -36,7 +36,7 @@ _LOSSES: Final = "a name, or an expression over f, y, w and d"
 #: Commands with parsers of their own: the modules whose ``main`` runs them, and their help.
 _DELEGATED: Final = {
     "serve": ("warpfit_server.__main__", "run a server; see `warpfit serve --help`"),
-    "precompile": ("warpfit_server.precompile", "compile what a server's first start would"),
+    "precompile": ("warpfit_server.precompile", "compile what a first start would compile"),
     "bench": ("warpfit.bench.command", "measure this machine, or load a running server"),
     "search": ("warpfit.cli.search", "search formulas for a column of a CSV file"),
     "ray": ("warpfit.cli.ray_command", "run servers on the nodes of a Ray cluster"),

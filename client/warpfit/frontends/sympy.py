@@ -34,12 +34,9 @@ CLASSES: Final[Mapping[str, str]] = {
     **{"StrictGreaterThan": "gt", "GreaterThan": "ge"},
 }
 #: Operators for powers with these exponents.
-POWERS: Final[Mapping[Any, str]] = {sympy.Integer(-1): "inv", sympy.Rational(1, 2): "sqrt"} | {
-    sympy.Integer(2): "square",
-    sympy.Integer(3): "cube",
+POWERS: Final[Mapping[Any, str]] = {sympy.Rational(1, 2): "sqrt"} | {
+    sympy.Integer(power): name for power, name in ((-1, "inv"), (2, "square"), (3, "cube"))
 }
-
-
 #: Operators that SymPy does not apply to NaN.
 _ORDERING: Final = COMPARISONS | {"min", "max", "relu"}
 #: Larger whole numbers become floats: SymPy multiplies integer powers of integers out.
