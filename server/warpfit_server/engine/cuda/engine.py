@@ -175,8 +175,7 @@ class CudaEngine:
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
         """Return whether a batch is new: a merged batch would never get compiled kernels.
 
-        A merged evaluation keeps its thread to the end, so it must not wait for windows, which may
-        be those of an evaluation that waits for a thread.
+        Merged evaluations are one step, which must not take as long as all rows take to pass.
         """
         with self._lock:
             resident = self._residents.get(evaluation.dataset_id)

@@ -245,8 +245,13 @@ class DerivativeTier:
     def _keep_on_device(self, code: DerivativeCode) -> DeviceCode:
         """Copy code to device memory of its own, but for the records, which are selected."""
         arrays = {name: array for name, array in code.arrays.items() if name != "programs"}
+        offsets, size = _lay_out(arrays)
+        memory = self._device.allocate(size)
         with self._device.stream() as context:
-            memory, addresses = _upload(self._device, context, arrays)
+            staging = context.pinned("code", size)
+            _pack(arrays, offsets, staging)
+            context.upload(memory.ptr, staging)
+        addresses = {name: int(memory.ptr) + offset for name, offset in offsets.items()}
         return DeviceCode(ProgramRecords(code.programs, code.sums), 1, memory, addresses, {})
 
     def _prepare(self, variant: Variant, *, spills: bool) -> DerivativeKernels:
@@ -288,15 +293,3 @@ def _pack(
     for name, array in arrays.items():
         flat = np.ascontiguousarray(array).reshape(-1)
         staging[offsets[name] :][: array.nbytes] = flat.view(np.uint8)
-
-
-def _upload(
-    device: CudaDevice, context: StreamContext, arrays: dict[str, NDArray[Any]]
-) -> tuple[Any, dict[str, int]]:
-    """Copy arrays to device memory of their own; return it and their addresses."""
-    offsets, size = _lay_out(arrays)
-    staging = context.pinned("code", size)
-    _pack(arrays, offsets, staging)
-    memory = device.allocate(size)
-    context.upload(memory.ptr, staging)
-    return memory, {name: int(memory.ptr) + offset for name, offset in offsets.items()}

@@ -175,12 +175,18 @@ def interpret_losses(
     batch, layout = evaluation.batch, resident.dataset.layout
     longest, jobs = check_length(batch), len(batch) * batch.vectors
     batch_layout = BatchLayout.of(batch)
-    buffers = context.keep(LaunchBuffers.allocate)
+    slot_bytes = max_slots(len(batch.codes), len(batch)) * kernels.variant.dtype.itemsize
+    addresses = DeviceAddresses(
+        batch=context.buffer("batch", batch_layout.end),
+        slots=context.buffer("slots", slot_bytes * batch.vectors),
+        values=0,
+        partials=context.buffer("partials", 8 * jobs * geometry.tiles),
+    )
     launch = LossLaunch(
         LaunchHandles.of(context, kernels),
-        buffers,
+        context.keep(LaunchBuffers.allocate),
         geometry,
-        _addresses(context, kernels, geometry, batch, batch_layout.end),
+        addresses,
         batch_layout,
         TokenArrays.of(batch),
         layout.variables,
@@ -201,23 +207,6 @@ def interpret_losses(
     compute = context.nanoseconds("started", "computed")
     copy_out = max(0, time.perf_counter_ns() - launched - compute)
     return Timings(copy_in=launched - started, compute=compute, copy_out=copy_out)
-
-
-def _addresses(
-    context: StreamContext,
-    kernels: InterpreterKernels,
-    geometry: InterpreterGeometry,
-    batch: Batch,
-    size: int,
-) -> DeviceAddresses:
-    itemsize = kernels.variant.dtype.itemsize
-    slots = max_slots(len(batch.codes), len(batch))
-    return DeviceAddresses(
-        batch=context.buffer("batch", size),
-        slots=context.buffer("slots", slots * batch.vectors * itemsize),
-        values=0,
-        partials=context.buffer("partials", 8 * len(batch) * batch.vectors * geometry.tiles),
-    )
 
 
 # ------------------------------------------------------------------------------ compiled by Numba

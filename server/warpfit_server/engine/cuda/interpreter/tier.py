@@ -137,8 +137,10 @@ class InterpreterTier:
         most = source.Variant.of(mode, _MOST_BYTES[mode])
         if self._tuning.rows:
             return replace(most, rows=max(self._tuning.rows, _LEAST_BYTES // mode.dtype.itemsize))
-        programs, vectors, _ = evaluation.shape(resident.dataset.layout)
-        is_much = programs * vectors >= self._jobs_to_fill_device(resident, evaluation, most.rows)
+        programs, vectors, rows = evaluation.shape(resident.dataset.layout)
+        # More rows a thread share the decoding of an instruction, but leave fewer warps.
+        threads = _FULL_THREADS * self._device.multiprocessors
+        is_much = programs * vectors * rows >= most.rows * threads
         return most if is_much else source.Variant.of(mode, _LEAST_BYTES)
 
     def prepare_all(self) -> None:
@@ -160,17 +162,6 @@ class InterpreterTier:
                     flags=source.operator_flags(variant),
                 )
             return self._kernels[variant]
-
-    def _jobs_to_fill_device(
-        self, resident: ResidentDataset, evaluation: Evaluation, rows_per_thread: int
-    ) -> int:
-        """Return the number of jobs that fill the device with so many rows a thread.
-
-        More rows a thread share the decoding of an instruction, but leave fewer warps.
-        """
-        start, stop = evaluation.row_range(resident.dataset.layout)
-        threads = _FULL_THREADS * self._device.multiprocessors
-        return -(-rows_per_thread * threads // max(1, stop - start))
 
     def _rows_at_a_time(self, resident: ResidentDataset, evaluation: Evaluation) -> int:
         """Return the most rows of a launch, a power of two: a job's values must fit the device."""
