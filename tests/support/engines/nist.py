@@ -63,10 +63,6 @@ class Problem:
     dataset: Dataset
     """float64."""
 
-    @property
-    def is_lower(self) -> bool:
-        return self.name in _LOWER
-
 
 def load(name: str) -> Problem:
     """Read a problem from its file; of Nelson the logarithm of y is fitted, as certified."""
