@@ -73,7 +73,6 @@ def window_rows(layout: Layout, memory: int) -> int:
 
     Raises:
         ResourceExhaustedError: if the memory has no room for two windows.
-
     """
     row_bytes = layout.columns * layout.dtype.itemsize
     most = _window_bytes(memory) // row_bytes - ALIGNED_ROWS
@@ -106,7 +105,6 @@ class WindowBuffers:
 
     Raises:
         ResourceExhaustedError: if the device has no room for it.
-
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -169,7 +167,6 @@ class StreamedDataset(ResidentDataset):
 
     Raises:
         ResourceExhaustedError: if two windows are too small for the columns.
-
     """
 
     def __init__(self, device: CudaDevice, dataset: Dataset, buffers: WindowBuffers) -> None:
@@ -195,7 +192,7 @@ class StreamedDataset(ResidentDataset):
         Nothing is copied before it is called, so that what the evaluation itself copies to the
         device before does not wait behind rows.
         """
-        coming = iter([_Window(self, span) for span in spans])
+        coming = (_Window(self, span) for span in spans)
         asked: deque[_Window] = deque()
         is_first_used = False
 
