@@ -26,7 +26,7 @@ def test_kepler_finds_the_third_law():
 
 
 def test_the_deap_example_fits_constants(server: ServerProcess, tmp_path):
-    flags = ("--address", server.address, "--generations", 2, "--population", 60)
+    flags = ("--address", server.address, "--generations", 2, "--population", 60, "--workers", 1)
     out = run("diabetes_gp.py", *flags, "--plot", tmp_path / "fitted.png", "--optimize")
     assert (tmp_path / "fitted.png").stat().st_size
     # A constant reaches the standard deviation of the target.

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from contextvars import ContextVar
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 
@@ -25,6 +25,7 @@ from warpfit_server.observability.measurements import (
     CallRecord,
     Recorder,
 )
+from warpfit_server.observability.tracing import SpanTracer
 
 _LOG: Final = logging.getLogger("warpfit.requests")
 #: Ids that clients may choose; any other is replaced.
@@ -34,16 +35,6 @@ _ORDINARY: Final = ("OK", "NOT_FOUND", "CANCELLED", "RESOURCE_EXHAUSTED", "UNAVA
 #: Log lines that the failed calls of a tenant may cause in a process: in a burst, and a second.
 _BURST_LINES, _LINES_A_SECOND = 100, 1.0
 _CURRENT: Final[ContextVar[CallRecord | None]] = ContextVar("call", default=None)
-
-
-class Tracer(Protocol):
-    """Records traces of calls; see `warpfit_server.observability.tracing`."""
-
-    def record(self, call: CallRecord) -> None:
-        """Record a call that has ended."""
-
-    def close(self) -> None:
-        """Send what is left."""
 
 
 def set_current_call(call: CallRecord) -> None:
@@ -93,7 +84,7 @@ def forwarded_metadata(context: grpc.ServicerContext) -> tuple[tuple[str, str], 
 class Observer:
     """Measures, logs and, if there is a tracer, traces the calls of a process."""
 
-    def __init__(self, recorder: Recorder, tracer: Tracer | None = None) -> None:
+    def __init__(self, recorder: Recorder, tracer: SpanTracer | None = None) -> None:
         self.begin = recorder.begin
         """Counts a call as running."""
         self._recorder = recorder

@@ -16,7 +16,7 @@ _SERVICE: Final = "warpfit.v1.Evaluator"
 
 
 class SpanTracer:
-    """Implements `calls.Tracer` over a tracer provider of the OpenTelemetry SDK."""
+    """Makes the spans of calls by a tracer provider of the OpenTelemetry SDK."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry import trace

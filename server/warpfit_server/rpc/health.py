@@ -78,26 +78,22 @@ class Health:
     def set_device(self, label: str, serves: bool) -> None:
         """Set whether a device serves; after `drain` none does."""
         with self._changed:
-            self._set(self.serving | {label} if serves else self.serving - {label})
+            self.set_serving(self.serving | {label} if serves else self.serving - {label})
 
     def set_serving(self, serving: frozenset[str]) -> None:
         """Set which devices serve; after `drain` none does."""
         with self._changed:
-            self._set(serving)
-
-    def _set(self, serving: frozenset[str]) -> None:
-        """Set which devices serve; under the lock."""
-        serving = frozenset() if self._draining else serving
-        if serving != self.serving:
-            self.serving = serving
-            self._changed.notify_all()
-            self._on_change(serving)
+            serving = frozenset() if self._draining else serving
+            if serving != self.serving:
+                self.serving = serving
+                self._changed.notify_all()
+                self._on_change(serving)
 
     def drain(self) -> None:
         """Be not ready for good; the process stays alive."""
         with self._changed:
             self._draining = True
-            self._set(frozenset())
+            self.set_serving(frozenset())
 
     def status(self, name: str) -> int:
         """Return the status of a service, SERVICE_UNKNOWN if there is none of that name."""
