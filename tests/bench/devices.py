@@ -51,10 +51,9 @@ SHAPES = ((300, 100_000), (5_000, 10_000))
 LARGE = (5_000, 1_000_000)
 SEARCHES = (3_000, 10_000)
 SHARDED = ((300, 1_000_000), (1_000, 20_000_000))
-#: Likewise of streamed calls, and the memory of each GPU, of which an eighth of the rows needs more
-#: than the 3/4 that data may take.
+#: Likewise of streamed calls, and MiB of all GPUs together: rows must not fit in 3/4 of them.
 STREAMED = ((300, 40_000_000), (3_000, 40_000_000))
-STREAMED_MEMORY = "256MiB"
+STREAMED_MEMORY = 1536
 #: Seconds that the loss of an engine is watched.
 LOSS_SECONDS = 8.0
 LOSS_WORKERS = 16
@@ -318,12 +317,13 @@ def in_turns(
     return found
 
 
-def streamed(_: Workers, __: dict[str, ServerProcess], options: Any) -> list[dict[str, Any]]:
+def streamed(_: Workers, servers: dict[str, ServerProcess], options: Any) -> list[dict[str, Any]]:
     """Losses of one client on data that the devices together do not hold."""
     asked = {"loss": "mse", "tier": "interpreter", "precision": "fast"}
-    with running(options, STREAMED_MEMORY) as servers:
-        found = [in_turns(servers, s, options.calls, **asked) for s in options.streamed]
-    return [{"device_memory": STREAMED_MEMORY, **each} for each in found]
+    memory = f"{STREAMED_MEMORY // max(len(each.engines()) for each in servers.values())}MiB"
+    with running(options, memory) as small:
+        found = [in_turns(small, shape, options.calls, **asked) for shape in options.streamed]
+    return [{"device_memory": memory, **each} for each in found]
 
 
 def against_first(seconds: dict[str, list[float]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ of evaluation and each number of programs of the random mix, fast mode:
 * ``lasting_kernel_seconds``: the same by the mean of as many evaluations as there are windows, for
   which the device may lower its clock.
 * ``streamed_kernel_seconds``: the device time of the kernels while rows are copied.
+* ``beside``: few programs while another evaluation with many is under way.
 * ``of_bound``: the longer of ``kernel_seconds`` and ``copy_seconds``, divided by ``seconds``; 1 if
   nothing is lost.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "compiled": {"tier": Tier.COMPILED},
     "gradients": {"tier": Tier.INTERPRETER, "gradient": True},
 }
+#: Programs of an evaluation that runs beside another one, and of that.
+FEW, MANY = 30, 3000
 #: Rows that are drawn; the data set repeats them.
 DRAWN = 1 << 20
 
@@ -75,6 +79,8 @@ def main() -> None:
         row["of_bound"] = bound / row["seconds"]
         content["results"].append(row)
         print(row, flush=True)
+    content["beside"] = beside(engine, whole)
+    print(content["beside"], flush=True)
     save("gpu_streaming", content, arguments.directory)
 
 
@@ -98,6 +104,30 @@ def copy_seconds(engine: CudaEngine, streamed: StreamedDataset) -> float:
         for _ in spans:
             run_to_end(next_window())
     return time.perf_counter() - started
+
+
+def beside(engine: CudaEngine, whole: Dataset) -> dict[str, Any]:
+    """Seconds of few programs, alone and while many are under way, and of these."""
+
+    def losses(programs: int) -> tuple[float, float]:
+        evaluation = Evaluation(
+            whole.content_id, Batch.of(*thesis_mix(2, programs)), loss=Loss.MSE, values=False,
+            precision=Precision.FAST, tier=Tier.INTERPRETER,
+        )  # fmt: skip
+        started = time.perf_counter()
+        run_to_end(engine.evaluate(evaluation, outputs_of(evaluation)))
+        return time.perf_counter() - started, time.perf_counter()
+
+    alone, _ = losses(FEW)
+    with ThreadPoolExecutor(1) as pool:
+        many = pool.submit(losses, MANY)
+        time.sleep(0.5)
+        seconds, ended = losses(FEW)
+        many_seconds, many_ended = many.result()
+    return {
+        **{"programs": FEW, "alone": alone, "beside": seconds},
+        **{"many": MANY, "many_seconds": many_seconds, "ended_first": ended < many_ended},
+    }
 
 
 def measure(

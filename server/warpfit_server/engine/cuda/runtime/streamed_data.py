@@ -1,17 +1,17 @@
 """Data sets that are larger than the device's memory: they pass through it in windows of rows.
 
 The columns stay in the host's memory, page-locked, so that the device reads them by itself. There
-are two buffers for windows on the device. While kernels run on one of them, a stream of its own
-fills the other. Nobody on the host waits for that: the streams wait for each other::
+are a few buffers for windows on the device, each with a stream that fills it. An evaluation has two
+of them at most: while kernels run on one window, the next one is copied. Nobody on the host waits
+for that: the streams wait for each other::
 
-    copies                                computation
-    window 0 into buffer 0                wait for window 0, run the kernels
-    window 1 into buffer 1                wait for window 1, run the kernels
-    wait for the kernels on window 0
-    window 2 into buffer 0                ...
+    buffer 0                      buffer 1                      computation
+    copy window 0                 copy window 1                 wait for window 0, run the kernels
+    wait for its kernels          wait for its kernels          wait for window 1, run the kernels
+    copy window 2                 copy window 3                 ...
 
-Evaluations ask for each window ahead, and get buffers in the order in which they have asked: so
-those at the same time take turns from window to window.
+Evaluations get buffers in the order in which they ask for windows. So two at the same time do not
+wait for each other's kernels, and more of them take turns from window to window.
 
 A window ends where a node of the tree of sums ends. So what is summed up of each window, added up
 as the tree says, has the bits that it would have if all rows were on the device.
@@ -48,8 +48,10 @@ from warpfit_server.engine.interface import Steps
 
 #: Part of the memory that a data set may take; a larger one is streamed.
 _RESIDENT_SHARE: Final = 0.75
-#: Part of the memory that both windows may take together, and most bytes of each: at 50 GB/s
-#: 128 MiB take 2.7 ms, against which the host's work for a window is little.
+#: Windows on the device: two each for as many evaluations as shall not wait for each other.
+_BUFFERS: Final = 4
+#: Part of the memory that they may take together, and most bytes of each: at 50 GB/s 128 MiB take
+#: 2.7 ms, against which the host's work for a window is little.
 _WINDOWS_SHARE: Final = 0.25
 _MOST_WINDOW_BYTES: Final = 128 << 20
 #: Bytes after a window that a kernel may read but never uses.
@@ -65,19 +67,19 @@ def must_stream(layout: Layout, memory: int) -> bool:
 
 def _window_bytes(memory: int) -> int:
     """Return the bytes of a window, by the bytes of device memory."""
-    return min(int(memory * _WINDOWS_SHARE) // 2, _MOST_WINDOW_BYTES)
+    return min(int(memory * _WINDOWS_SHARE) // _BUFFERS, _MOST_WINDOW_BYTES)
 
 
 def window_rows(layout: Layout, memory: int) -> int:
     """Return the rows of a window: a power of two, by the bytes of device memory.
 
     Raises:
-        ResourceExhaustedError: if the memory has no room for two windows.
+        ResourceExhaustedError: if the memory has no room for the windows.
     """
     row_bytes = layout.columns * layout.dtype.itemsize
     most = _window_bytes(memory) // row_bytes - ALIGNED_ROWS
     if most < _LEAST_ROWS:
-        needed = int(2 * (_LEAST_ROWS + ALIGNED_ROWS) * row_bytes / _WINDOWS_SHARE)
+        needed = int(_BUFFERS * (_LEAST_ROWS + ALIGNED_ROWS) * row_bytes / _WINDOWS_SHARE)
         raise ResourceExhaustedError(
             f"{memory} bytes of device memory are too few to stream {layout.columns} columns",
             "DEVICE_MEMORY",
@@ -101,7 +103,7 @@ class _Window:
 
 
 class WindowBuffers:
-    """Device memory of two windows, which all streamed data sets of an engine use in turn.
+    """Device memory of windows, which all streamed data sets of an engine use in turn.
 
     Raises:
         ResourceExhaustedError: if the device has no room for it.
@@ -109,10 +111,10 @@ class WindowBuffers:
 
     def __init__(self, device: CudaDevice) -> None:
         size = _window_bytes(device.memory_limit) + _SLACK_BYTES
-        self.memory = [device.allocate(size) for _ in range(2)]
-        self._copies = device.new_stream()
+        self.memory = [device.allocate(size) for _ in range(_BUFFERS)]
+        self._copies = [device.new_stream() for _ in range(_BUFFERS)]
         self._lock = threading.Lock()
-        self._free = deque(range(len(self.memory)))
+        self._free = deque(range(_BUFFERS))
         self._waiting: deque[_Window] = deque()
 
     def ask(self, window: _Window) -> None:
@@ -123,7 +125,7 @@ class WindowBuffers:
 
     def let_wait(self, context: StreamContext, window: _Window) -> None:
         """Let a stream wait for the rows of a window whose copy has begun."""
-        context.wait_for(self._copies, f"window {window.side}")
+        context.wait_for(self._copies[window.side], "filled")
 
     def end(self, window: _Window, context: StreamContext) -> None:
         """Give the buffer of a window to others, or cease to wait for one.
@@ -137,9 +139,8 @@ class WindowBuffers:
             # A window that nobody has read may still be filled: whoever waits for the context's
             # stream, before the pages are unlocked, waits for that, too.
             self.let_wait(context, window)
-            # This holds up all later copies; the next one goes to this buffer in any case.
             context.mark("window read")
-            self._copies.wait_for(context, "window read")
+            self._copies[window.side].wait_for(context, "window read")
             self._free.append(window.side)
         self._fill()
 
@@ -150,8 +151,8 @@ class WindowBuffers:
             while self._free and self._waiting:
                 window = self._waiting.popleft()
                 window.side = self._free.popleft()
-                window.source.copy(self._copies, window.span, window.side)
-                self._copies.mark(f"window {window.side}")
+                window.source.copy(self._copies[window.side], window.span, window.side)
+                self._copies[window.side].mark("filled")
                 begun.append(window)
         for window in begun:  # what they wake may ask for windows
             window.begun.set_result(None)
@@ -166,7 +167,7 @@ class StreamedDataset(ResidentDataset):
         buffers: the windows.
 
     Raises:
-        ResourceExhaustedError: if two windows are too small for the columns.
+        ResourceExhaustedError: if windows are too small for the columns.
     """
 
     def __init__(self, device: CudaDevice, dataset: Dataset, buffers: WindowBuffers) -> None:

@@ -25,7 +25,7 @@ from warpfit_server.engine.cuda.runtime.streamed_data import (
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.sum_tree import sum_nodes
 
-MEMORY = 5 << 20
+MEMORY = 10 << 20
 ROWS = 200_001
 DATA = Dataset.of(
     np.random.default_rng(0).normal(size=(ROWS, 5)), np.arange(ROWS), np.ones(ROWS), dtype="f4"
@@ -221,25 +221,36 @@ def test_evaluations_take_turns_from_window_to_window():
                 waiting[steps] = next(steps) or device.done
             except StopIteration:
                 del waiting[steps]
-    # Each asks for a window ahead, so that two in turn may be its own.
-    assert len(log) > 12
-    assert all(len(set(log[at : at + 6])) == 3 for at in range(len(log) - 8))
+    # The first two have asked for all buffers, and then for more, before the third one asks.
+    assert len(log) > 20
+    assert all(len(set(log[at : at + 9])) == 3 for at in range(len(log) - 9))
+    assert all(len(set(log[at : at + 4])) == 3 for at in range(9, len(log) - 4))
+
+
+def test_an_evaluation_does_not_wait_for_the_kernels_of_another_one():
+    device = FakeDevice()
+    streamed = streamed_on(device)
+    paused = sums_of(device, streamed, (0, ROWS))
+    next(paused)
+    assert run_to_end(sums_of(device, streamed, (70, ROWS))) == whole_sum((70, ROWS))
+    assert run_to_end(paused) == whole_sum((0, ROWS))
 
 
 def test_evaluations_wait_for_each_other_without_a_thread():
     device = FakeDevice()
     streamed = streamed_on(device)
-    flags = [np.zeros(1, np.uint8) for _ in range(3)]
-    first, second, third = (sums_of(device, streamed, (0, ROWS), flag) for flag in flags)
-    assert next(first) is None
-    waits = next(second), next(third)
-    flags[1][0] = 1
+    flags = [np.zeros(1, np.uint8) for _ in range(4)]
+    first, second, *others = (sums_of(device, streamed, (0, ROWS), flag) for flag in flags)
+    next(first)
+    next(second)
+    waits = [next(each) for each in others]  # two have all windows
+    flags[2][0] = 1
     with pytest.raises(CancelledError):
-        next(second)
+        next(others[0])
     assert not any(turn.done() for turn in waits)
     first.close()
     assert waits[1].done()
-    assert run_to_end(third) == whole_sum((0, ROWS))
+    assert run_to_end(others[1]) == whole_sum((0, ROWS))
 
 
 def test_the_pages_are_unlocked_when_the_last_user_is_gone():
@@ -257,7 +268,7 @@ def test_the_pages_are_unlocked_when_the_last_user_is_gone():
     assert device.copied == copied  # nobody has read the pages since
 
 
-@pytest.mark.parametrize(("rows", "streams"), [(1000, False), (300_000, False), (400_000, True)])
+@pytest.mark.parametrize(("rows", "streams"), [(1000, False), (600_000, False), (700_000, True)])
 def test_a_data_set_is_streamed_if_most_of_the_memory_is_too_little(rows, streams):
     layout = Layout(np.dtype(np.float32), variables=3, rows=rows)
     assert must_stream(layout, MEMORY) == streams
