@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, LossFunction
 from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff import backward_pass
-from warpfit_server.engine.interface import Linearisation, Outputs
+from warpfit_server.engine.interface import Linearisation, Outputs, RowShard
 
 Floats = NDArray[np.float64]
 
@@ -30,6 +31,9 @@ class RequestedOutputs:
     variable_gradients: Floats | None = None
     reductions: Floats | None = None
     moments: Floats | None = None
+    cancelled: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(1, dtype=np.uint8))
+    ready: Callable[[int], None] = lambda programs: None
+    shard: RowShard | None = None
 
     @property
     def lowering_flags(self) -> int:
@@ -72,20 +76,17 @@ def requested_outputs(evaluation: Evaluation, outputs: Outputs) -> RequestedOutp
     needs_loss = any(array is not None for array in sums)
     return RequestedOutputs(
         row_loss=loss.row if loss is not None and needs_loss else None,
-        values=outputs.values,
-        losses=outputs.losses,
-        gradients=outputs.gradients,
-        jacobian=outputs.jacobian,
-        variable_gradients=outputs.variable_gradients,
-        reductions=outputs.reductions,
-        moments=outputs.moments,
+        **{each.name: getattr(outputs, each.name) for each in fields(outputs)},
     )
 
 
 def linearisation_outputs(
-    batch: Batch, row_loss: Program, *, curvature: bool
+    batch: Batch, row_loss: Program, *, curvature: bool, **given: Any
 ) -> tuple[Linearisation, RequestedOutputs]:
-    """Allocate the results of a linearisation; return them, and the request to fill them."""
+    """Allocate the results of a linearisation; return them, and the request to fill them.
+
+    ``given`` are the fields ``cancelled`` and ``shard`` of the request.
+    """
     counts = batch.parameter_counts.astype(np.int64)
     triangles = int((counts * (counts + 1) // 2).sum()) * batch.vectors
     found = Linearisation(
@@ -93,6 +94,5 @@ def linearisation_outputs(
         gradients=np.empty(len(batch.parameters)),
         curvatures=np.empty(triangles) if curvature else None,
     )
-    return found, RequestedOutputs(
-        row_loss, losses=found.losses, gradients=found.gradients, curvatures=found.curvatures
-    )
+    arrays = {each.name: getattr(found, each.name) for each in fields(found)}
+    return found, RequestedOutputs(row_loss, **arrays, **given)

@@ -110,7 +110,6 @@ def lower_derivatives(
     layout: Layout,
     batch: Batch,
     requested: RequestedOutputs,
-    cancelled: NDArray[np.uint8],
 ) -> LoweredDerivatives:
     """Lower checked programs with their derivatives; ``run`` runs all chunks of such work."""
     tokens, loss = no_row_loss(), requested.row_loss
@@ -120,12 +119,14 @@ def lower_derivatives(
     # The losses themselves are computed apart, in float64.
     flags = requested.lowering_flags & ~LOSS
     work, lowered = chunked_work.differentiation_work(
-        code.differentiate, batch, tokens, flags, cancelled
+        code.differentiate, batch, tokens, flags, requested.cancelled
     )
     run(work)
     row_loss = allocate(0, 0, 0)
     if loss is not None and not requested.deviation:
-        work, row_loss = chunked_work.lowering_work(code.lower, Batch.of([loss]), cancelled)
+        work, row_loss = chunked_work.lowering_work(
+            code.lower, Batch.of([loss]), requested.cancelled
+        )
         run(work)
     return LoweredDerivatives(lowered, row_loss)
 
@@ -148,7 +149,6 @@ class DerivativeRun:
         dataset: Dataset,
         evaluation: Evaluation,
         requested: RequestedOutputs,
-        cancelled: NDArray[np.uint8],
     ) -> None:
         batch, layout, spans = evaluation.batch, dataset.layout, len(plan.cut.spans)
         self._requested = requested
@@ -177,16 +177,18 @@ class DerivativeRun:
         sum_kernel = wide.losses["given" + suffix] if len(plan.row_loss.headers) else 0
         row_loss = row_loss_inputs(wide.addresses, sum_kernel, plan.row_loss)
         self._inputs = (*inputs.arrays(), *row_loss.arrays(), kernels.dots, starts)
-        self.work = self._work(cancelled)
+        self.work = self._work()
 
-    def _work(self, cancelled: NDArray[np.uint8]) -> chunked_work.ChunkedWork:
+    def _work(self) -> chunked_work.ChunkedWork:
         requested = self._requested
         first = np.array([chunked_work.first_node(self._rows, self._layout, self._cut.level)])
         sums = (self._sums, self._reductions, self._moments, first, self._totals)
         arrays = requested.gradients, requested.variable_gradients, requested.curvatures
         gradients = [np.empty(0) if array is None else array for array in arrays]
         arguments = (*self._inputs, *sums, *gradients)
-        return chunked_work.ChunkedWork(self._code.linearise, arguments, self._cut, cancelled)
+        return chunked_work.ChunkedWork(
+            self._code.linearise, arguments, self._cut, requested.cancelled
+        )
 
     @property
     def _widths(self) -> list[int]:
@@ -213,7 +215,7 @@ class DerivativeRun:
         self._moments = np.ascontiguousarray(moments).reshape(count, -1, MOMENTS)
         spans = chunked_work.cut_rows(rows, self._layout, self._cut.level)
         self._cut = self._cut._replace(spans=spans)
-        self.work = self._work(self.work.cancelled)
+        self.work = self._work()
 
     def finish(self) -> None:
         """Fill the outputs, once all chunks have run.

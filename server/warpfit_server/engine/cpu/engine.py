@@ -131,9 +131,7 @@ class CpuEngine:
         dataset = self._dataset(evaluation)
         if derivatives.needs_derivatives(evaluation, outputs):
             requested = requested_outputs(evaluation, outputs)
-            steps = self._differentiate(
-                dataset, evaluation, requested, outputs.cancelled, outputs.shard, outputs
-            )
+            steps = self._differentiate(dataset, evaluation, requested)
         else:
             steps = self._evaluate(dataset, evaluation, outputs)
         with _memory_errors():
@@ -152,11 +150,11 @@ class CpuEngine:
     ) -> interface.Steps[interface.Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
         dataset = self._dataset(evaluation)
-        found, requested = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
+        found, requested = linearisation_outputs(
+            evaluation.batch, row_loss, curvature=curvature, cancelled=cancelled, shard=shard
+        )
         with _memory_errors():
-            yield from self._differentiate(
-                dataset, evaluation, requested, cancelled, shard, selection=selection
-            )
+            yield from self._differentiate(dataset, evaluation, requested, selection)
         return found
 
     def _dataset(self, evaluation: Evaluation) -> Dataset:
@@ -166,12 +164,10 @@ class CpuEngine:
         return dataset
 
     def _run_in_steps(
-        self, work: ChunkedWork, outputs: interface.Outputs | None, vectors: int
+        self, work: ChunkedWork, outputs: interface.Outputs | RequestedOutputs, vectors: int
     ) -> interface.Steps[None]:
         """Run all chunks, and announce the values that are final after each step."""
-        has_values = outputs is not None and (
-            outputs.values is not None or outputs.jacobian is not None
-        )
+        has_values = outputs.values is not None or outputs.jacobian is not None
         size = max(1, work.chunks * self.step_size // max(1, work.cut.cost))
         announced = 0
         for first in range(0, work.chunks, size):
@@ -180,7 +176,7 @@ class CpuEngine:
             stop = min(first + size, work.chunks)
             self._run(work, first, stop)
             finished = work.instances_finished(stop) // vectors
-            if outputs is not None and has_values and finished > announced:
+            if has_values and finished > announced:
                 announced = finished
                 outputs.ready(finished)
 
@@ -208,30 +204,26 @@ class CpuEngine:
         dataset: Dataset,
         evaluation: Evaluation,
         requested: RequestedOutputs,
-        cancelled: NDArray[np.uint8],
-        shard: interface.RowShard | None,
-        outputs: interface.Outputs | None = None,
         selection: interface.Selection | None = None,
     ) -> interface.Steps[None]:
         """Evaluate with derivatives, custom losses or statistics."""
         code = yield from self._derivative_code()
-        level, layout = None if shard is None else shard.level, dataset.layout
+        shard, layout = requested.shard, dataset.layout
+        level = None if shard is None else shard.level
         whole = evaluation.batch if selection is None else selection.batch
 
         def lower(batch: Batch) -> derivatives.LoweredDerivatives:
             check_tokens(whole, layout.variables)
-            return derivatives.lower_derivatives(
-                code, self._run, layout, batch, requested, cancelled
-            )
+            return derivatives.lower_derivatives(code, self._run, layout, batch, requested)
 
         key = derivatives.lowering_key(dataset, evaluation, requested, level)
         find = self._derived.by_programs if selection is None else self._derived.by_batch
         programs = None if selection is None else selection.programs
         plan = find(whole, key, lower).plan(dataset, evaluation, requested, level, programs)
-        run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested, cancelled)
+        run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested)
         if shard is not None:
             shard.begin(run.width)
-        yield from self._run_in_steps(run.work, outputs, evaluation.batch.vectors)
+        yield from self._run_in_steps(run.work, requested, evaluation.batch.vectors)
         if shard is not None:
             nodes = yield from shard.join(run.nodes())
             if nodes is None:

@@ -171,13 +171,7 @@ def allocate_small_results(
 
 
 def run_launch(
-    device: CudaDevice,
-    context: StreamContext,
-    launch: DerivativeLaunch,
-    spans: Sequence[Span],
-    cancelled: NDArray[np.uint8],
-    ready: Callable[[int], None],
-    shard: RowShard | None,
+    device: CudaDevice, context: StreamContext, launch: DerivativeLaunch, spans: Sequence[Span]
 ) -> Steps[int]:
     """Launch all chunks on each range of rows, and copy their results.
 
@@ -194,11 +188,11 @@ def run_launch(
         _launch_chunk(context, own, chunk, side)
         if launch.nodes is None and chunk is launch.plan.chunks[-1]:
             small.update(_download_small_results(context, launch))
-        return partial(_copy_large_results, context, own, chunk, side, ready)
+        return partial(_copy_large_results, context, own, chunk, side)
 
-    work = launch.resident, spans, launch.plan.chunks, cancelled, launch_one
+    work = launch.resident, spans, launch.plan.chunks, launch.wanted.cancelled, launch_one
     computed = yield from run_chunks(device, context, *work)
-    nodes = launch.nodes
+    nodes, shard = launch.nodes, launch.wanted.shard
     if nodes is not None and shard is not None:
         nodes = yield from _join(context, launch, nodes, shard)
         device.use()
@@ -354,11 +348,7 @@ def _download_small_results(
 
 
 def _copy_large_results(
-    context: StreamContext,
-    launch: DerivativeLaunch,
-    chunk: DerivativeChunk,
-    side: int,
-    ready: Callable[[int], None],
+    context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk, side: int
 ) -> None:
     """Copy the large results of a chunk, which have arrived, to the outputs."""
     for name, array, (first, stop) in _large_results(launch, chunk):
@@ -366,7 +356,7 @@ def _copy_large_results(
         array[first:stop, launch.columns or slice(None)] = staging
     values, columns = launch.wanted.values, launch.columns
     if values is not None and (columns is None or columns.stop == values.shape[-1]):
-        ready(chunk.jobs[1] // launch.plan.code.vectors)
+        launch.wanted.ready(chunk.jobs[1] // launch.plan.code.vectors)
 
 
 def _large_results(

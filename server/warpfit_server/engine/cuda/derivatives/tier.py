@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -108,8 +107,7 @@ class DerivativeTier:
         check_tokens(evaluation.batch, resident.dataset.layout.variables)
         started = time.perf_counter_ns()
         wanted = requested_outputs(evaluation, outputs)
-        given = outputs.cancelled, outputs.shard, outputs.ready
-        computed = yield from self._run(resident, evaluation, wanted, *given)
+        computed = yield from self._run(resident, evaluation, wanted)
         host_time = time.perf_counter_ns() - started - computed
         return Timings(copy_in=max(0, host_time), compute=computed, tier=Tier.INTERPRETER)
 
@@ -124,8 +122,10 @@ class DerivativeTier:
         selection: Selection | None,
     ) -> Steps[Linearisation]:
         """Linearise as `warpfit_server.engine.interface.Engine.linearise` does."""
-        found, wanted = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
-        yield from self._run(resident, evaluation, wanted, cancelled, shard, selection=selection)
+        found, wanted = linearisation_outputs(
+            evaluation.batch, row_loss, curvature=curvature, cancelled=cancelled, shard=shard
+        )
+        yield from self._run(resident, evaluation, wanted, selection)
         return found
 
     def forget(self) -> None:
@@ -137,9 +137,6 @@ class DerivativeTier:
         resident: ResidentDataset,
         evaluation: Evaluation,
         wanted: RequestedOutputs,
-        cancelled: NDArray[np.uint8],
-        shard: RowShard | None,
-        ready: Callable[[int], None] = lambda programs: None,
         selection: Selection | None = None,
     ) -> Steps[int]:
         """Evaluate on all rows, or on nodes of them in turn; return the device's nanoseconds."""
@@ -147,7 +144,7 @@ class DerivativeTier:
         most = resident.window_rows
         if has_large_results or stores_values(wanted):
             most = min(most, _MOST_VALUES)
-        layout = resident.dataset.layout
+        layout, shard = resident.dataset.layout, wanted.shard
         rows = evaluation.row_range(layout)
         spans = cut_rows(rows, most)
         part = replace(evaluation, rows=longest(spans))
@@ -164,8 +161,7 @@ class DerivativeTier:
                     shard.begin(sum(sizes))
                 nodes = RowNodes.allocate(context, "nodes", *sizes, rows, most)
                 launch = replace(launch, nodes=nodes)
-            run = run_launch(self._device, context, launch, spans, cancelled, ready, shard)
-            return (yield from run)
+            return (yield from run_launch(self._device, context, launch, spans))
 
     def _begin(
         self,
