@@ -14,10 +14,8 @@ from support.servers.certificates import Authority
 from support.servers.rpcs import METHODS, OWN_CONNECTION, Caller, X
 from support.servers.server import ServerProcess
 from warpfit.cli import main as cli
-from warpfit.dataset import Dataset
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
-UNKNOWN = Dataset.of(X + 1, X[:, 0], dtype="float64")
 CONNECTIONS = 4
 
 

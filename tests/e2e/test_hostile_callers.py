@@ -12,17 +12,13 @@ import pytest
 
 import warpfit
 from support.servers.calls import token_file
-from support.servers.health import check
 from support.servers.http2 import RawConnection, part_of_message
 from support.servers.long_calls import LONG, WIDE, long_request, start
-from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, bearer
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer
 from support.servers.server import ServerProcess
-from warpfit import codec
-from warpfit.dataset import Dataset
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
 PENDING, RESIDENT = 64 << 20, 32 << 20
-CHECK = "/grpc.health.v1.Health/Check"
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +66,6 @@ def test_calls_without_a_message(server, modest, greedy, method):
     works(modest)
 
 
-def test_an_upload_that_stops(server, modest):
-    stopped = threading.Event()
-    dataset = Dataset.of(np.ones((50_000, 4), np.float32))
-    messages = [m if isinstance(m, bytes) else m.SerializeToString()
-                for m in codec.upload_messages(dataset, 100_000)]  # fmt: skip
-
-    def stopping():
-        yield from messages[:4]
-        stopped.wait(30)
-
-    with grpc.insecure_channel(server.address) as channel:
-        method = channel.stream_unary(SERVICE + "UploadVariables")
-        with pytest.raises(grpc.RpcError) as caught:
-            method(stopping(), timeout=30, metadata=bearer(server.tokens["greedy"]))
-        stopped.set()
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "no complete message" in caught.value.details()
-
-
 def test_unfinished_messages_are_accounted(server, modest, greedy):
     """As many as fit what may be in flight are received, of one tenant three quarters of it."""
     front_ends = [psutil.Process(server.process.process.pid), *server.process.front_ends()]
@@ -111,30 +88,6 @@ def test_unfinished_messages_are_accounted(server, modest, greedy):
     for thread in threads:
         thread.join()
     assert resident() - before < 2 * PENDING
-
-
-def test_what_a_header_announces_evicts_nothing(server, modest):
-    size = RESIDENT // 2
-    kept = modest.upload(np.ones((size // 4, 1), np.float32))
-    large = Dataset.of(np.zeros((int(0.7 * RESIDENT) // 4, 1), np.float32))
-    header = next(iter(codec.upload_messages(large, 1 << 20)))
-    begun = threading.Event()
-
-    def announcing():
-        yield header if isinstance(header, bytes) else header.SerializeToString()
-        begun.set()
-        time.sleep(1)
-
-    with grpc.insecure_channel(server.address) as channel:
-        method = channel.stream_unary(SERVICE + "UploadVariables")
-        call = method.future(announcing(), timeout=20, metadata=bearer(server.tokens["greedy"]))
-        assert begun.wait(10)
-        time.sleep(0.3)
-        assert not call.done(), "it is under way"
-        caller = Caller(channel, bearer(server.tokens["modest"]))
-        caller.call("GetVariables", kept.dataset)
-        works(modest)
-        call.cancel()
 
 
 def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest):
@@ -160,18 +113,6 @@ def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest):
         for call in calls:
             threading.Timer(0.5, call.cancel).start()
         assert patient.evaluate(data, [LONG], loss="mse").shape == (1,)
-
-
-def test_health_checks_that_say_nothing(server, modest):
-    with ExitStack() as stack:
-        for _ in range(4):
-            connection = RawConnection(server.address, source="127.0.0.2")
-            stack.enter_context(connection)
-            for _ in range(50):
-                connection.begin(CHECK)
-        for _ in range(5):
-            works(modest)
-        assert check(server.address) == "SERVING"
 
 
 def test_calls_that_are_taken_back_at_once(server, modest):

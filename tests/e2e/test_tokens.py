@@ -5,7 +5,6 @@ import hashlib
 import json
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 
@@ -18,7 +17,6 @@ from support.servers.rpcs import (
     DATA,
     METHODS,
     OWN_CONNECTION,
-    SERVICE,
     Caller,
     X,
     bearer,
@@ -97,23 +95,6 @@ def test_without_a_valid_token(as_tenant, method, case):
             assert caller.refused(method)[:2] == (status, reason)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_message_of_a_call_that_is_refused_is_not_waited_for(as_tenant, method):
-    never = threading.Event()
-
-    def messages():
-        never.wait(30)
-        yield b""
-
-    for _ in range(CONNECTIONS):
-        with as_tenant(metadata=bearer("x" * 43)) as caller:
-            answer = caller.channel.stream_unary(SERVICE + method)
-            with pytest.raises(grpc.RpcError) as caught:
-                answer(messages(), timeout=20, metadata=caller.metadata)
-            assert explained(caught.value)[1] == "TOKEN_UNKNOWN"
-    never.set()
-
-
 def test_a_hash_is_no_token(as_tenant, tokens):
     digest = hashlib.sha256(tokens[1]["alice"].encode()).hexdigest()
     with as_tenant(metadata=bearer(digest)) as caller:
@@ -173,31 +154,6 @@ def test_limits_of_a_tenant(server, tokens, as_tenant):
     with as_tenant("carol") as raw, pytest.raises(grpc.RpcError) as caught:
         raw.send("Evaluate", request(data, ["x1", "x2"]))
     assert explained(caught.value)[:2] == ("RESOURCE_EXHAUSTED", "TOO_MANY_PROGRAMS")
-
-
-def test_a_token_is_withdrawn_and_another_added(server, tokens, as_tenant):
-    path, _ = tokens
-    token, line = new_token("dave")
-    before = path.read_text()
-    without_bob = "".join(x for x in before.splitlines(True) if not x.startswith("bob"))
-    path.write_text("nonsense\n")  # an error of the operator locks nobody out
-    time.sleep(0.6)
-    with as_tenant("alice") as alice:
-        assert alice.call("GetServerInfo")
-    path.write_text(f"{without_bob}{line}\n")
-    try:
-        deadline = time.monotonic() + 10
-        with as_tenant("bob") as bob:
-            while _accepted(bob):
-                assert time.monotonic() < deadline, "the token is still valid"
-                time.sleep(0.1)
-        for _ in range(CONNECTIONS):
-            with as_tenant(metadata=bearer(token)) as dave:
-                while not _accepted(dave):
-                    assert time.monotonic() < deadline, "the token is not valid yet"
-                    time.sleep(0.1)
-    finally:
-        path.write_text(before)
 
 
 def test_the_clients_carry_tokens(server, tokens, monkeypatch, tmp_path, capsys):
@@ -271,15 +227,6 @@ def test_servers_with_wrong_settings_do_not_start(tmp_path):
     assert not rest
     for (flags, message), words in zip(WRONG_SETTINGS, said, strict=True):
         assert message in words, flags
-
-
-def _accepted(caller: Caller) -> bool:
-    try:
-        caller.call("GetServerInfo")
-    except grpc.RpcError as error:
-        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-        return False
-    return True
 
 
 def _flipped(message: bytes) -> bytes:

@@ -69,7 +69,6 @@ class Channel:
             ChannelClosedError: if the other end is gone, or has not read for too long.
             InternalError: if the message is too long; nothing was sent.
             ResourceExhaustedError: if the system has no room for it; nothing was sent.
-
         """
         self._send(_framed(message, len(descriptors)), descriptors)
 
@@ -84,7 +83,6 @@ class Channel:
 
         Raises:
             ChannelClosedError: if the other end is gone.
-
         """
         while (found := self._next()) is None:
             self._read(0)
@@ -95,7 +93,6 @@ class Channel:
 
         Raises:
             ChannelClosedError: if the other end is gone.
-
         """
         with contextlib.suppress(BlockingIOError):
             while self._read(socket.MSG_DONTWAIT):
@@ -202,7 +199,6 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
     Raises:
         ResourceExhaustedError: if this process can open no more files.
-
     """
     try:
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

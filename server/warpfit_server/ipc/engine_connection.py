@@ -7,8 +7,6 @@ While the connection is lost, requests are refused. Requests that the engine had
 lost are reported, see `warpfit_server.ipc.quarantine`.
 """
 
-from __future__ import annotations
-
 import itertools
 import socket
 import threading
@@ -38,11 +36,7 @@ _SHORTEST_SECONDS: Final = 0.1
 class EngineConnection:
     """Sends requests to the engine; `open` it when an engine starts, `shut` it when one is gone.
 
-    Args:
-        pool: provides the segments.
-        suspects: what may have crashed an engine.
-        reads_alone: whether a thread of its own reads the replies, because none waits for them.
-
+    If it ``reads_alone``, a thread of its own reads the replies, because none waits for them.
     """
 
     def __init__(
@@ -73,14 +67,10 @@ class EngineConnection:
     def open(self, end: socket.socket, process: int = 0) -> None:
         """Use this socket from now on.
 
-        Args:
-            end: this process's end of the connection.
-            process: number of the engine process at the other end; a connection to an earlier one
-                than the last one is closed.
+        A connection to an earlier engine process than the last one is closed.
 
         Raises:
             ResourceExhaustedError: if this process can open no more files; the socket is closed.
-
         """
         channel = Channel(end)
         channel.give_up_after(_SEND_SECONDS)
@@ -125,16 +115,10 @@ class EngineConnection:
         The caller holds a lease on the data set, and must close the request that is returned. A
         probe, which belongs to the tenant `PROBE`, is never a suspect.
 
-        Args:
-            evaluation: what to evaluate.
-            layout: layout of its data set.
-            tenant: owner of the call.
-
         Raises:
             UnavailableError: if there is no engine.
             FailedPreconditionError: if engines have died of it.
             ResourceExhaustedError: if there is no memory for batch and results.
-
         """
         return self.submit(InFlightRequest.of_evaluation(evaluation, layout, tenant))
 

@@ -45,15 +45,7 @@ LOST: Final = object()
 class InFlightRequest:
     """A request in an engine. Used by one thread; `cancel` may come from any other.
 
-    Args:
-        segment_layout: where its arrays lie in its segment.
-        evaluation: what to evaluate or to fit.
-        rows: half-open row range.
-        tenant: owner of the call.
-        arrays: arrays of a fit's settings by name.
-        fit_settings: settings of a fit without arrays; None for an evaluation.
-        deadline: when a fit must stop.
-
+    ``arrays`` are those of a fit's settings, ``fit_settings`` the others; None for an evaluation.
     """
 
     segment: Segment
@@ -113,12 +105,8 @@ class InFlightRequest:
     ) -> InFlightRequest:
         """Make a request of a checked fit.
 
-        Args:
-            request: the fit.
-            layout: of its data set.
-            deadline: ``time.monotonic()`` at which the engine stops with what there is, or None.
-            tenant: owner of the call.
-
+        ``deadline`` is the ``time.monotonic()`` at which the engine stops with what there is, or
+        None.
         """
         settings = request.settings
         arrays = {name: getattr(settings, name) for name in FIT_SETTING_ARRAYS}
@@ -142,9 +130,7 @@ class InFlightRequest:
 
         Each counts as the whole request where it may have crashed an engine.
 
-        Args:
-            bounds: see `SegmentLayout.split`.
-
+        For the bounds see `SegmentLayout.split`.
         """
         evaluation, settings = self.evaluation, (self._arrays, self._fit_settings, self._deadline)
         parts = [
@@ -208,7 +194,6 @@ class InFlightRequest:
         Raises:
             WarpfitError: if the request failed.
             CancelledError: if it was cancelled; the engine may still be at work.
-
         """
         assert self.replies is not None  # it has been sent
         reply = self.replies.next_reply(self.queue)

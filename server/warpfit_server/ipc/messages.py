@@ -205,11 +205,7 @@ class RequestFinished(NamedTuple):
     def of(cls, request: int, timings: Timings, waited: int) -> RequestFinished:
         """Make the message for a request that has succeeded.
 
-        Args:
-            request: its number.
-            timings: of the step that finished it.
-            waited: nanoseconds from the front end to its first step.
-
+        ``waited`` are the nanoseconds from the front end to its first step.
         """
         t = timings
         stages = (t.decode, waited + t.queue, t.copy_in, t.compute, t.copy_out)

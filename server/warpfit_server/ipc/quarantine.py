@@ -11,8 +11,6 @@ quarantine when a second engine dies while it loads the data set and does nothin
 different batches on it were each all that ran when an engine died.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time
@@ -97,13 +95,10 @@ class KnownSuspects:
     def check(self, dataset: bytes, batch: Callable[[], bytes]) -> float:
         """Return for how many seconds a batch must run alone; 0 if it is no suspect.
 
-        Args:
-            dataset: key of its data set.
-            batch: computes its digest; called only when there are suspects.
+        Its digest is computed only when there are suspects.
 
         Raises:
             FailedPreconditionError: if the batch or its data set is in quarantine.
-
         """
         known = self._known
         if not (known.suspects or known.quarantined):
@@ -123,7 +118,6 @@ class KnownSuspects:
 
         Raises:
             FailedPreconditionError: if it is.
-
         """
         if dataset in self._known.quarantined:
             raise _refusal("data set", "content_id", "Change the data, or release the data set")
@@ -143,14 +137,7 @@ def digest(
     arrays: Mapping[str, NDArray[Any]] = MappingProxyType({}),
     settings: FitSettings | None = None,
 ) -> bytes:
-    """Return the SHA-256 of a whole request.
-
-    Args:
-        evaluation: the batch, its data set and the requested outputs.
-        arrays: arrays of a fit's settings by name.
-        settings: a fit's other settings.
-
-    """
+    """Return the SHA-256 of a whole request."""
     custom, batch = evaluation.custom_loss, evaluation.batch
     options = [
         getattr(evaluation, name)
@@ -185,10 +172,7 @@ class _Record:
     def accuse(self, process: int, alone: bytes | None) -> None:
         """Add a crash.
 
-        Args:
-            process: number of the engine process.
-            alone: what was all that ran, if that is known.
-
+        ``alone`` is what was all that ran, if that is known.
         """
         if len(self.processes) < _MOST_COUNTED:
             self.processes.add(process)
@@ -208,12 +192,7 @@ class _Record:
 
 
 class Quarantine:
-    """Decides what is suspect and what is in quarantine; in the main process.
-
-    Args:
-        clock: returns seconds.
-
-    """
+    """Decides what is suspect and what is in quarantine; in the main process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.suspects = KnownSuspects()
@@ -250,12 +229,9 @@ class Quarantine:
     ) -> None:
         """Take in the death of an engine process.
 
-        Args:
-            process: its number.
-            is_blamed: whether what it ran may be the cause.
-            loading: key of the data set that it was loading, if any.
-            at_start: whether it did so as it started, when it did nothing else.
-
+        It ``is_blamed`` if what it ran may be the cause. ``loading`` is the key of the data set
+        that it was loading, if any, and ``at_start`` tells whether it did so as it started, when it
+        did nothing else.
         """
         with self._lock:
             now = self._clock()

@@ -6,8 +6,6 @@ leader/follower pattern). One thread leads at a time, which means that it reads;
 reply it passes the lead on to another one that waits.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import threading
@@ -32,10 +30,8 @@ _LEAD: Final = object()
 class ReplyDispatcher:
     """Reads the replies that come over a channel.
 
-    Args:
-        channel: of the engine; it is closed by `watch`.
-        deliver: puts a message into the queue of the request that it is for.
-
+    ``deliver`` puts a message into the queue of the request that it is for; `watch` closes the
+    channel.
     """
 
     def __init__(self, channel: Channel, deliver: Callable[[Message], None]) -> None:
@@ -89,9 +85,7 @@ class ReplyDispatcher:
     def watch(self, *, reads: bool = False) -> None:
         """Wait until the engine is gone, deliver its last replies, and close the channel.
 
-        Args:
-            reads: whether to deliver all of its replies, because no thread waits for them.
-
+        If it ``reads``, it delivers all replies, because no thread waits for them.
         """
         if not reads:
             hang_up = select.poll()

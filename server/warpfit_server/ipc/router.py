@@ -9,8 +9,6 @@ A request on a sharded data set goes to one of the engines that have the rows, w
 for their part (`warpfit_server.engine.peers`).
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -65,14 +63,7 @@ class Leased(Protocol):
 
 
 class Router:
-    """Sends the requests of one front end to engines.
-
-    Args:
-        connections: to the engines, by number.
-        labels: of their devices.
-        table: of the outstanding work, shared by all front ends.
-
-    """
+    """Sends the requests of one front end to engines."""
 
     def __init__(
         self, connections: Sequence[EngineConnection], labels: Sequence[str], table: QuotaTable
@@ -88,17 +79,13 @@ class Router:
     ) -> InFlightRequest | SplitRequest:
         """Send a request to an engine, or its parts to idle engines; the caller must close it.
 
-        Args:
-            request: a checked evaluation or fit.
-            data: its data set.
-            nanoseconds: estimated time of an engine.
+        ``nanoseconds`` is the estimated time of an engine.
 
         Raises:
             UnavailableError: if there is no engine.
             FailedPreconditionError: if engines have died of it, or of its data set.
             ResourceExhaustedError: if there is no memory for batch and results, or no device with
                 room for the data set.
-
         """
         if data.shards is not None:
             return self._start_sharded(request, data, data.shards, nanoseconds)
@@ -261,7 +248,6 @@ def equal_bounds(batch: Batch, parts: int) -> list[int]:
     Args:
         batch: of at least as many programs as parts.
         parts: number of ranges, none of which is empty.
-
     """
     starts, numbers = batch.starts, np.arange(1, parts)
     inner = np.searchsorted(starts, starts[-1] * numbers / parts)

@@ -113,7 +113,6 @@ class SegmentLayout(NamedTuple):
             batch: of the whole request.
             bounds: ascending numbers of programs from 0 to all; part i has those from ``bounds[i]``
                 to ``bounds[i + 1]``, and ends with the arrays that belong to them.
-
         """
         counts = batch.parameter_counts.astype(np.int64)
         edges = {
@@ -161,7 +160,6 @@ class SegmentLayout(NamedTuple):
 
         Raises:
             KeyError: if it has not.
-
         """
         dtype, shape, offset = self.arrays[name]
         return segment.array(_DTYPES[dtype], shape, offset)

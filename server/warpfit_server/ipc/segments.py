@@ -59,7 +59,6 @@ class Segment:
 
         Raises:
             ResourceExhaustedError: if the machine has none left, or this process no descriptor.
-
         """
         descriptor = -1
         try:
@@ -82,14 +81,10 @@ class Segment:
     def received(cls, identifier: int, descriptors: Sequence[int], size: int) -> Segment:
         """Map a segment that another process has sent.
 
-        Args:
-            identifier: its number.
-            descriptors: what came with the message; none if this process had no room for it.
-            size: bytes.
+        ``descriptors`` is empty if this process had no room for what came with the message.
 
         Raises:
             ResourceExhaustedError: if this process can open no more files, or has no memory left.
-
         """
         if not descriptors:
             raise too_many_files()
@@ -138,9 +133,7 @@ class SegmentPool:
     A reused segment may hold old bytes of the tenant that it is for, never of another one. Readers
     must know that what they read was written first; if they are wrong, no other tenant's data show.
 
-    Args:
-        idle_bytes: most bytes that are kept for reuse.
-
+    At most ``idle_bytes`` are kept.
     """
 
     def __init__(self, idle_bytes: int) -> None:
@@ -183,10 +176,7 @@ class SegmentPool:
     def release(self, segment: Segment, *, is_clean: bool = True) -> None:
         """Take a segment back; close it if enough are idle.
 
-        Args:
-            segment: from `acquire`.
-            is_clean: whether no other process writes to it any more; if not, it is closed.
-
+        It ``is_clean`` if no other process writes to it any more; if not, it is closed.
         """
         with self._lock:
             if is_clean and self._idle_bytes + segment.size <= self._most_idle_bytes:

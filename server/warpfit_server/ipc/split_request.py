@@ -4,8 +4,6 @@ All parts lie in one segment, where each engine writes into its slice of the res
 answer is together once all of them are done.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -27,10 +25,7 @@ class SplitRequest:
 
     The parts are waited for in their order; the replies of later ones wait in the meantime.
 
-    Args:
-        whole: the request for all programs; it has the segment, and is not sent.
-        parts: requests for consecutive programs, in their order.
-
+    The whole request has the segment, and is not sent.
     """
 
     def __init__(self, whole: InFlightRequest, parts: Sequence[InFlightRequest]) -> None:

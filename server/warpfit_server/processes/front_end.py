@@ -67,10 +67,6 @@ class _LeasedDataset:
     """A data set that the main process has leased to this process, or was asked for.
 
     Implements `warpfit_server.ipc.router.Leased`.
-
-    Args:
-        key: names it.
-        request_load: asks the main process that an engine loads it.
     """
 
     def __init__(self, key: bytes, request_load: Callable[[int, bytes], Future[None]]) -> None:
@@ -110,11 +106,7 @@ class _LeasedDataset:
 
 
 class BorrowedLeases:
-    """The main process's data sets as this process sees them.
-
-    Args:
-        send: sends a message to the main process.
-    """
+    """The main process's data sets as this process sees them."""
 
     def __init__(self, send: Callable[[messages.Message], None]) -> None:
         self._send = send
@@ -237,16 +229,7 @@ def _forwarding(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
 
 
 class FrontEndProcess:
-    """State of a front-end process.
-
-    Args:
-        control: channel to the main process.
-        config: the server's configuration.
-        port: which all front ends share.
-        main_address: where the main process takes forwarded calls.
-        quotas: what is in flight in all front ends.
-        seed: of the probe's numbers.
-    """
+    """State of a front-end process."""
 
     def __init__(
         self,

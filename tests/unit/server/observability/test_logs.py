@@ -33,15 +33,6 @@ def test_lines_keep_to_the_rate_and_left_out_ones_are_counted(burst, rate, pause
             assert count <= burst + rate * (end - begin) + 1e-6
 
 
-def test_a_burst_is_allowed_and_then_one_line_a_second_for_each_name():
-    limiter = LogRateLimiter(3, 1.0)
-    assert [limiter.take("a", 10.0) for _ in range(5)] == [0, 0, 0, None, None]
-    assert limiter.take("a", 10.5) is None
-    assert limiter.take("b", 10.5) == 0
-    assert limiter.take("a", 11.0) == 3
-    assert [limiter.take("a", 100.0) for _ in range(4)] == [0, 0, 0, None]
-
-
 def test_names_take_a_bounded_amount_of_memory(monkeypatch):
     monkeypatch.setattr(logs, "_MOST_NAMES", 10)
     limiter = LogRateLimiter(1, 1.0)

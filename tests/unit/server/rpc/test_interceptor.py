@@ -276,19 +276,6 @@ class TestDecoding:
     def waiting(front_end, tenant):
         return len(front_end.interceptor.decoding._waiting.get(tenant, ()))
 
-    def test_a_tenant_with_many_calls_lets_another_pass(self, tmp_path):
-        path, tokens = token_file(tmp_path, "greedy", "modest")
-        gate = Gate()
-        front_end = FrontEnd(gate, token_file=path)
-        for _ in range(4):
-            front_end.take(Call([b"g"], tokens["greedy"]))
-        until(lambda: self.waiting(front_end, "greedy") == 2)
-        front_end.take(Call([b"m"], tokens["modest"]))
-        until(lambda: gate.begun == [b"g", b"g", b"m"])
-        gate.open.set()
-        until(lambda: gate.begun[3:] == [b"g", b"g"])
-        until(lambda: not front_end.interceptor.decoding._inside)
-
     def test_a_call_that_waits_for_the_engine_is_not_decoding(self):
         go, decoded = threading.Event(), threading.Semaphore(0)
 
