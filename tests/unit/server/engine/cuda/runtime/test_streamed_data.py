@@ -45,6 +45,7 @@ class Stream:
 
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.asked, self.events = device, deque(), {}
+        self.pace = 10 ** device.random.uniform(-3, 0)
 
     def launch(self, work) -> None:
         self.asked.append((lambda: True, work))
@@ -99,7 +100,8 @@ class FakeDevice:
     def work(self) -> None:
         """Do what one of the streams has been asked for next."""
         ready = [each for each in self.streams if each.asked and each.asked[0][0]()]
-        self.random.choice(ready).asked.popleft()[1]()
+        (one,) = self.random.choices(ready, [stream.pace for stream in ready])
+        one.asked.popleft()[1]()
 
     def copy(self, address, source) -> None:
         buffer = next(b for b in self.buffers if 0 <= address - b.ctypes.data < b.nbytes)
@@ -253,8 +255,9 @@ def test_evaluations_wait_for_each_other_without_a_thread():
     assert run_to_end(others[1]) == whole_sum((0, ROWS))
 
 
-def test_the_pages_are_unlocked_when_the_last_user_is_gone():
-    device = FakeDevice()
+@pytest.mark.parametrize("seed", range(7, 14))
+def test_the_pages_are_unlocked_when_the_last_user_is_gone(seed):
+    device = FakeDevice(seed)
     streamed = streamed_on(device)
     steps = sums_of(device, streamed, (0, ROWS))
     next(steps)
