@@ -10,6 +10,7 @@ import multiprocessing as mp
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import sympy
 
 from warpfit.frontends.sympy import to_sympy
@@ -18,6 +19,11 @@ from warpfit.parse import parse
 _DECIMALS: Final = 3
 #: Variables of both formulas are positive there, so that sqrt(x^2) is x.
 _POSITIVE: Final = {"positive": True}
+#: Random rows on which formulas are compared first, fewest of them where both have a value, and
+#: variation of what counts as constant.
+_ROWS: Final = 300
+_FEWEST_ROWS: Final = 20
+_VARIES: Final = 0.05
 
 
 def is_solution(found: str, true: str, names: Sequence[str], seconds: float = 60.0) -> bool:
@@ -40,7 +46,28 @@ def is_solution(found: str, true: str, names: Sequence[str], seconds: float = 60
 
 
 def _judge(sender: Any, found: str, true: str, names: tuple[str, ...]) -> None:
-    sender.send(_agree(_expression(found, names), _expression(true, names)))
+    both = _expression(found, names), _expression(true, names)
+    sender.send(_is_close(*both) and _agree(*both))
+
+
+def _is_close(found: Any, true: Any) -> bool:
+    """Tell whether difference or ratio hardly vary, which spares SymPy most formulas.
+
+    Rounding changes a formula by far less.
+    """
+    variables = sorted(found.free_symbols | true.free_symbols, key=str)
+    rows = np.random.default_rng(0).uniform(0.5, 3.0, (len(variables), _ROWS))
+    with np.errstate(all="ignore"):
+        a, b = (
+            np.broadcast_to(sympy.lambdify(variables, each, ["scipy", "numpy"])(*rows), _ROWS)
+            for each in (found, true)
+        )
+        sound = np.isfinite(a) & np.isfinite(b) & np.isreal(a) & np.isreal(b)
+        a, b = a[sound].real.astype(float), b[sound].real.astype(float)
+        if len(a) < _FEWEST_ROWS:
+            return True
+        differs = np.std(a - b) > _VARIES * np.std(b)
+        return bool(not differs or np.std(a / b) <= _VARIES * np.abs(np.mean(a / b)))
 
 
 def _expression(text: str, names: tuple[str, ...]) -> Any:
@@ -84,6 +111,8 @@ def _exact(expression: Any) -> Any:
 
 
 def _solves(found: Any, true: Any) -> bool:
+    if not _is_close(found, true):
+        return False
     found = sympy.simplify(found)
     if found.is_constant():
         return False
