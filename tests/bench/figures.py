@@ -155,15 +155,26 @@ def fits() -> Iterator[str]:
 
 
 def found_equations() -> Iterator[str]:
-    """Equations of SRBench's ground-truth tracks that searches find."""
-    found = {(row["track"], row["method"]): row for row in result("srbench")["summary"]}
-    ours, theirs = found["feynman", "warpfit"], found["feynman", "pyoperon"]
-    others = found["strogatz", "warpfit"]
+    """Equations of SRBench's ground-truth tracks that searches find, and its black boxes."""
+    keys = ("track", "noise", "slow", "method")
+    found = {tuple(row[key] for key in keys): row for row in result("srbench")["summary"]}
+
+    def counts(track: str, method: str, noise: float = 0.0, slow: float = 1.0) -> str:
+        row = found[track, noise, slow, method]
+        return f"{row['solved']} exactly and {row['accurate']} with R2 > 0.999"
+
+    def box(method: str) -> str:
+        row = found["blackbox", 0.0, 1.0, method]
+        return f"{row['median_r2']:.2f} with {row['median_size']:.0f} tokens"
+
     yield (
-        f"Of the {ours['runs']} equations of the Feynman Symbolic Regression Database "
-        f"`SymbolicRegressor` finds {ours['solved']} exactly\nand {ours['accurate']} with "
-        f"R2 > 0.999, pyoperon {theirs['accurate']} with R2 > 0.999; of the {others['runs']} "
-        f"Strogatz equations {others['solved']} and {others['accurate']}."
+        "Of the 100 equations of the Feynman Symbolic Regression Database `SymbolicRegressor` "
+        f"finds {counts('feynman', 'warpfit')},\npyoperon {counts('feynman', 'pyoperon')}; with "
+        f"noise of 1% {counts('feynman', 'warpfit', 0.01)};\nwith calls ten times slower "
+        f"{counts('feynman', 'warpfit', 0.0, 10.0)}. Of the 14 Strogatz equations "
+        f"`SymbolicRegressor` finds\n{counts('strogatz', 'warpfit')}, pyoperon "
+        f"{counts('strogatz', 'pyoperon')}. Twelve black-box sets: median test R2\n"
+        f"{box('warpfit')}, pyoperon {box('pyoperon')}, gplearn {box('gplearn')} (9 sets)."
     )
 
 

@@ -23,7 +23,7 @@ _POSITIVE: Final = {"positive": True}
 #: variation of what counts as constant.
 _ROWS: Final = 300
 _FEWEST_ROWS: Final = 20
-_VARIES: Final = 0.05
+_VARIES: Final = 0.01
 
 
 def is_solution(found: str, true: str, names: Sequence[str], seconds: float = 60.0) -> bool:

@@ -45,10 +45,11 @@ def library(
     unary = [name for name in operators if OPERATORS[name].arity == 1]
     algebraic = [name for name in unary if name in _ALGEBRAIC]
     others = [name for name in unary if name not in _ALGEBRAIC]
+    rooted = [name for name in unary if name not in _ALGEBRAIC or name == "sqrt"]
     functions = [
         [Program.apply(name, part) for part in parts for name in names][:most]
         for names, parts, most in (
-            (others, [*plain, *powers], 2 * share),
+            (rooted, [*plain, *powers], 2 * share),
             (algebraic, sums, share),
             (others, sums, share),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -33,8 +33,11 @@ _SCORED_ROWS: Final = 128
 #: Pairs of a block that are weighed again in float64, and those whose scales are sharpened.
 _KEPT: Final = 150
 _SHARPENED: Final = 40
-#: Formulas of a beam that others are added to.
+#: Formulas of a beam that pairs are added to; and of the library in one step, to pairs with so many
+#: of its shortest.
 _BASES: Final = 6
+_SHORT_BASES: Final = 4
+_SHORT_LEFT: Final = 128
 #: Functions whose arguments are scaled, and standard deviations that these then have.
 _SCALED: Final = {"exp": (1, -1), "sin": (1,), "cos": (1,), "tanh": (1,)}
 _RATIO: Final = 1.5
@@ -86,12 +89,14 @@ class PairSearch:
 
         The formulas are the best of a view so far, the next part of the library, and ``others``.
         In some steps of a view they are paired with functions of scaled arguments instead, and in
-        others the pairs are added to one of the view's best formulas.
+        others the pairs are added to one of the view's best formulas, or to short ones.
         """
         place = self._next_view()
         view, (beam, _), turn = self.views[place], self._beams[place], self._turns[place]
         self._turns[place] += 1
         rounds, kind = divmod(turn, _KINDS)
+        if kind == _ADDING and rounds % 2:
+            return self._best(place, self._beside_short(view, rounds // 2))
         block = rounds if kind in (_SCALING, _ADDING) else 3 * rounds + kind // 2
         start = block * BLOCK % max(1, len(self._known))
         best = self._table(joined([beam, others]))
@@ -99,16 +104,27 @@ class PairSearch:
         left = stacked([self._known[start : start + BLOCK], best])
         base = self._known[:0]
         if kind == _ADDING and len(beam):
-            base = self._table(beam[[rounds % min(_BASES, len(beam))]])
+            base = self._table(beam[[rounds // 2 % min(_BASES, len(beam))]])
         right = stacked([self._functions if kind == _SCALING else self._known, best])
         sharpen = self._sharpened if kind == _SCALING else lambda v, _: v
         count = _SHARPENED if kind == _SCALING else _KEPT
-        fitter = _Fitter(view, base, self.operators, sharpen, count)
-        return self._best(place, fitter, left, right)
+        return self._best(
+            place, _Fitter(view, base, self.operators, sharpen, count).found(left, right)
+        )
 
-    def _best(self, place: int, fitter: _Fitter, left: Table, right: Table) -> Genomes:
+    def _beside_short(self, view: View, turn: int) -> Iterator[_Found]:
+        """Find pairs beside some of the short formulas, those that explain most of a view first."""
+        short = self._known[:BLOCK]
+        short = short[~short.inverted]
+        scores = Scores.of(view, short.values[:0], short.values)
+        order = np.argsort(-np.square(scores.target @ scores.centred))
+        for one in np.roll(order, -turn * _SHORT_BASES)[:_SHORT_BASES]:
+            fitter = _Fitter(view, short[[one]], self.operators, lambda v, _: v, _SHARPENED)
+            yield from fitter.found(short[:_SHORT_LEFT], self._known)
+
+    def _best(self, place: int, candidates: Iterable[_Found]) -> Genomes:
         """Extend a view's beam by the best pairs, and return formulas of y around them."""
-        found = list(fitter.found(left, right))
+        found = list(candidates)
         inner = joined([self.library[:0], *(one.inner for one in found)])
         errors, a, b = (
             np.concatenate([np.empty(0), *(getattr(one, name) for one in found)])
