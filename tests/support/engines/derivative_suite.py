@@ -16,22 +16,13 @@ from support.engines.derivatives import ask, derive, linearise, outputs_for
 from support.engines.numpy_engine import NumpyEngine
 from support.engines.reference_losses import moments_of
 from support.engines.strategies import edge_values, programs
+from warpfit import losses
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
 from warpfit.expressions import reference_engine
 from warpfit.expressions.derivatives import differentiate
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
-from warpfit.losses import (
-    ABSOLUTE,
-    BY_NAME,
-    SQUARES,
-    Closing,
-    LossFunction,
-    as_function,
-    huber,
-    poisson,
-)
 from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
@@ -39,11 +30,11 @@ from warpfit_server.engine.finalize import Finalizer, correlation, reduce_to_sum
 from warpfit_server.engine.interface import Linearisation, Selection, run_to_end
 
 LOSSES = {
-    "squares": SQUARES,
+    "squares": losses.SQUARES,
     "power": parse("(x1 - x2) ^ 2"),
-    "absolute": ABSOLUTE,
-    "huber": huber(0.5).row,
-    "poisson": poisson(log=True).row,
+    "absolute": losses.ABSOLUTE,
+    "huber": losses.huber(0.5).row,
+    "poisson": losses.poisson(log=True).row,
     "own weight": parse("x3 * log1p((x1 - x2) ^ 2) + 0.1 * x3"),
     "no slope": parse("x2 * x2"),
     "constant": parse("3"),
@@ -221,7 +212,9 @@ def test_any_program_gives_numbers_of_the_same_bits_again(engine, program, dtype
     columns[0] = [0.0, np.inf, np.nan]
     data = Dataset.of(columns, np.zeros(20), dtype=dtype)
     vector = [0.5, -1.0, 2.0][: program.parameters]
-    once, again = (derive(engine, data, [program], [vector], row_loss=SQUARES) for _ in range(2))
+    once, again = (
+        derive(engine, data, [program], [vector], row_loss=losses.SQUARES) for _ in range(2)
+    )
     for name in ("values", "losses", "gradients", "jacobian", "variable_gradients"):
         np.testing.assert_array_equal(getattr(once, name), getattr(again, name))
 
@@ -304,7 +297,7 @@ def test_row_ranges(engine, bounds):
     part = slice(*bounds)
     matrix = data.matrix[:, part]
     smaller = Dataset.of(matrix[:4].T, matrix[4], matrix[5], dtype="float64")
-    batch = *smooth_programs(), SQUARES
+    batch = *smooth_programs(), losses.SQUARES
     got = linearise(engine, data, *batch, rows=bounds)
     want = linearise(engine, smaller, *batch)
     for name in ("losses", "gradients", "curvatures"):
@@ -319,13 +312,13 @@ def test_parameter_vectors(engine):
     nothing = Program.apply("mul", Program.constant(0.0), Program.parameter(3))
     given_programs = [Program.apply("add", program, nothing) for program in smooth_programs()[0]]
     blocks = np.random.default_rng(4).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
-    got = linearise(engine, data, given_programs, list(blocks), SQUARES)
-    outputs = derive(engine, data, given_programs, list(blocks), row_loss=SQUARES)
+    got = linearise(engine, data, given_programs, list(blocks), losses.SQUARES)
+    outputs = derive(engine, data, given_programs, list(blocks), row_loss=losses.SQUARES)
     gradients = got.gradients.reshape(-1, 3, 4)
     curvatures = got.curvatures.reshape(-1, 3, 10)
     jacobian = outputs.jacobian.reshape(-1, 3, 4, 2000)
     for k in range(3):
-        one = linearise(engine, data, given_programs, list(blocks[:, k]), SQUARES)
+        one = linearise(engine, data, given_programs, list(blocks[:, k]), losses.SQUARES)
         np.testing.assert_array_equal(got.losses[:, k], one.losses[:, 0])
         np.testing.assert_array_equal(gradients[:, k].ravel(), one.gradients)
         np.testing.assert_array_equal(curvatures[:, k].ravel(), one.curvatures)
@@ -363,7 +356,7 @@ def test_sums_are_accurate_at_a_million_rows(engine):
     rows = 1_000_000
     x = np.random.default_rng(5).uniform(0.5, 1.5, size=rows).astype(np.float32)
     data = Dataset.of(x[:, None], np.full(rows, 1000.0), dtype="float32")
-    got = linearise(engine, data, [parse("p1 * x1 + p2")], [[2.0, 3.0]], SQUARES)
+    got = linearise(engine, data, [parse("p1 * x1 + p2")], [[2.0, 3.0]], losses.SQUARES)
     exact = x.astype(np.longdouble)
     products = [np.sum(exact * exact), np.sum(exact), rows]
     np.testing.assert_allclose(got.curvatures, np.array(products, dtype=float), rtol=1e-13)
@@ -375,8 +368,8 @@ def test_many_parameters(engine):
     vector = np.linspace(0.1, 1.1, 11)
     for rows in (3, 700):
         data = make_dataset(rows)
-        got = linearise(engine, data, [program], [vector], SQUARES)
-        want = linearise(NumpyEngine(data), data, [program], [vector], SQUARES)
+        got = linearise(engine, data, [program], [vector], losses.SQUARES)
+        want = linearise(NumpyEngine(data), data, [program], [vector], losses.SQUARES)
         np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(got.curvatures, want.curvatures, rtol=1e-9, atol=1e-9)
 
@@ -391,18 +384,18 @@ def test_long_programs(engine):
     program = terms[0]
     for term in terms[1:]:
         program = Program.apply("add", program, term)
-    got = linearise(engine, data, [program], [np.ones(5)], SQUARES)
-    want = linearise(NumpyEngine(data), data, [program], [np.ones(5)], SQUARES)
+    got = linearise(engine, data, [program], [np.ones(5)], losses.SQUARES)
+    want = linearise(NumpyEngine(data), data, [program], [np.ones(5)], losses.SQUARES)
     np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9)
 
 
 def test_thesis_mix_in_one_batch_equals_one_by_one(engine):
     data = make_dataset(1500, "float32")
     given_programs, vectors = thesis_mix(5, 30, variables=4)
-    together = linearise(engine, data, given_programs, vectors, ABSOLUTE)
+    together = linearise(engine, data, given_programs, vectors, losses.ABSOLUTE)
     starts = Batch.of(given_programs, vectors).parameter_starts
     for index, (program, vector) in enumerate(zip(given_programs, vectors, strict=True)):
-        alone = linearise(engine, data, [program], [vector], ABSOLUTE)
+        alone = linearise(engine, data, [program], [vector], losses.ABSOLUTE)
         np.testing.assert_array_equal(together.losses[index], alone.losses[0])
         part = together.gradients[starts[index] : starts[index + 1]]
         np.testing.assert_array_equal(part, alone.gradients)
@@ -430,11 +423,12 @@ def evaluated(engine, data, batch, loss, **options) -> np.ndarray:
 
 
 ALL_LOSSES = {"sse": Loss.SSE, "mae": Loss.MAE, "nmse": Loss.NMSE} | {
-    name: LossFunction(make().row, Closing.SUM) for name, make in BY_NAME.items()
+    name: losses.LossFunction(make().row, losses.Closing.SUM)
+    for name, make in losses.BY_NAME.items()
 }
 
 
-OWN = LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
+OWN = losses.LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -457,7 +451,7 @@ def test_a_loss_is_the_same_however_it_is_asked_for(
     for curvature in (False, True):
         steps = engine.linearise(
             Evaluation(data.content_id, batch, **asked),
-            as_function(loss).row, curvature=curvature, cancelled=np.zeros(1, np.uint8),
+            losses.as_function(loss).row, curvature=curvature, cancelled=np.zeros(1, np.uint8),
         )  # fmt: skip
         got = run_to_end(steps)
         others.append(got.losses[:, 0])
@@ -480,7 +474,7 @@ def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, s
     loss = ALL_LOSSES.get(name) or OWN
     data = Dataset.of(f[:, None], y, rng.uniform(0.5, 2, size=3_000).astype("f4"), dtype=dtype)
     batch = Batch.of([parse("x1")])
-    custom = LossFunction(as_function(loss).row, Closing.SUM)
+    custom = losses.LossFunction(losses.as_function(loss).row, losses.Closing.SUM)
     asked = Evaluation(data.content_id, batch, values=False, custom_loss=custom)
     want = reference_engine.evaluate(asked, data).losses[:, 0]
     is_own = not isinstance(loss, Loss) and dtype == "float32"
@@ -575,7 +569,7 @@ def test_reductions_of_special_values(engine):
 def test_cancelled(engine):
     data = make_dataset(1000)
     with pytest.raises(CancelledError):
-        derive(engine, data, *smooth_programs(), row_loss=SQUARES, cancelled=True)
+        derive(engine, data, *smooth_programs(), row_loss=losses.SQUARES, cancelled=True)
 
 
 @pytest.mark.parametrize("leaning", ["left", "right"])
@@ -589,8 +583,8 @@ def test_long_scalars(engine, leaning):
         program = Program.apply("sub", *operands[:: 1 if leaning == "left" else -1])
     program = Program.apply("mul", program, Program.variable(0))
     data = make_dataset(10)
-    got = linearise(engine, data, [program], [[0.5, 1.5]], SQUARES)
-    want = linearise(NumpyEngine(data), data, [program], [[0.5, 1.5]], SQUARES)
+    got = linearise(engine, data, [program], [[0.5, 1.5]], losses.SQUARES)
+    want = linearise(NumpyEngine(data), data, [program], [[0.5, 1.5]], losses.SQUARES)
     np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9)
 
 
@@ -600,7 +594,7 @@ def test_derivatives_asked_for_alone(engine, wish):
     data = make_dataset(1200)
     given_programs, vectors = smooth_programs()
     batch = Batch.of(given_programs, vectors)
-    everything = derive(engine, data, given_programs, vectors, row_loss=SQUARES)
+    everything = derive(engine, data, given_programs, vectors, row_loss=losses.SQUARES)
     asked = Evaluation(data.content_id, batch, loss=Loss.SSE, values=False, **{wish: True})
     alone, field = ask(engine, data, asked), wish if wish == "jacobian" else wish + "s"
     np.testing.assert_array_equal(getattr(alone, field), getattr(everything, field))
