@@ -330,6 +330,10 @@ def gpu_devices() -> Iterator[str]:
         ("fits", "3,000 searches x 10,000 rows, one client"),
     ):
         rows.append((title, times(two[key], "0,1"), times(shared[key], "0,0")))
+    for case in result("devices_sharded")["sharded"]:
+        asked = "gradients" if case["gradient"] else "losses"
+        title = f"{asked} of {case['programs']:,} programs x {case['rows']:,} rows, sharded"
+        rows.append((title, times(case, "0,1"), ""))
     for case in two["sustained"]:
         shape = {name: case[name] for name in ("programs", "rows", "workers")}
         other = select(shared["sustained"], **shape)
