@@ -352,14 +352,21 @@ def gpu_devices() -> Iterator[str]:
 
 def gpu_streaming() -> Iterator[str]:
     """A data set that is larger than the memory of the device."""
-    document = result("gpu_streaming")
-    rows: list[tuple[Any, ...]] = [("expressions", "seconds", "bound", "share of the bound")]
-    for case in document["results"]:
-        kernels, copies = case["kernel_seconds"], document["copy_seconds"]
-        bound = f"{max(kernels, copies):.2f} s ({'kernels' if kernels > copies else 'copies'})"
-        row = f"{case['programs']:,}", f"{case['seconds']:.2f}", bound, f"{case['of_bound']:.2f}"
-        rows.append(row)
-    yield from table(*rows)
+    rows: dict[str, tuple[Any, ...]] = {}
+    names = {"compiled": "losses, compiled", "gradients": "losses and gradients"}
+    for document in (result("gpu_streaming_kinds"), result("gpu_streaming")):
+        for case in document["results"]:
+            kernels, copies = case["kernel_seconds"], document["copy_seconds"]
+            bound = f"{max(kernels, copies):.2f} s ({'kernels' if kernels > copies else 'copies'})"
+            what = f"{case['programs']:,} expressions: {names.get(case['kind'], 'losses')}"
+            rows[what] = what, f"{case['seconds']:.2f}", bound, f"{case['of_bound']:.2f}"
+    yield from table(("what", "seconds", "bound", "share of the bound"), *rows.values())
+    yield ""
+    for case in result("devices_streamed")["streamed"]:
+        yield (
+            f"Streamed by two GPUs against one, {case['programs']:,} expressions: "
+            f"{case['times_the_first']['0,1']:.2f} times the rate."
+        )
 
 
 # ------------------------------------------------------------------------------------- writing

@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, nargs="+", default=[300, 3000])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["interpreted"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--name", default="gpu_streaming", help="of the result")
     arguments = parser.parse_args()
     whole = repeated(int(arguments.gigabytes * 1e9) // (4 * COLUMNS))
     engine = CudaEngine(memory_limit=arguments.memory)
@@ -81,7 +82,7 @@ def main() -> None:
         print(row, flush=True)
     content["beside"] = beside(engine, whole)
     print(content["beside"], flush=True)
-    save("gpu_streaming", content, arguments.directory)
+    save(arguments.name, content, arguments.directory)
 
 
 def repeated(rows: int) -> Dataset:
