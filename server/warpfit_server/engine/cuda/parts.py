@@ -1,8 +1,7 @@
 """Parts of the CUDA engine's compiled code, each compiled by another process; needs no GPU.
 
-NVRTC and nvJitLink compile on one core and keep some 250 MiB, so
-several processes compile the parts of a group into the cache (`compile_processes`), and the engine
-loads them from there::
+NVRTC and nvJitLink compile on one core and keep some 250 MiB, so several processes compile the
+parts of a group into the cache (`compile_processes`), and the engine loads them from there::
 
     python -m warpfit_server.engine.cuda.parts DIRECTORY URGENT ARCHITECTURE/PART...
 """
@@ -31,7 +30,7 @@ def _variants(
     compile_variant: Callable[[Variant], CudaSource], seconds: dict[Variant, float]
 ) -> dict[str, tuple[float, Callable[[], CudaSource]]]:
     return {
-        f"{variant.mode.label}-{variant.rows}": (*(duration, partial(compile_variant, variant)),)
+        f"{variant.mode.label}-{variant.rows}": (duration, partial(compile_variant, variant))
         for variant, duration in seconds.items()
     }
 
