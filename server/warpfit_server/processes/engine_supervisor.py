@@ -214,12 +214,12 @@ class EngineSupervisor:
             try:
                 self.quarantine.suspects.check_dataset(dataset.key)
             except FailedPreconditionError as error:
-                return _settled(error)
+                return settled(error)
             if dataset.shards is not None and self.number not in dataset.shards.engines:
-                return _settled(unavailable())  # of a call that came before it was sharded
+                return settled(unavailable())  # of a call that came before it was sharded
             self._wanted.add(dataset.key)
             if self._channel is None:
-                return _settled()
+                return settled()
             return self._load(self._channel, dataset, streams)
 
     def unload(self, key: bytes) -> None:
@@ -417,7 +417,7 @@ class EngineSupervisor:
         )
 
 
-def _settled(error: WarpfitError | None = None) -> Future[None]:
+def settled(error: WarpfitError | None = None) -> Future[None]:
     """Return a future that has failed with an error, or succeeded."""
     future: Future[None] = Future()
     if error is None:

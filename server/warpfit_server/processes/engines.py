@@ -28,7 +28,7 @@ from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.router import Router
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.processes.engine_supervisor import EngineSupervisor
+from warpfit_server.processes.engine_supervisor import EngineSupervisor, settled
 from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.quotas import QuotaTable
 
@@ -267,7 +267,5 @@ class HostLease:
         """
         holders, key = self._engines.holders(self._dataset.key), self._dataset.key
         if holders and engine not in holders and self._engines.quarantine.suspects.is_suspect(key):
-            refused: Future[None] = Future()
-            refused.set_exception(unavailable())
-            return refused
+            return settled(unavailable())
         return self._engines.supervisors[engine].load(self._dataset)

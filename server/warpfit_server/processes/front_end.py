@@ -39,6 +39,7 @@ from warpfit_server.observability.calls import Observer, forwarded_metadata
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.tracing import make_tracer
+from warpfit_server.processes.engine_supervisor import settled
 from warpfit_server.processes.probe import Probe
 from warpfit_server.row_blocks import Shards
 from warpfit_server.rpc.health import Health
@@ -57,10 +58,6 @@ _IDLE_SECONDS: Final = 1.0
 _NO_DEADLINE: Final = 1e8
 #: Unary methods that the main process answers.
 _FORWARDED: Final = ("OpenDataset", "GetVariables", "ReleaseVariables", "GetServerInfo")
-
-#: What stands for a data set that an engine has loaded.
-_LOADED: Final[Future[None]] = Future()
-_LOADED.set_result(None)
 
 
 class _LeasedDataset:
@@ -142,7 +139,7 @@ class BorrowedLeases:
                 self._leased.pop(lease.key).answer.set_exception(error)
                 return
             dataset = self._leased[lease.key]
-            dataset.loads = dict.fromkeys(lease.engines, _LOADED)
+            dataset.loads = dict.fromkeys(lease.engines, settled())
             dataset.shards = lease.shards
             dataset.answer.set_result(lease.layout)
             if dataset.is_released:
