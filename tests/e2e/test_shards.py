@@ -102,7 +102,7 @@ def test_a_call_that_ends_early_stops_all_engines(client):
 
 
 def test_an_engine_that_is_killed_under_load_costs_no_answer_and_no_call(server):
-    stop, wrong, answered = threading.Event(), [], [0] * 4
+    stop, wrong, answered = threading.Event(), [], [0] * 2
     with warpfit.connect(server.address) as client:
         data = client.upload(X, Y, shards=3)
         expected = client.evaluate(data, *BATCH, loss="mse").tobytes()

@@ -15,7 +15,7 @@ from pyarrow import parquet
 import warpfit
 from support.servers.server import ServerProcess
 
-ROWS, COLUMNS = 3_500_000, 10
+ROWS, COLUMNS = 2_500_000, 10
 INPUT = 4 * ROWS * COLUMNS
 #: Memory that an upload may take beside its input; a second copy would be more than twice as much.
 MOST = 64 << 20

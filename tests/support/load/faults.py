@@ -45,23 +45,11 @@ def figures(load: Load) -> dict[str, Any]:
 
 
 def engine_sigkill(kills: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]:
-    """Kill the engine again and again; how long no client has an answer, and how busy it was."""
-    gaps, busy = [], []
+    """Kill the engine again and again; how long no client has an answer."""
     with ServerProcess("--front-ends", str(front_ends)) as server:
         with Load(server.address, clients) as load:
-            for _ in range(kills):
-                load.wait_for_answers(3)
-                killed = time.monotonic()
-                server.kill_engine()
-                load.wait_for_answers(3)
-                gaps.append(load.gap(killed, time.monotonic()))
-                busy.append(round(os.getloadavg()[0], 1))
-        return {
-            "kills": kills,
-            **figures(load),
-            **spread("seconds_without_answers", gaps),
-            "load_average_at_the_longest": busy[gaps.index(max(gaps))],
-        }
+            gaps = load.gaps_after(server.kill_engine, kills)
+        return {"kills": kills, **figures(load), **spread("seconds_without_answers", gaps)}
 
 
 def engine_sigstop(stops: int, clients: int = 4) -> dict[str, Any]:
@@ -121,18 +109,17 @@ def endless_work(kind: str, front_ends: int = 1) -> dict[str, Any]:
 def supervisor_sigkill(kills: int, clients: int = 4, front_ends: int = 1) -> dict[str, Any]:
     """Kill the server, start another one on the port: the clients upload by themselves."""
     flags = ("--port", str(free_port()), "--front-ends", str(front_ends))
-    gaps = []
     server = ServerProcess(*flags)
+
+    def replace() -> None:
+        nonlocal server
+        server.kill()
+        server.stop()
+        server = ServerProcess(*flags)
+
     try:
         with Load(server.address, clients) as load:
-            for _ in range(kills):
-                load.wait_for_answers(3)
-                killed = time.monotonic()
-                server.kill()
-                server.stop()
-                server = ServerProcess(*flags)
-                load.wait_for_answers(3)
-                gaps.append(load.gap(killed, time.monotonic()))
+            gaps = load.gaps_after(replace, kills)
     finally:
         server.stop()
     return {"kills": kills, **figures(load), **spread("seconds_without_answers", gaps)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -95,6 +96,17 @@ class Load:
         for tally in self.tallies:
             moments = [moment for moment in tally.moments if start <= moment <= stop]
             found.append(max((b - a for a, b in pairwise([start, *moments])), default=stop - start))
+        return found
+
+    def gaps_after(self, fault: Callable[[], object], times: int, answers: int = 3) -> list[float]:
+        """Provoke a fault so often; the longest time without any right answer after each."""
+        found = []
+        for _ in range(times):
+            self.wait_for_answers(answers)
+            began = time.monotonic()
+            fault()
+            self.wait_for_answers(answers)
+            found.append(self.gap(began, time.monotonic()))
         return found
 
     def wait_for_answers(self, count: int, timeout: float = 30.0) -> None:
