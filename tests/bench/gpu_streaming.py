@@ -12,7 +12,8 @@ of evaluation and each number of programs of the random mix, fast mode:
 * ``lasting_kernel_seconds``: the same by the mean of as many evaluations as there are windows, for
   which the device may lower its clock.
 * ``streamed_kernel_seconds``: the device time of the kernels while rows are copied.
-* ``beside``: few programs while another evaluation with many is under way.
+* ``beside``: seconds of an evaluation of few programs while one of many is under way, and of one on
+  a small data set while few programs are evaluated on streamed rows, each against alone.
 * ``of_bound``: the longer of ``kernel_seconds`` and ``copy_seconds``, divided by ``seconds``; 1 if
   nothing is lost.
 """
@@ -20,6 +21,7 @@ of evaluation and each number of programs of the random mix, fast mode:
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -45,8 +47,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "compiled": {"tier": Tier.COMPILED},
     "gradients": {"tier": Tier.INTERPRETER, "gradient": True},
 }
-#: Programs of an evaluation that runs beside another one, and of that.
-FEW, MANY = 30, 3000
+#: Programs of evaluations that run beside each other, and rows of a small data set.
+FEW, MANY, SMALL = 30, 3000, 10_000
 #: Rows that are drawn; the data set repeats them.
 DRAWN = 1 << 20
 
@@ -108,27 +110,33 @@ def copy_seconds(engine: CudaEngine, streamed: StreamedDataset) -> float:
 
 
 def beside(engine: CudaEngine, whole: Dataset) -> dict[str, Any]:
-    """Seconds of few programs, alone and while many are under way, and of these."""
+    """What evaluations take alone, and while another one streams rows."""
+    small = repeated(SMALL)
+    engine.load(small)
 
-    def losses(programs: int) -> tuple[float, float]:
+    def seconds(dataset: Dataset, programs: int) -> float:
         evaluation = Evaluation(
-            whole.content_id, Batch.of(*thesis_mix(2, programs)), loss=Loss.MSE, values=False,
+            dataset.content_id, Batch.of(*thesis_mix(2, programs)), loss=Loss.MSE, values=False,
             precision=Precision.FAST, tier=Tier.INTERPRETER,
         )  # fmt: skip
         started = time.perf_counter()
         run_to_end(engine.evaluate(evaluation, outputs_of(evaluation)))
-        return time.perf_counter() - started, time.perf_counter()
+        return time.perf_counter() - started
 
-    alone, _ = losses(FEW)
+    def small_call() -> float:
+        return statistics.median(seconds(small, FEW) for _ in range(30))
+
+    found = {"few": seconds(whole, FEW), "many": seconds(whole, MANY), "small": small_call()}
     with ThreadPoolExecutor(1) as pool:
-        many = pool.submit(losses, MANY)
+        many = pool.submit(seconds, whole, MANY)
         time.sleep(0.5)
-        seconds, ended = losses(FEW)
-        many_seconds, many_ended = many.result()
-    return {
-        **{"programs": FEW, "alone": alone, "beside": seconds},
-        **{"many": MANY, "many_seconds": many_seconds, "ended_first": ended < many_ended},
-    }
+        found["few_beside_many"] = seconds(whole, FEW)
+        found["many_beside_few"] = many.result()
+        few = pool.submit(seconds, whole, FEW)
+        time.sleep(0.05)
+        found["small_beside_few"] = small_call()
+        few.result()
+    return found
 
 
 def measure(
