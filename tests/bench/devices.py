@@ -5,7 +5,8 @@ turns, so that other load on the machine meets all alike, and writes results/dev
 setting is what the others are compared with. On a machine without a GPU:
 ``--devices cpu cpu:2 --threads 1 --workers 2 4 --scale 0.05``.
 
-* ``sustained``: token-rows a second of many workers, each a process; no batch comes again;
+* ``sustained``: token-rows a second of many workers, each a process that sends messages which it
+  encoded before, as workers on other machines do; hardly any batch comes again;
 * ``one client``: losses of 5,000 programs on 1,000,000 rows, which are split over the devices;
 * ``fits``: one call of 3,000 searches, split likewise;
 * ``sharded``: losses, and gradients, on rows that are divided among the devices, against the first
@@ -21,6 +22,8 @@ setting is what the others are compared with. On a machine without a GPU:
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import multiprocessing
 import os
 import statistics
@@ -31,13 +34,16 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import grpc
 import numpy as np
 import psutil
 from harness import RESULTS, SEED, ServerProcess, percentiles, save, write_result
 
 import warpfit
+from warpfit import codec
+from warpfit.calls.arguments import EvaluateOptions, build_evaluation
 from warpfit.calls.results import Fit
 from warpfit.errors import WarpfitError
 from warpfit.expressions.workload import thesis_mix
@@ -48,6 +54,9 @@ VARIABLES = 10
 POOL = 6_000
 #: Programs and rows of the calls of many workers.
 SHAPES = ((300, 100_000), (5_000, 10_000))
+#: Programs of all messages that the workers of a run encode beforehand; they hold about 5 GB.
+FRESH = 15_000_000
+METHOD = "/warpfit.v1.Evaluator/Evaluate"
 LARGE = (5_000, 1_000_000)
 SEARCHES = (3_000, 10_000)
 SHARDED = ((300, 1_000_000), (1_000, 20_000_000))
@@ -90,41 +99,68 @@ def work(number: int, orders: Connection) -> None:
         order = orders.recv()
         if order is None:
             return
-        address, programs, rows, seconds, repeats = order
-        with warpfit.connect(address) as client:
+        address, programs, rows, seconds, fresh = order
+        with warpfit.connect(address) as client, grpc.insecure_channel(address) as channel:
             data = client.upload(*table(rows))
-            known = Pool(SEED, programs).batch if repeats else None
-            client.run(data, known or pool.draw(programs), loss="mse", precision="fast")
+            if fresh:
+                send = sender(channel, data, [pool.draw(programs) for _ in range(fresh)])
+            else:
+                send = partial(repeat, client, data, Pool(SEED, programs).batch)
+            send()
             orders.send(None)
             orders.recv()  # all workers are ready
-            orders.send(call(client, data, pool, programs, seconds, known))
+            orders.send(call(send, seconds))
 
 
-def call(
-    client: warpfit.Client, data: Any, pool: Pool, programs: int, seconds: float, known: Any
-) -> dict[str, Any]:
+class Answer(NamedTuple):
+    """What a worker keeps of an answer."""
+
+    tokens: int
+    devices: str
+    losses: bytes
+
+
+def repeat(client: warpfit.Client, data: Any, batch: Batch) -> Answer:
+    """Evaluate a batch that was evaluated before."""
+    answer = client.run(data, batch, loss="mse", precision="fast", tier="interpreter")
+    return Answer(len(batch.codes), answer.timings.device, answer.losses.tobytes())
+
+
+def sender(channel: grpc.Channel, data: Any, batches: list[Batch]) -> Callable[[], Answer]:
+    """Return what sends one batch after the other; they are encoded now, as by another machine."""
+    options: EvaluateOptions = {"loss": "mse", "precision": "fast"}
+    evaluations = [build_evaluation(data, batch, None, None, options)[0] for batch in batches]
+    requests = itertools.cycle(
+        [(len(each.batch.codes), codec.evaluation_to_bytes(each)) for each in evaluations]
+    )
+    method = channel.unary_unary(METHOD)
+
+    def send() -> Answer:
+        tokens, request = next(requests)
+        return Answer(tokens, codec.answer_from_bytes(method(request)).timings.device, b"")
+
+    return send
+
+
+def call(send: Callable[[], Answer], seconds: float) -> dict[str, Any]:
     """Call until the time is up: moments and durations of all calls, and what went wrong."""
     tokens, failed, ended, walls = 0, 0, [], []
     losses: set[bytes] = set()
     devices: dict[str, int] = {}
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
-        batch = pool.draw(programs) if known is None else known
         before = time.perf_counter()
         try:
-            answer = client.run(
-                data, batch, loss="mse", precision="fast", tier="interpreter" if known else "auto"
-            )
-        except WarpfitError:
+            answer = send()
+        except (WarpfitError, grpc.RpcError):
             failed += 1
             continue
         ended.append(time.time())
         walls.append(time.perf_counter() - before)
-        tokens += len(batch.codes)
-        for device in answer.timings.device.split(","):
+        tokens += answer.tokens
+        for device in answer.devices.split(","):
             devices[device] = devices.get(device, 0) + 1
-        if known is not None:
-            losses.add(answer.losses.tobytes())
+        losses.add(answer.losses)
     taken = time.perf_counter() - started
     found = {"tokens": tokens, "failed": failed, "ended": ended, "walls": walls, "taken": taken}
     return {**found, "devices": devices, "losses": losses}
@@ -177,7 +213,8 @@ def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any)
             rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
             for _ in range(options.rounds):
                 for name, server in servers.items():
-                    order = (server.address, programs, rows, options.seconds, False)
+                    fresh = math.ceil(FRESH / programs / max(count, 16))
+                    order = (server.address, programs, rows, options.seconds, fresh)
                     results, busy = watched(workers, server, count, order)
                     rounds[name].append({**throughput(results, rows), "busy_cores": busy})
             rates = {
@@ -365,7 +402,7 @@ def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> 
         server.kill_engine(1)
         killed.append(time.time())
 
-    order = (server.address, programs, rows, LOSS_SECONDS, True)
+    order = (server.address, programs, rows, LOSS_SECONDS, 0)
     count = min(LOSS_WORKERS, max(options.workers))
     results = workers.run(count, order, lambda: threading.Thread(target=kill).start())
     moments = np.array(sorted(moment for each in results for moment in each["ended"]))
