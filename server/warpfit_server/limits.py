@@ -4,7 +4,6 @@ Every check raises ResourceExhaustedError, which names the limit and the flag th
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -38,26 +37,24 @@ _FEWER_NAMES: Final = ("Send fewer or shorter names, or none", "layout.names")
 _USUAL: Final = ("Send smaller batches", "")
 #: For each limit the reason of a refusal and the words for what is too much; where they are not
 #: `_USUAL`, the advice and the field, too.
-_REFUSALS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "program_tokens": ("PROGRAM_TOO_LONG", "tokens in a program"),
-        "programs": ("TOO_MANY_PROGRAMS", "programs in the batch"),
-        "vectors": ("TOO_MANY_VECTORS", "parameter vectors"),
-        "tokens": ("TOO_MANY_TOKENS", "tokens in the batch"),
-        "loss_tokens": (
-            *("LOSS_TOO_LONG", "tokens in the loss function"),
-            *("Write a shorter loss", "loss_function"),
-        ),
-        "names": ("TOO_MANY_NAMES", "variable names", *_FEWER_NAMES),
-        "name_bytes": ("NAMES_TOO_LONG", "bytes of variable names", *_FEWER_NAMES),
-        "dataset_bytes": (
-            *("DATASET_TOO_LARGE", "bytes in the data set"),
-            *("Use float32 or fewer rows", "layout"),
-        ),
-        "rows": ("TOO_MANY_ROWS", "rows in the data set", "Use fewer rows", "layout.rows"),
-        "result_bytes": ("RESULT_TOO_LARGE", "bytes of results"),
-    }
-)
+_REFUSALS: Final[Mapping[str, tuple[str, ...]]] = {
+    "program_tokens": ("PROGRAM_TOO_LONG", "tokens in a program"),
+    "programs": ("TOO_MANY_PROGRAMS", "programs in the batch"),
+    "vectors": ("TOO_MANY_VECTORS", "parameter vectors"),
+    "tokens": ("TOO_MANY_TOKENS", "tokens in the batch"),
+    "loss_tokens": (
+        *("LOSS_TOO_LONG", "tokens in the loss function"),
+        *("Write a shorter loss", "loss_function"),
+    ),
+    "names": ("TOO_MANY_NAMES", "variable names", *_FEWER_NAMES),
+    "name_bytes": ("NAMES_TOO_LONG", "bytes of variable names", *_FEWER_NAMES),
+    "dataset_bytes": (
+        *("DATASET_TOO_LARGE", "bytes in the data set"),
+        *("Use float32 or fewer rows", "layout"),
+    ),
+    "rows": ("TOO_MANY_ROWS", "rows in the data set", "Use fewer rows", "layout.rows"),
+    "result_bytes": ("RESULT_TOO_LARGE", "bytes of results"),
+}
 
 
 def check_limit(limits: Limits, name: str, needed: int, what: str = "") -> None:

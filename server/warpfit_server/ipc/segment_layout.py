@@ -27,12 +27,10 @@ QUEUED, BEGUN, ALONE = 0, 1, 2
 #: Most parts of a request; each has two bytes of flags.
 MOST_PARTS: Final = 32
 #: Arrays of a fit's result with one number for each program and parameter vector, and their types.
-FIT_RESULT_ARRAYS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **{"losses": "<f8", "initial_losses": "<f8", "iterations": "<u4"},
-        **{"evaluations": "<u4", "reasons": "u1", "starts": "<u4"},
-    }
-)
+FIT_RESULT_ARRAYS: Final[Mapping[str, str]] = {
+    **{"losses": "<f8", "initial_losses": "<f8", "iterations": "<u4"},
+    **{"evaluations": "<u4", "reasons": "u1", "starts": "<u4"},
+}
 #: Arrays of a fit's settings, and their types.
 FIT_SETTING_ARRAYS: Final[Mapping[str, str]] = MappingProxyType(
     {"lower": "<f8", "upper": "<f8", "fixed": "u1"}

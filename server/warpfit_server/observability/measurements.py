@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -34,27 +33,23 @@ class Family(NamedTuple):
     labels: tuple[str, ...]
 
 
-CALL_COUNTERS: Final[Mapping[str, Family]] = MappingProxyType(
-    {
-        "requests": Family("Calls that have ended", ("method", "status", "tenant")),
-        "programs": Family("Programs evaluated or fitted", ("tenant",)),
-        "tokens": Family("Tokens of the programs evaluated or fitted", ("tenant",)),
-        "token_rows": Family("Tokens times rows evaluated, one pass each", ("tenant",)),
-        "evaluations": Family(
-            "Batches evaluated, by the tier and the device that ran them", ("tier", "device")
-        ),
-        "compiled_programs": Family("Programs served by kernels that were compiled already", ()),
-        "received_bytes": Family("Payload of the data sets that were uploaded", ("tenant",)),
-    }
-)
-HISTOGRAMS: Final[Mapping[str, Family]] = MappingProxyType(
-    {
-        "request_seconds": Family("Time of a call from its arrival to its end", ("method",)),
-        "stage_seconds": Family(
-            "Time of an answered call in one stage: decode, queue, copy, kernel, encode", ("stage",)
-        ),
-    }
-)
+CALL_COUNTERS: Final[Mapping[str, Family]] = {
+    "requests": Family("Calls that have ended", ("method", "status", "tenant")),
+    "programs": Family("Programs evaluated or fitted", ("tenant",)),
+    "tokens": Family("Tokens of the programs evaluated or fitted", ("tenant",)),
+    "token_rows": Family("Tokens times rows evaluated, one pass each", ("tenant",)),
+    "evaluations": Family(
+        "Batches evaluated, by the tier and the device that ran them", ("tier", "device")
+    ),
+    "compiled_programs": Family("Programs served by kernels that were compiled already", ()),
+    "received_bytes": Family("Payload of the data sets that were uploaded", ("tenant",)),
+}
+HISTOGRAMS: Final[Mapping[str, Family]] = {
+    "request_seconds": Family("Time of a call from its arrival to its end", ("method",)),
+    "stage_seconds": Family(
+        "Time of an answered call in one stage: decode, queue, copy, kernel, encode", ("stage",)
+    ),
+}
 #: Stages of an answered call.
 CALL_STAGES: Final = ("decode", "queue", "copy", "kernel", "encode")
 #: Most counters in a message to the main process, because the length of messages is limited.

@@ -83,11 +83,9 @@ class Caller:
 def detail_of(error: Any) -> pb.ErrorDetail:
     """What the server says about a failed call; nothing if the error is gRPC's own."""
     found = dict(error.trailing_metadata() or ()).get(codec.ERROR_METADATA_KEY)
-    return (
-        pb.ErrorDetail(message=error.details() or "")
-        if found is None
-        else pb.ErrorDetail.FromString(found)
-    )
+    if found is None:
+        return pb.ErrorDetail(message=error.details() or "")
+    return pb.ErrorDetail.FromString(found)
 
 
 def explained(error: Any) -> tuple[str, str, str]:
