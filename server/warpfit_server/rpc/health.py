@@ -20,11 +20,11 @@ from grpc_health.v1 import health_pb2
 from warpfit_server.rpc.port import (
     InlineExecutor,
     NonBlockingMethod,
+    ReceiveTimeouts,
     Send,
     join_address,
     port_in_use,
 )
-from warpfit_server.rpc.receive_timeouts import ReceiveTimeouts
 from warpfit_server.system.worker_threads import Workers
 
 LIVENESS: Final = "liveness"

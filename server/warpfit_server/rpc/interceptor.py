@@ -27,8 +27,7 @@ from warpfit_server.config import Config
 from warpfit_server.observability.calls import Observer, set_current_call, status_of
 from warpfit_server.observability.measurements import CallRecord
 from warpfit_server.rpc.error_details import fail_call
-from warpfit_server.rpc.port import Exchange, NonBlockingMethod, Send
-from warpfit_server.rpc.receive_timeouts import ReceiveTimeouts
+from warpfit_server.rpc.port import Exchange, NonBlockingMethod, ReceiveTimeouts, Send
 from warpfit_server.system.worker_threads import Workers
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile

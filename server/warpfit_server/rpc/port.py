@@ -1,7 +1,10 @@
-"""The gRPC port: its options, its addresses, and sharing it between processes."""
+"""The gRPC port: its options and addresses, and how the messages of its calls come and go."""
 
+import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -13,6 +16,7 @@ from warpfit.errors import UnavailableError
 from warpfit_server.config import Config
 from warpfit_server.rpc.tls import server_credentials
 
+_LOG: Final = logging.getLogger("warpfit.workers")
 _KEEPALIVE_MS: Final = 20_000
 #: Shortest time between the pings of a client, half of what `warpfit.TransportConfig` does.
 _PING_MS: Final = 500
@@ -21,6 +25,8 @@ _PING_MS: Final = 500
 _STREAMS: Final = 128
 #: Time that TLS and the first frames of a connection may take.
 _HANDSHAKE_MS: Final = 10_000
+#: Seconds between two looks for calls whose message is late.
+_LOOK_SECONDS: Final = 0.25
 #: What `Exchange` needs of gRPC: were one of them missing, no server would start.
 _RECEIVE_MESSAGE_TOKEN, _status = _server._RECEIVE_MESSAGE_TOKEN, _server._status
 _possibly_finish_call = _server._possibly_finish_call
@@ -92,6 +98,55 @@ class Exchange:
     def end(self, message: bytes | None = None) -> None:
         """End the call with the status in its context, and with a last message if there is one."""
         _status(self.context._rpc_event, self.context._state, message)
+
+
+class ReceiveTimeouts:
+    """Ends calls whose next message does not arrive in time, from a thread of its own.
+
+    gRPC waits for a message as long as the client likes. What receives it and the thread that ends
+    calls both remove the call from a dictionary, which only one of them succeeds in.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, tuple[float, Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+        self._runs = False
+
+    def begin(self, call: Hashable, seconds: float, end: Callable[[], None]) -> None:
+        """Call ``end`` after some seconds, unless `stop` comes first.
+
+        ``end`` must not block, and must let the waiting thread go on.
+        """
+        self._waiting[call] = time.monotonic() + seconds, end
+        if not self._runs:
+            self._start()
+
+    def stop(self, call: Hashable) -> bool:
+        """Stop waiting for a call; return False if its time was up and it has been ended."""
+        return self._waiting.pop(call, None) is not None
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._runs:
+                return
+            self._runs = True
+        threading.Thread(target=self._watch, name="receive-timeouts", daemon=True).start()
+
+    def _watch(self) -> None:
+        """End late calls; the thread ends when no call waits, and the next call starts it again."""
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            for call, (limit, end) in self._waiting.copy().items():
+                if limit <= now and self.stop(call):
+                    try:
+                        end()
+                    except Exception:
+                        _LOG.exception("a call could not be ended")
+            with self._lock:
+                if not self._waiting:
+                    self._runs = False
+                    return
 
 
 class NonBlockingMethod:
