@@ -5,12 +5,13 @@ right answer to a small evaluation (`warpfit_server.processes.watchdog`). The em
 name of the gRPC service mean readiness; the label of a device, such as ``cuda:1``, that of its
 engine.
 
-Health checks need no credentials. So they have threads and limits of their own, on each port, and
-none of them waits long for a client.
+Health checks need no credentials. So they have limits of their own, on each port; a thread of their
+own, too, have those that watch.
 """
 
 import threading
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Final
 
 import grpc
@@ -18,6 +19,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from warpfit_server.rpc.port import (
+    Exchange,
     InlineExecutor,
     NonBlockingMethod,
     ReceiveTimeouts,
@@ -32,7 +34,7 @@ READINESS: Final = "readiness"
 _SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 #: Most calls at a time that wait for their message, and that watch.
 _MOST_READING, _MOST_WATCHING = 8, 64
-#: Seconds in which a call that does not watch must be over.
+#: Seconds in which the message of a call must arrive.
 _CALL_SECONDS: Final = 1.0
 #: Seconds after which a watching call looks whether its client has gone.
 _WATCH_SECONDS: Final = 5.0
@@ -196,44 +198,42 @@ class _HealthMethod(NonBlockingMethod):
         self._reading = reading
         self._watching = watching
         # Twice as many: a call that has made room for another one leaves its thread a moment later.
-        self._workers = Workers(2 * (_MOST_READING + (_MOST_WATCHING if watching else 0)))
+        self._watchers = Workers(2 * _MOST_WATCHING)
         self._timeouts = ReceiveTimeouts()
 
     def __call__(
         self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send
     ) -> None:
-        if self._workers.has_room("") and self._reading.enter(context):
-            self._workers.start("", self._serve, messages, context, send)
+        call = Exchange(messages, context, send)
+        if self._reading.enter(context):
+            self._timeouts.begin(context, _CALL_SECONDS, context.cancel)
+            call.receive(partial(self._arrived, call))
         else:
             _refuse_excess(context)
-            send(None)
+            call.end()
 
-    def _serve(self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send) -> None:
-        self._timeouts.begin(context, _CALL_SECONDS, context.cancel)
-        try:
-            name = _name(next(messages, b""), context)
-            if name is not None and self._may_last(context):
-                for message in self._answer(name, context):
-                    send(message)
-            send(None)
-        except grpc.RpcError:
-            return  # the client has gone, or was too slow
-        finally:
-            self._timeouts.stop(context)
-            self._reading.leave(context)
-            if self._watching is not None:
-                self._watching.leave(context)
-
-    def _may_last(self, context: grpc.ServicerContext) -> bool:
-        """Stop the timeout of a call that watches; return False if too many watch."""
-        if self._watching is None:
-            return True
+    def _arrived(self, call: Exchange, message: bytes | None) -> None:
+        context = call.context
         self._timeouts.stop(context)
         self._reading.leave(context)
-        if not self._watching.enter(context):
+        name = _name(message or b"", context)
+        if name is None:
+            call.end()
+        elif self._watching is None:
+            call.end(next(self._answer(name, context), None))
+        elif self._watchers.has_room("") and self._watching.enter(context):
+            self._watchers.start("", self._watch, call, name, self._watching)
+        else:
             _refuse_excess(context)
-            return False
-        return True
+            call.end()
+
+    def _watch(self, call: Exchange, name: str, watching: _CallLimit) -> None:
+        try:
+            for message in self._answer(name, call.context):
+                call.send(message)
+            call.end()
+        finally:
+            watching.leave(call.context)
 
 
 class HealthPort:
