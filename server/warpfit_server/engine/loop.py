@@ -3,8 +3,8 @@
 The simple form:
 
     while True:
-        queue.extend(connections.receive())     # sleeps if there is nothing to do
         go on with steps whose device is done
+        queue.extend(connections.receive())     # sleeps if there is nothing to do
         step = isolation.next()                 # a probe, a suspect, or what the scheduler says
         run the step until it waits for the device, or has ended
         answer what is finished, put the rest back into the queue
@@ -131,10 +131,10 @@ class Loop:
     def _run(self) -> None:
         try:
             while True:
-                self._receive(0.0)  # so that everything that has arrived is considered
                 ended = self._take_ended()
                 for step in ended:
                     self._advance(step)
+                self._receive(0.0)  # so that everything that has arrived is considered
                 requests = self._choose()
                 if requests:
                     self._begin(requests)
