@@ -17,14 +17,14 @@ FAST = Variant(Mode.FAST, 4)
 PRECISE = Variant(Mode.PRECISE, 4)
 DOUBLE = Variant(Mode.DOUBLE, 2)
 #: The interpreter's variant, and that of derivatives and whether it spills, by architecture; few
-#: rows a thread assemble sooner. Architectures between two that take derivatives take them, too.
+#: rows a thread assemble sooner.
 VARIANTS = {
     75: (DOUBLE, FAST, False),
     80: (FAST, PRECISE, True),
-    86: (PRECISE, None, False),
-    89: (FAST, None, False),
+    86: (PRECISE, FAST, False),
+    89: (FAST, FAST, False),
     90: (PRECISE, FAST, True),
-    100: (FAST, None, False),
+    100: (FAST, FAST, False),
     120: (FAST, DOUBLE, False),
 }
 
@@ -36,9 +36,8 @@ def test_kernels_assemble(architecture):
         (interpreter_switch(interpreted), ("interpret", "evaluate_slots", "sum_partials")),
         (device_lowering.lowering_source(), ("lower_programs", "order_programs")),
     ]
-    if differentiated is not None:
-        kernels = ("linearise", "evaluate_scalars", "combine", "measure")
-        sources.append((derivative_switch(differentiated, spills=spills), kernels))
+    kernels = ("linearise", "evaluate_scalars", "combine", "measure")
+    sources.append((derivative_switch(differentiated, spills=spills), kernels))
     for source, kernels in sources:
         cubin = source.compile(architecture)
         assert cubin.startswith(b"\x7fELF")
