@@ -23,29 +23,38 @@ _ROUNDING: Final = 1e-9
 Violations = Callable[[Genomes, Floats, DatasetHandle], Floats]
 
 
-def check_directions(given: Mapping[str, str], names: Sequence[str]) -> None:
-    """Check ``"increasing"`` or ``"decreasing"`` for names of variables.
+def directions(given: Mapping[str, str], names: Sequence[str], variables: int) -> dict[int, float]:
+    """Return 1 for variables in which a formula has to increase, -1 for those where it decreases.
+
+    Args:
+        given: ``"increasing"`` or ``"decreasing"`` by name (x1, x2, ... without names).
+        names: of the variables, or empty.
+        variables: their number.
 
     Raises:
         InvalidArgumentError: for other names or directions.
 
     """
+    known = list(names) or [f"x{place + 1}" for place in range(variables)]
     for name, direction in given.items():
-        if name not in names or direction not in _DIRECTIONS:
+        if name not in known or direction not in _DIRECTIONS:
             raise InvalidArgumentError(
                 f"constraint of monotonicity {name!r}: {direction!r}",
                 "BAD_SETTING",
-                f"Say increasing or decreasing, of {', '.join(names)[:200]}",
+                f"Say increasing or decreasing, of {', '.join(known)[:200]}",
                 "constraints",
             )
+    return {known.index(name): _DIRECTIONS[direction] for name, direction in given.items()}
 
 
-def violations(given: Mapping[str, str], names: Sequence[str], client: Client) -> Violations:
-    """Return a measure of violations of constraints that `check_directions` accepts.
+def violations(
+    given: Mapping[str, str], names: Sequence[str], variables: int, client: Client
+) -> Violations:
+    """Return a measure of violations; arguments as for `directions`.
 
     The derivative of a formula by a variable is that by a parameter that is added to it.
     """
-    signs = {names.index(name): _DIRECTIONS[direction] for name, direction in given.items()}
+    signs = directions(given, names, variables)
 
     def measure(genomes: Genomes, slopes: Floats, data: DatasetHandle) -> Floats:
         found = np.zeros(len(genomes))
@@ -63,7 +72,8 @@ def violations(given: Mapping[str, str], names: Sequence[str], client: Client) -
                     parameters=np.zeros(len(plain)),
                 )
                 jacobians: Any = client.run(data, batch, jacobian=True).jacobians
-                rising = np.hstack(jacobians) * sign * np.sign(slopes[used])
+                with np.errstate(invalid="ignore"):
+                    rising = np.hstack(jacobians) * sign * np.sign(slopes[used])
                 least = -_ROUNDING * np.abs(rising).max(axis=0)
                 found[used] += np.mean(~(rising >= least), axis=0)
         return found

@@ -24,7 +24,7 @@ from warpfit.sklearn import equations as eq
 from warpfit.sklearn.constraints import admission, complexity_measure, operator_names
 from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData
 from warpfit.sklearn.genomes import Genomes
-from warpfit.sklearn.monotonicity import check_directions
+from warpfit.sklearn.monotonicity import directions
 from warpfit.sklearn.progress import Progress, formulas_of, load, save
 from warpfit.sklearn.target_search import TargetSearch
 from warpfit.sklearn.units import dimensions
@@ -99,8 +99,9 @@ class SymbolicRegressor(FormulaRegressor):
         Part of the rows that the search does not see, for ``r2`` of the table of equations. The
         last fit of the constants takes them in.
     simplify : bool
-        Whether formulas are simplified, and the constants of those that a criterion chooses are
-        made short where the loss allows it.
+        Whether formulas are simplified, and those that a criterion may choose are made shorter
+        where the loss allows it: short constants, fewer terms, and rules such as sqrt(x^2) = x that
+        hold for the data.
     tolerance : float
         The search ends when the error is below this part of the loss of the best constant.
     max_seconds : float, optional
@@ -276,9 +277,8 @@ class SymbolicRegressor(FormulaRegressor):
                 "population", self.population, f"at most {_MOST_TOKENS // self.max_size} formulas"
                 f" of max_size={self.max_size}"
             )  # fmt: skip
-        if self.constraints and "monotonic" in self.constraints:
-            names = self._names() or tuple(f"x{i + 1}" for i in range(self.n_features_in_))
-            check_directions(self.constraints["monotonic"], names)
+        monotonic = (self.constraints or {}).get("monotonic", {})
+        directions(monotonic, self._names(), self.n_features_in_)
         if self.units is not None:
             dimensions(self.units, self._names(), self.n_features_in_)
         if not (self.max_seconds is None or 0.0 < self.max_seconds < math.inf):

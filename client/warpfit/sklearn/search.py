@@ -75,7 +75,7 @@ class Settings:
     loss: Loss | LossFunction
     complexity: Callable[[Genomes], Indices]
     admissible: Callable[[Genomes], Mask]
-    penalty: Callable[[Genomes, Floats, DatasetHandle], Floats] | None
+    penalty: Callable[[Genomes, Floats, DatasetHandle], Floats]
     """What is added to the losses of formulas f, for their slopes and some rows."""
     report: Callable[[Search], bool]
     """Called after each generation; True ends the search."""
@@ -268,10 +268,8 @@ class Search:
         )
 
     def _penalised(self, pool: Pool, data: DatasetHandle) -> Pool:
-        penalty = self.settings.penalty
-        if penalty is None:
-            return pool
-        return replace(pool, losses=pool.losses + penalty(pool.genomes, pool.slopes, data))
+        added = self.settings.penalty(pool.genomes, pool.slopes, data)
+        return replace(pool, losses=pool.losses + added)
 
     def _fitted(self, pool: Pool, data: DatasetHandle, iterations: int) -> Pool:
         """Fit all numbers of the formulas."""

@@ -70,7 +70,6 @@ _FAR: Final = 4.0
 #: Fewer rows are not divided to hold some out.
 _FEWEST_DIVIDED: Final = 40
 
-
 #: Loss of formulas, and R^2 on the rows held out.
 _Found: TypeAlias = dict[Program, list[float]]
 
@@ -117,7 +116,7 @@ class TargetSearch:
             list(zip(programs, losses.tolist(), r2, strict=True)),
             self._complexity,
             lambda program: to_text(program, self.names),
-            float(self.training.weights.sum()),
+            self._rows,
             self.scale,
         )
 
@@ -216,29 +215,19 @@ class TargetSearch:
             loss=self.loss,
             complexity=complexity,
             admissible=self._admission(complexity),
-            penalty=None if self._violations is None else self._penalty,
+            penalty=lambda *formulas: self.scale * self._violations(*formulas),
             report=lambda search: progress.report(self, search),
         )
 
     @cached_property
-    def _violations(self) -> Violations | None:
-        """Return what measures violations of the constraints of monotonicity, if there are some."""
-        given = (self.options.constraints or {}).get("monotonic")
-        if not given:
-            return None
-        names = self.names or tuple(f"x{i + 1}" for i in range(self.training.rows.shape[1]))
-        return violations(given, names, self.client)
-
-    def _penalty(self, genomes: Genomes, slopes: Floats, data: DatasetHandle) -> Floats:
-        assert self._violations is not None
-        return self.scale * self._violations(genomes, slopes, data)
+    def _violations(self) -> Violations:
+        given = (self.options.constraints or {}).get("monotonic", {})
+        return violations(given, self.names, self.training.rows.shape[1], self.client)
 
     def _violating(self, programs: list[Program]) -> Mask:
         """Return which formulas violate a constraint of monotonicity."""
-        if self._violations is None:
-            return np.zeros(len(programs), bool)
         genomes = Genomes.of(programs, max(map(len, programs)))
-        return self._violations(genomes, np.ones(len(programs)), self.data) > 0.0
+        return np.asarray(self._violations(genomes, np.ones(len(programs)), self.data) > 0.0)
 
     def _admission(self, complexity: Callable[[Genomes], Indices]) -> Callable[[Genomes], Mask]:
         options = self.options
@@ -283,29 +272,32 @@ class TargetSearch:
             pass  # Long numbers are the price of a short time.
         return self._front_of(found)
 
+    @property
+    def _rows(self) -> float:
+        """Sum of the weights."""
+        return float(self.training.weights.sum())
+
     def _front_of(self, found: _Found) -> list[Equation]:
         losses, r2 = zip(*found.values(), strict=True)
         return self.front(list(found), np.array(losses), list(r2))
 
     def _likely(self, found: _Found) -> list[Program]:
         """Return the formulas of the least BIC."""
-        rows = float(self.training.weights.sum())
 
         def bic(program: Program) -> float:
             level = max(found[program][0], ROUNDING * self.scale, math.ulp(0.0))
-            return information(self._complexity(program), level, program, rows)
+            return information(self._complexity(program), level, program, self._rows)
 
         return sorted(found, key=bic)[:_SHORTENED]
 
     def _shorten(self, program: Program, found: _Found, factor: float) -> None:
         """Add a shorter formula; one parameter less may cost what it is worth to the BIC."""
-        rows = float(self.training.weights.sum())
         left = max(_LEAST_SECONDS, self.deadline - time.monotonic())
         short = self.client.simplify(
             self.data,
             [program],
             loss=self.loss,
-            tolerance=min(_MOST_TOLERANCE, factor * math.log(max(rows, 2.0)) / rows),
+            tolerance=min(_MOST_TOLERANCE, factor * math.log(max(self._rows, 2.0)) / self._rows),
             assume_defined=True,
             timeout=None if left == math.inf else left,
         )
