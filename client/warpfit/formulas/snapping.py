@@ -204,7 +204,10 @@ def _with_shorter_numbers(program: Program, rules: Rules) -> Iterator[Program]:
 
 
 def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterator[Program]:
-    """Replace each subexpression: terms by 0, factors by 1, |u| by u or -u, all by their median."""
+    """Replace each subexpression: terms by 0, factors by 1, all by their median.
+
+    A function f(u), such as |u|, becomes u or, for another function u of v, v.
+    """
     if len(program) > _MOST_TOKENS:
         return
     codes, values = program.codes, program.values
@@ -215,9 +218,12 @@ def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterat
             part = Program(codes[start : end + 1], values[start : end + 1])
             replacements += _median(part, settings.sample)
         parts = [([CONSTANT], [value]) for value in replacements]
+        for stop in range(end, start, -1):
+            if ARITIES[codes[stop]] != 1 or stop < end - 1:
+                break
+            parts.append((codes[start:stop].tolist(), values[start:stop].tolist()))
         if codes[end] == _ABS:
-            inside = codes[start:end].tolist(), values[start:end].tolist()
-            parts += [inside, (inside[0] + [_NEG], inside[1] + [0.0])]
+            parts.append(([*parts[-1][0], _NEG], [*parts[-1][1], 0.0]))
         for new_codes, new_values in parts:
             changed = Program(
                 np.concatenate([codes[:start], np.array(new_codes, np.uint8), codes[end + 1 :]]),

@@ -37,6 +37,12 @@ def test_formulas_become_those_that_made_the_data(client):
     assert r"\frac{2}{3}" in found._repr_html_()
 
 
+def test_functions_that_change_nothing_on_the_data_are_left_out(client):
+    data = client.upload(X, 0.1 * X[:, 0] + X[:, 1], dtype="float64")
+    found = client.simplify(data, "asin(sin(0.1*x1)) + abs(x2)")
+    assert found.programs == [parse("0.1*x1 + x2").simplify()]
+
+
 @pytest.mark.parametrize(("loss", "dtype"), [("r2", "float32"), ("rmse", "float64")])
 def test_noisy_data_allow_short_constants_up_to_the_tolerance(client, loss, dtype):
     data = client.upload(X, EXACT + 0.1 * rng.normal(size=200), dtype=dtype, names=("a", "b", "c"))
