@@ -23,7 +23,6 @@ from warpfit_server.rpc.port import (
     InlineExecutor,
     NonBlockingMethod,
     ReceiveTimeouts,
-    Send,
     join_address,
     port_in_use,
 )
@@ -201,10 +200,9 @@ class _HealthMethod(NonBlockingMethod):
         self._watchers = Workers(2 * _MOST_WATCHING)
         self._timeouts = ReceiveTimeouts()
 
-    def __call__(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send
-    ) -> None:
-        call = Exchange(messages, context, send)
+    def take(self, call: Exchange) -> None:
+        """Have a call answered once its message is there, unless too many wait for theirs."""
+        context = call.context
         if self._reading.enter(context):
             self._timeouts.begin(context, _CALL_SECONDS, context.cancel)
             call.receive(partial(self._arrived, call))

@@ -11,7 +11,7 @@ within a time limit.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from warpfit_server.config import Config
 from warpfit_server.observability.calls import Observer, set_current_call, status_of
 from warpfit_server.observability.measurements import CallRecord
 from warpfit_server.rpc.error_details import fail_call
-from warpfit_server.rpc.port import Exchange, NonBlockingMethod, ReceiveTimeouts, Send
+from warpfit_server.rpc.port import Exchange, NonBlockingMethod, ReceiveTimeouts
 from warpfit_server.system.worker_threads import Workers
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile
@@ -104,31 +104,26 @@ class _InterceptedMethod(NonBlockingMethod):
     observer: Observer
     forwards: bool
 
-    def __call__(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send
-    ) -> None:
-        self.take(Exchange(messages, context, send))
-
-    def take(self, exchange: Exchange) -> None:
+    def take(self, call: Exchange) -> None:
         """Refuse a call, or have it served."""
-        context = exchange.context
+        context = call.context
         record = self.observer.new_call(self.name, context, ANONYMOUS)
-        call = _ServedCall(self, self.interceptor, record, exchange, context)
+        served = _ServedCall(self, self.interceptor, record, call, context)
         try:
-            call.admit()
+            served.admit()
         except Exception as error:
             fail_call(context, error, record.trailing)
             self.observer.end(record, status_of(context))
-            exchange.end()
+            call.end()
             return
         # A cancelled call leaves its slot at once, but its memory only when the engine has stopped.
-        context.add_callback(call.leave_slot)
+        context.add_callback(served.leave_slot)
         if not self.forwards:
             self.observer.begin(record)
         if self.handler.request_streaming:
-            self.interceptor.workers.start(record.tenant, call.serve)
+            self.interceptor.workers.start(record.tenant, served.serve)
         else:
-            call.receive()
+            served.receive()
 
 
 @dataclass(eq=False, slots=True)

@@ -31,8 +31,6 @@ _LOOK_SECONDS: Final = 0.25
 _RECEIVE_MESSAGE_TOKEN, _status = _server._RECEIVE_MESSAGE_TOKEN, _server._status
 _possibly_finish_call = _server._possibly_finish_call
 _is_rpc_state_active = _server._is_rpc_state_active
-#: Sends a message of an answer; None ends the call.
-Send = Callable[[bytes | None], None]
 
 
 class InlineExecutor(ThreadPoolExecutor):
@@ -62,11 +60,11 @@ class Exchange:
     Args:
         messages: what the caller sends.
         context: of the call.
-        send: sends a message of the answer and waits until it is on its way; `Send`.
+        send: sends a message of the answer and waits until it is on its way.
     """
 
     def __init__(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send
+        self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[..., None]
     ) -> None:
         self.messages = messages
         """What the caller sends; not for calls that `receive`."""
@@ -152,12 +150,20 @@ class ReceiveTimeouts:
 class NonBlockingMethod:
     """Base of method handlers that gRPC calls on the port's own thread, and that must not block.
 
-    Such a handler is called with the iterator of the call's messages, its context, and a function
-    of type `Send` by which it answers, then or later.
+    Such a handler implements ``take``, and answers then or later.
     """
 
     experimental_non_blocking: Final = True
     experimental_thread_pool: Final = InlineExecutor()
+
+    def __call__(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[..., None]
+    ) -> None:
+        self.take(Exchange(messages, context, send))
+
+    def take(self, call: Exchange) -> None:
+        """Refuse a call, or have it answered."""
+        raise NotImplementedError
 
 
 def make_server(
