@@ -320,26 +320,18 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def work(pool: ProcessPoolExecutor, options: argparse.Namespace, out: IO[str]) -> None:
-    """Work off the tasks until the time is over."""
+    """Work off the tasks until the time is over, and write what has ended."""
     running: set[Future[dict[str, Any]]] = set()
     for task in itertools.chain(tasks(options), [None]):
         if task is not None and time.monotonic() < options.ends:
             running.add(pool.submit(task[0], *task[1]))
         while len(running) >= (options.processes if task else 1):
-            running = collect(running, out)
-
-
-def collect(running: set[Any], out: IO[str]) -> set[Any]:
-    """Write what has ended, and return the rest."""
-    ended, rest = wait(running, return_when=FIRST_COMPLETED)
-    for future in ended:
-        if error := future.exception():
-            traceback.print_exception(error)
-            continue
-        line = json.dumps(future.result())
-        print(line, file=out, flush=True)
-        print(line, flush=True)
-    return rest
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                if error := future.exception():
+                    traceback.print_exception(error)
+                else:
+                    print(json.dumps(future.result()), file=out, flush=True)
 
 
 def main() -> None:

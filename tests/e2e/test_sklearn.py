@@ -280,6 +280,7 @@ def test_several_starts_get_out_of_a_wrong_valley(server: ServerProcess):
         ({"model_selection": "taste"}, "BAD_SETTING"),
         ({"constraints": {"width": 3}}, "BAD_SETTING"),
         ({"constraints": {"monotonic": {"x1": "sideways"}}}, "BAD_SETTING"),
+        ({"constraints": {"monotonic": "x1"}}, "BAD_SETTING"),
         ({"loss": "nonsense"}, "BAD_ENUM"),
     ],
 )

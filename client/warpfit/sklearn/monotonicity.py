@@ -36,7 +36,8 @@ def directions(given: Mapping[str, str], names: Sequence[str], variables: int) -
 
     """
     known = list(names) or [f"x{place + 1}" for place in range(variables)]
-    for name, direction in given.items():
+    named = given.items() if isinstance(given, Mapping) else [(given, "no direction")]
+    for name, direction in named:
         if name not in known or direction not in _DIRECTIONS:
             raise InvalidArgumentError(
                 f"constraint of monotonicity {name!r}: {direction!r}",
@@ -44,7 +45,7 @@ def directions(given: Mapping[str, str], names: Sequence[str], variables: int) -
                 f"Say increasing or decreasing, of {', '.join(known)[:200]}",
                 "constraints",
             )
-    return {known.index(name): _DIRECTIONS[direction] for name, direction in given.items()}
+    return {known.index(name): _DIRECTIONS[direction] for name, direction in named}
 
 
 def violations(
