@@ -70,7 +70,7 @@ def test_shards_on_two_engines_of_one_gpu_give_the_bits_of_one(pair, expected):
     check_shards(pair, expected)
 
 
-@pytest.mark.parametrize("memory", ["160MiB", "96MiB"])
+@pytest.mark.parametrize("memory", ["224MiB", "96MiB"])
 def test_a_data_set_that_no_device_has_room_for_is_sharded(pair, memory):
     """Both engines divide the memory; at less of it the shards are streamed."""
     sizes = {"rows": 4_000_003, "programs": 30, "fits": 4}

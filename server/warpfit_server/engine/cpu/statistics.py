@@ -198,8 +198,10 @@ def merge_spans(moments: Any, first: int) -> None:
 
     ``first`` is the number of the first span on its level.
     """
+    last = first + len(moments) - 1
     width = 1
-    while width < RADIX * len(moments):
+    # Two neighbours may have no ancestor in common but the root.
+    while first // width != last // width:
         for index in range(1, len(moments)):
             parent = (first + index) // (width * RADIX) * (width * RADIX)
             into = max(parent - first, 0)
