@@ -72,8 +72,10 @@ def generation_times() -> list[tuple[str, float]]:
     ]
     ours = [("warpfit, 16 CPU cores", f"evaluate/cpu/{scenario}")]
     slow = [(name, cells[key]["wall"]["median"]) for name, key in [*peers, *ours]]
-    h200 = result("gpu_service")["one client"]["fresh 300 x 100000"]["p50_ms"] / 1e3
-    return [*slow, ("warpfit, H200", h200)]
+    service = result("gpu_service")
+    evogp = service["EvoGP"]["300 x 100000"]["p50_ms"] / 1e3
+    h200 = service["one client"]["fresh 300 x 100000"]["p50_ms"] / 1e3
+    return [*slow, ("EvoGP, H200", evogp), ("warpfit, H200", h200)]
 
 
 def plot() -> str:
@@ -104,7 +106,7 @@ def plot() -> str:
             f'fill="{colour}"/>',
             f'<text x="{place(seconds) + 6:.0f}" y="{y + 16}">{1e3 * seconds:,.1f} ms</text>',
         ]
-    note = "300 expressions, 100,000 rows, losses; NumPy and pyoperon in the worker's own process"
+    note = "300 expressions, 100,000 rows, losses; the other libraries in the worker's own process"
     parts += [f'<text x="8" y="{height - 8}" fill="#555">{note}</text>', "</svg>"]
     return "\n".join(parts) + "\n"
 
@@ -292,7 +294,7 @@ def device() -> Iterator[str]:
 def gpu_service() -> Iterator[str]:
     """Calls of one client through gRPC, and many clients."""
     document = result("gpu_service")
-    rows: list[tuple[Any, ...]] = [("one client", "median", "99th percentile")]
+    rows: list[tuple[Any, ...]] = [("one client", "median", "99th percentile", "EvoGP, median")]
     for title, case in (
         ("300 expressions, 1,000 rows", "fresh 300 x 1000"),
         ("300 expressions, 100,000 rows", "fresh 300 x 100000"),
@@ -304,7 +306,9 @@ def gpu_service() -> Iterator[str]:
         ("300 expressions that repeat, 100,000 rows", "repeated auto"),
     ):
         found = document["one client"][case]
-        rows.append((title, f"{found['p50_ms']:.1f} ms", f"{found['p99_ms']:.1f} ms"))
+        peer = document["EvoGP"].get(case.removeprefix("fresh "))
+        times = (found["p50_ms"], found["p99_ms"], *([peer["p50_ms"]] if peer else []))
+        rows.append((title, *(f"{time:.1f} ms" for time in times), *([] if peer else [""])))
     yield from table(*rows)
     yield ""
     for case in document["sustained"]:
@@ -342,7 +346,8 @@ def gpu_devices() -> Iterator[str]:
         ("one client", "5,000 programs x 1,000,000 rows, one client"),
         ("fits", "3,000 searches x 10,000 rows, one client"),
     ):
-        rows.append((title, times(two[key], "0,1"), times(shared[key], "0,0")))
+        one_gpu = times(shared[key], "0,0") if key in shared else ""
+        rows.append((title, times(two[key], "0,1"), one_gpu))
     for case in result("devices_sharded")["sharded"]:
         asked = "gradients" if case["gradient"] else "losses"
         title = f"{asked} of {case['programs']:,} programs x {case['rows']:,} rows, sharded"

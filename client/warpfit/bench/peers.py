@@ -157,11 +157,11 @@ class GplearnPeer:
 class EvogpPeer:
     """EvoGP's CUDA interpreter, mean squared errors on the device.
 
-    Written from EvoGP's source (https://github.com/EMI-Group/evogp at 42a6e6f) and not run beside
-    it yet. A forest is three tensors in prefix order (float32 values, int16 types and subtree
-    sizes) of at most 1,024 nodes a tree. Operators mean what NumPy's do, but x / 0 is NaN; older
-    versions protect division, logarithm, power and root, so that values disagree and nothing is
-    timed. Codes of operators differ between versions and are asked of the installed one.
+    Run with EvoGP (https://github.com/EMI-Group/evogp) at 6706e47. A forest is three tensors in
+    prefix order (float32 values, int16 types and subtree sizes) of at most 1,024 nodes a tree.
+    Operators mean what NumPy's do, but x / 0 is NaN; older versions protect division, logarithm,
+    power and root, so that values disagree and nothing is timed. Codes of operators differ between
+    versions and are asked of the installed one.
     """
 
     needs, engine, output = "evogp", "cuda", "losses"
