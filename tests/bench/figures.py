@@ -337,6 +337,7 @@ def gpu_devices() -> Iterator[str]:
     """Two GPUs, and two engines on one, against one engine."""
     two, shared = result("devices"), result("devices_one_gpu")
     lost = two["loss of an engine"]["0,1"]
+    (on_cpu,) = result("devices_cpu")["sustained"]
 
     def times(cases: Any, setting: str) -> str:
         return f"{cases['times_the_first'][setting]:.2f}"
@@ -364,7 +365,8 @@ def gpu_devices() -> Iterator[str]:
     yield (
         f"One of two engines killed under {lost['workers']} workers: {lost['failed']} failed "
         f"calls, {lost['answers_that_differ']} answers that differ, no answers for "
-        f"{1e3 * lost['longest_gap_seconds']:.0f} ms at most."
+        f"{1e3 * lost['longest_gap_seconds']:.0f} ms at most. Two CPU engines of one thread "
+        f"against one, on two cores: {times(on_cpu, 'cpu:2')}."
     )
 
 

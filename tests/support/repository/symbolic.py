@@ -120,4 +120,7 @@ def _solves(found: Any, true: Any) -> bool:
     if difference.is_constant():
         return True
     ratio = sympy.simplify(found / true)
+    if not ratio.is_constant() and ratio.atoms(sympy.Pow):
+        # SymPy sees of few roots that they are equal, and of their squares that they are.
+        ratio = sympy.simplify(ratio**2)
     return bool(ratio.is_constant() and ratio != 0)
