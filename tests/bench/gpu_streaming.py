@@ -110,7 +110,7 @@ def copy_seconds(engine: CudaEngine, streamed: StreamedDataset) -> float:
 
 
 def beside(engine: CudaEngine, whole: Dataset) -> dict[str, Any]:
-    """What evaluations take alone, and while another one streams rows."""
+    """Time evaluations alone, and while another one streams rows."""
     small = repeated(SMALL)
     engine.load(small)
 

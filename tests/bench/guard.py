@@ -39,7 +39,7 @@ from support.load.callers import (
     closed_loop,
     on_cores,
 )
-from support.servers.secret_files import write_secret
+from support.servers.server import write_secret
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
 from warpfit.calls.fit_arguments import build_fit

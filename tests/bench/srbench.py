@@ -215,12 +215,12 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 
 class Worker:
-    """What the process of some runs knows."""
+    """Settings of a process that works off runs."""
 
     address = ""
-    """Of the server that warpfit computes on."""
+    """Address of the process's own warpfit server."""
     threads = 1
-    """Of that server, and of pyoperon."""
+    """Threads of that server, and of pyoperon."""
     slow = 1.0
 
     @classmethod

@@ -22,8 +22,7 @@ from support.servers.rpcs import (
     bearer,
     explained,
 )
-from support.servers.secret_files import write_secret
-from support.servers.server import ServerProcess
+from support.servers.server import ServerProcess, write_secret
 from warpfit import codec
 from warpfit.cli import main as cli
 from warpfit.dataset import Dataset

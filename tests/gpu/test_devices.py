@@ -70,21 +70,23 @@ def test_shards_on_two_engines_of_one_gpu_give_the_bits_of_one(pair, expected):
     check_shards(pair, expected)
 
 
-@pytest.mark.parametrize("memory", ["224MiB", "96MiB"])
-def test_a_data_set_that_no_device_has_room_for_is_sharded(pair, memory):
-    """Both engines divide the memory; at less of it the shards are streamed."""
+@pytest.mark.parametrize(("engines", "memory"), [(4, "400MiB"), (2, "96MiB")])
+def test_a_data_set_that_no_device_has_room_for_is_sharded(pair, engines, memory):
+    """All engines divide the memory; where a shard is too large for its part, it is streamed."""
     sizes = {"rows": 4_000_003, "programs": 30, "fits": 4}
     with warpfit.connect(pair.address) as client:
         whole, _ = answers(client, **sizes, shards=1)
     with (
-        ServerProcess("--device-memory", memory, devices="0,0") as server,
+        ServerProcess("--device-memory", memory, devices=",".join("0" * engines)) as server,
         warpfit.connect(server.address) as client,
     ):
         with client.upload(*table(sizes["rows"])):
             assert client.info().sharded_datasets == 1
         found, devices = answers(client, **sizes)
+        labels = {device.label for device in client.info().devices}
     assert found == whole
-    assert set(map(frozenset, devices.values())) == {frozenset({"cuda:0", "cuda:0#1"})}
+    assert len(labels) == engines
+    assert set(map(frozenset, devices.values())) == {frozenset(labels)}
 
 
 def test_an_engine_that_dies_costs_its_own_calls_only(pair):

@@ -76,7 +76,7 @@ class Settings:
     complexity: Callable[[Genomes], Indices]
     admissible: Callable[[Genomes], Mask]
     penalty: Callable[[Genomes, Floats, DatasetHandle], Floats]
-    """What is added to the losses of formulas f, for their slopes and some rows."""
+    """Returns numbers to add to the losses of formulas; takes them, their slopes and the rows."""
     report: Callable[[Search], bool]
     """Called after each generation; True ends the search."""
 

@@ -22,7 +22,7 @@ class Upload:
     """SHA-256 that its content must have; empty to take what it has."""
     tenant: str
     segment: Segment
-    """Where its payload goes."""
+    """Shared memory into which the payload is written."""
     cost: int
     """Bytes that it will count for."""
     budget: int

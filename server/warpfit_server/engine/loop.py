@@ -66,7 +66,7 @@ class _Step:
 
     requests: list[Request]
     wanted: list[Request]
-    """Those of them that have not been cancelled."""
+    """The requests that have not been cancelled."""
     steps: Steps[Timings]
     began: float
 

@@ -67,7 +67,7 @@ class Exchange:
         self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[..., None]
     ) -> None:
         self.messages = messages
-        """What the caller sends; not for calls that `receive`."""
+        """Iterator of the caller's messages; calls that use `receive` must not use it."""
         self.context: Any = context
         self.send = send
 

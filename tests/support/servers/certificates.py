@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from support.servers.secret_files import write_secret
+from support.servers.server import write_secret
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Caller:
 
 
 def detail_of(error: Any) -> pb.ErrorDetail:
-    """What the server says about a failed call; nothing if the error is gRPC's own."""
+    """Return the server's details of a failed call; empty if the error is gRPC's own."""
     found = dict(error.trailing_metadata() or ()).get(codec.ERROR_METADATA_KEY)
     if found is None:
         return pb.ErrorDetail(message=error.details() or "")

@@ -125,3 +125,10 @@ def runs(process: psutil.Process, module: str) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and module in process.cmdline()
     except psutil.NoSuchProcess:
         return False
+
+
+def write_secret(path: Path, content: str | bytes) -> Path:
+    """Write a file that nobody else may read, as servers and clients demand of keys and tokens."""
+    path.touch(mode=0o600)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.servers.loopback import serve
-from support.servers.secret_files import write_secret
+from support.servers.server import write_secret
 from warpfit import embedded, testing
 from warpfit.cli import main as cli
 from warpfit.cli.table import read_table

@@ -47,7 +47,7 @@ def over_grpc():
 
 
 async def done(answer):
-    """What a method of either client returns in the end."""
+    """Return the answer of the blocking client, or await that of the asyncio client."""
     return await answer if inspect.isawaitable(answer) else answer
 
 

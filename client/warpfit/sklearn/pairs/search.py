@@ -164,7 +164,7 @@ class PairSearch:
 
     def _error(self, place: int) -> float:
         """Return the least error of a view, as one of y."""
-        return float(min(self._beams[place][1], default=np.inf) * self.views[place].size)
+        return float(min(self._beams[place][1], default=np.inf) * self.views[place].error_scale)
 
     def _table(self, genomes: Genomes) -> Table:
         table = self._valued(genomes)

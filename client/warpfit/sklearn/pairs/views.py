@@ -65,8 +65,8 @@ class View:
     """Weighted mean and standard deviation of t before that."""
     weights: Floats
     """Weight of each row, sum 1."""
-    size: float
-    """What the variance of t stands for in y, to first order."""
+    error_scale: float
+    """Factor from a squared error of the target to one of y, to first order."""
 
     def thinned(self, step: int) -> View:
         """Return the view of each so-many-th row."""

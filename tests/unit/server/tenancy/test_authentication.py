@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from support.servers.secret_files import write_secret
+from support.servers.server import write_secret
 from warpfit.errors import InvalidArgumentError, UnauthenticatedError
 from warpfit.transport.security import new_token, token_digest
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile

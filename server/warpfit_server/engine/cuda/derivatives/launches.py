@@ -130,10 +130,10 @@ class DerivativeLaunch:
     """State that the launches of all chunks of one evaluation share."""
 
     resident: ResidentDataset
-    """What has the rows."""
+    """Data set, or window of a streamed one, that the kernels read."""
     plan: LaunchPlan
     geometry: DerivativeGeometry
-    """Of the rows, which may be fewer than the plan's."""
+    """Geometry of these rows, which may be fewer than those of the plan."""
     wanted: RequestedOutputs
     kernels: DerivativeKernels
     arguments: NDArray[np.void]

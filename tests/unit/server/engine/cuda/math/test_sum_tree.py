@@ -124,7 +124,7 @@ def measured(f, y, w, rows, aligned: int) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("each", [4096, 8192])
 def test_statistics_of_nodes_are_merged_to_those_of_the_whole(each):
-    """Of windows of one node, or of several."""
+    """Each window has one node, or several."""
     rng = np.random.default_rng(4)
     f, y = (rng.normal(5, 1, size=9000).astype(np.float32) for _ in range(2))
     rows, length = (1500, 8700), 4096
