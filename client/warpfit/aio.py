@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from typing import Any, Self, TypeVar, Unpack, overload
 
 from numpy.typing import NDArray
 
 from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
-from warpfit.calls.attempts import Action, Background, Forget, Gather, Operation, Sleep
+from warpfit.calls.attempts import Action, Forget, Gather, Operation, Sleep
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions
@@ -181,8 +180,6 @@ class AsyncClient:
             return await self._gather(action.operations)
         if isinstance(action, Forget):
             return await self._transport.forget(action.address)
-        if isinstance(action, Background):
-            return threading.Thread(target=action.function, daemon=True).start()
         return await asyncio.to_thread(action.function)
 
     async def _gather(self, operations: Sequence[Operation[Any]]) -> list[Any]:

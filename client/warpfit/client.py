@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -12,7 +11,7 @@ from typing import Any, Self, TypeVar, Unpack, overload
 from numpy.typing import NDArray
 
 from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
-from warpfit.calls.attempts import Action, Background, Forget, Gather, Operation, Sleep
+from warpfit.calls.attempts import Action, Forget, Gather, Operation, Sleep
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions
@@ -319,8 +318,6 @@ class Client:
             return self._gather(action.operations)
         if isinstance(action, Forget):
             return self._transport.forget(action.address)
-        if isinstance(action, Background):
-            return threading.Thread(target=action.function, daemon=True).start()
         return action.function()
 
     def _gather(self, operations: Sequence[Operation[Any]]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
@@ -45,13 +46,6 @@ class Compute:
     function: Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Background:
-    """Action: call a function in a thread of its own, and go on at once."""
-
-    function: Callable[[], None]
-
-
 @dataclass(frozen=True, slots=True)
 class Forget:
     """Action: close the connection to a server that is gone."""
@@ -66,7 +60,7 @@ class Gather:
     operations: Sequence[Operation[Any]]
 
 
-Action: TypeAlias = Call | Sleep | Compute | Background | Forget | Gather
+Action: TypeAlias = Call | Sleep | Compute | Forget | Gather
 #: Yields actions, is sent what a `Compute` or the operations of a `Gather` returned (None for the
 #: others), returns its result.
 Operation: TypeAlias = Generator[Action, Any, T]
@@ -137,6 +131,13 @@ class Attempts:
         self.servers.succeeded(server, method, work, self.servers.clock() - started)
         return collector
 
+    def ask(
+        self, server: Server, method: str, request: Any, seconds: float | None = None
+    ) -> Operation[Any]:
+        """Call a method at a server and return the only message of its answer."""
+        attempt = request, UnaryCollector()
+        return (yield from self.call(server, method, lambda: attempt, seconds)).message
+
     def on_data(
         self,
         server: Server,
@@ -168,10 +169,9 @@ class Attempts:
     ) -> Operation[None]:
         """Upload a data set to a server, or have the server read its file."""
         if isinstance(dataset, OpenedDataset) and dataset.file is not None:
-            question = codec.open_message(dataset.file), UnaryCollector()
-            seconds = retries.deadline.remaining()
-            answer = yield from self.call(server, "OpenDataset", lambda: question, seconds)
-            if answer.message.content_id != dataset.content_id:
+            message, seconds = codec.open_message(dataset.file), retries.deadline.remaining()
+            answer = yield from self.ask(server, "OpenDataset", message, seconds)
+            if answer.content_id != dataset.content_id:
                 raise changed_data()
             retries.restart()
             return
@@ -203,9 +203,8 @@ class Attempts:
         """Ask something small, because a call to a machine that is gone would wait long."""
         left, seconds = deadline.remaining(), self.servers.probe_seconds(server)
         seconds = seconds if left is None else min(left, seconds)
-        question = codec.info_request(), UnaryCollector()
         try:
-            yield from self.call(server, "GetServerInfo", lambda: question, seconds)
+            yield from self.ask(server, "GetServerInfo", codec.info_request(), seconds)
         except errors.DeadlineExceededError as error:
             raise _no_answer(server, seconds) from error
         except errors.UnavailableError:
@@ -257,7 +256,7 @@ class Attempts:
         try:
             if self.servers.must_resolve():
                 if any(self.servers):
-                    yield Background(self._resolve)
+                    threading.Thread(target=self._resolve, daemon=True).start()
                 else:
                     self.servers.update((yield Compute(self.target.find)))
         except errors.UnavailableError as error:

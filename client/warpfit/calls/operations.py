@@ -30,11 +30,11 @@ from warpfit.dataset import ClientDataset, Layout, warn_of_lost_digits
 from warpfit.errors import DatasetNotFoundError, ProgramError, ResourceExhaustedError, WarpfitError
 from warpfit.expressions.printing import locate
 from warpfit.fitting import FitRequest, FitResult
+from warpfit.formulas.snapping import Trials
 from warpfit.ir import Batch
 from warpfit.losses import coefficients_of_determination
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
-from warpfit.transport.call import UnaryCollector
 from warpfit.transport.connection import Connection
 from warpfit.transport.servers import Server, Servers
 
@@ -153,7 +153,7 @@ class ClientOperations:
 
         def release(server: Server) -> Operation[None]:
             with suppress(DatasetNotFoundError):
-                yield from self._ask(server, "ReleaseVariables", message, _RELEASE_SECONDS)
+                yield from self.attempts.ask(server, "ReleaseVariables", message, _RELEASE_SECONDS)
 
         # What a server holds that is away is evicted some time.
         homes = servers.homes(data.content_id, data.layout.nbytes)
@@ -203,12 +203,12 @@ class ClientOperations:
         """Simplify formulas in rounds of fits."""
         check_keywords(options, SimplifyOptions)
         task = SimplifyTask(data, expressions, parameters, options)
-        trials = yield Compute(task.begin)
-        while trials is not None:
-            programs, starts = trials
+        found: Trials | Simplification = yield Compute(task.proceed)
+        while not isinstance(found, Simplification):
+            programs, starts = found
             fit = yield from self.optimize(data, programs, starts, task.fit_options())
-            trials = yield Compute(partial(task.proceed, fit))
-        return task.result()
+            found = yield Compute(partial(task.proceed, fit))
+        return found
 
     def _over_servers(
         self, method: str, request: R, data: DatasetHandle, call: Callable[[R], Operation[S]]
@@ -220,7 +220,7 @@ class ClientOperations:
             count = servers.parts(method, work, data.content_id, data.layout.nbytes)
         if count == 1:
             return (yield from call(request))
-        bounds = splitting.even_bounds(splitting.token_weights(request), count)
+        bounds = splitting.even_bounds(splitting.program_weights(request), count)
         parts = zip(splitting.split(request, bounds), bounds, strict=False)
         results: list[S] = yield Gather([_placed(call(part), start) for part, start in parts])
         return splitting.join(results)
@@ -261,24 +261,16 @@ class ClientOperations:
         self, server: Server, dataset: ClientDataset, retries: Retries, report: Progress
     ) -> Operation[None]:
         try:
-            yield from self._ask(server, "GetVariables", codec.get_message(dataset))
+            yield from self.attempts.ask(server, "GetVariables", codec.get_message(dataset))
             report(dataset.layout.nbytes, dataset.layout.nbytes)
         except DatasetNotFoundError:
             yield from self.attempts.send(server, dataset, retries, report)
 
     def _unary(self, method: str, request: Any, retries: Retries) -> Operation[Any]:
         def ask(server: Server) -> Operation[Any]:
-            return self._ask(server, method, request, retries.deadline.remaining())
+            return self.attempts.ask(server, method, request, retries.deadline.remaining())
 
         return self.attempts.anywhere(ask, retries)
-
-    def _ask(
-        self, server: Server, method: str, request: Any, seconds: float | None = None
-    ) -> Operation[Any]:
-        """Call a method at a server and return the only message of its answer."""
-        attempt = request, UnaryCollector()
-        collector = yield from self.attempts.call(server, method, lambda: attempt, seconds)
-        return collector.message
 
     def _retries(self, timeout: float | None) -> Retries:
         return Retries(self.attempts.config.retry, Deadline(timeout))

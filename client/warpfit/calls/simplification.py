@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +18,7 @@ from warpfit.calls.results import Fit
 from warpfit.calls.retries import Deadline
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.printing import to_latex, to_text
-from warpfit.formulas.snapping import Snapped, SnapSettings, Trials, snap
+from warpfit.formulas.snapping import SnapSettings, Trials, snap
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
 
@@ -75,7 +75,7 @@ class Simplification:
 
 
 class SimplifyTask:
-    """One call of `simplify`: what it wants to have fitted next, until there is a result."""
+    """One call of `simplify`: what it wants to have fitted next, and how, until it has a result."""
 
     def __init__(
         self,
@@ -85,25 +85,24 @@ class SimplifyTask:
         options: SimplifyOptions,
     ) -> None:
         """Take the arguments of `warpfit.Client.simplify`; errors as there."""
-        self._data = data
-        self._options = options
+        self._data, self._options = data, options
         self._deadline = Deadline(options.get("timeout"))
-        self._loss = as_loss(options.get("loss", Loss.MSE))
-        self._is_score = as_function(self._loss).is_score
+        loss = as_function(as_loss(options.get("loss", Loss.MSE)))
+        self._is_score = loss.is_score
+        # Lower is better in a search.
+        self._loss = replace(loss, closing=Closing.RELATIVE) if self._is_score else loss
         self._search = snap(_programs(data, expressions, parameters), self._settings())
-        self._found: list[Snapped] = []
 
-    def begin(self) -> Trials | None:
-        """Return the first programs to fit, and their starts."""
-        return next(self._search)
-
-    def proceed(self, fit: Fit) -> Trials | None:
-        """Take a fit, and return the next programs and starts; None at the end."""
+    def proceed(self, fit: Fit | None = None) -> Trials | Simplification:
+        """Take the last fit, and return the programs and starts of the next one, or the result."""
         try:
-            return self._search.send((self._lower_is_better(fit.loss), fit.parameters))
+            outcome = None if fit is None else (fit.loss, fit.parameters)
+            return self._search.send(outcome)  # type: ignore[arg-type]  # None begins
         except StopIteration as stop:
-            self._found = stop.value
-            return None
+            losses = np.array([[each.loss, each.initial_loss] for each in stop.value])
+            after, before = (1.0 - losses if self._is_score else losses).T
+            programs = [each.program for each in stop.value]
+            return Simplification(programs, after, before, self._data.names)
 
     def fit_options(self) -> FitOptions:
         """Return the keywords of the next fit."""
@@ -112,27 +111,15 @@ class SimplifyTask:
         own: FitOptions = {"loss": self._loss, "max_iterations": _ITERATIONS, "timeout": timeout}
         return own | common(self._options)  # type: ignore[no-any-return]
 
-    def result(self) -> Simplification:
-        """Return the result of a task that has ended."""
-        losses = [[each.loss, each.initial_loss] for each in self._found]
-        after, before = self._lower_is_better(np.array(losses)).T
-        programs = [each.program for each in self._found]
-        return Simplification(programs, after, before, self._data.names)
-
-    def _lower_is_better(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return 1 - R2 for R2, and for 1 - R2 R2; other losses as they are."""
-        return 1.0 - losses if self._is_score else losses
-
     def _settings(self) -> SnapSettings:
         wanted = "a part of the loss, such as 0.01, or 0"
         tolerance = number(self._options.get("tolerance", _TOLERANCE), "tolerance", wanted)
         if not 0.0 <= tolerance < math.inf:
             raise bad_setting("tolerance", tolerance, wanted)
-        loss, dataset = as_function(self._loss), self._data.dataset
-        rounding = _ROUNDING * float(np.finfo(self._data.layout.dtype).eps)
-        is_squared = loss.is_squares and loss.closing is not Closing.ROOT
-        layout = dataset.layout
-        sample = dataset.every(max(1, layout.rows // _SAMPLE)).astype(np.float64)
+        layout = self._data.layout
+        rounding = _ROUNDING * float(np.finfo(layout.dtype).eps)
+        is_squared = self._loss.is_squares and self._loss.closing is not Closing.ROOT
+        sample = self._data.dataset.every(max(1, layout.rows // _SAMPLE)).astype(np.float64)
         return SnapSettings(
             tolerance=tolerance,
             rounding=rounding**2 if is_squared else rounding,

@@ -6,6 +6,7 @@ part is an evaluation or a fit of its own; results come back in the order of the
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -18,16 +19,10 @@ from numpy.typing import NDArray
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.fitting import FitProgress, FitRequest, FitResult
-from warpfit.request import STAGES, Evaluation, Result
+from warpfit.request import OUTPUTS, STAGES, Evaluation, Result
 
 R = TypeVar("R", Evaluation, FitRequest)
 S = TypeVar("S", Result, FitResult)
-
-#: Bytes of a token, and of a program beside its tokens and parameters, in a message.
-_TOKEN_BYTES: Final = 9
-_PROGRAM_BYTES: Final = 8
-#: Bytes of a fit for each token and search; they only have to be right in proportion.
-_FIT_BYTES: Final = 64, 600
 
 
 def split(request: R, bounds: Sequence[int]) -> list[R]:
@@ -71,32 +66,12 @@ def join(results: Sequence[S]) -> S:
     return replace(first, timings=replace(first.timings, **sums), **joined)
 
 
-def bounds_below(weights: NDArray[np.float64], most: float) -> list[int]:
-    """Return the bounds of the fewest parts whose weights add up to at most ``most`` each.
-
-    A program that is heavier by itself is a part of its own; ``weights`` are [programs].
-    """
-    ends = np.cumsum(weights)
-    bounds = [0]
-    while bounds[-1] < len(weights):
-        start = bounds[-1]
-        before = ends[start - 1] if start else 0.0
-        stop = int(np.searchsorted(ends, before + most, side="right"))
-        bounds.append(max(start + 1, stop))
-    return bounds
-
-
 def even_bounds(weights: NDArray[np.float64], parts: int) -> list[int]:
     """Return the bounds of at most ``parts`` parts of about the same weight, none of them empty."""
     ends = np.cumsum(weights)
     targets = ends[-1] * np.arange(1, parts) / parts
     cuts = np.searchsorted(ends - weights / 2, targets)
     return sorted({0, *cuts.tolist(), len(weights)})
-
-
-def token_weights(request: Evaluation | FitRequest) -> NDArray[np.float64]:
-    """Return the weight of each program as work: its tokens, [programs]."""
-    return problem_of(request).batch.lengths.astype(np.float64)
 
 
 class SearchProgress:
@@ -141,23 +116,22 @@ def searches(request: FitRequest) -> int:
 
 
 class KnownLimits:
-    """The limits by which a server has refused batches; shared by the calls of one client.
+    """The most work of each kind of request that a server takes; shared by one client's calls.
 
-    A refused batch is split by the limit that it names; later batches are split before they are
-    sent.
+    A refused batch is split by how far it is above the limit, and a part that is refused again;
+    later batches of the kind are split before they are sent.
     """
 
     def __init__(self) -> None:
-        self._limits: dict[str, int] = {}
+        self._most: dict[tuple[Any, ...], float] = {}
 
     def bounds(self, request: Evaluation | FitRequest, layout: Layout) -> list[int]:
-        """Return the bounds of the parts of a request that are below the known limits."""
-        bounds = {0, len(problem_of(request).batch)}
-        for reason, limit in self._limits.items():
-            weights = _weights(request, layout, reason)
-            if weights.sum() > limit:
-                bounds.update(bounds_below(weights, limit))
-        return sorted(bounds)
+        """Return the bounds of the parts of a request that a server has not refused yet."""
+        most = self._most.get(_kind(request, layout)) if self._most else None
+        if most is None:
+            return [0, len(problem_of(request).batch)]
+        weights = program_weights(request)
+        return even_bounds(weights, math.ceil(min(weights.sum() / most, len(weights))))
 
     def learn(
         self, error: ResourceExhaustedError, request: Evaluation | FitRequest, layout: Layout
@@ -168,10 +142,11 @@ class KnownLimits:
         is_busy = error.retry_after is not None
         if error.reason not in _REASONS or is_busy or not needed or not limit or programs == 1:
             raise error
-        self._limits[error.reason] = limit
-        weights = _weights(request, layout, error.reason)
-        # What the server counts may be a little more than what is known here.
-        bounds = bounds_below(weights * (needed / weights.sum()), 0.95 * limit)
+        # Programs of the same weight may differ a little in what the server counts.
+        most = 0.95 * min(limit / needed, 1.0) * program_weights(request).sum()
+        kind = _kind(request, layout)
+        self._most[kind] = min(most, self._most.get(kind, math.inf))
+        bounds = self.bounds(request, layout)
         return bounds if len(bounds) > 2 else [0, programs // 2, programs]
 
 
@@ -185,30 +160,14 @@ def problem_of(request: Evaluation | FitRequest) -> Evaluation:
     return request if isinstance(request, Evaluation) else request.problem
 
 
-def _weights(request: Evaluation | FitRequest, layout: Layout, reason: str) -> NDArray[np.float64]:
-    """Return what each program adds to what a limit counts, [programs]."""
+def program_weights(request: Evaluation | FitRequest) -> NDArray[np.float64]:
+    """Return what each program weighs as work, message and answer: tokens and parameters."""
     batch = problem_of(request).batch
-    counts = batch.parameter_counts.astype(np.float64)
-    if reason == "TOO_MANY_PROGRAMS":
-        return np.ones(len(batch))
-    if reason == "TOO_MANY_TOKENS":
-        return token_weights(request)
-    if reason == "MESSAGE_TOO_LARGE":
-        numbers = 8 * batch.vectors * counts
-        if isinstance(request, FitRequest):
-            numbers += 17 * counts  # bounds and fixed parameters
-        return _TOKEN_BYTES * batch.lengths + _PROGRAM_BYTES + numbers
-    if isinstance(request, FitRequest):
-        token, search = _FIT_BYTES
-        return batch.vectors * (token * batch.lengths + search + 200 * counts + 24 * counts**2)
-    return _result_bytes(request, layout, counts)
+    return np.add(batch.lengths, batch.parameter_counts, dtype=np.float64) + 1.0
 
 
-def _result_bytes(
-    evaluation: Evaluation, layout: Layout, counts: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    _, vectors, rows = evaluation.shape(layout)
-    large = evaluation.values + evaluation.jacobian * counts
-    variables = layout.variables * evaluation.variable_gradient
-    small = 1 + 5 * evaluation.reductions + variables + evaluation.gradient * counts
-    return vectors * (8 * small + large * rows * layout.dtype.itemsize)
+def _kind(request: Evaluation | FitRequest, layout: Layout) -> tuple[Any, ...]:
+    """Return what decides, beside the programs, how much a request is for a server."""
+    problem = problem_of(request)
+    outputs = (getattr(problem, name) for name in ("values", *OUTPUTS))
+    return type(request), *problem.shape(layout)[1:], layout.variables, *outputs

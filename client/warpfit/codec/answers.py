@@ -14,14 +14,13 @@ from warpfit import errors
 from warpfit.codec.framing import (
     F64,
     TIERS,
-    WIRE_DTYPES,
     broken_answer,
     bytes_tag,
     pack,
     received_array,
     varint,
 )
-from warpfit.dataset import DTYPES, Layout
+from warpfit.dataset import DTYPE_CODES, DTYPES, Layout
 from warpfit.request import STAGES, Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -45,7 +44,7 @@ def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
     """
     programs, vectors, rows = shape
     header = pb.ResultHeader(
-        dtype=WIRE_DTYPES[layout.dtype], programs=programs, vectors=vectors, rows=rows
+        dtype=DTYPE_CODES[layout.dtype], programs=programs, vectors=vectors, rows=rows
     )
     return pb.EvaluateResponse(header=header).SerializeToString()
 

@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit.codec.framing import WIRE_DTYPES, parse_message, read_varint, varint
-from warpfit.dataset import DTYPES, ClientDataset, Layout, OpenedDataset, ServerFile
+from warpfit.codec.framing import parse_message, read_varint, varint
+from warpfit.dataset import DTYPE_CODES, DTYPES, ClientDataset, Layout, OpenedDataset, ServerFile
 from warpfit.errors import InvalidArgumentError
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -18,7 +18,7 @@ _DATA_TAG: Final = bytes([2 << 3 | 2])
 def layout_to_message(layout: Layout) -> pb.DatasetLayout:
     """Encode a data set's shape."""
     return pb.DatasetLayout(
-        dtype=WIRE_DTYPES[layout.dtype],
+        dtype=DTYPE_CODES[layout.dtype],
         variables=layout.variables,
         rows=layout.rows,
         has_target=layout.has_target,
@@ -71,7 +71,7 @@ def open_message(file: ServerFile) -> pb.OpenDatasetRequest:
         x=file.x,
         y=file.y,
         weights=file.weights,
-        dtype=WIRE_DTYPES[file.dtype],
+        dtype=DTYPE_CODES[file.dtype],
         shards=file.shards,
     )
 

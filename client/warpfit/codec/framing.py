@@ -19,7 +19,6 @@ M = TypeVar("M", bound=Message)
 U8: Final = np.dtype("u1")
 U32: Final = np.dtype("<u4")
 F64: Final = np.dtype("<f8")
-WIRE_DTYPES: Final = {np.dtype("<f4"): pb.DTYPE_FLOAT32, np.dtype("<f8"): pb.DTYPE_FLOAT64}
 
 
 class WireEnum(Generic[E]):

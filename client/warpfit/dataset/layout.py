@@ -12,7 +12,7 @@ from warpfit.errors import InvalidArgumentError
 _MAGIC: Final = b"warpfit.dataset.v1\n"
 #: Wire code of each dtype.
 DTYPES: Final[dict[int, np.dtype[Any]]] = {1: np.dtype("<f4"), 2: np.dtype("<f8")}
-DTYPE_CODES: Final[dict[np.dtype[Any], int]] = {dtype: code for code, dtype in DTYPES.items()}
+DTYPE_CODES: Final[dict[np.dtype[Any], Any]] = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

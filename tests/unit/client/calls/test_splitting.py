@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import warpfit
 from warpfit import codec, testing
-from warpfit.calls.splitting import bounds_below, even_bounds
+from warpfit.calls.splitting import even_bounds
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.server_info import Limits
 from warpfit_server.limits import check_batch, check_fit, check_limit, check_result
@@ -134,16 +134,6 @@ def test_one_expression_above_a_limit_is_refused():
         data = client.upload(X, Y)
         with pytest.raises(warpfit.ResourceExhaustedError, match="bytes of results"):
             client.evaluate(data, ["x1", "x2", "x1"])
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(1, 60))
-def test_bounds_below_a_weight_make_few_parts_that_are_light_or_alone(weights, most):
-    bounds = bounds_below(np.array(weights, dtype=np.float64), most)
-    assert bounds[0] == 0
-    assert bounds[-1] == len(weights)
-    parts = [weights[start:stop] for start, stop in itertools.pairwise(bounds)]
-    assert all(part and (sum(part) <= most or len(part) == 1) for part in parts)
-    assert all(sum(part) + after[0] > most for part, after in itertools.pairwise(parts))
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(1, 9))
