@@ -39,19 +39,6 @@ def test_values_and_losses_agree_with_the_reference(client, dtype, tolerance):
     )
 
 
-@pytest.mark.parametrize("loss", list(Loss))
-def test_every_loss_with_weights_and_rows(client, loss):
-    X, y = _data(2)
-    weights = np.random.default_rng(3).uniform(0.1, 2, ROWS).astype(np.float32)
-    with client.upload(X, y, weights) as data:
-        got = client.evaluate(
-            data, ["x1 + p1*x2", "x3"], parameters=[[0.5], []], loss=loss, rows=slice(7, 900)
-        )
-    predictions = np.stack([X[:, 0] + np.float32(0.5) * X[:, 1], X[:, 2]])[:, 7:900]
-    expected = reference_loss(loss, predictions, y[7:900], weights[7:900])
-    np.testing.assert_allclose(got, expected, rtol=1e-9)
-
-
 def test_a_large_result_arrives_whole(client):
     X, _ = _data(5, rows=200_003, variables=2)
     with client.upload(X) as data:

@@ -7,6 +7,7 @@
 #define __device__
 #define __global__
 #define __shared__
+#define __constant__
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)

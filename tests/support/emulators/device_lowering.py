@@ -33,6 +33,7 @@ extern "C" int host_order(const OrderArguments* arguments, unsigned blocks, unsi
 }
 """
 _OPTIONS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti", "-pthread"]
+_WRAPS = ["-fwrapv", "-ffp-contract=off"]
 _TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 
 
@@ -103,8 +104,11 @@ def host_kernels() -> ctypes.CDLL:
     return compile_for_host(device_lowering.lowering_source().source + _ENTRIES)
 
 
-def compile_for_host(source: str) -> ctypes.CDLL:
-    """Compile CUDA C++ without PTX for this machine; skips the test if it has no compiler."""
+def compile_for_host(source: str, *, wraps: bool = False) -> ctypes.CDLL:
+    """Compile CUDA C++ without PTX for this machine; skips the test if it has no compiler.
+
+    Undefined behaviour ends the process, unless integers are to wrap as on a device.
+    """
     compiler = _compiler()
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -112,14 +116,16 @@ def compile_for_host(source: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         path, library = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
         path.write_text(shim + source)
-        subprocess.run([*compiler, *_OPTIONS, "-o", library, path], check=True)
+        subprocess.run(
+            [*compiler, *_OPTIONS, *(_WRAPS if wraps else _TRAPS), "-o", library, path], check=True
+        )
         return ctypes.CDLL(str(library))
 
 
 def _compiler() -> list[str] | None:
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
-            return [name, *_TRAPS]
+            return [name]
     return None
 
 

@@ -264,33 +264,6 @@ def test_a_loss_that_is_a_part_of_the_program(engine, first, second):
     np.testing.assert_array_equal(got.gradients, 0.0)
 
 
-def smooth_texts(*leaves: str) -> st.SearchStrategy[str]:
-    """Expressions that are finite with their derivatives."""
-    return st.recursive(
-        st.sampled_from([*leaves, "0.5", "3", "0", "1"]),
-        lambda inner: st.one_of(
-            st.tuples(inner, st.sampled_from("+-*"), inner).map(
-                lambda parts: f"({''.join(parts)})"
-            ),
-            inner.map("sin({})".format),
-        ),
-        max_leaves=6,
-    )
-
-
-@given(st.lists(smooth_texts("x1", "x2", "p1"), min_size=1, max_size=5), smooth_texts("x1", "x2"))
-@settings(max_examples=60)
-def test_random_programs_and_losses(engine, texts, loss):
-    """They may have nodes in common, in any order."""
-    data = make_dataset(40)
-    vectors = [np.full(int("p1" in text), 1.25) for text in texts]
-    batch = [parse(text) for text in texts], vectors, parse(loss)
-    got = linearise(engine, data, *batch)
-    want = linearise(NumpyEngine(data), data, *batch)
-    for name in ("losses", "gradients", "curvatures"):
-        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("bounds", [(0, 1), (3, 2900), (1023, 1025), (2999, 3000)])
 def test_row_ranges(engine, bounds):
     data = make_dataset(3000, weights=True)
@@ -372,21 +345,6 @@ def test_many_parameters(engine):
         want = linearise(NumpyEngine(data), data, [program], [vector], losses.SQUARES)
         np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(got.curvatures, want.curvatures, rtol=1e-9, atol=1e-9)
-
-
-def test_long_programs(engine):
-    data = make_dataset(50)
-    count = 3000
-    terms = [
-        Program.apply("mul", Program.parameter(k % 5), Program.variable(k % 4))
-        for k in range(count)
-    ]
-    program = terms[0]
-    for term in terms[1:]:
-        program = Program.apply("add", program, term)
-    got = linearise(engine, data, [program], [np.ones(5)], losses.SQUARES)
-    want = linearise(NumpyEngine(data), data, [program], [np.ones(5)], losses.SQUARES)
-    np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9)
 
 
 def test_thesis_mix_in_one_batch_equals_one_by_one(engine):

@@ -113,26 +113,3 @@ def test_cancelling_a_task_cancels_the_call_on_the_server(server):
 
     with serve(server) as (address, servicer):
         asyncio.run(body(address, servicer))
-
-
-def test_a_deadline_ends_a_call_that_hangs(server):
-    async def body(address, servicer):
-        async with warpfit.connect_async(address) as client:
-            data = await client.upload(X)
-            servicer.hang = True
-            with pytest.raises(warpfit.DeadlineExceededError):
-                await client.evaluate(data, "x1", timeout=0.2)
-
-    with serve(server) as (address, servicer):
-        asyncio.run(body(address, servicer))
-
-
-def test_a_closed_client_says_so(server):
-    async def body(address):
-        client = warpfit.connect_async(address)
-        await client.close()
-        with pytest.raises(warpfit.InvalidArgumentError, match="closed"):
-            await client.info()
-
-    with serve(server) as (address, _):
-        asyncio.run(body(address))

@@ -9,8 +9,6 @@ from importlib import metadata
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from support.servers.loopback import serve
 from support.servers.server import write_secret
@@ -97,12 +95,6 @@ def test_eval_errors_are_one_message_and_status_2(capsys, data, address, words, 
     assert err.startswith("warpfit: error: ")
     assert message in err
     assert "Traceback" not in err
-
-
-def test_a_server_that_is_not_there(capsys):
-    status, _, err = run(capsys, "info", "127.0.0.1:1", "--timeout", "0.3")
-    assert status == 2
-    assert err.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------- other commands
@@ -262,13 +254,6 @@ def test_without_a_header_the_columns_are_numbered(tmp_path):
     assert table.columns.tolist() == [[1, 2], [3, 4]]
 
 
-def test_the_target_leaves_the_variables(tmp_path):
-    rest, target = table_of(tmp_path, CSV).split("x2")
-    assert rest.names == ("x1", "y")
-    assert rest.columns[0].tolist() == [1, 5]
-    assert target.tolist() == [2, 3, 4, 5]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -290,13 +275,6 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00a")
     with pytest.raises(InvalidArgumentError, match="UTF-8"):
         read_table(tmp_path / "binary.csv")
-
-
-@given(st.lists(st.lists(st.floats(), min_size=2, max_size=2), min_size=1, max_size=5))
-def test_numbers_keep_their_bits(tmp_path_factory, rows):
-    path = tmp_path_factory.mktemp("csv") / "table.csv"
-    path.write_text("a,b\n" + "".join(f"{a!r},{b!r}\n" for a, b in rows))
-    np.testing.assert_array_equal(read_table(path).columns, np.array(rows))
 
 
 def test_commands_import_only_what_they_need():

@@ -68,12 +68,6 @@ def test_a_single_expression_may_stand_alone(client, expressions, parameters):
     np.testing.assert_allclose(values[:, 0], X[:, 0] * 2 - 1, rtol=1e-6)
 
 
-def test_a_single_expression_with_several_vectors(client):
-    values = client.evaluate(client.upload(X), "x1*p1", [[2.0], [3.0], [4.0]])
-    assert values.shape == (3, len(X), 1)
-    np.testing.assert_allclose(values[2, :, 0], X[:, 0] * 4, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
@@ -132,11 +126,6 @@ def test_large_data_sets_are_read_again_and_must_not_have_changed(client, server
     with pytest.raises(warpfit.InvalidArgumentError) as caught:
         client.evaluate(data, "x2")
     assert caught.value.reason == "DATA_CHANGED"
-
-
-def test_lists_and_integers_are_array_like(client):
-    data = client.upload([[1, 2], [3, 4]], [1, 2], names=["a", "b"])
-    np.testing.assert_array_equal(client.evaluate(data, "a*b")[:, 0], [2, 12])
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,6 @@ def test_malformed_programs_are_refused(codes, values, reason, token):
     assert error.remedy
 
 
-def test_lengths_must_agree():
-    assert program_error([VARIABLE], [0, 0]).reason == "LENGTH_MISMATCH"
-
-
 @given(st.lists(leaves(3, 2, numbers()) | st.sampled_from([(c, 0.0) for c in BY_CODE]), min_size=1))
 def test_validation_agrees_with_a_stack(tokens):
     codes, values = zip(*tokens, strict=True)
@@ -196,21 +192,6 @@ def test_batches_that_cannot_be_built(given_programs, parameters, reason):
 
 
 @pytest.mark.parametrize(
-    ("program", "parameters", "reason", "token"),
-    [
-        (Program.apply("add", X1, Program.variable(3)), [], "VARIABLE_OUT_OF_RANGE", 1),
-        (Program.apply("add", X1, P1), [], "PARAMETER_OUT_OF_RANGE", 1),
-        (Program.apply("sin", Program.parameter(2)), [1.0, 2.0], "PARAMETER_OUT_OF_RANGE", 0),
-    ],
-)
-def test_indices_are_checked_against_data_and_parameters(program, parameters, reason, token):
-    batch = Batch.of([X1, TWO, program], [[], [], parameters])
-    with pytest.raises(ProgramError) as caught:
-        batch.check(variables=3)
-    assert (caught.value.reason, caught.value.expression, caught.value.token) == (reason, 2, token)
-
-
-@pytest.mark.parametrize(
     ("parameters", "message"),
     [
         ([[], [1.0], [2.0]], "1 parameter was given, and none is used"),
@@ -238,31 +219,6 @@ def test_operands_do_not_come_from_the_program_before():
         1,
         0,
     )
-
-
-@pytest.mark.parametrize("field", ["codes", "values", "parameter_counts", "parameters"])
-def test_arrays_must_agree(field):
-    arrays = {
-        "codes": np.array([PARAMETER], np.uint8),
-        "values": np.zeros(1),
-        "parameter_counts": np.ones(1, np.uint32),
-        "parameters": np.zeros(1),
-    }
-    arrays[field] = np.concatenate([arrays[field]] * 2)
-    with pytest.raises(InvalidArgumentError) as caught:
-        Batch(lengths=np.ones(1, np.uint32), **arrays).check(variables=1)
-    assert caught.value.reason == "LENGTH_MISMATCH"
-
-
-def test_empty_batch_and_empty_program_are_refused():
-    none = np.empty(0, np.uint32)
-    with pytest.raises(InvalidArgumentError, match="no programs"):
-        Batch(np.empty(0, np.uint8), np.empty(0), none, none, np.empty(0)).check(1)
-    lengths, counts = np.array([1, 0], np.uint32), np.zeros(2, np.uint32)
-    batch = Batch(np.array([VARIABLE], np.uint8), np.zeros(1), lengths, counts, np.empty(0))
-    with pytest.raises(ProgramError) as caught:
-        batch.check(1)
-    assert (caught.value.reason, caught.value.expression) == ("EMPTY_PROGRAM", 1)
 
 
 def test_printed_forms():

@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import logging
-import signal
 import socket
 import threading
 import time
@@ -83,27 +82,6 @@ def test_a_call_that_fails_goes_to_another_server_at_once(fleet, error):
         assert time.monotonic() - started < 0.2
 
 
-def test_asyncio_clients_fail_over_too(fleet):
-    async def body():
-        async with testing.async_client(fleet) as client:
-            data = await client.upload(X)
-            next(iter(fleet.values())).fail(1000)
-            answers = [client.evaluate(data, "x1") for _ in range(20)]
-            return await asyncio.gather(*answers)
-
-    for got in asyncio.run(body()):
-        np.testing.assert_array_equal(got[:, 0], X[:, 0])
-
-
-def test_a_call_fails_once_all_servers_have(fleet):
-    retry = warpfit.RetryPolicy(total_seconds=0.1, initial_backoff=0.01)
-    for server in fleet.values():
-        server.fail(1000, GONE)
-    with testing.client(fleet, retry=retry) as client, pytest.raises(warpfit.UnavailableError):
-        client.info()
-    assert min(counts(fleet, "GetServerInfo")) >= 1
-
-
 def test_what_one_server_refuses_for_good_is_not_tried_elsewhere(fleet):
     with testing.client(fleet) as client:
         data = client.upload(X)
@@ -121,17 +99,6 @@ def test_data_go_to_a_server_that_has_room(fleet, monkeypatch):
         for _ in range(10):
             np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
     assert [server.calls.count("UploadVariables") for server in full] == [1, 1]
-
-
-def test_data_that_fit_nowhere_are_refused(fleet, monkeypatch):
-    for server in fleet.values():
-        monkeypatch.setitem(server._methods, "UploadVariables", _refuse)
-    with (
-        testing.client(fleet) as client,
-        pytest.raises(warpfit.ResourceExhaustedError, match="room"),
-    ):
-        client.upload(X)
-    assert counts(fleet, "UploadVariables") == [1, 1, 1]
 
 
 def _refuse(_messages):
@@ -169,14 +136,6 @@ def test_a_handle_without_numbers_finds_a_server_that_has_the_data(fleet):
                     client.evaluate(handle, "x1")
             server._datasets[whole.content_id] = whole.dataset
             np.testing.assert_array_equal(client.evaluate(handle, "x1")[:, 0], X[:, 0])
-
-
-def test_an_upload_passes_over_servers_that_do_not_answer(fleet):
-    next(iter(fleet.values())).fail(1000, GONE)
-    with testing.client(fleet) as client:
-        data = client.upload(X)
-        np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
-    assert counts(fleet, "UploadVariables") == [0, 1, 1]
 
 
 # -------------------------------------------------------------------------------- parts of a batch
@@ -217,21 +176,6 @@ def test_an_error_names_the_expression_of_the_whole_batch(fleet, small_parts, ma
     with pytest.raises(warpfit.ProgramError, match="expression 5, token 1") as caught:
         asyncio.run(body())
     assert "x9" in str(caught.value)
-
-
-def test_an_interrupt_cancels_all_parts(small_parts, over_grpc):
-    client, *servicers = over_grpc
-    data = client.upload(X)
-    client.evaluate(data, ["x1", "x2"])
-    for servicer in servicers:
-        servicer.hang = True
-    main = threading.main_thread().ident
-    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        client.evaluate(data, ["x1", "x2"])
-    timer.join()
-    assert all(servicer.cancelled.wait(10) for servicer in servicers)
 
 
 def test_a_part_that_fails_cancels_the_others(small_parts, over_grpc):
@@ -288,20 +232,6 @@ def test_a_server_that_hangs_costs_a_share_of_the_deadline(over_grpc):
     for _ in range(10):
         np.testing.assert_array_equal(client.evaluate(data, "x1", timeout=1.0)[:, 0], X[:, 0])
     assert hanging.cancelled.wait(10)
-
-
-def test_a_server_that_does_not_answer_is_passed_over(fleet):
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent,
-        serve(testing.InProcessServer()) as (address, _),
-    ):
-        addresses = [f"127.0.0.1:{silent.getsockname()[1]}", address]
-        with warpfit.connect(addresses) as client:
-            started = time.monotonic()
-            data = client.upload(X)
-            for _ in range(5):
-                client.evaluate(data, "x1")
-            assert time.monotonic() - started < 4
 
 
 # ----------------------------------------------------------------------------------- first contact

@@ -47,14 +47,6 @@ def test_faults_are_used_up_in_order():
     assert server.calls == ["GetServerInfo"] * 3
 
 
-def test_two_clients_share_a_server():
-    server = testing.InProcessServer()
-    with testing.client(server) as first, testing.client(server) as second:
-        first.upload(X)
-        second.upload(X)
-    assert server.calls == ["GetVariables", "UploadVariables", "GetVariables"]
-
-
 def upload(messages):
     testing.InProcessServer().answer(
         Call("UploadVariables", iter(messages), UnaryCollector(), None)

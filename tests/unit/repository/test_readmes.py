@@ -75,11 +75,3 @@ def test_faults_and_fuzzing_ended_as_they_should():
     assert all(fault["as_expected"] for fault in faults.values())
     fuzz = json.loads((RESULTS / "fuzz.json").read_text())
     assert fuzz["crashes"] == fuzz["internal"] == len(fuzz["not_allowed"]) == 0
-
-
-def test_few_lines_change_in_a_deap_program():
-    text = (ROOT / "client" / "README.md").read_text()
-    program = next(code for code in text.split("```") if "from deap import" in code)
-    lines = [line for line in program.splitlines() if re.search(r"warpfit|\bevaluate\b", line)]
-    assert len(lines) == 6
-    assert "Six lines turn a DEAP program into a worker" in " ".join(text.split())

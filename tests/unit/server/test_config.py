@@ -44,14 +44,6 @@ def test_sizes_may_have_units(text, size):
     assert Config.from_arguments(["--device-memory", text], {}).device_memory == size
 
 
-def test_help_names_every_flag(capsys):
-    with pytest.raises(SystemExit):
-        Config.from_arguments(["--help"], {})
-    text = capsys.readouterr().out
-    for flag in ("--host", "--port", "--max-resident-bytes", "--log-format", "--grace"):
-        assert flag in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "environment", "insecure"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
@@ -106,15 +105,6 @@ def test_all_kinds_of_calls_are_answered(calls, capsys):
     assert "failed" not in capsys.readouterr().out
 
 
-def test_the_timetable_is_dealt_out_to_processes(monkeypatch):
-    dealt = []
-    monkeypatch.setattr(callers.ProcessPoolExecutor, "map", lambda _, f, tasks, timeout: [tasks])
-    dealt = load("127.0.0.1:1", clients=5, processes=3).perform()
-    assert [clients for _, _, clients, _ in dealt] == [2, 2, 1]
-    due = sorted(moment for *_, moments in dealt for moment in moments)
-    assert np.array_equal(due, arrivals(100.0, 1.0, 0.0, 1))
-
-
 @pytest.mark.parametrize(("rate", "seconds", "ramp"), [(1000, 1.0, 1.0), (50, 3.0, 0.0)])
 def test_the_rate_of_arrivals_grows_during_the_ramp(rate, seconds, ramp):
     moments = arrivals(rate, seconds, ramp, seed=1)
@@ -124,17 +114,6 @@ def test_the_rate_of_arrivals_grows_during_the_ramp(rate, seconds, ramp):
     early, late = (moments < ramp / 2).sum(), ((moments >= ramp / 2) & (moments < ramp)).sum()
     assert late == pytest.approx(3 * early, abs=4 * np.sqrt(rate * ramp))
     assert moments[-1] <= ramp + seconds
-
-
-def test_the_command_prints_percentiles_and_writes_them(tmp_path, capsys):
-    with serve(testing.InProcessServer()) as (address, _):
-        words = ["load", address, "--rate", "200", "--seconds", "0.5", "--ramp", "0"]
-        words += ["--rows", "20", "--expressions", "2", "--processes", "1"]
-        assert main([*words, "--out", str(tmp_path / "load.json")]) == 0
-    out = capsys.readouterr().out
-    assert "200 calls/s asked" in out
-    assert "as due" in out
-    assert json.loads((tmp_path / "load.json").read_text())["latency"]["p50"] > 0
 
 
 @pytest.mark.parametrize("words", [["--rate", "-1"], ["--rate", "5", "--clients", "0"]])

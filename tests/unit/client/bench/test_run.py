@@ -85,23 +85,6 @@ def test_a_run_measures_everything_and_says_so(tmp_path):
     assert cell["roofline"]["operations"] > 0
 
 
-def test_an_interrupted_run_keeps_what_is_done(tmp_path, monkeypatch):
-    real, calls = runner.measure.measure, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(runner.measure, "measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "a.json")
-    document = results.read(tmp_path / "a.json")
-    assert len(document["cells"]) == 1
-    assert not document["complete"]
-
-
 def test_a_missing_engine_is_named_and_the_other_measured(tmp_path):
     document, _ = run(tmp_path / "a.json", engines=("cuda", "cpu"))
     assert {"key": "engine/cuda", "why": "no device here"} in document["skipped"]

@@ -1,7 +1,5 @@
 """Fits, gradients and other outputs of the client, in process and over gRPC."""
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -75,21 +73,6 @@ def test_a_failing_progress_callback_reaches_the_caller(client, data):
         client.optimize(data, TEXTS, STARTS, progress=fail)
 
 
-def test_the_async_client_has_the_same_methods(server):
-    async def run():
-        async with testing.async_client(server) as client:
-            data = await client.upload(X, Y, dtype="float64")
-            fit = await client.optimize(data, TEXTS, STARTS)
-            losses, gradients = await client.evaluate(
-                data, TEXTS, fit.parameters, loss="mse", gradient=True
-            )
-            return fit, losses, gradients
-
-    fit, losses, gradients = asyncio.run(run())
-    np.testing.assert_allclose(losses, fit.loss, atol=1e-12)
-    assert np.abs(gradients[0]).max() < 1e-5
-
-
 def test_gradients_come_beside_losses(client, data):
     losses, gradients = client.evaluate(data, TEXTS, STARTS, loss="mse", gradient=True)
     np.testing.assert_allclose(losses[0], np.mean(Y**2))
@@ -100,33 +83,6 @@ def test_gradients_come_beside_losses(client, data):
     )
     assert k_losses.shape == (3, 2)
     np.testing.assert_allclose(k_gradients[0], np.tile(gradients[0], (3, 1)))
-
-
-def test_jacobians_are_rows_by_parameters(client, data):
-    answer = client.run(data, TEXTS, STARTS, jacobian=True)
-    assert answer.values is None
-    np.testing.assert_allclose(answer.jacobians[0], X)
-    assert answer.jacobians[1].shape == (50, 0)
-
-
-def test_linear_scaling_returns_loss_slope_and_intercept(client, data):
-    losses, slopes, intercepts = client.evaluate(
-        data, ["x1", "3*x1 - 1", "7"], loss="mse", linear_scaling=True
-    )
-    b, a = np.polyfit(X[:, 0], Y, 1)
-    np.testing.assert_allclose([slopes[0], intercepts[0]], [b, a])
-    np.testing.assert_allclose(losses[:2], np.mean((a + b * X[:, 0] - Y) ** 2))
-    np.testing.assert_allclose([slopes[2], intercepts[2], losses[2]], [0, Y.mean(), Y.var()])
-
-
-def test_reductions_and_correlations(client, data):
-    reductions, correlations = client.evaluate(
-        data, TEXTS, STARTS, reductions=True, correlation=True
-    )
-    np.testing.assert_allclose(reductions.mean, [0.0, X[:, 0].mean()])
-    assert reductions.non_finite.tolist() == [0, 0]
-    assert np.isnan(correlations[0])
-    np.testing.assert_allclose(correlations[1], np.corrcoef(X[:, 0], Y)[0, 1])
 
 
 @pytest.mark.parametrize(

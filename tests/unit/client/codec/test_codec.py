@@ -94,19 +94,6 @@ def test_evaluations_survive_bit_for_bit(evaluation):
 
 
 @given(
-    st.builds(
-        Timings,
-        *[st.integers(0, 2**63)] * 5,
-        tier=st.sampled_from(Tier),
-        cache_hits=st.integers(0, 2**31),
-    )
-)
-def test_timings_survive(timings):
-    message = reparsed(codec.timings_to_message(timings))
-    assert codec.timings_from_message(message) == timings
-
-
-@given(
     st.lists(
         st.builds(
             info.Device,
@@ -288,21 +275,6 @@ def test_random_bytes_in_every_field(precision, loss, tier, **fields):
         tier=tier,
     )
     only_warpfit_errors(lambda: codec.evaluation_from_message(message).check(LAYOUT))
-
-
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        (pb.UploadVariablesRequest(), "BAD_HEADER"),
-        (pb.UploadVariablesRequest(data=b"123"), "BAD_HEADER"),
-        (pb.UploadVariablesRequest(header=pb.UploadHeader()), "BAD_DATASET_ID"),
-        (pb.UploadVariablesRequest(header=pb.UploadHeader(content_id=bytes(32))), "BAD_DTYPE"),
-    ],
-)
-def test_bad_upload_headers(message, reason):
-    with pytest.raises(errors.InvalidArgumentError) as caught:
-        codec.upload_start(message.SerializeToString())
-    assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize("detail", [b"\xff\xff\xff", b"\x0a\xff"])

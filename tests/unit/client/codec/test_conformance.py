@@ -10,12 +10,9 @@ import pytest
 from support.repository.conformance import DATASETS, PROTO, VECTORS, array, assert_met
 from warpfit import codec, parse
 from warpfit.dataset import Dataset
-from warpfit.errors import WarpfitError
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision
-from warpfit.testing import InProcessServer
-from warpfit.transport.call import Call
 
 
 def generator():
@@ -100,27 +97,6 @@ def test_requests_byte_for_byte(case):
         values=case["values"],
     )
     assert codec.evaluation_to_message(evaluation).SerializeToString().hex() == case["request"]
-
-
-class Collector:
-    """Takes the messages of an answer."""
-
-    def add(self, message):
-        """None is looked at."""
-
-
-@pytest.mark.parametrize("case", VECTORS["failures"], ids=lambda case: case["name"])
-def test_failures_of_the_reference_server(case):
-    server = InProcessServer()
-    if case["dataset"]:
-        upload = [bytes.fromhex(data) for data in DATASETS[case["dataset"]]["upload"]]
-        server.answer(Call("UploadVariables", upload, Collector(), None))
-    request = bytes.fromhex(case["request"])
-    with pytest.raises(WarpfitError) as caught:
-        server.answer(Call("Evaluate", request, Collector(), None))
-    found = caught.value
-    assert (found.status, found.reason) == (case["status"], case["reason"])
-    assert (found.expression, found.token) == (case["expression"], case["token"])
 
 
 def test_numbers_are_compared_strictly():

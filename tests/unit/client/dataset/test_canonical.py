@@ -92,15 +92,6 @@ def test_memory_order_and_strides_do_not_matter(matrix, fortran):
     assert plain.matrix.flags.c_contiguous
 
 
-@given(st.integers(1, 200))
-def test_chunks_are_the_payload(size):
-    dataset = Dataset.of(X, Y)
-    chunks = list(dataset.chunks(size))
-    assert b"".join(chunks) == dataset.matrix.tobytes()
-    assert all(len(chunk) == size for chunk in chunks[:-1])
-    assert sum(map(len, chunks)) == dataset.layout.nbytes
-
-
 ROWS = 150_000
 
 

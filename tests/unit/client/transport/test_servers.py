@@ -100,19 +100,6 @@ def test_a_call_gets_every_server_that_may_answer_before_it_pauses(names, events
     assert asked - {tried[0].address} <= up
 
 
-def test_data_are_not_sent_elsewhere_because_their_homes_are_busy():
-    servers, clock = made(["a:1", "b:1", "c:1"])
-    place = (b"c" * 32, LARGE)
-    homes = servers.homes(*place)
-    for server in homes:
-        servers.failed(server, BUSY, clock.now)
-    assert servers.acquire(homes, *place) is None
-    assert servers.acquire([], *place) in homes
-    for server in homes:
-        servers.failed(server, GONE, clock.now)
-    assert servers.acquire(homes, *place) not in [*homes, None]
-
-
 def test_a_server_that_fails_is_left_alone_for_longer_and_longer():
     servers, clock = made(["a:1", "b:1"])
     server = next(iter(servers))
@@ -138,16 +125,6 @@ def test_one_call_at_a_time_asks_whether_a_server_is_back():
     clock.now += 1
     assert servers.acquire() is gone
     assert {servers.acquire().address for _ in range(20)} == {"b:1"}
-
-
-def test_a_busy_server_is_left_alone_for_as_long_as_it_says():
-    servers, clock = made(["a:1", "b:1"])
-    server = next(iter(servers))
-    servers.failed(server, BUSY, clock.now)
-    assert {call(servers) for _ in range(30)} == {"b:1"}
-    clock.now += BUSY.retry_after
-    assert {call(servers) for _ in range(30)} == {"a:1", "b:1"}
-    assert server.is_trusted
 
 
 def test_calls_in_flight_are_spread_evenly():

@@ -49,14 +49,6 @@ def put(store, dataset, tenant=ANONYMOUS, own_sets=1000):
     return store.commit(upload)
 
 
-def test_round_trip():
-    store, _ = make_store(5000)
-    put(store, DATA)
-    with store.lease(key(DATA)) as resident:
-        shape = (DATA.layout.columns, DATA.layout.rows)
-        np.testing.assert_array_equal(resident.segment.array("<f4", shape), DATA.matrix)
-
-
 def test_eviction_makes_room_but_not_for_data_sets_in_use():
     store, removed = make_store(2)
     put(store, DATA)
@@ -140,22 +132,6 @@ def test_a_tenant_over_its_share_evicts_no_tenant_below():
     assert removed == [key(DATA, "greedy")], "its own"
 
 
-def test_abandoned_upload_gives_its_bytes_back():
-    store, _ = make_store(1)
-    for _ in range(3):
-        store.abandon(store.begin(DATA.layout, DATA.content_id))
-    put(store, DATA)
-
-
-def test_same_content_twice_is_held_once():
-    store, _ = make_store(2)
-    first = put(store, DATA)
-    assert put(store, DATA) is first
-    put(store, OTHERS[1])
-    with store.lease(key(DATA)), store.lease(key(OTHERS[1])):
-        pass
-
-
 def test_release_waits_for_the_last_use():
     store, removed = make_store(5000)
     put(store, DATA)
@@ -167,20 +143,6 @@ def test_release_waits_for_the_last_use():
     assert removed == [key(DATA)]
     with pytest.raises(DatasetNotFoundError):
         store.release(key(DATA))
-
-
-@pytest.mark.parametrize(
-    ("pieces", "reason"),
-    [([16], "TRUNCATED_UPLOAD"), ([200, 1], "SURPLUS_UPLOAD"), ([200], "BAD_DIGEST")],
-)
-def test_uploads_with_wrong_content_are_refused(pieces, reason):
-    store, _ = make_store(5000)
-    upload = store.begin(DATA.layout, DATA.content_id)
-    with pytest.raises(InvalidArgumentError) as caught:
-        for size in pieces:
-            store.add(upload, memoryview(bytes(size)))
-        store.commit(upload)
-    assert caught.value.reason == reason
 
 
 def test_a_tenant_evicts_its_own_data_sets():
@@ -219,21 +181,6 @@ def test_the_number_of_data_sets_is_limited(monkeypatch):
     store, removed = make_store(100)
     keys = [put(store, numbered(number), "a").key for number in range(5)]
     assert removed == keys[:2]
-
-
-def test_unused_data_sets_expire(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    store, removed = make_store(10)
-    old, used = (put(store, numbered(number), "a").key for number in range(2))
-    with store.lease(used):
-        now = 11.0
-        store.expire(10.0)
-    assert removed == [old]
-    store.expire(10.0)
-    assert removed == [old], "a use renews the lease at its end"
-    with pytest.raises(DatasetNotFoundError), store.lease(old):
-        pass
 
 
 # ----------------------------------------------------------------- memory that others have used
@@ -276,13 +223,3 @@ def test_the_segment_of_an_answer_is_cleared_for_another_tenant():
         run.next_reply()
         run.close()
     assert len(segments) == 1, "the memory is used again"
-
-
-def test_an_upload_starts_with_zeros():
-    pool = SegmentPool(64 << 20)
-    used = pool.acquire(1 << 20, "alice")
-    used.array("u1", (used.size,))[...] = 0xAB
-    pool.release(used)
-    store = DatasetStore(Limits(), pool, lambda key: None)
-    upload = store.begin(DATA.layout, DATA.content_id, "alice")
-    assert not upload.segment.array("u1", (upload.segment.size,)).any()

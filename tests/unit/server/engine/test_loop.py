@@ -6,7 +6,6 @@ import errno
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,8 +31,6 @@ from warpfit_server.engine.stuck_detector import EXIT_BROKEN
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
-from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList, digest
-from warpfit_server.ipc.segment_layout import ALONE, BEGUN
 from warpfit_server.ipc.segments import SegmentPool
 
 #: Constants in programs that make the engine below misbehave, or wait.
@@ -198,25 +195,6 @@ class TestAnswers:
         assert run.timings.compute == 5
         run.close()
 
-    def test_segments_are_reused_and_released_ones_are_unmapped(self, run_loop):
-        _, front = run_loop()
-        for _ in range(5):
-            front.answer(front.start(1.0))
-        assert len(front.connection.segments) == 1
-        front.link.pool._most_idle_bytes = 0
-        front.answer(front.start(1.0))
-        front.answer(front.start(1.0))
-        wait_until(lambda: len(front.connection.segments) <= 1)
-        assert not front.connection.requests
-
-    def test_a_segment_that_did_not_arrive_fails_its_call_alone(self, run_loop):
-        _, front = run_loop()
-        front.link._mapped = type("All", (set,), {"__contains__": lambda self, item: True})()
-        error = front.answer(front.start(1.0))
-        assert (type(error), error.reason) == (ResourceExhaustedError, "TOO_MANY_FILES")
-        front.link._mapped = set()
-        assert front.answer(front.start(1.0)) == [1.0]
-
 
 class TestMerging:
     def test_waiting_requests_are_merged_and_their_losses_scattered(self, held):
@@ -265,27 +243,8 @@ class TestMerging:
         assert engine.batches == [1, 4]
         front.answer(busy)
 
-    def test_nothing_is_evaluated_if_all_are_cancelled(self, held):
-        engine, busy, front = held()
-        runs = [front.start(n) for n in range(4)]
-        for run in runs:
-            run.cancel()
-        engine.go.set()
-        assert all(isinstance(front.answer(run), CancelledError) for run in runs)
-        front.answer(busy)
-        assert engine.batches == [1]
-
 
 class TestCancellation:
-    def test_before_the_first_step(self, held):
-        engine, busy, front = held()
-        run = front.start(5.0, values=True)
-        run.cancel()
-        engine.go.set()
-        assert isinstance(front.answer(run), CancelledError)
-        front.answer(busy)
-        assert engine.batches == [1]
-
     def test_between_two_steps(self, run_loop):
         engine, front = run_loop()
         run = front.start(1.0, constant=SLOW, values=True)
@@ -391,19 +350,6 @@ class TestFailures:
         wait_until(lambda: not dying.connection.requests)
         assert engine.steps < STEPS
 
-    @pytest.mark.parametrize("values", [False, True])
-    def test_an_unexpected_exception_is_an_internal_error_of_its_call(self, run_loop, values):
-        _, front = run_loop()
-        error = front.answer(front.start(1.0, constant=BUG, values=values))
-        assert (type(error), error.reason) == (InternalError, "ENGINE_FAILURE")
-        assert front.answer(front.start(2.0)) == [2.0]
-
-    def test_an_unknown_data_set_is_an_error_of_its_call(self, run_loop):
-        _, front = run_loop()
-        evaluation = replace(an_evaluation(1.0), dataset_id=bytes(32))
-        error = front.answer(front.link.start(evaluation, DATA.layout, "me"))
-        assert error.reason == "DATASET_NOT_FOUND"
-
     @pytest.mark.parametrize("count", [1, 3])
     def test_a_broken_engine_ends_the_process(self, held, monkeypatch, count):
         ended = []
@@ -420,40 +366,3 @@ class TestFailures:
         wait_until(lambda: ended)
         assert ended == [EXIT_BROKEN]
         assert all(run.queue.empty() for run in runs)
-
-
-class TestSuspects:
-    def test_a_suspect_runs_alone_and_is_not_merged(self, run_loop):
-        suspects = KnownSuspects()
-        engine, front = run_loop(2, suspects=suspects)
-        names = {digest(an_evaluation(9.0)): 5.0}
-        suspects.update(SuspectList(1, names))
-        engine.go.clear()
-        busy = front.start(1.0, values=True)
-        wait_until(lambda: engine.batches)
-        suspect = front.start(9.0)
-        others = [front.start(n) for n in range(3)]
-        began = time.process_time()
-        time.sleep(0.2)
-        assert len(engine.batches) == 1  # it waits for the running step, and others for it
-        assert time.process_time() - began < 0.1  # without polling
-        engine.go.set()
-        assert front.answer(busy) == [1.0]
-        assert front.answer(suspect) == [9.0]
-        assert [front.answer(run) for run in others] == [[0.0], [1.0], [2.0]]
-        assert engine.batches[:2] == [1, 1]
-
-    def test_the_state_of_a_suspect_says_whether_it_runs_alone(self, run_loop):
-        suspects = KnownSuspects()
-        engine, front = run_loop(2, suspects=suspects)
-        suspects.update(SuspectList(1, {digest(an_evaluation(9.0)): 0.3}))
-        engine.go.clear()
-        suspect = front.start(9.0)
-        state = suspect.segment_layout.state(suspect.segment)
-        wait_until(lambda: state[0] == ALONE)
-        other = front.start(1.0)
-        wait_until(lambda: state[0] == BEGUN)  # its time is over
-        wait_until(lambda: len(engine.batches) == 2)
-        engine.go.set()
-        assert front.answer(other) == [1.0]
-        assert front.answer(suspect) == [9.0]

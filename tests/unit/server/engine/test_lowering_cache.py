@@ -122,14 +122,6 @@ def test_a_fit_of_any_size_is_lowered_once(monkeypatch, made, make):
     assert len(cache) == 1, "it takes all the room there is"
 
 
-def test_small_batches_count_for_more_than_their_tokens(make):
-    cache = LoweringCache()
-    batches = [of("x1") for _ in range(300)]
-    for batch in batches:
-        cache.by_batch(batch, (), make)
-    assert len(cache) == 200
-
-
 def test_what_was_made_of_a_batch_is_forgotten_with_it():
     """A fit's batches never come again, and what an engine makes of them is large."""
     cache, batch = LoweringCache(), of("x1 + p1")
@@ -150,21 +142,3 @@ def test_threads_share_the_cache(make):
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(500)))
-
-
-def test_the_content_of_a_batch_is_copied_and_hashed_once(monkeypatch):
-    counted = []
-
-    def content(batch):
-        counted.append(batch)
-        return len(batch)
-
-    monkeypatch.setattr(lowering_cache, "_content", content)
-    cache, batch = LoweringCache(), of("x1")
-    assert not cache.has_programs(batch, ())
-    cache.by_programs(batch, (), len)
-    assert len(counted) == 1
-    del batch
-    counted.clear()
-    gc.collect()
-    assert len(cache._contents) == 0

@@ -123,19 +123,6 @@ def test_descriptors_are_left_out_while_no_more_files_can_be_opened(ends):
     os.close(found[0])
 
 
-def test_a_segment_that_cannot_be_mapped_is_an_error():
-    with pytest.raises(ResourceExhaustedError) as caught:
-        Segment.received(1, [], 4096)
-    assert caught.value.reason == "TOO_MANY_FILES"
-    segment = Segment.create(1, 4096)
-    duplicate = os.dup(segment.descriptor)
-    with full(), pytest.raises(ResourceExhaustedError) as caught:
-        Segment.received(1, [duplicate], 4096)
-    assert caught.value.reason == "TOO_MANY_FILES"
-    with pytest.raises(OSError, match="Bad file descriptor"):  # it was closed
-        os.fstat(duplicate)
-
-
 def test_sending_fails_when_the_other_end_does_not_read(ends):
     ours, theirs = ends
     ours.give_up_after(0.2)

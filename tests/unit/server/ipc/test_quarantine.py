@@ -241,15 +241,6 @@ class TestConnections:
             for engine, alone in ((1, False), (2, True))
         ]
 
-    def test_a_missing_connection_is_asked_for_again_and_again(self):
-        link = Link()
-        link.front.renew()
-        assert not link.losses
-        link.front.shut()
-        for count in (1, 2):
-            link.front.renew()
-            assert len(link.losses) == count
-
     def test_a_late_connection_to_an_earlier_engine_is_closed(self):
         link = Link()
         link.renew()
@@ -275,19 +266,6 @@ class TestConnections:
             run.next_reply()
         assert link.reports == []
 
-    def test_a_suspect_runs_alone_and_is_cleared_when_it_has_ended(self, engines):
-        evaluation = an_evaluation(loss=Loss.MSE, values=False)
-        engines.die(digest(evaluation), dataset=DATA.content_id)
-        link = Link(engines.quarantine.suspects)
-        link.front.report = engines.quarantine.report
-        for alone in (2.0, 0.0):
-            run = link.front.start(evaluation, DATA.layout, "me")
-            request = link.receive()
-            assert request.alone == alone
-            link.finish(request)
-            run.next_reply()
-            run.close()
-
     def test_a_cancelled_suspect_stays_a_suspect(self, engines):
         evaluation = an_evaluation(loss=Loss.MSE, values=False)
         engines.die(digest(evaluation), dataset=DATA.content_id)
@@ -298,15 +276,3 @@ class TestConnections:
         link.finish(link.receive())
         run.close()
         assert engines.seconds(digest(evaluation)) == 2.0
-
-    def test_a_batch_in_quarantine_never_reaches_the_engine(self, engines):
-        evaluation = an_evaluation(loss=Loss.MSE, values=False)
-        name = digest(evaluation)
-        for alone in ([], [name]):
-            engines.die(name, alone=alone, dataset=DATA.content_id)
-        link = Link(engines.quarantine.suspects)
-        with pytest.raises(FailedPreconditionError) as caught:
-            link.front.start(evaluation, DATA.layout, "me")
-        assert caught.value.reason == "BATCH_QUARANTINED"
-        link.front.start(an_evaluation(loss=Loss.MAE), DATA.layout, "me")
-        assert link.receive().evaluation.loss is Loss.MAE

@@ -198,28 +198,6 @@ class TestSplitting:
         front.connections[0].suspects.update(quarantine.current)
         assert isinstance(self.split(front), InFlightRequest)
 
-    def test_a_part_is_the_request_for_its_programs(self, front):
-        """Each array of a part, read from the whole segment, is that of the part alone."""
-        whole = InFlightRequest.of_evaluation(
-            evaluation(values=True, gradient=True, jacobian=True), DATASET.layout
-        )
-        segment = SegmentPool(0).create(whole.segment_layout.nbytes)
-        whole.write(segment)
-        for number, array in enumerate(whole.segment_layout.results(segment).values()):
-            array[...] = np.arange(array.size).reshape(array.shape) + number
-        parts = whole.split([0, 2, 3, 5])
-        for name in ("losses", "values", "gradients", "jacobian"):
-            joined = np.concatenate([part.array(name) for part in parts])
-            np.testing.assert_array_equal(joined, whole.array(name))
-        batches = [part.segment_layout.batch(segment) for part in parts]
-        for got, expected in zip(batches, (slice(0, 2), slice(2, 3), slice(3, 5)), strict=True):
-            wanted = whole.evaluation.batch[expected]
-            for field in ("codes", "values", "lengths", "parameter_counts", "parameters"):
-                np.testing.assert_array_equal(getattr(got, field), getattr(wanted, field))
-        parts[1].cancel()
-        flags = [int(part.segment_layout.cancelled(segment)[0]) for part in parts]
-        assert flags == [0, 1, 0]
-
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=40), parts=st.integers(2, 8))
 def test_bounds_are_ascending_and_about_equal(lengths, parts):

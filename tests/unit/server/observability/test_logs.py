@@ -74,11 +74,3 @@ def test_the_next_line_says_how_many_were_left_out(caplog, end, monkeypatch):
     assert line.endswith("after 1.500 s, after 37 failed calls of tenant alice without a line")
     assert caplog.records[-1].fields["left_out"] == 37
     assert len(caplog.records) == 101
-
-
-def test_debug_level_logs_every_call(caplog, end):
-    caplog.set_level(logging.DEBUG, "warpfit.requests")
-    for _ in range(150):
-        end("INVALID_ARGUMENT")
-        lines = end("OK")
-    assert len(lines) == 300

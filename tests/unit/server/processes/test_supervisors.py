@@ -3,7 +3,6 @@
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack
 from itertools import count
 from types import SimpleNamespace
 
@@ -14,12 +13,10 @@ from support.servers.requests import DATA
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError, WarpfitError
 from warpfit_server.config import Config
-from warpfit_server.engine.stuck_detector import EXIT_STUCK
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.processes.engine_deaths import cause_of_death
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.front_end import BorrowedLeases
@@ -62,26 +59,6 @@ def test_a_front_end_is_replaced_if_the_engine_answers_only_others(supervisor, f
     assert not killed
     supervisor.kill_silent([0, 1])
     assert killed
-
-
-def test_leases_end_one_by_one(front_end):
-    ended = []
-    for number in (1, 2):
-        lease = ExitStack()
-        lease.callback(ended.append, number)
-        front_end.leases.setdefault(b"data", []).append((lease, None))
-    for number in (1, 2):
-        front_end.end_lease(b"data")
-        assert len(ended) == number
-    assert not front_end.leases
-
-
-@pytest.mark.parametrize(
-    ("code", "cause"),
-    [(-9, "SIGKILL"), (-11, "SIGSEGV"), (EXIT_STUCK, "stuck"), (4, "broken"), (1, "exit 1")],
-)
-def test_the_cause_of_an_engines_end(code, cause):
-    assert cause_of_death(code) == cause
 
 
 def test_a_lease_is_asked_for_again_where_a_message_had_no_room():

@@ -10,9 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.servers.health import check
 from support.servers.http2 import RawConnection
-from warpfit_server.config import Config
 from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort, _CallLimit
-from warpfit_server.rpc.port import listen, make_server
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 Status = health_pb2.HealthCheckResponse
@@ -96,24 +94,6 @@ def test_a_client_that_does_not_read_delays_nobody(health, address, stub):
         assert next(heard).status == Status.SERVING
         assert check(address) == "SERVING"
         heard.cancel()
-
-
-def test_connections_are_limited():
-    server = make_server(Config(max_connections=5), "service", {}, shared=False)
-    Health("service").add_to(server)
-    address = f"127.0.0.1:{listen(server, Config(), 0)}"
-    server.start()
-    with ExitStack() as stack:
-        connections = [stack.enter_context(RawConnection(address)) for _ in range(8)]
-        deadline = time.monotonic() + 10
-        while sum(connection.is_open for connection in connections) > 5:
-            assert time.monotonic() < deadline, "none of them is closed"
-            time.sleep(0.05)
-        assert check(address) == "UNREACHABLE"
-    deadline = time.monotonic() + 10
-    while check(address) != "NOT_SERVING":
-        assert time.monotonic() < deadline, "no room though the others have gone"
-    server.stop(None)
 
 
 def test_the_address_with_most_calls_makes_room():

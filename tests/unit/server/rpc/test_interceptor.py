@@ -12,11 +12,8 @@ import pytest
 
 from support.servers.calls import SILENT, Call, tenants_file, token_file
 from warpfit import codec
-from warpfit.dataset import Layout
-from warpfit.errors import ProgramError, UnavailableError
-from warpfit.ir import Batch
-from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss, Timings
+from warpfit.errors import UnavailableError
+from warpfit.request import Timings
 from warpfit_server.config import Config
 from warpfit_server.observability import calls
 from warpfit_server.observability.calls import Observer
@@ -25,8 +22,6 @@ from warpfit_server.rpc.interceptor import Interceptor
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 from warpfit_server.tenancy.tenants import tenant_of
 
-EVALUATION = Evaluation(bytes(32), Batch.of([parse("x1")]), loss=Loss.MSE, values=False)
-LAYOUT = Layout(np.dtype("<f4"), 1, 10, has_target=True)
 METHODS = ("Evaluate", "GetServerInfo", "UploadVariables")
 
 
@@ -139,20 +134,6 @@ class TestAdmission:
             call.wait()
         until(lambda: not front_end.interceptor.workers._busy)
         assert front_end.take(Call([b"x"], tokens["greedy"])).answer()[0] == "OK"
-        assert front_end.quotas.in_flight() == Amounts()
-
-    @pytest.mark.parametrize("name", METHODS)
-    def test_a_call_has_a_slot_while_it_waits_for_its_message(self, name, tmp_path):
-        """So one tenant never has all slots."""
-        path, tokens = token_file(tmp_path, "greedy", "modest")
-        front_end = FrontEnd(echo_of(name), name=name, token_file=path, max_requests=4)
-        silent = [front_end.take(Call(SILENT, tokens["greedy"])) for _ in range(4)]
-        assert silent[3].answer(wait=False)[0] == "RESOURCE_EXHAUSTED"
-        assert silent[3].detail().reason == "TOO_MANY_REQUESTS"
-        assert front_end.take(Call([b"x"], tokens["modest"])).answer()[0] == "OK"
-        for call in silent[:3]:
-            call.cancel()
-            call.wait()
         assert front_end.quotas.in_flight() == Amounts()
 
     def test_a_cancelled_call_leaves_its_slot_at_once_and_its_memory_at_its_end(self):
@@ -358,23 +339,6 @@ class TestObservation:
         assert buckets["request_seconds", ("Evaluate",)][-1] > 0.1
         assert buckets["stage_seconds", ("copy",)][-1] == pytest.approx(8e-9)
         assert buckets["stage_seconds", ("kernel",)][-1] == pytest.approx(4e-9)
-
-    def test_only_programs_that_the_engine_answered_are_counted(self):
-        def behaviour(message, context):
-            calls.record_work(EVALUATION, LAYOUT)
-            if message == b"wrong":
-                raise ProgramError("what", "UNKNOWN_OPERATOR")
-            calls.record_answer(Timings())
-            yield b"answer"
-
-        front_end = FrontEnd(behaviour)
-        for message in (b"wrong", b"right", b"wrong"):
-            front_end.take(Call([message])).wait()
-        counts = front_end.recorder.totals().counts
-        assert counts["programs", ("default",)] == 1
-        assert counts["tokens", ("default",)] == 1
-        assert counts["token_rows", ("default",)] == LAYOUT.rows
-        assert len(front_end.ended()) == 2
 
     def test_a_call_keeps_a_valid_id_of_its_client_and_else_gets_a_new_one(self):
         given = ("run-7/call.3", "no good!", "", "x" * 200)

@@ -1,6 +1,5 @@
 """The compile cache: its directory, and files that are whole and this user's alone."""
 
-import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,19 +149,6 @@ def test_without_room_for_a_copy_the_cache_is_read_in_place(cache, tmp_path, unw
     assert len(caplog.records) == 1
 
 
-def test_a_file_in_the_way_of_the_directory_is_no_error(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    with usable_cache_directory(tmp_path / "file" / "cache") as place:
-        assert place.is_dir()
-    assert len(caplog.records) == 1
-
-
-def test_a_disk_that_is_nearly_full_is_not_used(cache, monkeypatch):
-    usage = type("Usage", (), {"free": 5 << 20})
-    monkeypatch.setattr(compile_cache.shutil, "disk_usage", lambda path: usage)
-    assert compile_cache._unwritable(cache) == "only 5 MiB of its disk are free"
-
-
 # --------------------------------------------------------------------------------------- files
 
 
@@ -172,13 +158,6 @@ def test_content_that_was_written_is_read_and_private(tmp_path, group_writable_u
     assert compile_cache.read(path) == compile_cache.find(path) == CODE
     for made in (path, path.parent, path.parent.parent):
         assert made.stat().st_mode & 0o077 == 0
-
-
-def test_content_is_made_once(tmp_path):
-    path = tmp_path / "code"
-    assert compile_cache.find(path) is None
-    assert compile_cache.find_or_make(path, lambda: CODE) == CODE
-    assert compile_cache.find_or_make(path, lambda: pytest.fail("made again")) == CODE
 
 
 @pytest.mark.parametrize("change", [lambda b: b"", lambda b: b[:-1], lambda b: b[:-1] + b"x"])
@@ -218,27 +197,6 @@ def test_links_and_pipes_are_not_followed(tmp_path):
     assert compile_cache.find(tmp_path / "pipe") is None
 
 
-def test_a_full_disk_is_logged_once(tmp_path, monkeypatch, caplog):
-    def refuse(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(compile_cache.tempfile, "NamedTemporaryFile", refuse)
-    compile_cache._log_once.cache_clear()
-    for number in range(5):
-        compile_cache.write(tmp_path / str(number), CODE)
-    assert list(tmp_path.iterdir()) == []
-    assert caplog.text.count("No space left on device") == 1
-
-
-def test_nothing_is_left_of_a_file_that_did_not_fit(tmp_path, monkeypatch):
-    def refuse(self, target):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(Path, "replace", refuse)
-    compile_cache.write(tmp_path / "code", CODE)
-    assert list(tmp_path.iterdir()) == []
-
-
 # --------------------------------------------------------------------- a bounded directory
 
 
@@ -261,14 +219,6 @@ def test_the_bytes_on_disk_are_bounded(tmp_path):
     total = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert total <= 55_000
     assert cache.get("key99") == bytes([99]) * 1000
-
-
-def test_an_unusable_directory_only_misses(tmp_path):
-    blocker = tmp_path / "file"
-    blocker.write_text("in the way")
-    cache = DiskCache(blocker / "kernels", 1 << 20)
-    cache.put("key", b"content")
-    assert cache.get("key") is None
 
 
 def test_several_servers_write_the_same_entries(tmp_path):

@@ -75,11 +75,6 @@ class TestAmounts:
         assert {table.in_flight(tenant) for tenant in (None, *tenants)} == {Amounts()}
         table.close()
 
-    def test_processes_find_the_same_entry_whichever_makes_it(self, pair):
-        for index in range(90):
-            assert pair[index % 2].acquire(f"t{index}", ONE, ENOUGH, ENOUGH) is None
-            assert pair[1 - index % 2].in_flight(f"t{index}") == ONE
-
     def test_a_refused_amount_is_subtracted_again(self, pair):
         little = Amounts(1, 10, 10)
         pair[0].acquire("a", little, ENOUGH, ENOUGH)

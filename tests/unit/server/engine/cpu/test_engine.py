@@ -73,22 +73,6 @@ def test_row_ranges_equal_slices(evaluate, bounds, wants_values):
     np.testing.assert_allclose(part.losses, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("loss", Loss)
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("rows", [1, 100, 40_000])
-def test_losses(evaluate, loss, weights, dtype, rows):
-    data = make_dataset(rows, dtype, weights=weights)
-    programs, parameters = thesis_mix(6, 5)
-    programs.append(X1)
-    parameters.append(np.empty(0))
-    got = evaluate(data, programs, parameters, loss=loss)
-    expected = reference_loss(loss, got.values, data.target, data.weights)
-    np.testing.assert_allclose(got.losses, expected, rtol=1e-10)
-    alone = evaluate(data, programs, parameters, loss=loss, values=False)
-    np.testing.assert_array_equal(alone.losses, got.losses)
-
-
 def test_nan_makes_the_loss_nan_whatever_its_weight(evaluate):
     data = Dataset.of(np.array([[1.0], [-1.0]]), np.ones(2), np.array([1.0, 0.0]))
     got = evaluate(data, [Program.apply("log", X1), X1], loss=Loss.SSE)
@@ -237,13 +221,6 @@ def test_an_error_of_the_receiver_stops_the_threads(evaluate):
     assert threading.active_count() <= threads
 
 
-def test_unknown_dataset(evaluate):
-    evaluation = Evaluation(b"?" * 32, Batch.of([X1]))
-    outputs = Outputs(np.empty((1, 1, 1)), None, np.zeros(1, np.uint8), lambda ready: None)
-    with pytest.raises(errors.DatasetNotFoundError):
-        run_to_end(evaluate.engine.evaluate(evaluation, outputs))
-
-
 @pytest.mark.parametrize("leaning", ["left", "right"])
 @pytest.mark.parametrize("tokens", [10_001, 300_001])
 def test_long_chains(evaluate, leaning, tokens):
@@ -259,15 +236,6 @@ def test_long_chains(evaluate, leaning, tokens):
     np.testing.assert_allclose(got, reference.evaluate_program(program, data.variables))
 
 
-def test_deep_balanced_program(evaluate):
-    program = Program.apply("sub", X1, X2)
-    for _ in range(12):
-        program = Program.apply("sub", program, Program.apply("abs", program))
-    data = make_dataset(100)
-    expected = reference.evaluate_program(program, data.variables)
-    np.testing.assert_allclose(evaluate(data, [program]).values[0, 0], expected)
-
-
 def test_programs_without_variables(evaluate):
     data = make_dataset(1500, "float32")
     programs = [P1, Program.constant(0.1), Program.apply("exp", P1), X2]
@@ -275,14 +243,6 @@ def test_programs_without_variables(evaluate):
     for row, expected in enumerate(np.array([0.3, 0.1, np.exp(np.float32(0.3))], np.float32)):
         assert np.unique(got[row]).tolist() == [expected]
     np.testing.assert_array_equal(got[3], data.variables[1])
-
-
-def test_special_constants(evaluate):
-    data = make_dataset(20)
-    programs = [Program.constant(v) for v in (np.nan, np.inf, -np.inf, -0.0, 0.0)]
-    got = evaluate(data, programs).values[:, 0, 0]
-    np.testing.assert_array_equal(got, [np.nan, np.inf, -np.inf, -0.0, 0.0])
-    assert np.signbit(got).tolist()[3:] == [True, False]
 
 
 def test_columns_may_be_longer_than_4_gib(evaluate, tmp_path):
@@ -293,12 +253,6 @@ def test_columns_may_be_longer_than_4_gib(evaluate, tmp_path):
     got = evaluate(data, [X1, X2], rows=(rows - 1000, rows), loss=Loss.SSE)
     np.testing.assert_array_equal(got.values[:, 0], [[1.0] * 1000, [2.0] * 1000])
     np.testing.assert_array_equal(got.losses[:, 0], [16_000, 9_000])
-
-
-def test_read_only_data_is_used_in_place(evaluate):
-    data = make_dataset(64)
-    data.matrix.setflags(write=False)
-    np.testing.assert_array_equal(evaluate(data, [X1]).values[0, 0], data.variables[0])
 
 
 def test_working_memory_lives_as_long_as_it_is_used(evaluate):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-import mpmath
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -107,20 +106,6 @@ def test_circular_functions_next_to_multiples_of_half_pi(evaluate, name, dtype):
     error = ulps(got, hard_cases.exact_values(OPERATORS[name], columns))
     worst = int(error.argmax())
     assert error[worst] <= 1, (columns[:, worst], got[worst])
-
-
-def test_extended_precision_is_right_next_to_multiples_of_half_pi():
-    """The truth of the tests above, against pi with 1,200 bits."""
-    near = hard_cases.near_multiples_of_half_pi("float64", MULTIPLES).astype(np.longdouble)
-    closest = np.argsort(np.minimum(np.abs(np.sin(near)), np.abs(np.cos(near))))[:200]
-    points = [*near[closest].astype(float).tolist(), hard_cases.CLOSEST_TO_HALF_PI]
-    with mpmath.workprec(1_200):
-        for name in ("sin", "cos", "tan"):
-            got = hard_cases.exact_values(OPERATORS[name], np.array([points]))
-            for value, point in zip(got, points, strict=True):
-                exact = getattr(mpmath, name)(mpmath.mpf(point))
-                digits = mpmath.mpf(np.format_float_scientific(value, unique=True, trim="0"))
-                assert abs(digits / exact - 1) < 2.0**-60, (name, point)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

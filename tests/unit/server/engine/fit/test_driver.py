@@ -17,12 +17,8 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.printing import to_text
 from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import Method
-from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction, gaussian, huber, quantile
 from warpfit_server.engine.fit import compiled
-from warpfit_server.engine.fit.batches import one_vector_each
-from warpfit_server.engine.fit.searches import BEST, BEST_LOSS, DEADLINE, LOSS, REASON, Searches
-from warpfit_server.engine.fit.searches import X as ROW_X
 from warpfit_server.engine.interface import Linearisation
 
 rng = np.random.default_rng(3)
@@ -120,12 +116,6 @@ def test_convergence_does_not_depend_on_the_unit_of_the_target(scale, loss):
     np.testing.assert_allclose(losses[1] / scale**power, losses[0], rtol=0.02)
 
 
-def test_a_row_range_is_fitted_alone():
-    found = fit(DATA, [LINE], [[0.0] * 3], rows=(10, 40), **TIGHT)
-    expected, *_ = np.linalg.lstsq(design()[10:40], NOISY[10:40], rcond=None)
-    np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-6)
-
-
 # -------------------------------------------------------------------- bounds, fixed, many starts
 
 
@@ -192,17 +182,6 @@ class ForgetfulEngine(NumpyEngine):
 def test_arrays_of_the_wrong_size_are_an_internal_error():
     with pytest.raises(InternalError, match="the engine returned"):
         fit(DATA, [MODEL], [START], engine=ForgetfulEngine(DATA))
-
-
-def test_a_batch_repeats_each_program_for_its_starts():
-    drawn, parameters = thesis_mix(2, 5)
-    k_vectors = [np.stack([p, p + 1]) for p in parameters]
-    each = one_vector_each(Batch.of(drawn, k_vectors))
-    assert len(each) == 10
-    for index in range(10):
-        assert each.program(index) == drawn[index // 2]
-        expected = k_vectors[index // 2][index % 2]
-        np.testing.assert_array_equal(each.program_parameters(index)[0], expected)
 
 
 # -------------------------------------------------------------------------- reasons to end
@@ -330,19 +309,6 @@ def test_a_fit_with_a_deadline_can_be_cancelled():
     assert len(engine.sizes) == 3
 
 
-def test_an_interrupted_line_search_keeps_its_best_point():
-    searches = Searches.begin(
-        np.array([1, 2]), np.zeros(3), np.full(3, -9.0), np.full(3, 9.0), np.ones(3, bool)
-    )
-    searches.numbers[:, LOSS] = [5.0, 5.0]
-    searches.numbers[:, BEST_LOSS] = [6.0, 4.0]
-    searches.vectors[BEST] = [1.0, 2.0, 3.0]
-    searches.interrupt()
-    assert searches.vectors[ROW_X].tolist() == [0.0, 2.0, 3.0]
-    assert searches.numbers[:, LOSS].tolist() == [5.0, 4.0]
-    assert searches.counters[:, REASON].tolist() == [DEADLINE, DEADLINE]
-
-
 def test_cancellation_is_noticed_between_passes():
     with pytest.raises(CancelledError):
         fit(EXACT, [MODEL], [START], cancelled=True)
@@ -439,14 +405,6 @@ def test_float32_parameters_are_what_the_engine_computed_with():
     data = Dataset.of(X, NOISY, dtype="float32")
     p = fit(data, [MODEL], [START]).parameters[0]
     np.testing.assert_array_equal(p, p.astype(np.float32).astype(float))
-
-
-def test_progress_is_reported():
-    seen = []
-    fit(DATA, [MODEL, "x1"], [START, []], report=seen.append)
-    assert [progress.iterations for progress in seen] == sorted(p.iterations for p in seen)
-    assert {progress.searches for progress in seen} == {2}
-    assert seen[-1].active == 1
 
 
 # --------------------------------------------------------------------------- compiled code

@@ -7,8 +7,6 @@ import pytest
 
 from support.engines import nist
 from support.engines.fits import fit
-from warpfit import parse
-from warpfit.expressions.derivatives import differentiate
 from warpfit.fitting import Accuracy, Tolerances
 from warpfit_server.engine.cpu.engine import CpuEngine
 
@@ -32,32 +30,6 @@ def engine():
 def outcomes(engine):
     """Digits of parameters, of the sum of squares, iterations, digits of standard errors."""
     return {(name, start): nist.outcome(engine, PROBLEMS[name], start) for name, start in CASES}
-
-
-@pytest.fixture(scope="module")
-def references():
-    """The same of SciPy, without standard errors."""
-    return {(name, start): scipys(PROBLEMS[name], start) for name, start in CASES}
-
-
-def scipys(problem, start):
-    program, variables = parse(problem.formula), problem.dataset.variables
-    target = problem.dataset.target
-    with np.errstate(all="ignore"):
-        found = least_squares(
-            lambda p: differentiate(program, variables, p)[0] - target,
-            problem.starts[start - 1],
-            jac=lambda p: differentiate(program, variables, p)[1].T,
-            method="lm",
-            x_scale="jac",
-            **dict.fromkeys(("ftol", "xtol", "gtol"), 1e-15),
-            max_nfev=2000,
-        )
-    return (
-        nist.digits(found.x, problem.certified),
-        nist.digits(2 * found.cost, problem.squares),
-        found.nfev,
-    )
 
 
 @pytest.mark.parametrize(("name", "start"), CASES)
@@ -90,22 +62,3 @@ def test_final_accuracy_reaches_six_certified_digits(engine, name, start):
     )
     assert found.success[0]
     assert nist.ordered_digits(problem, found.parameters[0], problem.certified).min() >= 6
-
-
-def test_at_least_as_good_as_scipy_in_total(outcomes, references):
-    totals = [
-        sum(parameters.min() + squares for parameters, squares, *_ in results.values())
-        for results in (outcomes, references)
-    ]
-    print(f"\n{table(outcomes, references)}\ntotal of digits: {totals[0]:.1f}, {totals[1]:.1f}")
-    assert totals[0] >= totals[1]
-
-
-def table(outcomes, references) -> str:
-    """Least log relative error of the parameters, that of the sum of squares, and iterations."""
-    lines = ["problem   start | warpfit: digits, of RSS, iterations | SciPy: digits, of RSS, nfev"]
-    for name, start in CASES:
-        both = outcomes[name, start], references[name, start]
-        cells = [f"{r[0].min():7.1f} {float(r[1]):6.1f} {r[2]:6d}" for r in both]
-        lines.append(f"{name:9} {start}     | {cells[0]:35} | {cells[1]}")
-    return "\n".join(lines)

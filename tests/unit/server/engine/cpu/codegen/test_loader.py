@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.engines.evaluations import Evaluate
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss
@@ -30,24 +29,6 @@ def cache(tmp_path):
     kept = parts.directory_of(directory)
     shutil.copytree(kept, tmp_path / kept.name)
     return tmp_path
-
-
-def check(engine: CpuEngine) -> None:
-    np.testing.assert_array_equal(Evaluate(engine)(DATA, [X1]).values[0, 0], DATA.variables[0])
-
-
-def test_damaged_object_files_are_made_again(cache):
-    objects = sorted(cache.glob("cpu-*/*.o"))
-    assert len(objects) == 3 + 3  # of values and of derivatives
-    whole = [path.read_bytes() for path in objects[:2]]
-    for path in objects[:2]:
-        path.write_bytes(path.read_bytes()[:-7] + b"garbage")
-    engine = CpuEngine(1, cache)
-    check(engine)
-    engine._derivatives.result()
-    engine.close()
-    assert [path.read_bytes() for path in objects[:2]] == whole
-    assert sorted(cache.glob("cpu-*/*.o")) == objects
 
 
 def test_values_do_not_wait_for_the_code_of_derivatives(cache, monkeypatch):
@@ -98,20 +79,4 @@ def test_code_of_derivatives_that_failed_to_load_is_loaded_again(cache, monkeypa
     with pytest.raises(MemoryError):
         run_to_end(waiting)
     assert run_to_end(engine._derivative_code()).kernels
-    engine.close()
-
-
-def test_an_engine_starts_without_a_directory_that_can_be_written(
-    cache, tmp_path, caplog, monkeypatch
-):
-    def copy(place, group, processes, *, urgent=True):
-        shutil.copytree(cache / place.name, place, dirs_exist_ok=True)
-
-    monkeypatch.setattr(parts, "compile_group", copy)
-    occupied = tmp_path / "file"
-    occupied.write_text("not a directory")
-    engine = CpuEngine(2, occupied / "cache")
-    assert "compiled code is kept in a temporary directory" in caplog.text
-    check(engine)
-    engine._derivatives.result()  # not later, with nothing patched: then it compiles
     engine.close()

@@ -99,15 +99,6 @@ def test_the_stack_is_logarithmic():
     assert check(Batch.of([program])) == 7
 
 
-@pytest.mark.parametrize("name", ["add", "where"])
-@pytest.mark.parametrize("leaf", [X, Program.apply("neg", X), Program.constant(2.0)], ids=str)
-def test_bushy_programs(name, leaf):
-    program = leaf
-    for _ in range(11 if name == "add" else 7):
-        program = Program.apply(name, *[program] * OPERATORS[name].arity)
-    check(Batch.of([program]))
-
-
 @pytest.mark.parametrize("depth", range(1, 40, 3))
 def test_row_invariant_subtrees_of_any_height(depth):
     p, program = Program.parameter(0), Program.parameter(1)
@@ -115,11 +106,6 @@ def test_row_invariant_subtrees_of_any_height(depth):
         program = Program.apply("sub", p, program)
     either = [program, Program.apply("add", program, X), Program.apply("where", p, X, program)]
     check(Batch.of(either, [[1.0, 2.0][: p.parameters] for p in either]))
-
-
-def test_programs_of_one_leaf():
-    leaves = [X, Program.parameter(1), Program.constant(np.nan), Program.variable(2)]
-    check(Batch.of(leaves, [[], [1.0, 2.0], [], []]))
 
 
 def test_a_negative_zero_is_an_index():
@@ -217,31 +203,6 @@ def test_programs_that_are_too_long_are_refused():
     assert (refused.value.reason, refused.value.available) == ("PROGRAM_TOO_LONG", 1 << 18)
 
 
-@pytest.mark.parametrize("has_ternary", [False, True])
-def test_the_bound_of_stack_levels_is_tight(has_ternary):
-    """The smallest programs of each need, built as the bound counts them."""
-    neg = Program.apply("neg", X)
-    smallest = [neg] if not has_ternary else [X, Program.apply("where", X, X, X)]
-    if has_ternary:
-        smallest.append(smallest[1])
-    while len(smallest) < 9:
-        two = Program.apply("add", smallest[-1], smallest[-1])
-        three = Program.apply("where", *[smallest[-2]] * 3) if has_ternary else two
-        smallest.append(min(two, three, key=lambda program: len(program.codes)))
-    needs = lower_on_host(Batch.of(smallest)).needs().tolist()
-    for need, program in zip(needs, smallest, strict=True):
-        size = len(program.codes)
-        assert max_levels(size, has_ternary) == need
-        if need > (2 if has_ternary else 0):
-            assert max_levels(size - 1, has_ternary) < need
-    assert needs[-1] == 8
-
-
-def test_the_longest_program_fits_the_least_shared_memory():
-    levels = max_levels(device_lowering.MAX_PROGRAM_TOKENS, True) + 2
-    assert levels * 2048 + 16 <= 48 * 1024
-
-
 @pytest.mark.parametrize(("group", "levels"), [(90, 3), (90, 1), (7, 2), (1, 3), (89, 0)])
 def test_programs_are_sorted_in_each_group(group, levels):
     """Deep programs first, marked; then by falling number of instructions; in each group."""
@@ -257,15 +218,3 @@ def test_groups_with_an_invalid_program_are_skipped():
     assert ((found.order & bytecode.SKIPPED) != 0).tolist() == [False, False, True, True] + [
         False
     ] * 2
-
-
-def test_long_programs_are_sorted_approximately():
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 30_000, size=60) // rng.integers(1, 60, size=60) * 2 + 1
-    chains = [
-        Program([VARIABLE, *[VARIABLE, OPERATORS["add"].code] * (length // 2)], np.zeros(length))
-        for length in lengths.tolist()
-    ]
-    found = lower_on_host(Batch.of(chains), room=0, share=8)
-    sorted_lengths = found.programs[found.order.astype(int), 1].astype(float)
-    assert (sorted_lengths[1:] <= 1.04 * sorted_lengths[:-1]).all()

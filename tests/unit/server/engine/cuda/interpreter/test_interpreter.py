@@ -7,29 +7,9 @@ import pytest
 
 from support.emulators.device_lowering import lower_on_host
 from warpfit.errors import InternalError
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
-from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.interpreter.jump_table import with_jump_table
-from warpfit_server.engine.cuda.interpreter.source import Variant, costly_codes, interpreter_source
-from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.prelude import render
-
-VARIANTS = [
-    Variant(Mode.FAST, 8),
-    Variant(Mode.PRECISE, 4),
-    Variant(Mode.DOUBLE, 2),
-]
-
-
-def test_row_invariant_subtrees_are_hoisted():
-    x, p = Program.variable(0), Program.parameter(0)
-    hoisted = Program.apply("exp", Program.apply("mul", p, Program.constant(2.0)))
-    lowered = lower_on_host(Batch.of([Program.apply("add", x, hoisted)], [[1.0]]))
-    assert lowered.programs[0, 1] == 1
-    assert lowered.slot_counts().tolist() == [1]
-    assert lowered.slots[0].tolist() == [1, 5, 0, 1]
 
 
 def test_slots_find_their_parameters_with_several_vectors():
@@ -41,34 +21,11 @@ def test_slots_find_their_parameters_with_several_vectors():
     assert lowered.slots[firsts, 2:].tolist() == [[0, 2], [6, 1]]
 
 
-def test_thesis_mix_needs_few_instructions():
-    drawn, vectors = thesis_mix(1)
-    batch = Batch.of(drawn, vectors)
-    written = lower_on_host(batch).programs[:, 1].sum() + len(batch)
-    assert written < 0.6 * len(batch.codes)
-
-
 def test_literals_are_rendered_with_the_type():
     assert render("select(a > 0, 1.5e-3, log1p(b) * 2)", "float") == (
         "select(a > float(0), float(1.5e-3), log1p(b) * float(2))"
     )
     assert render("__fdividef(1.0f, a)", "float") == "__fdividef(1.0f, a)"
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_source_has_every_operator(variant):
-    source = interpreter_source(variant)
-    assert "@" not in source
-    for row in OPERATORS.values():
-        assert f"real op_{row.name}(" in source
-        assert f"(op_{row.name}, {bytecode.labels()[row.code]})" in source
-        assert f"case {row.code}: stack[" in source
-
-
-def test_frequent_operators_need_no_scratch_levels():
-    costly = costly_codes(VARIANTS[0])
-    for name in ("add", "mul", "div", "pow", "log", "exp", "sqrt", "abs"):
-        assert not costly[OPERATORS[name].code]
 
 
 def test_the_jump_table_leads_where_the_tree_does():

@@ -34,12 +34,6 @@ def test_layouts_fit_a_multiprocessor(mode):
         assert layout.threads >= layout.group_size  # a thread stores at most one sum
 
 
-def test_cheap_batches_take_more_rows_a_thread():
-    cheap = best_layout(Mode.FAST, np.array([OPERATORS["mul"].code], dtype=np.uint8))
-    costly = best_layout(Mode.FAST, np.array([OPERATORS["exp"].code], dtype=np.uint8))
-    assert cheap.rows > costly.rows
-
-
 def test_fingerprints_depend_on_tokens_and_not_on_parameters():
     programs, parameters = thesis_mix(1, 50)
     seen = {fingerprint(Batch.of(*thesis_mix(seed, 50))) for seed in range(12)}

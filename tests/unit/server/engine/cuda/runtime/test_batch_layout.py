@@ -11,43 +11,11 @@ from support.emulators.device_lowering import lower_on_host
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.interpreter.source import Variant, costly_codes, operator_flags
+from warpfit_server.engine.cuda.interpreter.source import Variant, operator_flags
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import batch_layout
 
 FAST = Variant(Mode.FAST, 16)
-
-
-@pytest.mark.parametrize(("vectors", "programs"), [(1, 5), (3, 1), (2, 9)])
-def test_packed_arrays_are_those_of_the_batch(vectors, programs):
-    rng = np.random.default_rng(programs)
-    drawn = [
-        random_program(rng, int(rng.integers(1, 60)), variables=3, operators=tuple(OPERATORS))
-        for _ in range(programs)
-    ]
-    batch = Batch.of(drawn, [rng.normal(size=(vectors, p.parameters)) for p in drawn])
-    layout = batch_layout.BatchLayout.of(batch)
-    memory = np.full(layout.uploaded, 0xA5, dtype=np.uint8)
-    batch_layout.pack(batch_layout.TokenArrays.of(batch), layout, memory)
-    for name, dtype, expected in (
-        ("starts", np.uint32, batch.starts),
-        ("parameter_starts", np.uint32, batch.parameter_starts // vectors),
-        ("values", np.float64, batch.values),
-        ("parameters", np.float64, batch.parameters),
-        ("codes", np.uint8, batch.codes),
-    ):
-        start = getattr(layout, name)
-        size = len(expected) * np.dtype(dtype).itemsize
-        np.testing.assert_array_equal(memory[start : start + size].view(dtype), expected)
-    assert list(layout) == sorted(layout)
-    assert all(start % 64 == 0 for start in layout)
-
-
-def test_flags_of_operators():
-    flags = operator_flags(FAST)
-    np.testing.assert_array_equal((flags & batch_layout.COSTLY) != 0, costly_codes(FAST))
-    ternary = [row.code for row in OPERATORS.values() if row.arity == 3]
-    assert np.flatnonzero(flags & batch_layout.TERNARY).tolist() == ternary
 
 
 @pytest.mark.parametrize(
