@@ -5,11 +5,10 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from queue import Empty, SimpleQueue
 from typing import IO, Final
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
@@ -18,6 +17,9 @@ from warpfit.errors import InvalidArgumentError, UnavailableError
 #: one; the server itself gives up after this time.
 START_SECONDS: Final = 600.0
 _STOP_SECONDS: Final = 15.0
+_POLL_SECONDS: Final = 0.02
+#: Most bytes of the end of the log that are read.
+_MOST_READ: Final = 1 << 16
 #: Characters of the end of the log that an error quotes; its message has at most 480 bytes.
 _QUOTED_CHARACTERS: Final = 360
 #: The line that a server prints when it is ready, with its address.
@@ -41,10 +43,8 @@ def embedded_server(
     require_server()
     command = [sys.executable, "-m", "warpfit_server", "--host", "127.0.0.1", "--port", "0"]
     with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
-        subprocess.Popen(
-            [*command, *arguments], stdout=subprocess.PIPE, stderr=log, text=True
-        ) as process,
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen([*command, *arguments], stdout=log, stderr=log) as process,
     ):
         try:
             yield _wait_for_address(process, log, start_seconds)
@@ -73,31 +73,23 @@ def require_server() -> None:
         )
 
 
-def _wait_for_address(process: subprocess.Popen[str], log: IO[str], seconds: float) -> str:
-    found: SimpleQueue[str | None] = SimpleQueue()
-    threading.Thread(target=_read, args=(process, found), daemon=True).start()
-    try:
-        address = found.get(timeout=seconds)
-    except Empty:
-        address = None
-    if address is None:
-        raise _start_error(process, log)
-    return address
+def _wait_for_address(process: subprocess.Popen[bytes], log: IO[bytes], seconds: float) -> str:
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        if found := READY.search(_written(log)):
+            return found[1]
+        time.sleep(_POLL_SECONDS)
+    raise _start_error(process, log)
 
 
-def _read(process: subprocess.Popen[str], found: SimpleQueue[str | None]) -> None:
-    """Report the address, then drain the pipe, so that the server never blocks on it."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        match = READY.search(line)
-        if match:
-            found.put(match[1])
-    found.put(None)
+def _written(log: IO[bytes]) -> str:
+    """Return the end of what the server has written, without moving the place where it writes."""
+    start = max(0, os.fstat(log.fileno()).st_size - _MOST_READ)
+    return os.pread(log.fileno(), _MOST_READ, start).decode(errors="replace")
 
 
-def _start_error(process: subprocess.Popen[str], log: IO[str]) -> UnavailableError:
-    log.seek(0)
-    tail = "\n".join(log.read().splitlines()[-10:])[-_QUOTED_CHARACTERS:]
+def _start_error(process: subprocess.Popen[bytes], log: IO[bytes]) -> UnavailableError:
+    tail = "\n".join(_written(log).splitlines()[-10:])[-_QUOTED_CHARACTERS:]
     status = process.poll()
     what = "did not get ready in time" if status is None else f"ended with status {status}"
     return UnavailableError(
@@ -107,7 +99,7 @@ def _start_error(process: subprocess.Popen[str], log: IO[str]) -> UnavailableErr
     )
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def _stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(_STOP_SECONDS)

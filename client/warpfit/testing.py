@@ -42,7 +42,7 @@ from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.transport.addresses import Target
 from warpfit.transport.call import Call, Cancellation, UploadStream
 from warpfit.transport.connection import Connection
-from warpfit.transport.settings import ClientConfig, RetryPolicy
+from warpfit.transport.settings import RetryPolicy
 
 #: Retries with short pauses, for tests.
 FAST_RETRIES = RetryPolicy(total_seconds=5.0, initial_backoff=0.001, maximum_backoff=0.01)
@@ -223,7 +223,7 @@ def _named(
 ) -> tuple[Mapping[str, InProcessServer], Connection]:
     servers = server if isinstance(server, Mapping) else {"here:1": server or InProcessServer()}
     target = Target(lambda: tuple(servers), tuple(servers), ", ".join(servers))
-    return servers, Connection(target, ClientConfig(retry=retry))
+    return servers, Connection(target, retry)
 
 
 def _checked(layout: Layout, content_id: bytes, payload: bytes) -> Dataset:

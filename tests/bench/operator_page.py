@@ -48,7 +48,7 @@ or follow from it.
 _SLOPES_TEXT: Final = """
 ## Derivatives
 
-The same texts serve the reference (`warpfit.expressions.derivatives`), the CPU engine and the
+The same texts serve the reference (`warpfit.expressions.reference`), the CPU engine and the
 CUDA engine. `r` is the operator's value. Three rules hold for all operators:
 
 * A derivative is 0 where it does not exist or is not unique. So every function of `abs(a)` has

@@ -12,10 +12,9 @@ from warpfit import codec, errors
 from warpfit.calls.progress import Progress, silent
 from warpfit.calls.retries import Deadline, Retries
 from warpfit.dataset import ClientDataset, OpenedDataset, changed_data
-from warpfit.transport.addresses import Target
 from warpfit.transport.call import Call, Collector, UnaryCollector, UploadStream
+from warpfit.transport.connection import Connection
 from warpfit.transport.servers import NOBODY_THERE, Server, Servers
-from warpfit.transport.settings import ClientConfig
 
 #: How often one attempt uploads a data set again that the server has evicted meanwhile.
 _MOST_UPLOADS: Final = 3
@@ -72,8 +71,7 @@ Attempt: TypeAlias = Callable[[], tuple[Any, C]]
 class Attempts:
     """Carries out calls at the servers of a client; every call may be repeated at any of them."""
 
-    config: ClientConfig
-    target: Target
+    connection: Connection
     servers: Servers
 
     def anywhere(
@@ -175,7 +173,7 @@ class Attempts:
                 raise changed_data()
             retries.restart()
             return
-        chunk_bytes = self.config.transport.chunk_bytes
+        chunk_bytes = self.connection.transport.chunk_bytes
 
         def attempt() -> tuple[UploadStream, UnaryCollector]:
             return UploadStream(dataset, chunk_bytes, report), UnaryCollector()
@@ -243,11 +241,11 @@ class Attempts:
 
     def _patience(self, error: errors.WarpfitError) -> float:
         """Return for how many seconds a call is repeated after its first failure."""
-        total = self.config.retry.total_seconds
+        total = self.connection.retry.total_seconds
         if self.servers.has_answered:
             return total
-        if self.config.wait is not None:
-            return self.config.wait
+        if self.connection.wait is not None:
+            return self.connection.wait
         # Where a server has answered before it is restarting; otherwise the address may be wrong.
         return min(total, _FIRST_CONTACT_SECONDS) if error.reason in NOBODY_THERE else total
 
@@ -258,7 +256,7 @@ class Attempts:
                 if any(self.servers):
                     threading.Thread(target=self._resolve, daemon=True).start()
                 else:
-                    self.servers.update((yield Compute(self.target.find)))
+                    self.servers.update((yield Compute(self.connection.target.find)))
         except errors.UnavailableError as error:
             return error
         for address in self.servers.forgotten():
@@ -267,9 +265,10 @@ class Attempts:
 
     def _resolve(self) -> None:
         try:
-            self.servers.update(self.target.find())
+            self.servers.update(self.connection.target.find())
         except Exception:  # whatever a resolver raises; the servers that are known stay
-            _log.warning("the addresses of %s cannot be found", self.target.text, exc_info=True)
+            text = self.connection.target.text
+            _log.warning("the addresses of %s cannot be found", text, exc_info=True)
 
 
 def _no_answer(server: Server, seconds: float) -> errors.UnavailableError:

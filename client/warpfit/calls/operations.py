@@ -53,10 +53,9 @@ class ClientOperations:
     @classmethod
     def of(cls, connection: Connection) -> Self:
         """Make the operations of a new client."""
-        target, config = connection.target, connection.config
-        is_fixed = bool(target.addresses)
-        servers = Servers(target.addresses, replicas=config.replicas, is_fixed=is_fixed)
-        return cls(Attempts(config, target, servers))
+        addresses, replicas = connection.target.addresses, connection.replicas
+        servers = Servers(addresses, replicas=replicas, is_fixed=bool(addresses))
+        return cls(Attempts(connection, servers))
 
     def upload(
         self, X: Any, y: Any, weights: Any, options: arguments.UploadOptions
@@ -161,10 +160,10 @@ class ClientOperations:
 
     def wait_ready(self, timeout: float) -> Operation[ServerInfo]:
         """Ask until a server answers, for ``timeout`` seconds whatever the retry policy says."""
-        config = self.attempts.config
-        policy = replace(config.retry, total_seconds=math.inf)
-        patient = replace(self.attempts, config=replace(config, retry=policy, wait=math.inf))
-        return replace(self, attempts=patient).info(timeout)
+        connection = self.attempts.connection
+        policy = replace(connection.retry, total_seconds=math.inf)
+        patient = replace(connection, retry=policy, wait=math.inf)
+        return replace(self, attempts=replace(self.attempts, connection=patient)).info(timeout)
 
     def info(self, timeout: float | None) -> Operation[ServerInfo]:
         """Ask for version, engine, devices, limits and operators."""
@@ -244,7 +243,7 @@ class ClientOperations:
         self, method: str, attempt: Attempt[C], deadline: Deadline, data: DatasetHandle, part: R
     ) -> Operation[C]:
         """Call a method that needs a data set at a server that has it or is sent it."""
-        retries = Retries(self.attempts.config.retry, deadline)
+        retries = Retries(self.attempts.connection.retry, deadline)
         problem = problem_of(part)
         work = problem.token_rows(data.layout) if self.attempts.servers.is_several else 0
 
@@ -273,7 +272,7 @@ class ClientOperations:
         return self.attempts.anywhere(ask, retries)
 
     def _retries(self, timeout: float | None) -> Retries:
-        return Retries(self.attempts.config.retry, Deadline(timeout))
+        return Retries(self.attempts.connection.retry, Deadline(timeout))
 
 
 def _placed(operation: Operation[T], start: int) -> Operation[T]:

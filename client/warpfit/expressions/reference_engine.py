@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.expressions.derivatives import differentiate
-from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.reference import differentiate, evaluate_program
 from warpfit.ir import Program
 from warpfit.losses import (
     PREDICTION,

@@ -53,7 +53,7 @@ class _Channels:
     def __init__(
         self, module: Any, connection: Connection, options: Sequence[tuple[str, int]] = ()
     ) -> None:
-        addresses, config = connection.target.addresses, connection.config.transport
+        addresses, config = connection.target.addresses, connection.transport
         if len(addresses) != 1:
             config = config.for_several()
         self._options = [*config.channel_options(), *options]

@@ -2,13 +2,11 @@
 
 import os
 import sys
-from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
-from typing import Final, Self, TypeVar
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Final, Self
 
 from warpfit.errors import bad_setting
-
-T = TypeVar("T")
 
 #: gRPC's event engine keeps a thread for each core and wakes one of them at every step of a call.
 #: On 16 cores a small call takes 0.4 to 0.8 ms with it, and 0.2 ms with the older poller, where the
@@ -111,43 +109,6 @@ class TransportConfig:
             # warpfit retries by itself, because it knows the caller's deadline.
             ("grpc.enable_retries", 0),
         ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientConfig:
-    """All settings of a client."""
-
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    transport: TransportConfig = field(default_factory=TransportConfig)
-    wait: float | None = None
-    """Seconds for which the first call waits for a server; None as `warpfit.connect` says."""
-    replicas: int = 2
-    """Number of servers on which a data set lives."""
-
-    @classmethod
-    def of(
-        cls,
-        retry: RetryPolicy | None,
-        transport: TransportConfig | None,
-        wait: float | None,
-        replicas: int,
-    ) -> Self:
-        """Take the defaults for what is None."""
-        if not isinstance(replicas, Integral) or isinstance(replicas, bool) or replicas < 1:
-            raise bad_setting("replicas", replicas, "a number of servers for each data set, from 1")
-        if wait is not None and not (isinstance(wait, Real) and wait >= 0):
-            raise bad_setting("wait", wait, "seconds from 0, or None")
-        retry = _checked(retry, RetryPolicy, "retry")
-        transport = _checked(transport, TransportConfig, "transport")
-        wait = None if wait is None else float(wait)
-        return cls(retry=retry, transport=transport, wait=wait, replicas=int(replicas))
-
-
-def _checked(given: T | None, kind: type[T], name: str) -> T:
-    """Return settings of a kind, by default new ones."""
-    if given is None or isinstance(given, kind):
-        return given or kind()
-    raise bad_setting(name, given, f"a warpfit.{kind.__name__}")
 
 
 def _check_numbers(settings: RetryPolicy | TransportConfig, least: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.expressions.derivatives import FUNCTIONS
+from warpfit.expressions.reference import FUNCTIONS
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.autodiff.rules import PRODUCT_CODE, partial_kernels

@@ -20,7 +20,7 @@ from warpfit import losses
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
 from warpfit.expressions import reference_engine
-from warpfit.expressions.derivatives import differentiate
+from warpfit.expressions.reference import differentiate
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS, VARIABLE

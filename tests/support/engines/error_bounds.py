@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.expressions.derivatives import FUNCTIONS
+from warpfit.expressions.reference import FUNCTIONS
 from warpfit.ops import OPERATORS
 
 Array = NDArray[Any]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from warpfit.dataset import Dataset
-from warpfit.expressions.derivatives import differentiate
+from warpfit.expressions.reference import differentiate
 from warpfit.losses import PREDICTION, mentions_weight
 from warpfit.ops import VARIABLE
 from warpfit_server.engine.interface import Linearisation, Steps

@@ -6,8 +6,7 @@ import pytest
 
 from support.engines.reference_losses import reference_loss
 from warpfit import InvalidArgumentError, Loss, LossFunction, ParseError, Program, losses
-from warpfit.expressions.derivatives import differentiate
-from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.reference import differentiate, evaluate_program
 from warpfit.ops import VARIABLE
 
 rng = np.random.default_rng(1)

@@ -46,7 +46,6 @@ def test_a_client_is_pickled_as_its_arguments(monkeypatch):
         with pickle.loads(pickle.dumps(client)) as again:
             assert again._connection == client._connection
             assert again._connection.arguments[0] == ["127.0.0.1:1", "127.0.0.1:2"]
-            assert again._operations.attempts.config == client._operations.attempts.config
 
 
 def test_an_asyncio_client_and_its_handles_are_pickled_too():

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.engines.strategies import programs, vectors
-from warpfit.expressions.derivatives import differentiate
-from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.reference import differentiate, evaluate_program
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS, VARIABLE, Operator
 from warpfit.parse import parse

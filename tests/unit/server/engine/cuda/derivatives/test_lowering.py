@@ -15,7 +15,7 @@ from support.engines.derivative_suite import smooth_programs
 from support.engines.strategies import programs
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
-from warpfit.expressions.derivatives import differentiate
+from warpfit.expressions.reference import differentiate
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
