@@ -6,7 +6,8 @@ results/generations.json:
 - a DEAP run of 1,000 trees on 100,000 rows: time of a generation's evaluation, conversion included,
   as the worker sees it;
 - generations of 1,000 and 5,000 formulas as flat arrays on 10,000 rows, as `SymbolicRegressor`
-  breeds them, without fits: tournaments, variation and evaluation;
+  breeds them, without fits: conversion and evaluation, tournaments, variation, and duplicates left
+  out by hash;
 - where EvoGP is installed, as many of its generations on the same data: evaluation, selection,
   crossover and mutation on the device.
 
@@ -29,7 +30,7 @@ from harness import SEED, ServerProcess, percentiles, save
 import warpfit
 from warpfit.frontends.deap import Evaluator
 from warpfit.ops import OPERATORS
-from warpfit.sklearn.genomes import Genomes
+from warpfit.sklearn.genomes import hashes
 from warpfit.sklearn.variation import Breeder
 
 VARIABLES = 10
@@ -38,6 +39,8 @@ OPERATOR_NAMES = ("add", "sub", "mul", "div", "exp", "sqrt", "sin", "cos")
 WIDTH = 64
 GENERATIONS = 30
 WARM_UP = 3
+#: Offspring for each formula that is wanted, duplicates among them.
+OFFSPRING = 1.25
 
 
 def table(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -90,26 +93,33 @@ def flat_run(client: warpfit.Client, count: int, rows: int) -> dict[str, Any]:
     breeder = Breeder(rng, codes, VARIABLES, WIDTH)
     data = client.upload(*table(rows))
 
-    def parents(genomes: Genomes, losses: np.ndarray) -> Genomes:
-        entrants = rng.integers(len(genomes), size=(count, 3))
+    def parents(losses: np.ndarray) -> np.ndarray:
+        entrants = rng.integers(len(losses), size=(int(OFFSPRING * count), 3))
         best = np.argmin(losses[entrants], axis=1)
-        return genomes[entrants[np.arange(count), best]]
+        return np.take_along_axis(entrants, best[:, None], axis=1)[:, 0]
 
-    genomes, walls, answers = breeder.first(count), [], []
+    genomes, walls, answers, evaluated = breeder.first(count), [], [], []
     for _ in range(GENERATIONS):
+        evaluated.append(len(genomes))
         started = time.perf_counter()
         losses = client.evaluate(data, genomes.population(), loss="mse", precision="fast")
         answered = time.perf_counter()
         losses = np.where(np.isfinite(losses), losses, np.inf)
-        genomes = breeder.offspring(parents(genomes, losses), parents(genomes, losses))
+        children = breeder.offspring(genomes, parents(losses), parents(losses))
+        _, different = np.unique(hashes(children), return_index=True)
+        genomes = children[np.sort(different)[:count]]
         walls.append(time.perf_counter() - started)
         answers.append(answered - started)
+    variation = np.subtract(walls, answers)[WARM_UP:]
     return {
         "formulas": count,
+        "evaluated": float(np.mean(evaluated)),
         "rows": rows,
         "tokens_of_a_formula": float(genomes.sizes.mean()),
         "generation": percentiles(walls[WARM_UP:]),
         "evaluation": percentiles(answers[WARM_UP:]),
+        "variation": percentiles(variation.tolist()),
+        "offspring_a_second": OFFSPRING * count / float(np.median(variation)),
     }
 
 

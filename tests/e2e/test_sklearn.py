@@ -297,7 +297,7 @@ def test_units_keep_formulas_consistent(search):
     check = consistency(dimensions(["m", "s", "kg"], (), 3))
     for equation in model.front_:
         program = equation.program
-        assert check(Genomes.of([program], len(program))).all(), equation.equation
+        assert check(Genomes.of([program])).all(), equation.equation
 
 
 def test_errors_of_the_optimizer(server: ServerProcess):

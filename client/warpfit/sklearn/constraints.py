@@ -73,7 +73,7 @@ def complexity_measure(weights: Mapping[str, int] | None) -> Callable[[Genomes],
         code = operator_code(given, "complexity_of_operators")
         _require_count(weight, f"complexity_of_operators[{given!r}]", 1)
         table[code] = weight
-    return lambda genomes: np.asarray(table[genomes.codes].sum(axis=1))
+    return lambda genomes: genomes.totals(table[genomes.codes])
 
 
 def admission(
@@ -96,7 +96,7 @@ def admission(
     ]
 
     def admit(genomes: Genomes) -> Mask:
-        kept = (genomes.codes == VARIABLE).any(axis=1) & (complexity(genomes) <= most)
+        kept = (genomes.totals(genomes.codes == VARIABLE) > 0) & (complexity(genomes) <= most)
         for check in checks:
             kept &= check(genomes)
         return np.asarray(kept)
@@ -132,7 +132,7 @@ def _code(name: str) -> int:
 
 def _count_check(code: int, limit: int) -> Callable[[Genomes], Mask]:
     _require_count(limit, "a limit of constraints['count']", 0)
-    return lambda genomes: np.count_nonzero(genomes.codes == code, axis=1) <= limit
+    return lambda genomes: genomes.totals(genomes.codes == code) <= limit
 
 
 def _nesting_check(outer: int, inner: int, limit: int) -> Callable[[Genomes], Mask]:
@@ -146,7 +146,7 @@ def _nesting_check(outer: int, inner: int, limit: int) -> Callable[[Genomes], Ma
 
         nested = fold(genomes.codes, np.zeros(genomes.codes.shape, np.int64), join)
         own = int(outer == inner)
-        return np.asarray(~np.any((genomes.codes == outer) & (nested - own > limit), axis=1))
+        return np.asarray(genomes.totals((genomes.codes == outer) & (nested - own > limit)) == 0)
 
     return check
 

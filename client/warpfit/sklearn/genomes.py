@@ -1,8 +1,7 @@
-"""Many formulas as two matrices, and what a search does to all of them at once.
+"""Many formulas as flat arrays, and what a search does to all of them at once.
 
-A row holds the postfix tokens of one formula, as in a `Program`: wire codes, and the index of a
-variable or the value of a constant. Rows shorter than the matrix end in code 0. Every operation
-loops over the columns, which are few, and is vectorised over the formulas, which are many.
+As in a `Population` the postfix tokens of all formulas stand one after the other, but a macro is
+one token. Operations are vectorised over the tokens; those over trees loop over their levels.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ Floats: TypeAlias = NDArray[np.float64]
 Codes: TypeAlias = NDArray[np.uint8]
 Indices: TypeAlias = NDArray[np.int64]
 Mask: TypeAlias = NDArray[np.bool_]
-#: Called with codes [formulas] and the results of their first, second and third operands.
+#: Called with codes [operators] and the results of their first, second and third operands.
 Join: TypeAlias = Callable[[Codes, Any, Any, Any], Any]
 
 ADD, SUB, MUL, DIV, NEG = (OPERATORS[n].code for n in ("add", "sub", "mul", "div", "neg"))
 _COMMUTATIVE: Final = np.isin(
     np.arange(256), [OPERATORS[n].code for n in ("add", "mul", "min", "max", "eq", "and", "or")]
 )
+_SCALING: Final = np.isin(np.arange(256), [ADD, SUB, MUL, DIV])
 #: Operands of each code, that of a macro too; 0 for leaves and behind the end.
 OPERANDS: Final = MACROS.operands
 #: Odd 64-bit numbers that mix hashes (from the fractional parts of square roots of primes).
@@ -43,143 +43,168 @@ class Genomes:
     """Formulas without slope and intercept, which a search fits to each of them."""
 
     codes: Codes
-    """Wire codes, 0 behind the end; [formulas, width]."""
+    """Wire codes of all formulas, one after the other; [tokens]."""
     values: Floats
-    """Index of a variable, value of a constant, else 0; [formulas, width]."""
+    """Index of a variable, value of a constant, else 0; [tokens]."""
+    starts: Indices
+    """Index of each formula's first token, and the total at the end; [formulas + 1]."""
 
     @classmethod
-    def of(cls, programs: Sequence[Program], width: int) -> Self:
-        """Lay out programs without parameters, of at most ``width`` tokens."""
-        codes = np.zeros((len(programs), width), np.uint8)
-        values = np.zeros(codes.shape)
+    def of(cls, programs: Sequence[Program]) -> Self:
+        """Lay out programs without parameters."""
         together = Population.of(programs)
-        used = np.arange(width) < together.lengths[:, None]
-        codes[used], values[used] = together.codes, together.values
-        return cls(codes, values)
+        return cls(together.codes, together.values, together.starts)
 
     def __len__(self) -> int:
         """Count the formulas."""
-        return len(self.codes)
+        return len(self.starts) - 1
 
     def __getitem__(self, index: Any) -> Genomes:
         """Select formulas by a slice, a mask or indices."""
-        return Genomes(self.codes[index], self.values[index])
-
-    @property
-    def width(self) -> int:
-        """Most tokens of a formula."""
-        return int(self.codes.shape[1])
+        return self.assembled(self.starts[:-1][index][:, None], self.sizes[index][:, None])
 
     @property
     def sizes(self) -> Indices:
         """Tokens of each formula."""
-        return np.asarray(np.count_nonzero(self.codes, axis=1))
+        return np.diff(self.starts)
 
     @property
     def constants(self) -> Indices:
         """Number of constants of each formula."""
-        return np.asarray(np.count_nonzero(self.codes == CONSTANT, axis=1))
+        return self.totals(self.codes == CONSTANT)
+
+    def totals(self, numbers: NDArray[Any]) -> Indices:
+        """Add up whole numbers of the tokens, or count those that are True, by formula."""
+        return np.diff(_bounds(numbers)[self.starts])
+
+    def assembled(self, firsts: Indices, lengths: Indices) -> Genomes:
+        """Return formulas that are made of pieces of the tokens.
+
+        Args:
+            firsts: index of the first token of each piece, [formulas, pieces].
+            lengths: tokens of each piece; of the same shape.
+
+        """
+        bounds = _bounds(lengths)
+        index = np.arange(bounds[-1])
+        index += np.repeat(firsts.ravel() - bounds[:-1], lengths.ravel())
+        return Genomes(self.codes[index], self.values[index], bounds[:: lengths.shape[1]])
+
+    def reduced(self, kept: Mask) -> Genomes:
+        """Return the formulas without some of their tokens; ``kept`` is [tokens]."""
+        return Genomes(self.codes[kept], self.values[kept], _bounds(kept)[self.starts])
 
     def population(self) -> Population:
         """Return the formulas with their constants, and with macros written out."""
-        used = self.codes > 0
-        return Population(*MACROS.written_out(self.codes[used], self.values[used], self.sizes))
+        return Population(*MACROS.written_out(self.codes, self.values, self.sizes))
 
     def fit_batch(self, slopes: Floats, intercepts: Floats) -> Batch:
         """Return formulas a + b f whose constants, and b and a behind them, are parameters."""
-        tail = np.array([PARAMETER, MUL, PARAMETER, ADD], np.uint8)
         constant, counts = self.codes == CONSTANT, self.constants
+        before = np.repeat(_bounds(counts)[:-1], self.sizes)
         codes = np.where(constant, np.uint8(PARAMETER), self.codes)
-        values = np.where(constant, np.cumsum(constant, axis=1) - 1.0, self.values)
-        wide = Genomes(
-            np.hstack([codes, np.tile(tail, (len(self), 1))]),
-            np.hstack([values, counts[:, None] + np.array([0.0, 0.0, 1.0, 0.0])]),
-        )
-        wide.values[:, [-3, -1]] = 0.0
-        starts = np.hstack([constant, np.ones((len(self), 2), bool)])
-        numbers = np.hstack([self.values, slopes[:, None], intercepts[:, None]])
-        plain = wide.population()
+        values = np.where(constant, np.cumsum(constant) - 1.0 - before, self.values)
+        parameters = [tokens(np.full(len(self), PARAMETER), counts + place) for place in (0, 1)]
+        ends = [tokens(np.full(len(self), code)) for code in (MUL, ADD)]
+        inner = Genomes(codes, values, self.starts)
+        plain = packed([inner, parameters[0], ends[0], parameters[1], ends[1]]).population()
+        numbers = [tokens(np.full(len(self), CONSTANT), part) for part in (slopes, intercepts)]
         return Batch(
             plain.codes,
             plain.values,
             plain.lengths,
             parameter_counts=(counts + 2).astype(np.uint32),
-            parameters=numbers[starts],
+            parameters=packed([self.reduced(constant), *numbers]).values,
         )
 
     def with_constants(self, numbers: Floats) -> Genomes:
         """Return the formulas with other constants: those of all formulas in turn; flat."""
         values = self.values.copy()
         values[self.codes == CONSTANT] = numbers
-        return Genomes(self.codes, values)
+        return Genomes(self.codes, values, self.starts)
 
     def program(self, row: int) -> Program:
         """Return one formula."""
         return self[row : row + 1].population()[0]
 
 
+def _bounds(lengths: NDArray[Any]) -> Indices:
+    bounds = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    return bounds
+
+
 def joined(parts: Sequence[Genomes]) -> Genomes:
-    """Return the formulas of all parts, which are equally wide."""
+    """Return the formulas of all parts."""
     return Genomes(
         np.concatenate([part.codes for part in parts]),
         np.concatenate([part.values for part in parts]),
+        _bounds(np.concatenate([part.sizes for part in parts])),
     )
 
 
-def packed(blocks: Sequence[Genomes], width: int) -> Genomes:
-    """Put the tokens of several matrices behind one another, row by row, without the gaps.
-
-    Formulas of more than ``width`` tokens are left empty.
-    """
-    codes = np.hstack([block.codes for block in blocks])
-    values = np.hstack([block.values for block in blocks])
-    used = codes > 0
-    order = np.argsort(~used, axis=1, kind="stable")[:, :width]
-    fits = (np.count_nonzero(used, axis=1) <= width)[:, None]
-    return Genomes(
-        np.where(fits, np.take_along_axis(codes, order, axis=1), np.uint8(0)),
-        np.where(fits, np.take_along_axis(values, order, axis=1), 0.0),
-    )
+def packed(blocks: Sequence[Genomes]) -> Genomes:
+    """Put the tokens of each block's first formulas behind one another, those of the second, ..."""
+    together = joined(blocks)
+    shape = (len(blocks), -1)
+    firsts, lengths = together.starts[:-1].reshape(shape), together.sizes.reshape(shape)
+    return together.assembled(firsts.T, lengths.T)
 
 
 def tokens(codes: Any, values: Any = 0.0) -> Genomes:
-    """Return a matrix of one column, where code 0 stands for no token."""
-    column = np.asarray(codes, np.uint8)[:, None]
-    return Genomes(column, np.where(column > 0, np.broadcast_to(values, len(column))[:, None], 0.0))
+    """Return formulas of one token each, or none where the code is 0."""
+    codes = np.asarray(codes, np.uint8)
+    used = codes > 0
+    return Genomes(codes[used], np.broadcast_to(values, codes.shape)[used] * 1.0, _bounds(used))
 
 
 def fold(codes: Codes, leaves: NDArray[Any], join: Join) -> NDArray[Any]:
-    """Compute a result for every subtree of every formula, by a stack machine over the columns.
+    """Compute a result for every subtree of every formula, the deepest level first.
 
     Args:
-        codes: [formulas, width].
-        leaves: result at each leaf, [formulas, width]; unused elsewhere.
-        join: makes an operator's result from its operands'.
+        codes: [tokens].
+        leaves: result at each leaf, [tokens]; unused elsewhere.
+        join: makes operators' results from their operands'; those of operands that an operator
+            does not have are of any token.
 
     Returns:
-        The result of the subtree that ends at each token, [formulas, width].
+        The result of the subtree that ends at each token, [tokens].
 
     """
-    count, width = codes.shape
-    arities = OPERANDS[codes.T]
-    columns, found = np.ascontiguousarray(leaves.T), np.empty((width, count), leaves.dtype)
-    stack = np.zeros((width + 3) * count, leaves.dtype)
-    rows = np.arange(count)
-    top = rows.copy()  # place of the next free slot: its height times the count, plus the row
-    for column in range(width):
-        arity = arities[column]
-        top -= arity * count
-        operands = (stack[top], stack[top + count], stack[top + 2 * count])
-        found[column] = np.where(arity == 0, columns[column], join(codes[:, column], *operands))
-        stack[top] = found[column]
-        top += count
-    return np.ascontiguousarray(found.T)
+    starts, found = subtree_starts(codes), leaves.copy()
+    operators = np.flatnonzero(OPERANDS[codes] > 0)
+    levels = _ancestors(starts)[operators].astype(np.uint16)
+    operators = operators[np.argsort(levels, kind="stable")][::-1]
+    last, own = operators - 1, codes[operators]
+    middle, arity = starts[last] - 1, OPERANDS[own]
+    first = np.where(arity == 1, last, np.where(arity == 2, middle, starts[middle] - 1))
+    second = np.where(arity == 2, last, middle)
+    stop = 0
+    for size in np.bincount(levels)[::-1].tolist():
+        level = slice(stop, stop := stop + size)
+        operands = (found[places[level]] for places in (first, second, last))
+        found[operators[level]] = join(own[level], *operands)
+    return found
 
 
 def subtree_starts(codes: Codes) -> Indices:
-    """Return the first column of the subtree that ends at each token."""
-    places = np.broadcast_to(np.arange(codes.shape[1]), codes.shape)
-    return fold(codes, places, lambda code, a, b, c: a)
+    """Return the first token of the subtree that ends at each token.
+
+    It is the last leaf so far that left the stack as high as the subtree does.
+    """
+    arities = OPERANDS[codes]
+    # That 16 bits overflow does no harm: no formula is that high.
+    order = np.argsort(np.cumsum(1 - arities).astype(np.uint16), kind="stable")
+    leaf = arities[order] == 0
+    starts = np.empty_like(order)
+    starts[order] = order[leaf][np.cumsum(leaf) - 1]
+    return starts
+
+
+def _ancestors(starts: Indices) -> Indices:
+    """Count the tokens above each token in its tree."""
+    places = np.arange(len(starts))
+    return np.cumsum(np.bincount(starts, minlength=len(starts))) - places - 1
 
 
 def hashes(genomes: Genomes) -> NDArray[np.uint64]:
@@ -188,26 +213,20 @@ def hashes(genomes: Genomes) -> NDArray[np.uint64]:
     leaves = np.where(codes == VARIABLE, genomes.values + 2.0, 1.0).astype(np.uint64) * _MIX[0]
     leaves ^= leaves >> np.uint64(29)
 
+    second = (OPERANDS > 1) * np.where(_COMMUTATIVE, np.uint64(1), _MIX[1])
+    third = (OPERANDS > 2) * _MIX[2]
+
     def join(code: Codes, a: Any, b: Any, c: Any) -> Any:
-        arity, swaps = OPERANDS[code], _COMMUTATIVE[code]
-        second = np.where(arity > 1, b, np.uint64(0)) * np.where(swaps, np.uint64(1), _MIX[1])
-        third = np.where(arity > 2, c, np.uint64(0)) * _MIX[2]
-        mixed = (a + second + third + code) * _MIX[3]
+        mixed = (a + b * second[code] + c * third[code] + code) * _MIX[3]
         return mixed ^ (mixed >> np.uint64(31))
 
-    trees = fold(codes, leaves, join)
-    return trees[np.arange(len(codes)), genomes.sizes - 1]
+    return fold(codes, leaves, join)[genomes.starts[1:] - 1]
 
 
 def depths(genomes: Genomes) -> Indices:
     """Return the height of each formula's tree; 1 for a leaf."""
-
-    def join(code: Codes, a: Any, b: Any, c: Any) -> Any:
-        arity = OPERANDS[code]
-        return 1 + np.maximum(np.where(arity > 1, np.maximum(a, b), a), np.where(arity > 2, c, 0))
-
-    trees = fold(genomes.codes, np.ones(genomes.codes.shape, np.int64), join)
-    return np.asarray(trees[np.arange(len(genomes)), genomes.sizes - 1])
+    above = _ancestors(subtree_starts(genomes.codes))
+    return np.asarray(np.maximum.reduceat(above, genomes.starts[:-1]) + 1)
 
 
 def simplified(genomes: Genomes) -> Genomes:
@@ -220,28 +239,25 @@ def simplified(genomes: Genomes) -> Genomes:
 
 
 def _folded(genomes: Genomes) -> Genomes:
-    """Compute subtrees of constants alone."""
-    starts = subtree_starts(genomes.codes)
-    variables = np.zeros((len(genomes), genomes.width + 1), np.int64)
-    np.cumsum(genomes.codes == VARIABLE, axis=1, out=variables[:, 1:])
-    inside = variables[:, 1:] - np.take_along_axis(variables, starts, axis=1)
-    operator = (OPERANDS[genomes.codes] > 0) & (inside == 0)
-    touched = np.flatnonzero(operator.any(axis=1))
-    if not len(touched):
+    """Compute operators of constants alone, until there are none."""
+    constant = genomes.codes == CONSTANT
+    # In postfix notation they are those that directly follow as many constants as they need.
+    places = np.flatnonzero(constant[:-1]) + 1
+    arity = OPERANDS[genomes.codes[places]]
+    for operand in (1, 2, 3):
+        sound = (
+            (arity >= operand) if operand == 1 else (arity < operand) | constant[places - operand]
+        )
+        places, arity = places[sound], arity[sound]
+    if not len(places):
         return genomes
-    codes, values = genomes.codes.copy(), genomes.values.copy()
-    computed = fold(codes[touched], values[touched], _compute)
-    place, column = np.nonzero(operator[touched])
-    covered = np.zeros((len(touched), genomes.width + 1), np.int64)
-    np.add.at(covered, (place, starts[touched][place, column]), 1)
-    np.add.at(covered, (place, column), -1)
-    kept = np.cumsum(covered, axis=1)[:, :-1] == 0
-    new_codes = np.where(operator[touched], np.uint8(CONSTANT), codes[touched])
-    new_values = np.where(operator[touched], computed, values[touched])
-    short = packed([Genomes(np.where(kept, new_codes, np.uint8(0)), new_values)], genomes.width)
-    codes[touched] = short.codes
-    values[touched] = np.where(short.codes > 0, short.values, 0.0)
-    return Genomes(codes, values)
+    codes, values, kept = genomes.codes.copy(), genomes.values.copy(), np.ones(len(constant), bool)
+    for operand in (1, 2, 3):
+        kept[places[arity >= operand] - operand] = False
+    first, second = places - arity, places - arity + 1
+    values[places] = _compute(codes[places], values[first], values[second], values[places - 1])
+    codes[places] = CONSTANT
+    return _folded(Genomes(codes, values, genomes.starts).reduced(kept))
 
 
 def _compute(codes: Codes, a: Floats, b: Floats, c: Floats) -> Floats:
@@ -260,23 +276,19 @@ def _compute(codes: Codes, a: Floats, b: Floats, c: Floats) -> Floats:
 
 def _unscaled(genomes: Genomes) -> Genomes:
     """Strip the outermost operators that slope and intercept absorb, one after the other."""
-    codes, values = genomes.codes.copy(), genomes.values.copy()
-    active = np.arange(len(codes))
+    codes, trees = genomes.codes, subtree_starts(genomes.codes)
+    first, last = genomes.starts[:-1].copy(), genomes.starts[1:] - 1
+    active = np.arange(len(genomes))
     while len(active):
-        part, sizes = codes[active], np.count_nonzero(codes[active], axis=1)
-        rows = np.arange(len(active))
-        root = part[rows, sizes - 1]
-        scaling = np.isin(root, (ADD, SUB, MUL, DIV)) & (sizes > 2)
-        last = scaling & (part[rows, sizes - 2] == CONSTANT)
+        start, end = first[active], last[active]
+        root = codes[end]
+        scaling = _SCALING[root] & (end - start > 1)
+        after = scaling & (codes[end - 1] == CONSTANT)
         # The first operand is one token if the second fills everything between it and the root.
-        first = scaling & ~last & (root != DIV) & (part[:, 0] == CONSTANT)
-        first &= subtree_starts(part)[rows, sizes - 2] == 1
-        cut = np.where(last, 2, np.where(first | (root == NEG), 1, 0))
-        shifted = active[first]
-        codes[shifted, :-1], values[shifted, :-1] = codes[shifted, 1:], values[shifted, 1:]
-        ends = sizes - cut - first
-        behind = np.arange(genomes.width) >= ends[:, None]
-        codes[active] = np.where(behind, 0, codes[active])
-        values[active] = np.where(behind, 0.0, values[active])
+        before = scaling & ~after & (root != DIV) & (codes[start] == CONSTANT)
+        before &= trees[end - 1] == start + 1
+        cut = np.where(after, 2, before | (root == NEG))
+        first[active] += before
+        last[active] -= cut
         active = active[cut > 0]
-    return Genomes(codes, values)
+    return genomes.assembled(first[:, None], (last + 1 - first)[:, None])

@@ -12,7 +12,7 @@ from warpfit.client import Client
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch
 from warpfit.ops import PARAMETER, VARIABLE
-from warpfit.sklearn.genomes import ADD, Floats, Genomes, Mask, packed
+from warpfit.sklearn.genomes import ADD, Floats, Genomes, Mask, packed, tokens
 
 #: Names of the constraint's directions.
 _DIRECTIONS: Final = {"increasing": 1.0, "decreasing": -1.0}
@@ -61,9 +61,9 @@ def violations(
         found = np.zeros(len(genomes))
         for variable, sign in signs.items():
             places = (genomes.codes == VARIABLE) & (genomes.values == variable)
-            used = places.any(axis=1)
+            used = genomes.totals(places) > 0
             if used.any():
-                plain = _shifted(genomes[used], places[used]).population()
+                plain = _shifted(genomes, places)[used].population()
                 ones = np.ones(len(plain), np.uint32)
                 batch = Batch(
                     plain.codes,
@@ -84,9 +84,7 @@ def violations(
 
 def _shifted(genomes: Genomes, places: Mask) -> Genomes:
     """Write x + p1 for the variables in some places."""
-    added = [np.where(places, np.uint8(code), np.uint8(0)) for code in (PARAMETER, ADD)]
-    codes = np.stack([genomes.codes, *added], axis=2)
-    nothing = np.zeros(places.shape)
-    values = np.stack([genomes.values, nothing, nothing], axis=2)
-    width = 3 * genomes.width
-    return packed([Genomes(codes.reshape(-1, width), values.reshape(-1, width))], width)
+    above = [tokens(np.where(places, code, 0)) for code in (PARAMETER, ADD)]
+    one = Genomes(genomes.codes, genomes.values, np.arange(len(places) + 1))
+    made = packed([one, *above])
+    return Genomes(made.codes, made.values, made.starts[genomes.starts])

@@ -72,7 +72,7 @@ def save(path: Path, genomes: Genomes) -> None:
     """Write formulas to a file, which is replaced in one step."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as file:
-        np.savez_compressed(file, codes=genomes.codes, values=genomes.values)
+        np.savez_compressed(file, codes=genomes.codes, values=genomes.values, starts=genomes.starts)
     partial.replace(path)
 
 
@@ -87,13 +87,13 @@ def load(path: Path, width: int, variables: int) -> Genomes | None:
         return None
     try:
         with np.load(path, allow_pickle=False) as content:
-            genomes = Genomes(content["codes"], content["values"])
+            genomes = Genomes(content["codes"], content["values"], content["starts"])
         programs = [genomes.program(row) for row in range(len(genomes))]
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise _bad_checkpoint(path, str(error)) from error
     if max((program.variables for program in programs), default=0) > variables:
         raise _bad_checkpoint(path, "its formulas have more variables than the data")
-    return Genomes.of([program for program in programs if len(program) <= width], width)
+    return Genomes.of([program for program in programs if len(program) <= width])
 
 
 def _bad_checkpoint(path: Path, why: str) -> InvalidArgumentError:

@@ -325,7 +325,7 @@ class SymbolicRegressor(FormulaRegressor):
         if known is not None:
             programs = [known.program(row) for row in range(len(known))]
             fitting = [p for p in programs if len(p) <= self.max_size and p.variables <= variables]
-            return Genomes.of(fitting, self.max_size)
+            return Genomes.of(fitting)
         return None if path is None else load(path, self.max_size, variables)
 
     def __sklearn_tags__(self) -> Any:

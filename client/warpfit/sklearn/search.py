@@ -203,8 +203,7 @@ class Search:
     def _offspring(self, population: Pool) -> Genomes:
         count = int(_OFFSPRING * self.settings.population)
         sides = (self._parents(len(population), count) for _ in range(2))
-        mothers, fathers = (population.genomes[side] for side in sides)
-        return self.breeder.offspring(mothers, fathers)
+        return self.breeder.offspring(population.genomes, *sides)
 
     def _parents(self, size: int, count: int) -> Indices:
         """Return the winners of tournaments of different sizes; the population is sorted."""

@@ -122,7 +122,7 @@ class TargetSearch:
 
     def _complexity(self, program: Program) -> int:
         measure = complexity_measure(self.options.complexity_of_operators)
-        return int(measure(Genomes.of([program], len(program)))[0])
+        return int(measure(Genomes.of([program]))[0])
 
     def preview(self, search: Search) -> list[Equation]:
         """Return the front as it is now, with the losses on the sample."""
@@ -197,6 +197,7 @@ class TargetSearch:
             operators,
             values,
             list(targets),
+            width,
             short[settings.admissible(short)],
             inner[settings.admissible(inner)],
         )
@@ -226,7 +227,7 @@ class TargetSearch:
 
     def _violating(self, programs: list[Program]) -> Mask:
         """Return which formulas violate a constraint of monotonicity."""
-        genomes = Genomes.of(programs, max(map(len, programs)))
+        genomes = Genomes.of(programs)
         return np.asarray(self._violations(genomes, np.ones(len(programs)), self.data) > 0.0)
 
     def _admission(self, complexity: Callable[[Genomes], Indices]) -> Callable[[Genomes], Mask]:

@@ -151,8 +151,7 @@ def consistency(dimensions_of_variables: Floats) -> Callable[[Genomes], Mask]:
         leaves = np.where(genomes.codes == CONSTANT, np.nan, dimensions_of_variables[places])
         with np.errstate(invalid="ignore"):
             found = fold(genomes.codes, leaves, _join)
-        used = np.arange(genomes.width) < genomes.sizes[:, None]
-        return np.asarray(~np.any(np.isinf(found) & used, axis=1))
+        return np.asarray(genomes.totals(np.isinf(found)) == 0)
 
     return check
 

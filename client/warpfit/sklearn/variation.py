@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from warpfit.ops import CONSTANT, VARIABLE
 from warpfit.sklearn.genomes import (
@@ -17,8 +16,10 @@ from warpfit.sklearn.genomes import (
     Genomes,
     Indices,
     Mask,
+    joined,
     simplified,
     subtree_starts,
+    tokens,
 )
 
 #: Chance that a drawn leaf is a constant, and that this constant is 1.
@@ -72,66 +73,89 @@ class Breeder:
         """Draw formulas for a first generation, or immigrants; simplified."""
         return simplified(self._grown(count))
 
-    def offspring(self, mothers: Genomes, fathers: Genomes) -> Genomes:
-        """Cross or mutate each pair of parents; children that would be too long are left out."""
+    def offspring(self, genomes: Genomes, mothers: Indices, fathers: Indices) -> Genomes:
+        """Cross or mutate each pair of parents; children that would be too long are left out.
+
+        Args:
+            genomes: the population.
+            mothers: rows of the first parents, [pairs].
+            fathers: rows of the second ones.
+
+        """
         count = len(mothers)
         kind = self.rng.choice(len(_KINDS), count, p=list(_KINDS.values()))
-        joins = np.isin(kind, (_JOIN, _EXTEND))
-        starts = subtree_starts(mothers.codes)
+        joins, stays = (kind == _JOIN) | (kind == _EXTEND), kind == _SUBSTITUTE
+        grafts = np.flatnonzero((kind == _GRAFT) | (kind == _EXTEND))
+        source = joined([genomes, self._grown(len(grafts), rounds=2)])
+        donors = np.where(kind == _HOIST, mothers, fathers)
+        donors[grafts] = len(genomes) + np.arange(len(grafts))
+        trees = subtree_starts(source.codes)
         whole = joins & (self.rng.random(count) < _WHOLE_CHANCE)
-        end = np.where(whole, mothers.sizes - 1, self._positions(mothers))
-        start = _at(starts, end)
+        end = np.where(whole, source.starts[mothers + 1] - 1, self._positions(source, mothers))
+        start = trees[end]
+        donor_end = self._positions(source, donors)
         inner = start + (self.rng.random(count) * (end + 1 - start)).astype(np.int64)
-        drawn = self._grown(count, rounds=2)
-        donor_kind = np.where(kind == _HOIST, 0, np.where(np.isin(kind, (_CROSS, _JOIN)), 1, 2))
-        donors = _rowwise(donor_kind, (mothers, fathers, drawn))
-        donor_starts = subtree_starts(donors.codes)
-        donor_end = np.where(kind == _HOIST, inner, self._positions(donors))
-        donor_end = np.where(kind == _GRAFT, drawn.sizes - 1, donor_end)
-        donor_start = _at(donor_starts, donor_end)
+        donor_end = np.where(kind == _HOIST, inner, donor_end)
+        donor_end = np.where(kind == _GRAFT, source.starts[donors + 1] - 1, donor_end)
         tails = np.where(joins, self._operator(count), 0)
-        stays = kind == _SUBSTITUTE
-        children = splice(
-            mothers,
-            (np.where(stays, 0, start), np.where(stays, 0, end + 1)),
-            donors,
-            (donor_start, np.where(stays, donor_start, donor_end + 1)),
-            tails,
-            self.rng.random(count) < 0.5,
-        )
-        fits = children.sizes > 0
-        self._substitute(children, fits & stays)
-        return simplified(children[fits])
+        part = trees[donor_end], donor_end + 1
+        children, made = self._spliced(source, mothers, (start, end + 1), part, tails, ~stays)
+        children = children[made | stays]
+        self._substitute(children, stays[made | stays])
+        return simplified(children)
 
     def _grown(self, count: int, rounds: int = _ROUNDS) -> Genomes:
         """Draw leaves, and join random parts of them with further leaves, round by round."""
-        grown = self._leaves(count)
-        everybody = np.arange(count)
+        grown, everybody = self._leaves(count), np.arange(count)
         for _ in range(rounds):
-            chosen = everybody[self.rng.random(count) < _GROWTH_CHANCE]
-            base, leaves = grown[chosen], self._leaves(len(chosen))
-            end = self._positions(base)
-            start = _at(subtree_starts(base.codes), end)
-            nothing = np.zeros(len(chosen), np.int64)
-            made = splice(
-                base,
-                (start, end + 1),
-                leaves,
-                (nothing, nothing + 1),
-                self._operator(len(chosen)),
-                self.rng.random(len(chosen)) < 0.5,
-            )
-            fits = made.sizes > 0
-            grown.codes[chosen[fits]], grown.values[chosen[fits]] = (
-                made[fits].codes,
-                made[fits].values,
-            )
+            source, end = joined([grown, self._leaves(count)]), self._positions(grown, everybody)
+            hole, leaf = (subtree_starts(grown.codes)[end], end + 1), source.starts[count:]
+            grows = self.rng.random(count) < _GROWTH_CHANCE
+            part, tails = (leaf[:-1], leaf[1:]), self._operator(count)
+            grown, _ = self._spliced(source, everybody, hole, part, tails, grows)
         return grown
 
+    def _spliced(
+        self,
+        source: Genomes,
+        base: Indices,
+        hole: tuple[Indices, Indices],
+        part: tuple[Indices, Indices],
+        tails: Codes,
+        wanted: Mask,
+    ) -> tuple[Genomes, Mask]:
+        """Replace a subtree of formulas by a part of others, or join the two by an operator.
+
+        Args:
+            source: the formulas, and those that the parts come from.
+            base: rows of the formulas to change, [formulas].
+            hole: first token of each formula's subtree, and the one behind it.
+            part: first token of each part, and the one behind it.
+            tails: operator that joins subtree and part, in either order, whose further operands are
+                all the part; or 0, and the part replaces the subtree.
+            wanted: formulas that are changed.
+
+        Returns:
+            The formulas, and which are changed: those that are wanted and would not be too long.
+
+        """
+        ends, (start, stop), length = tokens(tails), hole, part[1] - part[0]
+        copies = np.where(tails > 0, OPERANDS[tails] - 1, 1)
+        own, once = np.where(tails > 0, stop - start, 0), np.where(copies > 0, length, 0)
+        twice, ahead = np.where(copies > 1, length, 0), self.rng.random(len(base)) < 0.5
+        first, behind, tail = source.starts[base], source.starts[base + 1], ends.starts[:-1]
+        sides = np.where(ahead, (part[0], once, start, own), (start, own, part[0], twice))
+        firsts = (first, sides[0], part[0], sides[2], tail + len(source.codes), stop)
+        middle = np.where(ahead, twice, once)
+        sizes = (start - first, sides[1], middle, sides[3], ends.sizes, behind - stop)
+        lengths = np.stack(sizes, axis=1)
+        made = wanted & (lengths.sum(axis=1) <= self.width)
+        lengths[~made] = 0
+        lengths[:, 0] = np.where(made, lengths[:, 0], behind - first)
+        return joined([source, ends]).assembled(np.stack(firsts, axis=1), lengths), made
+
     def _leaves(self, count: int) -> Genomes:
-        codes, values = np.zeros((count, self.width), np.uint8), np.zeros((count, self.width))
-        codes[:, 0], values[:, 0] = self._leaf(count)
-        return Genomes(codes, values)
+        return tokens(*self._leaf(count))
 
     def _leaf(self, count: int) -> tuple[Codes, Floats]:
         """Draw variables and constants."""
@@ -146,19 +170,19 @@ class Breeder:
     def _operator(self, count: int) -> Codes:
         return self.rng.choice(self._codes, count, p=self._operator_weights)
 
-    def _positions(self, genomes: Genomes) -> Indices:
-        """Draw one token of each formula."""
-        return (self.rng.random(len(genomes)) * genomes.sizes).astype(np.int64)
+    def _positions(self, genomes: Genomes, rows: Indices) -> Indices:
+        """Draw one token of each of some formulas."""
+        first, behind = genomes.starts[rows], genomes.starts[rows + 1]
+        return first + (self.rng.random(len(rows)) * (behind - first)).astype(np.int64)
 
     def _substitute(self, genomes: Genomes, which: Mask) -> None:
         """Put another token with as many operands in the place of one, in place."""
-        rows = np.flatnonzero(which)
-        place = self._positions(genomes[rows])
-        old = genomes.codes[rows, place]
-        fresh, values = self._leaf(len(rows))
+        place = self._positions(genomes, np.flatnonzero(which))
+        old = genomes.codes[place]
+        fresh, values = self._leaf(len(place))
         # A constant is as often moved as replaced.
-        moved = (old == CONSTANT) & (self.rng.random(len(rows)) < 0.5)
-        nudged = genomes.values[rows, place] * self.rng.normal(1.0, 0.5, len(rows))
+        moved = (old == CONSTANT) & (self.rng.random(len(place)) < 0.5)
+        nudged = genomes.values[place] * self.rng.normal(1.0, 0.5, len(place))
         values = np.where(moved, nudged, values)
         fresh = np.where(moved, np.uint8(CONSTANT), fresh)
         for arity in range(1, 4):
@@ -166,70 +190,4 @@ class Breeder:
             peers = self._codes[OPERANDS[self._codes] == arity]
             if same.any():
                 fresh[same], values[same] = self.rng.choice(peers, int(same.sum())), 0.0
-        genomes.codes[rows, place], genomes.values[rows, place] = fresh, values
-
-
-def splice(
-    base: Genomes,
-    hole: tuple[Indices, Indices],
-    donors: Genomes,
-    part: tuple[Indices, Indices],
-    tails: NDArray[Any],
-    part_first: Mask,
-) -> Genomes:
-    """Replace a subtree of each formula by a part of another, or join the two by an operator.
-
-    Args:
-        base: the formulas, [formulas].
-        hole: first column of each formula's subtree, and the one behind it.
-        donors: formulas that the parts come from, as wide as the base.
-        part: first column of each part, and the one behind it.
-        tails: operator that joins subtree and part, whose further operands are all the part; or 0,
-            and the part replaces the subtree.
-        part_first: whether the part comes before the subtree.
-
-    Returns:
-        The new formulas; one that would be too long is empty.
-
-    """
-    width = base.width
-    start, stop = (bound[:, None] for bound in hole)
-    donor, length = part[0][:, None], (part[1] - part[0])[:, None]
-    tail, ahead = tails[:, None], part_first[:, None]
-    joins = tail > 0
-    own = np.where(joins, stop - start, 0)
-    copies = np.where(joins, OPERANDS[tail] - 1, 1) * length
-    column = np.arange(width)
-    offset = column - start
-    in_part = np.where(ahead, offset < copies, offset >= own)
-    in_donor = donor + np.where(ahead, offset, offset - own) % np.maximum(length, 1)
-    middle = np.where(in_part, width + in_donor, start + np.where(ahead, offset - copies, offset))
-    after = offset - own - copies
-    source = np.where(
-        offset < 0,
-        column,
-        np.where(
-            after < 0, middle, np.where(joins & (after == 0), 2 * width, stop + after - joins)
-        ),
-    )
-    sizes = base.sizes[:, None] - (stop - start) + own + copies + joins
-    source = np.where((column < sizes) & (sizes <= width), source, 2 * width + 1)
-    nothing = np.zeros((len(base), 1))
-    codes = np.hstack([base.codes, donors.codes, tail.astype(np.uint8), nothing.astype(np.uint8)])
-    values = np.hstack([base.values, donors.values, nothing, nothing])
-    return Genomes(
-        np.take_along_axis(codes, source, axis=1), np.take_along_axis(values, source, axis=1)
-    )
-
-
-def _at(matrix: Indices, columns: Indices) -> Indices:
-    return np.asarray(np.take_along_axis(matrix, columns[:, None], axis=1)[:, 0])
-
-
-def _rowwise(choice: Indices, sources: tuple[Genomes, ...]) -> Genomes:
-    """Take each row from one of the sources."""
-    which = choice[:, None]
-    return Genomes(
-        np.choose(which, [source.codes for source in sources]),
-        np.choose(which, [source.values for source in sources]),
-    )
+        genomes.codes[place], genomes.values[place] = fresh, values

@@ -67,7 +67,7 @@ def arguments(operators: Collection[str], variables: int, width: int, most: int)
 
 
 def _different(programs: Sequence[Program], width: int) -> Genomes:
-    genomes = Genomes.of([program for program in programs if len(program) <= width], width)
+    genomes = Genomes.of([program for program in programs if len(program) <= width])
     _, first = np.unique(hashes(genomes), return_index=True)
     return genomes[first[np.argsort(genomes.sizes[first], kind="stable")]]
 

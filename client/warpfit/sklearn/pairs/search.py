@@ -63,6 +63,8 @@ class PairSearch:
     evaluate: Callable[[Genomes], Floats]
     """Returns values of formulas on the rows of the target, [formulas, rows]."""
     views: list[View]
+    width: int
+    """Most tokens of a formula."""
     library: Genomes
     arguments: Genomes
     """Formulas u of which functions f(c u) are made, for many c."""
@@ -78,7 +80,7 @@ class PairSearch:
         self._known = self._table(self.library)
         if "div" in self.operators:
             self._known = self._known.with_reciprocals()
-        self._functions = _scaled(self._table(self.arguments), self.operators)
+        self._functions = _scaled(self._table(self.arguments), self.operators, self.width)
         self._beams = [(self.library[:0], np.empty(0)) for _ in self.views]
         self._turns = [0 for _ in self.views]
 
@@ -130,17 +132,16 @@ class PairSearch:
             np.concatenate([np.empty(0), *(getattr(one, name) for one in found)])
             for name in ("errors", "a", "b")
         )
-        # A formula that would be too long is empty.
-        errors[(inner.sizes == 0) | np.isnan(errors)] = np.inf
+        errors[(inner.sizes > self.width) | np.isnan(errors)] = np.inf
         order = np.argsort(errors)[: min(_BEAM, np.count_nonzero(np.isfinite(errors)))]
         inner, errors = inner[order], errors[order]
         self._extend(place, inner, errors)
         whole = self.views[place].whole(inner, a[order], b[order], self.operators)
-        return whole[whole.sizes > 0]
+        return whole[whole.sizes <= self.width]
 
     def _extend(self, place: int, genomes: Genomes, errors: Floats) -> None:
         """Add to a beam, of equal errors the shortest formula."""
-        growing = genomes.sizes < self.library.width - 1
+        growing = genomes.sizes < self.width - 1
         beam, known = self._beams[place]
         beam, errors = joined([beam, genomes[growing]]), np.concatenate([known, errors[growing]])
         rounded = np.round(np.log(errors + _LEAST_ERROR), 6)
@@ -180,25 +181,32 @@ class PairSearch:
 
     def _sharpened(self, table: Table, errors: Callable[[Table], Floats]) -> Table:
         """Find better scales of functions f(c u) by a golden section; others stay."""
-        scaled = table.genomes.codes[:, 0] == CONSTANT
-        middle = np.log(np.abs(table.genomes.values[:, 0]))
-        low, high = (middle + side * np.log(_RATIO) for side in (-1, 1))
+        genomes, first = table.genomes, table.genomes.starts[:-1]
+        scaled, start = genomes.codes[first] == CONSTANT, genomes.values[first]
+        middle = np.log(np.abs(start))
 
         def at(places: Floats) -> Table:
-            values = table.genomes.values.copy()
-            scales = np.copysign(np.exp(places), values[:, 0])
-            values[:, 0] = np.where(scaled, scales, values[:, 0])
-            return self._valued(Genomes(table.genomes.codes, values))
+            values = genomes.values.copy()
+            values[first] = np.where(scaled, np.copysign(np.exp(places), start), start)
+            return self._valued(Genomes(genomes.codes, values, genomes.starts))
 
+        low, high = (middle + side * np.log(_RATIO) for side in (-1, 1))
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        of_left, of_right = errors(at(left)), errors(at(right))
         for _ in range(_SECTIONS):
-            step = _GOLDEN * (high - low)
-            left, right = high - step, low + step
-            worse = errors(at(left)) > errors(at(right))
-            low, high = np.where(worse, left, low), np.where(worse, high, right)
+            rises = of_left <= of_right
+            low, high = np.where(rises, low, left), np.where(rises, right, high)
+            fresh = low + high - np.where(rises, left, right)
+            of_fresh = errors(at(fresh))
+            left, right = np.where(rises, fresh, right), np.where(rises, left, fresh)
+            of_left, of_right = (
+                np.where(rises, of_fresh, of_right),
+                np.where(rises, of_left, of_fresh),
+            )
         return at(0.5 * (low + high))
 
 
-def _scaled(arguments: Table, operators: Collection[str]) -> Table:
+def _scaled(arguments: Table, operators: Collection[str], width: int) -> Table:
     """Return f(c u) for functions f and many c."""
     arguments = arguments[arguments.spreads > LEAST_VARIATION]
     units = arguments.values / arguments.spreads[:, None]
@@ -211,8 +219,8 @@ def _scaled(arguments: Table, operators: Collection[str]) -> Table:
                 scales = np.sqrt(np.mean(np.square(values), axis=1))
             ends = [tokens(np.full(len(units), c)) for c in (MUL, OPERATORS[name].code)]
             first = tokens(np.full(len(units), CONSTANT), factors)
-            genomes = packed([first, arguments.genomes, *ends], arguments.genomes.width)
-            sound = np.isfinite(scales) & (scales > 0) & (genomes.sizes > 0)
+            genomes = packed([first, arguments.genomes, *ends])
+            sound = np.isfinite(scales) & (scales > 0) & (genomes.sizes <= width)
             singles = (values[sound] / scales[sound, None]).astype(np.float32)
             made = Table(genomes[sound], singles, scales[sound], arguments.inverted[sound])
             tables.append(made)
@@ -281,7 +289,7 @@ class _Fitter:
         errors[np.abs(shift) < ROUND * v.scales] = np.inf  # The product alone is as good.
         ends = [tokens(np.full(len(a), code)) for code in (ADD, MUL)]
         blocks = [u.written(), v.written(), tokens(np.full(len(a), CONSTANT), shift), *ends]
-        inner = packed(blocks, u.genomes.width)
+        inner = packed(blocks)
         for base in self._bases(len(a)):
             inner = self._sum(base, inner, slopes[1] / slopes[0])
         return _Found(inner, errors, a, slopes[0])
@@ -313,13 +321,11 @@ class _Fitter:
         return errors, a, slopes.T / np.stack([scales for _, scales in terms])
 
     def _sum(self, u: Genomes, v: Genomes, ratio: Floats) -> Genomes:
-        """Build u + ratio v; nothing where one of them is empty."""
+        """Build u + ratio v."""
         minus = (np.abs(ratio + 1) < ROUND) & ("sub" in self.operators)
         scaled = ~minus & (np.abs(ratio - 1) >= ROUND)
         factor = (tokens(np.where(scaled, CONSTANT, 0), ratio), tokens(np.where(scaled, MUL, 0)))
-        made = packed([u, v, *factor, tokens(np.where(minus, SUB, ADD))], u.width)
-        whole = ((u.sizes > 0) & (v.sizes > 0))[:, None]
-        return Genomes(np.where(whole, made.codes, np.uint8(0)), np.where(whole, made.values, 0.0))
+        return packed([u, v, *factor, tokens(np.where(minus, SUB, ADD))])
 
 
 def _plain(table: Table) -> Term:
@@ -332,12 +338,10 @@ def _times(u: Table, v: Table) -> Term:
 
 def _product(u: Table, v: Table) -> Genomes:
     """Write u v with as few reciprocals as possible."""
-    swapped = (u.inverted & ~v.inverted)[:, None]
-    first, second = (
-        Genomes(np.where(swapped, a.codes, b.codes), np.where(swapped, a.values, b.values))
-        for a, b in ((v.genomes, u.genomes), (u.genomes, v.genomes))
-    )
+    swapped, everybody = u.inverted & ~v.inverted, np.arange(len(u))
+    both_sides = joined([u.genomes, v.genomes])
+    first, second = (both_sides[everybody + len(u) * turned] for turned in (swapped, ~swapped))
     both, either = u.inverted & v.inverted, u.inverted | v.inverted
     one = tokens(np.where(both, CONSTANT, 0), 1.0)
     below = tokens(np.where(both, DIV, 0))
-    return packed([one, first, below, second, tokens(np.where(either, DIV, MUL))], first.width)
+    return packed([one, first, below, second, tokens(np.where(either, DIV, MUL))])

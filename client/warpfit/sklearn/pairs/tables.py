@@ -68,9 +68,7 @@ class Table:
     def written(self) -> Genomes:
         """Return the formulas, 1/f where the values are those."""
         one = tokens(np.where(self.inverted, CONSTANT, 0), 1.0)
-        return packed(
-            [one, self.genomes, tokens(np.where(self.inverted, DIV, 0))], self.genomes.width
-        )
+        return packed([one, self.genomes, tokens(np.where(self.inverted, DIV, 0))])
 
 
 def stacked(tables: Sequence[Table]) -> Table:

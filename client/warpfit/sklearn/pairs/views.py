@@ -110,7 +110,7 @@ class View:
         if self.factor is not None:
             repeated = self.factor[np.zeros(len(inner), np.int64)]
             blocks += [repeated, tokens(nothing + MUL)]
-        return packed(blocks, inner.width)
+        return packed(blocks)
 
 
 def views(
@@ -136,7 +136,7 @@ def views(
         if len(program) < width:
             with np.errstate(all="ignore"):
                 values = np.prod([X[:, i] ** power for i, power in exponents.items()], axis=0)
-            yield from _seen(operators, target, weights, Genomes.of([program], width), values)
+            yield from _seen(operators, target, weights, Genomes.of([program]), values)
 
 
 def _seen(

@@ -77,7 +77,7 @@ def test_units_that_are_not_known_or_do_not_fit(units, reason):
 )
 def test_formulas_are_consistent_in_their_units(text, sound):
     check = consistency(dimensions(UNITS, NAMES, len(NAMES)))
-    assert check(Genomes.of([parse(text, NAMES)], 25)).tolist() == [sound]
+    assert check(Genomes.of([parse(text, NAMES)])).tolist() == [sound]
 
 
 def test_units_by_column_and_by_default_names():
