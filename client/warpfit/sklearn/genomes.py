@@ -88,11 +88,13 @@ class Genomes:
         bounds = _bounds(lengths)
         index = np.arange(bounds[-1])
         index += np.repeat(firsts.ravel() - bounds[:-1], lengths.ravel())
-        return Genomes(self.codes[index], self.values[index], bounds[:: lengths.shape[1]])
+        return Genomes(self.codes.take(index), self.values.take(index), bounds[:: lengths.shape[1]])
 
     def reduced(self, kept: Mask) -> Genomes:
         """Return the formulas without some of their tokens; ``kept`` is [tokens]."""
-        return Genomes(self.codes[kept], self.values[kept], _bounds(kept)[self.starts])
+        index = np.flatnonzero(kept)
+        starts = np.searchsorted(index, self.starts)
+        return Genomes(self.codes.take(index), self.values.take(index), starts)
 
     def population(self) -> Population:
         """Return the formulas with their constants, and with macros written out."""
@@ -172,17 +174,17 @@ def fold(codes: Codes, leaves: NDArray[Any], join: Join) -> NDArray[Any]:
 
     """
     starts, found = subtree_starts(codes), leaves.copy()
-    operators = np.flatnonzero(OPERANDS[codes] > 0)
-    levels = _ancestors(starts)[operators].astype(np.uint16)
-    operators = operators[np.argsort(levels, kind="stable")][::-1]
-    last, own = operators - 1, codes[operators]
-    middle, arity = starts[last] - 1, OPERANDS[own]
+    operators = np.flatnonzero(OPERANDS.take(codes) > 0)
+    levels = _ancestors(starts).take(operators).astype(np.uint16)
+    operators = operators.take(np.argsort(levels, kind="stable")[::-1])
+    last, own = operators - 1, codes.take(operators)
+    middle, arity = starts.take(last) - 1, OPERANDS.take(own)
     first = np.where(arity == 1, last, np.where(arity == 2, middle, starts[middle] - 1))
     second = np.where(arity == 2, last, middle)
     stop = 0
     for size in np.bincount(levels)[::-1].tolist():
         level = slice(stop, stop := stop + size)
-        operands = (found[places[level]] for places in (first, second, last))
+        operands = (found.take(places[level]) for places in (first, second, last))
         found[operators[level]] = join(own[level], *operands)
     return found
 
@@ -192,12 +194,12 @@ def subtree_starts(codes: Codes) -> Indices:
 
     It is the last leaf so far that left the stack as high as the subtree does.
     """
-    arities = OPERANDS[codes]
+    arities = OPERANDS.take(codes)
     # That 16 bits overflow does no harm: no formula is that high.
     order = np.argsort(np.cumsum(1 - arities).astype(np.uint16), kind="stable")
-    leaf = arities[order] == 0
+    leaves = np.flatnonzero(arities.take(order) == 0)
     starts = np.empty_like(order)
-    starts[order] = order[leaf][np.cumsum(leaf) - 1]
+    starts[order] = np.repeat(order.take(leaves), np.diff(leaves, append=len(order)))
     return starts
 
 
@@ -235,29 +237,46 @@ def simplified(genomes: Genomes) -> Genomes:
     A subtree of constants becomes one constant. A sum, difference, product or quotient of f and a
     constant, or -f, becomes f, because slope and intercept are fitted anyway.
     """
-    return _unscaled(_folded(genomes))
+    trees, variables = subtree_starts(genomes.codes), _bounds(genomes.codes == VARIABLE)
+    constant = variables[1:] == variables.take(trees)
+    first, last = _unscaled(genomes, trees, constant)
+    # Largest subtrees of constants: there is none behind that starts at the same token or before.
+    ends = np.flatnonzero(constant & (OPERANDS.take(genomes.codes) > 0))
+    earliest = np.minimum.accumulate(np.append(len(trees), trees[ends[::-1]]))[-2::-1]
+    ends = ends[earliest > trees[ends]]
+    starts, codes, values = trees[ends], genomes.codes.copy(), genomes.values.copy()
+    parts = genomes.assembled(starts[:, None], (ends + 1 - starts)[:, None])
+    codes[ends] = CONSTANT
+    values[ends] = fold(parts.codes, parts.values, _compute)[parts.starts[1:] - 1]
+    kept = np.zeros(len(codes) + 1, np.int8)  # differences
+    for places, change in ((first, 1), (last + 1, -1), (starts, -1), (ends, 1)):
+        kept[places] += change
+    return Genomes(codes, values, genomes.starts).reduced(np.cumsum(kept[:-1], dtype=np.int8) > 0)
 
 
-def _folded(genomes: Genomes) -> Genomes:
-    """Compute operators of constants alone, until there are none."""
-    constant = genomes.codes == CONSTANT
-    # In postfix notation they are those that directly follow as many constants as they need.
-    places = np.flatnonzero(constant[:-1]) + 1
-    arity = OPERANDS[genomes.codes[places]]
-    for operand in (1, 2, 3):
-        sound = (
-            (arity >= operand) if operand == 1 else (arity < operand) | constant[places - operand]
-        )
-        places, arity = places[sound], arity[sound]
-    if not len(places):
-        return genomes
-    codes, values, kept = genomes.codes.copy(), genomes.values.copy(), np.ones(len(constant), bool)
-    for operand in (1, 2, 3):
-        kept[places[arity >= operand] - operand] = False
-    first, second = places - arity, places - arity + 1
-    values[places] = _compute(codes[places], values[first], values[second], values[places - 1])
-    codes[places] = CONSTANT
-    return _folded(Genomes(codes, values, genomes.starts).reduced(kept))
+def _unscaled(genomes: Genomes, trees: Indices, constant: Mask) -> tuple[Indices, Indices]:
+    """Return first and last token of what is left of each formula.
+
+    The outermost operators that slope and intercept absorb are stripped, one after the other.
+
+    Args:
+        genomes: the formulas.
+        trees: first token of the subtree that ends at each token.
+        constant: whether that subtree has no variable.
+
+    """
+    first, last = genomes.starts[:-1].copy(), genomes.starts[1:] - 1
+    active = np.flatnonzero(~constant[last])
+    while len(active):
+        end = last[active]
+        root = genomes.codes[end]
+        middle = trees[end - 1] - 1  # end of the first of two operands
+        after = _SCALING[root] & constant[end - 1]
+        before = _SCALING[root] & ~after & (root != DIV) & constant[middle]
+        first[active] = np.where(before, middle + 1, first[active])
+        last[active] = np.where(after, middle, end - (before | (root == NEG)))
+        active = active[last[active] < end]
+    return first, last
 
 
 def _compute(codes: Codes, a: Floats, b: Floats, c: Floats) -> Floats:
@@ -272,23 +291,3 @@ def _compute(codes: Codes, a: Floats, b: Floats, c: Floats) -> Floats:
                 program = Program(macro.codes, macro.values)
                 found[rows] = evaluate_program(program, np.stack(operands))
     return found
-
-
-def _unscaled(genomes: Genomes) -> Genomes:
-    """Strip the outermost operators that slope and intercept absorb, one after the other."""
-    codes, trees = genomes.codes, subtree_starts(genomes.codes)
-    first, last = genomes.starts[:-1].copy(), genomes.starts[1:] - 1
-    active = np.arange(len(genomes))
-    while len(active):
-        start, end = first[active], last[active]
-        root = codes[end]
-        scaling = _SCALING[root] & (end - start > 1)
-        after = scaling & (codes[end - 1] == CONSTANT)
-        # The first operand is one token if the second fills everything between it and the root.
-        before = scaling & ~after & (root != DIV) & (codes[start] == CONSTANT)
-        before &= trees[end - 1] == start + 1
-        cut = np.where(after, 2, before | (root == NEG))
-        first[active] += before
-        last[active] -= cut
-        active = active[cut > 0]
-    return genomes.assembled(first[:, None], (last + 1 - first)[:, None])

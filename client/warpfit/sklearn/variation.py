@@ -74,7 +74,7 @@ class Breeder:
         return simplified(self._grown(count))
 
     def offspring(self, genomes: Genomes, mothers: Indices, fathers: Indices) -> Genomes:
-        """Cross or mutate each pair of parents; children that would be too long are left out.
+        """Cross or mutate each pair of parents.
 
         Args:
             genomes: the population.
@@ -100,8 +100,7 @@ class Breeder:
         tails = np.where(joins, self._operator(count), 0)
         part = trees[donor_end], donor_end + 1
         children, made = self._spliced(source, mothers, (start, end + 1), part, tails, ~stays)
-        children = children[made | stays]
-        self._substitute(children, stays[made | stays])
+        self._substitute(children, ~made)
         return simplified(children)
 
     def _grown(self, count: int, rounds: int = _ROUNDS) -> Genomes:
