@@ -16,6 +16,7 @@ from warpfit.expressions.token_checks import INDEX_LIMIT
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, PARAMETER, VARIABLE
 from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.intrinsics import inlined
 
 
 def check_tokens(batch: Batch, variables: int) -> None:
@@ -66,20 +67,33 @@ def tokens_are_valid(
     start = 0
     for program in range(len(lengths)):
         stop = start + int(lengths[program])
-        parameters = min(float(counts[program]), float(INDEX_LIMIT))
-        height, lowest, valid, needed = 0, 1, True, 0.0
-        for token in range(start, stop):  # without branches, which are slow on random tokens
-            code, value = codes[token], values[token]
-            arity = ARITIES[code]
-            height += 1 - arity
-            lowest = min(lowest, height)
-            is_variable, is_parameter = code == VARIABLE, code == PARAMETER
-            bound = variables if is_variable else parameters
-            fits = (value >= 0.0) & (value < bound) & (np.floor(value) == value)
-            valid &= (arity >= 0) & (fits | ~(is_variable | is_parameter))
-            needed = max(needed, value + 1.0 if is_parameter else 0.0)
-        valid &= needed == counts[program]
-        if stop == start or height != 1 or lowest < 1 or not valid:
+        if not program_is_valid(codes, values, start, stop, counts[program], variables):
             return False
         start = stop
     return True
+
+
+@inlined
+def program_is_valid(
+    codes: NDArray[np.uint8],
+    values: NDArray[np.float64],
+    start: int,
+    stop: int,
+    count: np.uint32,
+    variables: float,
+) -> bool:
+    """Check the tokens of one program with ``count`` parameters, in compiled code."""
+    parameters = min(float(count), float(INDEX_LIMIT))
+    height, lowest, valid, needed = 0, 1, True, 0.0
+    for token in range(start, stop):  # without branches, which are slow on random tokens
+        code, value = codes[token], values[token]
+        arity = ARITIES[code]
+        height += 1 - arity
+        lowest = min(lowest, height)
+        is_variable, is_parameter = code == VARIABLE, code == PARAMETER
+        bound = variables if is_variable else parameters
+        fits = (value >= 0.0) & (value < bound) & (np.floor(value) == value)
+        valid &= (arity >= 0) & (fits | ~(is_variable | is_parameter))
+        needed = max(needed, value + 1.0 if is_parameter else 0.0)
+    valid &= needed == count
+    return not (stop == start or height != 1 or lowest < 1 or not valid)

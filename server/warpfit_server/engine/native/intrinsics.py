@@ -23,7 +23,7 @@ def uncounted(function: _Function) -> _Function:
     It does not count references to arrays, which takes a third of the time otherwise. It must not
     assign to slices, for which compiled code may need a copy.
     """
-    return cast(_Function, njit(function, error_model="numpy", _nrt=False))
+    return cast(_Function, njit(function, error_model="numpy", _nrt=False, forceinline=True))
 
 
 def compiled_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ _CLOSED, _SYSCALL, _CHANGES, ASLEEP, HEAD_WORDS = 0, 1, 8, 16, 24
 #: given, the chunk after the last one, what ended the task early; the next chunk; threads inside;
 #: how often the last thread has left (the caller sleeps on it).
 _OPEN, FUNCTION, ARGUMENTS, STOP, _ENDED = range(5)
-NEXT, _INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
+NEXT, INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
 #: Longest sleep in seconds, after which a thread looks again.
 _LONG: Final = 10
 #: Number of the futex system call; newer architectures share one.
@@ -54,20 +54,24 @@ def new_words(slots: int) -> NDArray[np.int64]:
 # ------------------------------------------------------------------------------ compiled by Numba
 
 
-def run(words: Any, slot: int, helpers: int) -> int:
-    """Run the chunks of a slot that has been filled in; return how the task ended.
+def begin(words: Any, slot: int, helpers: int) -> None:
+    """Let so many helpers run the chunks of a slot that has been filled in, until `finish`.
 
-    The calling thread alone uses the slot; so many helpers are woken.
+    The calling thread alone uses the slot.
     """
     fence()
     words[slot + _OPEN] = 1
     _announce(words, helpers)
+
+
+def finish(words: Any, slot: int) -> int:
+    """Run the chunks of a slot that nobody has taken; return how the task ended once it has."""
     _work(words, slot)
     words[slot + _OPEN] = 0
     while True:
         seen = words[slot + _EMPTIED]
         fence()
-        if words[slot + _INSIDE] == 0:
+        if words[slot + INSIDE] == 0:
             return int(words[slot + _ENDED])
         _sleep(words, slot + _EMPTIED, seen)
 
@@ -96,7 +100,7 @@ def close(words: Any) -> None:
 @inlined
 def _work(words: Any, slot: int) -> None:
     """Take and run chunks of a slot until there are no more."""
-    _add(words, slot + _INSIDE, 1)
+    _add(words, slot + INSIDE, 1)
     while words[slot + _OPEN] != 0:
         chunk = _add(words, slot + NEXT, 1)
         if chunk >= words[slot + STOP]:
@@ -105,7 +109,7 @@ def _work(words: Any, slot: int) -> None:
         if ended != FINISHED:
             words[slot + _ENDED] = ended
             words[slot + NEXT] = words[slot + STOP]
-    if _add(words, slot + _INSIDE, -1) == 1:
+    if _add(words, slot + INSIDE, -1) == 1:
         _add(words, slot + _EMPTIED, 1)
         _wake(words, slot + _EMPTIED, 1)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +24,8 @@ _SLOTS: Final = 4
 class ParallelCode:
     """Compiled functions of `parallel_loop`, by their names there."""
 
-    run: Any
+    begin: Any
+    finish: Any
     help_others: Any
     close: Any
 
@@ -36,10 +35,37 @@ class ParallelCode:
         words, word = types.int64[::1], types.int64
         with cached_in(place) as jit:
             return cls(
-                run=jit(word(words, word, word), parallel_loop.run),
+                begin=jit(types.void(words, word, word), parallel_loop.begin),
+                finish=jit(word(words, word), parallel_loop.finish),
                 help_others=jit(types.void(words), parallel_loop.help_others),
                 close=jit(types.void(words), parallel_loop.close),
             )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParallelTask:
+    """Chunks that helpers have begun to run; implements `interface.DeviceWork`."""
+
+    loop: ParallelLoop
+    words: NDArray[np.int64]
+    slot: int
+    has_helpers: bool
+
+    def done(self) -> bool:
+        """Return whether `result` need not wait for helpers; without any it runs all chunks."""
+        next_chunk, stop, inside = (
+            self.words[self.slot + word]
+            for word in (parallel_loop.NEXT, parallel_loop.STOP, parallel_loop.INSIDE)
+        )
+        return not self.has_helpers or bool(next_chunk >= stop and inside == 0)
+
+    def result(self) -> None:
+        """Run the chunks that nobody has taken, and wait for the others; to be called once.
+
+        Raises:
+            MemoryError: if there was not enough memory for a chunk.
+        """
+        self.loop.finish(self.words, self.slot)
 
 
 class ParallelLoop:
@@ -64,7 +90,13 @@ class ParallelLoop:
     def run(
         self, function: int, block: NDArray[np.int64], first: int, stop: int, helpers: int
     ) -> None:
-        """Run chunks and wait for all of them.
+        """Run chunks and wait for all of them; see `begin` and `ParallelTask.result`."""
+        self.begin(function, block, first, stop, min(helpers, stop - first - 1)).result()
+
+    def begin(
+        self, function: int, block: NDArray[np.int64], first: int, stop: int, helpers: int
+    ) -> ParallelTask:
+        """Let helpers begin to run chunks; somebody must call `ParallelTask.result`.
 
         Args:
             function: address of what runs a chunk; see `arguments`.
@@ -72,20 +104,30 @@ class ParallelLoop:
             first: chunk.
             stop: chunk after the last one.
             helpers: threads that gain from helping, at most.
-
-        Raises:
-            MemoryError: if there was not enough memory for a chunk.
         """
-        helpers = min(self._threads - 1, stop - first - 1, helpers)
+        helpers = min(self._threads - 1, stop - first, helpers)
         if helpers > 0:
             self._start()
-        with self._slot() as (words, slot):
-            entries = np.zeros(parallel_loop.NEXT + 1, dtype=np.int64)
-            entries[parallel_loop.FUNCTION] = function
-            entries[parallel_loop.ARGUMENTS] = block.ctypes.data
-            entries[parallel_loop.NEXT], entries[parallel_loop.STOP] = first, stop
-            words[slot : slot + len(entries)] = entries
-            ended = self._code.run(words, slot, max(0, helpers))
+        with self._lock:
+            slot = self._free.pop() if self._free else None
+        if slot is None:  # all are taken: one in memory that no helper looks at
+            words, place, helpers = parallel_loop.new_words(1), parallel_loop.HEAD_WORDS, 0
+        else:
+            words, place = self._words, slot
+        entries = np.zeros(parallel_loop.NEXT + 1, dtype=np.int64)
+        entries[parallel_loop.FUNCTION] = function
+        entries[parallel_loop.ARGUMENTS] = block.ctypes.data
+        entries[parallel_loop.NEXT], entries[parallel_loop.STOP] = first, stop
+        words[place : place + len(entries)] = entries
+        self._code.begin(words, place, max(0, helpers))
+        return ParallelTask(self, words, place, helpers > 0)
+
+    def finish(self, words: NDArray[np.int64], slot: int) -> None:
+        """Do what `ParallelTask.result` does."""
+        ended = self._code.finish(words, slot)
+        if words is self._words:
+            with self._lock:
+                self._free.append(slot)
         if ended == FAILED:
             raise MemoryError("no memory for intermediate results")
 
@@ -106,17 +148,3 @@ class ParallelLoop:
     def _help(self) -> None:
         os.nice(self._niceness)  # of this thread alone, on Linux
         self._code.help_others(self._words)
-
-    @contextmanager
-    def _slot(self) -> Iterator[tuple[NDArray[np.int64], int]]:
-        """Take a slot; if all are taken, one in memory that no helper looks at."""
-        with self._lock:
-            slot = self._free.pop() if self._free else None
-        if slot is None:
-            yield parallel_loop.new_words(1), parallel_loop.HEAD_WORDS
-            return
-        try:
-            yield self._words, slot
-        finally:
-            with self._lock:
-                self._free.append(slot)

@@ -1,11 +1,13 @@
 """Lowering of programs with their derivatives to the code of derivatives.cu, on a few threads.
 
-The calling thread and the helpers of a `ParallelLoop` run, without Python's lock::
+The helpers of a `ParallelLoop` run, without Python's lock::
 
     while (chunk := next few programs that nobody has taken) is not None:
-        for program in chunk: differentiate it; append its code
+        for program in chunk: check it; differentiate it; append its code
 
-A chunk is small, because programs differ in length.
+A chunk is small, because programs differ in length. The calling thread helps with a small batch. A
+large one is lowered in steps, and the helpers' work is waited for like that of a device, so that
+the engine goes on with other requests.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from numpy.typing import NDArray
 
 from warpfit import ops
 from warpfit.errors import ResourceExhaustedError
+from warpfit.expressions import token_checks
+from warpfit.expressions.token_checks import INDEX_LIMIT
 from warpfit.ir import Batch
+from warpfit_server.engine import validate
 from warpfit_server.engine.autodiff import backward_pass, differentiate, rules
 from warpfit_server.engine.autodiff.differentiate import (
     AFTER_SOURCE,
@@ -39,6 +44,8 @@ from warpfit_server.engine.cuda.derivatives.encoding import (
     fill_starts,
 )
 from warpfit_server.engine.cuda.derivatives.source import labels
+from warpfit_server.engine.cuda.interpreter.device_lowering import raise_invalid_program
+from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.lowering import graph, lower, lowered, schedule
 from warpfit_server.engine.native import (
     arguments,
@@ -58,28 +65,35 @@ from warpfit_server.engine.native.arguments import (
 )
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.threads import ParallelCode, ParallelLoop
+from warpfit_server.engine.validate import program_is_valid
 from warpfit_server.system import compile_cache
 
 #: Programs of a chunk.
-_CHUNK: Final = 12
-#: Tokens for each helper: ten times those that are lowered while a thread is being woken.
-_TOKENS_A_THREAD: Final = 1500
+_CHUNK: Final = 5
+#: Tokens for each helper, which take about as long as waking it.
+_TOKENS_A_THREAD: Final = 500
+#: Tokens for each thread up to which the calling thread helps and waits, some 0.3 ms.
+_TOKENS_AT_ONCE: Final = 3_000
+#: Tokens for each thread of a step, some 2 ms.
+_TOKENS_A_STEP: Final = 20_000
 #: Largest index in 16 bits.
 _INDEX_LIMIT: Final = 1 << 16
 #: Modules that the compiled code depends on.
 _SOURCES: Final = (
     *(ops, compile_cache, intrinsics, calls, arguments, parallel_loop, graph, lowered),
-    *(schedule, lower, rules, backward_pass, differentiate),
+    *(schedule, lower, rules, backward_pass, differentiate, token_checks, validate),
 )
 _RECORD_WORDS: Final = PROGRAM.itemsize // 4
 # Arrays of an argument block before those of `source_arrays`: the largest index of an operand in
-# each chunk, whether values are kept, and the case labels.
-_LARGEST, _KEEPS_VALUES, _LABELS = range(OWN_ARRAYS)
-_ENCODED: Final = AFTER_SOURCE
+# each chunk, or -1 - the first invalid program; whether values are kept, and the number of
+# variables; the case labels. Behind them: the numbers of parameters, and what is encoded.
+_LARGEST, _OPTIONS, _LABELS = range(OWN_ARRAYS)
+_COUNTS: Final = AFTER_SOURCE
+_ENCODED: Final = AFTER_SOURCE + 1
 
 
 class DerivativeLowering:
-    """Lowers batches with their derivatives; safe to use from several threads.
+    """Checks batches and lowers them with their derivatives; safe to use from several threads.
 
     Args:
         directory: where compiled code is kept.
@@ -90,32 +104,39 @@ class DerivativeLowering:
         self._lower, parallel = load(directory)
         self._address = address_of(self._lower)
         self._loop = ParallelLoop(threads, parallel)
+        self._threads = threads
 
     def lower(
         self,
         batch: Batch,
+        variables: int,
         row_loss: RowLossTokens,
         requested: int,
         *,
         keeps_values: bool,
         products: bool,
-    ) -> DerivativeCode:
-        """Lower a checked batch, whose parameters are not read, with a row loss.
+    ) -> Steps[DerivativeCode]:
+        """Lower a batch, whose parameters are not read, with a row loss.
 
         ``requested`` are bits of `backward_pass`; the values are kept if they are read after a
         program has run.
 
         Raises:
+            ProgramError: for the first bad token.
             MemoryError: if there is not enough.
             ResourceExhaustedError: if a program is too large to encode.
         """
         source = source_arrays(batch, row_loss, requested)
+        counts = np.ascontiguousarray(batch.parameter_counts)
         out = _empty(len(batch.codes), len(batch), len(row_loss.codes))
         largest = np.zeros(-(-len(batch) // _CHUNK), dtype=np.int64)
-        options = largest, np.array([keeps_values], dtype=np.int64), labels()
-        block = argument_block((*options, *source, *out))
-        helpers = len(batch.codes) // _TOKENS_A_THREAD
-        self._loop.run(self._address, block, 0, len(largest), helpers)
+        options = np.array([keeps_values, min(variables, INDEX_LIMIT)], dtype=np.int64)
+        block = argument_block((largest, options, labels(), *source, counts, *out))
+        for chunks in self._cut(len(batch.codes), len(largest)):
+            yield from self._run(block, chunks, len(batch.codes))
+            worst = largest[slice(*chunks)]
+            if worst.min() < 0:
+                raise_invalid_program(batch, -1 - int(worst[worst < 0][0]), variables)
         _check_index(int(largest.max(initial=0)))
         instructions, loads, columns, entries = source[-1].tolist()
         out.instructions[instructions] = 0
@@ -132,6 +153,25 @@ class DerivativeLowering:
             out.loads[:loads],
             out.constants[:loads],
         )
+
+    def _cut(self, tokens: int, chunks: int) -> list[tuple[int, int]]:
+        """Cut the chunks into steps, each of which has some for every thread."""
+        length = max(self._threads, _TOKENS_A_STEP * self._threads * chunks // max(1, tokens))
+        return [(first, min(first + length, chunks)) for first in range(0, chunks, length)]
+
+    def _run(self, block: NDArray[np.int64], chunks: tuple[int, int], tokens: int) -> Steps[None]:
+        """Lower some chunks of a batch with so many tokens."""
+        helpers = tokens // _TOKENS_A_THREAD
+        if tokens <= _TOKENS_AT_ONCE * self._threads:
+            self._loop.run(self._address, block, *chunks, helpers)
+            return
+        if chunks[0]:
+            yield None
+        task = self._loop.begin(self._address, block, *chunks, helpers)
+        try:
+            yield task
+        finally:
+            task.result()  # before the arrays are freed
 
 
 def directory_name() -> str:
@@ -193,7 +233,8 @@ def lower_chunk(block: int, chunk: int) -> Any:
         _signed(block, _ENCODED + 4).reshape((-1, 2)),
         floats(block, _ENCODED + 5),
     )
-    keeps_values, case_labels = words(block, _KEEPS_VALUES)[0] != 0, words(block, _LABELS)
+    options, case_labels = words(block, _OPTIONS), words(block, _LABELS)
+    keeps_values, variables, counts = options[0] != 0, options[1], _unsigned(block, _COUNTS)
     first = chunk * _CHUNK
     stop = min(first + _CHUNK, len(source.starts) - 1)
     largest: Any = np.int64(0)
@@ -201,6 +242,12 @@ def lower_chunk(block: int, chunk: int) -> Any:
         workspace = new_workspace(source, first, stop)
         is_read = np.empty(len(workspace.state.graph.nodes) + 1, dtype=np.bool_)
         for program in range(first, stop):
+            if not program_is_valid(
+                source.codes, source.values, source.starts[program], source.starts[program + 1],
+                counts[program], float(variables),
+            ):  # fmt: skip
+                largest = -1 - program
+                break
             differentiate_program(source, workspace, program)
             index = encode_program(
                 source, workspace, program, case_labels, keeps_values, is_read, out

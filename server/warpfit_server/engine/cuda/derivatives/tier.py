@@ -61,7 +61,6 @@ from warpfit_server.engine.interface import (
     Steps,
 )
 from warpfit_server.engine.lowering_cache import LoweringCache
-from warpfit_server.engine.validate import check_tokens
 from warpfit_server.row_blocks import node_rows
 
 _ALIGNMENT: Final = 256
@@ -104,7 +103,6 @@ class DerivativeTier:
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
-        check_tokens(evaluation.batch, resident.dataset.layout.variables)
         started = time.perf_counter_ns()
         wanted = requested_outputs(evaluation, outputs)
         computed = yield from self._run(resident, evaluation, wanted)
@@ -149,9 +147,9 @@ class DerivativeTier:
         spans = cut_rows(rows, most)
         part = replace(evaluation, rows=longest(spans))
         if selection is None:
-            plan = self._plan(resident, part, wanted)
+            plan = yield from self._plan(resident, part, wanted)
         else:
-            plan = self._selected_plan(resident, part, wanted, selection)
+            plan = yield from self._selected_plan(resident, part, wanted, selection)
         with self._device.stream() as context:
             launch = self._begin(context, resident, evaluation, wanted, plan)
             if len(spans) > 1 or shard is not None:
@@ -194,9 +192,9 @@ class DerivativeTier:
 
     def _plan(
         self, resident: ResidentDataset, evaluation: Evaluation, wanted: RequestedOutputs
-    ) -> LaunchPlan:
+    ) -> Steps[LaunchPlan]:
         """Plan an evaluation whose code is uploaded together with its parameters."""
-        code = self._lower(resident, evaluation.batch, wanted)
+        code = yield from self._lower(resident, evaluation.batch, wanted)
         placed = DeviceCode(code, evaluation.batch.vectors, None, {}, code.arrays)
         return plan_launches(self._device, resident, evaluation, wanted, placed)
 
@@ -206,32 +204,32 @@ class DerivativeTier:
         evaluation: Evaluation,
         wanted: RequestedOutputs,
         selection: Selection,
-    ) -> LaunchPlan:
+    ) -> Steps[LaunchPlan]:
         """Plan an evaluation of selected programs, whose code is on the device."""
-
-        def make(batch: Batch) -> _KeptCode:
-            return _KeptCode(self._keep_on_device(self._lower(resident, batch, wanted)))
-
         outputs = (wanted.row_loss, wanted.curvatures is not None)
         needs = (evaluation.rows, evaluation.precision, *outputs, resident.dataset.layout)
-        kept = self._kept.by_batch(selection.batch, needs, make)
+        kept = self._kept.of_batch(selection.batch, needs)
+        if kept is None:
+            code = yield from self._lower(resident, selection.batch, wanted)
+            made = _KeptCode(self._keep_on_device(code))
+            kept = self._kept.keep(selection.batch, needs, made)
         last, programs = kept.last, selection.programs
         if last is None or last[0] is not programs:
-            code = kept.code.select(programs)
-            last = programs, plan_launches(self._device, resident, evaluation, wanted, code)
+            selected = kept.code.select(programs)
+            last = programs, plan_launches(self._device, resident, evaluation, wanted, selected)
             kept.last = last
         return last[1]
 
     def _lower(
         self, resident: ResidentDataset, batch: Batch, wanted: RequestedOutputs
-    ) -> DerivativeCode:
-        row_loss = no_row_loss()
+    ) -> Steps[DerivativeCode]:
+        row_loss, layout = no_row_loss(), resident.dataset.layout
         if wanted.row_loss is not None:
-            layout = resident.dataset.layout
             program = DIFFERENCE if wanted.is_squares else wanted.row_loss
             row_loss = row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
         return self._lowering.lower(
             batch,
+            layout.variables,
             row_loss,
             wanted.lowering_flags,
             keeps_values=stores_values(wanted) or bool(wanted.deviation),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +16,7 @@ from support.emulators.derivative_machine import ROBUST, Machine
 from support.engines.derivative_suite import smooth_programs
 from support.engines.strategies import programs
 from warpfit.dataset import Layout
-from warpfit.errors import ResourceExhaustedError
+from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.expressions.reference import differentiate
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
@@ -30,8 +32,10 @@ from warpfit_server.engine.autodiff.backward_pass import (
 )
 from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
 from warpfit_server.engine.cuda.derivatives import launch_plan
+from warpfit_server.engine.cuda.derivatives import lowering as lowering_module
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
+from warpfit_server.engine.interface import Steps, run_to_end
 from warpfit_server.system.compile_cache import default_cache_directory
 
 VARIABLES = 10
@@ -58,10 +62,14 @@ def shared():
 
 
 def lower(lowering: DerivativeLowering, batch: Batch, work: str, **options) -> DerivativeCode:
+    return run_to_end(begin(lowering, batch, work, **options))
+
+
+def begin(lowering: DerivativeLowering, batch: Batch, work: str, **options) -> Steps:
     row_loss, weighted, requested = WORK[work]
     tokens = row_loss_tokens(row_loss, VARIABLES, weighted=weighted) if row_loss else no_row_loss()
     options = {"keeps_values": work != "loss", "products": False, **options}
-    return lowering.lower(batch, tokens, requested, **options)
+    return lowering.lower(batch, VARIABLES, tokens, requested, **options)
 
 
 def check(lowering: DerivativeLowering, batch: Batch, work: str) -> None:
@@ -112,7 +120,8 @@ def test_code_of_smooth_programs_and_of_the_thesis_mix(alone, work):
     work=st.sampled_from(list(WORK)),
 )
 def test_code_of_any_program(alone, program, work):
-    check(alone, Batch.of([program], [np.array([0.5, -1.25, 0.75])]), work)
+    vector = np.array([0.5, -1.25, 0.75])[: program.parameters]
+    check(alone, Batch.of([program], [vector]), work)
 
 
 def test_callers_at_the_same_time_get_their_own_code(shared):
@@ -124,10 +133,47 @@ def test_callers_at_the_same_time_get_their_own_code(shared):
         list(callers.map(check, [shared] * 10, batches, list(WORK) * 2))
 
 
+def test_a_large_batch_is_lowered_by_helpers_in_steps(shared, monkeypatch):
+    """The engine's thread goes on with other requests meanwhile."""
+    monkeypatch.setattr(lowering_module, "_TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(lowering_module, "_TOKENS_A_STEP", 500)
+    batch = Batch.of(*thesis_mix(3, 200, variables=VARIABLES, operators=ROBUST))
+    steps, seen = begin(shared, batch, "gradient"), []
+    while True:
+        try:
+            found = next(steps)
+        except StopIteration:
+            break
+        seen.append("pause" if found is None else "helpers")
+        deadline = time.monotonic() + 20
+        while found is not None and not found.done():  # nobody helps them
+            assert time.monotonic() < deadline
+    assert len(seen) > 4
+    assert seen == ["helpers", *["pause", "helpers"] * (len(seen) // 2)]
+    check(shared, batch, "gradient")
+    steps = begin(shared, batch, "gradient")
+    next(steps)
+    steps.close()  # waits for the helpers, which write to the arrays
+    check(shared, batch[:20], "gradient")
+
+
+@pytest.mark.parametrize("at_once", [10**6, 10])
+def test_the_first_bad_token_of_a_batch_is_named(shared, monkeypatch, at_once):
+    monkeypatch.setattr(lowering_module, "_TOKENS_AT_ONCE", at_once)
+    batch = Batch.of(*thesis_mix(3, 200))
+    codes = batch.codes.copy()
+    for program in (61, 130):
+        codes[batch.starts[program]] = 255
+    with pytest.raises(ProgramError) as caught:
+        lower(shared, replace(batch, codes=codes), "gradient")
+    assert caught.value.expression == 61
+
+
 def test_vectors_have_separate_sums(alone):
     given_programs, _ = smooth_programs()
     blocks = np.random.default_rng(2).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
-    batch = Batch.of(given_programs, list(blocks))
+    vectors = zip(given_programs, blocks, strict=True)
+    batch = Batch.of(given_programs, [each[:, : one.parameters] for one, each in vectors])
     code = lower(alone, batch, "fit", products=True)
     machine = Machine(batch, code, COLUMNS)
     for vector in range(3):
