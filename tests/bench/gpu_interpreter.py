@@ -22,12 +22,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.cuda.interpreter.chunks import (
-    evaluate_slots,
-    interpret,
-    launch_chunk,
-    lower_batch,
-)
+from warpfit_server.engine.cuda.interpreter.launches import BatchLaunch
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import upload
@@ -84,16 +79,21 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
         variant = interpreter.variant(resident, evaluation)
         kernels = interpreter.prepare(variant)
         geometry = interpreter.geometry(resident, evaluation, variant)
-        lowered = lower_batch(context, kernels, geometry, setup.batch, 10, jobs[1])
+        given = context, kernels, geometry, setup.batch, 10, jobs[1]
+        lowered, commands = BatchLaunch.begin(*given)
+        lowered.execute(commands)
         partials = context.buffer("partials 0", jobs[1] * geometry.tiles * 8)
-        addresses = lowered.addresses._replace(partials=partials)
 
         def kernel() -> None:
-            interpret(context, lowered, geometry, addresses, jobs)
+            commands = lowered.new_commands()
+            lowered.add_jobs(commands, geometry, jobs, partials)
+            lowered.execute(commands)
 
         def whole() -> None:
-            evaluate_slots(context, lowered)
-            launch_chunk(context, lowered, geometry, evaluation, jobs, 0)
+            commands = lowered.new_commands()
+            lowered.add_slots(commands)
+            lowered.execute(commands)
+            lowered.launch_chunk(geometry, evaluation, jobs, 0)
 
         kernel_seconds = device_time(context, kernel, setup.repeats)
         whole_seconds = device_time(context, whole, setup.repeats)

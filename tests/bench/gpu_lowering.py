@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import numpy as np
 from gpu_interpreter import device_time
 from harness import median_seconds, save
 
@@ -24,6 +25,7 @@ from warpfit_server.engine.cuda.runtime.batch_layout import (
     max_levels,
     pack,
 )
+from warpfit_server.engine.cuda.runtime.command_list import CommandList
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 
 #: Most programs that are drawn; larger batches repeat them.
@@ -57,23 +59,33 @@ def measure(device: CudaDevice, batch: Batch, repeats: int) -> dict[str, Any]:
     with device.stream() as context:
         staging = context.pinned("batch", layout.uploaded)
         address = context.buffer("batch", layout.end)
-        where = (context, kernels, batch, address)
+        where = kernels, batch, layout, address
+        groups = context.pinned("first invalid", 4).view(np.uint32)
+        longest = int(batch.lengths.max())
+        flags = np.zeros(256, dtype=np.uint8)
         levels = max_levels(int(batch.lengths.max()), False)
 
         def lower() -> None:
             blocks = device_lowering.BLOCKS_A_MULTIPROCESSOR * device.multiprocessors
-            device_lowering.launch_lowering(*where, 10, blocks)
+            commands = CommandList(context.functions, context.handle)
+            device_lowering.add_lowering(commands, *where, 10, longest, blocks)
+            context.check_executed(commands.execute())
 
         def order() -> None:
-            device_lowering.launch_order(*where, len(batch), levels)
+            commands = CommandList(context.functions, context.handle)
+            device_lowering.add_order(commands, *where, len(batch), levels, groups)
+            context.check_executed(commands.execute())
+
+        def pack_batch() -> None:
+            pack(tokens, layout, staging, flags)
 
         def whole() -> None:
-            pack(tokens, layout, staging)
+            pack_batch()
             context.upload(address, staging)
             lower()
-            first_invalid = device_lowering.launch_order(*where, len(batch), levels)
+            order()
             context.stream.synchronize()
-            assert first_invalid[0] == device_lowering.ALL_VALID
+            assert groups[0] == device_lowering.ALL_VALID
 
         whole()
         turns = max(10, repeats)
@@ -82,7 +94,7 @@ def measure(device: CudaDevice, batch: Batch, repeats: int) -> dict[str, Any]:
             "tokens": len(batch.codes),
             "bytes": layout.uploaded,
             "order_us": microseconds(device_time(context, order, repeats)),
-            "pack_us": microseconds(median_seconds(lambda: pack(tokens, layout, staging), turns)),
+            "pack_us": microseconds(median_seconds(pack_batch, turns)),
             "whole_us": microseconds(median_seconds(whole, turns)),
             "lower_us": microseconds(device_time(context, lower, repeats)),
         }

@@ -30,7 +30,7 @@ from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.expressions.workload import thesis_mix
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.cuda.interpreter import loss_launch
+from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.jit import shapes
 
 def answers(engine, dataset, tier, precision, loss):
@@ -56,7 +56,7 @@ for dtype in ("float32", "float64"):
                 answers(engine, dataset, tier, precision, Loss.MSE)
                 answers(engine, dataset, tier, precision, Loss.R2)
         engine.unload(dataset.content_id)
-loss_launch.load()  # other processes compile these types ahead
+launches.load()  # other processes compile these types ahead
 shapes.load()
 print(*sorted(compiled() - before), sep="\\n")
 engine.close()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch
 from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, TokenArrays, pack
+from warpfit_server.engine.cuda.runtime.command_list import ArgumentStruct, CommandList
 
 #: Word 0 without an index, the leaf that is loaded, and word 1 or the leaf that it names. A leaf is
 #: the index of a variable, or a slot: first token, end, first parameter, parameters.
@@ -154,26 +155,38 @@ def lower_on_host(
     address = memory.ctypes.data
     group = len(batch) if group is None else group
     first_invalid = np.zeros(-(-len(batch) // group), dtype=np.uint32)
-    pack(TokenArrays.of(batch), layout, memory)
+    pack(TokenArrays.of(batch), layout, memory, np.zeros(256, dtype=np.uint8))
     before = memory[: layout.uploaded].copy()
-    arguments = np.zeros(1, dtype=device_lowering.LOWERING_ARGUMENTS)
-    longest = int(batch.lengths.max())
-    device_lowering.fill_lowering_arguments(
-        arguments, address, layout, len(batch), batch.vectors, variables, longest, 1 << 20
-    )
-    arguments["share"], arguments["room"] = share, room
+    launches = _Launches()
+    where = launches, device_lowering.LoweringKernels(None, None), batch, layout, address
+    device_lowering.add_lowering(*where, variables, int(batch.lengths.max()), 1 << 20)
+    device_lowering.add_order(*where, group, levels, first_invalid)
+    arguments, order = launches.arguments
+    lower = np.frombuffer(arguments, dtype_of(device_lowering.LOWER_ARGUMENTS)).copy()
+    lower["share"], lower["room"] = share, room
     blocks = -(-len(batch) // share)
-    assert library.host_lower(ctypes.c_void_p(arguments.ctypes.data), blocks, max(share, 4)) == 0
-    order = np.zeros(1, dtype=device_lowering.ORDER_ARGUMENTS)
-    blocks = device_lowering.fill_order_arguments(
-        order, address, layout, len(batch), group, levels, first_invalid.ctypes.data
-    )
-    assert library.host_order(ctypes.c_void_p(order.ctypes.data), blocks, 4) == 0
+    assert library.host_lower(lower.tobytes(), blocks, max(share, 4)) == 0
+    assert library.host_order(order, len(first_invalid), 4) == 0
     np.testing.assert_array_equal(memory[: layout.uploaded], before)
     start = address - guarded.ctypes.data
     assert np.all(guarded[:start] == GARBAGE)
     assert np.all(guarded[start + layout.end :] == GARBAGE)
     return Lowered(batch, memory, layout, first_invalid)
+
+
+class _Launches(CommandList):
+    """Notes the structs of arguments."""
+
+    def __init__(self) -> None:
+        self.arguments: list[bytes] = []
+
+    def launch(self, *given: Any, shared: int = 0) -> None:
+        self.arguments.append(given[-1])
+
+
+def dtype_of(arguments: ArgumentStruct) -> np.dtype[Any]:
+    """Return the type of records of a struct of arguments."""
+    return np.dtype(list(arguments.fields.items()), align=True)
 
 
 def _aligned(guarded: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
@@ -211,11 +224,16 @@ def lower_on_device(
         address = context.buffer("batch", layout.end)
         context.upload(address, staging)
         context.stream.synchronize()
-        pack(TokenArrays.of(batch), layout, staging)
+        pack(TokenArrays.of(batch), layout, staging, np.zeros(256, dtype=np.uint8))
         context.upload(address, staging[: layout.uploaded])
-        where = (context, kernels, batch, address)
-        device_lowering.launch_lowering(*where, variables, 8 * device.multiprocessors)
-        first_invalid = device_lowering.launch_order(*where, group or len(batch), levels)
+        commands = CommandList(context.functions, context.handle)
+        where = commands, kernels, batch, layout, address
+        longest, group = int(batch.lengths.max()), group or len(batch)
+        first_invalid = context.pinned("first invalid", 4 * -(-len(batch) // group))
+        first_invalid = first_invalid.view(np.uint32)
+        device_lowering.add_lowering(*where, variables, longest, 8 * device.multiprocessors)
+        device_lowering.add_order(*where, group, levels, first_invalid)
+        context.check_executed(commands.execute())
         context.download(staging, address)
         context.stream.synchronize()
         return Lowered(batch, staging.copy(), layout, first_invalid.copy())

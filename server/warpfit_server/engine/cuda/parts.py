@@ -18,7 +18,7 @@ from typing import Final
 from warpfit_server.engine import validate
 from warpfit_server.engine.cuda.derivatives import lowering as derivative_lowering
 from warpfit_server.engine.cuda.derivatives import tier as derivatives
-from warpfit_server.engine.cuda.interpreter import device_lowering, loss_launch
+from warpfit_server.engine.cuda.interpreter import device_lowering, launches
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant
@@ -49,7 +49,7 @@ _KERNELS: Final = {
 _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[Path], object]]]]] = {
     "values": {
         "check": (0.8, lambda _: validate.load()),
-        "losses": (8.0, lambda _: loss_launch.load()),
+        "launches": (2.0, lambda _: launches.load()),
         "graphs": (2.0, lambda _: shapes.load()),
     },
     "derivatives": {"host lowering": (15.0, derivative_lowering.load)},

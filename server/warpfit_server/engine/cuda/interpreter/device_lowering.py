@@ -22,38 +22,29 @@ from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.interpreter.bytecode import INDEX_LIMIT, labels
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout
+from warpfit_server.engine.cuda.runtime.command_list import (
+    ArgumentStruct,
+    CommandList,
+    address_of,
+)
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.native import numba_cache
 
 #: Most tokens of a program. A longer one may need more stack levels than fit the shared memory
 #: that every device grants.
 MAX_PROGRAM_TOKENS: Final = 1 << 18
 #: What ``order_programs`` reports for a group without an invalid program.
 ALL_VALID: Final = 0xFFFFFFFF
-#: The structs LowerArguments and OrderArguments of lowering.cu, field by field.
-LOWERING_ARGUMENTS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("codes", "values", "starts", "parameter_starts")),
-        *((name, np.uint64) for name in ("instructions", "programs", "slots", "scratch")),
-        *((name, np.uint32) for name in ("variables", "vectors")),
-        *((name, np.int32) for name in ("count", "share", "room", "padding")),
-    ]
-)
-ORDER_ARGUMENTS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("programs", "order", "unsound")),
-        *((name, np.int32) for name in ("count", "group", "levels", "padding")),
-    ]
-)
+_SOURCE: Final = resources.files(__package__).joinpath("lowering.cu").read_text()
+LOWER_ARGUMENTS: Final = ArgumentStruct(_SOURCE, "LowerArguments")
+ORDER_ARGUMENTS: Final = ArgumentStruct(_SOURCE, "OrderArguments")
 #: Threads of a block of each kernel.
-LOWER_THREADS: Final = 32
-ORDER_THREADS: Final = 1024
+_LOWER_THREADS: Final = 32
+_ORDER_THREADS: Final = 1024
 #: Shared memory of a block of ``order_programs``, in bytes.
-ORDER_BYTES: Final = 8 * 1024 + 8
+_ORDER_BYTES: Final = 8 * 1024 + 8
 #: Most tokens that a block of ``lower_programs`` keeps in shared memory, and the bytes of each.
 MAX_SHARED_TOKENS: Final = 4096
-NODE_BYTES: Final = 8
+_NODE_BYTES: Final = 8
 #: Blocks of ``lower_programs`` for each multiprocessor among which a small batch is divided: the
 #: fewer programs a warp has, the fewer different branches it takes.
 BLOCKS_A_MULTIPROCESSOR: Final = 8
@@ -68,7 +59,6 @@ _SHARED_NAMES: Final = (
     *("FROM_VARIABLE", "FROM_SLOT", "FROM_STACK", "NEED_SHIFT", "NEED_MASK"),
     *("UNSOUND", "DEEP", "SKIPPED"),
 )
-_compiled = numba_cache.njit(nogil=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +71,16 @@ class LoweringKernels:
 
 def lowering_source() -> CudaSource:
     """Return the source of the lowering kernels."""
-    text = resources.files(__package__).joinpath("lowering.cu").read_text()
     numbers = {name: getattr(bytecode, name) for name in _SHARED_NAMES}
     numbers |= {"LABEL_MASK": (1 << bytecode.LABEL_BITS) - 1, "END_LABEL": bytecode.END}
     numbers |= {"ARITY_SHIFT": _ARITY_SHIFT, "IS_KNOWN": _IS_KNOWN}
     numbers |= {"IS_VARIABLE": _IS_VARIABLE, "IS_PARAMETER": _IS_PARAMETER, "NONE": ALL_VALID}
-    numbers |= {"LOWER_THREADS": LOWER_THREADS, "ORDER_THREADS": ORDER_THREADS}
+    numbers |= {"LOWER_THREADS": _LOWER_THREADS, "ORDER_THREADS": _ORDER_THREADS}
     numbers |= {"MOST_PENDING": _MOST_PENDING}
     defines = [f"#define {name} {number}u\n" for name, number in numbers.items()]
     rows = ", ".join(f"{row}u" for row in _operator_table().tolist())
     table = f"__device__ const unsigned OPERATOR_TABLE[256] = {{{rows}}};\n"
-    return CudaSource("".join(defines) + table + text, ("--std=c++17",))
+    return CudaSource("".join(defines) + table + _SOURCE, ("--std=c++17",))
 
 
 def _operator_table() -> NDArray[np.uint32]:
@@ -105,13 +94,12 @@ def _operator_table() -> NDArray[np.uint32]:
     return table
 
 
-def check_length(batch: Batch) -> int:
-    """Return the length of the longest program.
+def check_length(longest: int) -> None:
+    """Check the length of the longest program.
 
     Raises:
         ResourceExhaustedError: if it is too long for the interpreter.
     """
-    longest = int(batch.lengths.max())
     if longest > MAX_PROGRAM_TOKENS:
         raise ResourceExhaustedError(
             f"a program of {longest} tokens is longer than the interpreter can encode",
@@ -120,7 +108,6 @@ def check_length(batch: Batch) -> int:
             needed=longest,
             available=MAX_PROGRAM_TOKENS,
         )
-    return longest
 
 
 def raise_invalid_program(batch: Batch, program: int, variables: int) -> None:
@@ -158,66 +145,6 @@ def raise_invalid_program(batch: Batch, program: int, variables: int) -> None:
     )
 
 
-@_compiled  # type: ignore[untyped-decorator]
-def fill_lowering_arguments(
-    arguments: NDArray[np.void],
-    batch: int,
-    layout: BatchLayout,
-    programs: int,
-    vectors: int,
-    variables: int,
-    longest: int,
-    blocks: int,
-) -> tuple[int, int]:
-    """Fill in `LOWERING_ARGUMENTS` [1]; return the kernel's blocks and bytes of shared memory.
-
-    ``batch`` is the batch's device address, ``longest`` are the tokens of its longest program, and
-    ``blocks`` the blocks among which a small batch is divided.
-    """
-    share = min(LOWER_THREADS, -(-programs // blocks))
-    room = min(MAX_SHARED_TOKENS, share * longest)
-    one = arguments[0]
-    one.codes = batch + layout.codes
-    one.values = batch + layout.values
-    one.starts = batch + layout.starts
-    one.parameter_starts = batch + layout.parameter_starts
-    one.instructions = batch + layout.instructions
-    one.programs = batch + layout.programs
-    one.slots = batch + layout.slots
-    one.scratch = batch + layout.scratch
-    one.variables = min(variables, INDEX_LIMIT)
-    one.vectors = vectors
-    one.count = programs
-    one.share = share
-    one.room = room
-    return -(-programs // share), NODE_BYTES * room
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def fill_order_arguments(
-    arguments: NDArray[np.void],
-    batch: int,
-    layout: BatchLayout,
-    programs: int,
-    group: int,
-    levels: int,
-    first_invalid: int,
-) -> int:
-    """Fill in `ORDER_ARGUMENTS` [1]; return the kernel's blocks, one for each group of programs.
-
-    ``levels`` are the stack levels that each warp of the interpreter has, and ``first_invalid`` is
-    the address of page-locked host memory, uint32 [groups].
-    """
-    one = arguments[0]
-    one.programs = batch + layout.programs
-    one.order = batch + layout.order
-    one.unsound = first_invalid
-    one.count = programs
-    one.group = group
-    one.levels = levels
-    return -(-programs // group)
-
-
 def load_lowering(device: CudaDevice) -> LoweringKernels:
     """Load the kernels; the first start on a machine compiles them."""
     module = lowering_source().load(device)
@@ -226,45 +153,65 @@ def load_lowering(device: CudaDevice) -> LoweringKernels:
     )
 
 
-def launch_lowering(
-    context: StreamContext,
+def add_lowering(
+    commands: CommandList,
     kernels: LoweringKernels,
     batch: Batch,
+    layout: BatchLayout,
     address: int,
     variables: int,
+    longest: int,
     blocks: int,
 ) -> None:
-    """Launch the lowering of a batch that has been uploaded to ``address`` in its `BatchLayout`.
+    """Add the lowering of a batch that has been uploaded to an address.
 
-    A small batch is divided among ``blocks`` blocks.
+    ``longest`` are the tokens of its longest program. A small batch is divided among ``blocks``
+    blocks.
     """
-    arguments = np.zeros(1, dtype=LOWERING_ARGUMENTS)
-    sizes = (len(batch), batch.vectors, variables, int(batch.lengths.max()))
-    where = (address, BatchLayout.of(batch))
-    count, shared = fill_lowering_arguments(arguments, *where, *sizes, blocks)
-    grid, threads = (count, 1, 1), (LOWER_THREADS, 1, 1)
-    context.launch(kernels.lower_programs, grid, threads, [arguments[0]], shared)
+    programs = len(batch)
+    share = min(_LOWER_THREADS, -(-programs // blocks))
+    room = min(MAX_SHARED_TOKENS, share * longest)
+    arguments = LOWER_ARGUMENTS.pack(
+        codes=address + layout.codes,
+        values=address + layout.values,
+        starts=address + layout.starts,
+        parameter_starts=address + layout.parameter_starts,
+        instructions=address + layout.instructions,
+        programs=address + layout.programs,
+        slots=address + layout.slots,
+        scratch=address + layout.scratch,
+        variables=min(variables, INDEX_LIMIT),
+        vectors=batch.vectors,
+        count=programs,
+        share=share,
+        room=room,
+    )
+    grid, threads = (-(-programs // share), 1, 1), (_LOWER_THREADS, 1, 1)
+    commands.launch(kernels.lower_programs, grid, threads, arguments, shared=_NODE_BYTES * room)
 
 
-def launch_order(
-    context: StreamContext,
+def add_order(
+    commands: CommandList,
     kernels: LoweringKernels,
     batch: Batch,
+    layout: BatchLayout,
     address: int,
     group: int,
     levels: int,
-) -> NDArray[np.uint32]:
-    """Launch the sorting of groups of programs of a lowered batch at an address.
+    first_invalid: NDArray[np.uint32],
+) -> None:
+    """Add the sorting of groups of programs of a lowered batch at an address.
 
-    Returns page-locked memory to which the device writes the first invalid program of each group,
-    or `ALL_VALID`; uint32 [groups]. ``levels`` are the stack levels of each warp of the
-    interpreter.
+    The device writes the first invalid program of each group, or `ALL_VALID`, to page-locked memory
+    ``first_invalid`` [groups]. ``levels`` are the stack levels of each warp of the interpreter.
     """
-    groups = -(-len(batch) // group)
-    first_invalid = context.pinned("first invalid", 4 * groups).view(np.uint32)
-    arguments = np.zeros(1, dtype=ORDER_ARGUMENTS)
-    where = (address, BatchLayout.of(batch), len(batch), group, levels)
-    blocks = fill_order_arguments(arguments, *where, first_invalid.ctypes.data)
-    grid, threads = (blocks, 1, 1), (ORDER_THREADS, 1, 1)
-    context.launch(kernels.order_programs, grid, threads, [arguments[0]], ORDER_BYTES)
-    return first_invalid
+    arguments = ORDER_ARGUMENTS.pack(
+        programs=address + layout.programs,
+        order=address + layout.order,
+        unsound=address_of(first_invalid),
+        count=len(batch),
+        group=group,
+        levels=levels,
+    )
+    grid, threads = (len(first_invalid), 1, 1), (_ORDER_THREADS, 1, 1)
+    commands.launch(kernels.order_programs, grid, threads, arguments, shared=_ORDER_BYTES)

@@ -23,7 +23,7 @@ struct Program {
   unsigned traits; // number of slots, and more: see lowering.cu
 };
 
-// INTERPRETER_ARGUMENTS of kernel_arguments.py, field by field.
+// launches.py packs the fields as they are declared here.
 struct Arguments {
   const uint2* instructions;
   const Program* programs;

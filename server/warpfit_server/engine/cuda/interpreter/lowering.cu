@@ -34,7 +34,7 @@ struct __align__(16) Program {
   unsigned traits;  // number of slots, NEED_SHIFT, UNSOUND
 };
 
-// LOWERING_ARGUMENTS and ORDER_ARGUMENTS of device_lowering.py, field by field.
+// device_lowering.py packs the fields as they are declared here.
 struct LowerArguments {
   const unsigned char* codes;         // [tokens]
   const double* values;               // [tokens]

@@ -33,6 +33,8 @@ _SHORT_FLOAT: Final = _SHORT | {"exp", "log"}
 #: not.
 _DIRECT: Final = frozenset({"__fdividef"})
 
+#: The kernels, with places for what is generated.
+TEMPLATE: Final = resources.files(__package__).joinpath("interpreter.cu").read_text()
 #: Stack levels above the top that the operands of a costly operator use.
 SCRATCH_LEVELS: Final = 2
 
@@ -108,8 +110,7 @@ def interpreter_source(variant: Variant) -> str:
         "CASES": [f"        {_macro(r, variant)}(op_{r.name}, {table[r.code]})" for r in rows],
         "SCALAR_CASES": [_scalar_case(row, f"op_{row.name}") for row in rows],
     }
-    template = resources.files(__package__).joinpath("interpreter.cu").read_text()
-    return source_of(variant, definitions, template, parts)
+    return source_of(variant, definitions, TEMPLATE, parts)
 
 
 def costly_codes(variant: Variant) -> NDArray[np.bool_]:

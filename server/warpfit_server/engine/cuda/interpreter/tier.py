@@ -12,21 +12,15 @@ from typing import Any, Final
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
-from warpfit_server.engine.cuda.interpreter.chunks import (
-    ChunkResults,
-    Jobs,
-    evaluate_slots,
-    launch_chunk,
-    lower_batch,
-)
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.device_lowering import load_lowering
-from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
+from warpfit_server.engine.cuda.interpreter.launch_config import (
     InterpreterGeometry,
     InterpreterKernels,
+    jobs_per_launch,
     max_interpreted_token_rows,
 )
-from warpfit_server.engine.cuda.interpreter.loss_launch import interpret_losses
+from warpfit_server.engine.cuda.interpreter.launches import BatchLaunch, ChunkResults, Jobs
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
@@ -101,16 +95,20 @@ class InterpreterTier:
         chunks = list(self._chunks(resident, most, kernels.variant))
         geometry = self.geometry(resident, most, kernels.variant)
         is_whole = len(chunks) == len(spans) == 1 and not resident.is_streamed and shard is None
+        losses = outputs.losses if is_whole and not evaluation.values else None
+        batch, jobs = evaluation.batch, chunks[0][1]
+        if losses is not None:
+            tokens = len(batch.codes) * batch.vectors
+            jobs = jobs_per_launch(geometry, tokens, jobs, batch.vectors)
+        if shard is not None:
+            length = min(length, node_rows(layout, shard.level))
+            shard.begin(0 if outputs.losses is None else outputs.losses.size)
         with self._device.stream() as context:
-            if is_whole and not evaluation.values and outputs.losses is not None:
-                given = context, kernels, geometry, evaluation, resident, outputs, started
-                return (yield from interpret_losses(*given))
-            if shard is not None:
-                length = min(length, node_rows(layout, shard.level))
-                shard.begin(0 if outputs.losses is None else outputs.losses.size)
-            batch, variables = evaluation.batch, layout.variables
-            lowered = lower_batch(context, kernels, geometry, batch, variables, chunks[0][1])
-            evaluate_slots(context, lowered)
+            given = context, kernels, geometry, batch, layout.variables, jobs
+            lowered, commands = BatchLaunch.begin(*given)
+            if losses is not None:
+                return (yield from lowered.run(commands, geometry, losses, started))
+            lowered.execute(commands)
             launched = time.perf_counter_ns()
             sums: list[Any] = [[] for _ in spans]
             results = ChunkResults(lowered, outputs, spans, length, sums)
@@ -120,7 +118,7 @@ class InterpreterTier:
             ) -> Callable[[], None]:
                 rows = replace(evaluation, rows=spans[number])
                 place = self.geometry(window, rows, kernels.variant, shard)
-                staging = launch_chunk(context, lowered, place, rows, jobs, side)
+                staging = lowered.launch_chunk(place, rows, jobs, side)
                 return partial(results.copy, number, jobs, staging)
 
             work = resident, spans, chunks, outputs.cancelled, launch
@@ -181,7 +179,7 @@ class InterpreterTier:
         """Cut the jobs so that the results of each launch fit in ``chunk_bytes``.
 
         If that, or all rows, take several launches, none has more token-rows than
-        `kernel_arguments` allows.
+        `launch_config` allows.
         """
         programs, vectors, rows = evaluation.shape(resident.dataset.layout)
         tiles = -(-rows // variant.tile) + 1

@@ -113,6 +113,8 @@ def _aligned(size: int) -> int:
 class BatchBounds(NamedTuple):
     """Upper bounds of what a batch needs, which the host knows before the device lowers it."""
 
+    longest: int
+    """Tokens of the longest program."""
     slots: int
     """Row-invariant subtrees of all programs; see `max_slots`."""
     levels: int
@@ -136,6 +138,7 @@ def bound_batch(tokens: TokenArrays, flags: NDArray[np.uint8]) -> BatchBounds:
     count, programs = len(tokens.codes), len(tokens.lengths)
     has_ternary = bool(found & TERNARY)
     return BatchBounds(
+        int(longest),
         max_slots(count, programs),
         max_levels(longest, has_ternary),
         # Length of the program that a token is in, averaged over all tokens.
@@ -165,8 +168,17 @@ def max_levels(tokens: int, has_ternary: bool) -> int:
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def pack(tokens: TokenArrays, layout: BatchLayout, memory: NDArray[np.uint8]) -> None:
-    """Write the part of a batch that is uploaded to memory, uint8 [at least layout.uploaded]."""
+def pack(
+    tokens: TokenArrays, layout: BatchLayout, memory: NDArray[np.uint8], flags: NDArray[np.uint8]
+) -> BatchBounds:
+    """Write the part of a batch that is uploaded to memory, and bound what the batch will need.
+
+    Args:
+        tokens: the batch.
+        layout: of the batch.
+        memory: uint8 [at least layout.uploaded].
+        flags: see `bound_batch`.
+    """
     size = 4 * (len(tokens.lengths) + 1)
     prefix_sums(tokens.lengths, memory[:size].view(np.uint32))
     second = layout.parameter_starts
@@ -174,6 +186,7 @@ def pack(tokens: TokenArrays, layout: BatchLayout, memory: NDArray[np.uint8]) ->
     _copy(tokens.values, memory[layout.values : layout.parameters].view(np.float64))
     _copy(tokens.parameters, memory[layout.parameters : layout.codes].view(np.float64))
     _copy(tokens.codes, memory[layout.codes : layout.uploaded])
+    return bound_batch(tokens, flags)  # type: ignore[no-any-return]
 
 
 @_compiled  # type: ignore[untyped-decorator]

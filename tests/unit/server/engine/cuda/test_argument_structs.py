@@ -9,14 +9,16 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from support.emulators.device_lowering import compile_for_host
+from support.emulators.device_lowering import compile_for_host, dtype_of
 from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM
-from warpfit_server.engine.cuda.interpreter import kernel_arguments
+from warpfit_server.engine.cuda.interpreter import device_lowering, launches
 
 STRUCTS = [
-    ("interpreter/interpreter.cu", "Arguments", kernel_arguments.INTERPRETER_ARGUMENTS),
-    ("interpreter/interpreter.cu", "SlotArguments", kernel_arguments.SLOT_ARGUMENTS),
+    ("interpreter/interpreter.cu", "Arguments", dtype_of(launches.INTERPRETER_ARGUMENTS)),
+    ("interpreter/interpreter.cu", "SlotArguments", dtype_of(launches.SLOT_ARGUMENTS)),
+    ("interpreter/lowering.cu", "LowerArguments", dtype_of(device_lowering.LOWER_ARGUMENTS)),
+    ("interpreter/lowering.cu", "OrderArguments", dtype_of(device_lowering.ORDER_ARGUMENTS)),
     ("derivatives/derivatives.cu", "Arguments", launch_plan.DERIVATIVE_ARGUMENTS),
     ("derivatives/derivatives.cu", "Program", PROGRAM),
     ("derivatives/statistics.cu", "StatisticsArguments", launch_plan.STATISTICS_ARGUMENTS),
@@ -32,7 +34,8 @@ def struct(path: str, name: str) -> str:
 
 @pytest.mark.parametrize(("path", "name", "dtype"), STRUCTS, ids=lambda given: str(given)[:30])
 def test_fields_lie_where_the_source_says(path, name, dtype):
-    others = "".join(f"struct {other};" for other in ("Program", "Entry", "Load", "Statistics"))
+    names = ("Program", "Entry", "Load", "Statistics", "Node")
+    others = "".join(f"struct {other};" for other in names)
     places = ", ".join(f"__builtin_offsetof({name}, {field})" for field in dtype.names)
     library = compile_for_host(
         f"typedef float real; {others} {struct(path, name)}\n"

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("numba")
 
-from warpfit_server.engine.cuda.interpreter import kernel_arguments
+from warpfit_server.engine.cuda.interpreter import launch_config
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds
 
-GEOMETRY = kernel_arguments.InterpreterGeometry(
+GEOMETRY = launch_config.InterpreterGeometry(
     variables=1 << 41, target=1 << 42, weights=0, stride=400_000, first_row=3, end_row=100_000,
     tiles=196, first_tile=7, node_levels=62, nodes=1, absolute=1, level_bytes=2048, max_warps=2,
     programs_per_warp=2, resident_warps=32 * 132, max_token_rows=10**12, lowering_blocks=8 * 132,
@@ -22,7 +22,7 @@ GEOMETRY = kernel_arguments.InterpreterGeometry(
 )
 def test_jobs_of_a_launch(tokens, jobs, expected):
     geometry = GEOMETRY._replace(first_row=0, end_row=1000, max_token_rows=50_000)
-    assert kernel_arguments.jobs_per_launch(geometry, tokens, jobs, 1) == expected
+    assert launch_config.jobs_per_launch(geometry, tokens, jobs, 1) == expected
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_jobs_of_a_launch(tokens, jobs, expected):
 )
 def test_a_launch_has_whole_programs_or_less_than_one(vectors, expected):
     geometry = GEOMETRY._replace(first_row=0, end_row=1000, max_token_rows=50_000)
-    assert kernel_arguments.jobs_per_launch(geometry, 100, 300, vectors) == expected
+    assert launch_config.jobs_per_launch(geometry, 100, 300, vectors) == expected
 
 
 @pytest.mark.parametrize("warps", [1, 2, 3, 8])
@@ -38,9 +38,9 @@ def test_a_launch_has_whole_programs_or_less_than_one(vectors, expected):
 @pytest.mark.parametrize("usual", [0, 2, 4])
 @pytest.mark.parametrize("costly", [False, True])
 def test_one_warp_has_room_for_any_program(warps, levels, usual, costly):
-    bounds = BatchBounds(slots=5, levels=levels, typical_levels=min(usual, levels), costly=costly)
+    bounds = BatchBounds(9, 5, levels, typical_levels=min(usual, levels), costly=costly)
     geometry = GEOMETRY._replace(max_warps=warps)
-    config = kernel_arguments.configure_launch(geometry, bounds, 300, 300, 1)
+    config = launch_config.configure_launch(geometry, bounds, 300, 300, 1)
     most = levels + config.scratch
     assert config.scratch == 2 * costly
     assert 1 <= config.warps <= warps
@@ -51,8 +51,8 @@ def test_one_warp_has_room_for_any_program(warps, levels, usual, costly):
 
 
 def test_launches_of_part_of_a_program_are_not_sorted():
-    bounds = BatchBounds(slots=5, levels=6, typical_levels=2, costly=False)
-    config = kernel_arguments.configure_launch(GEOMETRY, bounds, 7, 3, 10)
+    bounds = BatchBounds(longest=9, slots=5, levels=6, typical_levels=2, costly=False)
+    config = launch_config.configure_launch(GEOMETRY, bounds, 7, 3, 10)
     assert (config.jobs, config.group, config.levels) == (7, 1, 6)
-    config = kernel_arguments.configure_launch(GEOMETRY, bounds, 25, 3, 10)
+    config = launch_config.configure_launch(GEOMETRY, bounds, 25, 3, 10)
     assert (config.jobs, config.group, config.levels) == (20, 2, 3)

@@ -1,4 +1,4 @@
-"""Arguments and launch configuration of the interpreter's kernels."""
+"""How launches of the interpreter divide their work among blocks and warps."""
 
 from __future__ import annotations
 
@@ -12,45 +12,17 @@ from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, Variant
 from warpfit_server.engine.cuda.math.modes import max_token_rows
-from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds, BatchLayout
+from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
-from warpfit_server.engine.native import numba_cache
 from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
-#: The struct Arguments of interpreter.cu, field by field.
-INTERPRETER_ARGUMENTS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("instructions", "programs", "order", "slots")),
-        *((name, np.uint64) for name in ("variables", "target", "weights", "values", "partials")),
-        ("slot_count", np.int64),
-        ("stride", np.uint64),
-        *((name, np.int32) for name in ("first_row", "end_row", "tiles", "jobs", "first_job")),
-        *((name, np.int32) for name in ("jobs_per_block", "vectors", "levels", "absolute")),
-    ],
-    align=True,
-)
-#: The struct SlotArguments of interpreter.cu.
-SLOT_ARGUMENTS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("codes", "values", "parameters", "programs")),
-        *((name, np.uint64) for name in ("slots", "results")),
-        ("slot_count", np.int64),
-        *((name, np.int32) for name in ("count", "vectors")),
-    ]
-)
 #: Shared memory of a block that every device grants without asking, less the job counter.
-_COUNTER_BYTES: Final = 16
-_SHARED_BYTES: Final = 48 * 1024 - _COUNTER_BYTES
-#: Most blocks in the second dimension of a grid.
-_MAX_GRID_Y: Final = 0xFFFF
+COUNTER_BYTES: Final = 16
+_SHARED_BYTES: Final = 48 * 1024 - COUNTER_BYTES
 #: Most launches of one evaluation in one command list.
-MAX_LAUNCHES: Final = 64
+_MAX_LAUNCHES: Final = 64
 #: Warps that a multiprocessor runs at a time.
 _RESIDENT_WARPS: Final = 32
-#: Threads of a block of ``sum_partials`` and of ``evaluate_slots``.
-SUM_THREADS: Final = 128
-SLOT_THREADS: Final = (32, 4)
-_compiled = numba_cache.njit(nogil=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +113,6 @@ class InterpreterGeometry(NamedTuple):
         )
 
 
-class DeviceAddresses(NamedTuple):
-    """Device memory of one evaluation; integers."""
-
-    batch: int
-    """Address of the batch, which is laid out by `BatchLayout`."""
-    slots: int
-    """Address of the values of row-invariant subtrees."""
-    values: int
-    """Address of the values; 0 if they are not requested."""
-    partials: int
-    """Address of the partial sums of losses; 0 if they are not requested."""
-
-
 def max_interpreted_token_rows(variant: Variant, multiprocessors: int) -> int:
     """Return the most token-rows of a launch; the interpreter runs at half the compiled rate."""
     return max_token_rows(variant.mode, multiprocessors) // 2
@@ -174,7 +133,6 @@ class LaunchConfig(NamedTuple):
     """Scratch levels."""
 
 
-@_compiled  # type: ignore[untyped-decorator]
 def configure_launch(
     geometry: InterpreterGeometry, bounds: BatchBounds, max_jobs: int, programs: int, vectors: int
 ) -> LaunchConfig:
@@ -198,78 +156,12 @@ def configure_launch(
     return LaunchConfig(jobs, group, warps, levels, scratch)
 
 
-@_compiled  # type: ignore[untyped-decorator]
 def jobs_per_launch(geometry: InterpreterGeometry, tokens: int, jobs: int, vectors: int) -> int:
     """Return the jobs of one launch, so that it does not delay other evaluations for long.
 
     They are whole programs, of ``vectors`` jobs each, or part of one; the tokens are of all jobs.
     """
     token_rows = tokens * (geometry.end_row - geometry.first_row)
-    launches = min(max(1, token_rows // geometry.max_token_rows), jobs, MAX_LAUNCHES)
+    launches = min(max(1, token_rows // geometry.max_token_rows), jobs, _MAX_LAUNCHES)
     share = -(-jobs // launches)
     return share if share < vectors else -(-share // vectors) * vectors
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def fill_slot_arguments(
-    arguments: NDArray[np.void],
-    addresses: DeviceAddresses,
-    layout: BatchLayout,
-    bounds: BatchBounds,
-    programs: int,
-    vectors: int,
-) -> tuple[int, int]:
-    """Fill in `SLOT_ARGUMENTS` [1] for ``evaluate_slots``; return its grid."""
-    one = arguments[0]
-    one.codes = addresses.batch + layout.codes
-    one.values = addresses.batch + layout.values
-    one.parameters = addresses.batch + layout.parameters
-    one.programs = addresses.batch + layout.programs
-    one.slots = addresses.batch + layout.slots
-    one.results = addresses.slots
-    one.slot_count = bounds.slots
-    one.count = programs
-    one.vectors = vectors
-    return -(-programs // SLOT_THREADS[1]), min(-(-vectors // SLOT_THREADS[0]), _MAX_GRID_Y)
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def fill_interpreter_arguments(
-    arguments: NDArray[np.void],
-    geometry: InterpreterGeometry,
-    addresses: DeviceAddresses,
-    layout: BatchLayout,
-    bounds: BatchBounds,
-    config: LaunchConfig,
-    vectors: int,
-    jobs: tuple[int, int],
-) -> tuple[int, int]:
-    """Fill in `INTERPRETER_ARGUMENTS` [1]; return groups of jobs and bytes of shared memory.
-
-    A block runs one group of jobs on one tile. ``jobs`` are the first job and their number.
-    """
-    warps, levels = config.warps, config.levels
-    rounds = max(1, jobs[1] * geometry.tiles // geometry.resident_warps)
-    rounds = min(geometry.programs_per_warp, rounds)
-    group = max(warps * rounds, -(-jobs[1] // _MAX_GRID_Y))
-    one = arguments[0]
-    one.instructions = addresses.batch + layout.instructions
-    one.programs = addresses.batch + layout.programs
-    one.order = addresses.batch + layout.order
-    one.slots = addresses.slots
-    one.variables = geometry.variables
-    one.target = geometry.target
-    one.weights = geometry.weights
-    one.values = addresses.values
-    one.partials = addresses.partials
-    one.slot_count = bounds.slots
-    one.stride = geometry.stride
-    one.first_row = geometry.first_row
-    one.end_row = geometry.end_row
-    one.tiles = geometry.tiles
-    one.first_job, one.jobs = jobs
-    one.jobs_per_block = group
-    one.vectors = vectors
-    one.levels = levels
-    one.absolute = geometry.absolute
-    return -(-jobs[1] // group), _COUNTER_BYTES + warps * levels * geometry.level_bytes
