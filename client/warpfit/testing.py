@@ -16,6 +16,7 @@ request::
         server.forget()        # all data sets are lost; the client uploads again
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -25,7 +26,7 @@ import warpfit
 from warpfit import codec
 from warpfit.aio import AsyncClient
 from warpfit.client import Client
-from warpfit.dataset import Dataset, Layout
+from warpfit.dataset import Dataset
 from warpfit.embedded import require_server
 from warpfit.errors import (
     DatasetNotFoundError,
@@ -102,7 +103,15 @@ class InProcessServer:
         stream = iter(messages)
         layout, content_id = codec.upload_start(next(stream, b""))
         payload = b"".join(map(codec.upload_data, stream))
-        self._datasets[content_id] = _checked(layout, content_id, payload)
+        if hashlib.sha256(layout.header() + payload).digest() != content_id:
+            raise InvalidArgumentError(
+                "content_id does not match the content",
+                "BAD_DIGEST",
+                "Hash header and payload as evaluator.proto says",
+                "content_id",
+            )
+        matrix = np.frombuffer(payload, dtype=layout.dtype).reshape(layout.columns, layout.rows)
+        self._datasets[content_id] = Dataset.resident(layout, matrix, content_id)
         yield codec.dataset_info(content_id, layout)
 
     def _open(self, _: Any) -> Iterator[Any]:
@@ -224,26 +233,6 @@ def _named(
     servers = server if isinstance(server, Mapping) else {"here:1": server or InProcessServer()}
     target = Target(lambda: tuple(servers), tuple(servers), ", ".join(servers))
     return servers, Connection(target, retry)
-
-
-def _checked(layout: Layout, content_id: bytes, payload: bytes) -> Dataset:
-    if len(payload) != layout.nbytes:
-        raise InvalidArgumentError(
-            f"the upload has {len(payload)} bytes, its layout needs {layout.nbytes}",
-            "TRUNCATED_UPLOAD" if len(payload) < layout.nbytes else "SURPLUS_UPLOAD",
-            "Send exactly the payload that the layout describes",
-            "data",
-        )
-    matrix = np.frombuffer(payload, dtype=layout.dtype).reshape(layout.columns, layout.rows)
-    dataset = Dataset(layout, matrix)
-    if dataset.content_id != content_id:
-        raise InvalidArgumentError(
-            "content_id does not match the content",
-            "BAD_DIGEST",
-            "Hash header and payload as evaluator.proto says",
-            "content_id",
-        )
-    return dataset
 
 
 class _ReferenceEngine:

@@ -7,8 +7,6 @@ import keyword
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,17 +21,20 @@ if TYPE_CHECKING:
 
 #: Most tokens of a program; the time grows with the square of the length, to a second.
 _MOST_TOKENS: Final = 10_000
-#: Longest operand, in nodes of its syntax tree, that is not given a name of its own.
-_LONGEST: Final = 40
+#: Longest operand, in characters, that is not given a name of its own.
+_LONGEST: Final = 100
+#: A name or a number.
+_ATOM: Final = re.compile(r"-?[\w.]+")
+#: Names, and whole numbers, which become floats.
+_WORD: Final = re.compile(r"(?<![\w.])(?:[a-z]\w*|\d+)(?![\w.])")
 #: Names of columns that are kept; t1, t2, ... are taken.
 _IDENTIFIER: Final = re.compile(r"(?!t[0-9]+$)[A-Za-z][A-Za-z0-9_]*")
 _WORDS: Final = frozenset({*keyword.kwlist, "X", "x", "p", "np", "math", "formula"})
 #: Functions of the kernel language that NumPy calls otherwise.
 _FUNCTIONS: Final = {
-    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "atan2": "arctan2", "pow": "power",
-    "select": "where",
-}  # fmt: skip
-_ERF: Final = "np.vectorize(math.erf, otypes=[float])"
+    **{"asin": "np.arcsin", "acos": "np.arccos", "atan": "np.arctan", "atan2": "np.arctan2"},
+    **{"pow": "np.power", "select": "np.where", "erf": "np.vectorize(math.erf, otypes=[float])"},
+}
 #: SymPy's printers of expressions by language, and their keywords.
 _PRINTERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "c": ("ccode", {}),
@@ -50,7 +51,7 @@ def to_code(program: Program, language: str, names: Sequence[str] = ()) -> str:
     """Return a program as source text; see `warpfit.Program.code`."""
     check_length(program, _MOST_TOKENS, "code")
     if language == "numpy":
-        return _Writer(_identifiers(program, names)).source(program, names)
+        return _source(program, names)
     if language not in _PRINTERS:
         known = ", ".join(["numpy", *_PRINTERS])
         raise InvalidArgumentError(
@@ -97,82 +98,46 @@ def to_numpy(program: Program, names: Sequence[str] = ()) -> Callable[..., Any]:
     return function
 
 
-@dataclass(slots=True)
-class _Writer:
-    """Writes one function. The kernels of `warpfit.ops` are Python, but for names of functions."""
+def _source(program: Program, names: Sequence[str]) -> str:
+    """Return a program as a function. The kernels of `warpfit.ops` are Python but for names."""
+    program, columns = _without_constant_operands(program), _identifiers(program, names)
+    lines: list[str] = []
 
-    identifiers: Sequence[str]
-    body: list[str] = field(default_factory=list)
-    used: set[int] = field(default_factory=set)
-
-    def source(self, program: Program, names: Sequence[str]) -> str:
-        program = _without_constant_operands(program)
-        result = ast.unparse(program.fold(self._leaf, self._apply))
-        columns = [f"{self.identifiers[i]} = X[:, {i}]" for i in sorted(self.used)]
-        if not self.used:
-            result = f"np.zeros(len(X)) + {result}"
-        lines = [*columns, *self.body, f"return {result}"]
-        header = ["import math"] * any(_ERF in line for line in lines) + ["import numpy as np"]
-        start = f"def formula({'X, p' if program.parameters else 'X'}):"
-        # No text ends the docstring, whatever names it contains.
-        text = re.sub(r"[^\w .,+\-*/^<>=!()#`]", "?", to_text(program, names))
-        doc = f'"""Return {text}, for X of shape [rows, variables]."""'
-        return "\n".join([*header, "", "", start, *(f"    {x}" for x in (doc, *lines)), ""])
-
-    def _leaf(self, code: int, value: float) -> ast.expr:
+    def leaf(code: int, value: float) -> str:
         if code == CONSTANT:
-            return _number(value)
-        if code == VARIABLE:
-            self.used.add(int(value))
-            return ast.Name(self.identifiers[int(value)])
-        return ast.Subscript(ast.Name("p"), ast.Constant(int(value)))
+            return repr(value) if math.isfinite(value) else f"{'-' * (value < 0)}np.{abs(value)}"
+        return columns[int(value)] if code == VARIABLE else f"p[{int(value)}]"
 
-    def _apply(self, row: Operator, operands: list[ast.expr]) -> ast.expr:
-        if isinstance(row.numpy, np.ufunc) and row.precedence > 80:
-            function = ast.Name(f"np.{row.numpy.__name__}")
-            return ast.Call(function, [self._short(node) for node in operands], [])
-        kernel = ast.parse(row.kernel, mode="eval").body
-        mentions = [node.id for node in ast.walk(kernel) if isinstance(node, ast.Name)]
-        named = {
-            name: self._short(node, 1 if mentions.count(name) > 1 else _LONGEST)
-            for name, node in zip(row.operands, operands, strict=True)
-        }
-        written: ast.expr = _Substitution(named).visit(kernel)
-        return written
-
-    def _short(self, node: ast.expr, most: int = _LONGEST) -> ast.expr:
+    def short(text: str, most: int = _LONGEST) -> str:
         """Return a name for an expression that is longer, after a line that computes it."""
-        if isinstance(node, ast.Name | ast.Constant) or sum(1 for _ in ast.walk(node)) <= most:
-            return node
-        name = f"t{len(self.body) + 1}"
-        self.body.append(f"{name} = {ast.unparse(node)}")
-        return ast.Name(name)
+        if len(text) > most and not _ATOM.fullmatch(text):
+            lines.append(f"t{len(lines) + 1} = {text}")
+            text = f"t{len(lines)}"
+        return text
 
+    def operator(row: Operator, operands: list[str]) -> str:
+        if isinstance(row.numpy, np.ufunc) and row.precedence > 80:
+            return f"np.{row.numpy.__name__}({', '.join(map(short, operands))})"
+        words = _WORD.findall(row.kernel)
+        known = {
+            name: f"({short(text, 0 if words.count(name) > 1 else _LONGEST)})"
+            for name, text in zip(row.operands, operands, strict=True)
+        }
+        known |= {word: f"{word}.0" for word in words if word.isdigit()}
+        functions = {word: f"np.{word}" for word in words} | _FUNCTIONS
+        return f"({_WORD.sub(lambda m: known.get(m[0]) or functions[m[0]], row.kernel)})"
 
-class _Substitution(ast.NodeTransformer):
-    """Writes a kernel with its operands."""
-
-    def __init__(self, operands: Mapping[str, ast.expr]) -> None:
-        self._operands = operands
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return deepcopy(self._operands.get(node.id, node))
-
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        return ast.Constant(float(node.value))  # type: ignore[arg-type]
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        assert isinstance(node.func, ast.Name)
-        name = node.func.id
-        function = _ERF if name == "erf" else f"np.{_FUNCTIONS.get(name, name)}"
-        return ast.Call(ast.Name(function), [self.visit(operand) for operand in node.args], [])
-
-
-def _number(value: float) -> ast.expr:
-    if math.isnan(value):
-        return ast.Name("np.nan")
-    size = ast.Name("np.inf") if math.isinf(value) else ast.Constant(abs(value))
-    return ast.UnaryOp(ast.USub(), size) if math.copysign(1.0, value) < 0.0 else size
+    result = program.fold(leaf, operator)
+    used = sorted(set(program.values[program.codes == VARIABLE].astype(int).tolist()))
+    lines = [*(f"{columns[i]} = X[:, {i}]" for i in used), *lines]
+    lines.append(f"return {result if used else f'np.zeros(len(X)) + {result}'}")
+    # No text ends the docstring, whatever names it contains.
+    text = re.sub(r"[^\w .,+\-*/^<>=!()#`]", "?", to_text(program, names))
+    doc = f'"""Return {text}, for X of shape [rows, variables]."""'
+    start = f"def formula({'X, p' if program.parameters else 'X'}):"
+    body = ast.unparse(ast.parse("\n    ".join([start, doc, *lines])))  # without idle parentheses
+    header = ["import math"] * ("math." in body) + ["import numpy as np"]
+    return "\n".join([*header, "", "", body, ""])
 
 
 def _without_constant_operands(program: Program) -> Program:

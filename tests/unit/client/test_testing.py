@@ -61,8 +61,8 @@ def messages_of(X):
     ("change", "reason"),
     [
         (lambda messages: messages[1:], "BAD_HEADER"),
-        (lambda messages: messages[:-1], "TRUNCATED_UPLOAD"),
-        (lambda messages: [*messages, messages[-1]], "SURPLUS_UPLOAD"),
+        (lambda messages: messages[:-1], "BAD_DIGEST"),
+        (lambda messages: [*messages, messages[-1]], "BAD_DIGEST"),
         (lambda messages: [messages[0], *messages_of(X + 1)[1:]], "BAD_DIGEST"),
         (lambda messages: [*messages[:2], messages[0], *messages[2:]], "BAD_HEADER"),
     ],
