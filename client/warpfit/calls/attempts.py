@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from warpfit import codec, errors
 from warpfit.calls.progress import Progress, silent
 from warpfit.calls.retries import Deadline, Retries
-from warpfit.dataset import ClientDataset, OpenedDataset, changed_data
+from warpfit.dataset import ClientDataset, DatasetReference, changed_data
 from warpfit.transport.call import Call, Collector, UnaryCollector, UploadStream
 from warpfit.transport.connection import Connection
 from warpfit.transport.servers import NOBODY_THERE, Server, Servers
@@ -166,7 +166,7 @@ class Attempts:
         self, server: Server, dataset: ClientDataset, retries: Retries, report: Progress
     ) -> Operation[None]:
         """Upload a data set to a server, or have the server read its file."""
-        if isinstance(dataset, OpenedDataset) and dataset.file is not None:
+        if isinstance(dataset, DatasetReference) and dataset.file is not None:
             message, seconds = codec.open_message(dataset.file), retries.deadline.remaining()
             answer = yield from self.ask(server, "OpenDataset", message, seconds)
             if answer.content_id != dataset.content_id:

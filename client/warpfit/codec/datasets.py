@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 
 from warpfit.codec.framing import parse_message, read_varint, varint
-from warpfit.dataset import DTYPE_CODES, DTYPES, ClientDataset, Layout, OpenedDataset, ServerFile
+from warpfit.dataset import DTYPE_CODES, DTYPES, ClientDataset, DatasetReference, Layout, ServerFile
 from warpfit.errors import InvalidArgumentError
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -83,9 +83,9 @@ def open_request(message: pb.OpenDatasetRequest) -> ServerFile:
     return ServerFile(message.name, *columns, dtype, message.shards)
 
 
-def opened_dataset(message: pb.DatasetInfo, file: ServerFile) -> OpenedDataset:
+def opened_dataset(message: pb.DatasetInfo, file: ServerFile) -> DatasetReference:
     """Decode the answer to OpenDataset."""
-    return OpenedDataset(layout_from_message(message.layout), message.content_id, file=file)
+    return DatasetReference(layout_from_message(message.layout), message.content_id, file)
 
 
 def get_message(dataset: ClientDataset) -> pb.GetVariablesRequest:

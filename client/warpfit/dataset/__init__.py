@@ -5,7 +5,6 @@ from warpfit.dataset.canonical import (
     ClientDataset,
     Dataset,
     DatasetReference,
-    OpenedDataset,
     PayloadDigest,
     ServerFile,
     blocks_of,

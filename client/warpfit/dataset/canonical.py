@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -199,29 +199,6 @@ class ColumnsInPlace:
         return taken
 
 
-@dataclass(frozen=True, eq=False)
-class DatasetReference:
-    """A data set that another process has uploaded; this one does not have its numbers."""
-
-    layout: Layout
-    content_id: bytes
-    target: None = None
-    weights: None = None
-    shards: int = 0
-    _missing: ClassVar = (
-        "the data set is not resident, and its numbers are in another process",
-        "Upload it here: client.upload(X, y) sends nothing to servers that have it",
-    )
-
-    def chunks(self, size: int) -> Iterator[memoryview]:
-        """Raise DatasetNotFoundError, as `every` does."""
-        return self.every(1).data  # type: ignore[return-value]
-
-    def every(self, step: int) -> NDArray[Any]:
-        """Raise DatasetNotFoundError."""
-        raise DatasetNotFoundError(self._missing[0], remedy=self._missing[1])
-
-
 @dataclass(frozen=True, slots=True)
 class ServerFile:
     """A Parquet file on servers, and the columns of it that make a data set."""
@@ -240,14 +217,30 @@ class ServerFile:
 
 
 @dataclass(frozen=True, eq=False)
-class OpenedDataset(DatasetReference):
-    """A data set that servers read from a file of theirs."""
+class DatasetReference:
+    """A data set without numbers here: another process has them, or servers have its file."""
 
+    layout: Layout
+    content_id: bytes
     file: ServerFile | None = None
-    _missing: ClassVar = (
-        "the numbers are on the server alone",
-        "Upload them for this: client.upload(X, y)",
-    )
+    """The file that servers read it from."""
+    target: None = None
+    weights: None = None
+    shards: int = 0
+
+    def chunks(self, size: int) -> Iterator[memoryview]:
+        """Raise DatasetNotFoundError, as `every` does."""
+        return self.every(1).data  # type: ignore[return-value]
+
+    def every(self, step: int) -> NDArray[Any]:
+        """Raise DatasetNotFoundError."""
+        if self.file is not None:
+            remedy = "Upload them for this: client.upload(X, y)"
+            raise DatasetNotFoundError("the numbers are on the server alone", remedy=remedy)
+        raise DatasetNotFoundError(
+            "the data set is not resident, and its numbers are in another process",
+            remedy="Upload it here: client.upload(X, y) sends nothing to servers that have it",
+        )
 
 
 #: A data set as a client keeps it.
