@@ -29,7 +29,7 @@ def test_the_kernel_store_counts_hits_and_misses(tmp_path):
     kernels = pytest.importorskip("warpfit_server.engine.cuda.jit.kernel_store")
     store = kernels.KernelStore(SimpleNamespace(cache_directory=tmp_path), threads=1)
     try:
-        assert store.lease([object()]) is None
+        assert store.find([object()]) is None
         assert store.disk.get("00ff") is None
         counters = store.counters()
     finally:

@@ -120,7 +120,6 @@ class CapturedGraph:
         device.use()
         self.key = key
         self.plan = plan
-        """Its kernels are in use as long as this graph is kept."""
         _, self._vectors, self._blocks = key
         self._threads = plan.output.threads
         self._kernels = tuple(kernels)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit_server.engine.cuda.jit import device_library as library
@@ -27,9 +28,8 @@ from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileQueue
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.module_cache import LeasedCache
 from warpfit_server.engine.cuda.runtime.modules import load_modules
-from warpfit_server.system.compile_cache import DiskCache
+from warpfit_server.system.compile_cache import CacheCounters, DiskCache
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 _ENTRY: Final = "evaluate"
@@ -38,9 +38,7 @@ _CALL_WORK: Final = 100
 #: Estimated work of a leaf, most of which are in registers already.
 _LEAF_WORK: Final = 0.3
 #: Most bytes of loaded code, loaded kernels, and bytes of machine code on disk.
-_MOST_BYTES, _MOST_KERNELS, _MOST_DISK_BYTES = 1 << 30, 20_000, 1 << 30
-#: Estimated device memory of a loaded module beyond its code.
-_MODULE_OVERHEAD: Final = 16 << 10
+_MOST_BYTES, MOST_KERNELS, _MOST_DISK_BYTES = 1 << 30, 20_000, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,21 @@ class Kernel(NamedTuple):
 
     function: Any
     module: Any
+    size: int
+    """Bytes, so many at least that `MOST_KERNELS` fill the cache."""
+
+
+class _KernelCache(LRUCache[KernelKey, Kernel]):
+    """Kernels by key; those that are dropped stay loaded until nobody uses them any more."""
+
+    def __init__(self) -> None:
+        super().__init__(_MOST_BYTES, lambda kernel: kernel.size)
+        self.counters = CacheCounters()
+
+    def popitem(self) -> tuple[KernelKey, Kernel]:
+        """Evict the least recently used kernel."""
+        self.counters.evictions += 1
+        return super().popitem()
 
 
 class KernelStore:
@@ -65,13 +78,11 @@ class KernelStore:
 
     def __init__(self, device: CudaDevice, threads: int) -> None:
         self._device = device
-        self.cache: LeasedCache[Kernel] = LeasedCache(_MOST_BYTES, _MOST_KERNELS)
+        self._cache = _KernelCache()
         self.disk = DiskCache(device.cache_directory / "kernels", _MOST_DISK_BYTES)
         self.compile_queue = CompileQueue(threads)
         # Not a thread of the queue: those have a low priority, and launches wait for this one.
         self._loader = ThreadPoolExecutor(1, "load")
-        self._cubins: dict[KernelKey, bytes] = {}
-        """Machine code that is still to be loaded."""
         self._libraries: dict[tuple[Mode, bool], DeviceLibrary] = {}
         self._lock = threading.Lock()
         self._writer_lock = threading.Lock()
@@ -107,48 +118,51 @@ class KernelStore:
             dtype=np.float64,
         )
 
-    def lease(self, keys: Sequence[KernelKey]) -> list[Kernel] | None:
-        """Take kernels into use if all are loaded, else return None; `release` them afterwards."""
-        taken: list[Kernel] = []
-        for number, key in enumerate(keys):
-            kernel = self.cache.lease(key)
-            if kernel is None:
-                self.release(keys[:number])
-                return None
-            taken.append(kernel)
-        return taken
+    def are_loaded(self, keys: Sequence[KernelKey]) -> bool:
+        """Return whether all kernels are loaded; neither a hit nor a use."""
+        with self._lock:
+            return all(key in self._cache for key in keys)
 
-    def release(self, keys: Sequence[KernelKey]) -> None:
-        """End the use of kernels."""
-        for key in keys:
-            self.cache.release(key)
+    def find(self, keys: Sequence[KernelKey]) -> list[Kernel] | None:
+        """Return kernels if all are loaded, else None."""
+        with self._lock:
+            found = [self._cache.get(key) for key in keys]
+            missing = found.count(None)
+            self._cache.counters.misses += missing
+            self._cache.counters.hits += len(keys) - missing
+            return None if missing else found  # type: ignore[return-value]
 
-    def request(self, keys: Sequence[KernelKey], priority: int = 1) -> Future[None]:
+    def request(
+        self, keys: Sequence[KernelKey], *, urgent: bool = False
+    ) -> Future[dict[KernelKey, Kernel]]:
         """Have the missing kernels compiled and loaded.
 
         Returns:
-            A future that is done when they are loaded, or has the first error. Kernels that a full
-            queue refused, which happens only at positive priority, are left out.
+            A future of all kernels, or of the first error. Kernels that a full queue refused, which
+            happens only if they are not urgent, are left out.
         """
-        loaded: Future[None] = Future()
+        done: Future[dict[KernelKey, Kernel]] = Future()
+        with self._lock:
+            kernels = {key: self._cache[key] for key in keys if key in self._cache}
         submit = self.compile_queue.submit
         jobs = {
             key: job
             for key in dict.fromkeys(keys)
-            if key not in self.cache
-            and (job := submit(key, partial(self._cubin, key), priority)) is not None
+            if key not in kernels
+            and (job := submit(key, partial(self._cubin, key), urgent=urgent)) is not None
         }
         if jobs:
-            load = partial(self._loader.submit, self._load, jobs, loaded)
+            load = partial(self._loader.submit, self._load, kernels, jobs, done)
             _when_all_done(list(jobs.values()), load)
         else:
-            loaded.set_result(None)
-        return loaded
+            done.set_result(kernels)
+        return done
 
     def counters(self) -> Mapping[str, float]:
         """Return the figures of the caches in memory and on disk; see `interface.COUNTERS`."""
-        figures = {"module_cache_bytes": self.cache.bytes, "module_cache_entries": len(self.cache)}
-        for name, counters in (("module", self.cache.counters), ("disk", self.disk.counters)):
+        cache = self._cache
+        figures = {"module_cache_bytes": cache.currsize, "module_cache_entries": len(cache)}
+        for name, counters in (("module", cache.counters), ("disk", self.disk.counters)):
             figures |= {f"{name}_cache_{key}": value for key, value in asdict(counters).items()}
         return figures
 
@@ -156,34 +170,39 @@ class KernelStore:
         """Stop the threads and unload what is not in use."""
         self.compile_queue.close()
         self._loader.shutdown()
-        self.cache.clear()
+        with self._lock:
+            self._cache.clear()
 
     def _cubin(self, key: KernelKey) -> bytes:
         """Return machine code, from disk if it is there; runs in a thread of the queue."""
-        cubin = self._cubins.get(key) or self.disk.get(key.text)
+        cubin = self.disk.get(key.text)
         if cubin is None:
             cubin = self._compile(key)
             self.disk.put(key.text, cubin)
-        self._cubins[key] = cubin
         return cubin
 
-    def _load(self, jobs: Mapping[KernelKey, Future[bytes]], loaded: Future[None]) -> None:
-        """Load kernels that have been compiled; runs in the loader's thread."""
+    def _load(
+        self,
+        kernels: dict[KernelKey, Kernel],
+        jobs: Mapping[KernelKey, Future[bytes]],
+        done: Future[dict[KernelKey, Kernel]],
+    ) -> None:
+        """Load kernels that have been compiled beside others; runs in the loader's thread."""
         try:
-            # Another request may have loaded some of them.
-            cubins = {key: job.result() for key, job in jobs.items() if key not in self.cache}
+            with self._lock:  # another request may have loaded some of them
+                kernels |= {key: self._cache[key] for key in jobs if key in self._cache}
+            cubins = {key: job.result() for key, job in jobs.items() if key not in kernels}
             modules = load_modules(self._device, list(cubins.values()))
             for (key, cubin), module in zip(cubins.items(), modules, strict=True):
-                size = len(cubin) + _MODULE_OVERHEAD
-                self.cache.add(key, Kernel(module.get_function(_ENTRY), module), size)
-                self.cache.release(key)
+                size = max(len(cubin), _MOST_BYTES // MOST_KERNELS)
+                kernels[key] = Kernel(module.get_function(_ENTRY), module, size)
+            with self._lock:
+                self._cache.update({key: kernels[key] for key in cubins})
         except Exception as error:
             _LOG.warning("kernels were not loaded: %s", error)  # a caller may not wait for them
-            loaded.set_exception(error)
+            done.set_exception(error)
         else:
-            loaded.set_result(None)
-        for key in jobs:
-            self._cubins.pop(key, None)
+            done.set_result(kernels)
 
     def _compile(self, key: KernelKey) -> bytes:
         device_library = self.library(key.mode, derivatives=key.output.gradient)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from warpfit_server.engine.cuda.jit.kernel_plan import (
     KernelPlanner,
     fingerprint,
 )
-from warpfit_server.engine.cuda.jit.kernel_store import Kernel, KernelKey, KernelStore
+from warpfit_server.engine.cuda.jit.kernel_store import MOST_KERNELS, KernelStore
 from warpfit_server.engine.cuda.math.modes import max_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
@@ -51,8 +51,6 @@ MAX_PARAMETERS: Final = 64
 _MIN_ROWS: Final = 1 << 16
 #: Most bytes of values that one launch leaves on the device.
 _CHUNK_BYTES: Final = 256 << 20
-#: Attempts to load all kernels of a batch before the cache is reported as too small.
-_ATTEMPTS: Final = 3
 
 
 class CompiledTier:
@@ -91,7 +89,7 @@ class CompiledTier:
         with self._lock:
             if self._idle_graphs.get(key):  # a graph keeps its kernels loaded
                 return plan
-        return plan if all(kernel in self._kernels.cache for kernel in plan.keys) else None
+        return plan if self._kernels.are_loaded(plan.keys) else None
 
     def request_compile(self, resident: ResidentDataset, evaluation: Evaluation) -> None:
         """Have the missing kernels compiled in the background; return at once."""
@@ -118,7 +116,7 @@ class CompiledTier:
         work = self._cut(plan, resident, evaluation)
         key = self._graph_key(work)
         graph = self._take_idle(key)
-        is_hit = graph is not None or all(kernel in self._kernels.cache for kernel in plan.keys)
+        is_hit = graph is not None or self._kernels.are_loaded(plan.keys)
         hits = len(evaluation.batch) * is_hit
         graph = graph or (yield from self._capture(key, plan))
         try:
@@ -141,7 +139,8 @@ class CompiledTier:
 
     def close(self) -> None:
         """Free the captured graphs and unload the kernels."""
-        self._drop_idle()
+        with self._lock:
+            self._idle_graphs.clear()
         self._kernels.close()
 
     def plan(self, resident: ResidentDataset, evaluation: Evaluation) -> KernelPlan:
@@ -183,58 +182,32 @@ class CompiledTier:
             return idle.pop() if idle else None
 
     def _capture(self, key: GraphKey, plan: KernelPlan) -> Steps[CapturedGraph]:
-        """Capture a graph; its kernels are compiled first if they are missing."""
-        kernels = yield from self._lease(plan.keys)
-        self._device.use()
-        try:
-            return CapturedGraph(self._device, key, plan, kernels, self._capturer)
-        except BaseException:
-            self._kernels.release(plan.keys)
-            raise
-
-    def _lease(self, keys: Sequence[KernelKey]) -> Steps[list[Kernel]]:
-        """Take all kernels into use; missing ones are compiled first.
+        """Capture a graph; its kernels are compiled first if they are missing.
 
         Raises:
-            ResourceExhaustedError: if they do not fit in the cache next to those of other graphs.
+            ResourceExhaustedError: if there are too many.
         """
-        for _ in range(_ATTEMPTS):
-            kernels = self._kernels.lease(keys)
-            if kernels is not None:
-                return kernels
-            made = self._kernels.request(keys, priority=0)
+        if len(plan.keys) > MOST_KERNELS:
+            raise ResourceExhaustedError(
+                f"{len(plan.keys)} kernels do not fit into the cache of compiled kernels",
+                "KERNEL_CACHE_FULL",
+                "Ask for the interpreter, or send smaller batches",
+                "tier",
+                needed=len(plan.keys),
+                available=MOST_KERNELS,
+            )
+        kernels = self._kernels.find(plan.keys)
+        if kernels is None:
+            made = self._kernels.request(plan.keys, urgent=True)
             yield made
-            made.result()
-            # Kernels in use count against the cache's bounds: idle graphs must make room for these.
-            if not all(kernel in self._kernels.cache for kernel in keys):
-                self._drop_idle()
-        raise ResourceExhaustedError(
-            f"{len(keys)} kernels do not fit into the cache of compiled kernels",
-            "KERNEL_CACHE_FULL",
-            "Ask for the interpreter, or send smaller batches",
-            "tier",
-            needed=len(keys),
-        )
-
-    def _drop_idle(self) -> None:
-        with self._lock:
-            graphs = [graph for idle in self._idle_graphs.values() for graph in idle]
-            self._idle_graphs.clear()
-        for graph in graphs:
-            self._kernels.release(graph.plan.keys)
+            kernels = [made.result()[key] for key in plan.keys]
+        self._device.use()
+        return CapturedGraph(self._device, key, plan, kernels, self._capturer)
 
     def _keep_idle(self, graph: CapturedGraph) -> None:
         """Keep a graph for the next evaluation with the same key."""
-        dropped: list[CapturedGraph] = []
         with self._lock:
-            idle = self._idle_graphs.get(graph.key)
-            if idle is None:
-                while len(self._idle_graphs) >= MAX_GRAPHS:
-                    dropped += self._idle_graphs.popitem()[1]
-                idle = self._idle_graphs[graph.key] = []
-            idle.append(graph)
-        for old in dropped:
-            self._kernels.release(old.plan.keys)
+            self._idle_graphs.setdefault(graph.key, []).append(graph)
 
     def _run_chunks(
         self, work: _Work, graph: CapturedGraph, outputs: Outputs, started: int

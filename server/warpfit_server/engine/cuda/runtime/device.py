@@ -79,8 +79,6 @@ class CudaDevice:
         self._thread = threading.local()
         self.functions = driver_functions()
         """Driver functions for `command_list.execute`."""
-        self.on_shortage: Callable[[], None] = lambda: None
-        """Called when memory is short, before the buffers of idle streams are released."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -157,7 +155,6 @@ class CudaDevice:
 
     def trim(self) -> None:
         """Free the buffers of idle streams and the unused blocks of the pool."""
-        self.on_shortage()
         with self._lock:
             for context in self._idle:
                 context.release()

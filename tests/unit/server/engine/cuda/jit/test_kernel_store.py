@@ -56,21 +56,20 @@ class TestKernelStore:
         loaded = store.request(wanted)
         time.sleep(0.1)
         assert images == []
-        assert store.lease(wanted) is None
+        assert store.find(wanted) is None
         self.gates["3"].set()
-        assert loaded.result(10) is None
+        assert loaded.result(10).keys() == set(wanted)
         assert sorted(images) == [1, 2, 3]
-        assert [kernel.function[0] for kernel in store.lease(wanted)] == ["evaluate"] * 4
-        store.release(wanted)
-        assert store.request(wanted).result(10) is None
+        assert [kernel.function[0] for kernel in store.find(wanted)] == ["evaluate"] * 4
+        assert store.request(wanted).result(10) == loaded.result()
         assert len(images) == 3
 
     def test_two_requests_share_a_compilation(self, store, images):
         self.gates["2"] = threading.Event()
         first, second = store.request(self.keys("1", "2")), store.request(self.keys("2", "3"))
         self.gates["2"].set()
-        assert first.result(10) is None
-        assert second.result(10) is None
+        assert first.result(10).keys() == set(self.keys("1", "2"))
+        assert second.result(10).keys() == set(self.keys("2", "3"))
         assert sorted(images) == [1, 2, 3]
 
     def test_a_failed_compilation_is_raised_and_logged(self, store, images, caplog):
@@ -78,7 +77,17 @@ class TestKernelStore:
             store.request(self.keys("1", "bad")).result(10)
         assert "kernels were not loaded: does not link" in caplog.text
         assert images == []
-        assert store.request(self.keys("1")).result(10) is None  # from disk
+        assert store.request(self.keys("1")).result(10)  # from disk
+
+    def test_kernels_that_are_evicted_stay_with_their_users(self, store, images, monkeypatch):
+        monkeypatch.setattr(kernel_store, "MOST_KERNELS", 4)
+        wanted = self.keys(*map(str, range(1, 9)))
+        loaded = store.request(wanted, urgent=True).result(10)
+        assert len(loaded) == 8
+        assert store.counters()["module_cache_entries"] == 4
+        assert store.counters()["module_cache_evictions"] == 4
+        assert store.find(wanted[4:]) is not None
+        assert store.find(wanted[:4]) is None
 
     def test_closing_ends_pending_requests(self, store):
         self.gates["1"] = threading.Event()
@@ -86,4 +95,4 @@ class TestKernelStore:
         assert self.begun.wait(10)
         threading.Timer(0.1, self.gates["1"].set).start()
         store.close()
-        assert waiting.result(0) is None
+        assert waiting.result(0)

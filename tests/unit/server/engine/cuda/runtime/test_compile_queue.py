@@ -42,23 +42,24 @@ def test_a_key_is_compiled_once_at_a_time(queue):
 def test_background_jobs_take_half_of_the_threads(queue):
     gate, running = threading.Event(), []
 
-    def submit(name: str, priority: int) -> None:
-        queue.submit(name, lambda: (running.append(name), gate.wait(10)), priority)
+    def submit(name: str, *, urgent: bool = False) -> None:
+        queue.submit(name, lambda: (running.append(name), gate.wait(10)), urgent=urgent)
 
     for number in range(6):
-        submit(f"background {number}", 1)
+        submit(f"background {number}")
     time.sleep(0.1)
     assert running == ["background 0", "background 1"]
-    for number in range(3):
-        submit(f"waited for {number}", 0)
+    for number in range(5):
+        submit(f"waited for {number}", urgent=True)
+    submit("background 2", urgent=True)
     time.sleep(0.1)
-    assert running[2:] == ["waited for 0", "waited for 1"]
+    assert running[2:] == [f"waited for {number}" for number in range(4)]
     gate.set()
     deadline = time.monotonic() + 10
-    while queue.counters.done < 9 and time.monotonic() < deadline:
+    while queue.counters.done < 11 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert queue.counters.done == 9
-    assert running[4] == "waited for 2"
+    assert queue.counters.done == 11
+    assert running.count("background 2") == 1
 
 
 def test_errors_reach_the_future_and_do_not_stop_the_threads(queue):
@@ -82,8 +83,9 @@ def test_closing_fails_waiting_and_later_jobs(queue):
     started, gate = threading.Event(), threading.Event()
     running = queue.submit("running", lambda: (started.set(), gate.wait(10))[1])
     assert started.wait(10)
+    queue.submit("running, too", lambda: gate.wait(10), urgent=True)
     queued = queue.submit("queued", lambda: 2)
-    assert queue.submit("queued", lambda: 2, priority=0) is queued
+    assert queue.submit("queued", lambda: 2, urgent=True) is queued
     closer = threading.Thread(target=queue.close)
     closer.start()
     assert wait([queued], 10).done
@@ -93,5 +95,5 @@ def test_closing_fails_waiting_and_later_jobs(queue):
     closer.join(10)
     assert running.result(10)
     with pytest.raises(UnavailableError):
-        queue.submit("late", lambda: 3, priority=0)
+        queue.submit("late", lambda: 3, urgent=True)
     assert queue.submit("late", lambda: 3) is None
