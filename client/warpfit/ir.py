@@ -21,7 +21,7 @@ from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import token_checks
 from warpfit.expressions.parameter_vectors import ParameterVectors
 from warpfit.expressions.printing import to_text
-from warpfit.formulas.program import Program as Program
+from warpfit.expressions.program import Program as Program
 from warpfit.ops import CONSTANT, PARAMETER
 
 

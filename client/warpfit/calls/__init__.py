@@ -1,1 +1,1 @@
-"""The operations of a client without input or output: arguments, retries, results."""
+"""What a client does with a call, without input or output: arguments, attempts, results."""

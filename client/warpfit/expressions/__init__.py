@@ -1,1 +1,1 @@
-"""Programs in Python and NumPy: checks, text, reference evaluation, error bounds."""
+"""Programs: one expression as tokens, its checks, its text, its values in NumPy."""

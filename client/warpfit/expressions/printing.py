@@ -15,7 +15,7 @@ from warpfit.expressions.short_forms import ShortForm, short_form
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
 
 if TYPE_CHECKING:
-    from warpfit.formulas.program import Program
+    from warpfit.expressions.program import Program
 
 #: Text in pieces, so that joining costs no copies, and the precedence of its outermost operator.
 _Pieces = deque[str]

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.ir import Program
+from warpfit.expressions.program import Program
 from warpfit.ops import CONSTANT, PARAMETER, VARIABLE, Operator
 
 Floats = NDArray[np.float64]

@@ -1,1 +1,1 @@
-"""The connection of a client to a server: settings, credentials, gRPC channel, health check."""
+"""How a client reaches servers: addresses, settings, credentials, choice, gRPC channels."""
