@@ -12,6 +12,7 @@ import time
 from collections.abc import Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -260,11 +261,14 @@ class CudaEngine:
         def load() -> DerivativeTier:
             started = time.perf_counter()
             where = self._device.cache_directory, self._device.architecture
-            parts.compile_group("derivatives", *where, self._threads, urgent=False)
+            given = *where, self._threads
+            parts.compile_group("derivatives", *given, urgent=False)
             self._device.use()
-            tier = DerivativeTier(self._device, self._threads)
+            compile_spilling = partial(parts.compile_group, "spilling", *given, urgent=False)
+            tier = DerivativeTier(self._device, self._threads, compile_spilling)
             tier.prepare_all()
             _LOG.info("derivatives ready after %.2f s", time.perf_counter() - started)
+            BACKGROUND.submit(compile_spilling)  # so that no caller has to wait for that
             return tier
 
         return BACKGROUND.submit(load)

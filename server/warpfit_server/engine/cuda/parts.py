@@ -44,6 +44,7 @@ _KERNELS: Final = {
         **_variants(interpreter.interpreter_switch, _INTERPRETERS),
     },
     "derivatives": _variants(partial(derivatives.derivative_switch, spills=False), _DERIVATIVES),
+    "spilling": _variants(partial(derivatives.derivative_switch, spills=True), _DERIVATIVES),
 }
 #: Functions that Numba compiles, by group: seconds, and what loads them from a cache directory.
 _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[Path], object]]]]] = {
@@ -53,8 +54,9 @@ _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[Path], object]]]]] 
         "graphs": (2.0, lambda _: shapes.load()),
     },
     "derivatives": {"host lowering": (15.0, derivative_lowering.load)},
+    "spilling": {},
 }
-#: Names of what is compiled together. A start needs "values".
+#: Names of what is compiled together, in the order of need. A start needs "values".
 GROUPS: Final = {group: (*_KERNELS[group], *_HOST_CODE[group]) for group in _KERNELS}
 
 

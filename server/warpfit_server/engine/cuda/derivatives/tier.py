@@ -7,9 +7,10 @@ evaluate the same programs again with other parameters, so their code is kept on
 
 from __future__ import annotations
 
-import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +28,7 @@ from warpfit_server.engine.autodiff.requested_outputs import (
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode, ProgramRecords
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     ROW_BYTES,
+    DerivativeGeometry,
     DeviceCode,
     LaunchPlan,
     plan_launches,
@@ -61,6 +63,7 @@ from warpfit_server.engine.interface import (
     Steps,
 )
 from warpfit_server.engine.lowering_cache import LoweringCache
+from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.row_blocks import node_rows
 
 _ALIGNMENT: Final = 256
@@ -84,20 +87,24 @@ class DerivativeTier:
     Args:
         device: to evaluate on.
         threads: that lower one batch.
+        compile_spilling: compiles the kernels for programs that spill into the cache, by other
+            processes; returns at once if that has been done.
     """
 
-    def __init__(self, device: CudaDevice, threads: int) -> None:
+    def __init__(
+        self, device: CudaDevice, threads: int, compile_spilling: Callable[[], None]
+    ) -> None:
         self._device = device
-        self._kernels: dict[tuple[Variant, bool], DerivativeKernels] = {}
+        self._compile_spilling = compile_spilling
+        self._kernels: dict[Variant, DerivativeKernels] = {}
+        self._spilling: dict[Variant, Future[DerivativeKernels]] = {}
         self._kept: LoweringCache[_KeptCode] = LoweringCache()
         """Code of fits, which stays on the device from pass to pass."""
-        self._lock = threading.Lock()
         self._lowering = DerivativeLowering(device.cache_directory, threads)
 
     def prepare_all(self) -> None:
-        """Load every variant but those that spill."""
-        for variant in VARIANTS:
-            self._prepare(variant, spills=False)
+        """Load every variant but those that spill, which hardly any program needs."""
+        self._kernels = {variant: self._load(variant, spills=False) for variant in VARIANTS}
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
@@ -150,8 +157,9 @@ class DerivativeTier:
             plan = yield from self._plan(resident, part, wanted)
         else:
             plan = yield from self._selected_plan(resident, part, wanted, selection)
+        kernels = yield from self._prepare(plan.geometry)
         with self._device.stream() as context:
-            launch = self._begin(context, resident, evaluation, wanted, plan)
+            launch = self._begin(context, resident, evaluation, wanted, plan, kernels)
             if len(spans) > 1 or shard is not None:
                 sizes = node_numbers(wanted, plan.code)
                 if shard is not None:
@@ -168,9 +176,9 @@ class DerivativeTier:
         evaluation: Evaluation,
         wanted: RequestedOutputs,
         plan: LaunchPlan,
+        kernels: DerivativeKernels,
     ) -> DerivativeLaunch:
         """Upload the parameters and launch the computation of all scalars."""
-        kernels = self._prepare(plan.geometry.variant, spills=plan.geometry.spills)
         arguments = plan.arguments.copy()
         parameters = np.asarray(evaluation.batch.parameters, dtype=np.float64)
         arrays = {**plan.code.arrays, "order": plan.order, "parameters": parameters}
@@ -248,22 +256,29 @@ class DerivativeTier:
         addresses = {name: int(memory.ptr) + offset for name, offset in offsets.items()}
         return DeviceCode(ProgramRecords(code.programs, code.sums), 1, memory, addresses, {})
 
-    def _prepare(self, variant: Variant, *, spills: bool) -> DerivativeKernels:
-        """Return the kernels of a variant, which are loaded on the first call."""
-        with self._lock:
-            if (variant, spills) not in self._kernels:
-                module = derivative_switch(variant, spills=spills).load(self._device)
-                kernels = DerivativeKernels(
-                    linearise=module.get_function("linearise"),
-                    evaluate_scalars=module.get_function("evaluate_scalars"),
-                    combine=module.get_function("combine"),
-                    measure=module.get_function("measure"),
-                    merge_leaves=module.get_function("merge_leaves"),
-                )
-                if not spills:
-                    self._device.allow_shared(kernels.linearise, self._device.shared_bytes(1))
-                self._kernels[variant, spills] = kernels
-            return self._kernels[variant, spills]
+    def _prepare(self, geometry: DerivativeGeometry) -> Steps[DerivativeKernels]:
+        """Return the kernels of an evaluation; those that spill are loaded when first needed."""
+        variant = geometry.variant
+        if not geometry.spills:
+            return self._kernels[variant]
+        loading = self._spilling.get(variant)
+        if loading is None or (loading.done() and loading.exception() is not None):
+            loading = self._spilling[variant] = BACKGROUND.submit(self._load_spilling, variant)
+        if not loading.done():
+            yield loading
+        return loading.result()
+
+    def _load_spilling(self, variant: Variant) -> DerivativeKernels:
+        self._compile_spilling()
+        return self._load(variant, spills=True)
+
+    def _load(self, variant: Variant, *, spills: bool) -> DerivativeKernels:
+        module = derivative_switch(variant, spills=spills).load(self._device)
+        names = [field.name for field in fields(DerivativeKernels)]
+        kernels = DerivativeKernels(**{name: module.get_function(name) for name in names})
+        if not spills:
+            self._device.allow_shared(kernels.linearise, self._device.shared_bytes(1))
+        return kernels
 
 
 def derivative_switch(variant: Variant, *, spills: bool) -> CudaSource:

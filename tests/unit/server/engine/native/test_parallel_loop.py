@@ -98,6 +98,28 @@ def test_helpers_run_chunks_of_a_caller(code):
     loop.close()
 
 
+def test_helpers_run_chunks_while_the_caller_does_other_things(code):
+    loop, go, seen = ParallelLoop(3, code), threading.Event(), Counter()
+
+    def chunk(number):
+        go.wait(20)
+        seen.update([number])
+        return FINISHED
+
+    function = _FUNCTION(lambda _block, number: chunk(number))
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    task = loop.begin(address, np.zeros(2, dtype=np.int64), 0, 6, helpers=100)
+    assert not task.done()
+    go.set()
+    deadline = time.monotonic() + 20
+    while not task.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert seen == Counter(range(6))
+    task.result()
+    loop.close()
+
+
 def test_work_without_helpers_starts_no_threads(code):
     loop = ParallelLoop(4, code)
     run(loop, lambda chunk: FINISHED, 0, 10, helpers=0)
