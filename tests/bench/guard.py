@@ -1,10 +1,11 @@
 """How the server treats too much work: ten times overload, and a greedy tenant beside a modest one.
 
 ``python tests/bench/guard.py`` starts servers on loopback and writes results/guard.json, with
-``--engine cuda`` results/guard_cuda.json; ``--name`` says otherwise. Load comes from processes of
-their own. Against overload, server and generator have cores of their own, so that the generator
-takes nothing of the server's at the peak and at ten times that, and the same processes call in
-both. With a greedy tenant all share all cores. Ratios compare figures of one run, measured in turn.
+``--engine cuda`` results/guard_cuda.json; ``--name`` says otherwise. With ``--seconds 4`` it takes
+some 150 s. Load comes from processes of their own. Against overload, server and generator have
+cores of their own, so that the generator takes nothing of the server's at the peak and at ten times
+that, and the same processes call in both. With a greedy tenant all share all cores. Ratios compare
+figures of one run, measured in turn.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ REST = 2.5
 WATCH_SECONDS = 0.02
 #: Clients of which the number is taken that gets most answers; one tenant has twelve places.
 CLIENTS = (2, 4, 8, 12)
+#: Most programs that are drawn for a batch; larger ones repeat them.
+DRAWN = 1000
 #: Connections of the generator of overload.
 CALLERS = 10 * CLIENTS[-1]
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -74,6 +77,8 @@ class Job:
     rows: int
     iterations: int = 0
     """Of fits; 0 for evaluations."""
+    gradient: bool = False
+    """Whether evaluations want gradients, too."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ def work(rows: int) -> Work:
             "batches ten times larger": (8, Job(programs=1000, rows=rows // 2)),
             "very small batches": (16, Job(programs=1, rows=1000)),
             "fits": (8, Job(programs=30, rows=rows // 2, iterations=3)),
+            "very large batches with gradients": (4, Job(30_000, rows=1000, gradient=True)),
         },
     )
 
@@ -110,11 +116,13 @@ def prepared(address: str, token: str, job: Job, number: int = 0) -> Target:
     X = rng.uniform(0.5, 2, size=(job.rows, VARIABLES)).astype(np.float32)
     with warpfit.connect(address, token=token) as client:
         data = client.upload(X, X[:, 0])
-    programs, parameters = thesis_mix(SEED + number, job.programs)
+    drawn = thesis_mix(SEED + number, min(job.programs, DRAWN))
+    programs, parameters = (-(-job.programs // DRAWN) * some for some in drawn)
     if job.iterations:
         fit = build_fit(data, programs, parameters, {"max_iterations": job.iterations})
         return Target(address, token, codec.fit_to_message(fit).SerializeToString(), OPTIMIZE)
-    evaluation, _ = build_evaluation(data, programs, parameters, None, {"loss": "mse"})
+    options = {"loss": "mse", "gradient": job.gradient}
+    evaluation, _ = build_evaluation(data, programs, parameters, None, options)
     return Target(address, token, codec.evaluation_to_message(evaluation).SerializeToString())
 
 
