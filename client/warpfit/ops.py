@@ -14,7 +14,8 @@ every engine can insert them into the code that it generates. They consist of
 * ``+ - * /``, unary minus, comparisons, parentheses and decimal literals (the code generators give
   each literal the data's floating type);
 * ``select(condition, x, y)``, which is ``x`` where the condition holds and ``y`` elsewhere;
-* the functions in ``KERNEL_FUNCTIONS``, with their meaning in C.
+* the functions in ``KERNEL_FUNCTIONS``, with their meaning in C, and ``digamma``, the derivative of
+  ``lgamma``.
 
 In CUDA code ``cuda`` replaces ``kernel``. For float32 in fast mode ``cuda_fast`` replaces both, and
 in kernels that are compiled for their expressions ``cuda_fast_compiled`` replaces all three. The
@@ -32,7 +33,6 @@ In the chain rule, a product of derivatives is 0 where one factor is 0, even if 
 infinite or NaN. So ``where`` passes nothing to the branch that it does not take.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -40,6 +40,8 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from warpfit.expressions import special
 
 Array = NDArray[Any]
 
@@ -54,7 +56,7 @@ KERNEL_FUNCTIONS: Final = frozenset(
     {
         *("abs", "sqrt", "cbrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "hypot"),
         *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "erf"),
-        *("floor", "ceil"),
+        *("floor", "ceil", "tgamma", "lgamma", "digamma"),
     }
 )
 
@@ -116,11 +118,6 @@ class Operator:
 def _logistic(a: Array) -> Array:
     small = np.exp(-np.abs(a))
     return np.where(a < 0, small, 1.0) / (1.0 + small)
-
-
-def _erf(a: Array) -> Array:
-    flat = [math.erf(value) for value in np.ravel(a).tolist()]
-    return np.array(flat, dtype=np.float64).reshape(np.shape(a))
 
 
 def _where(a: Array, b: Array, c: Array) -> Array:
@@ -378,7 +375,7 @@ _ROWS: Final = (
         notes="1 / (1 + exp(-a)), without overflow",
     ),
     _function(
-        65, "erf", _erf, "1.1283791670955126 * exp(-a * a)",
+        65, "erf", special.erf, "1.1283791670955126 * exp(-a * a)",
         latex=r"\operatorname{{erf}}\left({a}\right)",
     ),
     Operator(
@@ -426,6 +423,17 @@ _ROWS: Final = (
         sympy="Piecewise((a / b, Ne(b, 0)), (1, True))",
         notes="protectedDiv of the DEAP examples: 1 where b is 0",
         slope_notes="0 at b = 0",
+    ),
+    # The gamma function
+    _function(
+        71, "gamma", special.tgamma, "r * digamma(a)", kernel="tgamma(a)",
+        cuda="called_tgamma(a)", latex=r"\Gamma\left({a}\right)",
+        notes="±inf at ±0, NaN at -1, -2, ... and -inf",
+    ),
+    _function(
+        72, "lgamma", special.lgamma, "digamma(a)", cuda="called_lgamma(a)",
+        latex=r"\ln\left|\Gamma\left({a}\right)\right|", sympy="loggamma(a)",
+        notes="log|gamma(a)|; inf at 0, -1, -2, ...", slope_notes="0 at -1, -2, ...",
     ),
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 
 from support.engines.accuracy import rounded_threshold
 from support.engines.error_bounds import BOUNDS, Bound, error_limit, excess
-from support.engines.hard_cases import exact_values, hard_operands, near_multiples_of_half_pi
+from support.engines.hard_cases import SLOW, exact_values, hard_operands, near_multiples_of_half_pi
 from warpfit.dataset import Dataset
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
@@ -35,7 +35,7 @@ TIERS = (Tier.INTERPRETER, Tier.COMPILED)
 def largest_share(evaluate, name: str, operands, bound: Bound, **options) -> float:
     """Largest error of an operator on the device as a share of its bound; printed."""
     operator = OPERATORS[name]
-    if name == "erf":  # whose truth takes long
+    if name in SLOW:  # whose truth takes long
         operands = operands[:, ::20]
     if name in ("pdiv", "plog", "pinv"):
         operands = operands[:, ~rounded_threshold(list(operands), operands.dtype)]

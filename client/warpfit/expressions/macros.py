@@ -7,7 +7,6 @@ reading of a tree and the replacement a macro has a token code of its own, above
 
 from __future__ import annotations
 
-import math
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -26,23 +25,6 @@ from warpfit.ops import ARITIES, BY_CODE, OPERATORS, VARIABLE
 #: Most tokens that one macro, and one program with its macros replaced, may have.
 _MOST_MACRO_TOKENS: Final = 1_000
 _MOST_TOKENS: Final = 100_000
-
-#: log(gamma(a)) for a >= 0.5: Stirling's series (Abramowitz and Stegun 1964, 6.1.41) at z = a + 8,
-#: less the logarithm of a (a + 1) ... (a + 7). Seven terms leave 1e-14.
-_TERMS: Final = (12, -360, 1260, -1680, 1188, -360360 / 691, 156)
-
-
-def _log_gamma(a: str) -> str:
-    z = f"({a} + 8)"
-    series = repr(1 / _TERMS[-1])
-    for term in reversed(_TERMS[:-1]):
-        series = f"({1 / term!r} + {series}/square{z})"
-    product = "*".join(f"({a} + {k})" for k in range(8))
-    half_log = math.log(2 * math.pi) / 2
-    return f"(({z} - 0.5)*log{z} - {z} + {series}/{z} + {half_log!r} - log({product}))"
-
-
-_ABOVE, _BELOW = _log_gamma("a"), _log_gamma("(1 - a)")
 
 #: Functions by name, over the operands ``a``, ``b`` and ``c``. They are written so that they lose
 #: no digits near 0 and do not overflow before their result does; ``erfc`` is exact to an absolute
@@ -71,8 +53,6 @@ STANDARD: Final[Mapping[str, str]] = {
     "gelu": "0.5*a*(1 + erf(0.7071067811865476*a))",
     "elu": "where(a > 0, a, expm1(a))",
     "gaussian": "exp(-square(a))",
-    "gamma": f"where(a < 0.5, pi/(sin(pi*a)*exp({_BELOW})), exp({_ABOVE}))",
-    "lgamma": f"where(a < 0.5, log(pi/abs(sin(pi*a))) - {_BELOW}, {_ABOVE})",
 }
 
 

@@ -6,7 +6,6 @@ the operators and the conventions where they do not exist.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from warpfit.expressions import special
 from warpfit.expressions.program import Program
 from warpfit.ops import CONSTANT, PARAMETER, VARIABLE, Operator
 
@@ -113,6 +113,6 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     "atan": np.arctan,
     "atan2": np.arctan2,
     "pow": np.power,
-    "erf": np.vectorize(math.erf, otypes=[np.float64]),
+    **{name: getattr(special, name) for name in ("erf", "tgamma", "lgamma", "digamma")},
     "select": np.where,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import keyword
 import math
 import re
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from warpfit.errors import InvalidArgumentError, require
+from warpfit.expressions import special
 from warpfit.expressions.printing import to_text
 from warpfit.formulas.rules import check_length
 from warpfit.ops import CONSTANT, VARIABLE, Operator
@@ -29,19 +31,33 @@ _ATOM: Final = re.compile(r"-?[\w.]+")
 _WORD: Final = re.compile(r"(?<![\w.])(?:[a-z]\w*|\d+)(?![\w.])")
 #: Names of columns that are kept; t1, t2, ... are taken.
 _IDENTIFIER: Final = re.compile(r"(?!t[0-9]+$)[A-Za-z][A-Za-z0-9_]*")
-_WORDS: Final = frozenset({*keyword.kwlist, "X", "x", "p", "np", "math", "formula"})
+#: Functions that NumPy has not; their text becomes part of the code.
+_COPIED: Final = {"erf": special.erf, "tgamma": special.tgamma, "lgamma": special.lgamma}
+_WORDS: Final = frozenset({*keyword.kwlist, *_COPIED, "X", "x", "p", "np", "math", "formula"})
 #: Functions of the kernel language that NumPy calls otherwise.
 _FUNCTIONS: Final = {
     **{"asin": "np.arcsin", "acos": "np.arccos", "atan": "np.arctan", "atan2": "np.arctan2"},
-    **{"pow": "np.power", "select": "np.where", "erf": "np.vectorize(math.erf, otypes=[float])"},
+    **{"pow": "np.power", "select": "np.where", **{name: name for name in _COPIED}},
 }
-#: SymPy's printers of expressions by language, and their keywords.
+_OF_JAX: Final = {"erf": "erf", "gamma": "gamma", "loggamma": "gammaln"}
+#: SymPy's printers of expressions by language, and their keywords, among them the names of
+#: functions that they do not know.
 _PRINTERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "c": ("ccode", {}),
-    "fortran": ("fcode", {"standard": 95, "source_format": "free"}),
-    "jax": ("printing.numpy.JaxPrinter", {}),
+    "fortran": (
+        "fcode",
+        {
+            **{"standard": 95, "source_format": "free"},
+            "user_functions": {"gamma": "gamma", "loggamma": "log_gamma"},
+        },
+    ),
+    "jax": (
+        "printing.numpy.JaxPrinter",
+        {"user_functions": {name: f"jax.scipy.special.{f}" for name, f in _OF_JAX.items()}},
+    ),
     "torch": ("printing.pytorch.TorchPrinter", {}),
-    **{"julia": ("julia_code", {}), "r": ("rcode", {}), "rust": ("rust_code", {})},
+    "julia": ("julia_code", {"user_functions": {"loggamma": "loggamma"}}),
+    **{"r": ("rcode", {"user_functions": {"loggamma": "lgamma"}}), "rust": ("rust_code", {})},
     **{"matlab": ("octave_code", {}), "octave": ("octave_code", {})},
     **{"javascript": ("jscode", {}), "mathematica": ("mathematica_code", {})},
 }
@@ -81,10 +97,20 @@ def _printed(program: Program, language: str, identifiers: Sequence[str]) -> str
         printer = getattr(printer, part)
     written = printer(options).doprint if isinstance(printer, type) else printer
     keywords = {} if isinstance(printer, type) else options
-    text = str(written(to_sympy(program, identifiers), **keywords))
+    expression = to_sympy(program, identifiers)
+    if language == "torch":
+        expression = expression.replace(sympy.gamma, _gamma_by_its_logarithm)
+    text = str(written(expression, **keywords))
     if "Not supported" in text or "Not Supported" in text:
         raise NotImplementedError(text)
     return text
+
+
+def _gamma_by_its_logarithm(a: Any) -> Any:
+    """Write gamma for PyTorch, which has only its logarithm; it changes sign below 0."""
+    from sympy import Abs, cos, exp, floor, loggamma, pi
+
+    return exp(loggamma(a)) * cos(pi * floor((a - Abs(a)) / 2))
 
 
 def to_numpy(program: Program, names: Sequence[str] = ()) -> Callable[..., Any]:
@@ -136,8 +162,10 @@ def _source(program: Program, names: Sequence[str]) -> str:
     doc = f'"""Return {text}, for X of shape [rows, variables]."""'
     start = f"def formula({'X, p' if program.parameters else 'X'}):"
     body = ast.unparse(ast.parse("\n    ".join([start, doc, *lines])))  # without idle parentheses
-    header = ["import math"] * ("math." in body) + ["import numpy as np"]
-    return "\n".join([*header, "", "", body, ""])
+    copied = [f for name, f in _COPIED.items() if f"{name}(" in "".join(lines)]
+    header = "import math\nimport numpy as np" if copied else "import numpy as np"
+    parts = [header, *(inspect.getsource(function).rstrip() for function in copied), body]
+    return "\n\n\n".join(parts) + "\n"
 
 
 def _without_constant_operands(program: Program) -> Program:

@@ -28,10 +28,10 @@ from warpfit.parse import MACROS, function
 CLASSES: Final[Mapping[str, str]] = {
     **{"Abs": "abs", "sign": "sign", "floor": "floor", "ceiling": "ceil"},
     **{name: name for name in ("exp", "log", "erf", "atan2", "sin", "cos", "tan")},
-    **{name: name for name in ("asin", "acos", "atan", "sinh", "cosh", "tanh")},
+    **{name: name for name in ("asin", "acos", "atan", "sinh", "cosh", "tanh", "gamma")},
     **{"Min": "min", "Max": "max", "And": "and", "Or": "or", "Not": "not", "ITE": "where"},
     **{"StrictLessThan": "lt", "LessThan": "le", "Equality": "eq", "Unequality": "ne"},
-    **{"StrictGreaterThan": "gt", "GreaterThan": "ge"},
+    **{"StrictGreaterThan": "gt", "GreaterThan": "ge", "loggamma": "lgamma"},
 }
 #: Operators for powers with these exponents.
 POWERS: Final[Mapping[Any, str]] = {sympy.Rational(1, 2): "sqrt"} | {

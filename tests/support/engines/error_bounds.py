@@ -10,9 +10,11 @@ Precise mode keeps NaN, infinities and subnormal numbers; so does fast mode on a
 GPU treats subnormal operands and results as 0 and has no bounds for infinite ones. Fast mode may
 round a product and its sum with another number once instead of twice. It changes float32 alone.
 
-CUDA's bounds are those of NVIDIA's CUDA C++ Programming Guide (chapter Mathematical Functions) for
-its functions, and of the PTX ISA for the instructions ``sin``, ``cos``, ``ex2``, ``lg2``, ``tanh``
-and ``sqrt`` with ``.approx``; bounds of combinations follow by first-order error analysis.
+The bounds of ``gamma`` and ``lgamma`` on a CPU are those of the GNU C Library's manual (Known
+Maximum Errors in Math Functions). CUDA's bounds are those of NVIDIA's CUDA C++ Programming Guide
+(chapter Mathematical Functions) for its functions, and of the PTX ISA for the instructions ``sin``,
+``cos``, ``ex2``, ``lg2``, ``tanh`` and ``sqrt`` with ``.approx``; bounds of combinations follow by
+first-order error analysis.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,6 +69,9 @@ _CPU_POWER: Final = Bound("4 + 2 * abs(log2(abs(r)))")
 _LIBRARY: Final = Bounds(fast_cuda=Bound("8"))
 _CIRCULAR: Final = Bound("2", "select(abs(a) <= 6.28, 7e-7, 4e-5)", "abs(a) <= 314")
 
+#: CUDA's lgamma has only an absolute accuracy between its largest and its smallest negative zero.
+_OUTSIDE_ZEROS: Final = "(a < -11.001) | (a > -2.26)"
+
 
 def _division(divisor: str) -> Bound:
     return Bound(_DIVISOR.ulp, where=_DIVISOR.where.format(divisor))
@@ -100,6 +105,12 @@ _BOUNDS: Final[Mapping[str, Bounds]] = {
         precise_cuda=Bound("3"),
         fast_cpu=Bound("3"),
         fast_cuda=Bound("5 + 1.173 * abs(a)", where="abs(a) <= 87"),
+    ),
+    "gamma": Bounds(precise_cpu=Bound("10"), precise_cuda=Bound("11"), fast_cuda=Bound("16")),
+    "lgamma": Bounds(
+        precise_cpu=Bound("4"),
+        precise_cuda=Bound("6", where=_OUTSIDE_ZEROS),
+        fast_cuda=Bound("12", where=_OUTSIDE_ZEROS),
     ),
     "plog": Bounds(precise_cuda=Bound("3"), fast_cuda=Bound("3")),
 }

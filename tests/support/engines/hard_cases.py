@@ -6,7 +6,6 @@ where operand or result is subnormal, huge or just short of an overflow (J.-M. M
 Functions, 3rd edition, chapter 11). Random operands meet none of them.
 """
 
-import math
 from typing import Any, Final
 
 import mpmath
@@ -24,6 +23,14 @@ _LN2: Final = np.log(_WIDE(2))
 CLOSEST_TO_HALF_PI: Final = 6381956970095103 * 2.0**797
 #: Where the engines' functions, or C libraries', change their method.
 _SWITCHES: Final = (1e-200, 1e-9, 1e-3, 0.25, 0.35, 0.5, 2 / 3, 0.75, 4 / 3, 22, 40, 1e5, 1e9, 1e77)
+#: Functions that NumPy has not, in mpmath's arithmetic, which takes long.
+SLOW: Final = {
+    "erf": mpmath.erf,
+    "gamma": mpmath.gamma,
+    "lgamma": lambda x: (
+        mpmath.re(mpmath.loggamma(x)) if x > -9 else mpmath.log(abs(mpmath.gamma(x)))
+    ),
+}
 #: Pairs of each kind for operators of two or three operands.
 _PAIRS: Final = 20_000
 
@@ -49,23 +56,25 @@ def hard_operands(operator: Operator, dtype: DTypeLike) -> Array:
 def exact_values(operator: Operator, operands: Array) -> Array:
     """Values of an operator with more digits than float64 has; [rows] of operands [arity, rows].
 
-    NumPy's extended precision does for all but ``erf``, which it has not; ``fma``, which means
-    NumPy's float64; and what must be rounded to the nearest number, for which float64 rounds
+    NumPy's extended precision does for all but those of `SLOW`, which it has not; ``fma``, which
+    means NumPy's float64; and what must be rounded to the nearest number, for which float64 rounds
     rightly and extended precision, rounded again, does not always.
     """
     with np.errstate(all="ignore"):
-        if operator.name == "erf":
-            return np.array([_erf(x) for x in operands[0].tolist()], dtype=_WIDE)
+        if operator.name in SLOW:
+            return np.array([_by_mpmath(operator, x) for x in operands[0].tolist()], dtype=_WIDE)
         nearest = operator.name == "fma" or BOUNDS[operator.name].precise_cpu.ulp == "0"
         kind = np.float64 if nearest else _WIDE
         return np.asarray(operator.numpy(*operands.astype(kind)))
 
 
-def _erf(x: float) -> np.longdouble:
-    if not np.isfinite(x):
-        return _WIDE(math.erf(x))
-    with mpmath.workprec(80):
-        return _WIDE(mpmath.nstr(mpmath.erf(x), 24))
+def _by_mpmath(operator: Operator, x: float) -> np.longdouble:
+    value = float(operator.numpy(x))
+    special = not np.isfinite(x) or (operator.name != "erf" and x <= 0 and x.is_integer())
+    if special or (operator.name == "gamma" and abs(x) > 1700):
+        return _WIDE(value)
+    with mpmath.workprec(150 if operator.name == "lgamma" else 80):
+        return _WIDE(mpmath.nstr(SLOW[operator.name](x), 24))
 
 
 def _neighbours(values: Array, dtype: DTypeLike) -> Array:
@@ -91,6 +100,7 @@ def _single(rng: np.random.Generator, dtype: np.dtype[Any]) -> Array:
         _neighbours(np.ldexp(significands.astype(_WIDE), exponents).ravel(), dtype),
         _neighbours(np.arange(1, 4400) * _LN2 / 4, dtype),
         _neighbours(np.concatenate([np.arange(1, 4_000), many]) * _HALF_PI / 2, dtype),
+        _neighbours(np.arange(1, 400) / _WIDE(2), dtype),
         _neighbours(np.array([*limits, *_SWITCHES, CLOSEST_TO_HALF_PI]), dtype),
         near_limits.astype(dtype),
         near_one.astype(dtype),

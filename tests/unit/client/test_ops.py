@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.engines.strategies import edge_values
+from warpfit.expressions import special
 from warpfit.ops import FIRST_OPERATOR, KERNEL_FUNCTIONS, OPERATORS, Operator
 
 ROWS = pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
@@ -22,12 +23,13 @@ CODES = {
     **{"log10": 45, "floor": 46, "ceil": 47, "sign": 48, "lt": 49, "le": 50, "gt": 51, "ge": 52},
     **{"eq": 53, "ne": 54, "and": 55, "or": 56, "not": 57, "where": 58, "fma": 59, "aq": 60},
     **{"logabs": 61, "sqrtabs": 62, "powabs": 63, "logistic": 64, "erf": 65, "relu": 66},
-    **{"pdiv": 67, "plog": 68, "pinv": 69, "zdiv": 70},
+    **{"pdiv": 67, "plog": 68, "pinv": 69, "zdiv": 70, "gamma": 71, "lgamma": 72},
 }
 
 KERNEL_NAMESPACE = {
     **{name: getattr(np, name) for name in KERNEL_FUNCTIONS & set(dir(np))},
-    **{"pow": np.power, "select": np.where, "erf": OPERATORS["erf"].numpy},
+    **{name: getattr(special, name) for name in ("erf", "tgamma", "lgamma", "digamma")},
+    **{"pow": np.power, "select": np.where},
     **{"asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "atan2": np.arctan2},
 }
 
@@ -104,6 +106,11 @@ def test_kernel_computes_what_numpy_computes(row):
         ("where", (np.nan, 5.0, 6.0), (0, 1, 0)),
         ("logistic", (1000.0,), (0,)),
         ("tanh", (1000.0,), (0,)),
+        ("gamma", (0.0,), (-np.inf,)),
+        ("gamma", (-1.0,), (np.nan,)),
+        ("lgamma", (-1.0,), (0,)),
+        ("lgamma", (0.0,), (-np.inf,)),
+        ("lgamma", (np.inf,), (np.inf,)),
     ],
 )
 def test_derivative_at_kinks_and_limits(name, point, gradient):

@@ -36,8 +36,6 @@ MEANINGS = {
     "gelu": lambda a: a * scipy.special.ndtr(a),
     "elu": lambda a: np.where(a > 0, a, np.expm1(a)),
     "gaussian": lambda a: np.exp(-(a**2)),
-    "gamma": scipy.special.gamma,
-    "lgamma": scipy.special.gammaln,
 }
 A = np.concatenate([[0.0, 1e-9, -1e-9, 1e-3, 1.0, 300.0, -300.0], np.linspace(-5, 5, 33) + 0.01])
 ROWS = np.stack([A, np.roll(A, 3) + 0.5, np.abs(A) + 1.0])
@@ -59,10 +57,9 @@ def own():
 def test_standard_functions_are_what_numpy_and_scipy_compute(name):
     operands = {"mod": 2, "clip": 3}.get(name, 1)
     program = warpfit.parse(f"{name}({', '.join(['x1', 'x2', 'x3'][:operands])})")
-    rows = ROWS + 0.3 if "gamma" in name else ROWS  # they have poles at 0, -1, ...
     with np.errstate(all="ignore"):
-        wanted = MEANINGS[name](*rows[:operands])
-        got = reference.evaluate_program(program, rows)
+        wanted = MEANINGS[name](*ROWS[:operands])
+        got = reference.evaluate_program(program, ROWS)
     tolerance = {"erfc": 1e-15, "gelu": 1e-15, "mod": 1e-13}.get(name, 0)
     np.testing.assert_allclose(got, wanted, rtol=1e-13, atol=tolerance)
 

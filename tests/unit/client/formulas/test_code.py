@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+import scipy.special
 
 from warpfit import InvalidArgumentError, Program, ResourceExhaustedError, parse
 from warpfit.expressions.reference import evaluate_program
@@ -84,10 +85,10 @@ def test_every_operator_is_written(language):
 
 
 def test_jax_text_gives_the_same_values():
-    program = parse("where(x1 > x2, x1*atan2(x2, x3), -1.5) + tanh(x3)*p1")
+    program = parse("where(x1 > x2, x1*atan2(x2, x3), -1.5) + tanh(x3)*p1 + gamma(x1)*erf(x2)")
     rows = np.random.default_rng(0).normal(size=(3, 20))
     names = {f"x{i + 1}": row for i, row in enumerate(rows)}
-    jax = types.SimpleNamespace(numpy=np)
+    jax = types.SimpleNamespace(numpy=np, scipy=scipy)
     found = eval(program.code("jax"), {"jax": jax, "p1": 2.0, **names})
     np.testing.assert_allclose(found, evaluate_program(program, rows, [2.0]))
 
@@ -112,3 +113,11 @@ def test_variables_are_named_by_what_they_are_called():
     assert parse("x2").to_numpy()(np.eye(2)).tolist() == [0.0, 1.0]
     assert Program([VARIABLE], [0]).latex(["speed"]) == r"\text{speed}"
     assert str(parse("a/a", ["a"]).sympy(["a"])) == "1"
+
+
+def test_gamma_for_torch_has_its_sign():
+    text = parse("gamma(x1)").code("torch")
+    names = {name: getattr(np, name) for name in ("abs", "cos", "exp", "floor")}
+    torch = types.SimpleNamespace(**names, lgamma=scipy.special.gammaln)
+    x = np.array([-3.5, -2.5, -0.5, 0.5, 4.0])
+    np.testing.assert_allclose(eval(text, {"torch": torch, "x1": x}), scipy.special.gamma(x))

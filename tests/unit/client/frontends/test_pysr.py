@@ -16,7 +16,9 @@ BINARY = ("+", "-", "*", "/", "^")
 CALLS = {
     **dict.fromkeys(("sin", "cos", "exp", "log", "sqrt", "abs", "tanh", "square", "cube"), 1),
     **dict.fromkeys(("neg", "inv", "log1p", "log2", "log10", "relu", "erf", "erfc", "sign"), 1),
-    **dict.fromkeys(("safe_log", "safe_sqrt", "exp2", "abs2", "asinh", "acosh", "floor"), 1),
+    **dict.fromkeys(
+        ("safe_log", "safe_sqrt", "exp2", "abs2", "asinh", "acosh", "floor", "gamma"), 1
+    ),
     **dict.fromkeys(("max", "min", "greater", "cond", "logical_or", "logical_and", "mod"), 2),
 }
 

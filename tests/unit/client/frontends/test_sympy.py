@@ -142,6 +142,7 @@ def defined_rows(program, parameters):
 #: What SymPy's own compiler to NumPy knows, kept from complex numbers and overflow.
 UNARY = (
     *(S.sin, S.cos, S.tan, S.tanh, S.atan, S.Abs, S.sign, S.floor, S.ceiling, S.erf),
+    *(S.gamma, lambda e: S.loggamma(S.Abs(e))),
     *(lambda e: S.exp(S.tanh(e)), lambda e: S.log(S.Abs(e) + 1), lambda e: S.sqrt(S.Abs(e))),
     *(lambda e: e**2, lambda e: e**-3, lambda e: 2 ** S.tanh(e), lambda e: S.Abs(e) ** 0.3),
 )

@@ -7,7 +7,8 @@ so the functions that matter are written here with the textbook method and no br
 * log: x = 2^e m with m in [sqrt(1/2), sqrt(2)), log(x) = e ln 2 + log(m), a polynomial for log(m);
 * pow: exp2(b log2(a)), with more digits inside than the result has;
 * sin, cos: x = k pi/2 + r, a polynomial for the quarter that k names (`trigonometric`);
-* tanh: expm1(2x) / (expm1(2x) + 2).
+* tanh: expm1(2x) / (expm1(2x) + 2);
+* digamma: as the reference (`warpfit.expressions.special`).
 
 (J.-M. Muller, Elementary Functions, 3rd edition, chapters 9 to 11.) The polynomials are Chebyshev
 fits on the reduced interval. All others call the C library on doubles, lane by lane.
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from warpfit.expressions.special import digamma
 from warpfit.ops import KERNEL_FUNCTIONS
 from warpfit_server.engine.cpu.codegen.trigonometric import cosine, sine, tangent
 from warpfit_server.engine.cpu.codegen.vector import (
@@ -130,6 +132,7 @@ def _double_functions() -> dict[str, Function]:
         "cos": cosine,
         "tan": tangent,
         "tanh": hyperbolic_tangent,
+        "digamma": _digamma,
     }
 
 
@@ -143,6 +146,11 @@ def _through_double(function: Function) -> Function:
 
 def _rounding(name: str) -> Function:
     return lambda x: x.trace.intrinsic(name, x)
+
+
+def _digamma(x: Vector) -> Vector:
+    result: Vector = digamma(x, x.trace.select, _rounding("floor"), logarithm, tangent)
+    return result
 
 
 def square_root(x: Vector) -> Vector:

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from numba import types
 
 from warpfit import ops
+from warpfit.expressions import special
 from warpfit_server import row_blocks
 from warpfit_server.engine import sum_tree, validate
 from warpfit_server.engine.autodiff import backward_pass, differentiate, rules
@@ -51,7 +52,7 @@ from warpfit_server.system import compile_cache
 
 #: Modules that shape the code.
 _SOURCES: Final = (
-    *(ops, vector, argument_reduction, trigonometric, elementary_functions, kernels),
+    *(ops, special, vector, argument_reduction, trigonometric, elementary_functions, kernels),
     *(dot_products, build, rules, intrinsics, calls, arguments, graph, lowered, schedule, lower),
     *(backward_pass, differentiate, interpreter, statistics, row_loss, derivative_interpreter),
     *(sum_tree, row_blocks, parallel_loop, compile_cache),
