@@ -26,7 +26,6 @@ from warpfit.ir import Batch, Program
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.cuda import parts
-from warpfit_server.engine.cuda.calibration import Activity, Calibration, IdleCalibrator
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier, InterpreterTuning
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, fingerprint
@@ -40,12 +39,7 @@ from warpfit_server.engine.cuda.runtime.streamed_data import (
     WindowBuffers,
     must_stream,
 )
-from warpfit_server.engine.cuda.tier_chooser import (
-    DEFAULT_COSTS,
-    GRADIENT,
-    Decision,
-    TierChooser,
-)
+from warpfit_server.engine.cuda.tier_chooser import GRADIENT, Decision, TierChooser
 from warpfit_server.engine.interface import (
     Device,
     EngineBrokenError,
@@ -113,17 +107,12 @@ class CudaEngine:
         self._derivatives = self._load_derivatives()
         kernels = KernelStore(self._device, self._threads)
         self._compiled = CompiledTier(self._device, kernels)
-        calibration = self._calibration(kernels)
-        known = calibration.known() or DEFAULT_COSTS
-        self._chooser = TierChooser(kernels.compile_queue.background, known)
+        self._chooser = TierChooser(kernels.compile_queue.background)
         # Planning the kernels of a batch takes Python time for which its answer should not wait.
         self._background = ThreadPoolExecutor(1, "plan")
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
-        self._activity = Activity()
         _warm_up(self)
-        self._calibrator = IdleCalibrator(calibration, self._chooser, self._activity)
-        self._calibrator.start()
 
     @property
     def multiprocessors(self) -> int:
@@ -204,11 +193,10 @@ class CudaEngine:
         resident = self._resident(evaluation.dataset_id)
         self._device.use()
         try:
-            with self._activity.count():
-                if not _is_compilable(evaluation):
-                    tier = yield from self._derivative_tier()
-                    return (yield from tier.evaluate(resident, evaluation, outputs))
-                return (yield from self._evaluate(resident, evaluation, outputs))
+            if not _is_compilable(evaluation):
+                tier = yield from self._derivative_tier()
+                return (yield from tier.evaluate(resident, evaluation, outputs))
+            return (yield from self._evaluate(resident, evaluation, outputs))
         except self._device.errors as error:
             raise self._translate(error) from error
 
@@ -226,10 +214,9 @@ class CudaEngine:
         resident = self._resident(evaluation.dataset_id)
         self._device.use()
         try:
-            with self._activity.count():
-                tier = yield from self._derivative_tier()
-                given = row_loss, curvature, cancelled, shard, selection
-                return (yield from tier.linearise(resident, evaluation, *given))
+            tier = yield from self._derivative_tier()
+            given = row_loss, curvature, cancelled, shard, selection
+            return (yield from tier.linearise(resident, evaluation, *given))
         except self._device.errors as error:
             raise self._translate(error) from error
 
@@ -239,7 +226,6 @@ class CudaEngine:
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
-        self._calibrator.close()
         self._background.shutdown(cancel_futures=True)
         self._compiled.close()
         if not self._derivatives.cancel() and self._derivatives.exception() is None:
@@ -247,13 +233,6 @@ class CudaEngine:
         with self._lock:
             self._residents.clear()
         self._device.close()
-
-    def _calibration(self, kernels: KernelStore) -> Calibration:
-        tiers: dict[Tier, EvaluationTier] = {
-            Tier.INTERPRETER: self._interpreter,
-            Tier.COMPILED: self._compiled,
-        }
-        return Calibration(self._device, tiers, kernels.compile_queue.counters)
 
     def _load_derivatives(self) -> Future[DerivativeTier]:
         """Load the tier of derivatives while the engine serves; the first time it is compiled."""

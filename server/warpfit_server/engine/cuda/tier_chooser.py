@@ -16,7 +16,7 @@ no price.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from types import MappingProxyType
@@ -47,32 +47,20 @@ class TierCost:
         """Predict the time of an evaluation."""
         return self.launch + token_rows / self.rate
 
-    def corrected(self, token_rows: int, seconds: float) -> TierCost:
-        """Return the cost after an observation: each term is corrected by its share."""
-        predicted = self.seconds(token_rows)
-        share = self.launch / predicted
-        surprise = seconds / predicted
+    def corrected(self, token_rows: int, surprise: float) -> TierCost:
+        """Return the cost after an observation, which took ``surprise`` times what was predicted.
+
+        Each term is corrected by its share.
+        """
+        share = self.launch / self.seconds(token_rows)
         return TierCost(
             launch=self.launch * surprise ** (_GAIN * share),
             rate=self.rate / surprise ** (_GAIN * (1 - share)),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CostTable:
-    """The costs of all tiers and of the compiler, by mode.
-
-    The modes of arithmetic are "fast", "precise" and "float64", and the same with " gradient".
-    """
-
-    tiers: Mapping[tuple[Tier, str], TierCost]
-    """Costs by tier and mode."""
-    compile_seconds: Mapping[str, float]
-    """Seconds of one thread to compile one expression as part of a fused group, by mode."""
-
-
-#: Measured on one H200 with 16 host cores; used where the device cannot be calibrated.
-DEFAULT_COSTS: Final = CostTable(
+#: Costs at the start, by tier and mode of arithmetic, measured on one H200 with 16 host cores.
+COSTS: Final = MappingProxyType(
     {
         (Tier.INTERPRETER, "fast"): TierCost(0.6e-3, 6.4e12),
         (Tier.INTERPRETER, "precise"): TierCost(0.6e-3, 2.0e12),
@@ -80,9 +68,10 @@ DEFAULT_COSTS: Final = CostTable(
         (Tier.COMPILED, "fast"): TierCost(0.4e-3, 17e12),
         (Tier.COMPILED, "precise"): TierCost(0.4e-3, 4.5e12),
         (Tier.COMPILED, "float64"): TierCost(0.4e-3, 1.5e12),
-    },
-    {"fast": 0.012, "precise": 0.06, "float64": 0.07},
+    }
 )
+#: Seconds of one thread to compile one expression as part of a fused group, by mode; likewise.
+COMPILE_SECONDS: Final = MappingProxyType({"fast": 0.012, "precise": 0.06, "float64": 0.07})
 #: Rate, and compile time, of losses with gradients relative to losses alone: where the model
 #: starts, measured on one H200.
 _GRADIENT_RATE: Final = MappingProxyType({Tier.INTERPRETER: 1 / 3, Tier.COMPILED: 1 / 3})
@@ -104,27 +93,23 @@ class TierChooser:
 
     Args:
         compiler_threads: threads that compile in the background at the same time.
-        start: the costs at the start; observations correct them, a calibration replaces them.
+        costs: by tier and mode, at the start and as observations have corrected them; those of
+            gradients are derived.
     """
 
     compiler_threads: int
-    start: CostTable = DEFAULT_COSTS
-    costs: dict[tuple[Tier, str], TierCost] = field(init=False)
+    costs: dict[tuple[Tier, str], TierCost] = field(default_factory=lambda: dict(COSTS))
+    _compiled: set[str] = field(default_factory=set)
+    """Modes in which compiled kernels have been observed."""
     _forgone: LRUCache[Hashable, float] = field(default_factory=lambda: LRUCache(_REMEMBERED))
     """Seconds that compiled kernels would have saved each batch, since they were last requested."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        """Start from the costs that are known."""
-        self.restart(self.start)
-
-    def restart(self, start: CostTable) -> None:
-        """Replace all costs, as after a calibration; those of gradients are derived."""
-        costs = dict(start.tiers)
-        for (tier, mode), cost in start.tiers.items():
-            costs[tier, mode + GRADIENT] = replace(cost, rate=cost.rate * _GRADIENT_RATE[tier])
-        with self._lock:
-            self.start, self.costs = start, costs
+        """Derive the costs of gradients."""
+        for (tier, mode), cost in list(self.costs.items()):
+            rate = cost.rate * _GRADIENT_RATE[tier]
+            self.costs[tier, mode + GRADIENT] = replace(cost, rate=rate)
 
     def choose(
         self, batch: Hashable, mode: str, token_rows: int, programs: int, *, loaded: bool
@@ -145,7 +130,7 @@ class TierChooser:
                 return Decision.INTERPRET
             if loaded:
                 return Decision.COMPILED
-            compiling = self.start.compile_seconds[mode.removesuffix(GRADIENT)]
+            compiling = COMPILE_SECONDS[mode.removesuffix(GRADIENT)]
             compiling *= _GRADIENT_COMPILE if mode.endswith(GRADIENT) else 1.0
             forgone = self._forgone.get(batch, 0.0) + interpreted - compiled
             pays = forgone >= programs * compiling / self.compiler_threads
@@ -156,5 +141,9 @@ class TierChooser:
     def observe(self, tier: Tier, mode: str, token_rows: int, seconds: float) -> None:
         """Correct the cost of a tier by a finished evaluation."""
         with self._lock:
-            cost = self.costs[tier, mode]
-            self.costs[tier, mode] = cost.corrected(token_rows, seconds)
+            if tier is Tier.COMPILED:
+                self._compiled.add(mode)
+            surprise = seconds / self.costs[tier, mode].seconds(token_rows)
+            # A device that interprets more slowly runs compiled kernels more slowly, too.
+            for one in {tier} if mode in self._compiled else {tier, Tier.COMPILED}:
+                self.costs[one, mode] = self.costs[one, mode].corrected(token_rows, surprise)

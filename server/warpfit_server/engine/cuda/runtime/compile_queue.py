@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,16 +26,6 @@ class _Job:
     future: Future[Any] = field(default_factory=Future)
 
 
-@dataclass(slots=True)
-class CompileCounters:
-    """Figures of a `CompileQueue` since it was made."""
-
-    done: int = 0
-    """Jobs that succeeded."""
-    seconds: float = 0.0
-    """CPU time of all jobs, which does not depend on other load of the machine."""
-
-
 class CompileQueue:
     """Threads that run jobs, one job a key at a time.
 
@@ -55,7 +44,6 @@ class CompileQueue:
         self._pending: dict[Hashable, _Job] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self.counters = CompileCounters()
 
     def submit(
         self, key: Hashable, work: Callable[[], T], *, urgent: bool = False
@@ -99,21 +87,18 @@ class CompileQueue:
             if job.begun:  # by a thread of the other pool, or failed by `close`
                 return
             job.begun = True
-        started = time.thread_time()
         try:
             result = job.work()
         except Exception as error:
-            self._finish(key, started)
+            self._finish(key)
             job.future.set_exception(error)
         else:
-            self._finish(key, started, done=1)
+            self._finish(key)
             job.future.set_result(result)
 
-    def _finish(self, key: Hashable, started: float, done: int = 0) -> None:
+    def _finish(self, key: Hashable) -> None:
         with self._lock:
             del self._pending[key]
-            self.counters.done += done
-            self.counters.seconds += time.thread_time() - started
 
 
 def _closed() -> UnavailableError:

@@ -1,4 +1,4 @@
-"""The tier chooser of the CUDA engine and its calibration."""
+"""The tier chooser of the CUDA engine."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cachetools")
-pytest.importorskip("cuda.bindings")
 
 from warpfit.request import Tier
-from warpfit_server.engine.cuda.calibration import fit_cost, from_file, to_json
-from warpfit_server.engine.cuda.tier_chooser import (
-    DEFAULT_COSTS,
-    CostTable,
-    Decision,
-    TierChooser,
-    TierCost,
-)
+from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, TierCost
 
 LARGE = 300 * 30 * 1_000_000
 SMALL = 300 * 30 * 100
@@ -28,32 +20,7 @@ def _chooser(threads=16):
         (Tier.INTERPRETER, "fast"): TierCost(20e-6, 6e12),
         (Tier.COMPILED, "fast"): TierCost(60e-6, 12e12),
     }
-    return TierChooser(threads, CostTable(tiers, {"fast": 0.012}))
-
-
-def test_costs_are_fitted_to_two_measurements():
-    truth = TierCost(launch=1e-4, rate=5e12)
-    work = [10**6, 10**9]
-    measured = fit_cost(work, [truth.seconds(w) for w in work])
-    assert measured.launch == pytest.approx(truth.launch)
-    assert measured.rate == pytest.approx(truth.rate)
-    noisy = fit_cost([10**6, 10**9], [2e-4, 1e-4])
-    assert noisy.launch > 0
-    assert noisy.rate > 0
-
-
-def test_costs_are_read_back_from_a_file(tmp_path):
-    path = tmp_path / "costs"
-    path.write_bytes(to_json(DEFAULT_COSTS))
-    assert from_file(path) == DEFAULT_COSTS
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"costs": [], "compile_seconds": {}}'])
-def test_a_damaged_or_missing_file_gives_no_costs(tmp_path, content):
-    path = tmp_path / "costs"
-    path.write_bytes(content)
-    assert from_file(path) is None
-    assert from_file(tmp_path / "missing") is None
+    return TierChooser(threads, tiers)
 
 
 def test_small_work_is_always_interpreted():
@@ -103,3 +70,17 @@ def test_a_tier_found_slow_is_no_longer_chosen():
     for _ in range(60):
         chooser.observe(Tier.COMPILED, "fast", LARGE, 1.0)
     assert chooser.choose("a", "fast", LARGE, 300, loaded=True) is Decision.INTERPRET
+
+
+def test_a_slow_device_runs_compiled_kernels_slowly_until_they_are_observed():
+    chooser = _chooser()
+    key = Tier.COMPILED, "fast"
+    slow = 5 * chooser.costs[key].seconds(LARGE)
+    interpreted = 5 * chooser.costs[Tier.INTERPRETER, "fast"].seconds(LARGE)
+    for _ in range(60):
+        chooser.observe(Tier.INTERPRETER, "fast", LARGE, interpreted)
+    assert chooser.costs[key].seconds(LARGE) == pytest.approx(slow, rel=0.02)
+    chooser.observe(*key, LARGE, slow)
+    for _ in range(60):
+        chooser.observe(Tier.INTERPRETER, "fast", LARGE, 3 * interpreted)
+    assert chooser.costs[key].seconds(LARGE) == pytest.approx(slow, rel=0.02)
