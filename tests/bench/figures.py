@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import operator_page
-from capacity_figures import CAPACITY
-from fault_figures import FAULTS
-from tables import RESULTS, result, select, table
+from tables import operators
+from tables.capacity import CAPACITY
+from tables.faults import FAULTS
+from tables.layout import RESULTS, result, select, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -199,7 +199,7 @@ def other_searches() -> Iterator[str]:
 def service() -> Iterator[str]:
     """What a call costs around the engine, on two shared cores."""
     cost, document = result("call_cost"), result("service")
-    client, server, transfers = cost["client_us"], cost["server_us"], document["transfers"]
+    client, server = cost["client_us"], cost["server_us"]
     overhead = document["evaluate_300_fresh_1000_rows_loss"]["overhead_p50_ms"]
     yield f"""\
 | what | measured |
@@ -212,10 +212,6 @@ def service() -> Iterator[str]:
 | CPU time to decode 300 programs, and to check their tokens | \
 {server["decode"] / 1e3:.2f} + {server["tokens_compiled"] / 1e3:.2f} ms |
 | 300 fresh programs, 1,000 rows: beyond the engine's own time, median | {overhead:.1f} ms |
-| 120 MB of values | {transfers["answer_gb_s"]:.2f} GB/s, \
-{transfers["answer_speed_up"]:.1f} times a unary call with the same bytes |
-| 400 MB upload, hashing included | {transfers["upload_gb_s"]:.2f} GB/s, \
-{transfers["upload_speed_up"]:.1f} times a unary call with the same bytes |
 | from command to ready, compile cache filled | {document["start_up_seconds"]:.1f} s |"""
 
 
@@ -422,7 +418,7 @@ def outputs() -> dict[Path, str]:
     """Return every generated file with its text."""
     found = {ROOT / name: page((ROOT / name).read_text()) for name in PAGES}
     found[RESULTS / "generation.svg"] = plot()
-    found[ROOT / "client" / "OPERATORS.md"] = operator_page.operator_page()
+    found[ROOT / "client" / "OPERATORS.md"] = operators.operator_page()
     return found
 
 

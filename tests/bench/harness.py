@@ -1,6 +1,6 @@
 """What the benchmark programs share: timing in turns, evaluations of an engine, and result files.
 
-Importing it makes ``support`` importable, so that each program runs as ``python tests/bench/X.py``.
+Importing it makes ``support`` importable. ``python tests/bench/run.py`` lists the programs.
 """
 
 import statistics
@@ -17,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.repository.results import RESULTS, write_result
 from support.servers.server import ServerProcess
 from warpfit.dataset import Dataset
-from warpfit.ir import Batch
-from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Precision
 from warpfit_server.engine.interface import Outputs
 
@@ -31,10 +29,6 @@ MODES = {
     "float32 precise": (np.float32, Precision.PRECISE),
     "float64": (np.float64, Precision.PRECISE),
 }
-#: Of an H200: special functions a clock of a multiprocessor, its clock, and bytes a second.
-SPECIAL_PER_CLOCK, CLOCK, MEMORY = 16, 1.98e9, 4.2e12
-#: Special functions of each operator in fast mode.
-_SPECIAL = {"div": 1, "pow": 2, "log": 1, "exp": 1, "sqrt": 1}
 
 
 def seconds_of(action: Callable[[], object], rounds: int, *, warm_up: int = 0) -> list[float]:
@@ -103,12 +97,6 @@ def outputs_of(evaluation: Evaluation, values: Any = None) -> Outputs:
         lambda _: None,
         gradients=np.empty(len(evaluation.batch.parameters)) if evaluation.gradient else None,
     )
-
-
-def special_functions(batch: Batch) -> int:
-    """Count the special functions of a batch in fast mode, for one row."""
-    counts = np.bincount(batch.codes, minlength=256)
-    return sum(n * int(counts[OPERATORS[name].code]) for name, n in _SPECIAL.items())
 
 
 def save(name: str, content: dict[str, Any], directory: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Faults of engines, servers and networks, in small; `tests/bench/faults.py` has many of each."""
+"""Faults of engines, servers and networks, in small; many of each: `tests/bench/service/faults.py`."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A thousand of the seeded requests of ``tests/soak/fuzz.py``, which sends a million."""
+"""A thousand of the seeded requests of ``tests/bench/service/fuzz.py``, which sends a million."""
 
 import itertools
 from collections import Counter

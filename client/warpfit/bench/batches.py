@@ -85,7 +85,7 @@ class Expressions:
 def recorded(name: str) -> Batch:
     """Read one of the `RECORDED` populations and its parameters.
 
-    ``tests/bench/record_populations.py`` has recorded them.
+    ``tests/bench/client/record_populations.py`` has recorded them.
     """
     with np.load(Path(__file__).with_name("populations.npz")) as file:
         parts = ("lengths", "codes", "values", "parameters")

@@ -1,6 +1,6 @@
 """Faults of a running server and its network, and what clients see of them.
 
-Small numbers make a test of a few seconds, large ones the table of `tests/bench/faults.py`.
+Small numbers make a test of a few seconds, large ones the table of `tests/bench/service/faults.py`.
 """
 
 import os

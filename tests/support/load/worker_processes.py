@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import grpc
 import numpy as np
@@ -20,7 +20,7 @@ from warpfit import codec
 from warpfit.calls.arguments import EvaluateOptions, build_evaluation
 from warpfit.errors import WarpfitError
 from warpfit.expressions.workload import thesis_mix
-from warpfit.ir import Batch
+from warpfit.ir import Batch, Program
 
 SEED: Final = 20261121
 VARIABLES: Final = 10
@@ -40,16 +40,29 @@ class Pool:
     """Programs as flat arrays, to draw batches from; each time others in another order."""
 
     def __init__(self, seed: int, size: int = POOL) -> None:
-        self.batch = Batch.of(*thesis_mix(seed, size, variables=VARIABLES))
+        self.programs, self.parameters = thesis_mix(seed, size, variables=VARIABLES)
+        self.batch = Batch.of(self.programs, self.parameters)
         self.random = np.random.default_rng(seed)
 
     def draw(self, count: int) -> Batch:
-        chosen = self.random.choice(len(self.batch), count, replace=count > len(self.batch))
-        return self.batch[chosen]
+        return self.batch[self._choose(count)]
+
+    def draw_lists(self, count: int) -> tuple[list[Program], list[np.ndarray]]:
+        """Draw programs and their parameters as lists, as most searches have them."""
+        chosen = self._choose(count).tolist()
+        return [self.programs[index] for index in chosen], [self.parameters[i] for i in chosen]
+
+    def _choose(self, count: int) -> np.ndarray:
+        return self.random.choice(len(self.batch), count, replace=count > len(self.batch))
 
 
 def work(number: int, orders: Connection) -> None:
-    """Serve the orders of the main process: connect, then call until the time is up."""
+    """Serve the orders of the main process: connect, then call until the time is up.
+
+    An order has address, programs a call, rows, seconds, and what is sent: that many batches that
+    are encoded before, batches that are drawn for each call (None), or one batch again and again
+    (0).
+    """
     pool = Pool(SEED + 1 + number % 16, 2_000)
     pool.random = np.random.default_rng(SEED + number)
     while True:
@@ -59,7 +72,9 @@ def work(number: int, orders: Connection) -> None:
         address, programs, rows, seconds, fresh = order
         with warpfit.connect(address) as client, grpc.insecure_channel(address) as channel:
             data = client.upload(*table(rows))
-            if fresh:
+            if fresh is None:
+                send = partial(draw_and_send, client, data, pool, programs)
+            elif fresh:
                 send = sender(channel, data, [pool.draw(programs) for _ in range(fresh)])
             else:
                 send = partial(repeat, client, data, Pool(SEED, programs).batch)
@@ -75,6 +90,13 @@ class Answer(NamedTuple):
     tokens: int
     devices: str
     losses: bytes
+
+
+def draw_and_send(client: warpfit.Client, data: Any, pool: Pool, count: int) -> Answer:
+    """Evaluate a batch that was not evaluated before."""
+    programs, parameters = pool.draw_lists(count)
+    answer = client.run(data, programs, parameters, loss="mse", precision="fast")
+    return Answer(sum(map(len, programs)), answer.timings.device, b"")
 
 
 def repeat(client: warpfit.Client, data: Any, batch: Batch) -> Answer:
@@ -123,6 +145,21 @@ def call(send: Callable[[], Answer], seconds: float) -> dict[str, Any]:
     return {**found, "devices": devices, "losses": losses}
 
 
+def throughput(results: list[dict[str, Any]], rows: int) -> dict[str, Any]:
+    """Put together what workers have found that called at the same time."""
+    devices: dict[str, int] = {}
+    for result in results:
+        for device, count in result["devices"].items():
+            devices[device] = devices.get(device, 0) + count
+    return {
+        "token_rows": sum(rows * each["tokens"] for each in results),
+        "token_rows_per_second": sum(rows * each["tokens"] / each["taken"] for each in results),
+        "calls_per_second": sum(len(each["walls"]) / each["taken"] for each in results),
+        "failed": sum(each["failed"] for each in results),
+        "calls_by_device": dict(sorted(devices.items())),
+    }
+
+
 class Workers:
     """Worker processes that wait for orders."""
 
@@ -152,7 +189,10 @@ class Workers:
     def processes(self) -> list[psutil.Process]:
         return [psutil.Process(process.pid) for process in self._processes]
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for end in self._ends:
             end.send(None)
         for process in self._processes:

@@ -1,5 +1,6 @@
 """A gRPC server that computes nothing, in a process of its own: the least that a call can cost."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,9 @@ NO_LIMIT = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_len
 @contextmanager
 def bare_server(script: str, *words: str) -> Iterator[str]:
     """Run a script that calls `serve`; yield its address."""
-    with subprocess.Popen(
-        [sys.executable, script, *words], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-    ) as process:
+    command, pipe = [sys.executable, script, *words], subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=pipe, stdin=pipe, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
             yield f"127.0.0.1:{process.stdout.readline().strip()}"

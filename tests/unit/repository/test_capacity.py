@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
-from cluster_model import Scenario, bounds, measured, simulate
+from capacity.model import Scenario, bounds, measured, simulate
 
 COSTS = replace(measured(), busy=2.0)
 
@@ -18,7 +18,7 @@ COSTS = replace(measured(), busy=2.0)
     [
         Scenario(5, think=0.004),
         Scenario(60, 3),
-        Scenario(30, 2, replicas=1, choice="one"),
+        Scenario(30, 2, replicas=1),
         Scenario(24, same_machine=True),
         Scenario(20, 4, killed=2, failover=0.01),
     ],

@@ -1,6 +1,6 @@
 """The CUDA engine through the wire: latency of one client, throughput of many.
 
-``python tests/bench/gpu_service.py`` starts a server with the CUDA engine on loopback and writes
+``run.py gpu/service`` starts a server with the CUDA engine on loopback and writes
 results/gpu_service.json. Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10
 variables, float32, fast mode. Fresh batches are drawn from a pool of programs, so that no batch
 comes again within a run. Where EvoGP is installed it evaluates such trees in the program's own
@@ -11,12 +11,11 @@ program without a GPU.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import time
+from functools import partial
 from importlib.util import find_spec
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +23,18 @@ import numpy as np
 from harness import SEED, ServerProcess, percentiles, save, seconds_of, start_up_seconds
 
 import warpfit
+from support.load.worker_processes import Pool, Workers, table, throughput
 from warpfit.bench.batches import Table
 from warpfit.bench.measure import agreement
 from warpfit.bench.peers import EvogpPeer
 from warpfit.expressions import reference
 from warpfit.expressions.workload import thesis_mix
-from warpfit.ir import Batch
 
 ROWS = 100_000
-VARIABLES = 10
 PROGRAMS = 300
-#: Programs that fresh batches are drawn from.
-POOL = 6_000
 WORKERS = (16, 64)
 #: Expressions and rows that EvoGP evaluates.
 EVOGP = ((300, ROWS), (5_000, 1_000), (5_000, 10_000), (50_000, 1_000), (300, 1_000_000))
-
-
-def table(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(SEED)
-    X = rng.uniform(0.5, 2.0, size=(rows, VARIABLES)).astype(np.float32)
-    return X, X[:, 0].copy()
-
-
-class Pool:
-    """Programs to draw batches from, each time others in another order."""
-
-    def __init__(self, seed: int, size: int = POOL) -> None:
-        self.programs, self.parameters = thesis_mix(seed, size, variables=VARIABLES)
-        self.lengths = np.array([len(program) for program in self.programs])
-        self.random = np.random.default_rng(seed)
-
-    def draw(self, count: int = PROGRAMS) -> tuple[list[Any], list[Any], int]:
-        """Programs, their parameters, and all tokens."""
-        chosen = self.random.choice(len(self.programs), count, replace=count > len(self.programs))
-        programs = [self.programs[index] for index in chosen]
-        parameters = [self.parameters[index] for index in chosen]
-        return programs, parameters, int(self.lengths[chosen].sum())
 
 
 def fresh(
@@ -69,10 +43,8 @@ def fresh(
     """Every call has a batch that the server has not seen."""
     walls, answers = [], []
     for _ in range(calls):
-        programs, parameters, _ = pool.draw(count)
         # Large batches are flat arrays from the beginning, as a vectorised search has them.
-        is_large = count > PROGRAMS
-        given = (Batch.of(programs, parameters),) if is_large else (programs, parameters)
+        given = (pool.draw(count),) if count > PROGRAMS else pool.draw_lists(count)
         started = time.perf_counter()
         answers.append(client.run(data, *given, loss="mse", precision="fast", **options))
         walls.append(time.perf_counter() - started)
@@ -103,43 +75,11 @@ def server_side(answers: list[Any]) -> dict[str, float]:
     }
 
 
-def worker(address: str, number: int, seconds: float, barrier: Barrier, results: Any) -> None:
-    X, y = table()
-    pool = Pool(SEED + 1 + number, 1_500)
-    with warpfit.connect(address) as client:
-        data = client.upload(X, y)
-        client.evaluate(data, pool.programs[:3], pool.parameters[:3], loss="mse")
-        barrier.wait()
-        started = time.perf_counter()
-        done, walls = 0, []
-        while time.perf_counter() - started < seconds:
-            programs, parameters, tokens = pool.draw()
-            before = time.perf_counter()
-            client.evaluate(data, programs, parameters, loss="mse", precision="fast")
-            walls.append(time.perf_counter() - before)
-            done += tokens
-        results.put((done, walls, time.perf_counter() - started))
-
-
-def sustained(address: str, count: int, seconds: float) -> dict[str, Any]:
+def sustained(workers: Workers, address: str, count: int, seconds: float) -> dict[str, Any]:
     """Token-rows a second of many worker processes, each call with another batch."""
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(count), context.Queue()
-    workers = [
-        context.Process(target=worker, args=(address, number, seconds, barrier, results))
-        for number in range(count)
-    ]
-    for process in workers:
-        process.start()
-    rows = [results.get(timeout=300) for _ in workers]
-    for process in workers:
-        process.join(30)
-    return {
-        "workers": count,
-        "calls_per_second": sum(len(walls) / taken for _, walls, taken in rows),
-        "token_rows_per_second": sum(ROWS * done / taken for done, _, taken in rows),
-        **percentiles([wall for _, walls, _ in rows for wall in walls]),
-    }
+    results = workers.run(count, (address, PROGRAMS, ROWS, seconds, None))
+    walls = [wall for each in results for wall in each["walls"]]
+    return {"workers": count, **throughput(results, ROWS), **percentiles(walls)}
 
 
 def one_client(client: warpfit.Client, scale: float) -> dict[str, Any]:
@@ -173,7 +113,8 @@ def evogp(calls: int) -> dict[str, Any]:
     pool, content = Pool(SEED), {}
     for count, rows in EVOGP:
         given = Table(*table(rows))
-        programs, parameters, tokens = pool.draw(count)
+        programs, parameters = pool.draw_lists(count)
+        tokens = sum(map(len, programs))
         peer = EvogpPeer(given, 1)
         job = peer.prepare(programs, parameters)
         few = programs[:PROGRAMS], parameters[:PROGRAMS]
@@ -204,12 +145,11 @@ def main() -> None:
             "seed": SEED,
             "device": {"name": device.name, "driver": device.driver, "memory": device.memory},
             "one client": one_client(client, options.scale),
-            "sustained": [
-                sustained(server.address, count, options.seconds)
-                for count in WORKERS
-                if count <= 4 * (os.cpu_count() or 1)
-            ],
         }
+        counts = [count for count in WORKERS if count <= 4 * (os.cpu_count() or 1)]
+        with Workers(max(counts)) as workers:
+            run = partial(sustained, workers, server.address, seconds=options.seconds)
+            content["sustained"] = [run(count) for count in counts]
     if find_spec("evogp"):
         content["EvoGP"] = evogp(max(3, int(60 * options.scale)))
     content["start_up_seconds"] = start_up_seconds(options.devices)

@@ -1,6 +1,6 @@
 """Record the populations of the benchmark's second suite: generations 0, 5 and 25 of two libraries.
 
-    python tests/bench/record_populations.py
+    python tests/bench/run.py client/record_populations
 
 DEAP and pyoperon each evolve 1,000 expressions of the random mix's operators, at most 50 nodes
 long, on 1,000 rows of the benchmark's table. The ephemeral constants of DEAP and the coefficients

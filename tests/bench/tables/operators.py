@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from support.engines.error_bounds import BOUNDS, Bound, Bounds
 from warpfit.expressions.printing import text_form

@@ -1,6 +1,6 @@
 """Sends a million seeded requests, most of them wrong, and watches the server.
 
-``python tests/soak/fuzz.py --requests 1000000`` starts a server on loopback and writes
+``run.py service/fuzz --requests 1000000`` starts a server on loopback and writes
 results/fuzz.json: what came back, by status and reason; how often a process of the server ended;
 how its memory and descriptors grew. It ends with status 1 if a request got an answer that it must
 not get, a process ended, or memory grew.
@@ -21,13 +21,10 @@ from typing import Any
 
 import grpc
 import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import ServerProcess, save
 
 from support.load.fuzz import FLAGS, Fuzzer, is_fine, outcome
-from support.repository.results import RESULTS, write_result
 from support.servers.rpcs import OWN_CONNECTION, Caller
-from support.servers.server import ServerProcess
 
 #: Memory may grow by this much after the first fifth of the requests.
 GROWTH_BYTES = 32 << 20
@@ -175,10 +172,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=20261121)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="folder of the result")
     options = parser.parse_args()
     result = run(options.requests, options.seed, options.processes, options.threads)
-    print(write_result("fuzz", result, options.out).read_text())
+    save("fuzz", result, options.out)
     return 0 if is_good(result) else 1
 
 

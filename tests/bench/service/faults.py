@@ -1,10 +1,13 @@
 """Faults, many of each, under load: what the clients saw, and whether it is what they should see.
 
-``python tests/bench/faults.py`` starts servers with the CPU engine on loopback, takes about six
-minutes, writes results/faults.json and ends with status 1 if an expectation is not met. With names
-of faults it does these alone, and puts them beside what results/faults.json has of the others.
+``run.py service/faults`` starts servers with the CPU engine on loopback, takes about six minutes,
+writes results/faults.json and ends with status 1 if an expectation is not met; with ``--ray`` it
+starts Ray clusters of three nodes (`ray.cluster_utils`), each with a server of one thread, takes
+about five minutes and writes results/faults_ray.json. With names of faults it does these alone, and
+puts them beside what the file has of the others.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -22,8 +25,12 @@ BACK = 2.0
 TAKEN_OVER = 1.0
 
 
-def main() -> int:
-    rows: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], bool]]] = {
+Fault = tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], bool]]
+
+
+def of_servers() -> dict[str, Fault]:
+    """Return what provokes each fault, and what tells whether its outcome is as expected."""
+    return {
         "engine_sigkill": (lambda: faults.engine_sigkill(20), _back_in_time),
         "engine_sigkill_two_doors": (
             lambda: faults.engine_sigkill(20, front_ends=2),
@@ -41,16 +48,38 @@ def main() -> int:
         "bad_network": (lambda: faults.bad_network(5), _shielded),
         "killed_in_mid_upload": (lambda: killed_uploads(1000), is_clean),
     }
-    chosen = sys.argv[1:] or list(rows)
-    known = RESULTS / "faults.json"
-    results = json.loads(known.read_text())["faults"] if sys.argv[1:] else {}
-    for name in chosen:
-        provoke, expected = rows[name]
+
+
+def of_ray() -> dict[str, Fault]:
+    """Return the same of a cluster of three nodes."""
+    from support.load import ray_faults
+
+    return {
+        "server_sigkill": (lambda: ray_faults.lost_servers(6), _unharmed),
+        "node_sigkill": (lambda: ray_faults.lost_nodes(3), _unharmed),
+        "rolling_restart": (lambda: ray_faults.rolling_restart(2), _unharmed),
+        "search_while_a_worker_a_server_and_a_node_are_killed": (
+            ray_faults.lost_while_searching,
+            lambda seen: seen["same_formulas"] and len(seen["killed_before_the_end"]) == 3,
+        ),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--ray", action="store_true")
+    options = parser.parse_args()
+    name, known = ("faults_ray", of_ray()) if options.ray else ("faults", of_servers())
+    chosen, path = options.names or list(known), RESULTS / f"{name}.json"
+    results = json.loads(path.read_text())["faults"] if options.names else {}
+    for fault in chosen:
+        provoke, expected = known[fault]
         busy = round(os.getloadavg()[0], 1)  # other programs of the machine slow everything down
         seen = provoke()
-        results[name] = {"as_expected": expected(seen), "load_average_before": busy, **seen}
-    save("faults", {"faults": results})
-    return 0 if all(results[name]["as_expected"] for name in chosen) else 1
+        results[fault] = {"as_expected": expected(seen), "load_average_before": busy, **seen}
+    save(name, {"faults": results})
+    return 0 if all(results[fault]["as_expected"] for fault in chosen) else 1
 
 
 def _unharmed(seen: dict[str, Any]) -> bool:

@@ -1,8 +1,8 @@
-"""Simulations of clusters by `cluster_model`: workers, GPUs and failures that were not measured.
+"""Simulations of clusters by `model`: workers, GPUs and failures that were not measured.
 
-``python tests/bench/capacity.py`` reads the measured costs of a call, checks the model against the
+``run.py capacity/simulate`` reads the measured costs of a call, checks the model against the
 runs of `gpu_service.json`, simulates clusters, and writes results/capacity.json, from which
-`figures.py` makes the tables of deploy/capacity.md. It takes about two minutes on one core.
+`figures.py` makes the tables of deploy/capacity.md. It takes about five minutes on one core.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-import simpy
-from cluster_model import (
+from capacity.model import (
     BANDWIDTH,
     LATENCY,
     Costs,
@@ -35,50 +34,16 @@ SIZES = (
     *((10, 1), (100, 1), (1_000, 1), (100, 10), (1_000, 10), (10_000, 10)),
     *((1_000, 100), (10_000, 100), (10_000, 1_000)),
 )
-#: Hours between failures of a server: 419 unexpected interruptions of 16,384 GPUs in 54 days
-#: ("The Llama 3 Herd of Models", 2024, section 3.3.4), and machines that are taken back once a day.
-LIFE = {"a computing centre": 16_384 * 54 * 24 / 419, "machines taken back daily": 24.0}
-#: Seconds until there is another machine for a server that was lost.
-BACK = 600.0
+#: Seconds between two calls of a worker that breeds 300 trees with DEAP: tournaments, crossover and
+#: mutation, measured once on one core, and their conversion.
+BREEDING = (
+    3.7e-3 + 300e-6 * result("conversion")["median_microseconds_an_expression"]["deap"]["this"]
+)
 #: Latency that a search should see, in seconds, at the 99th percentile.
 GOAL = 0.02
 #: Bytes a second from pinned memory of the host to the device, measured beside an H200.
 PCIE = 55e9
 TERABYTE = 1e12
-
-
-def worker_seconds(trees: int = 300) -> dict[str, float]:
-    """Measure what a worker with DEAP does between two calls; processor seconds a generation."""
-    from deap import algorithms, base, creator, gp, tools
-
-    from warpfit.frontends import as_program
-
-    random.seed(SEED)
-    creator.create("Error", base.Fitness, weights=(-1.0,))
-    creator.create("Tree", gp.PrimitiveTree, fitness=creator.Error)
-    primitives = gp.PrimitiveSet("f", 10, "x")
-    for name, arity in (("add", 2), ("sub", 2), ("mul", 2), ("div", 2), ("exp", 1), ("sqrt", 1)):
-        primitives.addPrimitive(None, arity, name=name)
-    toolbox = base.Toolbox()
-    toolbox.register("mate", gp.cxOnePoint)
-    toolbox.register("branch", gp.genFull, min_=0, max_=2)
-    toolbox.register("mutate", gp.mutUniform, expr=toolbox.branch, pset=primitives)
-    names = [f"x{number}" for number in range(10)]
-    times: dict[str, list[float]] = {"variation": [], "conversion": []}
-    for _ in range(7):
-        grown = [creator.Tree(gp.genHalfAndHalf(primitives, 4, 5)) for _ in range(trees)]
-        for tree in grown:
-            tree.fitness.values = (random.random(),)
-        started = time.process_time()
-        chosen = tools.selTournament(grown, trees, 5)
-        children = algorithms.varAnd(chosen, toolbox, cxpb=0.7, mutpb=0.25)
-        varied = time.process_time()
-        for tree in children:
-            as_program(tree, names)
-        times["variation"].append(varied - started)
-        times["conversion"].append(time.process_time() - varied)
-    tokens = statistics.mean(map(len, children))
-    return {"tokens": tokens, **{name: min(series) for name, series in times.items()}}
 
 
 def describe(seen: Seen) -> dict[str, Any]:
@@ -123,14 +88,6 @@ def clusters(costs: Costs, think: float) -> Iterator[dict[str, Any]]:
         yield {"workers": workers, "gpus": gpus, **describe(seen)}
 
 
-def choices(costs: Costs) -> dict[str, Any]:
-    """Compare clients that know which of two servers is less loaded with others that draw one."""
-    return {
-        choice: describe(simulate(costs, Scenario(1_000, 100, choice=choice)))
-        for choice in ("two", "one")
-    }
-
-
 def replicas(costs: Costs, thinks: dict[str, float]) -> Iterator[dict[str, Any]]:
     """Find how many servers have to hold a data set that so many workers share."""
     for kind, think in thinks.items():
@@ -163,49 +120,6 @@ def losses(costs: Costs, think: float) -> Iterator[dict[str, Any]]:
                 "repeated": seen.repeated,
                 "longest_ms": max(seen.latencies) * 1e3,
             }
-
-
-# ---------------------------------------------------------------------------------- a whole year
-
-
-def year(
-    servers: int, replicas: int, life: float, back: float, datasets: int = 100
-) -> dict[str, Any]:
-    """Simulate the failures of a year; what they mean for data sets on ``replicas`` servers each.
-
-    One fails after ``life`` hours on average; ``back`` seconds later it, or another one in its
-    place, serves again, without data.
-    """
-    env, draw = simpy.Environment(), random.Random(SEED)
-    holders = [draw.sample(range(servers), min(replicas, servers)) for _ in range(datasets)]
-    held: list[list[int]] = [[] for _ in range(servers)]
-    for number, places in enumerate(holders):
-        for place in places:
-            held[place].append(number)
-    down, seen = [False] * servers, {"failures": 0, "uploads": 0}
-
-    def live(place: int) -> Iterator[simpy.events.Event]:
-        while True:
-            yield env.timeout(draw.expovariate(1 / (life * 3600)))
-            down[place] = True
-            seen["failures"] += 1
-            # Clients upload again at once only what no server has any more.
-            seen["uploads"] += sum(all(down[p] for p in holders[n]) for n in held[place])
-            yield env.timeout(back)
-            down[place] = False
-
-    for place in range(servers):
-        env.process(live(place))
-    env.run(until=365 * 86_400)
-    return {"servers": servers, "replicas": replicas, "datasets": datasets, **seen}
-
-
-def years() -> Iterator[dict[str, Any]]:
-    """Simulate years of clusters, with one to three copies of each data set."""
-    for kind, life in LIFE.items():
-        for servers in (10, 1_000):
-            for held in (1, 2, 3):
-                yield {"kind": kind, **year(servers, held, life, BACK)}
 
 
 # ------------------------------------------------------------------------------------ a terabyte
@@ -246,23 +160,17 @@ def contents() -> dict[str, Callable[[], Any]]:
     """Return the parts of the result, each a function."""
     found = result("gpu_service")["sustained"][-1]
     costs = calibrated(measured(), found["calls_per_second"], found["workers"])
-    own = worker_seconds()
-    think = own["variation"] + own["conversion"]
-    thinks = {"compiled": 0.0, "deap": think}
+    thinks = {"compiled": 0.0, "deap": BREEDING}
     return {
         "costs": lambda: {**asdict(costs), "alone": costs.alone},
         "bounds": lambda: bounds(costs),
         "network": lambda: {"latency": LATENCY, "bandwidth": BANDWIDTH},
-        "worker": lambda: own,
+        "breeding_seconds": lambda: BREEDING,
         "goal_seconds": lambda: GOAL,
         "validation": lambda: list(validation(costs)),
         "clusters": lambda: {kind: list(clusters(costs, s)) for kind, s in thinks.items()},
-        "choices": lambda: choices(costs),
         "replicas": lambda: list(replicas(costs, thinks)),
-        "losses": lambda: list(losses(costs, think)),
-        "years": lambda: list(years()),
-        "back_seconds": lambda: BACK,
-        "life_hours": lambda: LIFE,
+        "losses": lambda: list(losses(costs, BREEDING)),
         "terabyte": lambda: list(terabyte(costs)),
     }
 

@@ -1,6 +1,6 @@
 """How long ``import warpfit`` takes, beside NumPy alone, and how much a client installs.
 
-    python tests/bench/import_time.py [--repetitions 15]
+    python tests/bench/run.py client/import_time [--repetitions 15]
 
 Each import happens in a fresh interpreter, which measures it itself, after one that fills the
 caches of compiled bytecode: the time that passes, and the processor time, which is the same on an

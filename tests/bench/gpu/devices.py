@@ -1,6 +1,6 @@
 """Several engines behind one server against one: throughput, split calls, loss of an engine.
 
-``python tests/bench/devices.py --devices 0 0,1`` starts a server for each setting, measures them in
+``run.py gpu/devices --devices 0 0,1`` starts a server for each setting, measures them in
 turns, so that other load on the machine meets all alike, and writes results/devices.json. The first
 setting is what the others are compared with. On a machine without a GPU:
 ``--devices cpu cpu:2 --threads 1 --workers 2 4 --scale 0.05``.
@@ -38,7 +38,7 @@ import psutil
 from harness import RESULTS, SEED, ServerProcess, percentiles, save, write_result
 
 import warpfit
-from support.load.worker_processes import Pool, Workers, table
+from support.load.worker_processes import Pool, Workers, table, throughput
 from warpfit.calls.results import Fit
 
 #: Programs and rows of the calls of many workers.
@@ -70,7 +70,9 @@ def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any)
                     fresh = math.ceil(FRESH / programs / max(count, 16))
                     order = (server.address, programs, rows, options.seconds, fresh)
                     results, busy = watched(workers, server, count, order)
-                    rounds[name].append({**throughput(results, rows), "busy_cores": busy})
+                    rounds[name].append(
+                        {**throughput(results, rows), **latencies(results), "busy_cores": busy}
+                    )
             rates = {
                 name: statistics.median(each["token_rows_per_second"] for each in several)
                 for name, several in rounds.items()
@@ -114,19 +116,9 @@ def cpu_seconds(server: ServerProcess, workers: Workers) -> dict[str, float]:
     }
 
 
-def throughput(results: list[dict[str, Any]], rows: int) -> dict[str, Any]:
-    devices: dict[str, int] = {}
-    for result in results:
-        for device, count in result["devices"].items():
-            devices[device] = devices.get(device, 0) + count
-    return {
-        "token_rows": sum(rows * each["tokens"] for each in results),
-        "token_rows_per_second": sum(rows * each["tokens"] / each["taken"] for each in results),
-        "calls_per_second": sum(len(each["walls"]) / each["taken"] for each in results),
-        "failed": sum(each["failed"] for each in results),
-        "calls_by_device": dict(sorted(devices.items())),
-        **percentiles([wall for each in results for wall in each["walls"]] or [0.0]),
-    }
+def latencies(results: list[dict[str, Any]]) -> dict[str, float]:
+    """Percentiles of all calls."""
+    return percentiles([wall for each in results for wall in each["walls"]] or [0.0])
 
 
 def ratios(values: dict[str, float], *, of_times: bool = False) -> dict[str, float]:
@@ -341,14 +333,10 @@ def main() -> None:
     options = parsed()
     started = time.perf_counter()
     content: dict[str, Any] = {"seed": SEED, "load_average_before": os.getloadavg()[0]}
-    with running(options) as servers:
-        workers = Workers(max(options.workers))
-        try:
-            for part in options.parts:
-                content[part] = PARTS[part](workers, servers, options)
-                write_result(options.name, content, options.directory or RESULTS)
-        finally:
-            workers.close()
+    with running(options) as servers, Workers(max(options.workers)) as workers:
+        for part in options.parts:
+            content[part] = PARTS[part](workers, servers, options)
+            write_result(options.name, content, options.directory or RESULTS)
     content["seconds"] = round(time.perf_counter() - started, 1)
     save(options.name, content, options.directory)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import simpy
 from simpy.events import Event
-from tables import result
+from tables.layout import result
 
 #: Most token-rows that are merged into one step, and token-rows of a call with 300 expressions x
 #: 100,000 rows: `warpfit_server.engine.cuda.engine` for an H200.
@@ -187,8 +187,6 @@ class Scenario:
     """Servers that hold the data set; 0 for all."""
     same_machine: bool = False
     """Whether the workers run on the server's cores, as in `gpu_service`."""
-    choice: str = "two"
-    """Server of a call: ``two`` takes the less loaded of two, ``one`` a random one."""
     killed: int = 0
     """Servers that die in the middle of the time."""
     failover: float = 0.3
@@ -305,8 +303,6 @@ class Cluster:
         draw = self.random
         alive = [s for s in draw.sample(self.holders, min(4, len(self.holders))) if s.alive]
         found = alive or [s for s in self.holders if s.alive]
-        if self.scenario.choice == "one":
-            return found[0]
         return min(found[:2], key=lambda server: server.inside)
 
     def _attempt(self, server: Server, connection: int, noise: float) -> Iterator[Event]:

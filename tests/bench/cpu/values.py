@@ -1,6 +1,6 @@
 """Speed of the CPU engine beside pyoperon's `EvaluateTrees`, on the same machine in the same run.
 
-    python tests/bench/cpu_vs_pyoperon.py [--threads 1 2] [--rows 1000 10000 100000] [--seed 1]
+    python tests/bench/run.py cpu/values [--threads 1 2] [--rows 1000 10000 100000] [--seed 1]
 
 Both evaluate the random mix (300 random expressions of 10 to 50 tokens over 10 variables, operators
 ``+ - * / ^ abs log exp sqrt``) on float32 data, into a preallocated matrix of values; the engine

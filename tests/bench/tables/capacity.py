@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tables import result, table
+from tables.layout import result, table
 
 
 def capacity_check() -> Iterator[str]:
@@ -60,13 +60,6 @@ def capacity_clusters() -> Iterator[str]:
             )
         rows.append((f"{pair[0]['workers']:,}", f"{pair[0]['gpus']:,}", *cells))
     yield from table(*rows)
-    two, one = (document["choices"][choice]["p99_ms"] for choice in ("two", "one"))
-    yield ""
-    yield (
-        f"A client that draws a server blindly, instead of the less loaded of two, has a 99th "
-        f"percentile of {one:.1f} instead\nof {two:.1f} ms (1,000 workers without work of their "
-        "own, 100 GPUs)."
-    )
 
 
 def capacity_replicas() -> Iterator[str]:
@@ -84,7 +77,7 @@ def capacity_replicas() -> Iterator[str]:
 
 
 def capacity_losses() -> Iterator[str]:
-    """Servers that die under load, and years of failures."""
+    """Servers that die under load."""
     rows: list[tuple[Any, ...]] = [
         (
             "workers, GPUs",
@@ -100,22 +93,6 @@ def capacity_losses() -> Iterator[str]:
         latency = (f"{case['p99_ms']:.1f} ms", f"{case['longest_ms']:,.0f} ms")
         rows.append((size, case["killed"], f"{case['failover']} s", case["repeated"], *latency))
     yield from table(*rows)
-    yield ""
-    found: dict[tuple[str, int], list[Any]] = {}
-    for case in result("capacity")["years"]:
-        found.setdefault((case["kind"], case["servers"]), []).append(case)
-    yield from table(
-        ("servers", "where", "failures a year", "uploads again with 1, 2 and 3 copies"),
-        *(
-            (
-                f"{servers:,}",
-                kind,
-                f"{cases[0]['failures']:,}",
-                ", ".join(f"{case['uploads']:,}" for case in cases),
-            )
-            for (kind, servers), cases in found.items()
-        ),
-    )
 
 
 def capacity_terabyte() -> Iterator[str]:

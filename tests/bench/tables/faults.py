@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tables import result, table
+from tables.layout import result, table
 
 
 def overload() -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Fits per second of the CPU engine beside pyoperon's Levenberg-Marquardt, in the same run.
 
-    python tests/bench/fit.py [--rows 10000] [--iterations 10 50] [--trees 200] [--seed 1]
+    python tests/bench/run.py cpu/fits [--rows 10000] [--iterations 10 50] [--trees 200] [--seed 1]
 
 Both fit the same random trees of the thesis mix (10 to 50 tokens over 10 variables, with at least
 one parameter and finite values at the start), from the same starts, on the same float32 data, with

@@ -1,6 +1,6 @@
 """Benchmark of streamed data sets: the rate against those of the bus and of the kernels.
 
-``python tests/bench/gpu_streaming.py [DIRECTORY] [--gigabytes N] [--programs N ...]`` writes
+``run.py gpu/streaming [DIRECTORY] [--gigabytes N] [--programs N ...]`` writes
 gpu_streaming.json, into results/ unless a directory is given. A data set of 10 variables and a
 target, float32, is streamed by an engine with ``--memory`` bytes of the device. For each kind
 of evaluation and each number of programs of the random mix, fast mode:

@@ -1,6 +1,6 @@
 """What moving matrices costs between processes of one machine, and the bounds of that.
 
-``python tests/bench/transport.py`` starts a server on loopback and writes results/transport.json: a
+``run.py service/transport`` starts a server on loopback and writes results/transport.json: a
 value matrix of 120 MB (with an engine that computes nothing, then with the CPU engine, which takes
 the same processors) and an upload of 400 MB. Beside them stand the bounds of the machine in the
 same run: copying memory, SHA-256, and a gRPC stream of the same messages between two processes that

@@ -1,10 +1,12 @@
-"""What one small call costs the client's thread and the server's decoder, in CPU time.
+"""What a call costs around the engine: CPU time of client and decoder, latency, start-up.
 
-``python tests/bench/call_cost.py`` writes results/call_cost.json: 300 programs of the random mix
-with their parameters, losses as the answer, which another process on loopback gives without
-computing anything. The floor is the same call by gRPC alone, one message for one: the same bytes,
-nothing encoded or decoded. Thread time is compared, because the clock depends on who else uses the
-machine.
+``run.py service/calls`` writes two results. Calls ask for the losses of 300 programs of the
+random mix with their parameters.
+
+* call_cost.json: thread time, because the clock depends on who else uses the machine; the answers
+  come from another process on loopback that computes nothing. ``grpc_alone`` is the same call by
+  gRPC alone, one message for one: the same bytes, nothing encoded or decoded.
+* service.json: with a real server, what passes beyond the engine's own time, and its start-up.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from harness import SEED, save
+from harness import SEED, ServerProcess, percentiles, save, start_up_seconds
 
 import warpfit
 from support.servers.bare_grpc import bare_server, serve
@@ -109,6 +111,19 @@ def data_set() -> Dataset:
     return Dataset.of(np.ones((100_000, 10), dtype=np.float32), np.ones(100_000))
 
 
+def overhead(rounds: int = 200) -> dict[str, float]:
+    """Milliseconds beyond the engine's own time: 300 fresh expressions, 1,000 rows, loss only."""
+    X = np.random.default_rng(SEED).uniform(0.5, 2, size=(1000, 10)).astype(np.float32)
+    extra = []
+    with ServerProcess() as server, warpfit.connect(server.address) as client:
+        data = client.upload(X, X[:, 0])
+        for programs, parameters in [thesis_mix(SEED + turn) for turn in range(rounds)]:
+            started = time.perf_counter_ns()
+            answer = client.run(data, programs, parameters, loss="mse")
+            extra.append((time.perf_counter_ns() - started - answer.timings.compute) / 1e9)
+    return {f"overhead_{name}": value for name, value in percentiles(extra).items()}
+
+
 def main() -> None:
     data = DatasetHandle(data_set())
     data.content_id  # noqa: B018 (hashed once, before anything is measured)
@@ -124,6 +139,9 @@ def main() -> None:
         "server_us": server_costs(data, messages),
     }
     save("call_cost", content)
+    content = {"seed": SEED, "evaluate_300_fresh_1000_rows_loss": overhead()}
+    # The server above has filled the compile cache, which the start-up time presumes.
+    save("service", {**content, "start_up_seconds": start_up_seconds()})
 
 
 if __name__ == "__main__":

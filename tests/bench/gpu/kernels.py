@@ -1,0 +1,191 @@
+"""Kernels of the CUDA engine, device time alone: interpreter, compiled code, lowering.
+
+``run.py gpu/kernels [DIRECTORY] [--parts interpreter compiled lowering] [--repeats N]`` writes
+gpu_interpreter.json, gpu_compiled.json and gpu_lowering.json, into results/ unless a directory is
+given. The work is the random mix with losses. ``interpret_us`` and ``lower_us`` are medians of CUDA
+events around replays of a CUDA graph with ten launches, ``microseconds`` of those around one launch
+of a batch's graph (parameters to the device, all kernels, sums to the host);
+``compile_300_expressions_seconds`` is the time from fresh expressions to loaded modules, with
+nothing cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import MODES, outputs_of, save, uniform_data
+
+from warpfit.expressions.workload import thesis_mix
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss, Tier
+from warpfit_server.engine.cuda.interpreter import device_lowering
+from warpfit_server.engine.cuda.interpreter.launches import BatchLaunch
+from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
+from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
+from warpfit_server.engine.cuda.jit.tier import CompiledTier
+from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, TokenArrays, pack
+from warpfit_server.engine.cuda.runtime.command_list import CommandList
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
+from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.interface import run_to_end
+from warpfit_server.system.resources import available_cores
+
+ROWS = (1_000, 10_000, 100_000, 1_000_000)
+#: Programs of batches that are lowered; the larger ones repeat those that are drawn.
+LOWERED, DRAWN = (300, 1000, 5000, 50_000), 5000
+
+
+def device_time(context: StreamContext, work: Callable[[], None], repeats: int) -> float:
+    """Median seconds of one call of ``work`` within a graph of ten."""
+    work()
+    context.stream.synchronize()
+    context.stream.begin_capture()
+    for _ in range(10):
+        work()
+    graph = context.stream.end_capture()
+    graph.launch(context.stream)
+    times = []
+    for _ in range(repeats):
+        context.mark("before")
+        graph.launch(context.stream)
+        context.mark("after")
+        context.wait("after")
+        times.append(context.nanoseconds("before", "after") / 10)
+    return float(np.median(times)) * 1e-9
+
+
+def evaluation(resident: ResidentDataset, mode: str, seed: int = 1, **options: Any) -> Evaluation:
+    """Make an evaluation of 300 expressions that a seed draws."""
+    fields = {"precision": MODES[mode][1], "loss": Loss.MSE, "values": False, **options}
+    return Evaluation(resident.dataset.content_id, Batch.of(*thesis_mix(seed)), **fields)
+
+
+def launch_interpreter(lowered: BatchLaunch, *jobs: Any) -> None:
+    """Launch the interpreter's kernel for jobs of a geometry."""
+    commands = lowered.new_commands()
+    lowered.add_jobs(commands, *jobs)
+    lowered.execute(commands)
+
+
+def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
+    """Measure the interpreter's kernel alone, on lowered programs."""
+    rows = []
+    for mode, count in product(MODES, ROWS):
+        tier = InterpreterTier(device)
+        resident = upload(device, uniform_data(count, MODES[mode][0]))
+        asked = evaluation(resident, mode)
+        variant = tier.variant(resident, asked)
+        with device.stream() as context:
+            jobs = (0, len(asked.batch))
+            geometry = tier.geometry(resident, asked, variant)
+            given = context, tier.prepare(variant), geometry, asked.batch, 10, jobs[1]
+            lowered, commands = BatchLaunch.begin(*given)
+            lowered.execute(commands)
+            partials = context.buffer("partials 0", jobs[1] * geometry.tiles * 8)
+            kernel = partial(launch_interpreter, lowered, geometry, jobs, partials)
+            seconds = device_time(context, kernel, repeats)
+        rate = len(asked.batch.codes) * count / seconds
+        figures = {"interpret_us": round(seconds * 1e6, 2), "tokens_per_second": rate}
+        rows.append({"mode": mode, "rows": count, "rows_a_thread": variant.rows, **figures})
+        print(rows[-1], flush=True)
+    return {"results": rows}
+
+
+def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
+    """Measure repeated batches with new parameters, and compiling of fresh ones."""
+    rows, threads, rng = [], available_cores(), np.random.default_rng(2)
+    kernels = KernelStore(device, threads)
+    for mode, count in product(MODES, ROWS[1:]):
+        tier = CompiledTier(device, kernels)
+        resident = upload(device, uniform_data(count, MODES[mode][0]))
+        asked, times = evaluation(resident, mode, tier=Tier.COMPILED), []
+        for _ in range(2 * repeats):
+            moved = asked.batch.parameters * rng.uniform(0.9, 1.1)
+            turn = replace(asked, batch=replace(asked.batch, parameters=moved))
+            times.append(run_to_end(tier.evaluate(resident, turn, outputs_of(turn))).compute)
+        seconds = float(np.median(times[2:])) / 1e9
+        figures = {"mix": "thesis mix", "mode": mode, "rows": count}
+        rate = len(asked.batch.codes) * count / seconds
+        figures |= {"microseconds": round(seconds * 1e6, 1), "token_rows_per_second": rate}
+        rows.append(figures)
+        print(rows[-1], flush=True)
+    seconds_to_compile = {mode: compile_seconds(device, kernels, mode) for mode in MODES}
+    return {
+        "compiler_threads": threads,
+        "compile_300_expressions_seconds": seconds_to_compile,
+        "results": rows,
+    }
+
+
+def compile_seconds(device: CudaDevice, kernels: KernelStore, mode: str) -> float:
+    """From 300 fresh expressions to loaded modules, the device library already built."""
+    tier, resident = (
+        CompiledTier(device, kernels),
+        upload(device, uniform_data(1000, MODES[mode][0])),
+    )
+    times = []
+    for seed in range(7, 11):
+        fresh, started = evaluation(resident, mode, seed, tier=Tier.COMPILED), time.perf_counter()
+        kernels.request(tier.plan(resident, fresh).keys, urgent=True).result()
+        times.append(time.perf_counter() - started)
+    return float(np.median(times[1:]))  # the first one builds the library
+
+
+def launch_lowering(context: StreamContext, *where: Any) -> None:
+    """Launch the lowering of a batch that lies on the device."""
+    commands = CommandList(context.functions, context.handle)
+    device_lowering.add_lowering(commands, *where)
+    context.check_executed(commands.execute())
+
+
+def lowering(device: CudaDevice, repeats: int) -> dict[str, Any]:
+    """Measure the kernel that lowers raw tokens to instructions."""
+    programs, parameters = thesis_mix(1, DRAWN)
+    kernels, rows = device_lowering.load_lowering(device), []
+    blocks = device_lowering.BLOCKS_A_MULTIPROCESSOR * device.multiprocessors
+    for count in LOWERED:
+        times = -(-count // DRAWN)
+        batch = Batch.of((programs * times)[:count], (parameters * times)[:count])
+        layout = BatchLayout.of(batch)
+        with device.stream() as context:
+            staging = context.pinned("batch", layout.uploaded)
+            address = context.buffer("batch", layout.end)
+            pack(TokenArrays.of(batch), layout, staging, np.zeros(256, dtype=np.uint8))
+            context.upload(address, staging)
+            where = kernels, batch, layout, address, 10, int(batch.lengths.max()), blocks
+            seconds = device_time(context, partial(launch_lowering, context, *where), repeats)
+        figures = {"tokens": len(batch.codes), "lower_us": round(1e6 * seconds, 1)}
+        rows.append({"programs": count, **figures})
+        print(rows[-1], flush=True)
+    return {"results": rows}
+
+
+PARTS = {"interpreter": interpreter, "compiled": compiled, "lowering": lowering}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", nargs="?", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    for part in options.parts:
+        with tempfile.TemporaryDirectory() as cache:  # nothing is cached before
+            device = CudaDevice(cache_directory=Path(cache))
+            found = PARTS[part](device, options.repeats)
+        content = {"device": {"name": device.name, "driver": device.driver}, **found}
+        save(f"gpu_{part}", content, options.directory)
+
+
+if __name__ == "__main__":
+    main()
