@@ -147,7 +147,7 @@ def main() -> None:
             "one client": one_client(client, options.scale),
         }
         counts = [count for count in WORKERS if count <= 4 * (os.cpu_count() or 1)]
-        with Workers(max(counts)) as workers:
+        with Workers(max(counts, default=0)) as workers:
             run = partial(sustained, workers, server.address, seconds=options.seconds)
             content["sustained"] = [run(count) for count in counts]
     if find_spec("evogp"):
