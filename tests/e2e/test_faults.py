@@ -1,4 +1,4 @@
-"""Faults of engines, servers and networks, in small; many of each: `tests/bench/service/faults.py`."""
+"""Faults in small; `tests/bench/service/faults.py` has many of each."""
 
 import numpy as np
 import pytest
