@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
@@ -108,11 +108,19 @@ class Rules:
     """Builds nodes in normal form."""
 
     assume_defined: bool
+    _known: dict[tuple[str, tuple[Node, ...]], Node] = field(default_factory=dict, init=False)
+    """Results by operator and operands: programs that differ in one place share most of them."""
 
     def applied_once(self, program: Program) -> Program:
         """Return the tokens of a program's normal form."""
-        tokens = np.frombuffer(program.fold(leaf, self.apply).tokens, TOKEN)
-        return Program(tokens["code"], tokens["value"])
+        tokens = np.frombuffer(program.fold(leaf, self._applied).tokens, TOKEN)
+        return Program._unchecked(tokens["code"], tokens["value"].astype(np.float64))
+
+    def _applied(self, row: Operator, operands: list[Node]) -> Node:
+        key = row.name, tuple(operands)
+        if key not in self._known:
+            self._known[key] = self.apply(row, operands)
+        return self._known[key]
 
     def apply(self, row: Operator, operands: list[Node]) -> Node:
         """Apply an operator; the result is never longer than with the operator as it is."""

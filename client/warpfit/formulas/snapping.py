@@ -188,7 +188,7 @@ def _candidates(search: _Search, settings: SnapSettings) -> list[Program]:
     program = search.program
     found = {*_with_shorter_numbers(program, rules), *_with_less(program, rules, settings)}
     cheaper = [(_cost(program), program) for program in found - search.tried]
-    cheaper.sort(key=lambda pair: (pair[0], str(pair[1])))
+    cheaper.sort(key=lambda pair: (pair[0], pair[1].codes.tobytes(), pair[1].values.tobytes()))
     chosen = [program for price, program in cheaper if price < own][:_MOST_CANDIDATES]
     search.tried.update(chosen)
     return chosen
@@ -210,24 +210,24 @@ def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterat
     """
     if len(program) > _MOST_TOKENS:
         return
-    codes, values = program.codes, program.values
-    starts, parents = _spans(codes.tolist())
+    codes, values = program.codes.tobytes(), program.values.tobytes()
+    starts, parents = _spans(codes)
     for end, start in enumerate(starts):
         replacements = [0.0] * (parents[end] in _TERMS) + [1.0] * (parents[end] in _FACTORS)
         if end > start:
-            part = Program(codes[start : end + 1], values[start : end + 1])
+            part = Program._unchecked(codes[start : end + 1], values[8 * start : 8 * end + 8])
             replacements += _median(part, settings.sample)
-        parts = [([CONSTANT], [value]) for value in replacements]
+        parts = [(bytes([CONSTANT]), np.float64(value).tobytes()) for value in replacements]
         for stop in range(end, start, -1):
             if ARITIES[codes[stop]] != 1 or stop < end - 1:
                 break
-            parts.append((codes[start:stop].tolist(), values[start:stop].tolist()))
+            parts.append((codes[start:stop], values[8 * start : 8 * stop]))
         if codes[end] == _ABS:
-            parts.append(([*parts[-1][0], _NEG], [*parts[-1][1], 0.0]))
+            parts.append((parts[-1][0] + bytes([_NEG]), parts[-1][1] + bytes(8)))
         for new_codes, new_values in parts:
-            changed = Program(
-                np.concatenate([codes[:start], np.array(new_codes, np.uint8), codes[end + 1 :]]),
-                np.concatenate([values[:start], new_values, values[end + 1 :]]),
+            changed = Program._unchecked(
+                codes[:start] + new_codes + codes[end + 1 :],
+                values[: 8 * start] + new_values + values[8 * end + 8 :],
             )
             yield rules.applied_once(changed)
 

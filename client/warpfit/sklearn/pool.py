@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -74,12 +73,12 @@ def pareto_layers(complexities: Indices, losses: Floats) -> Indices:
     """Return the layer of each formula (Deb et al. 2002, without the crowding distance)."""
     layers = np.zeros(len(losses), np.int64)
     # Among formulas at most as complex, the best loss of each layer; it grows with the layer.
-    best: list[float] = []
-    for index in np.lexsort((losses, complexities)).tolist():
-        layer = bisect.bisect_right(best, losses[index])
-        layers[index] = layer
-        if layer == len(best):
-            best.append(losses[index])
-        else:
-            best[layer] = losses[index]
+    best = np.full(len(losses), np.nan)
+    order = np.lexsort((losses, complexities))
+    for group in np.split(order, np.flatnonzero(np.diff(complexities[order])) + 1):
+        # Each formula is in a layer behind that of the one before it, and behind what is better.
+        places = np.arange(len(group))
+        behind = np.searchsorted(best, losses[group], side="right")
+        layers[group] = places + np.maximum.accumulate(behind - places)
+        best[layers[group]] = losses[group]
     return layers

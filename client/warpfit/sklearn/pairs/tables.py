@@ -157,7 +157,8 @@ def top(score: Callable[[Singles], Singles], left: Singles, count: int) -> tuple
         scores = score(left[start : start + BLOCK])
         # At least as many are above the bound as are kept, and hardly more.
         bests = np.sort(scores.max(axis=1))
-        one, other = np.nonzero(scores >= bests[-min(count, len(bests))])
+        places = np.flatnonzero(scores >= bests[-min(count, len(bests))])
+        one, other = np.divmod(places, scores.shape[1])
         order = np.argsort(-scores[one, other])[:count]
         ones.append(one[order] + start)
         others.append(other[order])
