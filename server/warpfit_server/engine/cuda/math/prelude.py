@@ -71,22 +71,21 @@ __device__ __forceinline__ REAL product(REAL slope, REAL partial) {
 """
 
 #: Long and rare functions: inlined, they would add half to the time of compiling the interpreters.
-#: ``digamma`` is as in `warpfit.expressions.special`.
+#: ``digamma`` is as in `warpfit.expressions.special`; float32 would lose digits near its zeros.
 _CALLED: Final = r"""
 static __device__ __noinline__ REAL called_tgamma(REAL a) { return tgamma(a); }
 static __device__ __noinline__ REAL called_lgamma(REAL a) { return lgamma(a); }
-static __device__ __noinline__ REAL digamma(REAL a) {
-  if (a < (REAL)0 && floor(a) == a) return (REAL)0;
-  REAL x = a < (REAL)0.5 ? (REAL)1 - a : a, z = x + (REAL)8, steps = (REAL)0;
-  for (int k = 0; k < 8; ++k) steps += (REAL)1 / (x + (REAL)k);
-  REAL square = (REAL)1 / (z * z), series = (REAL)0;
-  const REAL terms[] = {@SERIES@};
-  for (REAL term : terms) series = (series + term) * square;
-  REAL r = log(z) - (REAL)0.5 / z - series - steps;
-  REAL fraction = a - floor(a + (REAL)0.5);
-  return a < (REAL)0.5 ? r - (REAL)3.141592653589793 / tan((REAL)3.141592653589793 * fraction) : r;
+static __device__ __noinline__ double digamma(double a) {
+  if (a < 0.0 && floor(a) == a) return 0.0;
+  double x = a < 0.5 ? 1.0 - a : a, z = x + 8.0, steps = 0.0;
+  for (int k = 0; k < 8; ++k) steps += 1.0 / (x + k);
+  double square = 1.0 / (z * z), series = 0.0;
+  const double terms[] = {@SERIES@};
+  for (double term : terms) series = (series + term) * square;
+  double r = log(z) - 0.5 / z - series - steps;
+  return a < 0.5 ? r - 3.141592653589793 / tan(3.141592653589793 * (a - floor(a + 0.5))) : r;
 }
-""".replace("@SERIES@", ", ".join(f"(REAL){term!r}" for term in reversed(SERIES)))
+""".replace("@SERIES@", ", ".join(map(repr, reversed(SERIES))))
 
 
 def prelude(mode: Mode) -> str:

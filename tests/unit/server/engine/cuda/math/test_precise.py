@@ -16,6 +16,7 @@ from support.engines.error_bounds import BOUNDS as BOUNDS_TABLE
 from support.engines.error_bounds import excess
 from support.engines.hard_cases import exact_values, hard_operands
 from support.engines.operators import operand_rows
+from warpfit.expressions import special
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.precise import precise_calls
@@ -34,6 +35,7 @@ WIDE = np.longdouble
 CALLS = {
     **{"div": "quotient(a, b)", "inv": "quotient(1, a)", "sqrt": "root(a)", "log": "logarithm(a)"},
     **{"exp": "exponential(a)", "pow": "power(a, b)", "fma": "product_sum(a, b, c)"},
+    "digamma": "digamma(a)",
 }
 #: CUDA's functions. Approximate ones are off by as much as the hardware may be: those of float32 by
 #: 1 ulp, those of float64 are right to 20 bits; they take and return no subnormal numbers.
@@ -182,6 +184,26 @@ def test_powers_of_negative_numbers(mode: Mode) -> None:
     assert_within_bounds(mode, "pow", [base, whole + mode.dtype.type(0.5)])
     large = (2.0 ** rng.integers(20, 60, 50_000) + rng.integers(0, 3, 50_000)).astype(mode.dtype)
     assert_within_bounds(mode, "pow", [np.full_like(large, -1), large])
+
+
+@pytest.mark.parametrize("mode", [Mode.PRECISE, Mode.DOUBLE])
+def test_digamma_is_the_reference(mode: Mode) -> None:
+    rng = np.random.default_rng(4)
+    special_values = [0.0, -0.0, -1.0, -7.0, np.inf, -np.inf, np.nan, 1e-30, 1e30, -1e30]
+    near_poles = rng.integers(-9, 1, 5_000) + rng.choice([-1, 1], 5_000) * 1e-3
+    rows = [
+        special_values,
+        near_poles,
+        rng.uniform(-30, 30, 20_000),
+        10 ** rng.uniform(-30, 30, 999),
+    ]
+    operands = np.concatenate(rows).astype(mode.dtype)
+    with np.errstate(all="ignore"):
+        wanted = special.digamma(operands.astype(np.float64))
+        got = run(mode, "digamma", [operands])
+        error = np.abs(got - wanted) / np.maximum(np.abs(wanted), 0.1)
+    same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
+    assert np.where(same, 0.0, error).max() < (1e-6 if mode is Mode.PRECISE else 1e-13)
 
 
 def test_names_of_functions_are_replaced_and_nothing_else() -> None:
