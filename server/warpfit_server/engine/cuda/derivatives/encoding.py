@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numba import from_dtype, types
 from numpy.typing import NDArray
 
 from warpfit_server.engine.autodiff.differentiate import LoweringWorkspace, Source, reserve
 from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, NONE, RESULT, SCALAR
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import uncounted
 
 #: Sources of an operand, and kinds of a place.
@@ -53,11 +55,6 @@ class ProgramRecords:
         fill_starts(records, sums, 1)
         return ProgramRecords(records, sums)
 
-    @property
-    def work(self) -> NDArray[np.int64]:
-        """Instructions of each program plus a fourth of its sums, [programs]."""
-        return self.programs["count"].astype(np.int64) + self.sums // 4
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DerivativeCode(ProgramRecords):
@@ -84,17 +81,33 @@ class DerivativeCode(ProgramRecords):
         return {name: getattr(self, name) for name in names}
 
 
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def count_sums(records: NDArray[np.void], products: bool, sums: NDArray[np.int64]) -> None:
+    """Count the sums over the rows for each job of a program."""
+    for index in range(len(records)):
+        columns = np.int64(records[index].columns)
+        sums[index] = 1 + columns + (columns * (columns + 1) // 2 if products else 0)
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def fill_starts(records: NDArray[np.void], sums: NDArray[np.int64], vectors: int) -> None:
     """Fill in the fields that depend on the programs before each one."""
-    counts = records["parameters"].astype(np.int64)
-    sizes = {
-        "scalar": records["scalars"].astype(np.int64),
-        "parameter": counts,
-        "sum": sums,
-        "triangle": counts * (counts + 1) // 2,
-    }
-    for name, size in sizes.items():
-        records[name] = (np.cumsum(size) - size) * vectors
+    scalar = parameter = first_sum = triangle = np.int64(0)
+    for index in range(len(records)):
+        record, count = records[index], np.int64(records[index].parameters)
+        record.scalar, record.parameter = np.uint32(scalar), np.uint32(parameter)
+        record.sum, record.triangle = np.uint64(first_sum), np.uint64(triangle)
+        scalar += vectors * np.int64(record.scalars)
+        parameter += vectors * count
+        first_sum += vectors * sums[index]
+        triangle += vectors * (count * (count + 1) // 2)
+
+
+def load() -> None:
+    """Load the compiled functions above, or compile them."""
+    records, numbers = types.Array(from_dtype(PROGRAM), 1, "C"), types.int64[::1]
+    count_sums.compile((records, types.boolean, numbers))
+    fill_starts.compile((records, numbers, types.int64))
 
 
 # ------------------------------------------------------------------------------ compiled by Numba

@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+from numba import from_dtype, types
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.losses import mentions_weight
 from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
-from warpfit_server.engine.cuda.derivatives.encoding import ProgramRecords
+from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM, ProgramRecords
 from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, BLOCKS, WARPS
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.row_blocks import levels_between
 
 #: Bytes of rows that a thread works on at a time.
@@ -30,6 +32,10 @@ _CHUNK_SHARE: Final = 1 / 8
 _MAX_WARP_BYTES: Final = (1 << 31) - 1
 #: Most blocks in the second dimension of a grid.
 _MAX_JOBS: Final = 0xFFFF
+#: Classes of work by which jobs are ordered.
+_CLASSES: Final = 256
+#: A job, a sum and a parameter.
+Ends = tuple[int, int, int]
 #: The struct Arguments of derivatives.cu, field by field.
 DERIVATIVE_ARGUMENTS: Final = np.dtype(
     [
@@ -163,7 +169,7 @@ class LaunchPlan:
     arguments: NDArray[np.void]
     """`DERIVATIVE_ARGUMENTS` without the addresses of buffers, and without rows."""
     order: NDArray[np.uint32]
-    """Job numbers, the most work first within each chunk."""
+    """Job numbers, about the most work first within each chunk."""
     chunks: tuple[DerivativeChunk, ...]
     scalar_bytes: int
 
@@ -181,30 +187,35 @@ def plan_launches(
     code: DeviceCode,
 ) -> LaunchPlan:
     """Plan the launches of an evaluation on its rows, or on fewer; see `place_rows`."""
-    geometry = _geometry(device, resident, evaluation, code)
+    variant = Variant.of(Mode.of(resident.dataset.layout.dtype, evaluation.precision), ROW_BYTES)
+    records = code.records.programs, code.records.sums
+    level_bytes = variant.tile * variant.dtype.itemsize
+    work = np.empty(len(records[0]), dtype=np.int64)
+    need, scalars = measure_programs(*records, level_bytes, work)
+    geometry = _geometry(device, resident, evaluation, variant, need)
     most = min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE))
     chunks = tuple(_chunks(code, geometry, wanted, most))
-    chunk_of_job = np.repeat(np.arange(len(chunks)), [c.jobs[1] - c.jobs[0] for c in chunks])
-    work = code.records.work.repeat(code.vectors)
-    scalars = int(code.records.programs["scalars"].sum(dtype=np.int64)) * code.vectors
+    order = np.empty(code.jobs, dtype=np.uint32)
+    for chunk in chunks:
+        order_jobs(work, code.vectors, chunk.jobs[0], order[slice(*chunk.jobs)])
     return LaunchPlan(
         code,
         geometry,
         _arguments(resident, wanted, geometry, code),
-        np.lexsort((-work, chunk_of_job)).astype(np.uint32),
+        order,
         chunks,
-        max(1, scalars) * geometry.variant.dtype.itemsize,
+        max(1, scalars * code.vectors) * variant.dtype.itemsize,
     )
 
 
 def _geometry(
-    device: CudaDevice, resident: ResidentDataset, evaluation: Evaluation, code: DeviceCode
+    device: CudaDevice,
+    resident: ResidentDataset,
+    evaluation: Evaluation,
+    variant: Variant,
+    need: int,
 ) -> DerivativeGeometry:
-    mode = Mode.of(resident.dataset.layout.dtype, evaluation.precision)
-    variant = Variant.of(mode, ROW_BYTES)
-    levels = code.records.programs["levels"].astype(np.int64)
-    sum_bytes = -(-code.records.sums // 2) * 16
-    need = int((sum_bytes + levels * variant.tile * variant.dtype.itemsize).max())
+    """Describe the work of an evaluation whose programs need so much memory of a warp at most."""
     _check_memory(need)
     usual = device.shared_bytes(BLOCKS)
     spills = need > device.shared_bytes(1)
@@ -237,31 +248,17 @@ def _chunks(
     code: DeviceCode, geometry: DerivativeGeometry, wanted: RequestedOutputs, most: int
 ) -> Iterator[DerivativeChunk]:
     """Cut the jobs so that the results of one launch fit in ``most`` bytes."""
-    vectors = code.vectors
-    counts = code.records.programs["parameters"].repeat(vectors).astype(np.int64)
-    sums = code.records.sums.repeat(vectors)
-    sizes = sums * geometry.blocks * 8
+    a_job = geometry.pitch * stores_values(wanted)
     if wanted.reductions is not None or wanted.moments is not None:
-        sizes += geometry.leaves * NODE_STATISTICS * 8
-    sizes += geometry.pitch * (stores_values(wanted) + counts * (wanted.jacobian is not None))
+        a_job += geometry.leaves * NODE_STATISTICS * 8
     if geometry.spills:
-        sizes += geometry.blocks * WARPS * geometry.warp_bytes
-    if code.jobs <= _MAX_JOBS and sizes.sum() <= most:
-        yield DerivativeChunk((0, code.jobs), (0, int(sums.sum())), (0, int(counts.sum())))
-        return
-    parameter_edges, sum_edges, used = (
-        np.concatenate([[0], np.cumsum(each)]).tolist() for each in (counts, sums, sizes)
-    )
-    first = 0
-    while first < code.jobs:
-        stop = int(np.searchsorted(used, used[first] + most, side="right")) - 1
-        stop = min(max(stop, first + 1), first + _MAX_JOBS)
-        yield DerivativeChunk(
-            (first, stop),
-            (sum_edges[first], sum_edges[stop]),
-            (parameter_edges[first], parameter_edges[stop]),
-        )
-        first = stop
+        a_job += geometry.blocks * WARPS * geometry.warp_bytes
+    costs = a_job, geometry.blocks * 8, geometry.pitch * (wanted.jacobian is not None)
+    records, first = (code.records.programs, code.records.sums, code.vectors), (0, 0, 0)
+    while first[0] < code.jobs:
+        end = end_of_chunk(*records, first, costs, most)
+        yield DerivativeChunk(*zip(first, end, strict=True))
+        first = end
 
 
 def _arguments(
@@ -300,3 +297,82 @@ def place_rows(
         arguments["weights"] = resident.weights_address(geometry.aligned)
     for name in ("first_row", "end_row", "first_tile", "tiles", "blocks"):
         arguments[name] = getattr(geometry, name)
+
+
+# ------------------------------------------------------------------------------ compiled by Numba
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def measure_programs(
+    records: NDArray[np.void], sums: NDArray[np.int64], level_bytes: int, work: NDArray[np.int64]
+) -> tuple[int, int]:
+    """Estimate the work of each program: its instructions, and a fourth of its sums.
+
+    Returns:
+        The bytes that a warp needs for sums and levels at most, and the scalars of all programs.
+    """
+    need = scalars = np.int64(0)
+    for index in range(len(records)):
+        record = records[index]
+        work[index] = np.int64(record.count) + sums[index] // 4
+        need = max(need, (sums[index] + 1) // 2 * 16 + level_bytes * np.int64(record.levels))
+        scalars += np.int64(record.scalars)
+    return int(need), int(scalars)
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def end_of_chunk(
+    records: NDArray[np.void],
+    sums: NDArray[np.int64],
+    vectors: int,
+    first: Ends,
+    costs: Ends,
+    most: int,
+) -> Ends:
+    """Return the job after the last one that fits in ``most`` bytes, and its sum and parameter.
+
+    Args:
+        records: of the programs.
+        sums: of each program.
+        vectors: of each program.
+        first: job, sum and parameter.
+        costs: bytes of a job, a sum and a parameter.
+        most: bytes, which a single job may exceed.
+    """
+    job, total, parameter = first
+    left = most
+    while job < len(records) * vectors and job - first[0] < _MAX_JOBS:
+        own, count = sums[job // vectors], np.int64(records[job // vectors].parameters)
+        left -= costs[0] + costs[1] * own + costs[2] * count
+        if left < 0 and job > first[0]:
+            break
+        job, total, parameter = job + 1, total + int(own), parameter + int(count)
+    return job, total, parameter
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def order_jobs(
+    work: NDArray[np.int64], vectors: int, first: int, order: NDArray[np.uint32]
+) -> None:
+    """List the jobs from a first one on, those of about the most work first."""
+    largest = np.int64(1)
+    for job in range(first, first + len(order)):
+        largest = max(largest, work[job // vectors])
+    ends = np.zeros(_CLASSES + 1, dtype=np.int64)
+    for job in range(first, first + len(order)):
+        ends[(largest - work[job // vectors]) * (_CLASSES - 1) // largest + 1] += 1
+    for index in range(_CLASSES):
+        ends[index + 1] += ends[index]
+    for job in range(first, first + len(order)):
+        index = (largest - work[job // vectors]) * (_CLASSES - 1) // largest
+        order[ends[index]] = job
+        ends[index] += 1
+
+
+def load() -> None:
+    """Load the compiled functions above, or compile them."""
+    records, numbers = types.Array(from_dtype(PROGRAM), 1, "C"), types.int64[::1]
+    ends, word = types.UniTuple(types.int64, 3), types.int64
+    measure_programs.compile((records, numbers, word, numbers))
+    end_of_chunk.compile((records, numbers, word, ends, ends, word))
+    order_jobs.compile((numbers, word, word, types.uint32[::1]))

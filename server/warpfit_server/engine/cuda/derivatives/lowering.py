@@ -35,11 +35,12 @@ from warpfit_server.engine.autodiff.differentiate import (
     source_arrays,
     source_of,
 )
-from warpfit_server.engine.cuda.derivatives import encoding
+from warpfit_server.engine.cuda.derivatives import encoding, launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import (
     PROGRAM,
     DerivativeCode,
     EncodedArrays,
+    count_sums,
     encode_program,
     fill_starts,
 )
@@ -141,8 +142,9 @@ class DerivativeLowering:
         instructions, loads, columns, entries = source[-1].tolist()
         out.instructions[instructions] = 0
         records = out.programs.view(PROGRAM).reshape(-1)
-        sums = _sum_counts(records, products=products)
         records["parameters"] = batch.parameter_counts
+        sums = np.empty(len(records), dtype=np.int64)
+        count_sums(records, products, sums)
         fill_starts(records, sums, batch.vectors)
         return DerivativeCode(
             records,
@@ -181,6 +183,8 @@ def directory_name() -> str:
 
 def load(directory: Path) -> tuple[Any, ParallelCode]:
     """Load the compiled code from disk, or compile it (about 15 s) and store it."""
+    encoding.load()
+    launch_plan.load()
     place = directory / directory_name()
     parallel = ParallelCode.load(place)
     with numba_cache.cached_in(place) as jit:
@@ -198,11 +202,6 @@ def _empty(tokens: int, programs: int, loss_tokens: int) -> EncodedArrays:
         np.empty((capacity, 2), dtype=np.int32),
         np.empty(capacity, dtype=np.float64),
     )
-
-
-def _sum_counts(records: NDArray[np.void], *, products: bool) -> NDArray[np.int64]:
-    columns = records["columns"].astype(np.int64)
-    return 1 + columns + (columns * (columns + 1) // 2 if products else 0)
 
 
 def _check_index(largest: int) -> None:

@@ -35,6 +35,8 @@ from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives import lowering as lowering_module
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
+from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.interface import Steps, run_to_end
 from warpfit_server.system.compile_cache import default_cache_directory
 
@@ -204,12 +206,11 @@ def test_more_sums_than_kernels_can_address_are_refused(sums, fits):
     layout = Layout(variables=2, rows=5000, dtype=np.dtype(np.float32), has_target=True)
     device = SimpleNamespace(shared_bytes=lambda blocks: 232_448 // blocks // 16 * 16)
     resident = SimpleNamespace(dataset=SimpleNamespace(layout=layout))
-    records = np.zeros(1, dtype=[("levels", np.uint32)])
-    code = SimpleNamespace(records=SimpleNamespace(programs=records, sums=np.array([sums])))
     evaluation = Evaluation(bytes(32), Batch.of([Program.variable(0)], [[]]))
+    given = device, resident, evaluation, Variant.of(Mode.FAST, 32), 8 * sums
     if fits:
-        assert launch_plan._geometry(device, resident, evaluation, code).spills
+        assert launch_plan._geometry(*given).spills
         return
     with pytest.raises(ResourceExhaustedError) as caught:
-        launch_plan._geometry(device, resident, evaluation, code)
+        launch_plan._geometry(*given)
     assert caught.value.reason == "PROGRAM_TOO_LONG"

@@ -1,0 +1,75 @@
+"""Plans of launches: chunks of jobs, their order, and what programs need."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpfit_server.engine.cuda.derivatives import encoding, launch_plan
+from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """No call compiles for other types than those that are loaded at the start."""
+    encoding.load()
+    launch_plan.load()
+    functions = [encoding.count_sums, encoding.fill_starts, launch_plan.measure_programs]
+    functions += [launch_plan.end_of_chunk, launch_plan.order_jobs]
+    yield
+    assert all(len(function.signatures) == 1 for function in functions)
+
+
+def some_records(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    records = np.zeros(count, dtype=PROGRAM)
+    for name, most in (("parameters", 5), ("columns", 6), ("scalars", 9), ("levels", 40)):
+        records[name] = rng.integers(most, size=count)
+    records["count"] = rng.integers(1, 300, size=count)
+    sums = np.empty(count, dtype=np.int64)
+    encoding.count_sums(records, bool(seed % 2), sums)
+    return records, sums
+
+
+@given(st.integers(0, 1000), st.integers(1, 40), st.integers(1, 4))
+def test_starts_are_sums_over_the_programs_before(seed, count, vectors):
+    records, sums = some_records(seed, count)
+    columns, counts = records["columns"].astype(int), records["parameters"].astype(int)
+    pairs = columns * (columns + 1) // 2 if seed % 2 else 0
+    np.testing.assert_array_equal(sums, 1 + columns + pairs)
+    encoding.fill_starts(records, sums, vectors)
+    sizes = {"scalar": records["scalars"].astype(int), "parameter": counts, "sum": sums}
+    sizes["triangle"] = counts * (counts + 1) // 2
+    for name, size in sizes.items():
+        np.testing.assert_array_equal(records[name], vectors * (np.cumsum(size) - size))
+
+
+@given(st.integers(0, 1000), st.integers(1, 40), st.integers(1, 4), st.integers(1, 3000))
+def test_chunks_have_as_many_jobs_as_fit(seed, count, vectors, most):
+    records, sums = some_records(seed, count)
+    counts, costs, first = records["parameters"].astype(int), (7, 8, 3), (0, 0, 0)
+    size = np.repeat(costs[0] + costs[1] * sums + costs[2] * counts, vectors)
+    while first[0] < count * vectors:
+        end = launch_plan.end_of_chunk(records, sums, vectors, first, costs, most)
+        chunk = slice(first[0], end[0])
+        assert size[chunk].sum() <= most or end[0] == first[0] + 1
+        assert end[0] == count * vectors or size[first[0] : end[0] + 1].sum() > most
+        assert end[1] - first[1] == np.repeat(sums, vectors)[chunk].sum()
+        assert end[2] - first[2] == np.repeat(counts, vectors)[chunk].sum()
+        first = end
+
+
+def test_jobs_of_most_work_come_first():
+    records, sums = some_records(1, 500)
+    work = np.empty(500, dtype=np.int64)
+    need, scalars = launch_plan.measure_programs(records, sums, 1024, work)
+    np.testing.assert_array_equal(work, records["count"] + sums // 4)
+    assert scalars == records["scalars"].sum()
+    assert need == (-(-sums // 2) * 16 + 1024 * records["levels"].astype(int)).max()
+    order = np.empty(600, dtype=np.uint32)
+    launch_plan.order_jobs(work, 2, 100, order)
+    assert sorted(order.tolist()) == list(range(100, 700))
+    falling = work[order // 2]
+    assert (np.diff(falling) <= work.max() / 200).all()
