@@ -21,12 +21,13 @@ from support.engines.fits import fit
 from support.engines.numpy_engine import NumpyEngine
 from warpfit import parse
 from warpfit.dataset import Dataset
+from warpfit.errors import ProgramError
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit_server.engine.cuda.derivatives import launch_plan
+from warpfit_server.engine.cuda.derivatives import launch_plan, tier
 from warpfit_server.engine.interface import run_to_end
 
 FLAVOURS = [("float64", Precision.PRECISE, 1e-9), ("float32", Precision.PRECISE, 1e-4)]
@@ -70,6 +71,24 @@ def test_a_compiled_loss_is_the_interpreters(engine, loss, weights, dtype):
     for gradient in (False, True):
         got = evaluated(engine, data, batch, loss, gradient=gradient, tier=Tier.COMPILED)
         np.testing.assert_allclose(got, alone, rtol=1e-14)
+
+
+def test_a_large_batch_is_computed_in_parts(engine, monkeypatch):
+    """To the last bit, and an error names the program of the whole batch."""
+    data, drawn = make_dataset(5000), thesis_mix(3, 60, variables=4)
+    options = {"row_loss": SQUARES, "statistics": True}
+    whole = derive(engine, data, *drawn, **options)
+    monkeypatch.setattr(tier, "_MOST_TOKENS", 200)
+    parts = derive(engine, data, *drawn, **options)
+    for name in ("losses", "gradients", "jacobian", "variable_gradients", "reductions", "moments"):
+        np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
+    batch = Batch.of(*drawn)
+    codes = batch.codes.copy()
+    codes[batch.starts[41]] = 255
+    bad = Evaluation(data.content_id, replace(batch, codes=codes), jacobian=True)
+    with pytest.raises(ProgramError) as caught:
+        run_to_end(engine.evaluate(bad, outputs_for(bad, data.layout)))
+    assert caught.value.expression == 41
 
 
 @pytest.mark.parametrize("rows", [31, 5000])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,19 @@ class RequestedOutputs:
             | backward_pass.LOSS_DERIVATIVE * self.needs_loss_derivative
             | backward_pass.SQUARES * self.is_squares
         )
+
+    def of_programs(self, programs: slice, parameter_starts: NDArray[np.int64]) -> RequestedOutputs:
+        """Return what a range of the programs fills; `Batch.parameter_starts` are of all."""
+        start, stop = parameter_starts[programs.start], parameter_starts[programs.stop]
+        of_parameters = {"gradients": slice(start, stop), "jacobian": slice(start, stop)}
+        arrays: dict[str, Any] = {
+            each.name: array[of_parameters.get(each.name, programs)]
+            for each in fields(self)
+            if isinstance(array := getattr(self, each.name), np.ndarray)
+        }
+        arrays["cancelled"] = self.cancelled
+        first = int(programs.start)
+        return replace(self, **arrays, ready=lambda count: self.ready(first + count))
 
     @property
     def needs_loss_derivative(self) -> bool:

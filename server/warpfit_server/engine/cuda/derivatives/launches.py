@@ -260,8 +260,7 @@ def _launch_chunk(
     context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk, side: int
 ) -> None:
     """Launch one chunk and the copies of its large results; see `resident_data.run_chunks`."""
-    geometry, wanted = launch.geometry, launch.wanted
-    arguments = launch.arguments.copy()
+    geometry, wanted, arguments = launch.geometry, launch.wanted, launch.arguments
     jobs = chunk.jobs[1] - chunk.jobs[0]
     arguments["order"] += 4 * chunk.jobs[0]
     arguments["first_job"], arguments["first_parameter"] = chunk.jobs[0], chunk.parameters[0]

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise, starmap
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Tier, Timings
@@ -69,6 +71,10 @@ from warpfit_server.row_blocks import node_rows
 _ALIGNMENT: Final = 256
 #: Most rows of which values are on the device at a time, a power of two.
 _MOST_VALUES: Final = 1 << 24
+#: Most tokens, unless a program has more, and jobs of a part of a batch, for which the engine's
+#: thread has some milliseconds of work.
+_MOST_TOKENS: Final = 1 << 17
+_MOST_JOBS: Final = 1 << 15
 #: Variants of the kernels for programs that do not spill.
 VARIANTS: Final = tuple(Variant.of(mode, ROW_BYTES) for mode in Mode)
 
@@ -110,9 +116,22 @@ class DerivativeTier:
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
-        started = time.perf_counter_ns()
-        wanted = requested_outputs(evaluation, outputs)
-        computed = yield from self._run(resident, evaluation, wanted)
+        started, computed = time.perf_counter_ns(), 0
+        wanted, batch = requested_outputs(evaluation, outputs), evaluation.batch
+        is_cut = outputs.shard is None and not resident.is_streamed
+        edges = _part_edges(batch) if is_cut else [0, len(batch)]
+        for programs in starmap(slice, pairwise(edges)):
+            if programs.start:
+                yield None
+            part, own = evaluation, wanted
+            if len(edges) > 2:
+                part = replace(evaluation, batch=batch[programs])
+                own = wanted.of_programs(programs, batch.parameter_starts)
+            try:
+                computed += yield from self._run(resident, part, own)
+            except ProgramError as error:
+                error.expression = programs.start + (error.expression or 0)
+                raise
         host_time = time.perf_counter_ns() - started - computed
         return Timings(copy_in=max(0, host_time), compute=computed, tier=Tier.INTERPRETER)
 
@@ -279,6 +298,17 @@ class DerivativeTier:
         if not spills:
             self._device.allow_shared(kernels.linearise, self._device.shared_bytes(1))
         return kernels
+
+
+def _part_edges(batch: Batch) -> list[int]:
+    """Cut a large batch, of which each part is lowered, planned and uploaded at a time."""
+    edges, starts = [0], batch.starts
+    most = max(1, _MOST_JOBS // batch.vectors)
+    while edges[-1] < len(batch):
+        first = edges[-1]
+        stop = int(np.searchsorted(starts, starts[first] + _MOST_TOKENS, side="right")) - 1
+        edges.append(min(max(stop, first + 1), first + most, len(batch)))
+    return edges
 
 
 def derivative_switch(variant: Variant, *, spills: bool) -> CudaSource:
