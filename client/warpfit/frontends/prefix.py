@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError, ProgramError
 from warpfit.expressions.grammar import CHAINED
+from warpfit.expressions.subtrees import subtree_starts
 from warpfit.ir import Population
 from warpfit.ops import ARITIES
 from warpfit.parse import MACROS, function
@@ -91,26 +92,12 @@ class PrefixTrees:
 def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the nodes of trees in prefix order in the order of postfix.
 
-    The number of ``operands`` [nodes] that are missing after each node tells where its subtree
-    ends: at the next node after which one less is missing than before it. A node stands in postfix
-    where the subtrees that end before it are, plus the rest of its own.
+    Read backwards prefix is postfix. A node stands in postfix where the subtrees that end before it
+    are, plus the rest of its own.
     """
+    _check_whole(operands, lengths)
     size = len(operands)
-    missing = np.cumsum(operands - 1)
-    ends = np.cumsum(lengths)
-    # Each tree lowers the sum by one.
-    before = missing + np.repeat(np.arange(len(lengths)), lengths) + 2 - operands
-    after = before + operands - 1
-    _check_whole(before, after, ends, lengths)
-    # Ends and beginnings, sorted by what is missing and then by place: each beginning is followed
-    # by the end of its subtree. NumPy sorts 16-bit integers by radix.
-    events = np.empty((size, 2), dtype=np.int16 if after.max(initial=0) < 2**15 - 1 else np.int64)
-    events[:, 0], events[:, 1] = before - 1, after
-    order = np.argsort(events.ravel(), kind="stable")
-    is_end = (order & 1).astype(bool)
-    next_end = order[is_end][np.cumsum(is_end) - is_end] >> 1
-    end = np.empty(size, dtype=np.int64)
-    end[order[~is_end] >> 1] = next_end[~is_end]
+    end = size - 1 - subtree_starts(operands[::-1], int(lengths.max(initial=0)))[::-1]
     ended = np.cumsum(np.bincount(end, minlength=size))
     ended[1:] = ended[:-1]
     ended[:1] = 0
@@ -120,17 +107,16 @@ def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> ND
     return result
 
 
-def _check_whole(
-    before: NDArray[np.int64],
-    after: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-) -> None:
+def _check_whole(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
     """Check that each tree has all operands and nothing behind its end."""
-    if lengths.all() and before.min(initial=1) >= 1 and not after[ends - 1].any():
+    # Each tree lowers the sum by one.
+    missing = np.cumsum(operands - 1) + np.repeat(np.arange(len(lengths)), lengths) + 1
+    ends = np.cumsum(lengths)
+    before = missing + 1 - operands
+    if lengths.all() and before.min(initial=1) >= 1 and not missing[ends - 1].any():
         return
     bad = lengths == 0
-    bad[lengths > 0] = after[ends[lengths > 0] - 1] != 0
+    bad[lengths > 0] = missing[ends[lengths > 0] - 1] != 0
     bad[np.repeat(np.arange(len(lengths)), lengths)[before < 1]] = True
     raise ProgramError(
         "the nodes are not one whole tree",

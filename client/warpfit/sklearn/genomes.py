@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.subtrees import subtree_starts
 from warpfit.ir import Batch, Population, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.parse import MACROS
@@ -67,6 +68,11 @@ class Genomes:
     def sizes(self) -> Indices:
         """Tokens of each formula."""
         return np.diff(self.starts)
+
+    @property
+    def trees(self) -> Indices:
+        """First token of the subtree that ends at each token; [tokens]."""
+        return subtree_starts(OPERANDS.take(self.codes))
 
     @property
     def constants(self) -> Indices:
@@ -173,12 +179,13 @@ def fold(codes: Codes, leaves: NDArray[Any], join: Join) -> NDArray[Any]:
         The result of the subtree that ends at each token, [tokens].
 
     """
-    starts, found = subtree_starts(codes), leaves.copy()
-    operators = np.flatnonzero(OPERANDS.take(codes) > 0)
+    arities, found = OPERANDS.take(codes), leaves.copy()
+    starts = subtree_starts(arities)
+    operators = np.flatnonzero(arities > 0)
     levels = _ancestors(starts).take(operators).astype(np.uint16)
     operators = operators.take(np.argsort(levels, kind="stable")[::-1])
     last, own = operators - 1, codes.take(operators)
-    middle, arity = starts.take(last) - 1, OPERANDS.take(own)
+    middle, arity = starts.take(last) - 1, arities.take(operators)
     first = np.where(arity == 1, last, np.where(arity == 2, middle, starts[middle] - 1))
     second = np.where(arity == 2, last, middle)
     stop = 0
@@ -187,20 +194,6 @@ def fold(codes: Codes, leaves: NDArray[Any], join: Join) -> NDArray[Any]:
         operands = (found.take(places[level]) for places in (first, second, last))
         found[operators[level]] = join(own[level], *operands)
     return found
-
-
-def subtree_starts(codes: Codes) -> Indices:
-    """Return the first token of the subtree that ends at each token.
-
-    It is the last leaf so far that left the stack as high as the subtree does.
-    """
-    arities = OPERANDS.take(codes)
-    # That 16 bits overflow does no harm: no formula is that high.
-    order = np.argsort(np.cumsum(1 - arities).astype(np.uint16), kind="stable")
-    leaves = np.flatnonzero(arities.take(order) == 0)
-    starts = np.empty_like(order)
-    starts[order] = np.repeat(order.take(leaves), np.diff(leaves, append=len(order)))
-    return starts
 
 
 def _ancestors(starts: Indices) -> Indices:
@@ -227,7 +220,7 @@ def hashes(genomes: Genomes) -> NDArray[np.uint64]:
 
 def depths(genomes: Genomes) -> Indices:
     """Return the height of each formula's tree; 1 for a leaf."""
-    above = _ancestors(subtree_starts(genomes.codes))
+    above = _ancestors(genomes.trees)
     return np.asarray(np.maximum.reduceat(above, genomes.starts[:-1]) + 1)
 
 
@@ -237,7 +230,7 @@ def simplified(genomes: Genomes) -> Genomes:
     A subtree of constants becomes one constant. A sum, difference, product or quotient of f and a
     constant, or -f, becomes f, because slope and intercept are fitted anyway.
     """
-    trees, variables = subtree_starts(genomes.codes), _bounds(genomes.codes == VARIABLE)
+    trees, variables = genomes.trees, _bounds(genomes.codes == VARIABLE)
     constant = variables[1:] == variables.take(trees)
     first, last = _unscaled(genomes, trees, constant)
     # Largest subtrees of constants: there is none behind that starts at the same token or before.

@@ -132,7 +132,7 @@ class Search:
         """Evolve, and return the formulas that nothing dominates, simplest first, fitted well."""
         self.islands = [self._settled()]
         if self.start is not None and len(self.start):
-            self._admit(self.islands[0], self.start)
+            self._admit(self.islands[0], simplified(self.start))
         for _ in self.pairs.views:
             if not self._over():
                 self._pair()
@@ -192,7 +192,7 @@ class Search:
         """Let the best pairs into the first island, with their constants fitted."""
         first = self.islands[0]
         found = self.pairs.step(first.population.genomes[:_PAIRED])
-        self._admit(first, found, fits=len(found))
+        self._admit(first, simplified(found), fits=len(found))
 
     def _settled(self) -> Island:
         """Return an island with a new population."""
@@ -217,7 +217,7 @@ class Search:
 
         With ``fits`` so many of the new ones are fitted before they are compared with the old.
         """
-        fresh = self._scored(self._fresh(island, simplified(genomes)))
+        fresh = self._scored(self._fresh(island, genomes))
         chosen = np.flatnonzero(~fresh.settled & np.isfinite(fresh.losses))[:fits]
         if len(chosen):
             fitted = self._fitted(fresh[chosen], self.sample, self.settings.fit_iterations)

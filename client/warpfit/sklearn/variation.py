@@ -18,7 +18,6 @@ from warpfit.sklearn.genomes import (
     Mask,
     joined,
     simplified,
-    subtree_starts,
     tokens,
 )
 
@@ -89,7 +88,7 @@ class Breeder:
         source = joined([genomes, self._grown(len(grafts), rounds=2)])
         donors = np.where(kind == _HOIST, mothers, fathers)
         donors[grafts] = len(genomes) + np.arange(len(grafts))
-        trees = subtree_starts(source.codes)
+        trees = source.trees
         whole = joins & (self.rng.random(count) < _WHOLE_CHANCE)
         end = np.where(whole, source.starts[mothers + 1] - 1, self._positions(source, mothers))
         start = trees[end]
@@ -108,7 +107,7 @@ class Breeder:
         grown, everybody = self._leaves(count), np.arange(count)
         for _ in range(rounds):
             source, end = joined([grown, self._leaves(count)]), self._positions(grown, everybody)
-            hole, leaf = (subtree_starts(grown.codes)[end], end + 1), source.starts[count:]
+            hole, leaf = (grown.trees[end], end + 1), source.starts[count:]
             grows = self.rng.random(count) < _GROWTH_CHANCE
             part, tails = (leaf[:-1], leaf[1:]), self._operator(count)
             grown, _ = self._spliced(source, everybody, hole, part, tails, grows)
