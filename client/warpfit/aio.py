@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Self, TypeVar, Unpack, overload
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
 
 from numpy.typing import NDArray
 
 from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
-from warpfit.calls.attempts import Action, Forget, Gather, Operation, Sleep
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions
 from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.simplification import Simplification, SimplifyOptions
-from warpfit.errors import WarpfitError
+from warpfit.client import Client
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Address
-from warpfit.transport.call import Call
-from warpfit.transport.channel import AsyncGrpcTransport, AsyncTransport
+from warpfit.transport.call import Cancellation
 from warpfit.transport.connection import Connection
 from warpfit.transport.security import TlsConfig
 from warpfit.transport.settings import RetryPolicy, TransportConfig
 
+#: Most calls of one client that are under way at a time; others wait for a thread.
+_MOST_CALLS: Final = 128
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -41,36 +44,32 @@ class AsyncUploadedDataset(DatasetHandle):
 
 
 class AsyncClient:
-    """`warpfit.Client` for asyncio; any number of tasks of one event loop may share it.
+    """`warpfit.Client` for asyncio; any number of tasks may share it.
 
-    Arguments, results and errors of each method are those of the method of the same name there.
+    Arguments, results and errors of each method are those of the method of the same name there. The
+    calls run in threads, at most 128 at a time: so do the callbacks of ``progress``. Cancelling a
+    task cancels its call on the server, too.
     """
 
-    def __init__(self, transport: AsyncTransport, connection: Connection) -> None:
+    def __init__(self, client: Client) -> None:
         """Use `warpfit.connect_async`, or `warpfit.testing.async_client` without a server."""
-        self._transport = transport
-        self._connection = connection
-        self._operations = ClientOperations.of(connection)
-
-    @classmethod
-    def of(cls, connection: Connection) -> Self:
-        """Make a client over gRPC."""
-        return cls(AsyncGrpcTransport(connection), connection)
+        self._client = client
+        self._threads = ThreadPoolExecutor(_MOST_CALLS, "warpfit")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the arguments of the connection, a token among them; a copy connects anew."""
-        return type(self).of, (self._connection,)
+        """Pickle as the blocking client; a copy connects anew."""
+        return type(self), (self._client,)
 
     async def upload(
         self, X: Any, y: Any = None, weights: Any = None, **options: Unpack[UploadOptions]
     ) -> AsyncUploadedDataset:
         """Make a data set resident on the server."""
-        dataset = await self._run(self._operations.upload(X, y, weights, options))
+        dataset = await self._run(ClientOperations.upload, X, y, weights, options)
         return AsyncUploadedDataset(dataset, self)
 
     async def open(self, name: str, **options: Unpack[OpenOptions]) -> AsyncUploadedDataset:
         """Have the server read a data set from a Parquet file of its own."""
-        return AsyncUploadedDataset(await self._run(self._operations.open(name, options)), self)
+        return AsyncUploadedDataset(await self._run(ClientOperations.open, name, options), self)
 
     @overload
     async def evaluate(
@@ -110,8 +109,7 @@ class AsyncClient:
         **options: Unpack[EvaluateOptions],
     ) -> Answer:
         """Evaluate expressions and return an `Answer` with the server's timings."""
-        operation = self._operations.run(data, expressions, parameters, values, options)
-        return await self._run(operation)
+        return await self._run(ClientOperations.run, data, expressions, parameters, values, options)
 
     async def optimize(
         self,
@@ -121,8 +119,7 @@ class AsyncClient:
         **options: Unpack[FitOptions],
     ) -> Fit:
         """Fit the parameters of expressions on the server, all of them at once."""
-        operation = self._operations.optimize(data, expressions, parameters, options)
-        return await self._run(operation)
+        return await self._run(ClientOperations.optimize, data, expressions, parameters, options)
 
     async def simplify(
         self,
@@ -132,23 +129,23 @@ class AsyncClient:
         **options: Unpack[SimplifyOptions],
     ) -> Simplification:
         """Shorten formulas as far as they fit the data hardly worse."""
-        return await self._run(self._operations.simplify(data, expressions, parameters, options))
+        return await self._run(ClientOperations.simplify, data, expressions, parameters, options)
 
     async def release(self, data: DatasetHandle) -> None:
         """Release a data set; the handle stays usable."""
-        await self._run(self._operations.release(data))
+        await self._run(ClientOperations.release, data)
 
     async def info(self, timeout: float | None = None) -> ServerInfo:
         """Return the server's version, engine, devices, limits and operator table."""
-        return await self._run(self._operations.info(timeout))
+        return await self._run(ClientOperations.info, timeout)
 
     async def wait_ready(self, timeout: float = 30.0) -> ServerInfo:
         """Wait until the server answers."""
-        return await self._run(self._operations.wait_ready(timeout))
+        return await self._run(ClientOperations.wait_ready, timeout)
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._transport.close()
+        await asyncio.to_thread(self._client.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -156,39 +153,15 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _run(self, operation: Operation[T]) -> T:
+    async def _run(
+        self, operation: Callable[Concatenate[ClientOperations, P], T], *args: P.args, **_: P.kwargs
+    ) -> T:
+        cancellation = Cancellation()
+        call = partial(operation, self._client._operations.under(cancellation), *args)
         try:
-            action = next(operation)
-            while True:
-                try:
-                    outcome = await self._perform(action)
-                except WarpfitError as error:
-                    action = operation.throw(error)
-                else:
-                    action = operation.send(outcome)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         finally:
-            operation.close()
-
-    async def _perform(self, action: Action) -> Any:
-        if isinstance(action, Call):
-            return await self._transport.call(action)
-        if isinstance(action, Sleep):
-            return await asyncio.sleep(action.seconds)
-        if isinstance(action, Gather):
-            return await self._gather(action.operations)
-        if isinstance(action, Forget):
-            return await self._transport.forget(action.address)
-        return await asyncio.to_thread(action.function)
-
-    async def _gather(self, operations: Sequence[Operation[Any]]) -> list[Any]:
-        tasks = [asyncio.ensure_future(self._run(operation)) for operation in operations]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+            cancellation.cancel()
 
 
 def connect_async(
@@ -201,5 +174,7 @@ def connect_async(
     wait: float | None = None,
     replicas: int = 2,
 ) -> AsyncClient:
-    """Make an asyncio client inside a running event loop; arguments as for `warpfit.connect`."""
-    return AsyncClient.of(Connection.of(address, token, tls, retry, transport, wait, replicas))
+    """Make an asyncio client; arguments and errors as for `warpfit.connect`."""
+    return AsyncClient(
+        Client.of(Connection.of(address, token, tls, retry, transport, wait, replicas))
+    )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 from numpy.typing import NDArray
 
 from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
-from warpfit.calls.attempts import Action, Forget, Gather, Operation, Sleep
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions
@@ -19,16 +16,14 @@ from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.simplification import Simplification, SimplifyOptions
 from warpfit.embedded import embedded_server
-from warpfit.errors import InvalidArgumentError, WarpfitError
+from warpfit.errors import InvalidArgumentError
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Address
-from warpfit.transport.call import Call, Cancellation
-from warpfit.transport.channel import GrpcTransport, Transport
+from warpfit.transport.call import Transport
+from warpfit.transport.channel import GrpcTransport
 from warpfit.transport.connection import Connection
 from warpfit.transport.security import TlsConfig
 from warpfit.transport.settings import RetryPolicy, TransportConfig
-
-T = TypeVar("T")
 
 
 class UploadedDataset(DatasetHandle):
@@ -60,7 +55,7 @@ class Client:
         """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
         self._transport = transport
         self._connection = connection
-        self._operations = ClientOperations.of(connection)
+        self._operations = ClientOperations.of(transport, connection)
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
@@ -98,7 +93,7 @@ class Client:
                 no number, or pyarrow is needed and not installed.
             ResourceExhaustedError: if the server has no room for it.
         """
-        return UploadedDataset(self._run(self._operations.upload(X, y, weights, options)), self)
+        return UploadedDataset(self._operations.upload(X, y, weights, options), self)
 
     def open(self, name: str, **options: Unpack[OpenOptions]) -> UploadedDataset:
         """Have the server read a data set from a Parquet file of its own (``--data-root``).
@@ -120,7 +115,7 @@ class Client:
             ResourceExhaustedError: if the server has no room for it.
             UnimplementedError: if the server reads no files.
         """
-        return UploadedDataset(self._run(self._operations.open(name, options)), self)
+        return UploadedDataset(self._operations.open(name, options), self)
 
     @overload
     def evaluate(
@@ -190,8 +185,7 @@ class Client:
 
         Arguments and errors are those of `evaluate`; ``values=True`` asks for values beside a loss.
         """
-        operation = self._operations.run(data, expressions, parameters, values, options)
-        return self._run(operation)
+        return self._operations.run(data, expressions, parameters, values, options)
 
     def optimize(
         self,
@@ -226,7 +220,7 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes and ``partial`` is not set.
             UnimplementedError: if the server's engine computes no derivatives.
         """
-        return self._run(self._operations.optimize(data, expressions, parameters, options))
+        return self._operations.optimize(data, expressions, parameters, options)
 
     def simplify(
         self,
@@ -264,15 +258,15 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes.
             UnimplementedError: if the server's engine computes no derivatives.
         """
-        return self._run(self._operations.simplify(data, expressions, parameters, options))
+        return self._operations.simplify(data, expressions, parameters, options)
 
     def release(self, data: DatasetHandle) -> None:
         """Release a data set; the handle stays usable, the next evaluation uploads it again."""
-        self._run(self._operations.release(data))
+        self._operations.release(data)
 
     def info(self, timeout: float | None = None) -> ServerInfo:
         """Return the server's version, engine, devices, limits and operator table."""
-        return self._run(self._operations.info(timeout))
+        return self._operations.info(timeout)
 
     def wait_ready(self, timeout: float = 30.0) -> ServerInfo:
         """Wait until the server answers.
@@ -280,7 +274,7 @@ class Client:
         Raises:
             DeadlineExceededError: if it does not within ``timeout`` seconds.
         """
-        return self._run(self._operations.wait_ready(timeout))
+        return self._operations.wait_ready(timeout)
 
     def close(self) -> None:
         """Close the connection; data sets stay resident until they are released or evicted."""
@@ -291,46 +285,6 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _run(self, operation: Operation[T], cancellation: Cancellation | None = None) -> T:
-        try:
-            action = next(operation)
-            while True:
-                try:
-                    outcome = self._perform(action, cancellation)
-                except WarpfitError as error:
-                    action = operation.throw(error)
-                else:
-                    action = operation.send(outcome)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
-        finally:
-            operation.close()
-
-    def _perform(self, action: Action, cancellation: Cancellation | None) -> Any:
-        if isinstance(action, Call):
-            if cancellation is not None:
-                cancellation.check()
-            return self._transport.call(action, cancellation)
-        if isinstance(action, Sleep):
-            return (cancellation.sleep if cancellation else time.sleep)(action.seconds)
-        if isinstance(action, Gather):
-            return self._gather(action.operations)
-        if isinstance(action, Forget):
-            return self._transport.forget(action.address)
-        return action.function()
-
-    def _gather(self, operations: Sequence[Operation[Any]]) -> list[Any]:
-        cancellation = Cancellation()
-        with ThreadPoolExecutor(len(operations)) as pool:
-            futures = [pool.submit(self._run, one, cancellation) for one in operations]
-            try:
-                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()  # raises what an operation has failed with
-                return [future.result() for future in futures]
-            finally:
-                cancellation.cancel()
 
 
 def connect(

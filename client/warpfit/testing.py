@@ -193,46 +193,22 @@ class _InProcessTransport:
         """Nothing is open."""
 
 
-class _AsyncInProcessTransport:
-    """Transport of an `AsyncClient` to servers in this process."""
-
-    def __init__(self, servers: Mapping[str, InProcessServer]) -> None:
-        self._servers = servers
-
-    async def call(self, call: Call) -> None:
-        self._servers[call.server].answer(call)
-
-    async def forget(self, address: str) -> None:
-        """Nothing is open."""
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
-
 #: A server, or several by their addresses.
 InProcess: TypeAlias = InProcessServer | Mapping[str, InProcessServer]
 
 
 def client(server: InProcess | None = None, *, retry: RetryPolicy = FAST_RETRIES) -> Client:
     """Make a client of an in-process server, by default of a new one, or of several."""
-    servers, connection = _named(server, retry)
-    return Client(_InProcessTransport(servers), connection)
+    servers = server if isinstance(server, Mapping) else {"here:1": server or InProcessServer()}
+    target = Target(lambda: tuple(servers), tuple(servers), ", ".join(servers))
+    return Client(_InProcessTransport(servers), Connection(target, retry))
 
 
 def async_client(
     server: InProcess | None = None, *, retry: RetryPolicy = FAST_RETRIES
 ) -> AsyncClient:
     """Make an asyncio client of an in-process server, by default of a new one, or of several."""
-    servers, connection = _named(server, retry)
-    return AsyncClient(_AsyncInProcessTransport(servers), connection)
-
-
-def _named(
-    server: InProcess | None, retry: RetryPolicy
-) -> tuple[Mapping[str, InProcessServer], Connection]:
-    servers = server if isinstance(server, Mapping) else {"here:1": server or InProcessServer()}
-    target = Target(lambda: tuple(servers), tuple(servers), ", ".join(servers))
-    return servers, Connection(target, retry)
+    return AsyncClient(client(server, retry=retry))
 
 
 class _ReferenceEngine:

@@ -46,10 +46,11 @@ from harness import save
 from numpy.typing import NDArray
 
 from support.repository.symbolic import is_solution
-from warpfit import Client, parse
+from warpfit import parse
 from warpfit.embedded import embedded_server
 from warpfit.expressions import reference
 from warpfit.expressions.printing import to_text
+from warpfit.transport.channel import GrpcTransport
 
 Floats = NDArray[np.float64]
 EQUATIONS = Path(__file__).resolve().parents[1] / "data" / "feynman" / "equations.json"
@@ -228,16 +229,16 @@ class Worker:
         """Take a server; it compiles its fits beside the first calls."""
         cls.address, cls.threads = addresses.get(), threads
         fit_warpfit(np.random.default_rng(0).normal(size=(99, 2)), np.arange(99.0), 3, 0)
-        perform = Client._perform
+        perform = GrpcTransport.call
 
-        def slow(client: Client, *arguments: Any) -> Any:
+        def slow(transport: GrpcTransport, *arguments: Any) -> None:
             started = time.perf_counter()
             try:
-                return perform(client, *arguments)
+                perform(transport, *arguments)
             finally:
                 time.sleep((cls.slow - 1.0) * (time.perf_counter() - started))
 
-        Client._perform = slow  # type: ignore[method-assign]
+        GrpcTransport.call = slow  # type: ignore[method-assign]
 
 
 def fitted(problem: Problem, case: dict[str, Any]) -> dict[str, Any]:

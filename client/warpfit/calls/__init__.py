@@ -1,1 +1,1 @@
-"""What a client does with a call, without input or output: arguments, attempts, results."""
+"""What a client does with a call: arguments, attempts at servers, results."""

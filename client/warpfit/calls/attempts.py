@@ -1,10 +1,11 @@
-"""Actions of operations, and the attempts of a call: at which server, when again, and how often."""
+"""The attempts of a call: at which server, when again, and how often."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -12,7 +13,14 @@ from warpfit import codec, errors
 from warpfit.calls.progress import Progress, silent
 from warpfit.calls.retries import Deadline, Retries
 from warpfit.dataset import ClientDataset, DatasetReference, changed_data
-from warpfit.transport.call import Call, Collector, UnaryCollector, UploadStream
+from warpfit.transport.call import (
+    Call,
+    Cancellation,
+    Collector,
+    Transport,
+    UnaryCollector,
+    UploadStream,
+)
 from warpfit.transport.connection import Connection
 from warpfit.transport.servers import NOBODY_THERE, Server, Servers
 
@@ -31,38 +39,6 @@ T = TypeVar("T")
 C = TypeVar("C", bound=Collector)
 
 
-@dataclass(frozen=True, slots=True)
-class Sleep:
-    """Action: wait."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Compute:
-    """Action: call a function that takes so long that it would block an event loop."""
-
-    function: Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Action: close the connection to a server that is gone."""
-
-    address: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Gather:
-    """Action: run operations at the same time; the first one that fails cancels the others."""
-
-    operations: Sequence[Operation[Any]]
-
-
-Action: TypeAlias = Call | Sleep | Compute | Forget | Gather
-#: Yields actions, is sent what a `Compute` or the operations of a `Gather` returned (None for the
-#: others), returns its result.
-Operation: TypeAlias = Generator[Action, Any, T]
 #: Makes the request and the collector of one attempt.
 Attempt: TypeAlias = Callable[[], tuple[Any, C]]
 
@@ -71,31 +47,34 @@ Attempt: TypeAlias = Callable[[], tuple[Any, C]]
 class Attempts:
     """Carries out calls at the servers of a client; every call may be repeated at any of them."""
 
+    transport: Transport
     connection: Connection
     servers: Servers
+    cancellation: Cancellation | None = None
+    """Ends what these attempts do; None if nothing but an interrupt does."""
 
     def anywhere(
         self,
-        act: Callable[[Server], Operation[T]],
+        act: Callable[[Server], T],
         retries: Retries,
         dataset: ClientDataset | None = None,
-    ) -> Operation[T]:
+    ) -> T:
         """Act at one server after the other, and again after a pause, until it succeeds."""
         place = () if dataset is None else (dataset.content_id, dataset.layout.nbytes)
         tried: list[Server] = []
         error: errors.WarpfitError | None = None
         while True:
             if self.servers.is_several:
-                error = (yield from self._find_servers()) or error
+                error = self._find_servers() or error
             server = self.servers.acquire(tried, *place)
             if server is None:
                 assert error is not None, "a call without a failure gets a server"
-                yield Sleep(self._pause(retries, error))
+                self.sleep(self._pause(retries, error))
                 tried.clear()
                 continue
             started = self.servers.clock()
             try:
-                return (yield from self._at(server, act, retries.deadline))
+                return self._at(server, act, retries.deadline)
             except _ELSEWHERE as failure:
                 self._note(server, failure, started, dataset)
                 error = min(error, failure, key=_severity) if tried and error else failure
@@ -104,37 +83,42 @@ class Attempts:
                 self.servers.release(server)
 
     def at_each(
-        self, servers: Sequence[Server], act: Callable[[Server], Operation[Any]], deadline: Deadline
-    ) -> Operation[None]:
+        self, servers: Sequence[Server], act: Callable[[Server], Any], deadline: Deadline
+    ) -> None:
         """Act at one server after the other; pass over those that do not answer now."""
         for server in servers:
             started = self.servers.clock()
             try:
                 if not server.failures:
-                    yield from self._at(server, act, deadline)
+                    self._at(server, act, deadline)
             except (*_ELSEWHERE, errors.DeadlineExceededError) as error:
                 self.servers.failed(server, error, started)
 
     def call(
         self, server: Server, method: str, attempt: Attempt[C], seconds: float | None, work: int = 0
-    ) -> Operation[C]:
+    ) -> C:
         """Make one attempt at one server and return what has collected the answer."""
         request, collector = attempt()
         started = self.servers.clock()
         try:
-            yield Call(method, request, collector, seconds, server.address)
+            if self.cancellation is not None:
+                self.cancellation.check()
+            call = Call(method, request, collector, seconds, server.address)
+            self.transport.call(call, self.cancellation)
         except errors.DeadlineExceededError:
             server.is_trusted = False  # it may hang: the next call asks first
             raise
         self.servers.succeeded(server, method, work, self.servers.clock() - started)
         return collector
 
-    def ask(
-        self, server: Server, method: str, request: Any, seconds: float | None = None
-    ) -> Operation[Any]:
+    def sleep(self, seconds: float) -> None:
+        """Wait, at most until the attempts are cancelled."""
+        (time.sleep if self.cancellation is None else self.cancellation.sleep)(seconds)
+
+    def ask(self, server: Server, method: str, request: Any, seconds: float | None = None) -> Any:
         """Call a method at a server and return the only message of its answer."""
         attempt = request, UnaryCollector()
-        return (yield from self.call(server, method, lambda: attempt, seconds)).message
+        return self.call(server, method, lambda: attempt, seconds).message
 
     def on_data(
         self,
@@ -144,14 +128,14 @@ class Attempts:
         retries: Retries,
         dataset: ClientDataset,
         work: int,
-    ) -> Operation[C]:
+    ) -> C:
         """Call a method that needs a data set, and upload the data set if it is not resident."""
         uploads = 0
         while True:
             left = retries.deadline.remaining()
             seconds = left if left is None else self.servers.share(method, work, left)
             try:
-                return (yield from self.call(server, method, attempt, seconds, work))
+                return self.call(server, method, attempt, seconds, work)
             except errors.DeadlineExceededError as error:
                 if seconds == left or seconds is None:
                     raise
@@ -160,15 +144,15 @@ class Attempts:
                 uploads += 1
                 if uploads > _MOST_UPLOADS:
                     raise
-                yield from self.send(server, dataset, retries, silent)
+                self.send(server, dataset, retries, silent)
 
     def send(
         self, server: Server, dataset: ClientDataset, retries: Retries, report: Progress
-    ) -> Operation[None]:
+    ) -> None:
         """Upload a data set to a server, or have the server read its file."""
         if isinstance(dataset, DatasetReference) and dataset.file is not None:
             message, seconds = codec.open_message(dataset.file), retries.deadline.remaining()
-            answer = yield from self.ask(server, "OpenDataset", message, seconds)
+            answer = self.ask(server, "OpenDataset", message, seconds)
             if answer.content_id != dataset.content_id:
                 raise changed_data()
             retries.restart()
@@ -179,7 +163,7 @@ class Attempts:
             return UploadStream(dataset, chunk_bytes, report), UnaryCollector()
 
         try:
-            yield from self.call(server, "UploadVariables", attempt, retries.deadline.remaining())
+            self.call(server, "UploadVariables", attempt, retries.deadline.remaining())
         except (errors.ResourceExhaustedError, errors.DatasetNotFoundError) as error:
             if error.retry_after is None:  # no room there, or no numbers here
                 self.servers.refused(server, dataset.content_id)
@@ -190,19 +174,17 @@ class Attempts:
             raise changed_data() from error
         retries.restart()
 
-    def _at(
-        self, server: Server, act: Callable[[Server], Operation[T]], deadline: Deadline
-    ) -> Operation[T]:
+    def _at(self, server: Server, act: Callable[[Server], T], deadline: Deadline) -> T:
         if self.servers.is_several and not server.is_trusted:
-            yield from self._probe(server, deadline)
-        return (yield from act(server))
+            self._probe(server, deadline)
+        return act(server)
 
-    def _probe(self, server: Server, deadline: Deadline) -> Operation[None]:
+    def _probe(self, server: Server, deadline: Deadline) -> None:
         """Ask something small, because a call to a machine that is gone would wait long."""
         left, seconds = deadline.remaining(), self.servers.probe_seconds(server)
         seconds = seconds if left is None else min(left, seconds)
         try:
-            yield from self.ask(server, "GetServerInfo", codec.info_request(), seconds)
+            self.ask(server, "GetServerInfo", codec.info_request(), seconds)
         except errors.DeadlineExceededError as error:
             raise _no_answer(server, seconds) from error
         except errors.UnavailableError:
@@ -249,18 +231,18 @@ class Attempts:
         # Where a server has answered before it is restarting; otherwise the address may be wrong.
         return min(total, _FIRST_CONTACT_SECONDS) if error.reason in NOBODY_THERE else total
 
-    def _find_servers(self) -> Operation[errors.UnavailableError | None]:
+    def _find_servers(self) -> errors.UnavailableError | None:
         """Ask for the servers' addresses when it is time; return why none is known, if so."""
         try:
             if self.servers.must_resolve():
                 if any(self.servers):
                     threading.Thread(target=self._resolve, daemon=True).start()
                 else:
-                    self.servers.update((yield Compute(self.connection.target.find)))
+                    self.servers.update(self.connection.target.find())
         except errors.UnavailableError as error:
             return error
         for address in self.servers.forgotten():
-            yield Forget(address)
+            self.transport.forget(address)
         return None
 
     def _resolve(self) -> None:

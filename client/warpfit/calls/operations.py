@@ -1,14 +1,15 @@
-"""The operations of a client, without input or output; the blocking and asyncio clients run them.
+"""The operations of a client; `warpfit.Client` and `warpfit.AsyncClient` run them.
 
-An operation is a generator. It yields actions; the client performs each one, blocking or awaiting,
-and throws a failed action's `WarpfitError` back in. All decisions are made here and in `Attempts`:
-what to encode, which server to call, when to retry, when to upload again.
+All decisions are made here and in `Attempts`: what to encode, which server to call, when to retry,
+when to upload again. Messages go through a `Transport`, which `warpfit.testing` has without a
+network.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any, Final, Self
 
 from warpfit import codec
 from warpfit.calls import arguments, splitting
-from warpfit.calls.attempts import Attempt, Attempts, C, Compute, Gather, Operation, T
+from warpfit.calls.attempts import Attempt, Attempts, C, T
 from warpfit.calls.batches import Parameters, PopulationCache
 from warpfit.calls.checks import check_keywords
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
@@ -30,11 +31,11 @@ from warpfit.dataset import ClientDataset, Layout, warn_of_lost_digits
 from warpfit.errors import DatasetNotFoundError, ProgramError, ResourceExhaustedError, WarpfitError
 from warpfit.expressions.printing import locate
 from warpfit.fitting import FitRequest, FitResult
-from warpfit.formulas.snapping import Trials
 from warpfit.ir import Batch
 from warpfit.losses import coefficients_of_determination
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
+from warpfit.transport.call import Cancellation, Transport
 from warpfit.transport.connection import Connection
 from warpfit.transport.servers import Server, Servers
 
@@ -51,42 +52,44 @@ class ClientOperations:
     limits: splitting.KnownLimits = field(default_factory=splitting.KnownLimits)
 
     @classmethod
-    def of(cls, connection: Connection) -> Self:
+    def of(cls, transport: Transport, connection: Connection) -> Self:
         """Make the operations of a new client."""
         addresses, replicas = connection.target.addresses, connection.replicas
         servers = Servers(addresses, replicas=replicas, is_fixed=bool(addresses))
-        return cls(Attempts(connection, servers))
+        return cls(Attempts(transport, connection, servers))
+
+    def under(self, cancellation: Cancellation) -> Self:
+        """Return the same operations, but that ``cancellation`` ends what they do."""
+        return replace(self, attempts=replace(self.attempts, cancellation=cancellation))
 
     def upload(
         self, X: Any, y: Any, weights: Any, options: arguments.UploadOptions
-    ) -> Operation[ClientDataset]:
+    ) -> ClientDataset:
         """Make a data set resident; send nothing but a question if it already is."""
         check_keywords(options, arguments.UploadOptions)
-        dataset: ClientDataset = yield Compute(
-            lambda: arguments.build_dataset(X, y, weights, options)
-        )
+        dataset = arguments.build_dataset(X, y, weights, options)
         retries = self._retries(None)
         attempts, done = self.attempts, list[Server]()
         with reporter(options.get("progress")) as report:
 
-            def make_resident(server: Server) -> Operation[None]:
-                yield from self._make_resident(server, dataset, retries, silent if done else report)
+            def make_resident(server: Server) -> None:
+                self._make_resident(server, dataset, retries, silent if done else report)
                 done.append(server)
 
-            yield from attempts.anywhere(make_resident, retries, dataset)
+            attempts.anywhere(make_resident, retries, dataset)
             if attempts.servers.is_several:
                 homes = attempts.servers.homes(dataset.content_id, dataset.layout.nbytes)
                 asked = [*done, *(one for one in homes if dataset.content_id in one.refusals)]
                 others = [server for server in homes if server not in asked]
-                yield from attempts.at_each(others, make_resident, retries.deadline)
+                attempts.at_each(others, make_resident, retries.deadline)
         return dataset
 
-    def open(self, name: str, options: arguments.OpenOptions) -> Operation[ClientDataset]:
+    def open(self, name: str, options: arguments.OpenOptions) -> ClientDataset:
         """Have a server read a data set from a file of its own."""
         check_keywords(options, arguments.OpenOptions)
         file = arguments.build_file(name, options)
         message = codec.open_message(file)
-        answer = yield from self._unary("OpenDataset", message, self._retries(None))
+        answer = self._unary("OpenDataset", message, self._retries(None))
         warn_of_lost_digits(answer.lost_digits)
         return codec.opened_dataset(answer, file)
 
@@ -97,7 +100,7 @@ class ClientOperations:
         parameters: Parameters,
         values: bool | None,
         options: arguments.EvaluateOptions,
-    ) -> Operation[Answer]:
+    ) -> Answer:
         """Evaluate expressions; upload the data set again where a server does not have it."""
         check_keywords(options, arguments.EvaluateOptions)
         deadline = Deadline(options.get("timeout"))
@@ -105,34 +108,33 @@ class ClientOperations:
             data, expressions, parameters, values, options, self.batches
         )
 
-        def evaluate(part: Evaluation) -> Operation[Result]:
-            message = codec.evaluation_to_bytes(part)
+        def in_parts(own: ClientOperations, part: Evaluation) -> Result:
+            def evaluate(part: Evaluation) -> Result:
+                message = codec.evaluation_to_bytes(part)
 
-            def attempt() -> tuple[Any, codec.ResultAssembler]:
-                return message, codec.ResultAssembler(part)
+                def attempt() -> tuple[Any, codec.ResultAssembler]:
+                    return message, codec.ResultAssembler(part)
 
-            collector = yield from self._on_data("Evaluate", attempt, deadline, data, part)
-            return collector.result()
+                return own._on_data("Evaluate", attempt, deadline, data, part).result()
 
-        def in_parts(part: Evaluation) -> Operation[Result]:
-            return self._in_parts(part, data.layout, evaluate)
+            return own._in_parts(part, data.layout, evaluate)
 
-        result = yield from self._over_servers("Evaluate", evaluation, data, in_parts)
+        result = self._over_servers("Evaluate", evaluation, data, in_parts)
         return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 
     def optimize(
         self, data: DatasetHandle, expressions: Any, parameters: Parameters, options: FitOptions
-    ) -> Operation[Fit]:
+    ) -> Fit:
         """Fit parameters; upload the data set again where a server does not have it."""
         check_keywords(options, FitOptions)
         deadline = Deadline(options.get("timeout"))
         request = build_fit(data, expressions, parameters, options, self.batches)
         progress = SearchProgress(request, options.get("progress"))
 
-        def in_parts(part: FitRequest) -> Operation[FitResult]:
-            return self._fit(data, part, progress, deadline)
+        def in_parts(own: ClientOperations, part: FitRequest) -> FitResult:
+            return own._fit(data, part, progress, deadline)
 
-        result = yield from self._over_servers("Optimize", request, data, in_parts)
+        result = self._over_servers("Optimize", request, data, in_parts)
         r2 = None
         if request.loss.is_squares and data.has_numbers:
             statistics = data.statistics(request.problem.rows)
@@ -141,42 +143,42 @@ class ClientOperations:
         batch, all_starts = request.problem.batch, request.settings.all_starts
         return Fit.of(result, batch, all_starts=all_starts, names=data.names, r2=r2)
 
-    def release(self, data: DatasetHandle) -> Operation[None]:
+    def release(self, data: DatasetHandle) -> None:
         """Release a data set at all servers; nothing happens if it is not resident."""
         message = codec.release_message(checked_handle(data).dataset)
         servers = self.attempts.servers
         if not servers.is_several:
             with suppress(DatasetNotFoundError):
-                yield from self._unary("ReleaseVariables", message, self._retries(None))
+                self._unary("ReleaseVariables", message, self._retries(None))
             return
 
-        def release(server: Server) -> Operation[None]:
+        def release(server: Server) -> None:
             with suppress(DatasetNotFoundError):
-                yield from self.attempts.ask(server, "ReleaseVariables", message, _RELEASE_SECONDS)
+                self.attempts.ask(server, "ReleaseVariables", message, _RELEASE_SECONDS)
 
         # What a server holds that is away is evicted some time.
         homes = servers.homes(data.content_id, data.layout.nbytes)
-        yield from self.attempts.at_each(homes, release, Deadline(None))
+        self.attempts.at_each(homes, release, Deadline(None))
 
-    def wait_ready(self, timeout: float) -> Operation[ServerInfo]:
+    def wait_ready(self, timeout: float) -> ServerInfo:
         """Ask until a server answers, for ``timeout`` seconds whatever the retry policy says."""
         connection = self.attempts.connection
         policy = replace(connection.retry, total_seconds=math.inf)
         patient = replace(connection, retry=policy, wait=math.inf)
         return replace(self, attempts=replace(self.attempts, connection=patient)).info(timeout)
 
-    def info(self, timeout: float | None) -> Operation[ServerInfo]:
+    def info(self, timeout: float | None) -> ServerInfo:
         """Ask for version, engine, devices, limits and operators."""
         message = codec.info_request()
-        answer = yield from self._unary("GetServerInfo", message, self._retries(timeout))
+        answer = self._unary("GetServerInfo", message, self._retries(timeout))
         return codec.info_from_message(answer)
 
     def _fit(
         self, data: DatasetHandle, request: FitRequest, progress: SearchProgress, deadline: Deadline
-    ) -> Operation[FitResult]:
+    ) -> FitResult:
         left = searches(request)
 
-        def fit(part: FitRequest) -> Operation[FitResult]:
+        def fit(part: FitRequest) -> FitResult:
             nonlocal left
             message = codec.fit_to_message(part)
             share = searches(part) / left
@@ -185,7 +187,7 @@ class ClientOperations:
             def attempt() -> tuple[Any, codec.FitAssembler]:
                 return message, codec.FitAssembler(part, progress.of_part(part))
 
-            collector = yield from self._on_data("Optimize", attempt, within, data, part)
+            collector = self._on_data("Optimize", attempt, within, data, part)
             left -= searches(part)
             progress.finish(part)
             return collector.result()
@@ -198,75 +200,84 @@ class ClientOperations:
         expressions: Any,
         parameters: Parameters,
         options: SimplifyOptions,
-    ) -> Operation[Simplification]:
+    ) -> Simplification:
         """Simplify formulas in rounds of fits."""
         check_keywords(options, SimplifyOptions)
         task = SimplifyTask(data, expressions, parameters, options)
-        found: Trials | Simplification = yield Compute(task.proceed)
+        found = task.proceed()
         while not isinstance(found, Simplification):
             programs, starts = found
-            fit = yield from self.optimize(data, programs, starts, task.fit_options())
-            found = yield Compute(partial(task.proceed, fit))
+            fit = self.optimize(data, programs, starts, task.fit_options())
+            found = task.proceed(fit)
         return found
 
     def _over_servers(
-        self, method: str, request: R, data: DatasetHandle, call: Callable[[R], Operation[S]]
-    ) -> Operation[S]:
-        """Call with a request, or at the same time with parts of a large one."""
+        self, method: str, request: R, data: DatasetHandle, call: Callable[[Self, R], S]
+    ) -> S:
+        """Call with a request, or with parts of a large one at the same time."""
         servers, count = self.attempts.servers, 1
         if servers.is_several:
             work = problem_of(request).token_rows(data.layout)
             count = servers.parts(method, work, data.content_id, data.layout.nbytes)
         if count == 1:
-            return (yield from call(request))
+            return call(self, request)
         bounds = splitting.even_bounds(splitting.program_weights(request), count)
         parts = zip(splitting.split(request, bounds), bounds, strict=False)
-        results: list[S] = yield Gather([_placed(call(part), start) for part, start in parts])
-        return splitting.join(results)
+        with Cancellation().within(self.attempts.cancellation) as cancellation:
+            own = self.under(cancellation)
+            with ThreadPoolExecutor(count) as pool:
+                calls = [
+                    pool.submit(_placed, partial(call, own, part), start) for part, start in parts
+                ]
+                try:
+                    done, _ = wait(calls, return_when=FIRST_EXCEPTION)
+                    for ended in done:
+                        ended.result()  # raises what a part has failed with
+                finally:
+                    cancellation.cancel()
+                return splitting.join([ended.result() for ended in calls])
 
-    def _in_parts(
-        self, request: R, layout: Layout, call: Callable[[R], Operation[S]]
-    ) -> Operation[S]:
+    def _in_parts(self, request: R, layout: Layout, call: Callable[[R], S]) -> S:
         """Call with a request, or with parts of it where the server refuses it as too large."""
         bounds = self.limits.bounds(request, layout)
         if len(bounds) == 2:
             try:
-                return (yield from call(request))
+                return call(request)
             except ResourceExhaustedError as error:
                 bounds = self.limits.learn(error, request, layout)
         results = []
         for start, part in zip(bounds, splitting.split(request, bounds), strict=False):
-            results.append((yield from _placed(self._in_parts(part, layout, call), start)))
+            results.append(_placed(partial(self._in_parts, part, layout, call), start))
         return splitting.join(results)
 
     def _on_data(
         self, method: str, attempt: Attempt[C], deadline: Deadline, data: DatasetHandle, part: R
-    ) -> Operation[C]:
+    ) -> C:
         """Call a method that needs a data set at a server that has it or is sent it."""
         retries = Retries(self.attempts.connection.retry, deadline)
         problem = problem_of(part)
         work = problem.token_rows(data.layout) if self.attempts.servers.is_several else 0
 
-        def at(server: Server) -> Operation[C]:
+        def at(server: Server) -> C:
             return self.attempts.on_data(server, method, attempt, retries, data.dataset, work)
 
         try:
-            return (yield from self.attempts.anywhere(at, retries, data.dataset))
+            return self.attempts.anywhere(at, retries, data.dataset)
         except ProgramError as error:
             _add_text(error, problem.batch, data.names)
             raise
 
     def _make_resident(
         self, server: Server, dataset: ClientDataset, retries: Retries, report: Progress
-    ) -> Operation[None]:
+    ) -> None:
         try:
-            yield from self.attempts.ask(server, "GetVariables", codec.get_message(dataset))
+            self.attempts.ask(server, "GetVariables", codec.get_message(dataset))
             report(dataset.layout.nbytes, dataset.layout.nbytes)
         except DatasetNotFoundError:
-            yield from self.attempts.send(server, dataset, retries, report)
+            self.attempts.send(server, dataset, retries, report)
 
-    def _unary(self, method: str, request: Any, retries: Retries) -> Operation[Any]:
-        def ask(server: Server) -> Operation[Any]:
+    def _unary(self, method: str, request: Any, retries: Retries) -> Any:
+        def ask(server: Server) -> Any:
             return self.attempts.ask(server, method, request, retries.deadline.remaining())
 
         return self.attempts.anywhere(ask, retries)
@@ -275,10 +286,10 @@ class ClientOperations:
         return Retries(self.attempts.connection.retry, Deadline(timeout))
 
 
-def _placed(operation: Operation[T], start: int) -> Operation[T]:
-    """Run the operation of a part whose first program is number ``start`` of the whole."""
+def _placed(call: Callable[[], T], start: int) -> T:
+    """Call with a part whose first program is number ``start`` of the whole."""
     try:
-        return (yield from operation)
+        return call()
     except WarpfitError as error:
         error.expression = None if error.expression is None else error.expression + start
         raise

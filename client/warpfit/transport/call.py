@@ -1,8 +1,10 @@
-"""One remote call: its request and the collector of its answer."""
+"""One remote call: its request, the collector of its answer, what carries and what cancels it."""
+
+from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -37,6 +39,19 @@ class Call:
     """Address of the server."""
 
 
+class Transport(Protocol):
+    """Carries calls to servers and answers back; `warpfit.testing` has one without a network."""
+
+    def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
+        """Hand each message of the answer to its collector; raise WarpfitError on failure."""
+
+    def forget(self, address: str) -> None:
+        """Close the connection to one server."""
+
+    def close(self) -> None:
+        """Close all connections; calls in flight fail."""
+
+
 class Cancellation:
     """Cancels calls that run in other threads."""
 
@@ -44,6 +59,12 @@ class Cancellation:
         self.event = threading.Event()
         self._lock = threading.Lock()
         self._calls: set[Any] = set()
+
+    @contextmanager
+    def within(self, outer: Cancellation | None) -> Iterator[Self]:
+        """Cancel this, too, if ``outer`` is cancelled before the block ends."""
+        with nullcontext() if outer is None else outer.covering(self):
+            yield self
 
     @contextmanager
     def covering(self, rpc: Any) -> Iterator[None]:
@@ -73,7 +94,7 @@ class Cancellation:
     def check(self) -> None:
         """Raise CancelledError once `cancel` has been called."""
         if self.event.is_set():
-            raise CancelledError("another part of the call has failed", "CANCELLED")
+            raise CancelledError("the call was cancelled", "CANCELLED")
 
 
 class UnaryCollector:

@@ -1,11 +1,9 @@
-"""The blocking and the asyncio transport, which carry out calls over a gRPC channel."""
+"""The transport that carries out calls over gRPC channels."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -21,90 +19,32 @@ from warpfit.v1 import evaluator_pb2 as pb
 _OF_BYTES: Final = frozenset({"Evaluate", "UploadVariables"})
 
 
-class Transport(Protocol):
-    """Carries calls to servers and answers back; `warpfit.testing` has one without a network."""
+class GrpcTransport:
+    """Calls over a gRPC channel to each server; those to fixed servers are opened at once."""
 
-    def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
-        """Hand each message of the answer to its collector; raise WarpfitError on failure."""
-
-    def forget(self, address: str) -> None:
-        """Close the connection to one server."""
-
-    def close(self) -> None:
-        """Close all connections; calls in flight fail."""
-
-
-class AsyncTransport(Protocol):
-    """`Transport` for asyncio."""
-
-    async def call(self, call: Call) -> None:
-        """Perform one call, as `Transport.call`."""
-
-    async def forget(self, address: str) -> None:
-        """Close the connection to one server."""
-
-    async def close(self) -> None:
-        """Close all connections; calls in flight fail."""
-
-
-class _Channels:
-    """A channel of ``grpc`` or ``grpc.aio`` to each server; to fixed servers they open at once."""
-
-    def __init__(
-        self, module: Any, connection: Connection, options: Sequence[tuple[str, int]] = ()
-    ) -> None:
+    def __init__(self, connection: Connection) -> None:
         addresses, config = connection.target.addresses, connection.transport
         if len(addresses) != 1:
             config = config.for_several()
-        self._options = [*config.channel_options(), *options]
-        self._module, self._security = module, connection.security
-        self._open: dict[str, tuple[Any, _Methods]] = {}
+        # The caller's thread reads the answer itself: a thread of gRPC's costs 0.1 ms a call.
+        reading = (ChannelOptions.SingleThreadedUnaryStream, 1)
+        self._options = [*config.channel_options(), reading]
+        self._security = connection.security
+        self._metadata = connection.security.metadata()
+        self._open: dict[str, tuple[grpc.Channel, _Methods]] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self.metadata = connection.security.metadata()
         for address in addresses:
             self._to(address)
 
-    def method(self, call: Call) -> Any:
-        """Return gRPC's callable for a call."""
+    def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
+        """Perform one call; an interrupt in the caller's thread cancels it on the server too."""
         if self._closed:
             raise InvalidArgumentError(
                 "the client is closed", "CLIENT_CLOSED", "Keep it open as long as it is used"
             )
         _, methods = self._open.get(call.server) or self._to(call.server)
-        return methods.of(call)
-
-    def _to(self, address: str) -> tuple[Any, _Methods]:
-        with self._lock:
-            if address not in self._open:
-                channel = self._security.channel(self._module, address, self._options)
-                self._open[address] = channel, _Methods(channel)
-            return self._open[address]
-
-    def take(self, address: str) -> list[Any]:
-        """Return the channel to a server, which the caller closes, if there is one."""
-        with self._lock:
-            found = self._open.pop(address, None)
-        return [] if found is None else [found[0]]
-
-    def take_all(self) -> list[Any]:
-        """Return all channels, which the caller closes, and open no others."""
-        self._closed = True
-        return [channel for address in list(self._open) for channel in self.take(address)]
-
-
-class GrpcTransport:
-    """Calls over gRPC channels."""
-
-    def __init__(self, connection: Connection) -> None:
-        # The caller's thread reads the answer itself: a thread of gRPC's costs 0.1 ms a call.
-        reading = (ChannelOptions.SingleThreadedUnaryStream, 1)
-        self._channels = _Channels(grpc, connection, [reading])
-        self._metadata = self._channels.metadata
-
-    def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
-        """Perform one call; an interrupt in the caller's thread cancels it on the server too."""
-        method = self._channels.method(call)
+        method = methods.of(call)
         as_future = isinstance(call.request, UploadStream) or cancellation is not None
         try:
             if call.collector.is_single and not as_future:
@@ -136,63 +76,25 @@ class GrpcTransport:
             rpc.cancel()
             raise
 
+    def _to(self, address: str) -> tuple[grpc.Channel, _Methods]:
+        with self._lock:
+            if address not in self._open:
+                channel = self._security.channel(address, self._options)
+                self._open[address] = channel, _Methods(channel)
+            return self._open[address]
+
     def forget(self, address: str) -> None:
         """Close the channel to a server."""
-        for channel in self._channels.take(address):
-            channel.close()
+        with self._lock:
+            found = self._open.pop(address, None)
+        if found is not None:
+            found[0].close()
 
     def close(self) -> None:
-        """Close the channels."""
-        for channel in self._channels.take_all():
-            channel.close()
-
-
-class AsyncGrpcTransport:
-    """Calls over gRPC channels of the running event loop."""
-
-    def __init__(self, connection: Connection) -> None:
-        try:
-            self._loop = asyncio.get_running_loop()
-        except RuntimeError:
-            raise _wrong_loop("is made where no event loop runs") from None
-        self._channels = _Channels(grpc.aio, connection)
-        self._metadata = self._channels.metadata
-
-    async def call(self, call: Call) -> None:
-        """Perform one call; cancelling the task cancels it on the server too."""
-        if asyncio.get_running_loop() is not self._loop:
-            raise _wrong_loop("belongs to another event loop")
-        method = self._channels.method(call)
-        is_upload = isinstance(call.request, UploadStream)
-        request = _read_in_threads(call.request) if is_upload else call.request
-        rpc = method(request, timeout=call.timeout, metadata=self._metadata)
-        try:
-            if hasattr(rpc, "__aiter__"):
-                async for message in rpc:
-                    call.collector.add(message)
-            else:
-                call.collector.add(await rpc)
-        except grpc.RpcError as error:
-            raise _error_of(call, error) from error
-        except BaseException:
-            rpc.cancel()
-            raise
-
-    async def forget(self, address: str) -> None:
-        """Close the channel to a server."""
-        for channel in self._channels.take(address):
-            await channel.close(grace=None)
-
-    async def close(self) -> None:
-        """Close the channels."""
-        for channel in self._channels.take_all():
-            await channel.close(grace=None)
-
-
-async def _read_in_threads(stream: UploadStream) -> AsyncIterator[bytes]:
-    """Yield messages, which may have to be read from a file and converted first."""
-    while (message := await asyncio.to_thread(next, stream, None)) is not None:
-        yield message
+        """Close the channels, and open no others."""
+        self._closed = True
+        for address in list(self._open):
+            self.forget(address)
 
 
 class _Methods:
@@ -226,12 +128,4 @@ def _error_of(call: Call, error: Any) -> Exception:
         return call.request.failure
     return codec.error_from_status(
         error.code().name, error.details() or "", error.trailing_metadata()
-    )
-
-
-def _wrong_loop(why: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"the asyncio client {why}",
-        "WRONG_EVENT_LOOP",
-        "Call connect_async in a coroutine of the loop that uses the client",
     )

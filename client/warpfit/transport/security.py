@@ -111,13 +111,15 @@ class Security:
             tls = replace(tls, server_name=target.server_name)
         return cls(token.strip() if token else None, tls)
 
-    def channel(self, module: Any, address: str, options: list[Any]) -> Any:
-        """Open a channel with ``grpc`` or ``grpc.aio``."""
+    def channel(self, address: str, options: list[Any]) -> grpc.Channel:
+        """Open a channel to a server."""
+        import grpc  # loaded late, because the command line imports this module for its help
+
         if self.tls is None:
-            return module.insecure_channel(address, options)
+            return grpc.insecure_channel(address, options)
         if self.tls.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
-        return module.secure_channel(address, self.tls.credentials(), options)
+        return grpc.secure_channel(address, self.tls.credentials(), options)
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
         """Return the metadata of every call."""

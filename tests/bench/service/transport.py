@@ -154,7 +154,7 @@ def uploads(client: warpfit.Client, front_end: psutil.Process) -> dict[str, Any]
         ready.append(time.perf_counter() - started)
         cpu, started = cpu_seconds(front_end), time.perf_counter()
         retries = Retries(warpfit.RetryPolicy(), Deadline(None))
-        client._run(attempts.send(next(iter(attempts.servers)), dataset, retries, silent))
+        attempts.send(next(iter(attempts.servers)), dataset, retries, silent)
         seconds.append(time.perf_counter() - started)
         work.append(cpu_seconds(front_end) - cpu)
         client.release(warpfit.calls.dataset_handle.DatasetHandle(dataset))

@@ -102,6 +102,21 @@ def test_preparing_an_upload_leaves_the_event_loop_free(server, monkeypatch):
     assert threads != [threading.main_thread()]
 
 
+def test_a_client_belongs_to_no_event_loop(server):
+    client = testing.async_client(server)
+    assert asyncio.run(client.info()) == asyncio.run(client.info())
+
+
+def test_more_calls_than_threads_are_answered(server):
+    async def body():
+        async with testing.async_client(server) as client:
+            data = await client.upload(X, Y)
+            calls = (client.evaluate(data, "x1 - x2", loss="sse") for _ in range(300))
+            return np.concatenate(await asyncio.gather(*calls))
+
+    np.testing.assert_allclose(asyncio.run(body()), np.zeros(300), atol=1e-12)
+
+
 def test_cancelling_a_task_cancels_the_call_on_the_server(server):
     async def body(address, servicer):
         async with warpfit.connect_async(address) as client:

@@ -1,7 +1,5 @@
 """Mistakes of new users: each is told by an error that names the place, none is passed over."""
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -80,17 +78,6 @@ def test_a_mistake_is_told(bound, message):
     with pytest.raises(WarpfitError, match=message) as raised:
         CASES[message](*bound)
     assert raised.value.reason
-
-
-def test_an_asyncio_client_stays_in_its_loop():
-    async def connected():
-        return warpfit.connect_async("127.0.0.1:1")
-
-    client = asyncio.run(connected())
-    with pytest.raises(WarpfitError, match="another event loop"):
-        asyncio.run(client.info())
-    with pytest.raises(WarpfitError, match="no event loop runs"):
-        warpfit.connect_async("127.0.0.1:1")
 
 
 def test_numbers_of_numpy_are_numbers(bound):
