@@ -28,7 +28,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.cuda.interpreter import device_lowering
-from warpfit_server.engine.cuda.interpreter.launches import BatchLaunch
+from warpfit_server.engine.cuda.interpreter.launches import BatchLaunch, RowTiles
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
@@ -71,7 +71,7 @@ def evaluation(resident: ResidentDataset, mode: str, seed: int = 1, **options: A
 
 
 def launch_interpreter(lowered: BatchLaunch, *jobs: Any) -> None:
-    """Launch the interpreter's kernel for jobs of a geometry."""
+    """Launch the interpreter's kernel for jobs on tiles of rows."""
     commands = lowered.new_commands()
     lowered.add_jobs(commands, *jobs)
     lowered.execute(commands)
@@ -87,12 +87,12 @@ def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
         variant = tier.variant(resident, asked)
         with device.stream() as context:
             jobs = (0, len(asked.batch))
-            geometry = tier.geometry(resident, asked, variant)
-            given = context, tier.prepare(variant), geometry, asked.batch, 10, jobs[1]
+            tiles = RowTiles.of(resident, asked, variant)
+            given = context, tier.prepare(variant), asked.batch, 10, jobs[1]
             lowered, commands = BatchLaunch.begin(*given)
             lowered.execute(commands)
-            partials = context.buffer("partials 0", jobs[1] * geometry.tiles * 8)
-            kernel = partial(launch_interpreter, lowered, geometry, jobs, partials)
+            partials = context.buffer("partials 0", jobs[1] * tiles.tiles * 8)
+            kernel = partial(launch_interpreter, lowered, tiles, jobs, partials)
             seconds = device_time(context, kernel, repeats)
         rate = len(asked.batch.codes) * count / seconds
         figures = {"interpret_us": round(seconds * 1e6, 2), "tokens_per_second": rate}

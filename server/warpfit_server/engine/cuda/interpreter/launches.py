@@ -7,31 +7,23 @@ on tiles of rows, and each job's sums over tiles are added up.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Layout
 from warpfit.ir import Batch, Program
-from warpfit.request import Evaluation, Timings
+from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.engine.cuda.interpreter.device_lowering import (
     ALL_VALID,
+    LoweringKernels,
     add_lowering,
     add_order,
     check_length,
     raise_invalid_program,
 )
-from warpfit_server.engine.cuda.interpreter.launch_config import (
-    COUNTER_BYTES,
-    InterpreterGeometry,
-    InterpreterKernels,
-    LaunchConfig,
-    configure_launch,
-)
-from warpfit_server.engine.cuda.interpreter.source import TEMPLATE
+from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, TEMPLATE, Variant
 from warpfit_server.engine.cuda.runtime.batch_layout import (
     BatchBounds,
     BatchLayout,
@@ -43,10 +35,9 @@ from warpfit_server.engine.cuda.runtime.command_list import (
     CommandList,
     address_of,
 )
-from warpfit_server.engine.cuda.runtime.resident_data import Span
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Outputs, Steps
-from warpfit_server.engine.sum_tree import parent_nodes, sum_nodes
+from warpfit_server.engine.interface import Steps
 from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
 #: First job of a launch, and the number of its jobs.
@@ -61,6 +52,11 @@ _SUM_THREADS: Final = 128
 _SLOT_THREADS: Final = (32, 4)
 #: Most blocks in the second dimension of a grid.
 _MAX_GRID_Y: Final = 0xFFFF
+#: Shared memory of a block that every device grants without asking, less the job counter.
+_COUNTER_BYTES: Final = 16
+_SHARED_BYTES: Final = 48 * 1024 - _COUNTER_BYTES
+#: Most launches of one evaluation in one command list.
+_MAX_LAUNCHES: Final = 64
 
 
 def load() -> None:
@@ -70,6 +66,138 @@ def load() -> None:
     memory = np.zeros(max(layout.uploaded, 256), dtype=np.uint8)
     pack(TokenArrays.of(batch), layout, memory, memory)
     CommandList(np.zeros(0, dtype=np.int64), 0).execute()
+
+
+class LaunchLimits(NamedTuple):
+    """Limits of the launches of one variant on a device, in integers."""
+
+    level_bytes: int
+    """Shared memory of one stack level of a warp."""
+    max_warps: int
+    """Most warps of a block."""
+    programs_per_warp: int
+    """Most programs that a warp runs one after the other."""
+    resident_warps: int
+    """Warps that the device runs at a time."""
+    max_token_rows: int
+    """Most token-rows of a launch that has more than one job."""
+    lowering_blocks: int
+    """Blocks among which the lowering of a small batch is divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class InterpreterKernels:
+    """The loaded kernels of one variant."""
+
+    variant: Variant
+    limits: LaunchLimits
+    interpret: Any
+    evaluate_slots: Any
+    sum_partials: Any
+    lowering: LoweringKernels
+    flags: NDArray[np.uint8]
+    """Flags of each operator, see `source.operator_flags`."""
+
+
+class RowTiles(NamedTuple):
+    """Rows of a data set, cut into tiles, and where their columns lie; integers."""
+
+    variables: int
+    """Address of the first variable, at the first row of the first tile."""
+    target: int
+    """Likewise of the target; 0: no losses."""
+    weights: int
+    """Likewise of the weights; 0: all are 1."""
+    stride: int
+    """Bytes between variables."""
+    first_row: int
+    """Rows of the first tile to leave out."""
+    end_row: int
+    """End of the rows, counted from the first row of the first tile."""
+    tiles: int
+    first_tile: int
+    """Number of the first tile, counted from the data set's first row."""
+    node_levels: int
+    """Levels of the tree of sums above tiles to add up."""
+    nodes: int
+    """Nodes that have some of the rows at the last of them."""
+    absolute: int
+    """1 for losses of |f - y|, 0 for (f - y)^2."""
+
+    @classmethod
+    def of(
+        cls,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        variant: Variant,
+        level: int | None = None,
+    ) -> RowTiles:
+        """Cut the rows; losses are summed up of each node of a level, or of all rows."""
+        rows, loss = evaluation.row_range(resident.dataset.layout), evaluation.loss
+        length = None if level is None else node_rows(resident.dataset.layout, level)
+        first_tile = rows[0] // variant.tile
+        aligned = first_tile * variant.tile
+        return cls(
+            variables=resident.address(0, aligned),
+            target=0 if loss is None else resident.target_address(aligned),
+            weights=0 if loss is None else resident.weights_address(aligned),
+            stride=resident.stride * variant.dtype.itemsize,
+            first_row=rows[0] - aligned,
+            end_row=rows[1] - aligned,
+            tiles=-(-(rows[1] - aligned) // variant.tile),
+            first_tile=first_tile,
+            node_levels=levels_between(variant.tile, length),
+            nodes=1 if length is None else len(nodes_of(rows, length)),
+            absolute=int(loss is Loss.MAE),
+        )
+
+
+class LaunchConfig(NamedTuple):
+    """Division of jobs and shared memory among blocks and warps, in integers."""
+
+    jobs: int
+    """Jobs of each launch."""
+    group: int
+    """Programs that are sorted together: all of a launch, or one if a launch has part of one."""
+    warps: int
+    """Warps of a block."""
+    levels: int
+    """Stack levels of each warp, scratch levels included."""
+    scratch: int
+    """Scratch levels."""
+
+
+def configure_launch(
+    limits: LaunchLimits, bounds: BatchBounds, max_jobs: int, programs: int, vectors: int
+) -> LaunchConfig:
+    """Choose the configuration of a batch's launches, of at most so many jobs.
+
+    The shared memory of a block is large enough for one warp to run any program. Where several
+    warps share it, each has the levels that most programs need; the programs that need more are
+    sorted to the front and run by one warp, which has all of the block's levels.
+    """
+    scratch = SCRATCH_LEVELS if bounds.costly else 0
+    most, group, jobs = bounds.levels + scratch, 1, max_jobs
+    levels = most
+    if jobs >= vectors:
+        group = min(jobs // vectors, programs)
+        jobs = group * vectors
+        levels = min(bounds.typical_levels, bounds.levels) + scratch
+    warps = max(1, min(limits.max_warps, _SHARED_BYTES // max(1, levels * limits.level_bytes)))
+    levels = max(levels, -(-most // warps))
+    if warps * levels * limits.level_bytes > _SHARED_BYTES:
+        warps, levels = 1, most
+    return LaunchConfig(jobs, group, warps, levels, scratch)
+
+
+def jobs_per_launch(limits: LaunchLimits, token_rows: int, jobs: int, vectors: int) -> int:
+    """Return the jobs of one launch, so that it does not delay other evaluations for long.
+
+    They are whole programs, of ``vectors`` jobs each, or part of one; the token-rows are of all.
+    """
+    launches = min(max(1, token_rows // limits.max_token_rows), jobs, _MAX_LAUNCHES)
+    share = -(-jobs // launches)
+    return share if share < vectors else -(-share // vectors) * vectors
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +224,6 @@ class BatchLaunch:
         cls,
         context: StreamContext,
         kernels: InterpreterKernels,
-        geometry: InterpreterGeometry,
         batch: Batch,
         variables: int,
         max_jobs: int,
@@ -110,7 +237,7 @@ class BatchLaunch:
         staging = context.pinned("batch", layout.uploaded)
         bounds = pack(TokenArrays.of(batch), layout, staging, kernels.flags)
         check_length(bounds.longest)
-        config = configure_launch(geometry, bounds, max_jobs, len(batch), batch.vectors)
+        config = configure_launch(kernels.limits, bounds, max_jobs, len(batch), batch.vectors)
         address = context.buffer("batch", layout.end)
         size = bounds.slots * batch.vectors * kernels.variant.dtype.itemsize
         slots = context.buffer("slots", max(1, size))
@@ -122,7 +249,7 @@ class BatchLaunch:
         commands.upload(address, staging)
         commands.record(context.event("started"))
         where = commands, kernels.lowering, batch, layout, address
-        add_lowering(*where, variables, bounds.longest, geometry.lowering_blocks)
+        add_lowering(*where, variables, bounds.longest, kernels.limits.lowering_blocks)
         add_order(*where, config.group, config.levels - config.scratch, first_invalid)
         found.add_slots(commands)
         return found, commands
@@ -171,7 +298,7 @@ class BatchLaunch:
     def add_jobs(
         self,
         commands: CommandList,
-        geometry: InterpreterGeometry,
+        tiles: RowTiles,
         jobs: Jobs,
         partials: int,
         values: int = 0,
@@ -180,82 +307,83 @@ class BatchLaunch:
 
         ``partials`` and ``values`` are where the first job's go; 0 for what is not wanted.
         """
-        config, layout, (first, count) = self.config, self.layout, jobs
-        rounds = max(1, count * geometry.tiles // geometry.resident_warps)
-        rounds = min(geometry.programs_per_warp, rounds)
+        config, layout, limits = self.config, self.layout, self.kernels.limits
+        first, count = jobs
+        rounds = max(1, count * tiles.tiles // limits.resident_warps)
+        rounds = min(limits.programs_per_warp, rounds)
         group = max(config.warps * rounds, -(-count // _MAX_GRID_Y))
         arguments = INTERPRETER_ARGUMENTS.pack(
             instructions=self.address + layout.instructions,
             programs=self.address + layout.programs,
             order=self.address + layout.order,
             slots=self.slots,
-            variables=geometry.variables,
-            target=geometry.target,
-            weights=geometry.weights,
+            variables=tiles.variables,
+            target=tiles.target,
+            weights=tiles.weights,
             values=values,
             partials=partials,
             slot_count=self.bounds.slots,
-            stride=geometry.stride,
-            first_row=geometry.first_row,
-            end_row=geometry.end_row,
-            tiles=geometry.tiles,
+            stride=tiles.stride,
+            first_row=tiles.first_row,
+            end_row=tiles.end_row,
+            tiles=tiles.tiles,
             jobs=count,
             first_job=first,
             jobs_per_block=group,
             vectors=self.batch.vectors,
             levels=config.levels,
-            absolute=geometry.absolute,
+            absolute=tiles.absolute,
         )
-        grid, threads = (geometry.tiles, -(-count // group), 1), (32 * config.warps, 1, 1)
-        shared = COUNTER_BYTES + config.warps * config.levels * geometry.level_bytes
+        grid, threads = (tiles.tiles, -(-count // group), 1), (32 * config.warps, 1, 1)
+        shared = _COUNTER_BYTES + config.warps * config.levels * limits.level_bytes
         commands.launch(self.kernels.interpret, grid, threads, arguments, shared=shared)
 
     def add_sums(
         self,
         commands: CommandList,
-        geometry: InterpreterGeometry,
+        tiles: RowTiles,
         jobs: int,
         partials: int,
         sums: NDArray[np.float64],
     ) -> None:
         """Add the sums of jobs' partial sums, to page-locked memory [nodes, jobs]."""
-        numbers = partials, address_of(sums), geometry.tiles, geometry.first_tile
+        numbers = partials, address_of(sums), tiles.tiles, tiles.first_tile
         threads = (_SUM_THREADS, 1, 1)
-        kernel, levels = self.kernels.sum_partials, geometry.node_levels
+        kernel, levels = self.kernels.sum_partials, tiles.node_levels
         commands.launch(kernel, (jobs, 1, 1), threads, *numbers, levels)
 
     def launch_chunk(
-        self, geometry: InterpreterGeometry, evaluation: Evaluation, jobs: Jobs, side: int
+        self, tiles: RowTiles, evaluation: Evaluation, jobs: Jobs, side: int
     ) -> Staging:
         """Launch some jobs and the copies of their results; see `resident_data.run_chunks`."""
         context, variant, count = self.context, self.kernels.variant, jobs[1]
         itemsize = variant.dtype.itemsize
-        pitch = geometry.tiles * variant.tile * itemsize
+        pitch = tiles.tiles * variant.tile * itemsize
         partials = values = 0
         sums = staging = None
         if evaluation.loss is not None:
-            partials = context.buffer(f"partials {side}", count * geometry.tiles * 8)
-            sums = context.pinned(f"sums {side}", 8 * geometry.nodes * count).view(np.float64)
-            sums = sums.reshape(geometry.nodes, -1)
+            partials = context.buffer(f"partials {side}", count * tiles.tiles * 8)
+            sums = context.pinned(f"sums {side}", 8 * tiles.nodes * count).view(np.float64)
+            sums = sums.reshape(tiles.nodes, -1)
         if evaluation.values:
             values = context.buffer(f"values {side}", count * pitch)
         commands = self.new_commands()
-        self.add_jobs(commands, geometry, jobs, partials, values)
+        self.add_jobs(commands, tiles, jobs, partials, values)
         if sums is not None:
-            self.add_sums(commands, geometry, count, partials, sums)
+            self.add_sums(commands, tiles, count, partials, sums)
         self.execute(commands)
         context.mark(f"computed {side}")
         if values:
-            rows = geometry.end_row - geometry.first_row
+            rows = tiles.end_row - tiles.first_row
             memory = context.pinned(f"values {side}", count * rows * itemsize)
             staging = memory.view(variant.dtype).reshape(count, rows)
-            context.download_rows(staging, values + geometry.first_row * itemsize, pitch)
+            context.download_rows(staging, values + tiles.first_row * itemsize, pitch)
         return sums, staging
 
     def run(
         self,
         commands: CommandList,
-        geometry: InterpreterGeometry,
+        tiles: RowTiles,
         losses: NDArray[np.float64],
         started: int,
     ) -> Steps[Timings]:
@@ -267,12 +395,12 @@ class BatchLaunch:
             ProgramError: for the first bad token.
         """
         context, jobs = self.context, losses.size
-        partials = context.buffer("partials", 8 * jobs * geometry.tiles)
+        partials = context.buffer("partials", 8 * jobs * tiles.tiles)
         sums = context.pinned("sums", 8 * jobs).view(np.float64)
         for first in range(0, jobs, self.config.jobs):
             part = first, min(self.config.jobs, jobs - first)
-            self.add_jobs(commands, geometry, part, partials + 8 * first * geometry.tiles)
-        self.add_sums(commands, geometry, jobs, partials, sums)
+            self.add_jobs(commands, tiles, part, partials + 8 * first * tiles.tiles)
+        self.add_sums(commands, tiles, jobs, partials, sums)
         commands.record(context.event("computed"))
         self.execute(commands)
         launched = time.perf_counter_ns()
@@ -282,51 +410,3 @@ class BatchLaunch:
         compute = context.nanoseconds("started", "computed")
         copy_out = max(0, time.perf_counter_ns() - launched - compute)
         return Timings(copy_in=launched - started, compute=compute, copy_out=copy_out)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkResults:
-    """Collects the results of chunks from staging memory for the outputs of an evaluation."""
-
-    launch: BatchLaunch
-    outputs: Outputs
-    spans: Sequence[Span]
-    """Rows of the chunks, in turn."""
-    length: int
-    """Rows of a node of the tree of sums; a span is one, or several nodes of a shard."""
-    sums: list[list[NDArray[np.float64]]]
-    """Sums of the loss terms of some jobs in turn, [nodes, jobs], for each span."""
-
-    def copy(self, number: int, jobs: Jobs, staging: Staging) -> None:
-        """Copy the results of some jobs on the span with a number.
-
-        Raises:
-            ProgramError: for the first bad token.
-        """
-        self.launch.check()
-        (sums, values), outputs, batch = staging, self.outputs, self.launch.batch
-        if sums is not None:
-            self.sums[number].append(sums.copy())
-        if values is not None and outputs.values is not None:
-            first, end = jobs[0], sum(jobs)
-            start, stop = (row - self.spans[0][0] for row in self.spans[number])
-            whole = outputs.values.reshape(len(batch) * batch.vectors, -1)
-            whole[first:end, start:stop] = values
-            if number == len(self.spans) - 1:
-                outputs.ready(end // batch.vectors)
-
-    def sum_up(self, layout: Layout) -> Steps[None]:
-        """Fill in the losses, if they are wanted, once all chunks have been copied."""
-        losses, shard, first = self.outputs.losses, self.outputs.shard, self.spans[0][0]
-        nodes = None if losses is None else np.block(self.sums)
-        length = self.length
-        if shard is not None:
-            length = node_rows(layout, shard.level)
-            count = len(nodes_of((first, self.spans[-1][1]), length))
-            mine = np.empty((count, 0))
-            if nodes is not None:
-                levels = levels_between(self.length, length)
-                mine = parent_nodes(nodes, first // self.length, levels)
-            nodes, first = (yield from shard.join(mine)), shard.rows[0]
-        if losses is not None and nodes is not None:
-            losses[...] = sum_nodes(nodes, first // length).reshape(losses.shape)

@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Layout
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
-from warpfit_server.engine.cuda.interpreter.device_lowering import load_lowering
-from warpfit_server.engine.cuda.interpreter.launch_config import (
-    InterpreterGeometry,
-    InterpreterKernels,
-    jobs_per_launch,
-    max_interpreted_token_rows,
+from warpfit_server.engine.cuda.interpreter.device_lowering import (
+    BLOCKS_A_MULTIPROCESSOR,
+    load_lowering,
 )
-from warpfit_server.engine.cuda.interpreter.launches import BatchLaunch, ChunkResults, Jobs
-from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.cuda.interpreter.launches import (
+    BatchLaunch,
+    InterpreterKernels,
+    Jobs,
+    LaunchLimits,
+    RowTiles,
+    Staging,
+    jobs_per_launch,
+)
+from warpfit_server.engine.cuda.math.modes import Mode, max_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ALIGNED_ROWS,
     RESULTS_SHARE,
     ResidentDataset,
+    Span,
     check_cancelled,
     cut_rows,
     longest,
     run_chunks,
 )
-from warpfit_server.engine.interface import Outputs, RowShard, Steps
-from warpfit_server.row_blocks import node_rows
+from warpfit_server.engine.interface import Outputs, Steps
+from warpfit_server.engine.sum_tree import parent_nodes, sum_nodes
+from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
 _LEAST_BYTES: Final = 16
@@ -44,8 +55,9 @@ VARIANTS: Final = tuple(
     for mode, most in _MOST_BYTES.items()
     for row_bytes in (_LEAST_BYTES, most)
 )
-#: Threads that fill a multiprocessor.
-_FULL_THREADS: Final = 32 * 32
+#: Warps that a multiprocessor runs at a time, and threads that fill it.
+_RESIDENT_WARPS: Final = 32
+_FULL_THREADS: Final = 32 * _RESIDENT_WARPS
 #: Most jobs of one launch.
 _MAX_JOBS: Final = 1 << 18
 
@@ -93,21 +105,21 @@ class InterpreterTier:
         most = evaluation if len(spans) == 1 else replace(evaluation, rows=longest(spans))
         kernels = self.prepare(self.variant(resident, most))
         chunks = list(self._chunks(resident, most, kernels.variant))
-        geometry = self.geometry(resident, most, kernels.variant)
         is_whole = len(chunks) == len(spans) == 1 and not resident.is_streamed and shard is None
         losses = outputs.losses if is_whole and not evaluation.values else None
         batch, jobs = evaluation.batch, chunks[0][1]
         if losses is not None:
-            tokens = len(batch.codes) * batch.vectors
-            jobs = jobs_per_launch(geometry, tokens, jobs, batch.vectors)
+            token_rows = evaluation.token_rows(layout)
+            jobs = jobs_per_launch(kernels.limits, token_rows, jobs, batch.vectors)
+        level = None if shard is None else shard.level
         if shard is not None:
             length = min(length, node_rows(layout, shard.level))
             shard.begin(0 if outputs.losses is None else outputs.losses.size)
         with self._device.stream() as context:
-            given = context, kernels, geometry, batch, layout.variables, jobs
-            lowered, commands = BatchLaunch.begin(*given)
+            lowered, commands = BatchLaunch.begin(context, kernels, batch, layout.variables, jobs)
             if losses is not None:
-                return (yield from lowered.run(commands, geometry, losses, started))
+                tiles = RowTiles.of(resident, evaluation, kernels.variant)
+                return (yield from lowered.run(commands, tiles, losses, started))
             lowered.execute(commands)
             launched = time.perf_counter_ns()
             sums: list[Any] = [[] for _ in spans]
@@ -117,7 +129,7 @@ class InterpreterTier:
                 window: ResidentDataset, number: int, jobs: Jobs, side: int
             ) -> Callable[[], None]:
                 rows = replace(evaluation, rows=spans[number])
-                place = self.geometry(window, rows, kernels.variant, shard)
+                place = RowTiles.of(window, rows, kernels.variant, level)
                 staging = lowered.launch_chunk(place, rows, jobs, side)
                 return partial(results.copy, number, jobs, staging)
 
@@ -153,6 +165,7 @@ class InterpreterTier:
                 module = interpreter_switch(variant).load(self._device)
                 self._kernels[variant] = InterpreterKernels(
                     variant=variant,
+                    limits=self._limits(variant),
                     interpret=module.get_function("interpret"),
                     evaluate_slots=module.get_function("evaluate_slots"),
                     sum_partials=module.get_function("sum_partials"),
@@ -160,6 +173,18 @@ class InterpreterTier:
                     flags=source.operator_flags(variant),
                 )
             return self._kernels[variant]
+
+    def _limits(self, variant: source.Variant) -> LaunchLimits:
+        count = self._device.multiprocessors
+        return LaunchLimits(
+            level_bytes=variant.tile * variant.dtype.itemsize,
+            max_warps=self._tuning.warps or (2 if variant.mode.is_fast else 1),
+            programs_per_warp=self._tuning.jobs_per_warp,
+            resident_warps=_RESIDENT_WARPS * count,
+            # The interpreter runs at half the rate of compiled kernels.
+            max_token_rows=max_token_rows(variant.mode, count) // 2,
+            lowering_blocks=BLOCKS_A_MULTIPROCESSOR * count,
+        )
 
     def _rows_at_a_time(self, resident: ResidentDataset, evaluation: Evaluation) -> int:
         """Return the most rows of a launch, a power of two: a job's values must fit the device."""
@@ -179,7 +204,7 @@ class InterpreterTier:
         """Cut the jobs so that the results of each launch fit in ``chunk_bytes``.
 
         If that, or all rows, take several launches, none has more token-rows than
-        `launch_config` allows.
+        `LaunchLimits` allow.
         """
         programs, vectors, rows = evaluation.shape(resident.dataset.layout)
         tiles = -(-rows // variant.tile) + 1
@@ -188,25 +213,60 @@ class InterpreterTier:
             job_bytes = tiles * variant.tile * variant.dtype.itemsize
         jobs = min(programs * vectors, max(1, self._chunk_bytes // job_bytes), _MAX_JOBS)
         if jobs < programs * vectors or resident.is_streamed:
-            most = max_interpreted_token_rows(variant, self._device.multiprocessors)
+            most = self._limits(variant).max_token_rows
             token_rows = len(evaluation.batch.codes) * rows
             jobs = min(jobs, max(1, most * programs // token_rows))
         jobs -= jobs % vectors if jobs > vectors else 0
         for first in range(0, programs * vectors, jobs):
             yield first, min(jobs, programs * vectors - first)
 
-    def geometry(
-        self,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        variant: source.Variant,
-        shard: RowShard | None = None,
-    ) -> InterpreterGeometry:
-        """Describe the work on the rows of an evaluation."""
-        warps = self._tuning.warps or (2 if variant.mode.is_fast else 1)
-        limits = warps, self._tuning.jobs_per_warp, self._device.multiprocessors
-        level = None if shard is None else shard.level
-        return InterpreterGeometry.of(resident, evaluation, variant, *limits, level)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkResults:
+    """Collects the results of chunks from staging memory for the outputs of an evaluation."""
+
+    launch: BatchLaunch
+    outputs: Outputs
+    spans: Sequence[Span]
+    """Rows of the chunks, in turn."""
+    length: int
+    """Rows of a node of the tree of sums; a span is one, or several nodes of a shard."""
+    sums: list[list[NDArray[np.float64]]]
+    """Sums of the loss terms of some jobs in turn, [nodes, jobs], for each span."""
+
+    def copy(self, number: int, jobs: Jobs, staging: Staging) -> None:
+        """Copy the results of some jobs on the span with a number.
+
+        Raises:
+            ProgramError: for the first bad token.
+        """
+        self.launch.check()
+        (sums, values), outputs, batch = staging, self.outputs, self.launch.batch
+        if sums is not None:
+            self.sums[number].append(sums.copy())
+        if values is not None and outputs.values is not None:
+            first, end = jobs[0], sum(jobs)
+            start, stop = (row - self.spans[0][0] for row in self.spans[number])
+            whole = outputs.values.reshape(len(batch) * batch.vectors, -1)
+            whole[first:end, start:stop] = values
+            if number == len(self.spans) - 1:
+                outputs.ready(end // batch.vectors)
+
+    def sum_up(self, layout: Layout) -> Steps[None]:
+        """Fill in the losses, if they are wanted, once all chunks have been copied."""
+        losses, shard, first = self.outputs.losses, self.outputs.shard, self.spans[0][0]
+        nodes = None if losses is None else np.block(self.sums)
+        length = self.length
+        if shard is not None:
+            length = node_rows(layout, shard.level)
+            count = len(nodes_of((first, self.spans[-1][1]), length))
+            mine = np.empty((count, 0))
+            if nodes is not None:
+                levels = levels_between(self.length, length)
+                mine = parent_nodes(nodes, first // self.length, levels)
+            nodes, first = (yield from shard.join(mine)), shard.rows[0]
+        if losses is not None and nodes is not None:
+            losses[...] = sum_nodes(nodes, first // length).reshape(losses.shape)
 
 
 def interpreter_switch(variant: source.Variant) -> CudaSource:

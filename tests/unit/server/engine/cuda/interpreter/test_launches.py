@@ -6,13 +6,12 @@ import pytest
 
 pytest.importorskip("numba")
 
-from warpfit_server.engine.cuda.interpreter import launch_config
+from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds
 
-GEOMETRY = launch_config.InterpreterGeometry(
-    variables=1 << 41, target=1 << 42, weights=0, stride=400_000, first_row=3, end_row=100_000,
-    tiles=196, first_tile=7, node_levels=62, nodes=1, absolute=1, level_bytes=2048, max_warps=2,
-    programs_per_warp=2, resident_warps=32 * 132, max_token_rows=10**12, lowering_blocks=8 * 132,
+LIMITS = launches.LaunchLimits(
+    level_bytes=2048, max_warps=2, programs_per_warp=2, resident_warps=32 * 132,
+    max_token_rows=10**12, lowering_blocks=8 * 132,
 )  # fmt: skip
 
 
@@ -21,16 +20,16 @@ GEOMETRY = launch_config.InterpreterGeometry(
     [(10, 300, 300), (100, 300, 150), (10**6, 300, 5), (10**6, 20, 1), (100, 1, 1)],
 )
 def test_jobs_of_a_launch(tokens, jobs, expected):
-    geometry = GEOMETRY._replace(first_row=0, end_row=1000, max_token_rows=50_000)
-    assert launch_config.jobs_per_launch(geometry, tokens, jobs, 1) == expected
+    limits = LIMITS._replace(max_token_rows=50)
+    assert launches.jobs_per_launch(limits, tokens, jobs, 1) == expected
 
 
 @pytest.mark.parametrize(
     ("vectors", "expected"), [(1, 150), (4, 152), (100, 200), (149, 298), (150, 150), (300, 150)]
 )
 def test_a_launch_has_whole_programs_or_less_than_one(vectors, expected):
-    geometry = GEOMETRY._replace(first_row=0, end_row=1000, max_token_rows=50_000)
-    assert launch_config.jobs_per_launch(geometry, 100, 300, vectors) == expected
+    limits = LIMITS._replace(max_token_rows=50)
+    assert launches.jobs_per_launch(limits, 100, 300, vectors) == expected
 
 
 @pytest.mark.parametrize("warps", [1, 2, 3, 8])
@@ -39,20 +38,20 @@ def test_a_launch_has_whole_programs_or_less_than_one(vectors, expected):
 @pytest.mark.parametrize("costly", [False, True])
 def test_one_warp_has_room_for_any_program(warps, levels, usual, costly):
     bounds = BatchBounds(9, 5, levels, typical_levels=min(usual, levels), costly=costly)
-    geometry = GEOMETRY._replace(max_warps=warps)
-    config = launch_config.configure_launch(geometry, bounds, 300, 300, 1)
+    limits = LIMITS._replace(max_warps=warps)
+    config = launches.configure_launch(limits, bounds, 300, 300, 1)
     most = levels + config.scratch
     assert config.scratch == 2 * costly
     assert 1 <= config.warps <= warps
     assert config.warps * config.levels >= most
     assert config.levels >= bounds.typical_levels + config.scratch
-    assert config.warps * config.levels * geometry.level_bytes <= 48 * 1024 - 16
+    assert config.warps * config.levels * limits.level_bytes <= 48 * 1024 - 16
     assert (config.jobs, config.group) == (300, 300)
 
 
 def test_launches_of_part_of_a_program_are_not_sorted():
     bounds = BatchBounds(longest=9, slots=5, levels=6, typical_levels=2, costly=False)
-    config = launch_config.configure_launch(GEOMETRY, bounds, 7, 3, 10)
+    config = launches.configure_launch(LIMITS, bounds, 7, 3, 10)
     assert (config.jobs, config.group, config.levels) == (7, 1, 6)
-    config = launch_config.configure_launch(GEOMETRY, bounds, 25, 3, 10)
+    config = launches.configure_launch(LIMITS, bounds, 25, 3, 10)
     assert (config.jobs, config.group, config.levels) == (20, 2, 3)
