@@ -164,7 +164,7 @@ class Loop:
     def _choose(self) -> list[Request]:
         """Take the requests of the next step, if one can begin."""
         with self._lock:
-            self._end_wait([request for request in self._waiting if request.cancelled[0]])
+            self._end_wait([request for request in self._waiting if request.is_cancelled])
             is_full = len(self._on_device()) >= self._engine.steps_in_flight
             requests = [] if is_full else self._isolation.next()
             self._running.update(requests)
@@ -275,7 +275,7 @@ class Loop:
         began = time.perf_counter()
         wanted = []
         for request in requests:
-            if request.cancelled[0]:
+            if request.is_cancelled:
                 self._fail(request, CancelledError("the request was cancelled", "CANCELLED"))
                 continue
             wanted.append(request)

@@ -86,6 +86,11 @@ class Request(ScheduledRequest):
         self.evaluation = problem.evaluation(segment)
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for the answer; a fit sets the flag to 2 when its time is up."""
+        return bool(self.cancelled[0] == 1)
+
+    @property
     def is_fit(self) -> bool:
         """Whether it is a fit."""
         return isinstance(self.message, SubmitFit)

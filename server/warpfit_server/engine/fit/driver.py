@@ -11,13 +11,16 @@ Searches that have ended drop out of the batch, so that they cost no more.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +55,7 @@ from warpfit_server.engine.fit.searches import (
 )
 from warpfit_server.engine.fit.separable import operator_table
 from warpfit_server.engine.interface import Evaluator, Linearisation, Selection, Steps, timed
+from warpfit_server.engine.native.compile_processes import NICE
 from warpfit_server.limits import fit_memory
 from warpfit_server.system.resources import give_back_memory
 
@@ -65,6 +69,10 @@ _SMALL_IN_FLOAT32: Final = 1e-28
 _SMALL_IN_FLOAT64: Final = 1e-280
 #: Bytes of a fit after which the allocator returns free memory to the system.
 _LARGE_FIT: Final = 2**25
+#: Searches for which the work beside passes, about a microsecond each, is done by threads.
+_MANY_SEARCHES: Final = 2_000
+_THREADS: Final = ThreadPoolExecutor(2, "fit", os.nice, (NICE,))  # on Linux, of them alone
+Result = TypeVar("Result")
 #: Value of ``cancelled`` when the time is up; whoever cancels the call writes 1.
 _TIME_IS_UP: Final = 2
 
@@ -99,10 +107,21 @@ def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
 def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
     yield compiled.load_in_background(request.method, context.cache_directory)
     try:
-        return (yield from _Driver(request, context).run())
+        searches = request.problem.batch.vectors * len(request.problem.batch)
+        driver = yield from _aside(searches, partial(_Driver, request, context))
+        return (yield from driver.run())
     finally:
         if fit_memory(request, context.dataset.layout) > _LARGE_FIT:
             give_back_memory()
+
+
+def _aside(searches: int, work: Callable[[], Result]) -> Steps[Result]:
+    """Do some work for so many searches; for many, the engine's thread does other things."""
+    if searches < _MANY_SEARCHES:
+        return work()
+    done = _THREADS.submit(work)
+    yield done
+    return done.result()
 
 
 class _Driver:
@@ -137,14 +156,18 @@ class _Driver:
         """Advance until every search has ended or the time is used up; return the result."""
         yield from self._evaluate_starts()
         with self._interrupted_at_deadline():
-            while self._drop_finished():
+            while (yield from self._aside(self._drop_finished)):
                 self._report()
                 if self._is_late():
                     self._active.interrupt()
                     continue
                 yield None
-                self._advance((yield from self._linearise(curvature=self._is_lm)))
+                new = yield from self._linearise(curvature=self._is_lm)
+                yield from self._aside(partial(self._advance, new))
         return (yield from self._result())
+
+    def _aside(self, work: Callable[[], Result]) -> Steps[Result]:
+        return _aside(len(self._active), work)
 
     def _evaluate_starts(self) -> Steps[None]:
         """Evaluate the starts, and set up what each method needs to know of them."""
@@ -153,13 +176,13 @@ class _Driver:
             self._problem = replace(self._problem, precision=Precision.PRECISE)
             first = yield from self._linearise(curvature=True)
         if self._is_lm:
-            self._mark_linear()
+            yield from self._aside(self._mark_linear)
         else:
             self._all.make_room_for_inverse()
             assert first.curvatures is not None
             np.copyto(self._all.curvature, first.curvatures)
             self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
-        self._advance(first)
+        yield from self._aside(partial(self._advance, first))
         if self._is_undefined(first):
             self._all.counters[:, REASON] = NOT_FINITE
 
@@ -319,7 +342,8 @@ class _Driver:
                 final = yield from self._linearise(curvature=True)
                 assert final.curvatures is not None
                 outcome.curvature = final.curvatures
-            covariance = covariances(outcome, outcome.numbers[:, LOSS], self._weighed_rows())
+            given = outcome, outcome.numbers[:, LOSS], self._weighed_rows()
+            covariance = yield from self._aside(partial(covariances, *given))
             errors = standard_errors(outcome, covariance) if settings.standard_errors else None
         shape = (len(problem.batch), self._request.vectors)
         losses, initial = self._finalize(outcome.numbers[:, (LOSS, INITIAL)].T)

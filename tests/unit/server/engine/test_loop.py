@@ -264,6 +264,15 @@ class TestCancellation:
         assert front.answer(front.start(1.0, constant=WAITS, values=True)) == [1.0]
         assert engine.batches == [1, 1]
 
+    def test_a_fit_goes_on_after_its_deadline(self, run_loop):
+        engine, front = run_loop()
+        run = front.start(1.0, constant=WAITS, values=True)
+        wait_until(lambda: engine.batches)
+        run.segment_layout.cancelled(run.segment)[0] = 2  # what the driver of fits writes
+        time.sleep(2 * loop_module._LOOK_SECONDS)
+        engine.promised.set_result(None)
+        assert front.answer(run) == [1.0]
+
 
 class TestSharing:
     @pytest.mark.parametrize("tenant", ["me", "another"])

@@ -169,7 +169,8 @@ class DerivativeLowering:
             return
         if chunks[0]:
             yield None
-        task = self._loop.begin(self._address, block, *chunks, helpers)
+        half = max(1, self._threads // 2)  # the processes that answer others need cores, too
+        task = self._loop.begin(self._address, block, *chunks, min(helpers, half))
         try:
             yield task
         finally:

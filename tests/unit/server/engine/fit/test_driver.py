@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -18,7 +19,7 @@ from warpfit.expressions.printing import to_text
 from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import Method
 from warpfit.losses import Loss, LossFunction, gaussian, huber, quantile
-from warpfit_server.engine.fit import compiled
+from warpfit_server.engine.fit import compiled, driver
 from warpfit_server.engine.interface import Linearisation
 
 rng = np.random.default_rng(3)
@@ -295,6 +296,30 @@ def test_a_pass_is_cancelled_at_the_deadline_of_its_fit(method, passes):
     (again,) = fit(EXACT, [MODEL], found.parameters[:1], max_iterations=0).loss
     assert again == found.loss[0], "loss and parameters belong together"
     assert np.isfinite(found.covariance[0]).all(), "computed in spite of what was cut off"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_many_searches_advance_on_other_threads(monkeypatch, method):
+    """So that the engine's thread goes on with other requests."""
+    problem = EXACT, [MODEL, "x1"], [START, []]
+    expected, threads = fit(*problem, method=method, covariance=True), set()
+
+    def watched(function):
+        def call(*arguments):
+            threads.add(threading.get_ident())
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(driver, "_MANY_SEARCHES", 1)
+    for name in ("__init__", "_advance", "_drop_finished"):
+        monkeypatch.setattr(driver._Driver, name, watched(getattr(driver._Driver, name)))
+    found = fit(*problem, method=method, covariance=True)
+    assert threads
+    assert threading.get_ident() not in threads
+    for name in ("loss", "iterations", "reason"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_array_equal(found.parameters[0], expected.parameters[0])
 
 
 def test_a_fit_with_a_deadline_can_be_cancelled():
