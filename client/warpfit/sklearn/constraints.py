@@ -52,7 +52,9 @@ def operator_names(given: Sequence[str]) -> tuple[str, ...]:
         InvalidArgumentError: if one is not known, or there is none.
 
     """
-    names = tuple(dict.fromkeys(operator_name(one) for one in given))
+    is_one = isinstance(given, str) or not isinstance(given, Sequence)
+    several: Sequence[Any] = [given] if is_one else given
+    names = tuple(dict.fromkeys(map(operator_name, several)))
     if not names:
         raise InvalidArgumentError(
             "there are no operators", "UNKNOWN_OPERATOR", "Name at least one", "operators"
@@ -69,7 +71,7 @@ def complexity_measure(weights: Mapping[str, int] | None) -> Callable[[Genomes],
     """
     table = np.ones(256, np.int64)
     table[0] = 0
-    for given, weight in (weights or {}).items():
+    for given, weight in _limits(weights or {}, "complexity_of_operators").items():
         code = operator_code(given, "complexity_of_operators")
         _require_count(weight, f"complexity_of_operators[{given!r}]", 1)
         table[code] = weight
@@ -92,7 +94,9 @@ def admission(
 
     """
     checks = [
-        check for kind, given in (constraints or {}).items() for check in _checks(kind, given)
+        check
+        for kind, given in _limits(constraints or {}).items()
+        for check in _checks(kind, given)
     ]
 
     def admit(genomes: Genomes) -> Mask:
@@ -109,12 +113,12 @@ def _checks(kind: str, given: Any) -> list[Callable[[Genomes], Mask]]:
         _require_count(given, "constraints['depth']", 1)
         return [lambda genomes: depths(genomes) <= given]
     if kind == "count":
-        return [_count_check(_code(name), limit) for name, limit in given.items()]
+        return [_count_check(_code(name), limit) for name, limit in _limits(given).items()]
     if kind == "nesting":
         return [
             _nesting_check(_code(outer), _code(inner), limit)
-            for outer, limits in given.items()
-            for inner, limit in limits.items()
+            for outer, limits in _limits(given).items()
+            for inner, limit in _limits(limits).items()
         ]
     if kind == "monotonic":
         return []  # Numbers decide, not the structure; see `monotonicity`.
@@ -123,6 +127,14 @@ def _checks(kind: str, given: Any) -> list[Callable[[Genomes], Mask]]:
         "BAD_SETTING",
         f"Choose from {', '.join(_KINDS)}",
         "constraints",
+    )
+
+
+def _limits(given: Any, field: str = "constraints") -> Mapping[str, Any]:
+    if isinstance(given, Mapping):
+        return given
+    raise InvalidArgumentError(
+        f"{given!r} is no dict", "BAD_SETTING", "Give a number by operator, as {'sin': 1}", field
     )
 
 

@@ -98,7 +98,7 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         So a weight means repetition to the last bit, and the order of the rows does not matter.
         """
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        table = np.column_stack([X, y])[weights > 0]
+        table = np.column_stack([X, np.asarray(y, np.float64)])[weights > 0]
         rows, place = np.unique(table, axis=0, return_inverse=True)
         totals = np.zeros(len(rows))
         np.add.at(totals, place.ravel(), weights[weights > 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -281,12 +282,20 @@ class SymbolicRegressor(FormulaRegressor):
         directions(monotonic, self._names(), self.n_features_in_)
         if self.units is not None:
             dimensions(self.units, self._names(), self.n_features_in_)
-        if not (self.max_seconds is None or 0.0 < self.max_seconds < math.inf):
+        if self.max_seconds is not None and not 0.0 < _number(self.max_seconds) < math.inf:
             raise _bad_setting("max_seconds", self.max_seconds, "a number above 0, or None")
-        if not 0.0 <= self.held_out < 1.0:
+        if not 0.0 <= _number(self.held_out) < 1.0:
             raise _bad_setting("held_out", self.held_out, "a part from 0 to below 1")
+        if not 0.0 <= _number(self.tolerance) < math.inf:
+            raise _bad_setting("tolerance", self.tolerance, "a number from 0")
         if self.engine not in ("auto", "cpu"):
             raise _bad_setting("engine", self.engine, "auto or cpu")
+        if not (self.callback is None or callable(self.callback)):
+            raise _bad_setting("callback", self.callback, "a function, or None")
+        if self.checkpoint is not None and not (
+            isinstance(self.checkpoint, str | os.PathLike) and Path(self.checkpoint).parent.is_dir()
+        ):
+            raise _bad_setting("checkpoint", self.checkpoint, "a file in a folder that exists")
 
     def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
@@ -333,6 +342,11 @@ class SymbolicRegressor(FormulaRegressor):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+
+def _number(value: Any) -> float:
+    """Return a number as it is, and NaN for anything else."""
+    return float(value) if isinstance(value, int | float | np.number) else math.nan
 
 
 def _bad_setting(name: str, value: Any, wanted: str) -> InvalidArgumentError:
