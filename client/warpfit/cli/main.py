@@ -1,4 +1,4 @@
-"""The ``warpfit`` command: serve, precompile, eval, fit, info, health, top."""
+"""The ``warpfit`` command: serve, precompile, eval, fit, search, info, health, top."""
 
 from __future__ import annotations
 

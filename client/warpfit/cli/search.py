@@ -58,14 +58,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--select", default="bic", choices=("best", "accuracy", "score", "bic"))
     add("--max-size", type=int, default=25, metavar="N", help="most tokens (default: 25)")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="write the front as JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw the front and the fit, such as y.png")
-    add("--checkpoint", type=Path, metavar="FILE", help="save the search, or go on from it")
+    add("--json", type=_new_file, metavar="FILE", help="write the front as JSON")
+    add("--plot", type=_new_file, metavar="FILE", help="draw the front and the fit, such as y.png")
+    add("--checkpoint", type=_new_file, metavar="FILE", help="save the search, or go on from it")
     add("--address", default=os.environ.get("WARPFIT_ADDRESS"), metavar="HOST:PORT",
         help="default: WARPFIT_ADDRESS, or start a server here")  # fmt: skip
     add("--engine", default="auto", choices=("auto", "cpu"), help="of a server started here")
     add("--quiet", action="store_true", help="show no progress")
     return parser
+
+
+def _new_file(text: str) -> Path:
+    """Refuse a file that cannot be written before an hour of searching."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}")
+    return Path(text)
 
 
 def _model(options: argparse.Namespace) -> SymbolicRegressor:

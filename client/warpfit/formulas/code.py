@@ -99,18 +99,29 @@ def _printed(program: Program, language: str, identifiers: Sequence[str]) -> str
     keywords = {} if isinstance(printer, type) else options
     expression = to_sympy(program, identifiers)
     if language == "torch":
-        expression = expression.replace(sympy.gamma, _gamma_by_its_logarithm)
+        expression = _for_torch(expression)
     text = str(written(expression, **keywords))
     if "Not supported" in text or "Not Supported" in text:
         raise NotImplementedError(text)
     return text
 
 
-def _gamma_by_its_logarithm(a: Any) -> Any:
-    """Write gamma for PyTorch, which has only its logarithm; it changes sign below 0."""
-    from sympy import Abs, cos, exp, floor, loggamma, pi
+def _for_torch(expression: Any) -> Any:
+    """Write what PyTorch has not: gamma, which is the exponential of its logarithm but for the
+    sign below 0, and numbers in max and min, which take tensors only.
+    """
+    from sympy import Abs, Max, Min, Symbol, cos, exp, floor, gamma, loggamma, pi
 
-    return exp(loggamma(a)) * cos(pi * floor((a - Abs(a)) / 2))
+    def of_tensors(found: Any) -> Any:
+        tensor = "torch.tensor({}, dtype=torch.float64)"
+        return found.func(
+            *(Symbol(tensor.format(float(a))) if a.is_number else a for a in found.args)
+        )
+
+    expression = expression.replace(
+        gamma, lambda a: exp(loggamma(a)) * cos(pi * floor((a - Abs(a)) / 2))
+    )
+    return expression.replace(lambda node: isinstance(node, Max | Min), of_tensors)
 
 
 def to_numpy(program: Program, names: Sequence[str] = ()) -> Callable[..., Any]:

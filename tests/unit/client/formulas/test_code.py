@@ -115,9 +115,14 @@ def test_variables_are_named_by_what_they_are_called():
     assert str(parse("a/a", ["a"]).sympy(["a"])) == "1"
 
 
-def test_gamma_for_torch_has_its_sign():
-    text = parse("gamma(x1)").code("torch")
-    names = {name: getattr(np, name) for name in ("abs", "cos", "exp", "floor")}
-    torch = types.SimpleNamespace(**names, lgamma=scipy.special.gammaln)
+def test_torch_text_writes_what_torch_has():
+    """It has no gamma, and its max and min take tensors alone."""
+    program = parse("gamma(x1) + clip(x1, -1.3, 0.7)")
+    names = {name: getattr(np, name) for name in ("abs", "cos", "exp", "floor", "float64")}
+    names |= {"max": np.maximum, "min": np.minimum, "lgamma": scipy.special.gammaln}
+    torch = types.SimpleNamespace(**names, tensor=np.array)
     x = np.array([-3.5, -2.5, -0.5, 0.5, 4.0])
-    np.testing.assert_allclose(eval(text, {"torch": torch, "x1": x}), scipy.special.gamma(x))
+    code = program.code("torch")
+    assert "torch.max(torch.tensor(-1.3, dtype=torch.float64), x1)" in code
+    found = eval(code, {"torch": torch, "x1": x})
+    np.testing.assert_allclose(found, evaluate_program(program, x[np.newaxis]))
