@@ -107,8 +107,9 @@ def _printed(program: Program, language: str, identifiers: Sequence[str]) -> str
 
 
 def _for_torch(expression: Any) -> Any:
-    """Write what PyTorch has not: gamma, which is the exponential of its logarithm but for the
-    sign below 0, and numbers in max and min, which take tensors only.
+    """Write what PyTorch has not: gamma, and numbers in max and min, which take tensors only.
+
+    Gamma is the exponential of its logarithm but for the sign below 0.
     """
     from sympy import Abs, Max, Min, Symbol, cos, exp, floor, gamma, loggamma, pi
 
