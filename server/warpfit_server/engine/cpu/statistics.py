@@ -56,7 +56,9 @@ def merge_reductions(total: Floats, parts: Floats, rows: int) -> Floats:
     with np.errstate(all="ignore"):
         least, greatest = parts[:, :, 0].min(axis=0), parts[:, :, 1].max(axis=0)
         strange = parts[:, :, 2].sum(axis=0)
-        return np.stack([total, total / rows, least, greatest, strange], axis=1)
+        found = np.stack([total, total / rows, least, greatest, strange], axis=1)
+    # Which NaN or zero of several is the least, with its sign, is up to NumPy.
+    return np.where(np.isnan(found), np.nan, found + 0.0)
 
 
 @inlined

@@ -14,6 +14,7 @@ from support.engines.derivative_suite import make_dataset, smooth_programs
 from support.engines.shards import REQUESTS, check_evaluation, check_pass
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
+from warpfit.parse import parse
 from warpfit.request import Evaluation
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.row_blocks import LEAST_LEVEL, Shards, node_rows
@@ -24,8 +25,14 @@ DATA = {
     for dtype in ("float32", "float64")
     for weights in (False, True)
 }
-#: Values and sums of the second one are not all numbers.
-BATCHES = [Batch.of(*smooth_programs()), Batch.of(*thesis_mix(3, 20, variables=4))]
+#: NaNs and zeros of both signs, in rows that differ.
+SIGNS = ["where(sin(9*x1) < 0, sqrt(-1 - x1*x1), log(-1 - x1*x1))", "0*sin(9*x1)"]
+#: Values and sums of the last two are not all numbers.
+BATCHES = [
+    Batch.of(*smooth_programs()),
+    Batch.of(*thesis_mix(3, 20, variables=4)),
+    Batch.of([parse(text) for text in SIGNS]),
+]
 
 
 @pytest.fixture(scope="module")
