@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from support.engines.derivatives import ask, derive, linearise, outputs_for
+from support.engines.derivatives import ask, derive, linearise
 from support.engines.numpy_engine import NumpyEngine
 from support.engines.reference_losses import moments_of
 from support.engines.strategies import edge_values, programs
@@ -21,12 +21,11 @@ from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
 from warpfit.expressions import reference_engine
 from warpfit.expressions.reference import differentiate
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
-from warpfit_server.engine.finalize import Finalizer, correlation, reduce_to_sums
+from warpfit_server.engine.finalize import correlation
 from warpfit_server.engine.interface import Linearisation, Selection, run_to_end
 
 LOSSES = {
@@ -205,20 +204,6 @@ def test_random_programs(engine, flavour, program):
     assert_close(got.variable_gradients[0, 0], sums, tolerance, 40 * (10 + np.abs(sums)))
 
 
-@settings(max_examples=60, deadline=None)
-@given(programs(40, variables=3, parameters=3), st.sampled_from(["float32", "float64"]))
-def test_any_program_gives_numbers_of_the_same_bits_again(engine, program, dtype):
-    columns = np.random.default_rng(3).normal(size=(20, 3))
-    columns[0] = [0.0, np.inf, np.nan]
-    data = Dataset.of(columns, np.zeros(20), dtype=dtype)
-    vector = [0.5, -1.0, 2.0][: program.parameters]
-    once, again = (
-        derive(engine, data, [program], [vector], row_loss=losses.SQUARES) for _ in range(2)
-    )
-    for name in ("values", "losses", "gradients", "jacobian", "variable_gradients"):
-        np.testing.assert_array_equal(getattr(once, name), getattr(again, name))
-
-
 def test_the_branch_not_taken_is_not_seen(engine):
     data = Dataset.of(np.array([[-1.0], [0.0], [2.0]]), np.zeros(3), dtype="float64")
     program = parse("where(x1 > 0, log(x1) * p1, p1 * x1) + where(x1 != 0, p2 / x1, 1)")
@@ -347,18 +332,6 @@ def test_many_parameters(engine):
         np.testing.assert_allclose(got.curvatures, want.curvatures, rtol=1e-9, atol=1e-9)
 
 
-def test_thesis_mix_in_one_batch_equals_one_by_one(engine):
-    data = make_dataset(1500, "float32")
-    given_programs, vectors = thesis_mix(5, 30, variables=4)
-    together = linearise(engine, data, given_programs, vectors, losses.ABSOLUTE)
-    starts = Batch.of(given_programs, vectors).parameter_starts
-    for index, (program, vector) in enumerate(zip(given_programs, vectors, strict=True)):
-        alone = linearise(engine, data, [program], [vector], losses.ABSOLUTE)
-        np.testing.assert_array_equal(together.losses[index], alone.losses[0])
-        part = together.gradients[starts[index] : starts[index + 1]]
-        np.testing.assert_array_equal(part, alone.gradients)
-
-
 # ------------------------------------------------------------------------ precision of the losses
 
 
@@ -461,27 +434,6 @@ def test_moments_keep_their_digits(engine, mean, noise, rows, weights):
     np.testing.assert_allclose(correlation(got), want[5] / np.sqrt(want[3] * want[4]), rtol=1e-12)
 
 
-@pytest.mark.parametrize("rows", [100, 50_000])
-def test_the_scaled_loss_of_a_nearly_perfect_fit_is_not_zero(engine, rows):
-    x = np.random.default_rng(10).uniform(1, 2, size=rows)
-    y = 5 + 2 * np.exp(x) + 1e-9 * np.sin(1e3 * x)
-    data = Dataset.of(x[:, None], y, dtype="float64")
-    asked = Evaluation(
-        data.content_id, Batch.of([parse("exp(x1)")]), values=False, loss=Loss.SSE,
-        linear_scaling=True,
-    )  # fmt: skip
-    f = np.exp(x)
-    want = moments_of(f, y, np.ones(rows))[6]
-    outputs = outputs_for(asked, data.layout)
-    share, outputs_of_engine = reduce_to_sums(asked, outputs)
-    engine.load(data)
-    run_to_end(engine.evaluate(share, outputs_of_engine))
-    Finalizer().finalize(asked, data, outputs, outputs_of_engine.moments, np.zeros((1, 1, 2)))
-    np.testing.assert_allclose(outputs.losses[0, 0], want, rtol=1e-5)
-    found = reference_engine.evaluate(asked, data).losses[0, 0]
-    np.testing.assert_allclose(found, want, rtol=1e-5)
-
-
 def test_nan_where_no_row_has_weight_is_not_lost(engine):
     rows = 5_000
     x, w = np.ones(rows), np.ones(rows)
@@ -509,16 +461,6 @@ def test_reductions_and_moments(engine, weights, dtype, rows):
     np.testing.assert_allclose(outputs.reductions[:, 0], np.stack(numbers, 1), rtol=1e-10)
     size = rows * 1e-10
     np.testing.assert_allclose(outputs.moments[:, 0], moments, rtol=1e-9, atol=size)
-
-
-def test_reductions_of_special_values(engine):
-    data = Dataset.of(np.array([[1.0], [-2.0], [0.0]]), dtype="float64")
-    batch = Batch.of([parse("1 / x1"), parse("log(x1)"), parse("x1")])
-    asked = Evaluation(data.content_id, batch, reductions=True, values=False)
-    reductions = ask(engine, data, asked).reductions
-    nan, inf = np.nan, np.inf
-    want = [[inf, inf, -0.5, inf, 1], [nan, nan, nan, nan, 2], [-1, -1 / 3, -2, 1, 0]]
-    np.testing.assert_allclose(reductions[:, 0], want)
 
 
 # ------------------------------------------------------------------------------------- the rest

@@ -205,22 +205,6 @@ def fake_server(tmp_path, monkeypatch):
     return install
 
 
-def test_an_embedded_server_is_stopped(fake_server, tmp_path):
-    fake_server(
-        "import pathlib, signal, sys, time\n"
-        "def stop(*_):\n"
-        f"    pathlib.Path({str(tmp_path / 'stopped')!r}).touch(); sys.exit()\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
-        "print('some log line')\n"
-        "print('warpfit listening on 127.0.0.1:4711 engine=cpu', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    with embedded.embedded_server() as address:
-        assert address == "127.0.0.1:4711"
-        assert not (tmp_path / "stopped").exists()
-    assert (tmp_path / "stopped").exists()
-
-
 def test_an_embedded_server_that_never_gets_ready(fake_server):
     fake_server("import time\ntime.sleep(60)")
     with (

@@ -8,7 +8,6 @@ import polars as pl
 import pytest
 
 import warpfit
-from support.engines.reference_losses import reference_loss
 from support.servers.client_examples import EXPRESSIONS, PARAMETERS, WEIGHTS, X, Y, expected_values
 from support.servers.loopback import serve
 from warpfit.transport.settings import TransportConfig
@@ -22,27 +21,6 @@ def test_values_are_rows_by_expressions_without_a_copy(client, dtype):
     assert values.T.flags.c_contiguous
     assert values.T.base is not None
     np.testing.assert_array_equal(values, expected_values(dtype))
-
-
-@pytest.mark.parametrize("loss", list(warpfit.Loss))
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_losses_are_one_number_an_expression(client, loss, weights):
-    data = client.upload(X, Y, weights)
-    losses = client.evaluate(data, EXPRESSIONS, PARAMETERS, loss=loss.value)
-    assert losses.dtype == np.float64
-    expected = reference_loss(loss, expected_values().T, Y, weights)
-    np.testing.assert_allclose(losses, expected, rtol=1e-12)
-
-
-def test_parameter_vectors_give_a_leading_axis(client):
-    data = client.upload(X, Y)
-    vectors = [[[0.5], [1.0]], np.zeros((2, 0)), [[1.5, -2.0], [2.5, 0.0]]]
-    answer = client.run(data, EXPRESSIONS, vectors, loss="sse", values=True)
-    assert answer.values.shape == (2, len(X), 3)
-    assert answer.losses.shape == (2, 3)
-    second = expected_values(parameters=[entry[1] for entry in vectors])
-    np.testing.assert_array_equal(answer.values[1], second)
-    np.testing.assert_allclose(answer.losses[1], np.sum((second.T - Y) ** 2.0, axis=1), rtol=1e-5)
 
 
 def test_one_vector_in_two_dimensions_keeps_the_axis(client):

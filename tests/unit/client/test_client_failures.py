@@ -10,7 +10,7 @@ import pytest
 import warpfit
 from support.servers.client_examples import X
 from support.servers.loopback import serve
-from warpfit import Program, testing
+from warpfit import testing
 from warpfit.transport.settings import RetryPolicy, TransportConfig
 
 
@@ -37,25 +37,6 @@ def test_bad_options_are_refused_before_anything_is_sent(client, server, options
     assert caught.value.reason == reason
     assert caught.value.remedy
     assert len(server.calls) == sent
-
-
-@pytest.mark.parametrize(
-    ("expressions", "parameters", "reason"),
-    [
-        ([], None, "EMPTY_BATCH"),
-        (["x1", "x4"], None, "VARIABLE_OUT_OF_RANGE"),
-        (["x1", "p1"], None, "PARAMETER_OUT_OF_RANGE"),
-        (["x1", "x2"], [[1.0]], "LENGTH_MISMATCH"),
-        (["p1", "p1"], [[[1.0], [2.0]], [[1.0], [2.0], [3.0]]], "VECTOR_MISMATCH"),
-        ([Program.variable(3)], None, "VARIABLE_OUT_OF_RANGE"),
-        (["x1", 3.5], None, "UNKNOWN_EXPRESSION_TYPE"),
-    ],
-)
-def test_bad_expressions_are_refused(client, expressions, parameters, reason):
-    data = client.upload(X, names=["x1", "x2", "x3"])
-    with pytest.raises(warpfit.InvalidArgumentError) as caught:
-        client.evaluate(data, expressions, parameters)
-    assert caught.value.reason == reason
 
 
 # --------------------------------------------------------------------------------------- over gRPC
@@ -116,20 +97,3 @@ def test_an_interrupt_cancels_the_call_on_the_server(server):
             client.evaluate(data, "x1")
         timer.join()
         assert servicer.cancelled.wait(10)
-
-
-def test_threads_share_a_client(client):
-    data = client.upload(X)
-    results = {}
-
-    def work(factor):
-        results[factor] = client.evaluate(data, "x1*p1", [factor])[:, 0]
-
-    threads = [threading.Thread(target=work, args=(float(n),)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for factor, values in results.items():
-        np.testing.assert_allclose(values, X[:, 0] * factor, rtol=1e-6)
-    assert len(results) == 8

@@ -23,12 +23,6 @@ def both():
     return findings.systems([document("cuda", "cpu")])
 
 
-def test_engines_are_told_apart_and_named(both):
-    assert [system.label for system in both] == ["made-up GPU", "2 cores, made-up CPU"]
-    twice = findings.systems([document("cpu"), document("cpu")])
-    assert [system.label[-3:] for system in twice] == ["(1)", "(2)"]
-
-
 def test_the_crossover_is_where_the_model_has_it(both):
     (pair,) = findings.comparisons(both)
     (launch, rate), (slow_launch, slow_rate) = (
@@ -40,12 +34,6 @@ def test_the_crossover_is_where_the_model_has_it(both):
     )  # interpolated between decades
     assert pair.crossover(10, pair.kernel) == 1000
     assert pair.wall[1_000_000, 5000] == pytest.approx(slow_rate**-1 / rate**-1, rel=0.1)
-
-
-def test_two_files_compare_the_gpu_of_one_with_the_cpu_of_the_other():
-    apart = findings.systems([document("cpu"), document("cuda")])
-    (pair,) = findings.comparisons(apart)
-    assert (pair.gpu.engine, pair.cpu.engine) == ("cuda", "cpu")
 
 
 def test_repeats_until_compiling_has_paid(both):
@@ -118,13 +106,6 @@ def test_the_page_stands_by_itself(tmp_path, capsys):
     for head, *rows in tables:
         assert rows
         assert {row.count("<td") for row in rows} == {head.count("<th>")}
-
-
-@pytest.mark.parametrize("engine", ["cpu", "cuda"])
-def test_one_engine_alone_makes_a_page(tmp_path, engine, quick):
-    written = write_report([write(tmp_path / "a.json", engine)], tmp_path / "out")
-    assert "devices.png" not in {path.name for path in written}
-    assert "Not answered" in written[0].read_text()
 
 
 def test_results_of_an_interrupted_run_make_a_page(tmp_path, quick):

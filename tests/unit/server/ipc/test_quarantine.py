@@ -142,17 +142,6 @@ class TestQuarantine:
         assert len(engines.quarantine._waiting) <= 256
         assert len(pickle.dumps(known)) < 32 << 10
 
-    def test_many_suspects_do_not_drive_others_out_of_quarantine(self, engines):
-        for _ in range(2):
-            engines.die(b"culprit", alone=[b"culprit"])
-        for number in range(300):
-            engines.die(b"%d" % number)
-        assert engines.refuses(b"culprit") == "BATCH_QUARANTINED"
-        for number in range(300):
-            for _ in range(2):
-                engines.die(b"%d" % number, alone=[b"%d" % number], dataset=b"%d" % number)
-        assert len(engines.quarantine.current.quarantined) <= 256
-
     def test_changes_are_published_and_older_lists_are_ignored(self, engines):
         published = []
         engines.quarantine.on_change = published.append

@@ -95,23 +95,6 @@ class TestAdmission:
         assert front_end.interceptor.workers._threads == 0
         assert front_end.ended() == {("Evaluate", "UNAUTHENTICATED", "default"): 1}
 
-    @pytest.mark.parametrize(
-        ("settings", "reason"),
-        [({"max_requests": 1}, "TOO_MANY_REQUESTS"), ({"max_rate": 1.0}, "RATE_LIMITED")],
-    )
-    def test_a_call_over_a_limit_is_refused_before_its_message(self, settings, reason):
-        gate = Gate()
-        front_end = FrontEnd(gate, **settings)
-        first, second = front_end.take(Call([b"1"])), front_end.take(Call(None))
-        assert second.answer(wait=False)[0] == "RESOURCE_EXHAUSTED"
-        assert second.detail().reason == reason
-        assert second.detail().retry_after_ms > 0
-        assert second.details.startswith(second.detail().message)
-        gate.open.set()
-        assert first.answer() == ("OK", [b"1"])
-        assert front_end.quotas.in_flight() == Amounts()
-        assert front_end.recorder.totals().in_flight == 0
-
     def test_threads_of_cancelled_calls_count_for_their_tenant(self, tmp_path):
         path, tokens = token_file(tmp_path, "greedy", "modest")
         go = threading.Event()
@@ -168,13 +151,6 @@ class TestMessages:
         until(lambda: front_end.quotas.in_flight() == Amounts())
         until(lambda: front_end.ended() == {(name, "DEADLINE_EXCEEDED", "default"): 1})
         assert front_end.take(Call([b"x"])).answer()[0] == "OK"
-
-    def test_the_time_limit_ends_with_the_arrival_of_the_message(self):
-        def behaviour(message, context):
-            time.sleep(0.5)
-            yield message
-
-        assert FrontEnd(behaviour, message_seconds=0.1).take(Call([b"x"])).answer()[0] == "OK"
 
     @pytest.mark.parametrize(
         ("name", "most"),
@@ -288,22 +264,6 @@ class TestDecoding:
 
 
 class TestObservation:
-    def test_forwarded_calls_are_counted_here_only_if_they_are_refused(self, tmp_path):
-        path, tokens = token_file(tmp_path, "alice")
-        front_end = FrontEnd(echo, forwards=True, token_file=path, max_requests=2)
-        silent = front_end.take(Call(SILENT, tokens["alice"]))
-        full = front_end.take(Call(None, tokens["alice"]))
-        assert full.answer(wait=False)[0] == "RESOURCE_EXHAUSTED", "it needs a slot here"
-        silent.cancel()
-        silent.wait()
-        refused = {("Evaluate", "RESOURCE_EXHAUSTED", "alice"): 1}
-        assert front_end.ended() == refused
-        assert front_end.take(Call([b"x"], tokens["alice"])).answer()[0] == "OK"
-        assert front_end.ended() == refused
-        front_end.take(Call(None))
-        assert front_end.ended() == {**refused, ("Evaluate", "UNAUTHENTICATED", "default"): 1}
-        assert front_end.quotas.in_flight() == Amounts()
-
     @pytest.mark.parametrize(
         ("options", "fails", "status"),
         [

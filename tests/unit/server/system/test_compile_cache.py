@@ -110,15 +110,6 @@ def test_the_error_names_what_another_user_owns(cache, level):
         check_private(cache)
 
 
-def test_a_link_to_a_directory_is_followed_and_checked(cache, tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to(cache)
-    check_private(link)
-    (cache / "numba-1").chmod(0o777)
-    with pytest.raises(InvalidArgumentError, match="numba-1"):
-        check_private(link)
-
-
 # ---------------------------------------------------------- directories that cannot be used
 
 

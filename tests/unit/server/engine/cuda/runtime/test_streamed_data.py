@@ -229,32 +229,6 @@ def test_evaluations_take_turns_from_window_to_window():
     assert all(len(set(log[at : at + 4])) == 3 for at in range(9, len(log) - 4))
 
 
-def test_an_evaluation_does_not_wait_for_the_kernels_of_another_one():
-    device = FakeDevice()
-    streamed = streamed_on(device)
-    paused = sums_of(device, streamed, (0, ROWS))
-    next(paused)
-    assert run_to_end(sums_of(device, streamed, (70, ROWS))) == whole_sum((70, ROWS))
-    assert run_to_end(paused) == whole_sum((0, ROWS))
-
-
-def test_evaluations_wait_for_each_other_without_a_thread():
-    device = FakeDevice()
-    streamed = streamed_on(device)
-    flags = [np.zeros(1, np.uint8) for _ in range(4)]
-    first, second, *others = (sums_of(device, streamed, (0, ROWS), flag) for flag in flags)
-    next(first)
-    next(second)
-    waits = [next(each) for each in others]  # two have all windows
-    flags[2][0] = 1
-    with pytest.raises(CancelledError):
-        next(others[0])
-    assert not any(turn.done() for turn in waits)
-    first.close()
-    assert waits[1].done()
-    assert run_to_end(others[1]) == whole_sum((0, ROWS))
-
-
 @pytest.mark.parametrize("seed", range(7, 14))
 def test_the_pages_are_unlocked_when_the_last_user_is_gone(seed):
     device = FakeDevice(seed)
