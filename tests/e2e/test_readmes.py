@@ -7,9 +7,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from contextlib import redirect_stdout, suppress
-from functools import cache
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +21,12 @@ from support.repository.readmes import (
     ROOT,
     Snippet,
     commands,
-    inline_code,
     installs,
     programs,
     snippets,
 )
 from support.repository.required_packages import absent_modules
 from support.servers.server import ServerProcess
-from warpfit.cli.main import main
 
 ADDRESS = "127.0.0.1:50551"
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -43,14 +38,7 @@ INSTALLING = [snippet for snippet in SHELL if installs(snippet)]
 #: What is not run here: tests of their own run the commands with small sizes; flags are checked.
 NOT_RUN = {"bench", "client/examples/diabetes_gp.py"}
 BUILD_TOOLS = ("protoc", "grpc_cpp_plugin", "g++", "pkg-config")
-#: Flags of other programs that stand alone in a sentence.
-OTHERS = {"--ipc", "--build-arg", "--check", "--some-name", "--help"}
 MAIN = "import sys; from warpfit.cli.main import main; sys.exit(main())"
-
-
-def test_the_languages_of_snippets():
-    found = {snippet.language for path in READMES for snippet in snippets(path)}
-    assert found == {"python", "py", "sh", "text"}
 
 
 # ---------------------------------------------------------------------------------- Python blocks
@@ -253,33 +241,5 @@ def test_the_start_of_the_tutorial(tmp_path):
 # ------------------------------------------------------------- what sentences and tables mention
 
 
-@cache
-def flags_of(*command: str) -> frozenset[str]:
-    """Flags in the help of one of our commands."""
-    with redirect_stdout(StringIO()) as printed, suppress(SystemExit):
-        main([*command, "--help"])
-    return frozenset(re.findall(r"(?<![\w-])--[a-z][\w-]*", printed.getvalue()))
-
-
 def flags_in(code: str) -> set[str]:
     return {word.partition("=")[0] for word in shlex.split(code, comments=True) if word[:2] == "--"}
-
-
-@pytest.mark.parametrize("path", READMES)
-def test_flags_and_extras_exist(path: str):
-    ours = ["serve"], ["eval"], ["precompile"], ["ray", "up"], ["bench"], ["bench", "load"]
-    known = frozenset.union(frozenset(OTHERS), *(flags_of(*command) for command in ours))
-    if path == "README.md":
-        script = (ROOT / "client/examples/diabetes_gp.py").read_text()
-        known |= set(re.findall(r'"(--[\w-]+)"', script))
-    for code in inline_code(path):
-        words = code.removeprefix(".venv/bin/").split()
-        if words[:1] == ["warpfit"] and len(words) > 1 and words[1].islower():
-            has_two = words[1] == "ray" or words[2:3] in (["load"], ["report"])
-            assert flags_in(code) <= flags_of(*words[1 : 2 + has_two]) | {"--help"}, code
-        elif code.startswith("--set "):
-            deployments.values({words[1].partition("=")[0]: None})
-        elif code.startswith("--") and code != "--":
-            assert flags_in(code) <= known, code
-        for names in re.findall(r"warpfit\[([\w,]+)\]", code):
-            assert set(names.split(",")) <= EXTRAS.keys(), code

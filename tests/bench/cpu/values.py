@@ -6,9 +6,7 @@ Both evaluate the random mix (300 random expressions of 10 to 50 tokens over 10 
 ``+ - * / ^ abs log exp sqrt``) on float32 data, into a preallocated matrix of values; the engine
 also with losses in place of values. Repetitions are interleaved, medians are reported: other load
 on the machine meets all of them alike. A token-row is one token of the postfix program evaluated
-for one row. Answers are checked against the float64 reference before anything is timed, and the
-error of each operator is measured for both sides, so that one can see which of the engine's
-precisions to compare with: pyoperon has one precision, the engine two.
+for one row. Answers are checked against the float64 reference before anything is timed.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from harness import medians_in_turn, outputs_of, save
-from numpy.typing import NDArray
 
 from warpfit.bench.batches import Table
 from warpfit.bench.measure import AGREEMENT, agreement
@@ -59,30 +56,6 @@ def engine_job(
         return None if matrix is None else matrix[:, 0, :rows]
 
     return Job(run, values)
-
-
-def operator_errors(engine: CpuEngine, peer_data: NDArray[np.float32]) -> dict[str, Any]:
-    """Largest error of each operator on [0.1, 5), in float32 ulp."""
-    data = Dataset.of(peer_data, dtype=np.float32)
-    engine.load(data)
-    names = list(THESIS_OPERATORS)
-    programs = [
-        Program.apply(name, *(Program.variable(k) for k in range(OPERATORS[name].arity)))
-        for name in names
-    ]
-    batch = Batch.of(programs)
-    expected = reference.evaluate(programs, data.variables)
-    table = Table(peer_data, peer_data[:, 0])
-    jobs = {"pyoperon": PyoperonPeer(table, 1).prepare(programs, [np.empty(0)] * len(programs))}
-    for precision in Precision:
-        jobs[precision.value] = engine_job(engine, data, batch, precision)
-    found: dict[str, Any] = {}
-    for who, job in jobs.items():
-        with np.errstate(all="ignore"):
-            spacing = np.spacing(np.abs(expected.astype(np.float32))).astype(np.float64)
-            error = np.abs(job.values(len(peer_data)) - expected) / spacing
-        found[who] = {n: round(float(e), 2) for n, e in zip(names, error.max(axis=1), strict=True)}
-    return found
 
 
 def compare(rows: int, threads: int, seed: int) -> dict[str, Any]:
@@ -138,10 +111,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1000, 10_000, 100_000])
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    engine = CpuEngine(1)
-    matrix = np.random.default_rng(0).uniform(0.1, 5, (20_000, 2)).astype(np.float32)
-    errors = operator_errors(engine, matrix)
-    engine.close()
     cases = []
     for threads in arguments.threads:
         for rows in arguments.rows:
@@ -152,7 +121,6 @@ def main() -> None:
         {
             "workload": f"thesis_mix({arguments.seed}), float32, uniform on [0.1, 5)",
             "operators": sorted({BY_CODE[OPERATORS[n].code].name for n in THESIS_OPERATORS}),
-            "largest_operator_error_ulp": errors,
             "cases": cases,
         },
     )

@@ -9,11 +9,7 @@ of evaluation and each number of programs of the random mix, fast mode:
 * ``copy_seconds``: the copies of all windows alone, without kernels.
 * ``kernel_seconds``: the kernels alone: the device time on as many rows as a window has, resident,
   the least of some, times the windows.
-* ``lasting_kernel_seconds``: the same by the mean of as many evaluations as there are windows, for
-  which the device may lower its clock.
 * ``streamed_kernel_seconds``: the device time of the kernels while rows are copied.
-* ``beside``: seconds of an evaluation of few programs while one of many is under way, and of one on
-  a small data set while few programs are evaluated on streamed rows, each against alone.
 * ``of_bound``: the longer of ``kernel_seconds`` and ``copy_seconds``, divided by ``seconds``; 1 if
   nothing is lost.
 """
@@ -21,9 +17,7 @@ of evaluation and each number of programs of the random mix, fast mode:
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,8 +41,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "compiled": {"tier": Tier.COMPILED},
     "gradients": {"tier": Tier.INTERPRETER, "gradient": True},
 }
-#: Programs of evaluations that run beside each other, and rows of a small data set.
-FEW, MANY, SMALL = 30, 3000, 10_000
 #: Rows that are drawn; the data set repeats them.
 DRAWN = 1 << 20
 
@@ -82,8 +74,6 @@ def main() -> None:
         row["of_bound"] = bound / row["seconds"]
         content["results"].append(row)
         print(row, flush=True)
-    content["beside"] = beside(engine, whole)
-    print(content["beside"], flush=True)
     save(arguments.name, content, arguments.directory)
 
 
@@ -109,36 +99,6 @@ def copy_seconds(engine: CudaEngine, streamed: StreamedDataset) -> float:
     return time.perf_counter() - started
 
 
-def beside(engine: CudaEngine, whole: Dataset) -> dict[str, Any]:
-    """Time evaluations alone, and while another one streams rows."""
-    small = repeated(SMALL)
-    engine.load(small)
-
-    def seconds(dataset: Dataset, programs: int) -> float:
-        evaluation = Evaluation(
-            dataset.content_id, Batch.of(*thesis_mix(2, programs)), loss=Loss.MSE, values=False,
-            precision=Precision.FAST, tier=Tier.INTERPRETER,
-        )  # fmt: skip
-        started = time.perf_counter()
-        run_to_end(engine.evaluate(evaluation, outputs_of(evaluation)))
-        return time.perf_counter() - started
-
-    def small_call() -> float:
-        return statistics.median(seconds(small, FEW) for _ in range(30))
-
-    found = {"few": seconds(whole, FEW), "many": seconds(whole, MANY), "small": small_call()}
-    with ThreadPoolExecutor(1) as pool:
-        many = pool.submit(seconds, whole, MANY)
-        time.sleep(0.5)
-        found["few_beside_many"] = seconds(whole, FEW)
-        found["many_beside_few"] = many.result()
-        few = pool.submit(seconds, whole, FEW)
-        time.sleep(0.05)
-        found["small_beside_few"] = small_call()
-        few.result()
-    return found
-
-
 def measure(
     engine: CudaEngine, whole: Dataset, window: Dataset, kind: str, programs: int, repeats: int
 ) -> dict[str, Any]:
@@ -155,12 +115,10 @@ def measure(
 
     windows = whole.layout.rows / window.layout.rows
     kernels = min(run(window)[1] for _ in range(repeats))
-    lasting = sum(run(window)[1] for _ in range(round(windows))) / round(windows)
     seconds, streamed = min(run(whole) for _ in range(repeats))
     return {
         **{"kind": kind, "programs": programs, "seconds": seconds},
         "kernel_seconds": kernels * windows,
-        "lasting_kernel_seconds": lasting * windows,
         "streamed_kernel_seconds": streamed,
     }
 

@@ -91,7 +91,6 @@ def run(requests: int, seed: int, processes: int, threads: int) -> dict[str, Any
             )
             for index in range(processes)
         ]
-        started = time.monotonic()
         for worker in workers:
             worker.start()
         samples = [{"requests": 0, **watch(family)}]
@@ -103,60 +102,37 @@ def run(requests: int, seed: int, processes: int, threads: int) -> dict[str, Any
         results = [out.get(timeout=60) for _ in workers]
         for worker in workers:
             worker.join()
-        seconds = time.monotonic() - started
         time.sleep(2)
         alive = server.process.poll() is None and server.engine().pid == family[1].pid
         samples.append({"requests": sum(sum(r.values()) for r, _ in results), **watch(family)})
-    return summary(results, samples, seconds, seed, processes_ended=not alive)
+    return summary(results, samples, seed, processes_ended=not alive)
 
 
 def summary(
-    results: list[Any],
-    samples: list[dict[str, Any]],
-    seconds: float,
-    seed: int,
-    *,
-    processes_ended: bool,
+    results: list[Any], samples: list[dict[str, Any]], seed: int, *, processes_ended: bool
 ) -> dict[str, Any]:
     """Put the figures together."""
-    outcomes: Counter[tuple[str, str, str]] = Counter()
-    wrong: list[str] = []
-    for counted, found in results:
-        outcomes.update(counted)
-        wrong += found
-    statuses: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    for (_, status, reason), count in outcomes.items():
-        statuses[status] += count
-        reasons[f"{status} {reason}".strip()] += count
-    warm = samples[len(samples) // 5]
-    growth = {
-        name: {
-            key: round(samples[-1][name][key] - warm[name][key], 1)
-            for key in ("private_mib", "shared_mib", "descriptors")
-        }
-        for name in ("main", "engine")
-    }
+    outcomes = sum((Counter(counted) for counted, _ in results), Counter[tuple[str, ...]]())
+    by = [Counter[str](), Counter[str](), Counter[str]()]  # method, status, status with reason
+    for (method, status, reason), count in outcomes.items():
+        for counter, name in zip(by, (method, status, f"{status} {reason}".strip()), strict=True):
+            counter[name] += count
+    warm, last = samples[len(samples) // 5], samples[-1]
     return {
         "seed": seed,
         "requests": sum(outcomes.values()),
-        "seconds": round(seconds),
-        "by_method": dict(Counter({m: 0 for m, _, _ in outcomes}) + _by_method(outcomes)),
-        "by_status": dict(statuses.most_common()),
-        "by_reason": dict(reasons.most_common()),
-        "not_allowed": wrong,
+        "by_method": dict(by[0]),
+        "by_status": dict(by[1].most_common()),
+        "by_reason": dict(by[2].most_common()),
+        "not_allowed": [each for _, found in results for each in found],
         "crashes": int(processes_ended),
-        "internal": statuses["INTERNAL"] + statuses["UNKNOWN"],
-        "growth_after_a_fifth": growth,
+        "internal": by[1]["INTERNAL"] + by[1]["UNKNOWN"],
+        "growth_after_a_fifth": {
+            name: {key: round(last[name][key] - warm[name][key], 1) for key in last[name]}
+            for name in ("main", "engine")
+        },
         "samples": samples,
     }
-
-
-def _by_method(outcomes: Counter[tuple[str, str, str]]) -> Counter[str]:
-    methods: Counter[str] = Counter()
-    for (method, _, _), count in outcomes.items():
-        methods[method] += count
-    return methods
 
 
 def is_good(result: dict[str, Any]) -> bool:

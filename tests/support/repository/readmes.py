@@ -56,9 +56,3 @@ def commands(snippet: Snippet) -> list[str]:
 def installs(snippet: Snippet) -> bool:
     """Whether a shell block needs a machine that has nothing yet."""
     return snippet.language == "sh" and "pip install" in snippet.code
-
-
-def inline_code(path: str) -> list[str]:
-    """Code within the sentences and tables of one README."""
-    text = _FENCE.sub("", (ROOT / path).read_text())
-    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
