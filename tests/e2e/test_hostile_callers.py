@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 import warpfit
-from support.servers.calls import token_file
 from support.servers.http2 import RawConnection, part_of_message
 from support.servers.long_calls import LONG, WIDE, long_request, start
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer
 from support.servers.server import ServerProcess
+from support.servers.tokens import token_file
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
 PENDING, RESIDENT = 64 << 20, 32 << 20
