@@ -1,11 +1,8 @@
 """Faults in small; `tests/bench/service/faults.py` has many of each."""
 
-import numpy as np
-import pytest
-
 from support.load import faults
 from support.load.killed_uploads import is_clean, killed_uploads
-from support.load.soak import LIMIT_BYTES, judged, soak
+from support.load.soak import soak
 
 
 def assert_unharmed(seen: dict) -> None:
@@ -49,12 +46,3 @@ def test_a_server_does_not_grow():
     seen = soak(1.5, clients=2, front_ends=1)
     assert seen["passed"], seen
     assert seen["in_flight_at_the_end"] == seen["engine_restarts"] == seen["internal_errors"] == 0
-
-
-@pytest.mark.parametrize(("grown", "passes"), [(LIMIT_BYTES, True), (2 * LIMIT_BYTES, False)])
-def test_growth_after_the_warm_up_is_judged(grown, passes):
-    """What memory grows by until caches are full does not count."""
-    warm = 1 << 30
-    sizes = np.concatenate([np.linspace(0, warm, 25), warm + np.linspace(0, grown, 75)])
-    samples = [{"memory_bytes": size, "gpu_bytes": 0} for size in sizes.astype(int).tolist()]
-    assert judged(samples)["passed"] is passes

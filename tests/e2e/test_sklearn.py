@@ -12,7 +12,7 @@ import yaml
 import warpfit
 from support.servers.server import ServerProcess
 from warpfit.cli.main import main
-from warpfit.errors import InvalidArgumentError, ParseError
+from warpfit.errors import InvalidArgumentError
 
 sklearn = pytest.importorskip("sklearn", minversion="1.6")
 
@@ -212,17 +212,6 @@ def test_several_targets_have_a_front_each(search):
     assert model.latex(output=1) == "x_{3} - 2"
 
 
-def test_weights_mean_repetition(search):
-    X = points(40)
-    y = noisy(X, 0.5)
-    weights = np.random.default_rng(6).integers(0, 4, len(X))
-    weighted = search().fit(X, y, weights)
-    repeated = search().fit(X.repeat(weights, axis=0), y.repeat(weights))
-    assert weighted.expression_ == repeated.expression_
-    with pytest.raises(ValueError, match="non-zero"):
-        search().fit(X, y, np.zeros(len(X)))
-
-
 def test_models_work_in_scikit_learn_and_travel_without_a_server(search):
     X = points(120)
     model = search(simplify=False)
@@ -305,14 +294,6 @@ def test_units_keep_formulas_consistent(search):
     for equation in model.front_:
         program = equation.program
         assert check(Genomes.of([program])).all(), equation.equation
-
-
-def test_errors_of_the_optimizer(server: ServerProcess):
-    X = points()
-    with pytest.raises(ParseError):
-        ParameterOptimizer("p1*", address=server.address).fit(X, law(X))
-    with pytest.raises(InvalidArgumentError, match="starts"):
-        ParameterOptimizer(starts=0, address=server.address).fit(X, law(X))
 
 
 def test_an_embedded_server_does_when_there_is_no_address():

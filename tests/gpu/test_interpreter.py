@@ -61,15 +61,6 @@ def test_deep_programs(evaluate: Evaluate, depth, side):
     assert np.all(got == (1 if side == "where" else depth + 1))
 
 
-def test_bushy_program_needs_many_levels(evaluate: Evaluate):
-    program = X[0]
-    for _ in range(12):
-        program = Program.apply("add", program, program)
-    data = np.arange(1, 41, dtype=np.float32)
-    got = evaluate(Dataset.of(data), [program]).values[0, 0]
-    np.testing.assert_array_equal(got, data * 2**12)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_invariant_subtree_too_deep_to_hoist(evaluate: Evaluate, dtype):
     program = P[0]
@@ -77,19 +68,6 @@ def test_row_invariant_subtree_too_deep_to_hoist(evaluate: Evaluate, dtype):
         program = Program.apply("sub", P[1], program)
     got = evaluate(Dataset.of(np.zeros((5, 1)), dtype=dtype), [program], [[3.0, 7.0]]).values
     np.testing.assert_array_equal(got, np.full((1, 1, 5), 3.0))
-
-
-@pytest.mark.parametrize("precision", list(Precision))
-def test_repeat_is_bit_identical(evaluate: Evaluate, precision):
-    rng = np.random.default_rng(0)
-    dataset = Dataset.of(rng.normal(size=(30_011, 10)), rng.normal(size=30_011))
-    programs, vectors = thesis_mix(5)
-    runs = [
-        evaluate(dataset, programs, vectors, loss=Loss.MSE, precision=precision) for _ in range(3)
-    ]
-    for run in runs[1:]:
-        assert run.losses.tobytes() == runs[0].losses.tobytes()
-        assert run.values.tobytes() == runs[0].values.tobytes()
 
 
 @pytest.mark.parametrize("precision", Precision)
@@ -139,14 +117,6 @@ def test_fast_mode_leaves_float64_precise(evaluate: Evaluate):
     fast = evaluate(dataset, programs, vectors, precision=Precision.FAST).values
     precise = evaluate(dataset, programs, vectors).values
     assert fast.tobytes() == precise.tobytes()
-
-
-def test_unknown_dataset(evaluate: Evaluate):
-    dataset = Dataset.of(np.zeros((10, 1)))
-    evaluate(dataset, [X[0]])
-    evaluate.engine.unload(dataset.content_id)
-    with pytest.raises(errors.DatasetNotFoundError):
-        evaluate(dataset, [X[0]])
 
 
 def test_out_of_memory_is_reported_and_survived(engine):

@@ -10,10 +10,7 @@ import pytest
 
 from support.engines.evaluations import Evaluate
 from support.engines.operators import (
-    assert_close,
     check_node_by_node,
-    expected_of,
-    operand_rows,
 )
 from support.engines.reference_losses import reference_loss
 from warpfit.dataset import Dataset
@@ -21,7 +18,6 @@ from warpfit.errors import CancelledError
 from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Program
-from warpfit.ops import OPERATORS
 from warpfit.request import Loss, Precision, Tier
 
 X = [Program.variable(index) for index in range(3)]
@@ -38,31 +34,6 @@ def tier(request):
 def run(evaluate: Evaluate, tier):
     """Evaluate on one tier, waiting for the compiler where it must."""
     return partial(evaluate, tier=tier)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_operators_of_variables(run, dtype):
-    for arity in (1, 2, 3):
-        operators = [op for op in OPERATORS.values() if op.arity == arity]
-        rows = operand_rows(arity, dtype)
-        programs = [Program.apply(op, *X[:arity]) for op in operators]
-        values = run(Dataset.of(rows.T, dtype=dtype), programs).values[:, 0]
-        operands = list(rows[:arity])
-        for operator, got in zip(operators, values, strict=True):
-            assert_close(operator.name, got, expected_of(operator, operands, dtype), operands)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_operators_of_parameters(run, tier, dtype):
-    """Row-invariant operators are computed apart from the rows; K vectors at once."""
-    data = Dataset.of(np.zeros((2, 1)), dtype=dtype)
-    for operator in OPERATORS.values():
-        rows = operand_rows(operator.arity, dtype)[: operator.arity]
-        operands = rows[:, ::7] if tier is Tier.COMPILED else rows
-        got = run(data, [Program.apply(operator, *P[: operator.arity])], [operands.T]).values
-        np.testing.assert_array_equal(got[0, :, 0], got[0, :, 1])
-        expected = expected_of(operator, list(operands), dtype)
-        assert_close(operator.name, got[0, :, 0], expected, operands)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,43 +74,6 @@ def test_batch_sizes(run, tier, count):
     wanted = reference_loss(Loss.MSE, result.values[:, 0], data[0])
     tolerance = 1e-12 if tier is Tier.INTERPRETER else 1e-6
     np.testing.assert_allclose(result.losses[:, 0], wanted, rtol=tolerance)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kind", list(Loss))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("span", [None, (0, 1), (3, 2000), (31, 64), (517, 4999)])
-def test_losses(run, tier, dtype, kind, weighted, span):
-    rng = np.random.default_rng(3)
-    data = rng.normal(size=(3, 5000)).astype(dtype)
-    target = rng.normal(size=5000).astype(dtype)
-    weights = rng.uniform(0, 2, size=5000).astype(dtype) if weighted else None
-    programs = [Program.apply("add", X[0], P[0]), Program.apply("mul", X[1], X[2]), X[2]]
-    vectors = [rng.normal(size=(4, 1)).astype(dtype), np.zeros((4, 0)), np.zeros((4, 0))]
-    dataset = Dataset.of(data.T, target, weights, dtype=dtype)
-    result = run(dataset, programs, vectors, loss=kind, rows=span)
-    start, stop = span or (0, 5000)
-    part = weights[start:stop] if weighted else None
-    with np.errstate(all="ignore"):
-        expected = reference_loss(kind, result.values, target[start:stop], part)
-    alone = run(dataset, programs, vectors, loss=kind, rows=span, values=False)
-    if tier is Tier.INTERPRETER:
-        np.testing.assert_allclose(result.losses, expected, rtol=1e-10)
-        np.testing.assert_array_equal(alone.losses, result.losses)
-    else:
-        near = dict.fromkeys(("rtol", "atol"), 1e-10 if dtype is np.float64 else 2e-6)
-        np.testing.assert_allclose(result.losses, expected, **near)
-        np.testing.assert_allclose(alone.losses, expected, **near)
-    wide = np.stack([evaluate_program(programs[0], data[:, start:stop], v) for v in vectors[0]])
-    np.testing.assert_array_equal(result.values[0], wide.astype(dtype))
-
-
-def test_loss_is_nan_where_a_value_is(run):
-    data = np.array([1.0, -1.0, 2.0], dtype=np.float32)
-    dataset = Dataset.of(data, data, np.array([1.0, 0.0, 1.0]))
-    result = run(dataset, [Program.apply("log", X[0]), X[0]], loss=Loss.MSE)
-    assert np.isnan(result.losses[0, 0])
-    assert result.losses[1, 0] == 0.0
 
 
 @pytest.mark.parametrize("values", [True, False])

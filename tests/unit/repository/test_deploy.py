@@ -1,6 +1,5 @@
 """What is under deploy/: rendered, checked against schemas, and against what the server exports."""
 
-import itertools
 import json
 import re
 import shlex
@@ -361,19 +360,3 @@ def test_the_image_installs_nothing_that_is_not_locked():
         r"pip .*? install (.*?)(?=&&|\nRUN|\nCOPY|\nFROM)", dockerfile(), re.S
     ):
         assert "--require-hashes" in command or "--no-index" in command, command
-
-
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint")
-def test_hadolint():
-    ran = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout
-
-
-def test_dashboard_panels_do_not_overlap():
-    panels = json.loads((DEPLOY / "grafana/dashboards/warpfit.json").read_text())["panels"]
-    places = [panel["gridPos"] for panel in panels]
-    for a, b in itertools.combinations(places, 2):
-        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
-        above = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
-        assert beside or above
-    assert len({panel["id"] for panel in panels}) == len(panels)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -134,31 +133,11 @@ def test_workers_are_counted_together(tmp_path, monkeypatch, failed):
         assert cells[0]["wall"]["median"] == pytest.approx(0.1)
 
 
-def test_what_does_not_fit_into_the_time_is_named(tmp_path):
-    document, _ = run(tmp_path / "a.json", replace(SMALL, total_seconds=-1.0))
-    assert not document["cells"]
-    reasons = {entry["why"] for entry in document["skipped"]}
-    assert reasons == {"the time was used up", "it is not installed"}
-
-
 def test_calls_that_would_take_too_long_are_left_out(tmp_path):
     profile = replace(SMALL, rows=(20, 10**9), expressions=(2,))
     document, _ = run(tmp_path / "a.json", profile)
     (why,) = [e["why"] for e in document["skipped"] if "1000000000x2" in e["key"]]
     assert why.startswith("a call would take about")
-
-
-@pytest.mark.parametrize(
-    ("call_seconds", "timed"), [(0.1, 9), (0.4, 3), (0.9, 3), (1.9, 2), (3.0, 1)]
-)
-def test_long_calls_are_timed_less_often(monkeypatch, call_seconds, timed):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
-
-    def perform():
-        clock.now += call_seconds
-
-    assert len(measure.repeat(perform, 1.0)) == timed
 
 
 def test_both_tiers_of_a_gpu_are_measured_and_reported(tmp_path, servers, monkeypatch):

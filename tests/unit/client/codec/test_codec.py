@@ -233,50 +233,6 @@ def test_the_whole_answer_in_one_message():
 # --------------------------------------------------------------------------------- malformed bytes
 
 
-def only_warpfit_errors(function):
-    """Anything but a WarpfitError fails the test."""
-    try:
-        function()
-    except errors.WarpfitError as error:
-        assert error.reason
-        assert error.status != "INTERNAL"
-
-
-@given(evaluations(), st.data())
-def test_mutated_requests(evaluation, data):
-    raw = bytearray(codec.evaluation_to_message(evaluation).SerializeToString())
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-
-    def decode():
-        message = codec.parse_message(pb.EvaluateRequest, bytes(raw))
-        codec.evaluation_from_message(message).check(LAYOUT)
-
-    only_warpfit_errors(decode)
-
-
-@given(
-    codes=st.binary(max_size=20),
-    values=st.binary(max_size=40),
-    lengths=st.binary(max_size=12),
-    parameter_counts=st.binary(max_size=12),
-    parameters=st.binary(max_size=24),
-    vectors=st.integers(0, 2**32 - 1),
-    precision=st.integers(0, 5),
-    loss=st.integers(-1, 9),
-    tier=st.integers(0, 5),
-)
-def test_random_bytes_in_every_field(precision, loss, tier, **fields):
-    message = pb.EvaluateRequest(
-        content_id=bytes(32),
-        programs=pb.Programs(**fields),
-        precision=precision,
-        loss=loss,
-        tier=tier,
-    )
-    only_warpfit_errors(lambda: codec.evaluation_from_message(message).check(LAYOUT))
-
-
 @pytest.mark.parametrize("detail", [b"\xff\xff\xff", b"\x0a\xff"])
 def test_a_garbled_error_detail_falls_back_on_the_status(detail):
     error = codec.error_from_status("NOT_FOUND", "gone", [(codec.ERROR_METADATA_KEY, detail)])

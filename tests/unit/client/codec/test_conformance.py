@@ -4,7 +4,6 @@ import importlib.util
 import json
 import sys
 
-import numpy as np
 import pytest
 
 from support.repository.conformance import DATASETS, PROTO, VECTORS, array, assert_met
@@ -97,10 +96,3 @@ def test_requests_byte_for_byte(case):
         values=case["values"],
     )
     assert codec.evaluation_to_message(evaluation).SerializeToString().hex() == case["request"]
-
-
-def test_numbers_are_compared_strictly():
-    assert_met([1.0, np.nan, np.inf, 0.0], [1.0 + 1e-7, "nan", "inf", 1e-9], 1e-6)
-    for got, wanted in (([1.0], [1.1]), ([np.nan], [1.0]), ([1.0], ["nan"]), ([-np.inf], ["inf"])):
-        with pytest.raises(AssertionError):
-            assert_met(got, wanted, 1e-6)

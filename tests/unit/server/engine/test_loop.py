@@ -286,25 +286,6 @@ class TestSharing:
         assert front.answer(long) == [1.0]
         assert engine.steps == STEPS
 
-    def test_others_run_while_a_request_waits_for_a_future(self, run_loop):
-        engine, front = run_loop()
-        waiting = front.start(1.0, constant=WAITS, values=True)
-        for n in range(5):
-            assert front.answer(front.start(n)) == [n]
-        assert waiting.queue.empty()
-        engine.promised.set_result(None)
-        assert front.answer(waiting) == [1.0]
-
-    def test_as_many_steps_run_at_a_time_as_the_engine_gains_from(self, run_loop):
-        engine, front = run_loop(2)
-        engine.go.clear()
-        runs = [front.start(n, values=True) for n in range(4)]
-        wait_until(lambda: len(engine.batches) == 2)
-        time.sleep(0.05)
-        assert len(engine.batches) == 2
-        engine.go.set()
-        assert [front.answer(run) for run in runs] == [[0.0], [1.0], [2.0], [3.0]]
-
 
 class TestDeviceWork:
     """Steps of one thread, which wait for a device."""

@@ -1,24 +1,16 @@
 """Which batches and data sets are suspect, and which are in quarantine."""
 
 import pickle
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from support.servers.requests import DATA, an_evaluation
-from warpfit.errors import FailedPreconditionError, UnavailableError
+from support.servers.requests import an_evaluation
+from warpfit.errors import FailedPreconditionError
 from warpfit.losses import huber
 from warpfit.request import Loss
-from warpfit_server.engine.request import FrontEndConnection
-from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError
-from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, Quarantine, digest
-from warpfit_server.ipc.segment_layout import ALONE, BEGUN, QUEUED
-from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.tenancy.tenants import PROBE
 
 D, E = b"data set", b"another one"
 
@@ -173,95 +165,3 @@ def test_the_digest_covers_the_whole_request():
     names.add(digest(asked, {"upper": np.zeros(3)}))
     assert len(names) == len(others) + 3
     assert digest(asked) == digest(an_evaluation(loss=Loss.MSE))
-
-
-class Link:
-    """A front end's connection, and the engine's end of it."""
-
-    def __init__(self, suspects=None):
-        self.front = EngineConnection(SegmentPool(1 << 20), suspects)
-        self.reports, self.losses = [], []
-        self.front.report = self.reports.append
-        self.front.on_loss = lambda: self.losses.append(True)
-        self.engine = 0
-        self.renew()
-
-    def renew(self):
-        """Connect to a new engine."""
-        self.engine += 1
-        ours, theirs = Channel.pair()
-        self.connection = FrontEndConnection(ours)
-        self.front.open(theirs, self.engine)
-
-    def receive(self):
-        """Receive the next request in the engine."""
-        return self.connection.receive(*self.connection.channel.receive())
-
-    def finish(self, request):
-        self.connection.send(messages.RequestFinished(request.number))
-
-    def wait_for_loss(self, count):
-        end = time.monotonic() + 5
-        while len(self.losses) < count:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-
-class TestConnections:
-    def test_a_lost_connection_reports_the_requests_that_had_begun(self):
-        link, evaluation = Link(), an_evaluation()
-        for engine, state in enumerate((BEGUN, ALONE), 1):
-            run = link.front.start(evaluation, DATA.layout, "me")
-            waiting = link.front.start(an_evaluation(loss=Loss.MSE), DATA.layout, "me")
-            assert link.receive().state[0] == QUEUED
-            link.receive()
-            run.segment_layout.state(run.segment)[0] = state
-            link.connection.channel.close()
-            for lost in (run, waiting):
-                with pytest.raises(UnavailableError):
-                    lost.next_reply()
-                lost.close()
-            link.wait_for_loss(engine)
-            with pytest.raises(UnavailableError):
-                link.front.start(evaluation, DATA.layout, "me")
-            link.renew()
-        assert link.reports == [
-            InterruptedBatch(engine, DATA.content_id, digest(evaluation), alone)
-            for engine, alone in ((1, False), (2, True))
-        ]
-
-    def test_a_late_connection_to_an_earlier_engine_is_closed(self):
-        link = Link()
-        link.renew()
-        late, theirs = Channel.pair()
-        link.front.open(theirs, 1)
-        with pytest.raises(ChannelClosedError):
-            late.receive()
-        run = link.front.start(an_evaluation(), DATA.layout, "me")
-        link.finish(link.receive())
-        run.next_reply()
-        run.close()
-
-    def test_the_probe_is_never_a_suspect(self, engines):
-        evaluation = an_evaluation()
-        engines.die(digest(evaluation), dataset=DATA.content_id)
-        link = Link(engines.quarantine.suspects)
-        run = link.front.start(evaluation, DATA.layout, PROBE)
-        request = link.receive()
-        assert request.alone == 0.0
-        request.mark_begun()
-        link.connection.channel.close()
-        with pytest.raises(UnavailableError):
-            run.next_reply()
-        assert link.reports == []
-
-    def test_a_cancelled_suspect_stays_a_suspect(self, engines):
-        evaluation = an_evaluation(loss=Loss.MSE, values=False)
-        engines.die(digest(evaluation), dataset=DATA.content_id)
-        link = Link(engines.quarantine.suspects)
-        link.front.report = engines.quarantine.report
-        run = link.front.start(evaluation, DATA.layout, "me")
-        run.cancel()
-        link.finish(link.receive())
-        run.close()
-        assert engines.seconds(digest(evaluation)) == 2.0
