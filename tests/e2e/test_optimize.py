@@ -2,10 +2,8 @@
 
 import asyncio
 import shutil
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -192,33 +190,6 @@ def test_progress_partial_results_and_deadlines(client):
     assert (fit.loss[finite] <= fit.initial_loss[finite]).all()
     assert seen
     assert seen[0].searches == 200
-
-
-def test_evaluations_do_not_wait_for_fits_of_the_same_tenant(client):
-    programs, starts = thesis_mix(5, 100, variables=2)
-    begun, enough = threading.Event(), threading.Event()
-
-    def progress(_):
-        begun.set()
-        if enough.is_set():
-            raise InterruptedError
-
-    with client.upload(np.repeat(X, 200, axis=0), np.repeat(Y, 200)) as data:
-
-        def fit():
-            with suppress(InterruptedError):
-                client.optimize(data, programs, starts, progress=progress, **ENDLESS)
-
-        client.optimize(data, programs, starts, max_iterations=1)  # everything is compiled
-        with ThreadPoolExecutor(4) as pool:
-            fits = [pool.submit(fit) for _ in range(4)]  # more would fill the tenant's queue
-            assert begun.wait(60)
-            for _ in range(10):
-                client.evaluate(data, TEXTS, STARTS, loss="mse")
-            assert not any(fit.done() for fit in fits)
-            enough.set()
-            for fit in fits:
-                fit.result()
 
 
 def test_evaluations_do_not_wait_while_the_fit_code_is_compiled(tmp_path):

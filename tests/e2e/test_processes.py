@@ -122,20 +122,6 @@ def settled(server):
     return scrape(server.facts["metrics"])
 
 
-def test_data_sets_are_counted(server, clients):
-    before = scrape(server.facts["metrics"])
-    rows = np.ones((200_000, 1))
-    sets = [clients[0].upload(number * rows, dtype="float32") for number in range(1, 25)]
-    after = scrape(server.facts["metrics"])
-    assert after.total("warpfit_evictions_total") > before.total("warpfit_evictions_total")
-    assert after.total("warpfit_resident_limit_bytes") == 16 << 20
-    assert 0 < after.total("warpfit_resident_bytes") <= 16 << 20
-    received = "warpfit_received_bytes_total"
-    assert after.total(received) - before.total(received) == 24 * rows.nbytes // 2
-    for data in sets:
-        clients[0].release(data)
-
-
 def test_request_ids_go_in_come_out_and_stand_in_the_log(server, clients, log):
     data = clients[0].upload(X)
     with grpc.insecure_channel(server.address) as channel:

@@ -4,11 +4,10 @@ import sys
 
 import numpy as np
 import pandas as pd
-import polars as pl
 import pytest
 
 import warpfit
-from support.servers.client_examples import EXPRESSIONS, PARAMETERS, WEIGHTS, X, Y, expected_values
+from support.servers.client_examples import EXPRESSIONS, PARAMETERS, X, Y, expected_values
 from support.servers.loopback import serve
 from warpfit.transport.settings import TransportConfig
 
@@ -82,18 +81,6 @@ def test_a_data_frame_names_the_variables(client):
     assert client.upload(pd.DataFrame(X)).names == ()
 
 
-def test_a_table_is_uploaded_by_its_columns(client, tmp_path):
-    frame = pl.DataFrame({"a": X[:, 0], "y": Y, "w": WEIGHTS, "b": X[:, 1]})
-    frame.write_parquet(tmp_path / "table.parquet")
-    expected = client.upload(X[:, :2], Y, WEIGHTS, names=("a", "b"))
-    for table in (frame, frame.to_arrow().to_batches(), tmp_path / "table.parquet"):
-        table = iter(table) if isinstance(table, list) else table
-        data = client.upload(table, "y", weights="w", x=["a", "b"])
-        assert data.content_id == expected.content_id
-        assert data.names == ("a", "b")
-        assert client.upload(frame, y="y", weights="w").content_id == expected.content_id
-
-
 def test_large_data_sets_are_read_again_and_must_not_have_changed(client, server, monkeypatch):
     monkeypatch.setattr(warpfit.dataset.canonical, "_COPIED_BYTES", 0)
     data = client.upload(own := X.copy(), Y)
@@ -104,22 +91,6 @@ def test_large_data_sets_are_read_again_and_must_not_have_changed(client, server
     with pytest.raises(warpfit.InvalidArgumentError) as caught:
         client.evaluate(data, "x2")
     assert caught.value.reason == "DATA_CHANGED"
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        [["a", "b"]],
-        [[1, 2], [3]],
-        pd.DataFrame({"a": [1.0], "b": ["text"]}),
-        np.array([[1 + 2j]]),
-        pd.DataFrame({"when": pd.to_datetime(["2020-01-01"])}),
-    ],
-)
-def test_cells_that_are_no_numbers_are_refused(client, bad):
-    with pytest.raises(warpfit.InvalidArgumentError) as caught:
-        client.upload(bad)
-    assert caught.value.reason == "NOT_NUMBERS"
 
 
 def test_resident_content_is_not_sent_again(client, server):

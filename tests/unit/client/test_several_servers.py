@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.servers.client_examples import EXPRESSIONS, PARAMETERS, QUICK, X, Y, expected_values
+from support.servers.client_examples import EXPRESSIONS, PARAMETERS, QUICK, X, expected_values
 from support.servers.loopback import serve
 from warpfit import testing
 from warpfit.calls import attempts
@@ -139,43 +139,6 @@ def test_a_handle_without_numbers_finds_a_server_that_has_the_data(fleet):
 
 
 # -------------------------------------------------------------------------------- parts of a batch
-
-
-def test_a_batch_in_parts_gives_the_same_answer(fleet, small_parts):
-    options = {"loss": "mse", "gradient": True, "reductions": True}
-    with testing.client(fleet) as client, testing.client() as one:
-        for wanted in (options, {}, {"jacobian": True}):
-            data = client.upload(X, Y)
-            found = client.evaluate(data, EXPRESSIONS, PARAMETERS, **wanted)
-            known = one.evaluate(one.upload(X, Y), EXPRESSIONS, PARAMETERS, **wanted)
-            assert repr(found) == repr(known)
-    assert sum(counts(fleet)) == 9
-
-
-def test_a_fit_in_parts_gives_the_same_answer_and_reports(fleet, small_parts):
-    reports = []
-    options = {"bounds": (None, [[1.0], None, [2.0, 2.0]]), "standard_errors": True}
-    with testing.client(fleet) as client, testing.client() as one:
-        data = client.upload(X, Y)
-        found = client.optimize(data, EXPRESSIONS, PARAMETERS, progress=reports.append, **options)
-        known = one.optimize(data, EXPRESSIONS, PARAMETERS, **options)
-    assert str(found) == str(known)
-    np.testing.assert_array_equal(found.standard_errors[2], known.standard_errors[2])
-    assert sum(counts(fleet, "Optimize")) == 3
-    assert {report.searches for report in reports} == {3}
-
-
-@pytest.mark.parametrize("make", [testing.client, testing.async_client])
-def test_an_error_names_the_expression_of_the_whole_batch(fleet, small_parts, make):
-    async def body():
-        client = make(fleet)
-        data = await done(client.upload(X, names=["a", "b", "c"]))
-        await done(client.evaluate(data, programs))
-
-    programs = [warpfit.Program.variable(0)] * 5 + [warpfit.parse("x1 + x9")]
-    with pytest.raises(warpfit.ProgramError, match="expression 5, token 1") as caught:
-        asyncio.run(body())
-    assert "x9" in str(caught.value)
 
 
 def test_a_part_that_fails_cancels_the_others(small_parts, over_grpc):

@@ -11,7 +11,6 @@ from support.engines.strategies import programs, vectors
 from warpfit.expressions.reference import differentiate, evaluate_program
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS, VARIABLE, Operator
-from warpfit.parse import parse
 
 #: Operators whose NumPy function takes complex numbers and is analytic where it is smooth.
 COMPLEX = {
@@ -100,24 +99,3 @@ def test_values_are_those_of_the_reference(program, parameters):
     values, slopes = differentiate(program, x, parameters)
     np.testing.assert_array_equal(values, evaluate_program(program, x, parameters))
     assert slopes.shape == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("text", "x", "slope"),
-    [
-        ("where(x1 > 0, log(x1), 3)", -1.0, 0.0),
-        ("where(x1 > 0, 1, sqrt(x1 - 5))", 1.0, 0.0),
-        ("where(x1 != 0, 1 / x1, 7)", 0.0, 0.0),
-        ("0 * log(x1)", 0.0, 0.0),
-        ("min(x1, x1 ^ 2)", 1.0, 1.0),
-        ("max(x1 ^ 2, x1)", 1.0, 2.0),
-        ("x1 ^ 2", 0.0, 0.0),
-        ("x1 ^ 3", -2.0, 12.0),
-        ("sqrt(x1)", 0.0, np.inf),
-        ("tanh(x1)", 30.0, 4 * np.exp(-60.0)),
-        ("floor(x1) * x1", 2.5, 2.0),
-    ],
-)
-def test_kinks_and_branches(text, x, slope):
-    _, slopes = differentiate(parse(text), [[x]], by=VARIABLE)
-    np.testing.assert_allclose(slopes[0], slope, rtol=1e-12)
