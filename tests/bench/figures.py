@@ -11,6 +11,8 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -116,36 +118,31 @@ def plot() -> str:
 
 def cpu_engine() -> Iterator[str]:
     """Values of all rows beside pyoperon."""
-    rows = [("rows", "threads", "pyoperon, Gtok/s", "warpfit, Gtok/s", "ratio", "fast mode, ratio")]
+    rows = []
     for case in result("cpu_vs_pyoperon")["cases"]:
         rates, times = case["giga_token_rows_per_second"], case["times_pyoperon"]
         ours, fast = "warpfit precise values", "warpfit fast values"
-        size = (f"{case['rows']:,}", case["threads"], f"{rates['pyoperon']:.2f}")
-        rows.append((*size, f"{rates[ours]:.2f}", f"{times[ours]:.1f}", f"{times[fast]:.1f}"))
-    yield from table(*rows)
+        rows.append(
+            f"{case['rows']:,} | {case['threads']} | {rates['pyoperon']:.2f} | {rates[ours]:.2f} | "
+            f"{times[ours]:.1f} | {times[fast]:.1f}"
+        )
+    head = "rows | threads | pyoperon, Gtok/s | warpfit, Gtok/s | ratio | fast mode, ratio"
+    yield from table(head, rows)
 
 
 def fits() -> Iterator[str]:
     """Fits beside pyoperon's, and what derivatives cost."""
-    rows = [
-        (
-            *("iterations", "threads", "pyoperon, fits/s", "warpfit, fits/s", "ratio"),
-            "loss better / equal / worse",
-        )
-    ]
-    document = result("fit")
+    document, rows = result("fit"), []
     for case in document["cases"]:
         rates, losses = case["fits_per_second"], case["final_loss"]["warpfit precise"]
         compared = " / ".join(str(losses[name]) for name in ("better", "equal", "worse"))
         rows.append(
-            (
-                *(case["iterations"], case["threads"], f"{rates['pyoperon']:,.0f}"),
-                f"{rates['warpfit precise']:,.0f}",
-                f"{case['times_pyoperon']['warpfit precise']:.1f}",
-                compared,
-            )
+            f"{case['iterations']} | {case['threads']} | {rates['pyoperon']:,.0f} | "
+            f"{rates['warpfit precise']:,.0f} | {case['times_pyoperon']['warpfit precise']:.1f} | "
+            f"{compared}"
         )
-    yield from table(*rows)
+    head = "iterations | threads | pyoperon, fits/s | warpfit, fits/s | ratio"
+    yield from table(f"{head} | loss better / equal / worse", rows)
     (cost,) = select(document["cost_of_derivatives"], rows=10**5)
     times = cost["precise"]["times_loss"]
     yield ""
@@ -217,8 +214,7 @@ def service() -> Iterator[str]:
 
 def transport() -> Iterator[str]:
     """Matrices between processes of one machine, and what bounds them."""
-    rows: list[tuple[Any, ...]] = [("what", "2 cores", "16 cores")]
-    documents = [result(name) for name in ("transport", "transport_16_cores")]
+    documents, rows = [result(name) for name in ("transport", "transport_16_cores")], []
     for title, *path in (
         ("copying memory", "bounds", "memory_copy"),
         ("SHA-256", "bounds", "sha256"),
@@ -228,53 +224,40 @@ def transport() -> Iterator[str]:
         ("and computed by the CPU engine on the same cores", "answer_with_cpu_engine"),
         ("400 MB upload, hashed by the server", "upload"),
     ):
-        cells = []
-        for document in documents:
-            for name in path:
-                document = document[name]
-            cells.append(f"{document['gb_s']:.2f} GB/s, best {document['best_gb_s']:.2f}")
-        rows.append((title, *cells))
-    ready = (f"{document['upload']['with_ready_gb_s']:.2f} GB/s" for document in documents)
-    yield from table(*rows, ("and transposed and hashed by the client", *ready))
+        found = [reduce(getitem, path, document) for document in documents]
+        cells = (f" | {one['gb_s']:.2f} GB/s, best {one['best_gb_s']:.2f}" for one in found)
+        rows.append(title + "".join(cells))
+    ready = (f" | {document['upload']['with_ready_gb_s']:.2f} GB/s" for document in documents)
+    rows.append("and transposed and hashed by the client" + "".join(ready))
+    yield from table("what | 2 cores | 16 cores", rows)
 
 
 # -------------------------------------------------------------------------------------- the GPU
 
 WAYS = ("interpreter", "compiled")
-_MODES = ("float32 fast", "float32 precise", "float64")
 
 
 def kernel_times() -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
     """Microseconds and Ttok/s on the device by rows, by way and mode, for the random mix."""
     found: dict[tuple[str, str], dict[int, tuple[float, float]]] = {}
-    for case in result("gpu_interpreter")["results"]:
-        rate = case["tokens_per_second"] / 1e12
-        found.setdefault(("interpreter", case["mode"]), {})[case["rows"]] = (
-            case["interpret_us"],
-            rate,
-        )
-    for case in select(result("gpu_compiled")["results"], mix="thesis mix"):
-        rate = case["token_rows_per_second"] / 1e12
-        found.setdefault(("compiled", case["mode"]), {})[case["rows"]] = (
-            case["microseconds"],
-            rate,
-        )
+    ways = (("interpret_us", "tokens_per_second"), ("microseconds", "token_rows_per_second"))
+    for way, (time, rate) in zip(WAYS, ways, strict=True):
+        for case in result(f"gpu_{'interpreter' if way == WAYS[0] else way}")["results"]:
+            if case.get("mix", "thesis mix") == "thesis mix":
+                times = found.setdefault((way, case["mode"]), {})
+                times[case["rows"]] = case[time], case[rate] / 1e12
     return found
 
 
 def device() -> Iterator[str]:
     """Times of the kernels alone, and of compiling and lowering."""
-    times = kernel_times()
-    rows: list[tuple[Any, ...]] = [
-        ("300 expressions, losses", "10,000 rows", "100,000 rows", "1,000,000 rows")
-    ]
-    for way in WAYS:
-        for mode in _MODES:
-            cells = (times[way, mode][rows_] for rows_ in (10**4, 10**5, 10**6))
-            rows.append(
-                (f"{way}, {mode}", *(f"{us:,.0f} us = {rate:.2f} Ttok/s" for us, rate in cells))
-            )
-    yield from table(*rows)
+    rows = []
+    for (way, mode), times in kernel_times().items():
+        cells = (times[count] for count in (10**4, 10**5, 10**6))
+        rows.append(
+            f"{way}, {mode}" + "".join(f" | {us:,.0f} us = {rate:.2f} Ttok/s" for us, rate in cells)
+        )
+    yield from table("300 expressions, losses | 10,000 rows | 100,000 rows | 1,000,000 rows", rows)
     compiled = result("gpu_compiled")
     seconds, threads = compiled["compile_300_expressions_seconds"], compiled["compiler_threads"]
     lowered = {case["programs"]: case["lower_us"] for case in result("gpu_lowering")["results"]}
@@ -289,8 +272,7 @@ def device() -> Iterator[str]:
 
 def gpu_service() -> Iterator[str]:
     """Calls of one client through gRPC, and many clients."""
-    document = result("gpu_service")
-    rows: list[tuple[Any, ...]] = [("one client", "median", "99th percentile", "EvoGP, median")]
+    document, rows = result("gpu_service"), []
     for title, case in (
         ("300 expressions, 1,000 rows", "fresh 300 x 1000"),
         ("300 expressions, 100,000 rows", "fresh 300 x 100000"),
@@ -303,9 +285,9 @@ def gpu_service() -> Iterator[str]:
     ):
         found = document["one client"][case]
         peer = document["EvoGP"].get(case.removeprefix("fresh "))
-        times = (found["p50_ms"], found["p99_ms"], *([peer["p50_ms"]] if peer else []))
-        rows.append((title, *(f"{time:.1f} ms" for time in times), *([] if peer else [""])))
-    yield from table(*rows)
+        theirs = f"{peer['p50_ms']:.1f} ms" if peer else ""
+        rows.append(f"{title} | {found['p50_ms']:.1f} ms | {found['p99_ms']:.1f} ms | {theirs}")
+    yield from table("one client | median | 99th percentile | EvoGP, median", rows)
     yield ""
     for case in document["sustained"]:
         yield (
@@ -316,17 +298,17 @@ def gpu_service() -> Iterator[str]:
 
 def gpu_fits() -> Iterator[str]:
     """Fits through gRPC."""
-    document = result("gpu_fit")
-    wire = [document["wire"][mode] for mode in ("precise", "fast")]
-    rows: list[tuple[Any, ...]] = [("what", "float32 precise", "fast")]
+    document, rows = result("gpu_fit"), []
     for title, name in (
         ("`Optimize`, 300 expressions, 50 iterations at most", "default_tolerances"),
         ("the same without tolerances", "no_tolerances"),
     ):
-        rows.append((title, *(f"{mode['optimize_viable'][name]['ms']:.0f} ms" for mode in wire)))
+        both = (document["wire"][mode]["optimize_viable"] for mode in ("precise", "fast"))
+        rows.append(title + "".join(f" | {fit[name]['ms']:.0f} ms" for fit in both))
     run = document["run_viable"]
     generations = f"{run['generations']} generations of 300 such fits, one worker"
-    yield from table(*rows, (generations, f"{run['seconds']:.1f} s", ""))
+    rows.append(f"{generations} | {run['seconds']:.1f} s | ")
+    yield from table("what | float32 precise | fast", rows)
 
 
 def gpu_devices() -> Iterator[str]:
@@ -338,25 +320,24 @@ def gpu_devices() -> Iterator[str]:
     def times(cases: Any, setting: str) -> str:
         return f"{cases['times_the_first'][setting]:.2f}"
 
-    rows: list[tuple[Any, ...]] = [("what", "two GPUs", "two engines on one GPU")]
+    rows = []
     for key, title in (
         ("one client", "5,000 programs x 1,000,000 rows, one client"),
         ("fits", "3,000 searches x 10,000 rows, one client"),
     ):
         one_gpu = times(shared[key], "0,0") if key in shared else ""
-        rows.append((title, times(two[key], "0,1"), one_gpu))
+        rows.append(f"{title} | {times(two[key], '0,1')} | {one_gpu}")
     for case in result("devices_sharded")["sharded"]:
-        asked = "gradients" if case["gradient"] else "losses"
-        title = f"{asked} of {case['programs']:,} programs x {case['rows']:,} rows, sharded"
-        rows.append((title, times(case, "0,1"), ""))
+        title = f"{'gradients' if case['gradient'] else 'losses'} of {case['programs']:,} programs"
+        rows.append(f"{title} x {case['rows']:,} rows, sharded | {times(case, '0,1')} | ")
     for case in two["sustained"]:
         shape = {name: case[name] for name in ("programs", "rows", "workers")}
         other = select(shared["sustained"], **shape)
         title = (
             f"{shape['programs']:,} programs x {shape['rows']:,} rows, {shape['workers']} workers"
         )
-        rows.append((title, times(case, "0,1"), times(other[0], "0,0") if other else ""))
-    yield from table(*rows)
+        rows.append(f"{title} | {times(case, '0,1')} | {times(other[0], '0,0') if other else ''}")
+    yield from table("what | two GPUs | two engines on one GPU", rows)
     yield ""
     yield (
         f"One of two engines killed under {lost['workers']} workers: {lost['failed']} failed "
@@ -368,15 +349,15 @@ def gpu_devices() -> Iterator[str]:
 
 def gpu_streaming() -> Iterator[str]:
     """A data set that is larger than the memory of the device."""
-    rows: dict[str, tuple[Any, ...]] = {}
+    rows = {}
     names = {"compiled": "losses, compiled", "gradients": "losses and gradients"}
     for document in (result("gpu_streaming_kinds"), result("gpu_streaming")):
         for case in document["results"]:
             kernels, copies = case["kernel_seconds"], document["copy_seconds"]
             bound = f"{max(kernels, copies):.2f} s ({'kernels' if kernels > copies else 'copies'})"
             what = f"{case['programs']:,} expressions: {names.get(case['kind'], 'losses')}"
-            rows[what] = what, f"{case['seconds']:.2f}", bound, f"{case['of_bound']:.2f}"
-    yield from table(("what", "seconds", "bound", "share of the bound"), *rows.values())
+            rows[what] = f"{what} | {case['seconds']:.2f} | {bound} | {case['of_bound']:.2f}"
+    yield from table("what | seconds | bound | share of the bound", rows.values())
     yield ""
     for case in result("devices_streamed")["streamed"]:
         yield (

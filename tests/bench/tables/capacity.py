@@ -1,23 +1,21 @@
 """The tables of deploy/capacity.md, from results/capacity.json."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from tables.layout import result, table
 
 
 def capacity_check() -> Iterator[str]:
     """The model beside what was measured."""
-    rows: list[tuple[Any, ...]] = [("workers", "what", "measured", "model", "error")]
-    titles = {"calls_per_second": "answers a second"}
+    rows, titles = [], {"calls_per_second": "answers a second"}
     for case in result("capacity")["validation"]:
         for name, pair in case.items():
             if name != "workers":
                 title = titles.get(name, f"{name[1:3]}th percentile, ms")
-                cells = (f"{pair[way]:,.1f}" for way in ("measured", "model"))
+                cells = " | ".join(f"{pair[way]:,.1f}" for way in ("measured", "model"))
                 error = pair["model"] / pair["measured"] - 1
-                rows.append((case["workers"], title, *cells, f"{error:+.0%}"))
-    yield from table(*rows)
+                rows.append(f"{case['workers']} | {title} | {cells} | {error:+.0%}")
+    yield from table("workers | what | measured | model | error", rows)
 
 
 def capacity_costs() -> Iterator[str]:
@@ -45,21 +43,14 @@ def capacity_costs() -> Iterator[str]:
 
 def capacity_clusters() -> Iterator[str]:
     """Throughput and latency by workers and GPUs, of both kinds of workers."""
-    document = result("capacity")
-    rows: list[tuple[Any, ...]] = [
-        ("workers", "GPUs", *("Ttok/s", "99th percentile", "busiest") * 2)
-    ]
-    for pair in zip(*(document["clusters"][kind] for kind in ("compiled", "deap")), strict=True):
-        cells: list[str] = []
+    kinds, rows = result("capacity")["clusters"], []
+    for pair in zip(kinds["compiled"], kinds["deap"], strict=True):
+        row = f"{pair[0]['workers']:,} | {pair[0]['gpus']:,}"
         for case in pair:
-            busiest = case["busiest"]
-            cells += (
-                f"{case['ttok_per_second']:,.1f}",
-                f"{case['p99_ms']:.1f} ms",
-                f"{busiest} {case['use'][busiest]:.0%}",
-            )
-        rows.append((f"{pair[0]['workers']:,}", f"{pair[0]['gpus']:,}", *cells))
-    yield from table(*rows)
+            busiest = f"{case['busiest']} {case['use'][case['busiest']]:.0%}"
+            row += f" | {case['ttok_per_second']:,.1f} | {case['p99_ms']:.1f} ms | {busiest}"
+        rows.append(row)
+    yield from table("workers | GPUs" + " | Ttok/s | 99th percentile | busiest" * 2, rows)
 
 
 def capacity_replicas() -> Iterator[str]:
@@ -68,9 +59,9 @@ def capacity_replicas() -> Iterator[str]:
     found = {(case["worker"], case["workers"]): case["replicas"] for case in document["replicas"]}
     workers = sorted({number for _, number in found})
     yield from table(
-        ("workers on one data set", *(f"{number:,}" for number in workers)),
-        *(
-            (f"servers, {title}", *(found[kind, number] for number in workers))
+        "workers on one data set" + "".join(f" | {number:,}" for number in workers),
+        (
+            f"servers, {title}" + "".join(f" | {found[kind, number]}" for number in workers)
             for kind, title in (("compiled", "no work of their own"), ("deap", "DEAP"))
         ),
     )
@@ -78,47 +69,27 @@ def capacity_replicas() -> Iterator[str]:
 
 def capacity_losses() -> Iterator[str]:
     """Servers that die under load."""
-    rows: list[tuple[Any, ...]] = [
-        (
-            "workers, GPUs",
-            "GPUs lost",
-            "client gives up after",
-            "repeated calls",
-            "99th percentile",
-            "longest call",
-        )
+    rows = [
+        f"{case['workers']:,}, {case['gpus']} | {case['killed']} | {case['failover']} s | "
+        f"{case['repeated']} | {case['p99_ms']:.1f} ms | {case['longest_ms']:,.0f} ms"
+        for case in result("capacity")["losses"]
     ]
-    for case in result("capacity")["losses"]:
-        size = f"{case['workers']:,}, {case['gpus']}"
-        latency = (f"{case['p99_ms']:.1f} ms", f"{case['longest_ms']:,.0f} ms")
-        rows.append((size, case["killed"], f"{case['failover']} s", case["repeated"], *latency))
-    yield from table(*rows)
+    head = "workers, GPUs | GPUs lost | client gives up after | repeated calls | 99th percentile"
+    yield from table(f"{head} | longest call", rows)
 
 
 def capacity_terabyte() -> Iterator[str]:
     """A data set of a terabyte."""
-    cases = result("capacity")["terabyte"]
-    rows: list[tuple[Any, ...]] = [
-        (
-            "GPUs",
-            "each holds",
-            "300 expressions: kernels",
-            "sending and gathering",
-            "reload of a lost share, 25 Gbit/s",
-        )
-    ]
+    cases, rows = result("capacity")["terabyte"], []
     for case in cases:
-        held = f"{case['bytes_for_each_gpu'] / 1e9:,.0f} GB"
+        streamed = "" if case["resident"] else ": streamed"
         rows.append(
-            (
-                f"{case['gpus']:,}",
-                held if case["resident"] else f"{held}: streamed",
-                f"{case['kernels_seconds']:.2f} s",
-                f"{case['gathering_seconds'] * 1e3:.0f} ms",
-                f"{case['reload_of_one_gpu_seconds']:.1f} s",
-            )
+            f"{case['gpus']:,} | {case['bytes_for_each_gpu'] / 1e9:,.0f} GB{streamed} | "
+            f"{case['kernels_seconds']:.2f} s | {case['gathering_seconds'] * 1e3:.0f} ms | "
+            f"{case['reload_of_one_gpu_seconds']:.1f} s"
         )
-    yield from table(*rows)
+    head = "GPUs | each holds | 300 expressions: kernels | sending and gathering"
+    yield from table(f"{head} | reload of a lost share, 25 Gbit/s", rows)
     yield ""
     yield (
         f"One client uploads it in {cases[0]['upload_by_one_client_seconds'] / 60:.0f} minutes at "

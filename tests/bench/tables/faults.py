@@ -10,12 +10,7 @@ from tables.layout import result, table
 
 def overload() -> Iterator[str]:
     """Ten times the calls that a server can answer, and a greedy tenant beside a modest one."""
-    rows: list[tuple[Any, ...]] = [
-        (
-            *("machine", "answers a second at the peak", "share of it at overload"),
-            *("refusal, p99", "the modest tenant's p99, times that alone"),
-        )
-    ]
+    rows = []
     for name, machine in (
         ("guard_loop", "2 cores, CPU engine, the present loop"),
         ("guard", "2 cores, CPU engine, the loop before"),
@@ -25,15 +20,13 @@ def overload() -> Iterator[str]:
         document = result(name)
         over = document["ten_times_overload"]
         ratios = (f"{case['p99_ratio']:.1f}" for case in document["greedy_tenant"].values())
+        refused = over["refused_as_one_client_saw_it"]["p99_ms"]
         rows.append(
-            (
-                *(machine, f"{over['peak_calls_per_second']:.0f}"),
-                f"{over['goodput_of_peak']:.2f}",
-                f"{over['refused_as_one_client_saw_it']['p99_ms']:.1f} ms",
-                ", ".join(ratios),
-            )
+            f"{machine} | {over['peak_calls_per_second']:.0f} | {over['goodput_of_peak']:.2f} | "
+            f"{refused:.1f} ms | {', '.join(ratios)}"
         )
-    yield from table(*rows)
+    head = "machine | answers a second at the peak | share of it at overload | refusal, p99"
+    yield from table(f"{head} | the modest tenant's p99, times that alone", rows)
 
 
 def faults() -> Iterator[str]:
@@ -85,9 +78,7 @@ memory grew by {grown:.1f} MiB after the first fifth |"""
 def faults_ray() -> Iterator[str]:
     """Faults of a Ray cluster of three nodes, and what clients of its servers see of them."""
     found = result("faults_ray")["faults"]
-    rows: list[tuple[Any, ...]] = [
-        ("three nodes, 4 clients", "wrong answers, failed calls", "longest gap of a client")
-    ]
+    rows = []
     for title, name in (
         ("a server SIGKILL", "server_sigkill"),
         ("a node SIGKILL, with all that runs on it", "node_sigkill"),
@@ -96,8 +87,9 @@ def faults_ray() -> Iterator[str]:
         case = found[name]
         wrong = f"{case['wrong_answers']}, {case['failures_after_retry']}"
         gap = f"{case['client_gap_seconds_max']:.2f} s"
-        rows.append((f"{title}, {case['faults']} times", wrong, gap))
-    yield from table(*rows)
+        rows.append(f"{title}, {case['faults']} times | {wrong} | {gap}")
+    head = "three nodes, 4 clients | wrong answers, failed calls | longest gap of a client"
+    yield from table(head, rows)
     searched = found["search_while_a_worker_a_server_and_a_node_are_killed"]
     same = "the same formulas as" if searched["same_formulas"] else "other formulas than"
     yield ""

@@ -1,7 +1,7 @@
 """Result files of benchmarks as tables of Markdown."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ def result(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def table(*rows: tuple[Any, ...]) -> Iterator[str]:
-    """Format rows, of which the first is the head, as lines of a table."""
-    head, *body = ([str(cell) for cell in row] for row in rows)
-    yield from (f"| {' | '.join(head)} |", "|---" * len(head) + "|")
-    yield from (f"| {' | '.join(row)} |" for row in body)
+def table(head: str, rows: Iterable[str]) -> Iterator[str]:
+    """Format rows, whose cells stand between bars, as lines of a table."""
+    yield from (f"| {head} |", "|---" * (head.count("|") + 1) + "|")
+    yield from (f"| {row} |" for row in rows)
 
 
 def select(cases: list[Any], **fields: Any) -> list[Any]:
