@@ -41,7 +41,7 @@ from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.transport.addresses import Target
-from warpfit.transport.call import Call, Cancellation, UploadStream
+from warpfit.transport.call import Call, UploadStream
 from warpfit.transport.connection import Connection
 from warpfit.transport.settings import RetryPolicy
 
@@ -84,8 +84,8 @@ class InProcessServer:
         """Tell whether a data set is resident."""
         return content_id in self._datasets
 
-    def answer(self, call: Call) -> None:
-        """Answer one call.
+    def answer(self, call: Call) -> Any:
+        """Answer one call; return what ``call.read`` makes of the answer.
 
         Raises:
             WarpfitError: the error as a client receives it.
@@ -94,8 +94,7 @@ class InProcessServer:
         try:
             if self._failures:
                 raise self._failures.pop(0)
-            for message in self._methods[call.method](call.request):
-                call.collector.add(message)
+            return call.read(self._methods[call.method](call.request))
         except WarpfitError as error:
             raise _received_error(call, error) from error
 
@@ -183,8 +182,8 @@ class _InProcessTransport:
     def __init__(self, servers: Mapping[str, InProcessServer]) -> None:
         self._servers = servers
 
-    def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
-        self._servers[call.server].answer(call)
+    def call(self, call: Call, server: str, *_: Any) -> Any:
+        return self._servers[server].answer(call)
 
     def forget(self, address: str) -> None:
         """Nothing is open."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 from warpfit import codec, errors
 from warpfit.calls.progress import Progress, silent
@@ -16,9 +16,7 @@ from warpfit.dataset import ClientDataset, DatasetReference, changed_data
 from warpfit.transport.call import (
     Call,
     Cancellation,
-    Collector,
     Transport,
-    UnaryCollector,
     UploadStream,
 )
 from warpfit.transport.connection import Connection
@@ -36,11 +34,6 @@ _ELSEWHERE: Final = (
 )
 _log = logging.getLogger("warpfit")
 T = TypeVar("T")
-C = TypeVar("C", bound=Collector)
-
-
-#: Makes the request and the collector of one attempt.
-Attempt: TypeAlias = Callable[[], tuple[Any, C]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,48 +87,38 @@ class Attempts:
             except (*_ELSEWHERE, errors.DeadlineExceededError) as error:
                 self.servers.failed(server, error, started)
 
-    def call(
-        self, server: Server, method: str, attempt: Attempt[C], seconds: float | None, work: int = 0
-    ) -> C:
-        """Make one attempt at one server and return what has collected the answer."""
-        request, collector = attempt()
+    def call(self, server: Server, call: Call, seconds: float | None, work: int = 0) -> Any:
+        """Make one attempt at one server, and return what is read of the answer."""
         started = self.servers.clock()
         try:
             if self.cancellation is not None:
                 self.cancellation.check()
-            call = Call(method, request, collector, seconds, server.address)
-            self.transport.call(call, self.cancellation)
+            found = self.transport.call(call, server.address, seconds, self.cancellation)
         except errors.DeadlineExceededError:
             server.is_trusted = False  # it may hang: the next call asks first
             raise
-        self.servers.succeeded(server, method, work, self.servers.clock() - started)
-        return collector
+        self.servers.succeeded(server, call.method, work, self.servers.clock() - started)
+        return found
 
     def sleep(self, seconds: float) -> None:
         """Wait, at most until the attempts are cancelled."""
         (time.sleep if self.cancellation is None else self.cancellation.sleep)(seconds)
 
-    def ask(self, server: Server, method: str, request: Any, seconds: float | None = None) -> Any:
-        """Call a method at a server and return the only message of its answer."""
-        attempt = request, UnaryCollector()
-        return self.call(server, method, lambda: attempt, seconds).message
-
     def on_data(
         self,
         server: Server,
-        method: str,
-        attempt: Attempt[C],
+        call: Call,
         retries: Retries,
         dataset: ClientDataset,
         work: int,
-    ) -> C:
+    ) -> Any:
         """Call a method that needs a data set, and upload the data set if it is not resident."""
         uploads = 0
         while True:
             left = retries.deadline.remaining()
-            seconds = left if left is None else self.servers.share(method, work, left)
+            seconds = left if left is None else self.servers.share(call.method, work, left)
             try:
-                return self.call(server, method, attempt, seconds, work)
+                return self.call(server, call, seconds, work)
             except errors.DeadlineExceededError as error:
                 if seconds == left or seconds is None:
                     raise
@@ -151,19 +134,15 @@ class Attempts:
     ) -> None:
         """Upload a data set to a server, or have the server read its file."""
         if isinstance(dataset, DatasetReference) and dataset.file is not None:
-            message, seconds = codec.open_message(dataset.file), retries.deadline.remaining()
-            answer = self.ask(server, "OpenDataset", message, seconds)
+            question = Call("OpenDataset", codec.open_message(dataset.file))
+            answer = self.call(server, question, retries.deadline.remaining())
             if answer.content_id != dataset.content_id:
                 raise changed_data()
             retries.restart()
             return
-        chunk_bytes = self.connection.transport.chunk_bytes
-
-        def attempt() -> tuple[UploadStream, UnaryCollector]:
-            return UploadStream(dataset, chunk_bytes, report), UnaryCollector()
-
+        stream = UploadStream(dataset, self.connection.transport.chunk_bytes, report)
         try:
-            self.call(server, "UploadVariables", attempt, retries.deadline.remaining())
+            self.call(server, Call("UploadVariables", stream), retries.deadline.remaining())
         except (errors.ResourceExhaustedError, errors.DatasetNotFoundError) as error:
             if error.retry_after is None:  # no room there, or no numbers here
                 self.servers.refused(server, dataset.content_id)
@@ -184,7 +163,7 @@ class Attempts:
         left, seconds = deadline.remaining(), self.servers.probe_seconds(server)
         seconds = seconds if left is None else min(left, seconds)
         try:
-            self.ask(server, "GetServerInfo", codec.info_request(), seconds)
+            self.call(server, Call("GetServerInfo", codec.info_request()), seconds)
         except errors.DeadlineExceededError as error:
             raise _no_answer(server, seconds) from error
         except errors.UnavailableError:

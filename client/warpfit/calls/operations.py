@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 
 from warpfit import codec
 from warpfit.calls import arguments, splitting
-from warpfit.calls.attempts import Attempt, Attempts, C, T
+from warpfit.calls.attempts import Attempts, T
 from warpfit.calls.batches import Parameters, PopulationCache
 from warpfit.calls.checks import check_keywords
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
@@ -35,7 +35,7 @@ from warpfit.ir import Batch
 from warpfit.losses import coefficients_of_determination
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
-from warpfit.transport.call import Cancellation, Transport
+from warpfit.transport.call import Call, Cancellation, Transport
 from warpfit.transport.connection import Connection
 from warpfit.transport.servers import Server, Servers
 
@@ -88,8 +88,8 @@ class ClientOperations:
         """Have a server read a data set from a file of its own."""
         check_keywords(options, arguments.OpenOptions)
         file = arguments.build_file(name, options)
-        message = codec.open_message(file)
-        answer = self._unary("OpenDataset", message, self._retries(None))
+        call = Call("OpenDataset", codec.open_message(file))
+        answer = self._somewhere(call, self._retries(None))
         warn_of_lost_digits(answer.lost_digits)
         return codec.opened_dataset(answer, file)
 
@@ -110,12 +110,11 @@ class ClientOperations:
 
         def in_parts(own: ClientOperations, part: Evaluation) -> Result:
             def evaluate(part: Evaluation) -> Result:
-                message = codec.evaluation_to_bytes(part)
-
-                def attempt() -> tuple[Any, codec.ResultAssembler]:
-                    return message, codec.ResultAssembler(part)
-
-                return own._on_data("Evaluate", attempt, deadline, data, part).result()
+                read = partial(codec.read_result, part)
+                is_single = not (part.values or part.jacobian)
+                call = Call("Evaluate", codec.evaluation_to_bytes(part), read, is_single)
+                result: Result = own._on_data(call, deadline, data, part)
+                return result
 
             return own._in_parts(part, data.layout, evaluate)
 
@@ -145,16 +144,16 @@ class ClientOperations:
 
     def release(self, data: DatasetHandle) -> None:
         """Release a data set at all servers; nothing happens if it is not resident."""
-        message = codec.release_message(checked_handle(data).dataset)
+        call = Call("ReleaseVariables", codec.release_message(checked_handle(data).dataset))
         servers = self.attempts.servers
         if not servers.is_several:
             with suppress(DatasetNotFoundError):
-                self._unary("ReleaseVariables", message, self._retries(None))
+                self._somewhere(call, self._retries(None))
             return
 
         def release(server: Server) -> None:
             with suppress(DatasetNotFoundError):
-                self.attempts.ask(server, "ReleaseVariables", message, _RELEASE_SECONDS)
+                self.attempts.call(server, call, _RELEASE_SECONDS)
 
         # What a server holds that is away is evicted some time.
         homes = servers.homes(data.content_id, data.layout.nbytes)
@@ -169,9 +168,8 @@ class ClientOperations:
 
     def info(self, timeout: float | None) -> ServerInfo:
         """Ask for version, engine, devices, limits and operators."""
-        message = codec.info_request()
-        answer = self._unary("GetServerInfo", message, self._retries(timeout))
-        return codec.info_from_message(answer)
+        call = Call("GetServerInfo", codec.info_request())
+        return codec.info_from_message(self._somewhere(call, self._retries(timeout)))
 
     def _fit(
         self, data: DatasetHandle, request: FitRequest, progress: SearchProgress, deadline: Deadline
@@ -180,17 +178,15 @@ class ClientOperations:
 
         def fit(part: FitRequest) -> FitResult:
             nonlocal left
-            message = codec.fit_to_message(part)
             share = searches(part) / left
             within = deadline.part(share) if part.settings.partial else deadline
-
-            def attempt() -> tuple[Any, codec.FitAssembler]:
-                return message, codec.FitAssembler(part, progress.of_part(part))
-
-            collector = self._on_data("Optimize", attempt, within, data, part)
+            read = partial(codec.read_fit, part, report=progress.of_part(part))
+            is_single = not part.settings.progress
+            call = Call("Optimize", codec.fit_to_message(part), read, is_single)
+            result: FitResult = self._on_data(call, within, data, part)
             left -= searches(part)
             progress.finish(part)
-            return collector.result()
+            return result
 
         return self._in_parts(request, data.layout, fit)
 
@@ -251,15 +247,15 @@ class ClientOperations:
         return splitting.join(results)
 
     def _on_data(
-        self, method: str, attempt: Attempt[C], deadline: Deadline, data: DatasetHandle, part: R
-    ) -> C:
+        self, call: Call, deadline: Deadline, data: DatasetHandle, part: Evaluation | FitRequest
+    ) -> Any:
         """Call a method that needs a data set at a server that has it or is sent it."""
         retries = Retries(self.attempts.connection.retry, deadline)
         problem = problem_of(part)
         work = problem.token_rows(data.layout) if self.attempts.servers.is_several else 0
 
-        def at(server: Server) -> C:
-            return self.attempts.on_data(server, method, attempt, retries, data.dataset, work)
+        def at(server: Server) -> Any:
+            return self.attempts.on_data(server, call, retries, data.dataset, work)
 
         try:
             return self.attempts.anywhere(at, retries, data.dataset)
@@ -271,16 +267,16 @@ class ClientOperations:
         self, server: Server, dataset: ClientDataset, retries: Retries, report: Progress
     ) -> None:
         try:
-            self.attempts.ask(server, "GetVariables", codec.get_message(dataset))
+            self.attempts.call(server, Call("GetVariables", codec.get_message(dataset)), None)
             report(dataset.layout.nbytes, dataset.layout.nbytes)
         except DatasetNotFoundError:
             self.attempts.send(server, dataset, retries, report)
 
-    def _unary(self, method: str, request: Any, retries: Retries) -> Any:
-        def ask(server: Server) -> Any:
-            return self.attempts.ask(server, method, request, retries.deadline.remaining())
+    def _somewhere(self, call: Call, retries: Retries) -> Any:
+        def at(server: Server) -> Any:
+            return self.attempts.call(server, call, retries.deadline.remaining())
 
-        return self.attempts.anywhere(ask, retries)
+        return self.attempts.anywhere(at, retries)
 
     def _retries(self, timeout: float | None) -> Retries:
         return Retries(self.attempts.connection.retry, Deadline(timeout))

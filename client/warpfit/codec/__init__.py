@@ -2,8 +2,8 @@
 
 from warpfit.codec.answers import (
     EXTRAS,
-    ResultAssembler,
     answer_from_bytes,
+    read_result,
     result_end,
     result_start,
     timings_from_message,
@@ -33,12 +33,12 @@ from warpfit.codec.errors import (
     error_to_detail,
 )
 from warpfit.codec.fits import (
-    FitAssembler,
     fit_answer_from_bytes,
     fit_from_message,
     fit_to_bytes,
     fit_to_message,
     progress_to_bytes,
+    read_fit,
 )
 from warpfit.codec.framing import parse_message
 from warpfit.codec.requests import (

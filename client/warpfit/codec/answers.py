@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -95,82 +95,69 @@ def answer_from_bytes(data: bytes) -> pb.EvaluateResponse:
     return pb.EvaluateResponse.FromString(data)
 
 
-class ResultAssembler:
-    """Collects the messages of one answer to Evaluate, matrices in preallocated arrays."""
+def read_result(evaluation: Evaluation, messages: Iterable[pb.EvaluateResponse]) -> Result:
+    """Read the answer to an evaluation, matrices into preallocated arrays.
 
-    def __init__(self, evaluation: Evaluation) -> None:
-        self._evaluation = evaluation
-        self._values: _Matrix | None = None
-        self._jacobian: _Matrix | None = None
-        self._last: dict[str, NDArray[np.float64]] = {}
-        self._timings: Timings | None = None
-
-    @property
-    def is_single(self) -> bool:
-        """Whether the contract promises that the answer is one message."""
-        return not (self._evaluation.values or self._evaluation.jacobian)
-
-    def add(self, message: pb.EvaluateResponse) -> None:
-        """Take the next message; raise InternalError if the server breaks the contract."""
+    Raises:
+        InternalError: if the server breaks the contract.
+        ResourceExhaustedError: if there is no memory for the answer here.
+    """
+    matrices: dict[str, _Matrix] = {}
+    last: dict[str, NDArray[np.float64]] | None = None
+    timings = Timings()
+    for message in messages:
         if message.HasField("header"):
-            self._start(message)
+            matrices = _matrices(evaluation, message.header)
         # Reading a field of bytes copies it, so the Jacobian is read only if it was requested.
-        _fill(self._values, message.values, message.offset)
-        if self._evaluation.jacobian:
-            _fill(self._jacobian, message.jacobian, message.offset)
+        for name in ("values", "jacobian") if evaluation.jacobian else ("values",):
+            piece = getattr(message, name)
+            if piece and name not in matrices:
+                raise broken_answer("has value bytes out of order")
+            if piece:
+                matrices[name].fill(piece, message.offset)
         if message.HasField("timings"):
-            self._finish(message)
-
-    def result(self) -> Result:
-        """Return the whole result; raise InternalError if a part of the answer is missing."""
-        arrays = {}
-        for name in ("values", "jacobian"):
-            matrix: _Matrix | None = getattr(self, f"_{name}")
-            if matrix is not None:
-                arrays[name] = matrix.complete()
-            elif getattr(self._evaluation, name):
-                raise broken_answer(f"has no {name}")
-        if self._timings is None:
-            raise broken_answer("has no end")
-        return Result(timings=self._timings, **arrays, **self._last)
-
-    def _start(self, message: pb.EvaluateResponse) -> None:
-        header = message.header
-        batch = self._evaluation.batch
-        if (header.programs, header.vectors) != (len(batch), batch.vectors):
-            raise broken_answer("has another shape than the request")
-        if header.dtype not in DTYPES:
-            raise broken_answer(f"has values of unknown dtype {header.dtype}")
-        dtype = DTYPES[header.dtype]
-        if self._evaluation.values:
-            self._values = _Matrix((header.programs, header.vectors, header.rows), dtype)
-        if self._evaluation.jacobian:
-            self._jacobian = _Matrix((len(batch.parameters), header.rows), dtype)
-
-    def _finish(self, message: pb.EvaluateResponse) -> None:
-        batch = self._evaluation.batch
-        cells = len(batch), batch.vectors
-        if self._evaluation.loss_function is not None:
-            self._last["losses"] = received_array(message.losses, F64, cells, "losses")
-        shapes: dict[str, tuple[int, ...]] = {
-            "gradients": (len(batch.parameters),),
-            "variable_gradients": (*cells, -1),
-            "reductions": (*cells, 5),
-            "scaling": (*cells, 2),
-            "correlations": cells,
-        }
-        for name, output in EXTRAS.items():
-            if getattr(self._evaluation, output):
-                self._last[name] = received_array(getattr(message, name), F64, shapes[name], name)
-        self._timings = timings_from_message(message.timings)
+            last, timings = _last(evaluation, message), timings_from_message(message.timings)
+    for name in ("values", "jacobian"):
+        if getattr(evaluation, name) and name not in matrices:
+            raise broken_answer(f"has no {name}")
+    if last is None:
+        raise broken_answer("has no end")
+    arrays = {name: matrix.complete() for name, matrix in matrices.items()}
+    return Result(timings=timings, **arrays, **last)
 
 
-def _fill(matrix: _Matrix | None, piece: bytes, offset: int) -> None:
-    if not piece:
-        return
-    if matrix is None:
-        raise broken_answer("has value bytes out of order")
-    matrix.fill(piece, offset)
+def _matrices(evaluation: Evaluation, header: pb.ResultHeader) -> dict[str, _Matrix]:
+    batch = evaluation.batch
+    if (header.programs, header.vectors) != (len(batch), batch.vectors):
+        raise broken_answer("has another shape than the request")
+    if header.dtype not in DTYPES:
+        raise broken_answer(f"has values of unknown dtype {header.dtype}")
+    shapes = {
+        "values": (header.programs, header.vectors, header.rows),
+        "jacobian": (len(batch.parameters), header.rows),
+    }
+    wanted = {name: shape for name, shape in shapes.items() if getattr(evaluation, name)}
+    return {name: _Matrix(shape, DTYPES[header.dtype]) for name, shape in wanted.items()}
+
+
+def _last(evaluation: Evaluation, message: pb.EvaluateResponse) -> dict[str, NDArray[np.float64]]:
+    """Return the arrays of the last message."""
+    cells = len(evaluation.batch), evaluation.batch.vectors
+    shapes: dict[str, tuple[int, ...]] = {
+        "gradients": (len(evaluation.batch.parameters),),
+        "variable_gradients": (*cells, -1),
+        "reductions": (*cells, 5),
+        "scaling": (*cells, 2),
+        "correlations": cells,
+    }
+    found = {
+        name: received_array(getattr(message, name), F64, shapes[name], name)
+        for name, output in EXTRAS.items()
+        if getattr(evaluation, output)
+    }
+    if evaluation.loss_function is not None:
+        found["losses"] = received_array(message.losses, F64, cells, "losses")
+    return found
 
 
 class _Matrix:

@@ -1,6 +1,6 @@
 """Encoding and decoding of Optimize: requests, progress and results."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -107,51 +107,43 @@ def fit_answer_from_bytes(data: bytes) -> pb.OptimizeResponse:
     return pb.OptimizeResponse.FromString(data)
 
 
-class FitAssembler:
-    """Collects the messages of one answer to Optimize."""
+def read_fit(
+    request: FitRequest,
+    messages: Iterable[pb.OptimizeResponse],
+    report: Callable[[FitProgress], None] | None = None,
+) -> FitResult:
+    """Read the answer to a fit; call ``report`` with each progress.
 
-    def __init__(
-        self, request: FitRequest, report: Callable[[FitProgress], None] | None = None
-    ) -> None:
-        """Collect the answer to ``request``; call ``report`` with each progress."""
-        self._request = request
-        self._report = report
-        self._result: FitResult | None = None
-
-    @property
-    def is_single(self) -> bool:
-        """Whether the contract promises that the answer is one message."""
-        return not self._request.settings.progress
-
-    def add(self, message: pb.OptimizeResponse) -> None:
-        """Take the next message; raise InternalError if the server breaks the contract."""
-        if message.HasField("progress") and self._report is not None:
+    Raises:
+        InternalError: if the server breaks the contract.
+    """
+    result = None
+    for message in messages:
+        if message.HasField("progress") and report is not None:
             progress = message.progress
-            self._report(FitProgress(progress.iterations, progress.active, progress.searches))
+            report(FitProgress(progress.iterations, progress.active, progress.searches))
         if message.HasField("result"):
-            self._result = self._read(message.result)
+            result = _result(request, message.result)
+    if result is None:
+        raise broken_answer("has no result")
+    return result
 
-    def result(self) -> FitResult:
-        """Return the result; raise InternalError if it is missing."""
-        if self._result is None:
-            raise broken_answer("has no result")
-        return self._result
 
-    def _read(self, message: pb.FitResult) -> FitResult:
-        batch, vectors = self._request.problem.batch, self._request.vectors
-        counts = batch.parameter_counts.astype(np.int64)
-        total = vectors * int(counts.sum())
-        squares = vectors * int(np.square(counts).sum())
-        shapes = dict.fromkeys(_ARRAYS, (len(batch), vectors)) | {"parameters": (total,)}
-        dtypes = dict(_ARRAYS)
-        if self._request.settings.standard_errors:
-            dtypes["standard_errors"], shapes["standard_errors"] = F64, (total,)
-        if self._request.settings.covariance:
-            dtypes["covariances"], shapes["covariances"] = F64, (squares,)
-        arrays = {
-            name: received_array(getattr(message, name), dtype, shapes[name], name)
-            for name, dtype in dtypes.items()
-        }
-        if not ((arrays["reasons"] > 0) & (arrays["reasons"] <= len(REASONS))).all():
-            raise broken_answer("has an unknown reason")
-        return FitResult(**arrays, timings=timings_from_message(message.timings))
+def _result(request: FitRequest, message: pb.FitResult) -> FitResult:
+    batch, vectors = request.problem.batch, request.vectors
+    counts = batch.parameter_counts.astype(np.int64)
+    total = vectors * int(counts.sum())
+    squares = vectors * int(np.square(counts).sum())
+    shapes = dict.fromkeys(_ARRAYS, (len(batch), vectors)) | {"parameters": (total,)}
+    dtypes = dict(_ARRAYS)
+    if request.settings.standard_errors:
+        dtypes["standard_errors"], shapes["standard_errors"] = F64, (total,)
+    if request.settings.covariance:
+        dtypes["covariances"], shapes["covariances"] = F64, (squares,)
+    arrays = {
+        name: received_array(getattr(message, name), dtype, shapes[name], name)
+        for name, dtype in dtypes.items()
+    }
+    if not ((arrays["reasons"] > 0) & (arrays["reasons"] <= len(REASONS))).all():
+        raise broken_answer("has an unknown reason")
+    return FitResult(**arrays, timings=timings_from_message(message.timings))

@@ -1,9 +1,9 @@
-"""One remote call: its request, the collector of its answer, what carries and what cancels it."""
+"""One remote call: its request, the reader of its answer, what carries and what cancels it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -13,37 +13,40 @@ from warpfit.dataset import ClientDataset
 from warpfit.errors import CancelledError
 
 
-class Collector(Protocol):
-    """Takes the messages of an answer one by one, while later ones are still on their way."""
-
-    @property
-    def is_single(self) -> bool:
-        """Whether the contract promises that the answer is one message."""
-
-    def add(self, message: Any) -> None:
-        """Take the next message."""
+def only(messages: Iterable[Any]) -> Any:
+    """Return the only message of an answer."""
+    (message,) = messages
+    return message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One attempt of a remote call."""
+    """A remote call, which may be made several times."""
 
     method: str
     """Name of the method in evaluator.proto."""
     request: Any
     """The message, or an iterator of messages where the contract says stream."""
-    collector: Collector
-    timeout: float | None
-    """Seconds, or None to wait for ever."""
-    server: str = ""
-    """Address of the server."""
+    read: Callable[[Iterable[Any]], Any] = only
+    """Makes a result of the messages of an answer, while later ones are still on their way."""
+    is_single: bool = True
+    """Whether the contract promises that the answer is one message."""
 
 
 class Transport(Protocol):
     """Carries calls to servers and answers back; `warpfit.testing` has one without a network."""
 
-    def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
-        """Hand each message of the answer to its collector; raise WarpfitError on failure."""
+    def call(
+        self, call: Call, server: str, seconds: float | None, cancellation: Cancellation | None
+    ) -> Any:
+        """Make a call at the address of a server; None waits for ever.
+
+        Returns:
+            What ``call.read`` makes of the answer.
+
+        Raises:
+            WarpfitError: the server's error, or what ``call.read`` raises.
+        """
 
     def forget(self, address: str) -> None:
         """Close the connection to one server."""
@@ -95,19 +98,6 @@ class Cancellation:
         """Raise CancelledError once `cancel` has been called."""
         if self.event.is_set():
             raise CancelledError("the call was cancelled", "CANCELLED")
-
-
-class UnaryCollector:
-    """Keeps the only message of an answer."""
-
-    is_single = True
-
-    def __init__(self) -> None:
-        self.message: Any = None
-
-    def add(self, message: Any) -> None:
-        """Take the message."""
-        self.message = message
 
 
 class UploadStream:

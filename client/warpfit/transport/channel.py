@@ -37,44 +37,36 @@ class GrpcTransport:
         for address in addresses:
             self._to(address)
 
-    def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
-        """Perform one call; an interrupt in the caller's thread cancels it on the server too."""
+    def call(
+        self, call: Call, server: str, seconds: float | None, cancellation: Cancellation | None
+    ) -> Any:
+        """Make a call; an interrupt in the caller's thread cancels it on the server too."""
         if self._closed:
             raise InvalidArgumentError(
                 "the client is closed", "CLIENT_CLOSED", "Keep it open as long as it is used"
             )
-        _, methods = self._open.get(call.server) or self._to(call.server)
+        _, methods = self._open.get(server) or self._to(server)
         method = methods.of(call)
-        as_future = isinstance(call.request, UploadStream) or cancellation is not None
+        options = {"timeout": seconds, "metadata": self._metadata}
         try:
-            if call.collector.is_single and not as_future:
+            if call.is_single and cancellation is None and not _is_upload(call):
                 # The fastest way. gRPC cancels such a call by itself when it is interrupted.
-                answer = method(call.request, timeout=call.timeout, metadata=self._metadata)
-                call.collector.add(answer)
-            else:
-                self._stream(call, method, cancellation or Cancellation())
+                return call.read((method(call.request, **options),))
+            # A single answer is awaited as a future: unlike a plain call it can be cancelled.
+            is_future = call.is_single or _is_upload(call)
+            rpc = (method.future if is_future else method)(call.request, **options)
+            try:
+                with (cancellation or Cancellation()).covering(rpc):
+                    return call.read((rpc.result(),) if is_future else rpc)
+            except grpc.RpcError:
+                raise
+            except BaseException:
+                rpc.cancel()
+                raise
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             if cancellation is not None:
                 cancellation.check()  # so that the server is not blamed
             raise _error_of(call, error) from error
-
-    def _stream(self, call: Call, method: Any, cancellation: Cancellation) -> None:
-        # A single answer is awaited as a future: unlike a plain call it can be cancelled.
-        is_future = call.collector.is_single or isinstance(call.request, UploadStream)
-        start = method.future if is_future else method
-        rpc = start(call.request, timeout=call.timeout, metadata=self._metadata)
-        try:
-            with cancellation.covering(rpc):
-                if is_future:
-                    call.collector.add(rpc.result())
-                else:
-                    for message in rpc:
-                        call.collector.add(message)
-        except grpc.RpcError:
-            raise
-        except BaseException:
-            rpc.cancel()
-            raise
 
     def _to(self, address: str) -> tuple[grpc.Channel, _Methods]:
         with self._lock:
@@ -119,7 +111,11 @@ class _Methods:
 
     def of(self, call: Call) -> Any:
         """Return gRPC's callable for a call."""
-        return (self._single if call.collector.is_single else self._streamed)[call.method]
+        return (self._single if call.is_single else self._streamed)[call.method]
+
+
+def _is_upload(call: Call) -> bool:
+    return isinstance(call.request, UploadStream)
 
 
 def _error_of(call: Call, error: Any) -> Exception:

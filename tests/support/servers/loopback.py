@@ -16,10 +16,6 @@ from warpfit.transport.call import Call
 from warpfit.v1 import evaluator_pb2 as pb
 
 
-class _Messages(list):
-    add = list.append
-
-
 class Servicer:
     """Hands every call to ``server``; if ``hang`` is true, an evaluation waits for its end."""
 
@@ -47,9 +43,8 @@ class Servicer:
             context.add_callback(self.cancelled.set)
             self.hangs.set()
             self.cancelled.wait(30)
-        messages = _Messages()
         try:
-            self.server.answer(Call(method.name, request, messages, None))
+            messages = self.server.answer(Call(method.name, request, list))
         except WarpfitError as error:
             context.set_trailing_metadata(
                 [(codec.ERROR_METADATA_KEY, codec.error_to_detail(error))]

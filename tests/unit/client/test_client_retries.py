@@ -93,7 +93,7 @@ def test_data_are_uploaded_again_only_a_few_times(client, server):
     def forgetful(call):
         if call.method == "Evaluate":
             server.fail(error=lost)
-        answer(call)
+        return answer(call)
 
     server.answer = forgetful
     with pytest.raises(warpfit.DatasetNotFoundError):

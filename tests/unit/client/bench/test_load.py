@@ -34,7 +34,7 @@ class Stalling(testing.InProcessServer):
             self._count += call.method == "Evaluate"
             if call.method == "Evaluate" and self._count == self._begin:
                 time.sleep(self._seconds)
-        super().answer(call)
+        return super().answer(call)
 
 
 @pytest.fixture(autouse=True)

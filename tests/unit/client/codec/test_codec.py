@@ -137,16 +137,15 @@ def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
     values = np.arange(2 * 2 * 100, dtype=dtype).reshape(2, 2, 100)
     losses = np.array([[1.0, np.nan], [np.inf, -0.0]])
     layout = dataclasses.replace(LAYOUT, dtype=dtype)
-    assembler = codec.ResultAssembler(evaluation)
-    assembler.add(pb.EvaluateResponse.FromString(codec.result_start(layout, values.shape)))
     payload = values.reshape(-1).data.cast("B")
-    for piece in codec.value_pieces(payload, 0, chunk_bytes):
-        message = pb.EvaluateResponse.FromString(piece)
-        assert len(message.values) <= chunk_bytes
-        assembler.add(message)
-    end = codec.result_end(losses if with_loss else None, Timings(compute=5))
-    assembler.add(pb.EvaluateResponse.FromString(end))
-    result = assembler.result()
+    sent = [
+        codec.result_start(layout, values.shape),
+        *codec.value_pieces(payload, 0, chunk_bytes),
+        codec.result_end(losses if with_loss else None, Timings(compute=5)),
+    ]
+    messages = [pb.EvaluateResponse.FromString(message) for message in sent]
+    assert all(len(message.values) <= chunk_bytes for message in messages)
+    result = codec.read_result(evaluation, messages)
     np.testing.assert_array_equal(result.values, values)
     assert result.values.dtype == dtype
     assert result.timings.compute == 5
@@ -206,17 +205,14 @@ _ALL = pb.EvaluateResponse(values=bytes(32))
 )
 def test_a_broken_answer_is_an_internal_error(messages):
     evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]), loss=Loss.MSE)
-    assembler = codec.ResultAssembler(evaluation)
     with pytest.raises(errors.InternalError, match="the server's answer"):
-        for message in messages:
-            assembler.add(message)
-        assembler.result()
+        codec.read_result(evaluation, messages)
 
 
 def test_an_answer_that_is_too_large_for_the_memory():
-    assembler = codec.ResultAssembler(Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []])))
+    evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]))
     with pytest.raises(errors.ResourceExhaustedError) as caught:
-        assembler.add(_header(rows=2**60))
+        codec.read_result(evaluation, [_header(rows=2**60)])
     assert caught.value.needed == 2**63
 
 
@@ -225,9 +221,7 @@ def test_the_whole_answer_in_one_message():
     message = _header()
     message.MergeFrom(_ALL)
     message.MergeFrom(_END)
-    assembler = codec.ResultAssembler(evaluation)
-    assembler.add(message)
-    assert assembler.result().values.shape == (2, 1, 4)
+    assert codec.read_result(evaluation, [message]).values.shape == (2, 1, 4)
 
 
 # --------------------------------------------------------------------------------- malformed bytes

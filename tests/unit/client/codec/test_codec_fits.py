@@ -93,11 +93,9 @@ def test_results_survive(request, random):
         timings=Timings(compute=5),
     )
     seen = []
-    assembler = codec.FitAssembler(request, seen.append)
     progress = FitProgress(3, 4, 5)
-    for data in (codec.progress_to_bytes(progress), codec.fit_to_bytes(result)):
-        assembler.add(codec.fit_answer_from_bytes(data))
-    back = assembler.result()
+    sent = (codec.progress_to_bytes(progress), codec.fit_to_bytes(result))
+    back = codec.read_fit(request, map(codec.fit_answer_from_bytes, sent), seen.append)
     assert seen == [progress]
     for field in dataclasses.fields(FitResult):
         before, after = getattr(result, field.name), getattr(back, field.name)
@@ -132,9 +130,9 @@ def test_reasons_and_wire_codes_agree():
 def test_a_broken_result_is_an_internal_error(result):
     problem = Evaluation(bytes(32), Batch.of([Program.parameter(0)], [[1.0]]), loss=Loss.MSE)
     with pytest.raises(errors.InternalError, match="the server's answer"):
-        codec.FitAssembler(FitRequest(problem)).add(pb.OptimizeResponse(result=result))
+        codec.read_fit(FitRequest(problem), [pb.OptimizeResponse(result=result)])
     with pytest.raises(errors.InternalError, match="has no result"):
-        codec.FitAssembler(FitRequest(problem)).result()
+        codec.read_fit(FitRequest(problem), [])
 
 
 @settings(deadline=None, max_examples=60)
@@ -145,14 +143,13 @@ def test_jacobians_and_extras_arrive_in_pieces(chunk_bytes, value):
         bytes(32), batch, loss=Loss.MSE, values=False, gradient=True, jacobian=True
     )
     jacobian = np.full((1, 100), value, dtype=np.float32)
-    assembler = codec.ResultAssembler(evaluation)
-    assembler.add(codec.answer_from_bytes(codec.result_start(LAYOUT, (2, 1, 100))))
     payload = jacobian.reshape(-1).data.cast("B")
-    for piece in codec.value_pieces(payload, 0, chunk_bytes, jacobian=True):
-        assembler.add(codec.answer_from_bytes(piece))
-    end = codec.result_end(np.ones((2, 1)), Timings(), {"gradients": np.array([3.0])})
-    assembler.add(codec.answer_from_bytes(end))
-    result = assembler.result()
+    sent = [
+        codec.result_start(LAYOUT, (2, 1, 100)),
+        *codec.value_pieces(payload, 0, chunk_bytes, jacobian=True),
+        codec.result_end(np.ones((2, 1)), Timings(), {"gradients": np.array([3.0])}),
+    ]
+    result = codec.read_result(evaluation, map(codec.answer_from_bytes, sent))
     assert result.jacobian.tobytes() == jacobian.tobytes()
     assert result.gradients.tolist() == [3.0]
     assert result.values is None
@@ -161,6 +158,6 @@ def test_jacobians_and_extras_arrive_in_pieces(chunk_bytes, value):
 def test_an_answer_without_its_gradients_is_broken():
     batch = Batch.of([Program.parameter(0)], [[1.0]])
     evaluation = Evaluation(bytes(32), batch, loss=Loss.MSE, values=False, gradient=True)
-    assembler = codec.ResultAssembler(evaluation)
+    end = codec.answer_from_bytes(codec.result_end(np.ones((1, 1)), Timings()))
     with pytest.raises(errors.InternalError, match="gradients"):
-        assembler.add(codec.answer_from_bytes(codec.result_end(np.ones((1, 1)), Timings())))
+        codec.read_result(evaluation, [end])
