@@ -1,4 +1,4 @@
-"""Random programs from a seed, for tests, benchmarks and the tier chooser's calibration."""
+"""Random programs from a seed, for tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.cuda import parts
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier, InterpreterTuning
-from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, fingerprint
+from warpfit_server.engine.cuda.jit.kernel_plan import fingerprint
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
-from warpfit_server.engine.cuda.jit.tier import CompiledTier
+from warpfit_server.engine.cuda.jit.tier import CompiledTier, CompiledWork
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
@@ -265,17 +265,17 @@ class CudaEngine:
     def _evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Steps[Timings]:
-        tier, plan = evaluation.tier, None
+        tier, compiled = evaluation.tier, None
         if tier is Tier.AUTO:
-            plan = self._choose(resident, evaluation)
-            tier = Tier.INTERPRETER if plan is None else Tier.COMPILED
+            compiled = self._choose(resident, evaluation)
+            tier = Tier.INTERPRETER if compiled is None else Tier.COMPILED
         interpreter: EvaluationTier = self._interpreter
         if evaluation.gradient and tier is not Tier.COMPILED:
             interpreter = yield from self._derivative_tier()
         work = resident, evaluation, outputs
         started = time.perf_counter()
         if tier is Tier.COMPILED:
-            timings = yield from self._compiled.evaluate(*work, plan)
+            timings = yield from self._compiled.evaluate(*work, compiled)
         else:
             timings = yield from interpreter.evaluate(*work)
         # What waited for a compiler, or for rows, says nothing about the rates of the tiers.
@@ -299,8 +299,8 @@ class CudaEngine:
             return self._device.out_of_memory()
         return EngineBrokenError(str(error))
 
-    def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> KernelPlan | None:
-        """Return the plan of compiled kernels if they are loaded and faster; None to interpret."""
+    def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> CompiledWork | None:
+        """Return the work of compiled kernels if they are loaded and faster; None to interpret."""
         if not self._compiled.supports(evaluation):
             return None
         token_hash = fingerprint(evaluation.batch)

@@ -77,19 +77,19 @@ class CompiledTier:
 
     def loaded(
         self, resident: ResidentDataset, evaluation: Evaluation, token_hash: int
-    ) -> KernelPlan | None:
-        """Return the plan of an evaluation if all its kernels are loaded, else None.
+    ) -> CompiledWork | None:
+        """Return the work of an evaluation if all its kernels are loaded, else None.
 
         ``token_hash`` is the `fingerprint` of its batch.
         """
         plan = self._planner.find(resident, evaluation, token_hash)
         if plan is None:
             return None
-        key = self._graph_key(self._cut(plan, resident, evaluation))
+        work = self._cut(plan, resident, evaluation)
         with self._lock:
-            if self._idle_graphs.get(key):  # a graph keeps its kernels loaded
-                return plan
-        return plan if self._kernels.are_loaded(plan.keys) else None
+            if self._idle_graphs.get(work.key):  # a graph keeps its kernels loaded
+                return work
+        return work if self._kernels.are_loaded(plan.keys) else None
 
     def request_compile(self, resident: ResidentDataset, evaluation: Evaluation) -> None:
         """Have the missing kernels compiled in the background; return at once."""
@@ -100,9 +100,9 @@ class CompiledTier:
         resident: ResidentDataset,
         evaluation: Evaluation,
         outputs: Outputs,
-        plan: KernelPlan | None = None,
+        work: CompiledWork | None = None,
     ) -> Steps[Timings]:
-        """Evaluate as `interface.Engine.evaluate` does, by a plan from `loaded` if there is one.
+        """Evaluate as `interface.Engine.evaluate` does, by the work from `loaded` if there is some.
 
         Raises:
             ResourceExhaustedError: if this tier does not support the evaluation, or the cache of
@@ -110,19 +110,20 @@ class CompiledTier:
         """
         started = time.perf_counter_ns()
         check_cancelled(outputs.cancelled)
-        if plan is None:
+        if work is None:
             self._check_supported(evaluation)
-            plan = self.plan(resident, evaluation)
-        work = self._cut(plan, resident, evaluation)
-        key = self._graph_key(work)
-        graph = self._take_idle(key)
-        is_hit = graph is not None or self._kernels.are_loaded(plan.keys)
+            work = self._cut(self.plan(resident, evaluation), resident, evaluation)
+        with self._lock:
+            idle = self._idle_graphs.get(work.key)
+            graph = idle.pop() if idle else None
+        is_hit = graph is not None or self._kernels.are_loaded(work.plan.keys)
         hits = len(evaluation.batch) * is_hit
-        graph = graph or (yield from self._capture(key, plan))
+        graph = graph or (yield from self._capture(work.key, work.plan))
         try:
             times = yield from self._run_chunks(work, graph, outputs, started)
         finally:
-            self._keep_idle(graph)
+            with self._lock:
+                self._idle_graphs.setdefault(graph.key, []).append(graph)
         outputs.ready(len(evaluation.batch))
         copy_in, compute, copy_out = times
         return Timings(
@@ -159,27 +160,19 @@ class CompiledTier:
                 "tier",
             )
 
-    def _cut(self, plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation) -> _Work:
-        """Cut the rows of an evaluation into launches and blocks."""
+    def _cut(
+        self, plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation
+    ) -> CompiledWork:
+        """Cut the rows of an evaluation into launches and blocks, and its blocks among kernels."""
         start, stop = evaluation.row_range(resident.dataset.layout)
         chunk = min(self._rows_per_launch(plan, evaluation, resident), resident.window_rows)
-        block = block_rows(plan.output, stop - start)
-        return _Work(plan, resident, evaluation, start, stop, chunk, block)
-
-    def _graph_key(self, work: _Work) -> GraphKey:
-        plan, block = work.plan, work.block
+        block, vectors = block_rows(plan.output, stop - start), evaluation.batch.vectors
         # A kernel has at most one block of threads for each block of rows.
-        most = -(-(work.start % block + min(work.chunk, work.stop - work.start)) // block)
+        most = -(-(start % block + min(chunk, stop - start)) // block)
         total = plan.layout.blocks * self._device.multiprocessors
-        vectors = work.evaluation.batch.vectors
         with self._lock:
-            blocks = plan.blocks(vectors, most, total)
-        return plan.name, vectors, blocks
-
-    def _take_idle(self, key: GraphKey) -> CapturedGraph | None:
-        with self._lock:
-            idle = self._idle_graphs.get(key)
-            return idle.pop() if idle else None
+            key = plan.name, vectors, plan.blocks(vectors, most, total)
+        return CompiledWork(plan, resident, evaluation, start, stop, chunk, block, key)
 
     def _capture(self, key: GraphKey, plan: KernelPlan) -> Steps[CapturedGraph]:
         """Capture a graph; its kernels are compiled first if they are missing.
@@ -204,13 +197,8 @@ class CompiledTier:
         self._device.use()
         return CapturedGraph(self._device, key, plan, kernels, self._capturer)
 
-    def _keep_idle(self, graph: CapturedGraph) -> None:
-        """Keep a graph for the next evaluation with the same key."""
-        with self._lock:
-            self._idle_graphs.setdefault(graph.key, []).append(graph)
-
     def _run_chunks(
-        self, work: _Work, graph: CapturedGraph, outputs: Outputs, started: int
+        self, work: CompiledWork, graph: CapturedGraph, outputs: Outputs, started: int
     ) -> Steps[tuple[int, int, int]]:
         """Launch the graph for each chunk of rows, and copy its results before the next."""
         evaluation, plan, (start, stop) = work.evaluation, work.plan, (work.start, work.stop)
@@ -270,7 +258,7 @@ class CompiledTier:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Work:
+class CompiledWork:
     """An evaluation by a plan, and how its rows are cut."""
 
     plan: KernelPlan
@@ -282,6 +270,7 @@ class _Work:
     """Rows of one launch."""
     block: int
     """Rows of a block."""
+    key: GraphKey
 
     def fill_gradients(self, sums: NDArray[np.float64], outputs: Outputs) -> None:
         """Copy sums of derivatives, [sums, K], to the order of `Batch.parameters` if wanted."""
