@@ -190,7 +190,9 @@ def run_launch(
             small.update(_download_small_results(context, launch))
         return partial(_copy_large_results, context, own, chunk, side)
 
-    work = launch.resident, spans, launch.plan.chunks, launch.wanted.cancelled, launch_one
+    wanted = launch.wanted
+    size = sum(array.nbytes for array in (wanted.values, wanted.jacobian) if array is not None)
+    work = launch.resident, spans, launch.plan.chunks, wanted.cancelled, launch_one, size
     computed = yield from run_chunks(device, context, *work)
     nodes, shard = launch.nodes, launch.wanted.shard
     if nodes is not None and shard is not None:

@@ -133,7 +133,8 @@ class InterpreterTier:
                 staging = lowered.launch_chunk(place, rows, jobs, side)
                 return partial(results.copy, number, jobs, staging)
 
-            work = resident, spans, chunks, outputs.cancelled, launch
+            size = 0 if outputs.values is None else outputs.values.nbytes
+            work = resident, spans, chunks, outputs.cancelled, launch, size
             computed = yield from run_chunks(self._device, context, *work)
             copy_out = max(0, time.perf_counter_ns() - launched - computed)
         yield from results.sum_up(layout)

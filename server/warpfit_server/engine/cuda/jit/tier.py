@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +36,7 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     ROW_MULTIPLE,
     ResidentDataset,
     check_cancelled,
+    copy_aside,
     cut_rows,
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -226,7 +228,9 @@ class CompiledTier:
                 context.mark("computed")
                 if outputs.values is not None:
                     part = outputs.values.reshape(jobs, -1)
-                    _copy_values(context, arguments, part[:, first - start : last - start])
+                    yield from _copy_values(
+                        context, arguments, part[:, first - start : last - start]
+                    )
                 yield from context.reach("computed")
                 computed += context.nanoseconds("start", "computed")
                 nodes.append(graph.sums.copy())
@@ -294,10 +298,11 @@ def _pitch(first: int, last: int, itemsize: int) -> int:
 
 def _copy_values(
     context: StreamContext, arguments: Mapping[str, int], target: NDArray[Any]
-) -> None:
+) -> Steps[None]:
     """Wait for the values [programs * K, rows] and copy them to the outputs."""
     memory = context.pinned("compiled values", target.size * target.itemsize)
     staging = memory.view(target.dtype).reshape(target.shape)
     context.download_rows(staging, arguments["values"], arguments["pitch"])
-    context.stream.synchronize()
-    target[...] = staging
+    context.mark("copied")
+    yield from context.reach("copied")
+    yield from copy_aside(target.nbytes, partial(np.copyto, target, staging))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -30,6 +31,9 @@ RESULTS_SHARE: Final = 1 / 8
 _MOST_ROWS: Final = 1 << 30
 #: Bytes of each copy to the device.
 _CHUNK_BYTES: Final = 8 << 20
+#: Bytes of results, some 0.1 ms, from which on other threads copy them.
+_MANY_BYTES: Final = 1 << 20
+_THREADS: Final = ThreadPoolExecutor(2, "copy")
 #: First row, and the row after the last one.
 Span = tuple[int, int]
 Chunk = TypeVar("Chunk")
@@ -109,6 +113,7 @@ def run_chunks(
     chunks: Sequence[Chunk],
     cancelled: NDArray[np.uint8],
     launch: Callable[[ResidentDataset, int, Chunk, int], Callable[[], None]],
+    result_bytes: int,
 ) -> Steps[int]:
     """Launch all chunks on each span of rows; copy the results of each while the next is computed.
 
@@ -123,10 +128,12 @@ def run_chunks(
             has the rows, the number of the span, the chunk, and the side, 0 and 1 in turn: a side's
             buffers are those of one chunk at a time. It returns what copies the results, which is
             called when the stream has passed all that was launched.
+        result_bytes: of all chunks on all rows.
 
     Returns:
         Nanoseconds of the kernels.
     """
+    each = result_bytes // (len(spans) * len(chunks))
     pending: list[tuple[int, Callable[[], None]]] = []
     computed = 0
 
@@ -135,7 +142,7 @@ def run_chunks(
         side, copy_results = pending.pop(0)
         yield from context.reach(f"chunk {side}")
         computed += context.nanoseconds(f"begun {side}", f"computed {side}")
-        copy_results()
+        yield from copy_aside(each, copy_results)
 
     with resident.windows(spans, context, cancelled) as next_window:
         for number, (node, chunk) in enumerate(product(range(len(spans)), chunks)):
@@ -152,6 +159,33 @@ def run_chunks(
                 device.use()
     yield from finish()
     return computed
+
+
+def copy_aside(size: int, copy: Callable[[], None]) -> Steps[None]:
+    """Copy so many bytes; another thread copies many, and is waited for like a device."""
+    if size < _MANY_BYTES:
+        copy()
+        return
+    copying = _Copying(_THREADS.submit(copy))
+    try:
+        yield copying
+    finally:
+        copying.result()  # before the memory is used for something else
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """A copy by another thread; implements `DeviceWork`."""
+
+    future: Future[None]
+
+    def done(self) -> bool:
+        """Return whether it is done."""
+        return self.future.done()
+
+    def result(self) -> None:
+        """Wait until it is done."""
+        self.future.result()
 
 
 def check_cancelled(cancelled: NDArray[np.uint8]) -> None:

@@ -143,7 +143,7 @@ def column_of(window, column, span):
     return flat[first // 4 :][: span[1] - span[0]]
 
 
-def sums_of(device, streamed, rows, cancelled=None, log=None, chunks=2):
+def sums_of(device, streamed, rows, cancelled=None, log=None, chunks=2, size=0):
     """Steps that sum up x1 * w of the rows in pairs, once for each chunk."""
     cancelled = np.zeros(1, np.uint8) if cancelled is None else cancelled
     spans, buffers = cut_rows(rows, streamed.window_rows), [None, None]
@@ -164,7 +164,7 @@ def sums_of(device, streamed, rows, cancelled=None, log=None, chunks=2):
         return copy
 
     with device.stream() as context:
-        work = streamed, spans, range(chunks), cancelled, launch
+        work = streamed, spans, range(chunks), cancelled, launch, size
         assert (yield from run_chunks(device, context, *work)) == 7 * sums.size
     found = sum_nodes(sums, rows[0] // streamed.window_rows)
     assert (found == found[0]).all()
@@ -182,7 +182,9 @@ def whole_sum(rows):
 def test_windows_give_the_bits_of_the_whole(start, count, seed):
     rows, device = (start, min(start + count, ROWS)), FakeDevice(seed)
     streamed = streamed_on(device)
-    assert run_to_end(sums_of(device, streamed, rows)) == whole_sum(rows)
+    result_bytes = (seed % 2) << 40  # many are copied by another thread
+    steps = sums_of(device, streamed, rows, size=result_bytes)
+    assert run_to_end(steps) == whole_sum(rows)
     size = DATA.matrix[:, slice(*rows)].nbytes
     extra = DATA.matrix.itemsize * len(DATA.matrix) * streamed_data.ALIGNED_ROWS
     assert size <= device.copied <= size + extra
