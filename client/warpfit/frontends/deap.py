@@ -138,7 +138,7 @@ class Evaluator:
             losses = self._fit(individuals, prefix, programs)
         else:
             losses = self.client.evaluate(self.data, programs, loss=self.loss, rows=self.rows)
-        return [(loss if np.isfinite(loss) else self._worst,) for loss in losses.tolist()]
+        return [(loss,) for loss in np.where(np.isfinite(losses), losses, self._worst).tolist()]
 
     def _fit(
         self, trees: Sequence[Any], prefix: PrefixTrees, programs: Population
