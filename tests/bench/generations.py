@@ -40,7 +40,7 @@ WIDTH = 64
 GENERATIONS = 30
 WARM_UP = 3
 #: Offspring for each formula that is wanted, duplicates among them.
-OFFSPRING = 1.25
+OFFSPRING = 1.1
 
 
 def table(rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,8 @@ one token. Operations are vectorised over the tokens; those over trees loop over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeAlias
 
@@ -33,6 +34,9 @@ _COMMUTATIVE: Final = np.isin(
 _SCALING: Final = np.isin(np.arange(256), [ADD, SUB, MUL, DIV])
 #: Operands of each code, that of a macro too; 0 for leaves and behind the end.
 OPERANDS: Final = MACROS.operands
+#: Tokens that are worked on at a time, about: what is made of them for a short time stays in the
+#: caches, and in memory that the allocator does not give back to the system.
+_BLOCK: Final = 1 << 16
 #: Odd 64-bit numbers that mix hashes (from the fractional parts of square roots of primes).
 _MIX: Final = np.array(
     [0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1], np.uint64
@@ -72,7 +76,9 @@ class Genomes:
     @property
     def trees(self) -> Indices:
         """First token of the subtree that ends at each token; [tokens]."""
-        return subtree_starts(OPERANDS.take(self.codes))
+        parts = [subtree_starts(OPERANDS.take(block.codes)) for block in self.blocks()]
+        starts = itertools.accumulate(map(len, parts), initial=0)
+        return np.concatenate([part + start for part, start in zip(parts, starts, strict=False)])
 
     @property
     def constants(self) -> Indices:
@@ -91,10 +97,23 @@ class Genomes:
             lengths: tokens of each piece; of the same shape.
 
         """
+        starts = _bounds(lengths.sum(axis=1))
+        parts = [self._gathered(firsts[part], lengths[part]) for part in _blocks(starts)]
+        codes, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return Genomes(codes, values, starts)
+
+    def _gathered(self, firsts: Indices, lengths: Indices) -> tuple[Codes, Floats]:
         bounds = _bounds(lengths)
         index = np.arange(bounds[-1])
         index += np.repeat(firsts.ravel() - bounds[:-1], lengths.ravel())
-        return Genomes(self.codes.take(index), self.values.take(index), bounds[:: lengths.shape[1]])
+        return self.codes.take(index), self.values.take(index)
+
+    def blocks(self) -> Iterator[Genomes]:
+        """Yield views of a part of the formulas each."""
+        for part in _blocks(self.starts):
+            starts = self.starts[part.start : part.stop + 1]
+            tokens = slice(starts[0], starts[-1])
+            yield Genomes(self.codes[tokens], self.values[tokens], starts - starts[0])
 
     def reduced(self, kept: Mask) -> Genomes:
         """Return the formulas without some of their tokens; ``kept`` is [tokens]."""
@@ -140,6 +159,12 @@ def _bounds(lengths: NDArray[Any]) -> Indices:
     bounds = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=bounds[1:])
     return bounds
+
+
+def _blocks(starts: Indices) -> list[slice]:
+    """Divide formulas of which each has its first token at a start and the last its end."""
+    ends = np.unique(np.searchsorted(starts, np.arange(_BLOCK, starts[-1], _BLOCK)))
+    return [slice(*pair) for pair in itertools.pairwise([0, *ends.tolist(), len(starts) - 1])]
 
 
 def joined(parts: Sequence[Genomes]) -> Genomes:
@@ -204,6 +229,10 @@ def _ancestors(starts: Indices) -> Indices:
 
 def hashes(genomes: Genomes) -> NDArray[np.uint64]:
     """Hash the structures: constants are equal, and operands of commutative operators may swap."""
+    return np.concatenate([_hashed(block) for block in genomes.blocks()])
+
+
+def _hashed(genomes: Genomes) -> NDArray[np.uint64]:
     codes = genomes.codes
     leaves = np.where(codes == VARIABLE, genomes.values + 2.0, 1.0).astype(np.uint64) * _MIX[0]
     leaves ^= leaves >> np.uint64(29)
@@ -230,6 +259,10 @@ def simplified(genomes: Genomes) -> Genomes:
     A subtree of constants becomes one constant. A sum, difference, product or quotient of f and a
     constant, or -f, becomes f, because slope and intercept are fitted anyway.
     """
+    return joined([_simplified(block) for block in genomes.blocks()])
+
+
+def _simplified(genomes: Genomes) -> Genomes:
     trees, variables = genomes.trees, _bounds(genomes.codes == VARIABLE)
     constant = variables[1:] == variables.take(trees)
     first, last = _unscaled(genomes, trees, constant)
