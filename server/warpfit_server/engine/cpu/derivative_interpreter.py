@@ -62,8 +62,7 @@ from warpfit_server.engine.native.arguments import (
     ranges,
     words,
 )
-from warpfit_server.engine.native.calls import call_kernel
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native.intrinsics import call_kernel, inlined
 from warpfit_server.engine.sum_tree import carry, node_sums
 
 # Arrays of an argument block after the inputs.

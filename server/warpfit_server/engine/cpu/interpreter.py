@@ -39,8 +39,7 @@ from warpfit_server.engine.native.arguments import (
     reader,
     words,
 )
-from warpfit_server.engine.native.calls import call_kernel, call_sum
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native.intrinsics import call_kernel, call_sum, inlined
 from warpfit_server.engine.sum_tree import carry, node_sums
 
 #: Bytes of one stored scalar: as wide as a kernel's step.

@@ -30,8 +30,7 @@ from warpfit_server.engine.cpu.interpreter import (
 from warpfit_server.engine.cpu.statistics import copy
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.native.arguments import pointer32, pointer64
-from warpfit_server.engine.native.calls import call_sum
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native.intrinsics import call_sum, inlined
 
 #: Columns that a row loss reads: values, target and weights; then comes its result.
 _COLUMNS: Final = 3

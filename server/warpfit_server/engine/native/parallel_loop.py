@@ -21,8 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.engine.native.arguments import FINISHED
-from warpfit_server.engine.native.calls import call_c, call_chunk
-from warpfit_server.engine.native.intrinsics import add_atomically, fence, inlined
+from warpfit_server.engine.native.intrinsics import (
+    add_atomically,
+    call_c,
+    call_chunk,
+    fence,
+    inlined,
+)
 
 #: Words of a cache line: words that many threads change have a line of their own.
 _LINE: Final = 8

@@ -74,36 +74,35 @@ def load(directory: Path, processes: int = 1) -> CompiledCode:
     Raises:
         InvalidArgumentError: if others could have written to the directory.
     """
-    start = time.perf_counter()
-    with usable_cache_directory(directory) as usable_directory:
-        place = parts.directory_of(usable_directory)
-        parts.compile_group(place, "values", processes)
-        *functions, parallel, objects, _ = parts.load(
-            place, "lower", "interpret", "parallel", "kernels", "check"
-        )
-    kernels = {flavour: _link_kernels(code) for flavour, code in objects.items()}
-    _LOG.info("CPU engine ready after %.2f s", time.perf_counter() - start)
+    found = _load_group(directory, "values", processes, urgent=True)
+    kernels = {flavour: _link_kernels(code) for flavour, code in found["kernels"].items()}
+    functions = found["lower"], found["interpret"]
     lower, interpret = (address_of(function) for function in functions)
-    return CompiledCode(lower, interpret, parallel, kernels, tuple(functions))
+    return CompiledCode(lower, interpret, found["parallel"], kernels, functions)
 
 
 def load_derivatives(directory: Path, code: CompiledCode, processes: int) -> CompiledDerivatives:
     """Load the code for derivatives; otherwise as `load`."""
+    found = _load_group(directory, "derivatives", processes, urgent=False)
+    kernels = {
+        flavour: _link_derivatives(code.kernels[flavour], content)
+        for flavour, content in found["derivative_kernels"].items()
+    }
+    functions = found["differentiate"], found["linearise"]
+    differentiate, linearise = (address_of(function) for function in functions)
+    addresses = code.lower, differentiate, linearise
+    return CompiledDerivatives(*addresses, found["combine"], kernels, functions)
+
+
+def _load_group(directory: Path, group: str, processes: int, *, urgent: bool) -> dict[str, Any]:
+    """Load the parts of a group by name, which are compiled first if they are not cached."""
     start = time.perf_counter()
     with usable_cache_directory(directory) as usable_directory:
         place = parts.directory_of(usable_directory)
-        parts.compile_group(place, "derivatives", processes, urgent=False)
-        *functions, combine, objects = parts.load(
-            place, "differentiate", "linearise", "combine", "derivative_kernels"
-        )
-    kernels = {
-        flavour: _link_derivatives(code.kernels[flavour], content)
-        for flavour, content in objects.items()
-    }
-    _LOG.info("derivatives ready after %.2f s", time.perf_counter() - start)
-    differentiate, linearise = (address_of(function) for function in functions)
-    addresses = code.lower, differentiate, linearise
-    return CompiledDerivatives(*addresses, combine, kernels, tuple(functions))
+        parts.compile_group(place, group, processes, urgent=urgent)
+        found = {name: parts.PARTS[name].load(place) for name in parts.GROUPS[group]}
+    _LOG.info("code for %s is ready after %.2f s", group, time.perf_counter() - start)
+    return found
 
 
 def precompile(directory: Path, processes: int) -> None:

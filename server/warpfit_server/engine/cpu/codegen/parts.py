@@ -40,7 +40,6 @@ from warpfit_server.engine.cpu.codegen.kernels import FLAVOURS, Flavour
 from warpfit_server.engine.lowering import graph, lower, lowered, schedule
 from warpfit_server.engine.native import (
     arguments,
-    calls,
     compile_processes,
     intrinsics,
     numba_cache,
@@ -53,7 +52,7 @@ from warpfit_server.system import compile_cache
 #: Modules that shape the code.
 _SOURCES: Final = (
     *(ops, special, vector, argument_reduction, trigonometric, elementary_functions, kernels),
-    *(dot_products, build, rules, intrinsics, calls, arguments, graph, lowered, schedule, lower),
+    *(dot_products, build, rules, intrinsics, arguments, graph, lowered, schedule, lower),
     *(backward_pass, differentiate, interpreter, statistics, row_loss, derivative_interpreter),
     *(sum_tree, row_blocks, parallel_loop, compile_cache),
 )
@@ -115,11 +114,6 @@ GROUPS: Final = {
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
 _MOST_PROCESSES: Final = 4
-
-
-def load(place: Path, *names: str) -> list[Any]:
-    """Load parts from a directory, or compile and store them there."""
-    return [PARTS[name].load(place) for name in names]
 
 
 def compile_group(place: Path, group: str, processes: int, *, urgent: bool = True) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.calls import call_c, call_launch
+from warpfit_server.engine.native.intrinsics import call_c, call_launch
 
 #: Driver functions in the order of the kinds of command.
 _FUNCTIONS: Final = (

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from warpfit_server.engine.cuda.runtime.command_list import LAUNCHES_HELD, LOAD_MODULE
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.calls import call_c
+from warpfit_server.engine.native.intrinsics import call_c
 
 
 def load_modules(device: CudaDevice, cubins: Sequence[bytes]) -> list[Any]:

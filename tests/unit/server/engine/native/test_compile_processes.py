@@ -42,7 +42,7 @@ def test_another_process_compiles_into_the_directory(group_of_one, tmp_path, cap
     assert names == {f"parallel_loop.{name}" for name in functions}
     assert caplog.text == ""
     begun = time.time()
-    parts.load(tmp_path, "parallel")
+    parts.PARTS["parallel"].load(tmp_path)
     assert max(path.stat().st_mtime for path in tmp_path.rglob("*.nb?")) < begun, "only loaded"
 
 

@@ -25,7 +25,7 @@ _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 @pytest.fixture(scope="module")
 def code():
     with usable_cache_directory(None) as kept:
-        return parts.load(parts.directory_of(kept), "parallel")[0]
+        return parts.PARTS["parallel"].load(parts.directory_of(kept))
 
 
 @pytest.fixture(params=[1, 2, 5])
