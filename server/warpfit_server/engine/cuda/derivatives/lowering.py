@@ -50,7 +50,6 @@ from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.lowering import graph, lower, lowered, schedule
 from warpfit_server.engine.native import (
     arguments,
-    calls,
     intrinsics,
     numba_cache,
     parallel_loop,
@@ -81,7 +80,7 @@ _TOKENS_A_STEP: Final = 20_000
 _INDEX_LIMIT: Final = 1 << 16
 #: Modules that the compiled code depends on.
 _SOURCES: Final = (
-    *(ops, compile_cache, intrinsics, calls, arguments, parallel_loop, graph, lowered),
+    *(ops, compile_cache, intrinsics, arguments, parallel_loop, graph, lowered),
     *(schedule, lower, rules, backward_pass, differentiate, token_checks, validate),
 )
 _RECORD_WORDS: Final = PROGRAM.itemsize // 4
