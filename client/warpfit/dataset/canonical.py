@@ -30,9 +30,6 @@ _HASHED_IN_THREAD: Final = 8 << 20
 #: Most bytes of a data set of which a client keeps a copy of its own; of others it sends views.
 _COPIED_BYTES: Final = 2 * BLOCK_BYTES
 
-#: Reason of an error that never leaves this module: float32 would lose digits.
-_LOST_DIGITS: Final = "LOST_DIGITS"
-
 
 class PayloadDigest:
     """SHA-256 of a data set, for a large one computed in a thread while its bytes arrive.
@@ -253,35 +250,24 @@ def client_dataset(
     names: Sequence[str] | None = None,
     dtype: DTypeLike = np.float32,
     shards: int = 0,
+    tell: Callable[[str], None] = warn_of_lost_digits,
 ) -> ClientDataset:
     """Hash a table for an upload, see `warpfit.Client.upload`; copy it only if it is small."""
-    if not (isinstance(dtype, str) and dtype == "auto"):
-        return _client_dataset(table, names, dtype, warn_of_lost_digits, shards)
-    try:
-        return _client_dataset(table, names, np.float32, _refuse_lost_digits, shards)
-    except InvalidArgumentError as error:
-        if error.reason not in ("OVERFLOW", _LOST_DIGITS):
-            raise
-    return _client_dataset(table, names, np.float64, warn_of_lost_digits, shards)
-
-
-def _client_dataset(
-    table: Table,
-    names: Sequence[str] | None,
-    dtype: DTypeLike,
-    tell: Callable[[str], None],
-    shards: int,
-) -> ClientDataset:
+    if isinstance(dtype, str) and dtype == "auto":
+        told: list[str] = []
+        try:
+            found = client_dataset(table, names=names, shards=shards, tell=told.append)
+            if not any(told):
+                return found
+        except InvalidArgumentError as error:
+            if error.reason != "OVERFLOW":
+                raise
+        dtype = np.float64
     layout = checked_layout(table, names, dtype)
     if layout.nbytes <= _COPIED_BYTES:
         return Dataset.loaded(layout, table.sources, tell, shards)
     identity = content_id(layout, table.sources, tell=tell)
     return ColumnsInPlace(layout, identity, table.sources, shards)
-
-
-def _refuse_lost_digits(text: str) -> None:
-    if text:
-        raise InvalidArgumentError(text, _LOST_DIGITS)
 
 
 def checked_layout(table: Table, names: Sequence[str] | None, dtype: DTypeLike) -> Layout:
