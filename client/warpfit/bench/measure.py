@@ -139,8 +139,9 @@ def compare(session: Session, scenario: Scenario, seconds: float) -> dict[str, A
     threads = len(os.sched_getaffinity(0))
     peer = PEERS[scenario.peer](given, threads)
     batch = session.draw(scenario)
+    bound = [program.bind(vector) for program, vector in zip(*batch, strict=True)]
     started = time.perf_counter()
-    job = peer.prepare(*batch)
+    job = peer.prepare(bound)
     prepared = time.perf_counter() - started
     ours = replace(scenario, kind=Kind.EVALUATE, peer="")
     first = call(session.client, data, ours, batch)

@@ -1,8 +1,8 @@
 """Other libraries that evaluate expressions, each on the same batches as warpfit.
 
-A peer is made of the data and the number of threads. ``prepare`` turns programs and parameters into
-whatever the library evaluates, and is timed apart; its job is one evaluation of all programs on all
-rows. A peer says which module it ``needs``, the ``engine`` that it is compared with, and its
+A peer is made of the data and the number of threads. ``prepare`` turns programs without parameters
+into whatever the library evaluates, and is timed apart; its job is one evaluation of all programs
+on all rows. A peer says which module it ``needs``, the ``engine`` that it is compared with, and its
 ``output``: "losses", or "values" in memory, which it is not charged for reducing; warpfit is.
 """
 
@@ -16,11 +16,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.bench.batches import Table, Vectors
+from warpfit.bench.batches import Table
 from warpfit.expressions.workload import THESIS_OPERATORS
 from warpfit.frontends.operon import to_operon_infix
 from warpfit.ir import Program
-from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
+from warpfit.ops import OPERATORS, VARIABLE, Operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +44,24 @@ class NumpyPeer:
         self._columns = np.ascontiguousarray(table.X.T)
         self._target = table.y
 
-    def prepare(self, programs: list[Program], parameters: Vectors) -> Job:
+    def prepare(self, programs: list[Program]) -> Job:
         """Nothing is translated."""
-        batch = list(zip(programs, parameters, strict=True))
 
         @np.errstate(all="ignore")
         def run() -> list[Any]:
-            found = (self._value(self._columns, *pair) for pair in batch)
+            found = (self._value(self._columns, program) for program in programs)
             return [np.mean(np.square(value - self._target)) for value in found]
 
         @np.errstate(all="ignore")
         def values(rows: int) -> NDArray[Any]:
-            found = (self._value(self._columns[:, :rows], *pair) for pair in batch)
+            found = (self._value(self._columns[:, :rows], program) for program in programs)
             return np.stack([np.broadcast_to(value, (rows,)) for value in found])
 
         return Job(run, values)
 
-    def _value(self, columns: NDArray[Any], program: Program, vector: NDArray[np.float64]) -> Any:
+    def _value(self, columns: NDArray[Any], program: Program) -> Any:
         def leaf(code: int, value: float) -> Any:
-            if code == VARIABLE:
-                return columns[int(value)]
-            return np.float32(value if code == CONSTANT else vector[int(value)])
+            return columns[int(value)] if code == VARIABLE else np.float32(value)
 
         return program.fold(leaf, lambda op, operands: op.numpy(*operands))
 
@@ -85,11 +82,10 @@ class PyoperonPeer:
         self._dataset = pyoperon.Dataset(self._array)
         self._hashes = {v.Name: v.Hash for v in self._dataset.Variables}
 
-    def prepare(self, programs: list[Program], parameters: Vectors) -> Job:
+    def prepare(self, programs: list[Program]) -> Job:
         """Build trees with its own parser."""
         parse, names = self._pyoperon.InfixParser.Parse, list(self._hashes)
-        texts = [to_operon_infix(p, names, v) for p, v in zip(programs, parameters, strict=True)]
-        trees = [parse(text, self._hashes) for text in texts]
+        trees = [parse(to_operon_infix(p, names), self._hashes) for p in programs]
         rows = self._pyoperon.Range(0, len(self._array))
         out = np.zeros((len(trees), len(self._array)), np.float32)
 
@@ -114,9 +110,9 @@ class GplearnPeer:
         rows = [OPERATORS[name] for name in THESIS_OPERATORS]
         self._functions = {row.name: _Function(row.numpy, row.name, row.arity) for row in rows}
 
-    def prepare(self, programs: list[Program], parameters: Vectors) -> Job:
+    def prepare(self, programs: list[Program]) -> Job:
         """Translate to its prefix lists."""
-        made = [self._translate(p, v) for p, v in zip(programs, parameters, strict=True)]
+        made = list(map(self._translate, programs))
 
         @np.errstate(all="ignore")
         def evaluate(X: NDArray[Any]) -> list[NDArray[Any]]:
@@ -128,13 +124,11 @@ class GplearnPeer:
 
         return Job(lambda: evaluate(self._X), values)
 
-    def _translate(self, program: Program, vector: NDArray[np.float64]) -> Any:
+    def _translate(self, program: Program) -> Any:
         from gplearn._program import _Program
 
         def leaf(code: int, value: float) -> list[Any]:
-            if code == VARIABLE:
-                return [int(value)]
-            return [float(value if code == CONSTANT else vector[int(value)])]
+            return [int(value) if code == VARIABLE else value]
 
         def operator(op: Operator, operands: list[list[Any]]) -> list[Any]:
             return [self._functions[op.name], *(node for nodes in operands for node in nodes)]
@@ -175,13 +169,13 @@ class EvogpPeer:
         self._x = torch.from_numpy(np.ascontiguousarray(table.X)).cuda()
         self._y = torch.from_numpy(table.y[:, None].copy()).cuda()
 
-    def prepare(self, programs: list[Program], parameters: Vectors) -> Job:
+    def prepare(self, programs: list[Program]) -> Job:
         """Translate to its three tensors."""
         from evogp.tree import Forest
 
         table = np.zeros((3, len(programs), max(map(len, programs))))
-        for row, (program, vector) in enumerate(zip(programs, parameters, strict=True)):
-            table[:, row, : len(program)] = np.transpose(evogp_nodes(program, vector))
+        for row, program in enumerate(programs):
+            table[:, row, : len(program)] = np.transpose(evogp_nodes(program))
         kinds = zip(table, (np.float32, np.int16, np.int16), strict=True)
         tensors = [self._torch.from_numpy(array.astype(kind)).cuda() for array, kind in kinds]
         forest = Forest(self._x.shape[1], 1, *tensors)
@@ -193,15 +187,12 @@ class EvogpPeer:
         return Job(lambda: forest.SR_fitness(self._x, self._y).cpu(), values)
 
 
-def evogp_nodes(program: Program, vector: NDArray[np.float64]) -> list[tuple[float, int, int]]:
+def evogp_nodes(program: Program) -> list[tuple[float, int, int]]:
     """Return EvoGP's nodes of a program in prefix order: value, type, size of the subtree."""
     from evogp.tree.utils import Func, NType
 
     def leaf(code: int, value: float) -> list[tuple[float, int, int]]:
-        if code == VARIABLE:
-            return [(value, NType.VAR, 1)]
-        number = value if code == CONSTANT else float(vector[int(value)])
-        return [(number, NType.CONST, 1)]
+        return [(value, NType.VAR if code == VARIABLE else NType.CONST, 1)]
 
     def operator(op: Operator, operands: list[Any]) -> list[tuple[float, int, int]]:
         below = [node for part in operands for node in part]

@@ -68,7 +68,7 @@ def compare(rows: int, threads: int, seed: int) -> dict[str, Any]:
     engine = CpuEngine(threads)
     engine.load(data)
     peer = PyoperonPeer(Table(matrix, matrix[:, 0]), threads)
-    jobs = {"pyoperon": peer.prepare(programs, parameters)}
+    jobs = {"pyoperon": peer.prepare(list(map(Program.bind, programs, parameters)))}
     for precision in Precision:
         name = f"warpfit {precision.value}"
         jobs[f"{name} values"] = engine_job(engine, data, batch, precision)

@@ -29,6 +29,7 @@ from warpfit.bench.measure import agreement
 from warpfit.bench.peers import EvogpPeer
 from warpfit.expressions import reference
 from warpfit.expressions.workload import thesis_mix
+from warpfit.ir import Program
 
 ROWS = 100_000
 PROGRAMS = 300
@@ -113,13 +114,13 @@ def evogp(calls: int) -> dict[str, Any]:
     pool, content = Pool(SEED), {}
     for count, rows in EVOGP:
         given = Table(*table(rows))
-        programs, parameters = pool.draw_lists(count)
+        programs = list(map(Program.bind, *pool.draw_lists(count)))
         tokens = sum(map(len, programs))
         peer = EvogpPeer(given, 1)
-        job = peer.prepare(programs, parameters)
-        few = programs[:PROGRAMS], parameters[:PROGRAMS]
-        expected = reference.evaluate(few[0], given.X[:1_000].T, few[1])
-        values = peer.prepare(*few).values(1_000)
+        job = peer.prepare(programs)
+        few = programs[:PROGRAMS]
+        expected = reference.evaluate(few, given.X[:1_000].T)
+        values = peer.prepare(few).values(1_000)
         walls = seconds_of(job.run, calls, warm_up=2)
         content[f"{count} x {rows}"] = {
             "values_within_1_percent": agreement(values, expected),

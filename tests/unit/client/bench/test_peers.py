@@ -10,6 +10,7 @@ from warpfit.bench import peers
 from warpfit.bench.batches import Expressions, table
 from warpfit.bench.measure import AGREEMENT, agreement
 from warpfit.expressions import reference
+from warpfit.ir import Program
 from warpfit.parse import parse
 
 
@@ -24,7 +25,7 @@ def test_a_peer_agrees_with_the_reference(name, batch):
     given, programs, parameters = batch
     peer = peers.PEERS[name]
     pytest.importorskip(peer.needs)
-    job = peer(given, 1).prepare(programs, parameters)
+    job = peer(given, 1).prepare(list(map(Program.bind, programs, parameters)))
     job.run()
     values = np.array(job.values(200))
     expected = reference.evaluate(programs, given.X[:200].T, parameters)
@@ -35,7 +36,7 @@ def test_a_peer_agrees_with_the_reference(name, batch):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_numpy_computes_the_losses_of_those_values(batch):
     given, programs, parameters = batch
-    job = peers.NumpyPeer(given, 1).prepare(programs, parameters)
+    job = peers.NumpyPeer(given, 1).prepare(list(map(Program.bind, programs, parameters)))
     with np.errstate(all="ignore"):
         expected = np.mean(np.square(job.values(300).astype(np.float64) - given.y), axis=1)
     finite = np.isfinite(expected) & (expected < 1e6)
@@ -66,5 +67,5 @@ def test_nodes_for_evogp_are_in_prefix_order(monkeypatch):
     monkeypatch.setitem(sys.modules, "evogp", types.ModuleType("evogp"))
     monkeypatch.setitem(sys.modules, "evogp.tree", types.ModuleType("evogp.tree"))
     monkeypatch.setitem(sys.modules, "evogp.tree.utils", utils)
-    found = peers.evogp_nodes(parse("exp(x2) - p1*4"), np.array([0.5]))
+    found = peers.evogp_nodes(parse("exp(x2) - 0.5*4"))
     assert found == [(2.0, 3, 6), (22.0, 2, 2), (1.0, 0, 1), (3.0, 3, 3), (0.5, 1, 1), (4.0, 1, 1)]

@@ -102,11 +102,11 @@ def test_a_peer_that_fails_or_disagrees_does_not_stop_the_run(tmp_path, monkeypa
         def __init__(self, table, threads):
             pass
 
-        def prepare(self, programs, parameters):
+        def prepare(self, programs):
             return peers.Job(lambda: None, lambda rows: np.full((len(programs), rows), 12.345))
 
     class Broken(Wrong):
-        def prepare(self, programs, parameters):
+        def prepare(self, programs):
             raise MemoryError("of the peer")
 
     monkeypatch.setattr(peers, "installed", lambda engine: (["Wrong", "Broken"], []))
