@@ -162,7 +162,7 @@ def _bounds(lengths: NDArray[Any]) -> Indices:
 
 
 def _blocks(starts: Indices) -> list[slice]:
-    """Divide formulas of which each has its first token at a start and the last its end."""
+    """Divide formulas, given as in `Genomes`, into slices of about `_BLOCK` tokens."""
     ends = np.unique(np.searchsorted(starts, np.arange(_BLOCK, starts[-1], _BLOCK)))
     return [slice(*pair) for pair in itertools.pairwise([0, *ends.tolist(), len(starts) - 1])]
 
@@ -236,7 +236,6 @@ def _hashed(genomes: Genomes) -> NDArray[np.uint64]:
     codes = genomes.codes
     leaves = np.where(codes == VARIABLE, genomes.values + 2.0, 1.0).astype(np.uint64) * _MIX[0]
     leaves ^= leaves >> np.uint64(29)
-
     second = (OPERANDS > 1) * np.where(_COMMUTATIVE, np.uint64(1), _MIX[1])
     third = (OPERANDS > 2) * _MIX[2]
 

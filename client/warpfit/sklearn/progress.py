@@ -89,7 +89,7 @@ def load(path: Path, width: int, variables: int) -> Genomes | None:
         with np.load(path, allow_pickle=False) as content:
             genomes = Genomes(content["codes"], content["values"], content["starts"])
         programs = [genomes.program(row) for row in range(len(genomes))]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise _bad_checkpoint(path, str(error)) from error
     if max((program.variables for program in programs), default=0) > variables:
         raise _bad_checkpoint(path, "its formulas have more variables than the data")

@@ -70,6 +70,19 @@ def test_simplified_formulas_differ_by_scale_and_shift_alone(seed):
             assert residual.sum() <= 1e-8 * (1 + np.var(before)) * len(before)
 
 
+def test_blocks_do_not_change_results(monkeypatch):
+    def results():
+        drawn = breeder(3, 40)._grown(150, rounds=9)
+        short = gp.simplified(drawn)
+        chosen = short[::-1].population()
+        return [drawn.trees, short.codes, short.starts, gp.hashes(short), chosen.values]
+
+    whole = results()
+    monkeypatch.setattr(gp, "_BLOCK", 30)
+    for one, other in zip(whole, results(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("text", "short"),
     [
