@@ -49,7 +49,8 @@ _SLOPES_TEXT: Final = """
 ## Derivatives
 
 The same texts serve the reference (`warpfit.expressions.reference`), the CPU engine and the
-CUDA engine. `r` is the operator's value. Three rules hold for all operators:
+CUDA engine. `r` is the operator's value, `digamma` the derivative of `lgamma`. Three rules hold for
+all operators:
 
 * A derivative is 0 where it does not exist or is not unique. So every function of `abs(a)` has
   derivative 0 at `a = 0`: `logabs(p1)` and `log(abs(p1))` have the same derivatives. Infinite and
