@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -141,99 +140,68 @@ class KernelPlan:
         return known
 
 
-class KernelPlanner:
-    """Cuts evaluations into kernels and caches the plans; safe to call from several threads."""
+def make_plan(
+    kernels: KernelStore, resident: ResidentDataset, evaluation: Evaluation
+) -> KernelPlan:
+    """Cut an evaluation into kernels of several expressions, or of one each.
 
-    def __init__(self, kernels: KernelStore) -> None:
-        self._kernels = kernels
-        self._lock = threading.Lock()
-        self._plans: LRUCache[Hashable, KernelPlan] = LRUCache(MAX_GRAPHS)
+    The few expressions of a small batch get a kernel each, which other batches share. For many
+    expressions, single kernels never pay: capturing their graph (2 ms for 300) costs more than
+    interpreting, and fused kernels are 2 to 5 times faster once a batch repeats.
 
-    def find(
-        self, resident: ResidentDataset, evaluation: Evaluation, token_hash: int
-    ) -> KernelPlan | None:
-        """Find the plan of an equal evaluation; parameters and rows may differ.
-
-        ``token_hash`` is the `fingerprint` of its batch.
-        """
-        with self._lock:
-            found = self._plans.get(_plan_key(resident, evaluation, token_hash))
-        return found if found is not None and found.is_for(evaluation.batch) else None
-
-    def plan(
-        self, resident: ResidentDataset, evaluation: Evaluation, token_hash: int
-    ) -> KernelPlan:
-        """Cut an evaluation into kernels of several expressions, or of one each.
-
-        The few expressions of a small batch get a kernel each, which other batches share. For many
-        expressions, single kernels never pay: capturing their graph (2 ms for 300) costs more than
-        interpreting, and fused kernels are 2 to 5 times faster once a batch repeats.
-
-        Raises:
-            ProgramError: for the first bad token.
-        """
-        plan = self._make_plan(resident, evaluation)
-        with self._lock:
-            self._plans[_plan_key(resident, evaluation, token_hash)] = plan
-        return plan
-
-    def _make_plan(self, resident: ResidentDataset, evaluation: Evaluation) -> KernelPlan:
-        layout, batch = resident.dataset.layout, evaluation.batch
-        check_tokens(batch, layout.variables)
-        mode = Mode.of(layout.dtype, evaluation.precision)
-        grid = best_layout(mode, batch.codes, gradient=evaluation.gradient)
-        output = Output(
-            values=evaluation.values,
-            loss=_sum_kind(evaluation.loss),
-            weighted=evaluation.loss is not None and layout.has_weights,
-            gradient=evaluation.gradient,
-            threads=grid.threads,
-            rows=min(grid.rows, 16 // mode.dtype.itemsize),
-        )
-        grid = grid if len(batch) > _MAX_SINGLE else replace(grid, group_size=1)
-        shapes = shapes_of_batch(batch)
-        shapes = shapes.with_derivatives() if output.gradient else shapes
-        return self._cut(batch, shapes, mode, output, grid)
-
-    def _cut(
-        self, batch: Batch, shapes: BatchShapes, mode: Mode, output: Output, grid: GridLayout
-    ) -> KernelPlan:
-        all_shapes = shapes.shapes
-        counts = [sum_count(output, shape) for shape in all_shapes]
-        firsts = tuple(self._firsts(all_shapes, counts, grid.group_size))
-        keys = tuple(
-            self._kernels.key(mode, output, all_shapes[first:stop])
-            for first, stop in pairwise((*firsts, len(all_shapes)))
-        )
-        work = np.add.reduceat(self._kernels.work(mode, all_shapes), firsts)
-        name = hashlib.blake2b("\0".join(key.text for key in keys).encode(), digest_size=16)
-        return KernelPlan(
-            batch=batch.without_parameters(),
-            shapes=shapes,
-            mode=mode,
-            output=output,
-            layout=grid,
-            keys=keys,
-            firsts=firsts,
-            sum_starts=np.concatenate([[0], np.cumsum(counts)]),
-            shares=work / work.sum(),
-            name=name.digest(),
-        )
-
-    def _firsts(self, shapes: Sequence[Shape], counts: Sequence[int], size: int) -> list[int]:
-        """Cut consecutive expressions into groups, bounded in number, tokens and sums."""
-        firsts, tokens, sums = [0], 0, 0
-        for index, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
-            full = index - firsts[-1] >= size or sums + count > max(_MAX_SUMS, size)
-            if index > firsts[-1] and (full or tokens + len(shape.codes) > _GROUP_TOKENS * size):
-                firsts.append(index)
-                tokens = sums = 0
-            tokens += len(shape.codes)
-            sums += count
-        return firsts
+    Raises:
+        ProgramError: for the first bad token.
+    """
+    layout, batch = resident.dataset.layout, evaluation.batch
+    check_tokens(batch, layout.variables)
+    mode = Mode.of(layout.dtype, evaluation.precision)
+    grid = best_layout(mode, batch.codes, gradient=evaluation.gradient)
+    output = Output(
+        values=evaluation.values,
+        loss=_sum_kind(evaluation.loss),
+        weighted=evaluation.loss is not None and layout.has_weights,
+        gradient=evaluation.gradient,
+        threads=grid.threads,
+        rows=min(grid.rows, 16 // mode.dtype.itemsize),
+    )
+    grid = grid if len(batch) > _MAX_SINGLE else replace(grid, group_size=1)
+    batch_shapes = shapes_of_batch(batch)
+    batch_shapes = batch_shapes.with_derivatives() if output.gradient else batch_shapes
+    shapes = batch_shapes.shapes
+    counts = [sum_count(output, shape) for shape in shapes]
+    firsts = tuple(_cut_groups(shapes, counts, grid.group_size))
+    groups = [shapes[first:stop] for first, stop in pairwise((*firsts, len(shapes)))]
+    keys = tuple(kernels.key(mode, output, group) for group in groups)
+    work = np.add.reduceat(kernels.work(mode, shapes), firsts)
+    name = hashlib.blake2b("\0".join(key.text for key in keys).encode(), digest_size=16)
+    return KernelPlan(
+        batch=batch.without_parameters(),
+        shapes=batch_shapes,
+        mode=mode,
+        output=output,
+        layout=grid,
+        keys=keys,
+        firsts=firsts,
+        sum_starts=np.concatenate([[0], np.cumsum(counts)]),
+        shares=work / work.sum(),
+        name=name.digest(),
+    )
 
 
-def _plan_key(resident: ResidentDataset, evaluation: Evaluation, token_hash: int) -> Hashable:
+def _cut_groups(shapes: Sequence[Shape], counts: Sequence[int], size: int) -> list[int]:
+    """Cut consecutive expressions into groups, bounded in number, tokens and sums."""
+    firsts, tokens, sums = [0], 0, 0
+    for index, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
+        full = index - firsts[-1] >= size or sums + count > max(_MAX_SUMS, size)
+        if index > firsts[-1] and (full or tokens + len(shape.codes) > _GROUP_TOKENS * size):
+            firsts.append(index)
+            tokens = sums = 0
+        tokens += len(shape.codes)
+        sums += count
+    return firsts
+
+
+def plan_key(resident: ResidentDataset, evaluation: Evaluation, token_hash: int) -> Hashable:
     """Return what a plan depends on; batches with equal keys may still differ."""
     layout = resident.dataset.layout
     wanted = (evaluation.precision, evaluation.values, evaluation.loss, evaluation.gradient)

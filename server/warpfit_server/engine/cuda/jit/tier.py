@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -25,8 +25,9 @@ from warpfit_server.engine.cuda.jit.kernel_interface import MAX_BLOCK_ROWS, bloc
 from warpfit_server.engine.cuda.jit.kernel_plan import (
     MAX_GRAPHS,
     KernelPlan,
-    KernelPlanner,
     fingerprint,
+    make_plan,
+    plan_key,
 )
 from warpfit_server.engine.cuda.jit.kernel_store import MOST_KERNELS, KernelStore
 from warpfit_server.engine.cuda.math.modes import max_token_rows
@@ -68,7 +69,7 @@ class CompiledTier:
         self._capturer = GraphCapturer(device)
         self._lock = threading.Lock()
         self._idle_graphs: LRUCache[GraphKey, list[CapturedGraph]] = LRUCache(MAX_GRAPHS)
-        self._planner = KernelPlanner(kernels)
+        self._plans: LRUCache[Hashable, KernelPlan] = LRUCache(MAX_GRAPHS)
 
     def supports(self, evaluation: Evaluation) -> bool:
         """Return whether this tier can take the evaluation at all."""
@@ -84,8 +85,9 @@ class CompiledTier:
 
         ``token_hash`` is the `fingerprint` of its batch.
         """
-        plan = self._planner.find(resident, evaluation, token_hash)
-        if plan is None:
+        with self._lock:
+            plan = self._plans.get(plan_key(resident, evaluation, token_hash))
+        if plan is None or not plan.is_for(evaluation.batch):
             return None
         work = self._cut(plan, resident, evaluation)
         with self._lock:
@@ -149,8 +151,14 @@ class CompiledTier:
     def plan(self, resident: ResidentDataset, evaluation: Evaluation) -> KernelPlan:
         """Return the plan of an evaluation, from the cache if it is there."""
         token_hash = fingerprint(evaluation.batch)
-        found = self._planner.find(resident, evaluation, token_hash)
-        return found or self._planner.plan(resident, evaluation, token_hash)
+        key = plan_key(resident, evaluation, token_hash)
+        with self._lock:
+            plan = self._plans.get(key)
+        if plan is None or not plan.is_for(evaluation.batch):
+            plan = make_plan(self._kernels, resident, evaluation)
+            with self._lock:
+                self._plans[key] = plan
+        return plan
 
     def _check_supported(self, evaluation: Evaluation) -> None:
         if not self.supports(evaluation):

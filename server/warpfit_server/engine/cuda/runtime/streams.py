@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
 #: cudaErrorNotReady.
 _NOT_READY: Final = 600
-Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,6 @@ class StreamContext:
         self._events: dict[str, Any] = {}
         self._buffers: dict[str, Any] = {}
         self._pinned: dict[str, Any] = {}
-        self._kept: dict[Callable[[], Any], Any] = {}
 
     def buffer(self, name: str, size: int) -> int:
         """Return the address of ``size`` bytes of device memory; growing loses the content.
@@ -83,13 +81,6 @@ class StreamContext:
             memory = self._cuda.alloc_pinned_memory(max(size, 1))
             held = self._pinned[name] = np.frombuffer(memory, np.uint8, max(size, 1))
         return held[:size]
-
-    def keep(self, make: Callable[[], Kept]) -> Kept:
-        """Return the result of ``make``, which is called once for this stream."""
-        if make not in self._kept:
-            self._kept[make] = make()
-        kept: Kept = self._kept[make]
-        return kept
 
     def release(self) -> None:
         """Drop the device buffers; the stream must be idle."""
