@@ -231,10 +231,10 @@ class Worker:
         fit_warpfit(np.random.default_rng(0).normal(size=(99, 2)), np.arange(99.0), 3, 0)
         perform = GrpcTransport.call
 
-        def slow(transport: GrpcTransport, *arguments: Any) -> None:
+        def slow(transport: GrpcTransport, *arguments: Any) -> Any:
             started = time.perf_counter()
             try:
-                perform(transport, *arguments)
+                return perform(transport, *arguments)
             finally:
                 time.sleep((cls.slow - 1.0) * (time.perf_counter() - started))
 
