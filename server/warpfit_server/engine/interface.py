@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -17,6 +17,9 @@ from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device
 
 Result = TypeVar("Result")
+#: Bytes for which handing work over takes less than copying them, some 0.1 ms.
+_MANY_BYTES: Final = 1 << 20
+_THREADS: Final = ThreadPoolExecutor(2, "aside")
 
 
 class DeviceWork(Protocol):
@@ -73,6 +76,37 @@ def timed(steps: Steps[Result]) -> Steps[tuple[Result, int]]:
             yield waits_for
     finally:
         steps.close()
+
+
+def aside(size: int, work: Callable[[], Result]) -> Steps[Result]:
+    """Do work on so many bytes of memory; on many, another thread does it.
+
+    It is waited for like a device: nobody else uses the memory meanwhile.
+    """
+    if size < _MANY_BYTES:
+        return work()
+    running = _ThreadWork(_THREADS.submit(work))
+    try:
+        yield running
+    finally:
+        running.result()
+    result: Result = running.result()
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _ThreadWork:
+    """Work of another thread; implements `DeviceWork`."""
+
+    future: Future[Any]
+
+    def done(self) -> bool:
+        """Return whether the thread is done, or has failed."""
+        return self.future.done()
+
+    def result(self) -> Any:
+        """Wait until the thread is done; return the result."""
+        return self.future.result()
 
 
 class RowShard(Protocol):
@@ -313,6 +347,7 @@ __all__ = [
     "RowShard",
     "Selection",
     "Steps",
+    "aside",
     "run_to_end",
     "timed",
     "without_pauses",

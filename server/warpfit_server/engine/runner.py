@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from warpfit_server.engine.interface import (
     Evaluator,
     Outputs,
     Steps,
+    aside,
     timed,
     without_pauses,
 )
@@ -81,7 +83,9 @@ class RequestRunner:
 
     def begin_merged(self, requests: Sequence[Request]) -> Steps[Timings]:
         """Evaluate requests with the same `merge_key` as one batch; fill in the losses of each."""
-        merged = _merge([request.evaluation for request in requests])
+        evaluations = [request.evaluation for request in requests]
+        size = 8 * sum(len(evaluation.batch.codes) for evaluation in evaluations)
+        merged = yield from aside(size, partial(_merge, evaluations))
         losses = np.empty((len(merged.batch), merged.batch.vectors))
         outputs = Outputs(None, losses, np.zeros(1, dtype=np.uint8), lambda programs: None)
         timings = yield from without_pauses(self._engine.evaluate(merged, outputs))

@@ -89,7 +89,7 @@ def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
             jobs = (0, len(asked.batch))
             tiles = RowTiles.of(resident, asked, variant)
             given = context, tier.prepare(variant), asked.batch, 10, jobs[1]
-            lowered, commands = BatchLaunch.begin(*given)
+            lowered, commands = run_to_end(BatchLaunch.begin(*given))
             lowered.execute(commands)
             partials = context.buffer("partials 0", jobs[1] * tiles.tiles * 8)
             kernel = partial(launch_interpreter, lowered, tiles, jobs, partials)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ from warpfit_server.engine.cuda.runtime.command_list import (
 )
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Steps
+from warpfit_server.engine.interface import Steps, aside
 from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
 #: First job of a launch, and the number of its jobs.
@@ -227,7 +228,7 @@ class BatchLaunch:
         batch: Batch,
         variables: int,
         max_jobs: int,
-    ) -> tuple[BatchLaunch, CommandList]:
+    ) -> Steps[tuple[BatchLaunch, CommandList]]:
         """Return a batch, of which a launch has so many jobs, and the commands that lower it.
 
         Raises:
@@ -235,7 +236,8 @@ class BatchLaunch:
         """
         layout = BatchLayout.of(batch)
         staging = context.pinned("batch", layout.uploaded)
-        bounds = pack(TokenArrays.of(batch), layout, staging, kernels.flags)
+        packed = TokenArrays.of(batch), layout, staging, kernels.flags
+        bounds = yield from aside(layout.uploaded, partial(pack, *packed))
         check_length(bounds.longest)
         config = configure_launch(kernels.limits, bounds, max_jobs, len(batch), batch.vectors)
         address = context.buffer("batch", layout.end)

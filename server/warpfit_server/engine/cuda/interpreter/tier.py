@@ -116,7 +116,8 @@ class InterpreterTier:
             length = min(length, node_rows(layout, shard.level))
             shard.begin(0 if outputs.losses is None else outputs.losses.size)
         with self._device.stream() as context:
-            lowered, commands = BatchLaunch.begin(context, kernels, batch, layout.variables, jobs)
+            given = context, kernels, batch, layout.variables, jobs
+            lowered, commands = yield from BatchLaunch.begin(*given)
             if losses is not None:
                 tiles = RowTiles.of(resident, evaluation, kernels.variant)
                 return (yield from lowered.run(commands, tiles, losses, started))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -17,7 +16,7 @@ from warpfit.errors import CancelledError
 from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Outputs, Steps
+from warpfit_server.engine.interface import Outputs, Steps, aside
 
 #: Rows of the variables are padded to whole 128-byte lines, the unit of device memory traffic.
 ROW_MULTIPLE: Final = 32
@@ -31,9 +30,6 @@ RESULTS_SHARE: Final = 1 / 8
 _MOST_ROWS: Final = 1 << 30
 #: Bytes of each copy to the device.
 _CHUNK_BYTES: Final = 8 << 20
-#: Bytes of results, some 0.1 ms, from which on other threads copy them.
-_MANY_BYTES: Final = 1 << 20
-_THREADS: Final = ThreadPoolExecutor(2, "copy")
 #: First row, and the row after the last one.
 Span = tuple[int, int]
 Chunk = TypeVar("Chunk")
@@ -142,7 +138,7 @@ def run_chunks(
         side, copy_results = pending.pop(0)
         yield from context.reach(f"chunk {side}")
         computed += context.nanoseconds(f"begun {side}", f"computed {side}")
-        yield from copy_aside(each, copy_results)
+        yield from aside(each, copy_results)
 
     with resident.windows(spans, context, cancelled) as next_window:
         for number, (node, chunk) in enumerate(product(range(len(spans)), chunks)):
@@ -159,33 +155,6 @@ def run_chunks(
                 device.use()
     yield from finish()
     return computed
-
-
-def copy_aside(size: int, copy: Callable[[], None]) -> Steps[None]:
-    """Copy so many bytes; another thread copies many, and is waited for like a device."""
-    if size < _MANY_BYTES:
-        copy()
-        return
-    copying = _Copying(_THREADS.submit(copy))
-    try:
-        yield copying
-    finally:
-        copying.result()  # before the memory is used for something else
-
-
-@dataclass(frozen=True, slots=True)
-class _Copying:
-    """A copy by another thread; implements `DeviceWork`."""
-
-    future: Future[None]
-
-    def done(self) -> bool:
-        """Return whether it is done."""
-        return self.future.done()
-
-    def result(self) -> None:
-        """Wait until it is done."""
-        self.future.result()
 
 
 def check_cancelled(cancelled: NDArray[np.uint8]) -> None:
