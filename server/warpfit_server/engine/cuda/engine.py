@@ -33,7 +33,7 @@ from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier, CompiledWork
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
 from warpfit_server.engine.cuda.runtime.streamed_data import (
     StreamedDataset,
     WindowBuffers,
@@ -113,6 +113,8 @@ class CudaEngine:
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
         _warm_up(self)
+        # What the first evaluations took, which loaded code, says nothing about later ones.
+        self._chooser = TierChooser(kernels.compile_queue.background)
 
     @property
     def multiprocessors(self) -> int:
@@ -269,7 +271,7 @@ class CudaEngine:
         if tier is Tier.AUTO:
             compiled = self._choose(resident, evaluation)
             tier = Tier.INTERPRETER if compiled is None else Tier.COMPILED
-        interpreter: EvaluationTier = self._interpreter
+        interpreter: InterpreterTier | DerivativeTier = self._interpreter
         if evaluation.gradient and tier is not Tier.COMPILED:
             interpreter = yield from self._derivative_tier()
         work = resident, evaluation, outputs

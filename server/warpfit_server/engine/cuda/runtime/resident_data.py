@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
-from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Outputs, Steps, aside
+from warpfit_server.engine.interface import Steps, aside
 
 #: Rows of the variables are padded to whole 128-byte lines, the unit of device memory traffic.
 ROW_MULTIPLE: Final = 32
@@ -90,15 +89,6 @@ class ResidentDataset:
         """Return the device address of the weights at ``row``; 0 without weights."""
         layout = self.dataset.layout
         return self.address(layout.columns - 1, row) if layout.has_weights else 0
-
-
-class EvaluationTier(Protocol):
-    """A way to evaluate batches on a resident data set: interpreted or compiled."""
-
-    def evaluate(
-        self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Steps[Timings]:
-        """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
 
 
 def run_chunks(
