@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
 
 from numpy.typing import NDArray
@@ -13,22 +13,31 @@ from numpy.typing import NDArray
 from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.calls.fit_arguments import FitOptions
-from warpfit.calls.operations import ClientOperations
-from warpfit.calls.results import Answer, Fit
-from warpfit.calls.simplification import Simplification, SimplifyOptions
-from warpfit.client import Client
-from warpfit.server_info import ServerInfo
-from warpfit.transport.addresses import Address
+from warpfit.client import Client, connect
 from warpfit.transport.call import Cancellation
-from warpfit.transport.connection import Connection
-from warpfit.transport.security import TlsConfig
-from warpfit.transport.settings import RetryPolicy, TransportConfig
 
 #: Most calls of one client that are under way at a time; others wait for a thread.
 _MOST_CALLS: Final = 128
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _awaited(
+    method: Callable[Concatenate[Client, P], T],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """Return a method of the blocking client as one to be awaited, which calls it in a thread."""
+
+    @wraps(method)
+    async def awaited(self: AsyncClient, /, *args: P.args, **options: P.kwargs) -> T:
+        cancellation = Cancellation()
+        client = Client(self._client._operations.under(cancellation))
+        call = partial(method, client, *args, **options)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        finally:
+            cancellation.cancel()
+
+    return awaited
 
 
 class AsyncUploadedDataset(DatasetHandle):
@@ -64,12 +73,12 @@ class AsyncClient:
         self, X: Any, y: Any = None, weights: Any = None, **options: Unpack[UploadOptions]
     ) -> AsyncUploadedDataset:
         """Make a data set resident on the server."""
-        dataset = await self._run(ClientOperations.upload, X, y, weights, options)
-        return AsyncUploadedDataset(dataset, self)
+        found = await self._upload(X, y, weights, **options)
+        return AsyncUploadedDataset(found.dataset, self)
 
     async def open(self, name: str, **options: Unpack[OpenOptions]) -> AsyncUploadedDataset:
         """Have the server read a data set from a Parquet file of its own."""
-        return AsyncUploadedDataset(await self._run(ClientOperations.open, name, options), self)
+        return AsyncUploadedDataset((await self._open(name, **options)).dataset, self)
 
     @overload
     async def evaluate(
@@ -99,49 +108,14 @@ class AsyncClient:
         """Evaluate expressions: their values, or a loss of each if ``loss=`` is given."""
         return (await self.run(data, expressions, parameters, **options)).array
 
-    async def run(
-        self,
-        data: DatasetHandle,
-        expressions: Any,
-        parameters: Parameters = None,
-        *,
-        values: bool | None = None,
-        **options: Unpack[EvaluateOptions],
-    ) -> Answer:
-        """Evaluate expressions and return an `Answer` with the server's timings."""
-        return await self._run(ClientOperations.run, data, expressions, parameters, values, options)
-
-    async def optimize(
-        self,
-        data: DatasetHandle,
-        expressions: Any,
-        parameters: Parameters = None,
-        **options: Unpack[FitOptions],
-    ) -> Fit:
-        """Fit the parameters of expressions on the server, all of them at once."""
-        return await self._run(ClientOperations.optimize, data, expressions, parameters, options)
-
-    async def simplify(
-        self,
-        data: DatasetHandle,
-        expressions: Any,
-        parameters: Parameters = None,
-        **options: Unpack[SimplifyOptions],
-    ) -> Simplification:
-        """Shorten formulas as far as they fit the data hardly worse."""
-        return await self._run(ClientOperations.simplify, data, expressions, parameters, options)
-
-    async def release(self, data: DatasetHandle) -> None:
-        """Release a data set; the handle stays usable."""
-        await self._run(ClientOperations.release, data)
-
-    async def info(self, timeout: float | None = None) -> ServerInfo:
-        """Return the server's version, engine, devices, limits and operator table."""
-        return await self._run(ClientOperations.info, timeout)
-
-    async def wait_ready(self, timeout: float = 30.0) -> ServerInfo:
-        """Wait until the server answers."""
-        return await self._run(ClientOperations.wait_ready, timeout)
+    run = _awaited(Client.run)
+    optimize = _awaited(Client.optimize)
+    simplify = _awaited(Client.simplify)
+    release = _awaited(Client.release)
+    info = _awaited(Client.info)
+    wait_ready = _awaited(Client.wait_ready)
+    _upload = _awaited(Client.upload)
+    _open = _awaited(Client.open)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -153,28 +127,13 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _run(
-        self, operation: Callable[Concatenate[ClientOperations, P], T], *args: P.args, **_: P.kwargs
-    ) -> T:
-        cancellation = Cancellation()
-        call = partial(operation, self._client._operations.under(cancellation), *args)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        finally:
-            cancellation.cancel()
+
+def _made(connect: Callable[P, Client]) -> Callable[P, AsyncClient]:
+    @wraps(connect, assigned=("__doc__",))
+    def connect_async(*args: P.args, **options: P.kwargs) -> AsyncClient:
+        return AsyncClient(connect(*args, **options))
+
+    return connect_async
 
 
-def connect_async(
-    address: Address = None,
-    *,
-    token: str | None = None,
-    tls: TlsConfig | bool | None = None,
-    retry: RetryPolicy | None = None,
-    transport: TransportConfig | None = None,
-    wait: float | None = None,
-    replicas: int = 2,
-) -> AsyncClient:
-    """Make an asyncio client; arguments and errors as for `warpfit.connect`."""
-    return AsyncClient(
-        Client.of(Connection.of(address, token, tls, retry, transport, wait, replicas))
-    )
+connect_async = _made(connect)

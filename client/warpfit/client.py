@@ -19,7 +19,6 @@ from warpfit.embedded import embedded_server
 from warpfit.errors import InvalidArgumentError
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Address
-from warpfit.transport.call import Transport
 from warpfit.transport.channel import GrpcTransport
 from warpfit.transport.connection import Connection
 from warpfit.transport.security import TlsConfig
@@ -51,20 +50,18 @@ class Client:
     longer than the retry policy allows, ResourceExhaustedError over one of its limits.
     """
 
-    def __init__(self, transport: Transport, connection: Connection) -> None:
+    def __init__(self, operations: ClientOperations) -> None:
         """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
-        self._transport = transport
-        self._connection = connection
-        self._operations = ClientOperations.of(transport, connection)
+        self._operations = operations
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
         """Make a client over gRPC."""
-        return cls(GrpcTransport(connection), connection)
+        return cls(ClientOperations.of(GrpcTransport(connection), connection))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the connection, a token among them; a copy connects anew."""
-        return type(self).of, (self._connection,)
+        return type(self).of, (self._operations.attempts.connection,)
 
     def upload(
         self, X: Any, y: Any = None, weights: Any = None, **options: Unpack[UploadOptions]
@@ -278,7 +275,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; data sets stay resident until they are released or evicted."""
-        self._transport.close()
+        self._operations.attempts.transport.close()
 
     def __enter__(self) -> Self:
         return self

@@ -25,6 +25,7 @@ import numpy as np
 import warpfit
 from warpfit import codec
 from warpfit.aio import AsyncClient
+from warpfit.calls.operations import ClientOperations
 from warpfit.client import Client
 from warpfit.dataset import Dataset
 from warpfit.embedded import require_server
@@ -200,7 +201,8 @@ def client(server: InProcess | None = None, *, retry: RetryPolicy = FAST_RETRIES
     """Make a client of an in-process server, by default of a new one, or of several."""
     servers = server if isinstance(server, Mapping) else {"here:1": server or InProcessServer()}
     target = Target(lambda: tuple(servers), tuple(servers), ", ".join(servers))
-    return Client(_InProcessTransport(servers), Connection(target, retry))
+    connection = Connection(target, retry)
+    return Client(ClientOperations.of(_InProcessTransport(servers), connection))
 
 
 def async_client(

@@ -44,8 +44,9 @@ def test_a_client_is_pickled_as_its_arguments(monkeypatch):
     with warpfit.connect(token="secret", transport=transport, replicas=1) as client:
         monkeypatch.delenv("WARPFIT_ADDRESS")
         with pickle.loads(pickle.dumps(client)) as again:
-            assert again._connection == client._connection
-            assert again._connection.arguments[0] == ["127.0.0.1:1", "127.0.0.1:2"]
+            one, other = (each._operations.attempts.connection for each in (client, again))
+            assert one == other
+            assert other.arguments[0] == ["127.0.0.1:1", "127.0.0.1:2"]
 
 
 def test_an_asyncio_client_and_its_handles_are_pickled_too():

@@ -179,7 +179,7 @@ def test_servers_come_and_go(monkeypatch, connect):
                 np.testing.assert_array_equal(got[:, 0], X[:, 0])
                 await asyncio.sleep(0.005)
         blocking = getattr(client, "_client", client)
-        assert list(blocking._transport._open) == addresses[2:]
+        assert list(blocking._operations.attempts.transport._open) == addresses[2:]
         await done(client.close())
 
     with ExitStack() as stack:
