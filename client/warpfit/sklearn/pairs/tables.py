@@ -116,23 +116,26 @@ class Scores:
     def products(self, left: Singles) -> Singles:
         """Score a + b u v + c u, [left, right]."""
         weighted, own = left * self.roots, _orthonormal(left, self.roots, self.known)
-        alone = (own @ self.target)[:, None]
-        product = (weighted * (self.target - alone * own)) @ self.right
-        square = np.square(weighted) @ self.squares
-        variance = square - np.square((weighted * own) @ self.right)
-        for row in self.known:
-            variance -= np.square((weighted * row) @ self.right)
-        return np.square(alone) + _ratio(
-            np.square(product), variance, variance > LEAST_VARIATION * square
-        )
+        alone = own @ self.target
+        scores: Singles = (weighted * (self.target - alone[:, None] * own)) @ self.right
+        squares = np.square(weighted) @ self.squares
+        projections = [(weighted * row) @ self.right for row in (own, *self.known)]
+        # One formula after the other: its numbers stay in the caches.
+        for score, square, part, *others in zip(scores, squares, alone, *projections, strict=True):
+            variance = square - sum(map(np.square, others))
+            sound = variance > LEAST_VARIATION * square
+            score[:] = part**2 + _ratio(np.square(score), variance, sound)
+        return scores
 
     def sums(self, left: Singles) -> Singles:
         """Score a + b u + c v, [left, right]."""
         own = _orthonormal(left, self.roots, self.known)
-        alone, other = (own @ self.target)[:, None], self.target @ self.centred
-        both = own @ self.centred
-        rest = 1 - both * both
-        return _ratio(alone**2 + other**2 - 2 * alone * other * both, rest, rest > LEAST_VARIATION)
+        other, scores = self.target @ self.centred, own @ self.centred
+        for both, part in zip(scores, own @ self.target, strict=True):
+            rest = 1 - both * both
+            explained = part**2 + other**2 - 2 * part * other * both
+            both[:] = _ratio(explained, rest, rest > LEAST_VARIATION)
+        return scores
 
 
 def _ratio(above: Singles, below: Singles, sound: Mask) -> Singles:
