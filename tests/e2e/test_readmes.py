@@ -215,14 +215,6 @@ def test_the_first_command(tmp_path):
     assert (tmp_path / "diabetes_gp.png").stat().st_size > 10_000
 
 
-def test_ci_is_the_second_command():
-    """Running it here would run this test again."""
-    install, test = INSTALLING[1], INSTALLING[1].code.strip().rpartition(".venv/bin/")[2]
-    ci = (ROOT / ".ci" / "run").read_text()
-    assert re.search(rf"/pip\" install .*-e '\.\[{extra_of(install)},lint\]'", ci)
-    assert f"\n{test}\n" in ci
-
-
 def test_the_start_of_the_tutorial(tmp_path):
     (server,) = INSTALLING[2:]
     address, extra = f"127.0.0.1:{free_port()}", extra_of(server)

@@ -52,15 +52,6 @@ def test_values_and_losses(run):
     assert both.losses.shape == (1,)
 
 
-def test_a_with_block_releases_the_data_set(run, server):
-    async def body(client):
-        async with await client.upload(X) as data:
-            assert server.holds(data.content_id)
-        return data
-
-    assert not server.holds(run(body).content_id)
-
-
 def test_calls_are_retried_and_lost_data_uploaded_again(run, server):
     async def body(client):
         data = await client.upload(X)

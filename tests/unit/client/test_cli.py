@@ -121,14 +121,6 @@ def test_a_client_refuses_a_token_that_others_can_read(capsys, address, tmp_path
     assert "chmod 600" in err
 
 
-def test_top_says_what_it_needs(capsys, address):
-    pytest.importorskip("rich")
-    for wrong in (address, "127.0.0.1:1"):
-        status, _, err = run(capsys, "top", wrong, "--once")
-        assert status == 2
-        assert "--metrics-port" in err
-
-
 @pytest.mark.parametrize("words", ["info ADDRESS", "token alice", "--help", "serve --help"])
 def test_a_reader_that_has_seen_enough_is_no_error(address, words):
     """As in ``warpfit info HOST:PORT | head``."""

@@ -206,9 +206,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1:{}", "127.0.0.1:{},127.0.0.1:1", "nosuch.invalid:{}"]
-)
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "nosuch.invalid:{}"])
 def test_a_wrong_address_fails_soon_and_says_what_to_do(address, caplog):
     started = time.monotonic()
     with (

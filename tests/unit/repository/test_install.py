@@ -65,11 +65,6 @@ def test_a_missing_library_says_how_to_get_it():
     assert "warpfit[sklearn]" in done.stdout
 
 
-def test_parse_stays_a_function():
-    code = "import warpfit, warpfit.testing, warpfit.parse; assert callable(warpfit.parse)"
-    subprocess.run([sys.executable, "-c", f"{code}; warpfit.parse('x1')"], check=True)
-
-
 @pytest.mark.parametrize("name", warpfit.__all__)
 def test_every_exported_name_exists(name):
     assert getattr(warpfit, name) is not None

@@ -21,7 +21,7 @@ from warpfit_server.engine.interface import Outputs, aside, timed
 
 X = np.random.default_rng(2).uniform(0.5, 2.0, size=(40_000, 2))
 DATA = Dataset.of(X, X[:, 0] * X[:, 1])
-PAUSE = 0.05
+PAUSE = 0.02
 
 
 def run_with_pauses(steps):

@@ -92,13 +92,6 @@ def test_the_stack_stays_flat_on_long_chains(name):
     assert check(Batch.of([*chains, X, *chains]), share=2) <= 2
 
 
-def test_the_stack_is_logarithmic():
-    program = X
-    for _ in range(8):
-        program = Program.apply("add", program, program)
-    assert check(Batch.of([program])) == 7
-
-
 @pytest.mark.parametrize("depth", range(1, 40, 3))
 def test_row_invariant_subtrees_of_any_height(depth):
     p, program = Program.parameter(0), Program.parameter(1)
