@@ -73,7 +73,7 @@ class Breeder:
         return simplified(self._grown(count))
 
     def offspring(self, genomes: Genomes, mothers: Indices, fathers: Indices) -> Genomes:
-        """Cross or mutate each pair of parents.
+        """Cross each pair of parents, or mutate the mother, also where a child would be too long.
 
         Args:
             genomes: the population.
