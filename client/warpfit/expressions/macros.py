@@ -53,6 +53,7 @@ STANDARD: Final[Mapping[str, str]] = {
     "gelu": "0.5*a*(1 + erf(0.7071067811865476*a))",
     "elu": "where(a > 0, a, expm1(a))",
     "gaussian": "exp(-square(a))",
+    "factorial": "gamma(a + 1)",
 }
 
 
