@@ -23,7 +23,7 @@ derivative by the result.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -87,6 +87,7 @@ class RowLossTokens(NamedTuple):
     values: NDArray[np.float64]
 
 
+@lru_cache(64)
 def row_loss_tokens(row_loss: Program, variables: int, *, weighted: bool) -> RowLossTokens:
     """Bind a row loss to the columns of a data set; its weight is 1 without weights."""
     codes, values = row_loss.codes.copy(), row_loss.values.copy()
@@ -99,6 +100,7 @@ def row_loss_tokens(row_loss: Program, variables: int, *, weighted: bool) -> Row
     return RowLossTokens(codes, values)
 
 
+@cache
 def no_row_loss() -> RowLossTokens:
     """Return no tokens, for when no loss is requested."""
     return RowLossTokens(np.empty(0, dtype=np.uint8), np.empty(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ class RequestedOutputs:
     @property
     def is_squares(self) -> bool:
         """Whether the row loss is (f - y)^2."""
-        return self.row_loss is not None and LossFunction(self.row_loss).is_squares
+        return self.row_loss is not None and _is_squares(self.row_loss)
 
     @property
     def deviation(self) -> str:
@@ -80,6 +81,11 @@ class RequestedOutputs:
         if self.is_squares:
             return "squared"
         return "absolute" if self.row_loss == ABSOLUTE else ""
+
+
+@lru_cache(64)
+def _is_squares(row_loss: Program) -> bool:
+    return LossFunction(row_loss).is_squares
 
 
 def requested_outputs(evaluation: Evaluation, outputs: Outputs) -> RequestedOutputs:

@@ -10,6 +10,7 @@ that is set once nobody wants the results any more.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -49,9 +50,16 @@ def argument_block(arrays: tuple[NDArray[Any], ...]) -> NDArray[np.int64]:
     block = np.empty(_ENTRY * len(arrays), dtype=np.int64)
     for index, array in enumerate(arrays):
         assert array.flags.c_contiguous, "compiled code takes arrays for contiguous"
-        block[_ENTRY * index] = array.ctypes.data
+        block[_ENTRY * index] = _address(array)
         block[_ENTRY * index + 1] = array.size
     return block
+
+
+def _address(array: NDArray[Any]) -> int:
+    """Return the address of an array, in half the time of ``array.ctypes`` if it is writable."""
+    if array.size and array.flags.writeable:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+    return array.ctypes.data
 
 
 def reader(kind: Any) -> Any:

@@ -55,6 +55,7 @@ DERIVATIVE_ARGUMENTS: Final = np.dtype(
     ],
     align=True,
 )
+_BYTES: Final = np.dtype((np.void, DERIVATIVE_ARGUMENTS.itemsize))
 #: The struct StatisticsArguments of statistics.cu.
 STATISTICS_ARGUMENTS: Final = np.dtype(
     [
@@ -286,6 +287,12 @@ def _arguments(
     arguments["deviation"] = ("", "squared", "absolute").index(wanted.deviation)
     arguments["target"] = layout.variables
     return arguments
+
+
+def copy_arguments(arguments: NDArray[np.void]) -> NDArray[np.void]:
+    """Copy `DERIVATIVE_ARGUMENTS` as they are; NumPy would copy each field, ten times longer."""
+    copied: NDArray[np.void] = arguments.view(_BYTES).copy().view(DERIVATIVE_ARGUMENTS)
+    return copied
 
 
 def place_rows(

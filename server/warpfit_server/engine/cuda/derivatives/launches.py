@@ -23,6 +23,7 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
     DerivativeGeometry,
     DeviceCode,
     LaunchPlan,
+    copy_arguments,
     place_rows,
     stores_values,
 )
@@ -149,7 +150,7 @@ class DerivativeLaunch:
         self, window: ResidentDataset, span: Span, columns: slice | None = None
     ) -> DerivativeLaunch:
         """Return the state for a range of rows, which are in ``window``."""
-        geometry, arguments = self.plan.geometry.on(span), self.arguments.copy()
+        geometry, arguments = self.plan.geometry.on(span), copy_arguments(self.arguments)
         place_rows(arguments, window, geometry)
         return replace(
             self, resident=window, geometry=geometry, arguments=arguments, columns=columns
@@ -239,7 +240,7 @@ def _combine_nodes(
     """Launch the computation of the results from all nodes, or that of nodes of more rows."""
     (count, width), jobs = nodes.shape, launch.plan.code.jobs
     if nodes.sums:
-        arguments = launch.arguments.copy()
+        arguments = copy_arguments(launch.arguments)
         arguments["partials"], arguments["blocks"] = nodes.address, count
         arguments["pitch"] = width
         arguments["first_tile"] = nodes.first * BLOCK_TILES

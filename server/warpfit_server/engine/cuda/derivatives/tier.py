@@ -33,6 +33,7 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
     DerivativeGeometry,
     DeviceCode,
     LaunchPlan,
+    copy_arguments,
     plan_launches,
     stores_values,
 )
@@ -198,7 +199,7 @@ class DerivativeTier:
         kernels: DerivativeKernels,
     ) -> DerivativeLaunch:
         """Upload the parameters and launch the computation of all scalars."""
-        arguments = plan.arguments.copy()
+        arguments = copy_arguments(plan.arguments)
         parameters = np.asarray(evaluation.batch.parameters, dtype=np.float64)
         arrays = {**plan.code.arrays, "order": plan.order, "parameters": parameters}
         offsets, size = _lay_out(arrays)
