@@ -8,13 +8,17 @@ from typing import Any, Self, Unpack, overload
 
 from numpy.typing import NDArray
 
+from warpfit.calls import arguments
 from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
 from warpfit.calls.batches import Parameters
+from warpfit.calls.checks import check_keywords
 from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.calls.fit_arguments import FitOptions
+from warpfit.calls.fit_arguments import FitOptions, build_fit
 from warpfit.calls.operations import ClientOperations
+from warpfit.calls.progress import reporter
 from warpfit.calls.results import Answer, Fit
-from warpfit.calls.simplification import Simplification, SimplifyOptions
+from warpfit.calls.retries import Deadline
+from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
 from warpfit.embedded import embedded_server
 from warpfit.errors import InvalidArgumentError
 from warpfit.server_info import ServerInfo
@@ -90,7 +94,11 @@ class Client:
                 no number, or pyarrow is needed and not installed.
             ResourceExhaustedError: if the server has no room for it.
         """
-        return UploadedDataset(self._operations.upload(X, y, weights, options), self)
+        check_keywords(options, UploadOptions)
+        dataset = arguments.build_dataset(X, y, weights, options)
+        with reporter(options.get("progress")) as report:
+            self._operations.make_resident(dataset, report)
+        return UploadedDataset(dataset, self)
 
     def open(self, name: str, **options: Unpack[OpenOptions]) -> UploadedDataset:
         """Have the server read a data set from a Parquet file of its own (``--data-root``).
@@ -112,7 +120,8 @@ class Client:
             ResourceExhaustedError: if the server has no room for it.
             UnimplementedError: if the server reads no files.
         """
-        return UploadedDataset(self._operations.open(name, options), self)
+        check_keywords(options, OpenOptions)
+        return UploadedDataset(self._operations.open(arguments.build_file(name, options)), self)
 
     @overload
     def evaluate(
@@ -182,7 +191,13 @@ class Client:
 
         Arguments and errors are those of `evaluate`; ``values=True`` asks for values beside a loss.
         """
-        return self._operations.run(data, expressions, parameters, values, options)
+        check_keywords(options, EvaluateOptions)
+        deadline = Deadline(options.get("timeout"))
+        request, leading_axis = arguments.build_evaluation(
+            data, expressions, parameters, values, options, self._operations.batches
+        )
+        result = self._operations.evaluate(request, data, deadline)
+        return Answer.of(result, request.batch, leading_axis=leading_axis)
 
     def optimize(
         self,
@@ -217,7 +232,11 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes and ``partial`` is not set.
             UnimplementedError: if the server's engine computes no derivatives.
         """
-        return self._operations.optimize(data, expressions, parameters, options)
+        check_keywords(options, FitOptions)
+        deadline = Deadline(options.get("timeout"))
+        request = build_fit(data, expressions, parameters, options, self._operations.batches)
+        result = self._operations.fit(request, data, deadline, options.get("progress"))
+        return Fit.of(result, request, data)
 
     def simplify(
         self,
@@ -255,7 +274,12 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes.
             UnimplementedError: if the server's engine computes no derivatives.
         """
-        return self._operations.simplify(data, expressions, parameters, options)
+        check_keywords(options, SimplifyOptions)
+        task = SimplifyTask(data, expressions, parameters, options)
+        found = task.proceed()
+        while not isinstance(found, Simplification):
+            found = task.proceed(self.optimize(data, *found, **task.fit_options()))
+        return found
 
     def release(self, data: DatasetHandle) -> None:
         """Release a data set; the handle stays usable, the next evaluation uploads it again."""

@@ -1,4 +1,4 @@
-"""The operations of a client; `warpfit.Client` and `warpfit.AsyncClient` run them.
+"""What a client does with a request that is checked, until there is a result.
 
 All decisions are made here and in `Attempts`: what to encode, which server to call, when to retry,
 when to upload again. Messages go through a `Transport`, which `warpfit.testing` has without a
@@ -16,23 +16,18 @@ from functools import partial
 from typing import Any, Final, Self
 
 from warpfit import codec
-from warpfit.calls import arguments, splitting
+from warpfit.calls import splitting
 from warpfit.calls.attempts import Attempts, T
-from warpfit.calls.batches import Parameters, PopulationCache
-from warpfit.calls.checks import check_keywords
+from warpfit.calls.batches import PopulationCache
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
-from warpfit.calls.fit_arguments import FitOptions, build_fit
-from warpfit.calls.progress import Progress, reporter, silent
-from warpfit.calls.results import Answer, Fit
+from warpfit.calls.progress import Progress, silent
 from warpfit.calls.retries import Deadline, Retries
-from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
 from warpfit.calls.splitting import R, S, SearchProgress, problem_of, searches
-from warpfit.dataset import ClientDataset, Layout, warn_of_lost_digits
+from warpfit.dataset import ClientDataset, Layout, ServerFile, warn_of_lost_digits
 from warpfit.errors import DatasetNotFoundError, ProgramError, ResourceExhaustedError, WarpfitError
 from warpfit.expressions.printing import locate
-from warpfit.fitting import FitRequest, FitResult
+from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Batch
-from warpfit.losses import coefficients_of_determination
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
 from warpfit.transport.call import Call, Cancellation, Transport
@@ -45,7 +40,7 @@ _RELEASE_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ClientOperations:
-    """Every operation that a client offers; `warpfit.Client` describes them."""
+    """Carries out the requests of a client; threads may share it."""
 
     attempts: Attempts
     batches: PopulationCache = field(default_factory=PopulationCache)
@@ -62,51 +57,30 @@ class ClientOperations:
         """Return the same operations, but that ``cancellation`` ends what they do."""
         return replace(self, attempts=replace(self.attempts, cancellation=cancellation))
 
-    def upload(
-        self, X: Any, y: Any, weights: Any, options: arguments.UploadOptions
-    ) -> ClientDataset:
+    def make_resident(self, dataset: ClientDataset, report: Progress) -> None:
         """Make a data set resident; send nothing but a question if it already is."""
-        check_keywords(options, arguments.UploadOptions)
-        dataset = arguments.build_dataset(X, y, weights, options)
         retries = self._retries(None)
         attempts, done = self.attempts, list[Server]()
-        with reporter(options.get("progress")) as report:
 
-            def make_resident(server: Server) -> None:
-                self._make_resident(server, dataset, retries, silent if done else report)
-                done.append(server)
+        def make_resident(server: Server) -> None:
+            self._make_resident(server, dataset, retries, silent if done else report)
+            done.append(server)
 
-            attempts.anywhere(make_resident, retries, dataset)
-            if attempts.servers.is_several:
-                homes = attempts.servers.homes(dataset.content_id, dataset.layout.nbytes)
-                asked = [*done, *(one for one in homes if dataset.content_id in one.refusals)]
-                others = [server for server in homes if server not in asked]
-                attempts.at_each(others, make_resident, retries.deadline)
-        return dataset
+        attempts.anywhere(make_resident, retries, dataset)
+        if attempts.servers.is_several:
+            homes = attempts.servers.homes(dataset.content_id, dataset.layout.nbytes)
+            asked = [*done, *(one for one in homes if dataset.content_id in one.refusals)]
+            others = [server for server in homes if server not in asked]
+            attempts.at_each(others, make_resident, retries.deadline)
 
-    def open(self, name: str, options: arguments.OpenOptions) -> ClientDataset:
+    def open(self, file: ServerFile) -> ClientDataset:
         """Have a server read a data set from a file of its own."""
-        check_keywords(options, arguments.OpenOptions)
-        file = arguments.build_file(name, options)
-        call = Call("OpenDataset", codec.open_message(file))
-        answer = self._somewhere(call, self._retries(None))
+        answer = self._somewhere(Call("OpenDataset", codec.open_message(file)), self._retries(None))
         warn_of_lost_digits(answer.lost_digits)
         return codec.opened_dataset(answer, file)
 
-    def run(
-        self,
-        data: DatasetHandle,
-        expressions: Any,
-        parameters: Parameters,
-        values: bool | None,
-        options: arguments.EvaluateOptions,
-    ) -> Answer:
+    def evaluate(self, request: Evaluation, data: DatasetHandle, deadline: Deadline) -> Result:
         """Evaluate expressions; upload the data set again where a server does not have it."""
-        check_keywords(options, arguments.EvaluateOptions)
-        deadline = Deadline(options.get("timeout"))
-        evaluation, leading_axis = arguments.build_evaluation(
-            data, expressions, parameters, values, options, self.batches
-        )
 
         def in_parts(own: ClientOperations, part: Evaluation) -> Result:
             def evaluate(part: Evaluation) -> Result:
@@ -118,29 +92,22 @@ class ClientOperations:
 
             return own._in_parts(part, data.layout, evaluate)
 
-        result = self._over_servers("Evaluate", evaluation, data, in_parts)
-        return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
+        return self._over_servers("Evaluate", request, data, in_parts)
 
-    def optimize(
-        self, data: DatasetHandle, expressions: Any, parameters: Parameters, options: FitOptions
-    ) -> Fit:
+    def fit(
+        self,
+        request: FitRequest,
+        data: DatasetHandle,
+        deadline: Deadline,
+        report: Callable[[FitProgress], None] | None,
+    ) -> FitResult:
         """Fit parameters; upload the data set again where a server does not have it."""
-        check_keywords(options, FitOptions)
-        deadline = Deadline(options.get("timeout"))
-        request = build_fit(data, expressions, parameters, options, self.batches)
-        progress = SearchProgress(request, options.get("progress"))
+        progress = SearchProgress(request, report)
 
         def in_parts(own: ClientOperations, part: FitRequest) -> FitResult:
             return own._fit(data, part, progress, deadline)
 
-        result = self._over_servers("Optimize", request, data, in_parts)
-        r2 = None
-        if request.loss.is_squares and data.has_numbers:
-            statistics = data.statistics(request.problem.rows)
-            closing = request.loss.closing
-            r2 = coefficients_of_determination(closing, result.losses, statistics)
-        batch, all_starts = request.problem.batch, request.settings.all_starts
-        return Fit.of(result, batch, all_starts=all_starts, names=data.names, r2=r2)
+        return self._over_servers("Optimize", request, data, in_parts)
 
     def release(self, data: DatasetHandle) -> None:
         """Release a data set at all servers; nothing happens if it is not resident."""
@@ -189,23 +156,6 @@ class ClientOperations:
             return result
 
         return self._in_parts(request, data.layout, fit)
-
-    def simplify(
-        self,
-        data: DatasetHandle,
-        expressions: Any,
-        parameters: Parameters,
-        options: SimplifyOptions,
-    ) -> Simplification:
-        """Simplify formulas in rounds of fits."""
-        check_keywords(options, SimplifyOptions)
-        task = SimplifyTask(data, expressions, parameters, options)
-        found = task.proceed()
-        while not isinstance(found, Simplification):
-            programs, starts = found
-            fit = self.optimize(data, programs, starts, task.fit_options())
-            found = task.proceed(fit)
-        return found
 
     def _over_servers(
         self, method: str, request: R, data: DatasetHandle, call: Callable[[Self, R], S]

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import MOST_ROWS, TextTable, numbers, shortened
 from warpfit.expressions.printing import to_latex, to_text
-from warpfit.fitting import REASONS, FitResult
+from warpfit.fitting import REASONS, FitRequest, FitResult
 from warpfit.ir import Batch, Program
+from warpfit.losses import coefficients_of_determination
 from warpfit.request import Result, Timings
 
 
@@ -136,16 +138,14 @@ class Fit:
     """Names of the variables, or empty."""
 
     @classmethod
-    def of(
-        cls,
-        result: FitResult,
-        batch: Batch,
-        *,
-        all_starts: bool,
-        names: tuple[str, ...] = (),
-        r2: NDArray[np.float64] | None = None,
-    ) -> Fit:
-        """Return views of a result in the memory order of the wire; ``r2`` is as its losses."""
+    def of(cls, result: FitResult, request: FitRequest, data: DatasetHandle | None = None) -> Fit:
+        """Return views of a result in the memory order of the wire; R2 needs the data's numbers."""
+        batch, all_starts = request.problem.batch, request.settings.all_starts
+        r2 = None
+        if data is not None and data.has_numbers and request.loss.is_squares:
+            statistics = data.statistics(request.problem.rows)
+            closing = request.loss.closing
+            r2 = coefficients_of_determination(closing, result.losses, statistics)
 
         def shaped(array: NDArray[Any]) -> NDArray[Any]:
             return array.T if all_starts else array[:, 0]
@@ -170,7 +170,7 @@ class Fit:
             timings=result.timings,
             r2=None if r2 is None else shaped(r2),
             batch=batch,
-            names=names,
+            names=() if data is None else data.names,
         )
 
     def formula(self, expression: int = 0, start: int = 0) -> Program:

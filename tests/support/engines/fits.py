@@ -18,7 +18,7 @@ def fit(dataset: Dataset, texts, starts, **options) -> Fit:
     """Fit texts from starts, with the options of `prepared`."""
     request, context = prepared(dataset, texts, starts, **options)
     result = run_to_end(optimize(request, context))
-    return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
+    return Fit.of(result, request)
 
 
 def prepared(
