@@ -1,6 +1,6 @@
 """Run a benchmark: ``python tests/bench/run.py NAME [flags]``; without a name, list them all.
 
-A name is that of a program in one of the folders here, with its folder, such as ``gpu/kernels``.
+A name is that of a program here, with its folder, such as ``gpu/kernels``.
 """
 
 import ast
@@ -9,16 +9,18 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDERS = ("cpu", "gpu", "service", "client", "capacity")
+FOLDERS = (".", "cpu", "gpu", "service", "client", "capacity")
+#: They measure nothing.
+OTHERS = ("run", "figures")
 
 
 def programs() -> dict[str, Path]:
-    """Return the benchmarks by name: the files of the folders that have a main function."""
+    """Return the benchmarks by name: the files that have a main function."""
     files = (path for folder in FOLDERS for path in sorted((HERE / folder).glob("*.py")))
     return {
         str(path.relative_to(HERE).with_suffix("")): path
         for path in files
-        if "\ndef main(" in path.read_text()
+        if path.stem not in OTHERS and "\ndef main(" in path.read_text()
     }
 
 
@@ -29,7 +31,7 @@ def main() -> None:
     if name not in known:
         for each, path in known.items():
             summary = ast.get_docstring(ast.parse(path.read_text())) or ""
-            print(f"{each:24}{summary.splitlines()[0]}")
+            print(f"{each:28}{summary.splitlines()[0]}")
         sys.exit(f"there is no benchmark {name!r}" if name else 0)
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     del sys.argv[0]

@@ -129,11 +129,8 @@ def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
 
 def compile_seconds(device: CudaDevice, kernels: KernelStore, mode: str) -> float:
     """From 300 fresh expressions to loaded modules, the device library already built."""
-    tier, resident = (
-        CompiledTier(device, kernels),
-        upload(device, uniform_data(1000, MODES[mode][0])),
-    )
-    times = []
+    tier, times = CompiledTier(device, kernels), []
+    resident = upload(device, uniform_data(1000, MODES[mode][0]))
     for seed in range(7, 11):
         fresh, started = evaluation(resident, mode, seed, tier=Tier.COMPILED), time.perf_counter()
         kernels.request(tier.plan(resident, fresh).keys, urgent=True).result()

@@ -29,6 +29,14 @@ def test_a_stale_figure_is_found(tmp_path, monkeypatch):
     assert figures.page(text.replace("-->\n|", "-->\nout of date\n|")) == text
 
 
+def test_benchmarks_that_are_named_exist():
+    names = re.findall(
+        r"\(`((?:cpu|gpu|service)/\w+)", (ROOT / "tests/bench/README.md").read_text()
+    )
+    assert len(names) > 5
+    assert all((ROOT / "tests" / "bench" / f"{name}.py").exists() for name in names)
+
+
 def test_the_front_page_is_short():
     assert (ROOT / "README.md").read_text().count("\n") <= 150
 
