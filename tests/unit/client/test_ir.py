@@ -219,10 +219,3 @@ def test_operands_do_not_come_from_the_program_before():
         1,
         0,
     )
-
-
-def test_printed_forms():
-    program = Program.apply("div", X1, Program.apply("add", P1, TWO))
-    assert str(program) == "x1 / (p1 + 2)"
-    assert repr(program) == "Program('x1 / (p1 + 2)')"
-    assert program._repr_latex_() == r"$\frac{x_{1}}{p_{1} + 2}$"
