@@ -195,14 +195,11 @@ class PairSearch:
         of_left, of_right = errors(at(left)), errors(at(right))
         for _ in range(_SECTIONS):
             rises = of_left <= of_right
-            low, high = np.where(rises, low, left), np.where(rises, right, high)
+            low, high = np.where(rises, (low, right), (left, high))
             fresh = low + high - np.where(rises, left, right)
             of_fresh = errors(at(fresh))
-            left, right = np.where(rises, fresh, right), np.where(rises, left, fresh)
-            of_left, of_right = (
-                np.where(rises, of_fresh, of_right),
-                np.where(rises, of_left, of_fresh),
-            )
+            left, right = np.where(rises, (fresh, left), (right, fresh))
+            of_left, of_right = np.where(rises, (of_fresh, of_left), (of_right, of_fresh))
         return at(0.5 * (low + high))
 
 
