@@ -13,12 +13,7 @@ from warpfit import codec, errors
 from warpfit.calls.progress import Progress, silent
 from warpfit.calls.retries import Deadline, Retries
 from warpfit.dataset import ClientDataset, DatasetReference, changed_data
-from warpfit.transport.call import (
-    Call,
-    Cancellation,
-    Transport,
-    UploadStream,
-)
+from warpfit.transport.call import Call, Cancellation, Transport, UploadStream
 from warpfit.transport.connection import Connection
 from warpfit.transport.servers import NOBODY_THERE, Server, Servers
 
@@ -47,10 +42,7 @@ class Attempts:
     """Ends what these attempts do; None if nothing but an interrupt does."""
 
     def anywhere(
-        self,
-        act: Callable[[Server], T],
-        retries: Retries,
-        dataset: ClientDataset | None = None,
+        self, act: Callable[[Server], T], retries: Retries, dataset: ClientDataset | None = None
     ) -> T:
         """Act at one server after the other, and again after a pause, until it succeeds."""
         place = () if dataset is None else (dataset.content_id, dataset.layout.nbytes)
@@ -105,12 +97,7 @@ class Attempts:
         (time.sleep if self.cancellation is None else self.cancellation.sleep)(seconds)
 
     def on_data(
-        self,
-        server: Server,
-        call: Call,
-        retries: Retries,
-        dataset: ClientDataset,
-        work: int,
+        self, server: Server, call: Call, retries: Retries, dataset: ClientDataset, work: int
     ) -> Any:
         """Call a method that needs a data set, and upload the data set if it is not resident."""
         uploads = 0
