@@ -23,7 +23,10 @@ _THREADS: Final = ThreadPoolExecutor(2, "aside")
 
 
 class DeviceWork(Protocol):
-    """Work of a device, which is looked at again and again until it is done."""
+    """Work of a device, or of other threads, which is looked at until it is done.
+
+    The loop closes no step that waits for it, so that nobody else uses its memory meanwhile.
+    """
 
     def done(self) -> bool:
         """Return whether the device is done, or has failed; never block."""
@@ -33,8 +36,8 @@ class DeviceWork(Protocol):
 
 
 #: Work of an engine: each ``next`` runs a part of a step, and the result is returned at the end. It
-#: yields the device's work that it waits for in the middle of a step, which takes some
-#: milliseconds; and after a step None if the next one can begin at once, or a future to wait for.
+#: yields the `DeviceWork` that it waits for in the middle of a step, which takes some milliseconds;
+#: and after a step None if the next one can begin at once, or a future to wait for.
 Steps = Generator[Future[Any] | DeviceWork | None, None, Result]
 
 
