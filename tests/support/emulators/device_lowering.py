@@ -2,17 +2,13 @@
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
+from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from warpfit.ir import Batch
 from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, TokenArrays, pack
@@ -24,18 +20,6 @@ Instruction = tuple[int, Any, Any]
 #: Bytes on both sides of the memory that nobody may write to.
 GUARD = 256
 GARBAGE = 0xA5
-_ENTRIES = """
-Node shared_nodes[8192];
-extern "C" int host_lower(const LowerArguments* arguments, unsigned blocks, unsigned threads) {
-  return launch_on_host(lower_programs, arguments, blocks, threads);
-}
-extern "C" int host_order(const OrderArguments* arguments, unsigned blocks, unsigned threads) {
-  return launch_on_host(order_programs, arguments, blocks, threads);
-}
-"""
-_OPTIONS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti", "-pthread"]
-_WRAPS = ["-fwrapv", "-ffp-contract=off"]
-_TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,32 +86,7 @@ class Lowered:
 @functools.cache
 def host_kernels() -> ctypes.CDLL:
     """Compile the kernels for this machine; skips the test if it has no compiler."""
-    return compile_for_host(device_lowering.lowering_source().source + _ENTRIES)
-
-
-def compile_for_host(source: str, *, wraps: bool = False) -> ctypes.CDLL:
-    """Compile CUDA C++ without PTX for this machine; skips the test if it has no compiler.
-
-    Undefined behaviour ends the process, unless integers are to wrap as on a device.
-    """
-    compiler = _compiler()
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    shim = Path(__file__).with_name("cuda_on_host.h").read_text()
-    with tempfile.TemporaryDirectory() as folder:
-        path, library = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
-        path.write_text(shim + source)
-        subprocess.run(
-            [*compiler, *_OPTIONS, *(_WRAPS if wraps else _TRAPS), "-o", library, path], check=True
-        )
-        return ctypes.CDLL(str(library))
-
-
-def _compiler() -> list[str] | None:
-    for name in ("c++", "g++", "clang++"):
-        if shutil.which(name):
-            return [name]
-    return None
+    return compile_for_host(device_lowering.lowering_source().source)
 
 
 def lower_on_host(
@@ -165,8 +124,12 @@ def lower_on_host(
     lower = np.frombuffer(arguments, dtype_of(device_lowering.LOWER_ARGUMENTS)).copy()
     lower["share"], lower["room"] = share, room
     blocks = -(-len(batch) // share)
-    assert library.host_lower(lower.tobytes(), blocks, max(share, 4)) == 0
-    assert library.host_order(order, len(first_invalid), 4) == 0
+    for kernel, count, threads, one in (
+        ("lower_programs", blocks, max(share, 4), lower),
+        ("order_programs", len(first_invalid), 4, np.frombuffer(order, np.uint8)),
+    ):
+        sizes = (count, 1, 1), (threads, 1, 1)
+        assert launch_on_host(library, kernel, *sizes, [one.ctypes.data], 8 * room + (1 << 15))
     np.testing.assert_array_equal(memory[: layout.uploaded], before)
     start = address - guarded.ctypes.data
     assert np.all(guarded[:start] == GARBAGE)

@@ -9,7 +9,8 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from support.emulators.device_lowering import compile_for_host, dtype_of
+from support.emulators.cuda_on_host import compile_for_host
+from support.emulators.device_lowering import dtype_of
 from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM
 from warpfit_server.engine.cuda.interpreter import device_lowering, launches

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import pytest
 
-from support.emulators.device_lowering import compile_for_host
+from support.emulators.cuda_on_host import compile_for_host
 from support.engines.accuracy import ulps
 from support.engines.error_bounds import BOUNDS as BOUNDS_TABLE
 from support.engines.error_bounds import excess
@@ -37,71 +36,18 @@ CALLS = {
     **{"exp": "exponential(a)", "pow": "power(a, b)", "fma": "product_sum(a, b, c)"},
     "digamma": "digamma(a)",
 }
-#: CUDA's functions. Approximate ones are off by as much as the hardware may be: those of float32 by
-#: 1 ulp, those of float64 are right to 20 bits; they take and return no subnormal numbers.
-_SHIM = r"""
-template <typename To, typename From> static To bits_as(From from) {
-  To to;
-  memcpy(&to, &from, sizeof to);
-  return to;
-}
-static int __float_as_int(float a) { return bits_as<int>(a); }
-static float __int_as_float(int a) { return bits_as<float>(a); }
-static int __double2hiint(double a) { return bits_as<long long>(a) >> 32; }
-static int __double2loint(double a) { return bits_as<long long>(a); }
-static double __hiloint2double(int high, int low) {
-  return bits_as<double>((long long)high << 32 | (unsigned)low);
-}
-static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-static double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
-static float __fadd_rn(float a, float b) { return a + b; }
-static float __fsub_rn(float a, float b) { return a - b; }
-static double __dadd_rn(double a, double b) { return a + b; }
-static double __dmul_rn(double a, double b) { return a * b; }
-static float __fmul_rz(float a, float b) {
-  const float p = a * b;
-  return fabs((double)p) > fabs((double)a * b) ? nextafterf(p, 0) : p;
-}
-static double __dmul_rz(double a, double b) {
-  const double p = a * b;
-  return isfinite(p) && fma(a, b, -p) * (p < 0 ? -1 : 1) < 0 ? nextafter(p, 0) :
-      isinf(p) && isfinite(a) && isfinite(b) ? copysign(1.79769313486231571e308, p) : p;
-}
-static float __saturatef(float a) { return a > 0 ? a < 1 ? a : 1 : 0; }
-static float flushed(float a) { return fabsf(a) < 1.17549435e-38f ? copysignf(0, a) : a; }
-static double flushed(double a) { return fabs(a) < 2.2250738585072014e-308 ? copysign(0, a) : a; }
-static float approx(long double (*function)(long double), float a) {
-  a = flushed(a);
-  const float exact = function(a);
-  int exponent;
-  const bool hits = frexpf(a, &exponent) == 0.5f || rintf(a) == a || !isfinite(exact);
-  return flushed(hits ? exact : nextafterf(exact, __float_as_int(a) & 1 ? INFINITY : 0));
-}
-static double approx(long double (*function)(long double), double a) {
-  const double exact = function(flushed(a));
-  return flushed(bits_as<double>(bits_as<long long>(exact) >> 32 << 32));
-}
-static long double host_rcp(long double a) { return 1 / a; }
-static long double host_rsqrt(long double a) { return 1 / sqrtl(a); }
-static long double host_sqrt(long double a) { return sqrtl(a); }
-static long double host_lg2(long double a) { return log2l(a); }
-static long double host_ex2(long double a) { return exp2l(a); }
-static long double host_tanh(long double a) { return tanhl(a); }
-"""
 
 
 @cache
 def functions(mode: Mode) -> ctypes.CDLL:
     """Compile the device's source for this machine, with a loop over arrays for each function."""
-    approximate = r'asm\("(\w+)\.approx[.\w]* %0, %1;" : "=.\"\((\w)\) : ".\"\((\w)\)\);'
-    source = re.sub(approximate, r"\2 = approx(host_\1, \3);", prelude(mode))
     loops = "".join(
         f'extern "C" void run_{name}(const real* x, real* out, long n) {{'
         "for (long i = 0; i < n; ++i) { const real a = x[i], b = x[n + i], c = x[2 * n + i]; "
         f"out[i] = {call}; }} }}\n"
         for name, call in CALLS.items()
     )
-    return compile_for_host(f"{_SHIM}typedef {mode.real} real;\n{source}{loops}", wraps=True)
+    return compile_for_host(f"typedef {mode.real} real;\n{prelude(mode)}{loops}", wraps=True)
 
 
 def run(mode: Mode, name: str, operands: Sequence[np.ndarray]) -> np.ndarray:

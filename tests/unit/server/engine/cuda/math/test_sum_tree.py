@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from support.emulators.device_lowering import compile_for_host
+from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from support.engines.reference_losses import moments_of
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     LEAF_ROWS,
@@ -28,7 +28,7 @@ from warpfit_server.row_blocks import levels_between, nodes_of
 #: Statistics are measured by one warp a block here.
 _ENTRIES = """
 struct Nodes { double *sums, *parents; long long first, nodes, count, pitch, levels; };
-static void add_nodes(Nodes n) {
+extern "C" __global__ void add_nodes(const __grid_constant__ Nodes n) {
   sum_nodes(n.sums, n.first, n.nodes, n.count, n.pitch, n.levels);
   if (threadIdx.x) return;
   for (long long p = 0; p < parent_count(n.first, n.nodes, n.levels); ++p)
@@ -41,18 +41,10 @@ template <int N> static double sum_groups(const double* values) {
   for (int g = 0; g < N; ++g) v[g] = values[32 * g + threadIdx.x];
   return group_sum(v, threadIdx.x);
 }
-static void add_groups(Groups g) {
+extern "C" __global__ void add_groups(const __grid_constant__ Groups g) {
   const double sum = g.groups == 1 ? sum_groups<1>(g.values) : g.groups == 2 ?
       sum_groups<2>(g.values) : sum_groups<4>(g.values);
   g.sums[threadIdx.x] = sum;
-}
-extern "C" int host_nodes(const Nodes* n) { return launch_on_host(add_nodes, n, 1, 32); }
-extern "C" int host_groups(const Groups* g) { return launch_on_host(add_groups, g, 1, 32); }
-extern "C" int host_statistics(const StatisticsArguments* a) {
-  return launch_on_host(measure, a, a->leaf_count, 32) + launch_on_host(merge_leaves, a, 1, 32);
-}
-extern "C" int host_merge(const StatisticsArguments* a) {
-  return launch_on_host(merge_leaves, a, 1, 32);
 }
 """
 
@@ -66,12 +58,17 @@ def kernels() -> ctypes.CDLL:
     return compile_for_host("typedef float real;\n" + sum_tree() + narrow + _ENTRIES)
 
 
-def run(entry: str, *words: Any) -> None:
+def run(kernel: str, *words: Any) -> None:
     arguments = np.array(
         [word.ctypes.data if isinstance(word, np.ndarray) else word for word in words],
         dtype=np.int64,
     )
-    assert getattr(kernels(), entry)(ctypes.c_void_p(arguments.ctypes.data)) == 0
+    launch(kernel, 1, arguments)
+
+
+def launch(kernel: str, blocks: int, arguments: np.ndarray) -> None:
+    sizes = (blocks, 1, 1), (32, 1, 1)
+    assert launch_on_host(kernels(), kernel, *sizes, [arguments.ctypes.data])
 
 
 @settings(max_examples=25, deadline=None)
@@ -81,10 +78,10 @@ def test_nodes_are_added_up_as_on_the_cpu(first, nodes, levels, count):
     given_sums = sums[:, :count].copy()
     parents = parent_nodes(given_sums, first, levels)
     found = np.zeros_like(parents)
-    run("host_nodes", sums, found, first, nodes, count, pitch, levels)
+    run("add_nodes", sums, found, first, nodes, count, pitch, levels)
     np.testing.assert_array_equal(found, parents)
     whole = np.zeros((1, count))
-    run("host_nodes", given_sums, whole, first, nodes, count, count, levels_between(1, None))
+    run("add_nodes", given_sums, whole, first, nodes, count, count, levels_between(1, None))
     np.testing.assert_array_equal(whole[0], sum_nodes(parents, first >> levels))
 
 
@@ -93,10 +90,15 @@ def test_groups_of_a_tile_are_added_up_like_tiles_of_one_group(groups):
     values, sums = np.random.default_rng(1).normal(size=(groups, 32)), np.zeros(32)
     alone = np.zeros((groups, 32))
     for number in range(groups):
-        run("host_groups", values[number], alone[number], 1)
-    run("host_groups", values, sums, groups)
+        run("add_groups", values[number], alone[number], 1)
+    run("add_groups", values, sums, groups)
     np.testing.assert_array_equal(sums, sum_nodes(alone, 0))
     np.testing.assert_allclose(sums, values.sum())
+
+
+def measure(arguments: np.ndarray) -> None:
+    launch("measure", int(arguments["leaf_count"]), arguments)
+    launch("merge_leaves", 1, arguments)
 
 
 def statistics_of(f, y, w, rows, aligned: int) -> tuple[np.ndarray, NDArray[Any]]:
@@ -118,7 +120,7 @@ def measured(f, y, w, rows, aligned: int) -> NDArray[np.float64]:
     arguments, _memory = statistics_of(f, y, w, rows, aligned)
     found = np.zeros(12)
     arguments["reductions"], arguments["moments"] = found.ctypes.data, found[5:].ctypes.data
-    assert kernels().host_statistics(ctypes.c_void_p(arguments.ctypes.data)) == 0
+    measure(arguments)
     return found
 
 
@@ -136,14 +138,14 @@ def test_statistics_of_nodes_are_merged_to_those_of_the_whole(each):
         arguments["nodes"], arguments["node_pitch"] = nodes[:, skipped:].ctypes.data, nodes.shape[1]
         arguments["node"] = span[0] // length - rows[0] // length
         arguments["node_levels"] = levels_between(LEAF_ROWS, length)
-        assert kernels().host_statistics(ctypes.c_void_p(arguments.ctypes.data)) == 0
+        measure(arguments)
     assert not found.any()
     arguments = np.zeros((), STATISTICS_ARGUMENTS)
     arguments["leaves"], arguments["leaf_count"] = nodes[:, skipped:].ctypes.data, count
     arguments["leaf_pitch"], arguments["node_levels"] = nodes.shape[1], levels_between(1, None)
     arguments["first_leaf"], arguments["rows"] = rows[0] // length, rows[1] - rows[0]
     arguments["reductions"], arguments["moments"] = found.ctypes.data, found[5:].ctypes.data
-    assert kernels().host_merge(ctypes.c_void_p(arguments.ctypes.data)) == 0
+    launch("merge_leaves", 1, arguments)
     np.testing.assert_array_equal(found, measured(f, y, None, rows, 0))
 
 

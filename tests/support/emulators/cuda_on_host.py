@@ -1,0 +1,103 @@
+"""CUDA C++ compiled for this machine; a test is skipped if it has no C++ compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+_OPTIONS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti"]
+_WRAPS = ["-fwrapv", "-ffp-contract=off"]
+_TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
+_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w[\w ]*?) (\w+)\[\];")
+_PTX = re.compile(r'asm(?: volatile)?\(\s*"([^" ]*) [^"]*"([^;]*)\);')
+_OPERAND = re.compile(r'"=?[frd]"\(((?:[^()]|\([^()]*\))*)\)')
+_KERNEL = re.compile(
+    r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\((.*?)\)\s*\{', re.DOTALL
+)
+
+
+def compile_for_host(source: str, *, wraps: bool = False) -> ctypes.CDLL:
+    """Compile CUDA C++ for this machine.
+
+    `launch_on_host` runs its kernels. Undefined behaviour ends the process, unless integers are to
+    wrap as on a device.
+    """
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    words = Path(__file__).with_name("cuda_on_host.h").read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        path, library = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
+        path.write_text(words + _translated(source) + _entries(source))
+        options = [*_OPTIONS, *(_WRAPS if wraps else _TRAPS), "-Wl,-Bsymbolic"]
+        subprocess.run([compiler, *options, "-o", library, path], check=True)
+        return ctypes.CDLL(str(library))
+
+
+def launch_on_host(
+    library: ctypes.CDLL,
+    kernel: str,
+    grid: tuple[int, int, int],
+    threads: tuple[int, int, int],
+    arguments: Sequence[int],
+    shared: int = 0,
+) -> bool:
+    """Run a kernel with arguments at these addresses; return False for what no device launches."""
+    sizes = ((ctypes.c_uint * 3)(*size) for size in (grid, threads))
+    given = (ctypes.c_void_p * len(arguments))(*arguments)
+    entry = getattr(library, f"enter_{kernel}")
+    return not library.launch_kernel(entry, *sizes, shared, given)
+
+
+def _translated(source: str) -> str:
+    """Translate PTX and the shared memory whose size a launch says."""
+    source = _SHARED.sub(r"\1* const \2 = (\1*)dynamic_shared;", source)
+    return _PTX.sub(_statement, source)
+
+
+def _statement(ptx: re.Match[str]) -> str:
+    instruction, operands = ptx[1], _OPERAND.findall(ptx[2])
+    if instruction == "mov.b32":
+        return "{} = {};".format(*operands)
+    name, *modifiers = instruction.split(".")
+    if "approx" in modifiers:
+        target, operand = operands
+        return f"{target} = approx(host_{name}, {operand});"
+    kind = "float" if instruction.endswith("f32") else "double"
+    if instruction.startswith("ld.shared"):
+        *targets, place = operands
+        pairs = [(target, f"{_at(place, kind)}[{k}]") for k, target in enumerate(targets)]
+    else:
+        assert instruction.startswith("st.shared"), f"{instruction} is not known here"
+        place, *values = operands
+        pairs = [(f"{_at(place, kind)}[{k}]", value) for k, value in enumerate(values)]
+    return " ".join(f"{target} = {value};" for target, value in pairs)
+
+
+def _at(place: str, kind: str) -> str:
+    return f"(({kind}*)(dynamic_shared + ({place})))"
+
+
+def kernels_of(source: str) -> dict[str, list[str]]:
+    """Return the types of each kernel's parameters, by its name."""
+    found = {}
+    for name, declared in _KERNEL.findall(source):
+        parameters = declared.replace("const __grid_constant__ ", "").split(",")
+        found[name] = [parameter.strip().rpartition(" ")[0] for parameter in parameters]
+    return found
+
+
+def _entries(source: str) -> str:
+    """Write a function for each kernel that takes the addresses of its arguments."""
+    text = ""
+    for name, kinds in kernels_of(source).items():
+        arguments = ", ".join(f"*({kind}*)given[{k}]" for k, kind in enumerate(kinds))
+        text += f'\nextern "C" void enter_{name}(void** given) {{ {name}({arguments}); }}'
+    return text

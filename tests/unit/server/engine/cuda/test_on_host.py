@@ -1,0 +1,112 @@
+"""The CUDA engine on this machine's CPU: its host code, and its kernels but the compiled ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.emulators.host_device import install
+from support.engines.derivative_suite import (  # noqa: F401
+    make_dataset,
+    smooth_programs,
+    test_a_selection_of_programs_gives_the_bits_of_the_programs_alone,
+    test_cancelled,
+    test_parameter_vectors,
+    test_row_ranges,
+)
+from support.engines.derivatives import derive
+from support.engines.evaluations import Evaluate
+from support.engines.fits import fit
+from support.engines.reference_losses import reference_loss
+from support.engines.shards import REQUESTS, check_evaluation
+from warpfit.dataset import Dataset
+from warpfit.errors import ProgramError
+from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.workload import thesis_mix
+from warpfit.ir import Batch, Program
+from warpfit.losses import SQUARES
+from warpfit.request import Evaluation, Loss, Precision
+from warpfit_server.engine.cuda.derivatives import tier
+from warpfit_server.engine.cuda.engine import CudaEngine
+from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
+from warpfit_server.row_blocks import Shards
+
+ROWS = 5_003
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """Two engines on one device, of which the second launches in small pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        made = [CudaEngine(threads=2), CudaEngine(tuning=InterpreterTuning(chunk_bytes=1 << 15))]
+        yield made
+        for engine in made:
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(engines):
+    return engines[0]
+
+
+@pytest.fixture(scope="module")
+def batch():
+    drawn, parameters = thesis_mix(1, 24, variables=4)
+    return drawn, parameters
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float64", Precision.PRECISE), ("float32", Precision.FAST)]
+)
+def test_values_and_losses_are_numpys_in_any_pieces(engines, batch, dtype, precision):
+    data = make_dataset(ROWS, dtype, weights=True)
+    options = {"loss": Loss.MSE, "precision": precision, "rows": (700, 4_900)}
+    whole, pieces = (Evaluate(engine)(data, *batch, **options) for engine in engines)
+    np.testing.assert_array_equal(pieces.values, whole.values)
+    np.testing.assert_array_equal(pieces.losses, whole.losses)
+    alone = Evaluate(engines[0])(data, *batch, values=False, **options)
+    np.testing.assert_array_equal(alone.losses, whole.losses)
+    rows, tolerance = slice(700, 4_900), 1e-9 if dtype == "float64" else 1e-2
+    for index, (program, vector) in enumerate(zip(*batch, strict=True)):
+        values = evaluate_program(program, data.variables[:, rows], vector)
+        if np.isfinite(values).all() and np.abs(values).max() < 1e6:
+            np.testing.assert_allclose(
+                whole.values[index, 0], values, rtol=tolerance, atol=tolerance
+            )
+            loss = reference_loss(Loss.MSE, values, data.target[rows], data.weights[rows])
+            np.testing.assert_allclose(whole.losses[index], loss, rtol=10 * tolerance)
+
+
+@pytest.mark.parametrize("wanted", REQUESTS)
+def test_shards_have_the_bits_of_one_engine(engines, wanted):
+    data = make_dataset(ROWS, weights=True)
+    evaluation = Evaluation(
+        data.content_id, Batch.of(*smooth_programs()), **{"values": False} | REQUESTS[wanted]
+    )
+    check_evaluation(engines, data, Shards.of(data.layout, (0, 1)), evaluation)
+
+
+def test_a_large_batch_with_derivatives_runs_in_parts(engine, batch, monkeypatch):
+    data, options = make_dataset(ROWS), {"row_loss": SQUARES, "statistics": True}
+    whole = derive(engine, data, *batch, **options)
+    monkeypatch.setattr(tier, "_MOST_TOKENS", 200)
+    parts = derive(engine, data, *batch, **options)
+    for name in ("losses", "gradients", "jacobian", "variable_gradients", "reductions", "moments"):
+        np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
+
+
+def test_a_fit_finds_the_parameters(engine):
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0.5, 2.0, size=(2_000, 1))
+    data = Dataset.of(x, 1.5 * np.exp(-0.7 * x[:, 0]), dtype="float64")
+    engine.load(data)
+    found = fit(data, ["p1 * exp(p2 * x1)"], [[1.0, 0.1]], engine=engine)
+    np.testing.assert_allclose(found.parameters[0], [1.5, -0.7], rtol=1e-6)
+
+
+def test_an_invalid_program_is_named(engine):
+    good, bad = Program.variable(0), Program.variable(7)
+    with pytest.raises(ProgramError) as failure:
+        Evaluate(engine)(make_dataset(100), [good, bad])
+    assert failure.value.expression == 1
