@@ -209,6 +209,26 @@ class Fit:
         return TextTable((*header, "iterations", "reason"), rows, total=self.loss.size)
 
     @property
+    def x(self) -> list[NDArray[np.float64]]:
+        """``parameters``, by SciPy's name."""
+        return self.parameters
+
+    @property
+    def fun(self) -> NDArray[np.float64]:
+        """``loss``, by SciPy's name."""
+        return self.loss
+
+    @property
+    def nit(self) -> NDArray[np.uint32]:
+        """``iterations``, by SciPy's name."""
+        return self.iterations
+
+    @property
+    def nfev(self) -> NDArray[np.uint32]:
+        """``evaluations``, by SciPy's name."""
+        return self.evaluations
+
+    @property
     def success(self) -> NDArray[np.bool_]:
         """Whether each search converged; see `warpfit.Reason`."""
         flat = [reason.converged for reason in self.reason.ravel().tolist()]

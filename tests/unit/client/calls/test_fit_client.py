@@ -38,6 +38,8 @@ def test_a_fit_has_the_shapes_and_names_that_it_promises(client, data):
     for name in ("loss", "initial_loss", "iterations", "evaluations", "reason", "start"):
         assert getattr(fit, name).shape == (2,)
     assert fit.reason[1] is Reason.GRADIENT
+    assert (fit.x, fit.fun) == (fit.parameters, fit.loss)  # SciPy's names
+    assert (fit.nit, fit.nfev) == (fit.iterations, fit.evaluations)
     assert fit.success.tolist() == [True, True]
     assert seen
     assert {progress.searches for progress in seen} == {2}
