@@ -76,7 +76,8 @@ def _text(path: Path) -> str:
 def give_back_memory() -> None:
     """Return free memory of the C library to the system, if it can (glibc).
 
-    It keeps freed blocks of up to 32 MiB for each thread.
+    It keeps freed blocks of up to 32 MiB for each thread. Of threads beside the first one it gives
+    back what does not lie at the end of their heap.
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -69,9 +69,9 @@ _SMALL_IN_FLOAT32: Final = 1e-28
 _SMALL_IN_FLOAT64: Final = 1e-280
 #: Bytes of a fit after which the allocator returns free memory to the system.
 _LARGE_FIT: Final = 2**25
-#: Searches for which the work beside passes, about a microsecond each, is done by threads.
+#: Searches for which the work beside passes, about a microsecond each, is done by another thread.
 _MANY_SEARCHES: Final = 2_000
-_THREADS: Final = ThreadPoolExecutor(2, "fit", os.nice, (NICE,))  # on Linux, of them alone
+_THREAD: Final = ThreadPoolExecutor(1, "fit", os.nice, (NICE,))  # on Linux, of it alone
 Result = TypeVar("Result")
 #: Value of ``cancelled`` when the time is up; whoever cancels the call writes 1.
 _TIME_IS_UP: Final = 2
@@ -108,8 +108,9 @@ def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
     yield compiled.load_in_background(request.method, context.cache_directory)
     try:
         searches = request.problem.batch.vectors * len(request.problem.batch)
-        driver = yield from _aside(searches, partial(_Driver, request, context))
-        return (yield from driver.run())
+        # Nothing refers to the driver, which has the memory, when that is given back below.
+        steps = (yield from _aside(searches, partial(_Driver, request, context))).run()
+        return (yield from steps)
     finally:
         if fit_memory(request, context.dataset.layout) > _LARGE_FIT:
             give_back_memory()
@@ -119,7 +120,10 @@ def _aside(searches: int, work: Callable[[], Result]) -> Steps[Result]:
     """Do some work for so many searches; for many, the engine's thread does other things."""
     if searches < _MANY_SEARCHES:
         return work()
-    done = _THREADS.submit(work)
+    # A thread refers to what it has been given for a moment longer than to what it has taken.
+    given = [work]
+    del work
+    done = _THREAD.submit(lambda: given.pop()())
     yield done
     return done.result()
 
