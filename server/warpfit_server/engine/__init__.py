@@ -23,7 +23,8 @@ def create_engine(
 
     Args:
         kind: of the engine.
-        threads: threads of the CPU engine, or that lower for the CUDA engine; None for all cores.
+        threads: threads of the CPU engine, or that lower and compile for the CUDA engine; None for
+            all cores.
         memory_share: part of the GPU's memory that is for this engine.
         device_memory: bytes of the GPU's memory to use; None for most of it.
         cache_directory: where compiled code is kept.

@@ -7,11 +7,12 @@ The simple form:
             for each instruction of the program: result[:] = operator(operands[:])
             store the values, add up the loss
 
-`lower` turns the tokens of a batch into instructions. `interpreter` runs them in blocks, calling
-the loops that `kernels` makes of the operator table with the functions of `elementary_functions`.
-Compiled code is kept on disk (`parts`, `loader`). `chunked_work` cuts the work into chunks,
-and a step is a parallel loop over some of them (`parallel_loop`). What asks for derivatives, custom
-losses or statistics is done by `derivatives` and `derivative_interpreter` instead.
+`engine.lowering` turns the tokens of a batch into instructions. `interpreter` runs them in blocks,
+calling the loops that `codegen.kernels` makes of the operator table with the functions of
+`codegen.elementary_functions`. Compiled code is kept on disk (`codegen.parts`, `codegen.loader`).
+`chunked_work` cuts the work into chunks, and a step is a parallel loop over some of them
+(`engine.native.parallel_loop`). What asks for derivatives, custom losses or statistics is done by
+`derivatives` and `derivative_interpreter` instead.
 """
 
 from __future__ import annotations

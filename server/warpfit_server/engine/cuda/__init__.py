@@ -1,1 +1,1 @@
-"""The CUDA engine: a bytecode interpreter and a transpiler behind one engine interface."""
+"""The CUDA engine: interpreters, also of derivatives, and a transpiler behind one interface."""
