@@ -1,1 +1,1 @@
-"""What a client does with a call: arguments, attempts at servers, results."""
+"""Calls of a client: their arguments, the attempts at servers, and their results."""

@@ -1,4 +1,4 @@
-"""What a client does with a request that is checked, until there is a result.
+"""Operations of a client: send a checked request to servers and return its result.
 
 All decisions are made here and in `Attempts`: what to encode, which server to call, when to retry,
 when to upload again. Messages go through a `Transport`, which `warpfit.testing` has without a

@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+#: M_TRIM_THRESHOLD of glibc's mallopt.
+_TRIM_THRESHOLD: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +80,13 @@ def _text(path: Path) -> str:
 def give_back_memory() -> None:
     """Return free memory of the C library to the system, if it can (glibc).
 
-    It keeps freed blocks of up to 32 MiB for each thread. Of threads beside the first one it gives
-    back what does not lie at the end of their heap.
+    It keeps freed blocks of up to 32 MiB for each thread. Those at the end of the calling thread's
+    own heap go only when a block there is freed while the threshold is low.
     """
     with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        library = ctypes.CDLL(None)
+        library.malloc_trim(0)
+        library.malloc.restype = ctypes.c_void_p
+        library.mallopt(_TRIM_THRESHOLD, 0)
+        library.free(ctypes.c_void_p(library.malloc(1 << 17)))
+        library.mallopt(_TRIM_THRESHOLD, 64 << 20)  # where glibc itself arrives with large blocks

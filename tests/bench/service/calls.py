@@ -1,4 +1,4 @@
-"""What a call costs around the engine: CPU time of client and decoder, latency, start-up.
+"""Measure the cost of a call around the engine: CPU time of client and decoder, latency, start-up.
 
 ``run.py service/calls`` writes two results. Calls ask for the losses of 300 programs of the
 random mix with their parameters.

@@ -85,7 +85,7 @@ def work(number: int, orders: Connection) -> None:
 
 
 class Answer(NamedTuple):
-    """What a worker keeps of an answer."""
+    """Part of an answer that a worker keeps."""
 
     tokens: int
     devices: str

@@ -114,6 +114,7 @@ def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
     finally:
         if fit_memory(request, context.dataset.layout) > _LARGE_FIT:
             give_back_memory()
+            _THREAD.submit(give_back_memory)
 
 
 def _aside(searches: int, work: Callable[[], Result]) -> Steps[Result]:

@@ -218,7 +218,7 @@ class BatchLaunch:
     variables: int
     """Variables of the data set."""
     first_invalid: NDArray[np.uint32]
-    """What `add_order` reports, valid once the stream has passed the lowering."""
+    """First invalid program of each group, or `ALL_VALID`; known once the batch is lowered."""
 
     @classmethod
     def begin(

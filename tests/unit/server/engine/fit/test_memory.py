@@ -83,4 +83,4 @@ def test_the_memory_of_a_fit_is_estimated_and_released(method, kind):
     counted, most, left = map(float, ended.stdout.split())
     assert most > 20.0, "the measurement sees it"
     assert most / 1.3 < counted < 1.4 * most
-    assert left < 0.2 * most
+    assert left < 0.15 * most
