@@ -123,6 +123,8 @@ class CapturedGraph:
         _, self._vectors, self._blocks = key
         self._threads = plan.output.threads
         self._kernels = tuple(kernels)
+        self.code_bytes = sum(kernel.size for kernel in kernels)
+        """Bytes of its kernels, which stay loaded as long as it is kept."""
         self._jobs = int(plan.sum_starts[-1]) * self._vectors
         cuda, dtype = device.cupy.cuda, plan.mode.dtype
         inputs = int(plan.shapes.input_starts[-1])

@@ -38,7 +38,7 @@ _CALL_WORK: Final = 100
 #: Estimated work of a leaf, most of which are in registers already.
 _LEAF_WORK: Final = 0.3
 #: Most bytes of loaded code, loaded kernels, and bytes of machine code on disk.
-_MOST_BYTES, MOST_KERNELS, _MOST_DISK_BYTES = 1 << 30, 20_000, 1 << 30
+MOST_BYTES, MOST_KERNELS, _MOST_DISK_BYTES = 1 << 30, 20_000, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _KernelCache(LRUCache[KernelKey, Kernel]):
     """Kernels by key; those that are dropped stay loaded until nobody uses them any more."""
 
     def __init__(self) -> None:
-        super().__init__(_MOST_BYTES, lambda kernel: kernel.size)
+        super().__init__(MOST_BYTES, lambda kernel: kernel.size)
         self.counters = CacheCounters()
 
     def popitem(self) -> tuple[KernelKey, Kernel]:
@@ -194,7 +194,7 @@ class KernelStore:
             cubins = {key: job.result() for key, job in jobs.items() if key not in kernels}
             modules = load_modules(self._device, list(cubins.values()))
             for (key, cubin), module in zip(cubins.items(), modules, strict=True):
-                size = max(len(cubin), _MOST_BYTES // MOST_KERNELS)
+                size = max(len(cubin), MOST_BYTES // MOST_KERNELS)
                 kernels[key] = Kernel(module.get_function(_ENTRY), module, size)
             with self._lock:
                 self._cache.update({key: kernels[key] for key in cubins})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -29,7 +30,7 @@ from warpfit_server.engine.cuda.jit.kernel_plan import (
     make_plan,
     plan_key,
 )
-from warpfit_server.engine.cuda.jit.kernel_store import MOST_KERNELS, KernelStore
+from warpfit_server.engine.cuda.jit.kernel_store import MOST_BYTES, MOST_KERNELS, KernelStore
 from warpfit_server.engine.cuda.math.modes import max_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
@@ -55,6 +56,28 @@ _MIN_ROWS: Final = 1 << 16
 _CHUNK_BYTES: Final = 256 << 20
 
 
+class IdleGraphs(LRUCache[GraphKey, list[CapturedGraph]]):
+    """Graphs that nobody launches, by key; so few that their kernels take `MOST_BYTES` at most."""
+
+    def __init__(self) -> None:
+        least = MOST_BYTES // MAX_GRAPHS
+        super().__init__(
+            MOST_BYTES, lambda graphs: max(least, sum(graph.code_bytes for graph in graphs))
+        )
+
+    def take(self, key: GraphKey) -> CapturedGraph | None:
+        """Take a graph of a key out, if there is one."""
+        graphs = self.pop(key, [])
+        if len(graphs) > 1:
+            self[key] = graphs[:-1]
+        return graphs[-1] if graphs else None
+
+    def keep(self, graph: CapturedGraph) -> None:
+        """Keep a graph that has been launched, unless its code alone would be too much."""
+        with suppress(ValueError):
+            self[graph.key] = [*self.get(graph.key, []), graph]
+
+
 class CompiledTier:
     """Evaluates batches by kernels compiled for their expressions.
 
@@ -67,7 +90,7 @@ class CompiledTier:
         self._kernels = kernels
         self._capturer = GraphCapturer(device)
         self._lock = threading.Lock()
-        self._idle_graphs: LRUCache[GraphKey, list[CapturedGraph]] = LRUCache(MAX_GRAPHS)
+        self._idle_graphs = IdleGraphs()
         self._plans: LRUCache[Hashable, KernelPlan] = LRUCache(MAX_GRAPHS)
 
     def supports(self, evaluation: Evaluation) -> bool:
@@ -90,7 +113,7 @@ class CompiledTier:
             return None
         work = self._cut(plan, resident, evaluation)
         with self._lock:
-            if self._idle_graphs.get(work.key):  # a graph keeps its kernels loaded
+            if work.key in self._idle_graphs:  # a graph keeps its kernels loaded
                 return work
         return work if self._kernels.are_loaded(plan.keys) else None
 
@@ -117,8 +140,7 @@ class CompiledTier:
             self._check_supported(evaluation)
             work = self._cut(self.plan(resident, evaluation), resident, evaluation)
         with self._lock:
-            idle = self._idle_graphs.get(work.key)
-            graph = idle.pop() if idle else None
+            graph = self._idle_graphs.take(work.key)
         is_hit = graph is not None or self._kernels.are_loaded(work.plan.keys)
         hits = len(evaluation.batch) * is_hit
         graph = graph or (yield from self._capture(work.key, work.plan))
@@ -126,7 +148,7 @@ class CompiledTier:
             times = yield from self._run_chunks(work, graph, outputs, started)
         finally:
             with self._lock:
-                self._idle_graphs.setdefault(graph.key, []).append(graph)
+                self._idle_graphs.keep(graph)
         outputs.ready(len(evaluation.batch))
         copy_in, compute, copy_out = times
         return Timings(
