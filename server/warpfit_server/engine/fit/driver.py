@@ -109,7 +109,7 @@ def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
     try:
         searches = request.problem.batch.vectors * len(request.problem.batch)
         # Nothing refers to the driver, which has the memory, when that is given back below.
-        steps = (yield from _aside(searches, partial(_Driver, request, context))).run()
+        steps = (yield from _on_fit_thread(searches, partial(_Driver, request, context))).run()
         return (yield from steps)
     finally:
         if fit_memory(request, context.dataset.layout) > _LARGE_FIT:
@@ -117,7 +117,7 @@ def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
             _THREAD.submit(give_back_memory)
 
 
-def _aside(searches: int, work: Callable[[], Result]) -> Steps[Result]:
+def _on_fit_thread(searches: int, work: Callable[[], Result]) -> Steps[Result]:
     """Do some work for so many searches; for many, the engine's thread does other things."""
     if searches < _MANY_SEARCHES:
         return work()
@@ -161,18 +161,18 @@ class _Driver:
         """Advance until every search has ended or the time is used up; return the result."""
         yield from self._evaluate_starts()
         with self._interrupted_at_deadline():
-            while (yield from self._aside(self._drop_finished)):
+            while (yield from self._on_fit_thread(self._drop_finished)):
                 self._report()
                 if self._is_late():
                     self._active.interrupt()
                     continue
                 yield None
                 new = yield from self._linearise(curvature=self._is_lm)
-                yield from self._aside(partial(self._advance, new))
+                yield from self._on_fit_thread(partial(self._advance, new))
         return (yield from self._result())
 
-    def _aside(self, work: Callable[[], Result]) -> Steps[Result]:
-        return _aside(len(self._active), work)
+    def _on_fit_thread(self, work: Callable[[], Result]) -> Steps[Result]:
+        return _on_fit_thread(len(self._active), work)
 
     def _evaluate_starts(self) -> Steps[None]:
         """Evaluate the starts, and set up what each method needs to know of them."""
@@ -181,13 +181,13 @@ class _Driver:
             self._problem = replace(self._problem, precision=Precision.PRECISE)
             first = yield from self._linearise(curvature=True)
         if self._is_lm:
-            yield from self._aside(self._mark_linear)
+            yield from self._on_fit_thread(self._mark_linear)
         else:
             self._all.make_room_for_inverse()
             assert first.curvatures is not None
             np.copyto(self._all.curvature, first.curvatures)
             self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
-        yield from self._aside(partial(self._advance, first))
+        yield from self._on_fit_thread(partial(self._advance, first))
         if self._is_undefined(first):
             self._all.counters[:, REASON] = NOT_FINITE
 
@@ -348,7 +348,7 @@ class _Driver:
                 assert final.curvatures is not None
                 outcome.curvature = final.curvatures
             given = outcome, outcome.numbers[:, LOSS], self._weighed_rows()
-            covariance = yield from self._aside(partial(covariances, *given))
+            covariance = yield from self._on_fit_thread(partial(covariances, *given))
             errors = standard_errors(outcome, covariance) if settings.standard_errors else None
         shape = (len(problem.batch), self._request.vectors)
         losses, initial = self._finalize(outcome.numbers[:, (LOSS, INITIAL)].T)

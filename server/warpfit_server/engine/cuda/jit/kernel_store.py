@@ -132,6 +132,11 @@ class KernelStore:
             self._cache.counters.hits += len(keys) - missing
             return None if missing else found  # type: ignore[return-value]
 
+    def count_hits(self, kernels: int) -> None:
+        """Count kernels as found that a graph has kept loaded."""
+        with self._lock:
+            self._cache.counters.hits += kernels
+
     def request(
         self, keys: Sequence[KernelKey], *, urgent: bool = False
     ) -> Future[dict[KernelKey, Kernel]]:

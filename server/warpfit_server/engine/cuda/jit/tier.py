@@ -142,8 +142,10 @@ class CompiledTier:
         with self._lock:
             graph = self._idle_graphs.take(work.key)
         is_hit = graph is not None or self._kernels.are_loaded(work.plan.keys)
-        hits = len(evaluation.batch) * is_hit
-        graph = graph or (yield from self._capture(work.key, work.plan))
+        if graph is None:
+            graph = yield from self._capture(work.key, work.plan)
+        else:
+            self._kernels.count_hits(len(work.plan.keys))
         try:
             times = yield from self._run_chunks(work, graph, outputs, started)
         finally:
@@ -156,7 +158,7 @@ class CompiledTier:
             compute=compute,
             copy_out=copy_out,
             tier=Tier.COMPILED,
-            cache_hits=hits,
+            cache_hits=len(evaluation.batch) * is_hit,
         )
 
     def counters(self) -> Mapping[str, float]:
