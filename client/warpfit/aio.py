@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
 
 from numpy.typing import NDArray
@@ -31,7 +32,15 @@ def _awaited(
     async def awaited(self: AsyncClient, /, *args: P.args, **options: P.kwargs) -> T:
         cancellation = Cancellation()
         client = Client(self._client._operations.under(cancellation))
-        call = partial(method, client, *args, **options)
+        asked = time.monotonic()
+
+        def call() -> T:
+            timeout = options.get("timeout")
+            # The wait for a thread counts, too. What is no timeout is refused by the method.
+            if isinstance(timeout, int | float) and timeout > 0:
+                options["timeout"] = max(1e-3, timeout - (time.monotonic() - asked))
+            return method(client, *args, **options)
+
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         finally:

@@ -46,18 +46,17 @@ class GrpcTransport:
                 "the client is closed", "CLIENT_CLOSED", "Keep it open as long as it is used"
             )
         _, methods = self._open.get(server) or self._to(server)
-        method = methods.of(call)
+        single, streamed = methods.single[call.method], methods.streamed.get(call.method)
         options = {"timeout": seconds, "metadata": self._metadata}
         try:
             if call.is_single and cancellation is None and not _is_upload(call):
                 # The fastest way. gRPC cancels such a call by itself when it is interrupted.
-                return call.read((method(call.request, **options),))
-            # A single answer is awaited as a future: unlike a plain call it can be cancelled.
-            is_future = call.is_single or _is_upload(call)
-            rpc = (method.future if is_future else method)(call.request, **options)
+                return call.read((single(call.request, **options),))
+            # This thread reads a stream itself, while a future has to wait for one of gRPC's.
+            rpc = (streamed or single.future)(call.request, **options)
             try:
                 with (cancellation or Cancellation()).covering(rpc):
-                    return call.read((rpc.result(),) if is_future else rpc)
+                    return call.read(rpc if streamed else (rpc.result(),))
             except grpc.RpcError:
                 raise
             except BaseException:
@@ -98,20 +97,16 @@ class _Methods:
 
     def __init__(self, channel: Any) -> None:
         service = pb.DESCRIPTOR.services_by_name["Evaluator"]
-        self._streamed: dict[str, Any] = {}
-        self._single: dict[str, Any] = {}
+        self.streamed: dict[str, Any] = {}
+        self.single: dict[str, Any] = {}
         for method in service.methods:
             request, answer = map(GetMessageClass, (method.input_type, method.output_type))
             serializer = None if method.name in _OF_BYTES else request.SerializeToString
             way = f"/{service.full_name}/{method.name}", serializer, answer.FromString
             unary = channel.stream_unary if method.client_streaming else channel.unary_unary
-            self._single[method.name] = unary(*way)
+            self.single[method.name] = unary(*way)
             if method.server_streaming:
-                self._streamed[method.name] = channel.unary_stream(*way)
-
-    def of(self, call: Call) -> Any:
-        """Return gRPC's callable for a call."""
-        return (self._single if call.is_single else self._streamed)[call.method]
+                self.streamed[method.name] = channel.unary_stream(*way)
 
 
 def _is_upload(call: Call) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import warpfit
 from support.servers.client_examples import QUICK
 from support.servers.loopback import serve
-from warpfit import testing
+from warpfit import aio, testing
 
 X = np.random.default_rng(6).normal(size=(40, 2)).astype(np.float32)
 Y = X[:, 0] - X[:, 1]
@@ -106,6 +107,23 @@ def test_more_calls_than_threads_are_answered(server):
             return np.concatenate(await asyncio.gather(*calls))
 
     np.testing.assert_allclose(asyncio.run(body()), np.zeros(300), atol=1e-12)
+
+
+def test_waiting_for_a_thread_counts_against_the_timeout(server, monkeypatch):
+    monkeypatch.setattr(aio, "_MOST_CALLS", 1)
+
+    async def body(address, servicer):
+        async with warpfit.connect_async(address) as client:
+            data = await client.upload(X)
+            servicer.hang = True
+            calls = [client.evaluate(data, "x1", timeout=1.0) for _ in range(3)]
+            started = time.monotonic()
+            errors = await asyncio.gather(*calls, return_exceptions=True)
+            assert {type(error) for error in errors} == {warpfit.errors.DeadlineExceededError}
+            return time.monotonic() - started
+
+    with serve(server) as (address, servicer):
+        assert asyncio.run(body(address, servicer)) < 2.0
 
 
 def test_cancelling_a_task_cancels_the_call_on_the_server(server):
