@@ -15,6 +15,7 @@ from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions,
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client, connect
+from warpfit.errors import DeadlineExceededError
 from warpfit.transport.call import Cancellation
 
 #: Most calls of one client that are under way at a time; others wait for a thread.
@@ -38,7 +39,10 @@ def _awaited(
             timeout = options.get("timeout")
             # The wait for a thread counts, too. What is no timeout is refused by the method.
             if isinstance(timeout, int | float) and timeout > 0:
-                options["timeout"] = max(1e-9, timeout - (time.monotonic() - asked))
+                left = timeout - (time.monotonic() - asked)
+                if left <= 0:
+                    raise _no_thread(timeout)
+                options["timeout"] = left
             return method(client, *args, **options)
 
         try:
@@ -47,6 +51,14 @@ def _awaited(
             cancellation.cancel()
 
     return awaited
+
+
+def _no_thread(seconds: float) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"no thread was free for the call within {seconds:g} s",
+        "DEADLINE_EXCEEDED",
+        f"Raise timeout=, or have at most {_MOST_CALLS} calls under way",
+    )
 
 
 class AsyncUploadedDataset(DatasetHandle):
