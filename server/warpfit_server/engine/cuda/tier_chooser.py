@@ -32,6 +32,9 @@ _REMEMBERED: Final = 4096
 GRADIENT: Final = " gradient"
 #: Weight of a new observation.
 _GAIN: Final = 0.2
+#: By how much of the way the cost of a tier that is not observed returns with each observation of
+#: the other one, so that a tier which looked slow during a disturbance is tried again.
+_FORGETTING: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ class TierChooser:
 
     compiler_threads: int
     costs: dict[tuple[Tier, str], TierCost] = field(default_factory=lambda: dict(COSTS))
+    _start: dict[tuple[Tier, str], TierCost] = field(init=False)
+    """The costs at the start."""
     _compiled: set[str] = field(default_factory=set)
     """Modes in which compiled kernels have been observed."""
     _forgone: LRUCache[Hashable, float] = field(default_factory=lambda: LRUCache(_REMEMBERED))
@@ -110,6 +115,7 @@ class TierChooser:
         for (tier, mode), cost in list(self.costs.items()):
             rate = cost.rate * _GRADIENT_RATE[tier]
             self.costs[tier, mode + GRADIENT] = replace(cost, rate=rate)
+        self._start = dict(self.costs)
 
     def choose(
         self, batch: Hashable, mode: str, token_rows: int, programs: int, *, loaded: bool
@@ -147,3 +153,17 @@ class TierChooser:
             # A device that interprets more slowly runs compiled kernels more slowly, too.
             for one in {tier} if mode in self._compiled else {tier, Tier.COMPILED}:
                 self.costs[one, mode] = self.costs[one, mode].corrected(token_rows, surprise)
+            if mode in self._compiled:
+                self._forget(tier, mode)
+
+    def _forget(self, observed: Tier, mode: str) -> None:
+        """Return the other tier's cost a little to its ratio to the observed one's at the start."""
+        other = Tier.INTERPRETER if observed is Tier.COMPILED else Tier.COMPILED
+        cost, known = self.costs[other, mode], self.costs[observed, mode]
+        start, start_known = self._start[other, mode], self._start[observed, mode]
+        launch = start.launch * known.launch / start_known.launch
+        rate = start.rate * known.rate / start_known.rate
+        self.costs[other, mode] = TierCost(
+            launch=cost.launch * (launch / cost.launch) ** _FORGETTING,
+            rate=cost.rate * (rate / cost.rate) ** _FORGETTING,
+        )

@@ -72,6 +72,19 @@ def test_a_tier_found_slow_is_no_longer_chosen():
     assert chooser.choose("a", "fast", LARGE, 300, loaded=True) is Decision.INTERPRET
 
 
+def test_a_tier_that_looked_slow_is_tried_again_after_a_while():
+    chooser = _chooser()
+    usual = chooser.costs[Tier.INTERPRETER, "fast"].seconds(LARGE)
+    for _ in range(60):
+        chooser.observe(Tier.COMPILED, "fast", LARGE, 20 * usual)
+    choices = []
+    for _ in range(3_000):
+        chooser.observe(Tier.INTERPRETER, "fast", LARGE, usual)
+        choices.append(chooser.choose("a", "fast", LARGE, 300, loaded=True))
+    assert set(choices[:300]) == {Decision.INTERPRET}
+    assert choices[-1] is Decision.COMPILED
+
+
 def test_a_slow_device_runs_compiled_kernels_slowly_until_they_are_observed():
     chooser = _chooser()
     key = Tier.COMPILED, "fast"
