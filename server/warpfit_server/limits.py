@@ -62,17 +62,18 @@ def check_limit(limits: Limits, name: str, needed: int, what: str = "") -> None:
 
     ``what`` are words for it, if other than usual.
     """
-    reason, usual, advice, field = (*_REFUSALS[name], *_USUAL)[:4]
     allowed = getattr(limits, name)
-    if needed > allowed:
-        raise ResourceExhaustedError(
-            f"{needed} {what or usual}, the limit is {allowed}",
-            reason,
-            f"{advice}, or start the server with a higher --max-{name.replace('_', '-')}",
-            field,
-            needed=needed,
-            available=allowed,
-        )
+    if needed <= allowed:
+        return
+    reason, usual, advice, field = (*_REFUSALS[name], *_USUAL)[:4]
+    raise ResourceExhaustedError(
+        f"{needed} {what or usual}, the limit is {allowed}",
+        reason,
+        f"{advice}, or start the server with a higher --max-{name.replace('_', '-')}",
+        field,
+        needed=needed,
+        available=allowed,
+    )
 
 
 def check_batch(batch: Batch, limits: Limits) -> None:

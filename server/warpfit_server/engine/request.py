@@ -98,8 +98,7 @@ class Request(ScheduledRequest):
     @property
     def token_rows(self) -> int:
         """Tokens x parameter vectors x rows of one evaluation."""
-        layout = self.problem.segment_layout
-        return layout.tokens * layout.vectors * layout.rows
+        return self.problem.segment_layout.token_rows
 
     @property
     def losses(self) -> NDArray[np.float64]:

@@ -28,6 +28,9 @@ MOST_BYTES: Final = 16 << 20
 MOST_DESCRIPTORS: Final = 16
 _HEADER: Final = struct.Struct("=II")
 _READ_BYTES: Final = 64 << 10
+#: Flags of recvmsg as plain numbers, because those of the enum take ten times as long.
+_DONT_WAIT, _CLOSE_ON_EXEC = int(socket.MSG_DONTWAIT), int(socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED: Final = int(socket.MSG_CTRUNC)
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(253 * array("i").itemsize)
 #: Size of the kernel's buffer for what the other process has not read yet.
 _SOCKET_BYTES: Final = 1 << 20
@@ -94,9 +97,11 @@ class Channel:
         Raises:
             ChannelClosedError: if the other end is gone.
         """
-        with contextlib.suppress(BlockingIOError):
-            while self._read(socket.MSG_DONTWAIT):
+        try:
+            while self._read(_DONT_WAIT):
                 pass
+        except BlockingIOError:
+            pass
         found = []
         while (message := self._next()) is not None:
             found.append(message)
@@ -136,7 +141,7 @@ class Channel:
         """Receive into the buffer; return whether there may be more."""
         try:
             data, ancillary, flagged, _ = self._socket.recvmsg(
-                _READ_BYTES, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
+                _READ_BYTES, _ANCILLARY_BYTES, flags | _CLOSE_ON_EXEC
             )
         except BlockingIOError:
             raise
@@ -145,7 +150,7 @@ class Channel:
         if not data:
             raise ChannelClosedError("end of stream")
         # The kernel ends a read after bytes that came with descriptors, which are one message's.
-        was_cut = bool(ancillary or flagged & socket.MSG_CTRUNC)
+        was_cut = bool(ancillary or flagged & _TRUNCATED)
         if was_cut:
             self._descriptors.append(_descriptors(ancillary))
         self._received += data

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -89,6 +90,8 @@ class Router:
         """
         if data.shards is not None:
             return self._start_sharded(request, data, data.shards, nanoseconds)
+        if len(self._connections) == 1:
+            return self._start_whole(request, data, nanoseconds, (0,))
         waits = self._waits(data)
         order = self._order(request.evaluation.batch, waits, nanoseconds)
         engines = self._idle(order, waits, nanoseconds)
@@ -209,9 +212,7 @@ class Router:
 
     def _order(self, batch: Batch, waits: Mapping[int, float], nanoseconds: int) -> list[int]:
         """Return the numbers of the connected engines, the best one for a batch first."""
-        if len(waits) <= 1:
-            return list(waits)
-        least = min(waits.values()) + _EQUAL_PART * nanoseconds
+        least = min(waits.values(), default=0.0) + _EQUAL_PART * nanoseconds
         name = zlib.crc32(batch.codes.data)
 
         def rank(number: int) -> tuple[bool, float, int]:
@@ -239,7 +240,7 @@ class Router:
     def _charge(self, number: int, nanoseconds: int) -> Callable[[], None]:
         """Count outstanding work of an engine; return what ends that."""
         self._table.add_work(number, nanoseconds)
-        return lambda: self._table.add_work(number, -nanoseconds)
+        return partial(self._table.add_work, number, -nanoseconds)
 
 
 def equal_bounds(batch: Batch, parts: int) -> list[int]:

@@ -73,20 +73,33 @@ class SegmentLayout(NamedTuple):
     nbytes: int
     """Size of the whole segment."""
 
+    @property
+    def token_rows(self) -> int:
+        """Tokens x parameter vectors x rows of one evaluation."""
+        return self.tokens * self.vectors * self.rows
+
     @classmethod
     def of(cls, evaluation: Evaluation, layout: Layout) -> SegmentLayout:
         """Lay out an evaluation that has been checked."""
-        return cls._of(evaluation, layout, _evaluation_results(evaluation, layout))
+        shape = evaluation.shape(layout)
+        return cls._of(evaluation, layout, shape, _evaluation_results(evaluation, layout, shape))
 
     @classmethod
     def of_fit(cls, request: FitRequest, layout: Layout) -> SegmentLayout:
         """Lay out a fit that has been checked."""
-        return cls._of(request.problem, layout, _fit_arrays(request))
+        problem = request.problem
+        return cls._of(problem, layout, problem.shape(layout), _fit_arrays(request))
 
     @classmethod
-    def _of(cls, evaluation: Evaluation, layout: Layout, others: list[_Array]) -> SegmentLayout:
+    def _of(
+        cls,
+        evaluation: Evaluation,
+        layout: Layout,
+        shape: tuple[int, int, int],
+        others: list[_Array],
+    ) -> SegmentLayout:
         batch, custom = evaluation.batch, evaluation.custom_loss
-        programs, vectors, rows = evaluation.shape(layout)
+        programs, vectors, rows = shape
         tokens = len(batch.codes)
         inputs: list[_Array] = [
             ("flags", "u1", (2 * MOST_PARTS,)),
@@ -97,8 +110,8 @@ class SegmentLayout(NamedTuple):
             ("batch_codes", "u1", (tokens,)),
         ]
         if custom is not None:
-            shape = (len(custom.row.codes),)
-            inputs += [("loss_values", "<f8", shape), ("loss_codes", "u1", shape)]
+            length = (len(custom.row.codes),)
+            inputs += [("loss_values", "<f8", length), ("loss_codes", "u1", length)]
         program_bytes = vectors * rows * layout.dtype.itemsize
         return cls(programs, tokens, vectors, rows, program_bytes, *_placed((*inputs, *others)))
 
@@ -164,7 +177,9 @@ class SegmentLayout(NamedTuple):
 
     def view(self, name: str, segment: Segment) -> memoryview:
         """View of an array as bytes, of which there are none if this request does not have it."""
-        dtype, shape, offset = self.arrays.get(name, ("u1", (0,), 0))
+        if name not in self.arrays:
+            return memoryview(b"")
+        dtype, shape, offset = self.arrays[name]
         return segment.view()[offset : offset + math.prod(shape) * _DTYPES[dtype].itemsize]
 
     def results(self, segment: Segment) -> dict[str, NDArray[Any]]:
@@ -198,14 +213,18 @@ class SegmentLayout(NamedTuple):
         others: Mapping[str, NDArray[Any]] = MappingProxyType({}),
     ) -> None:
         """Copy batch, loss function and other inputs into the segment; clear flag and state."""
-        self.require("flags", segment)[...] = QUEUED
-        for key, name in _BATCH_ARRAYS.items():
-            self.require(key, segment)[...] = getattr(evaluation.batch, name)
+        inputs = {key: getattr(evaluation.batch, name) for key, name in _BATCH_ARRAYS.items()}
+        inputs |= others
         if evaluation.custom_loss is not None:
             row = evaluation.custom_loss.row
-            others = {**others, "loss_values": row.values, "loss_codes": row.codes}
-        for name, array in others.items():
-            self.require(name, segment)[...] = array
+            inputs |= {"loss_values": row.values, "loss_codes": row.codes}
+        memory = segment.view()
+        _, (length,), offset = self.arrays["flags"]
+        memory[offset : offset + length] = bytes([QUEUED]) * length
+        for name, array in inputs.items():
+            dtype, (count,), offset = self.arrays[name]
+            if count:
+                np.frombuffer(memory, _DTYPES[dtype], count, offset)[...] = array
 
 
 def _placed(arrays: Iterable[_Array]) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int]:
@@ -218,8 +237,10 @@ def _placed(arrays: Iterable[_Array]) -> tuple[dict[str, tuple[str, tuple[int, .
     return places, end
 
 
-def _evaluation_results(evaluation: Evaluation, layout: Layout) -> list[_Array]:
-    programs, vectors, rows = evaluation.shape(layout)
+def _evaluation_results(
+    evaluation: Evaluation, layout: Layout, shape: tuple[int, int, int]
+) -> list[_Array]:
+    programs, vectors, rows = shape
     cells, parameters = (programs, vectors), len(evaluation.batch.parameters)
     dtype = layout.dtype.str
     outputs: tuple[tuple[bool, str, str, tuple[int, ...]], ...] = (

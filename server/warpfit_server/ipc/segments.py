@@ -163,8 +163,10 @@ class SegmentPool:
             if not idle:
                 return None
             self._idle_bytes -= capacity
-            own = (index for index, segment in enumerate(idle) if segment.owner == owner)
-            return idle.pop(next(own, -1))
+            for index in range(len(idle) - 1, -1, -1):  # the last one is likely to be in a cache
+                if idle[index].owner == owner:
+                    return idle.pop(index)
+            return idle.pop()
 
     def create(self, size: int) -> Segment:
         """Return a fresh, zeroed segment of exactly ``size`` bytes that will not be reused."""

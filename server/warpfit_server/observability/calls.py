@@ -16,8 +16,7 @@ from typing import Any, Final
 import grpc
 
 from warpfit.codec import REQUEST_ID_KEY
-from warpfit.dataset import Layout
-from warpfit.request import Evaluation, Timings
+from warpfit.request import Timings
 from warpfit_server.observability.logs import LogRateLimiter, set_logged_request_id
 from warpfit_server.observability.measurements import (
     TRACE_CHARACTERS,
@@ -50,13 +49,11 @@ def end_decoding() -> None:
         call.on_decoded()
 
 
-def record_work(evaluation: Evaluation, layout: Layout) -> None:
+def record_work(programs: int, tokens: int, token_rows: int) -> None:
     """Note what the current call asks for: its batch has been decoded and checked."""
     call = _CURRENT.get()
     if call is not None:
-        programs, vectors, rows = evaluation.shape(layout)
-        call.programs, call.tokens = programs, len(evaluation.batch.codes)
-        call.token_rows = call.tokens * vectors * rows
+        call.programs, call.tokens, call.token_rows = programs, tokens, token_rows
 
 
 def record_answer(timings: Timings) -> None:

@@ -19,9 +19,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from warpfit_server.rpc.port import (
-    Exchange,
-    InlineExecutor,
-    NonBlockingMethod,
+    Call,
+    CallStarter,
     ReceiveTimeouts,
     join_address,
     port_in_use,
@@ -180,7 +179,7 @@ class _CallLimit:
                 self._calls.pop(address, None)
 
 
-class _HealthMethod(NonBlockingMethod):
+class _HealthMethod:
     """A method of grpc.health.v1 as a handler for gRPC, which answers for the name of a service.
 
     ``reading`` limits the calls whose message has not arrived, ``watching`` those that last; it is
@@ -200,38 +199,36 @@ class _HealthMethod(NonBlockingMethod):
         self._watchers = Workers(2 * _MOST_WATCHING)
         self._timeouts = ReceiveTimeouts()
 
-    def take(self, call: Exchange) -> None:
+    def __call__(self, call: Call) -> None:
         """Have a call answered once its message is there, unless too many wait for theirs."""
-        context = call.context
-        if self._reading.enter(context):
-            self._timeouts.begin(context, _CALL_SECONDS, context.cancel)
+        if self._reading.enter(call):
+            self._timeouts.begin(call, _CALL_SECONDS, call.cancel)
             call.receive(partial(self._arrived, call))
         else:
-            _refuse_excess(context)
+            _refuse_excess(call)
             call.end()
 
-    def _arrived(self, call: Exchange, message: bytes | None) -> None:
-        context = call.context
-        self._timeouts.stop(context)
-        self._reading.leave(context)
-        name = _name(message or b"", context)
+    def _arrived(self, call: Call, message: bytes | None) -> None:
+        self._timeouts.stop(call)
+        self._reading.leave(call)
+        name = _name(message or b"", call)
         if name is None:
             call.end()
         elif self._watching is None:
-            call.end(next(self._answer(name, context), None))
-        elif self._watchers.has_room("") and self._watching.enter(context):
+            call.end(next(self._answer(name, call), None))
+        elif self._watchers.has_room("") and self._watching.enter(call):
             self._watchers.start("", self._watch, call, name, self._watching)
         else:
-            _refuse_excess(context)
+            _refuse_excess(call)
             call.end()
 
-    def _watch(self, call: Exchange, name: str, watching: _CallLimit) -> None:
+    def _watch(self, call: Call, name: str, watching: _CallLimit) -> None:
         try:
-            for message in self._answer(name, call.context):
+            for message in self._answer(name, call):
                 call.send(message)
             call.end()
         finally:
-            watching.leave(call.context)
+            watching.leave(call)
 
 
 class HealthPort:
@@ -242,7 +239,7 @@ class HealthPort:
     """
 
     def __init__(self, health: Health, host: str, port: int) -> None:
-        self._server = grpc.server(InlineExecutor(), options=list(_PORT_OPTIONS))
+        self._server = grpc.server(CallStarter(), options=list(_PORT_OPTIONS))
         health.add_to(self._server)
         try:
             self.port = self._server.add_insecure_port(join_address(host, port))

@@ -27,7 +27,7 @@ from warpfit_server.config import Config
 from warpfit_server.observability.calls import Observer, set_current_call, status_of
 from warpfit_server.observability.measurements import CallRecord
 from warpfit_server.rpc.error_details import fail_call
-from warpfit_server.rpc.port import Exchange, NonBlockingMethod, ReceiveTimeouts
+from warpfit_server.rpc.port import Call, ReceiveTimeouts
 from warpfit_server.system.worker_threads import Workers
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile
@@ -95,7 +95,7 @@ class Interceptor:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _InterceptedMethod(NonBlockingMethod):
+class _InterceptedMethod:
     """One method as a handler for gRPC: it admits calls and has them served by worker threads."""
 
     name: str
@@ -104,20 +104,19 @@ class _InterceptedMethod(NonBlockingMethod):
     observer: Observer
     forwards: bool
 
-    def take(self, call: Exchange) -> None:
+    def __call__(self, call: Call) -> None:
         """Refuse a call, or have it served."""
-        context = call.context
-        record = self.observer.new_call(self.name, context, ANONYMOUS)
-        served = _ServedCall(self, self.interceptor, record, call, context)
+        record = self.observer.new_call(self.name, call, ANONYMOUS)
+        served = _ServedCall(self, self.interceptor, record, call)
         try:
             served.admit()
         except Exception as error:
-            fail_call(context, error, record.trailing)
-            self.observer.end(record, status_of(context))
+            fail_call(call, error, record.trailing)
+            self.observer.end(record, status_of(call))
             call.end()
             return
         # A cancelled call leaves its slot at once, but its memory only when the engine has stopped.
-        context.add_callback(served.leave_slot)
+        call.add_callback(served.leave_slot)
         if not self.forwards:
             self.observer.begin(record)
         if self.handler.request_streaming:
@@ -133,8 +132,7 @@ class _ServedCall:
     method: _InterceptedMethod
     interceptor: Interceptor
     record: CallRecord
-    exchange: Exchange
-    context: grpc.ServicerContext
+    call: Call
     message: bytes | None = None
     """The only one, until the method has it."""
     most_bytes: int = 0
@@ -143,8 +141,8 @@ class _ServedCall:
     """Time in which a message must arrive."""
     reserved: int = 0
     """Bytes that are counted for its message."""
-    slots: list[str] = field(default_factory=list)
-    """Its tenant, while it has a slot."""
+    slots: list[int] = field(default_factory=list)
+    """A 1, while it has a slot."""
     is_decoding: bool = False
     """Whether it holds the semaphore."""
     is_over: bool = False
@@ -160,10 +158,10 @@ class _ServedCall:
         """
         admission, record = self.interceptor.admission, self.record
         tenant, is_forwarded = self.interceptor.authenticator.authenticate(
-            self.context, record.metadata
+            self.call, record.metadata
         )
         record.tenant = tenant
-        assign_tenant(self.context, tenant)
+        assign_tenant(self.call, tenant)
         limits = admission.limits(tenant)
         self.most_bytes = limits.message_bytes
         self.message_seconds = self.interceptor.message_seconds
@@ -177,20 +175,24 @@ class _ServedCall:
         admission.enter(tenant, limits, slot=not is_forwarded)
         self.reserved = admission.message_bytes
         if not is_forwarded:
-            self.slots.append(tenant)
+            self.slots.append(1)
 
-    def leave_slot(self) -> None:
-        """Give the slot back, if the call has one; any thread may call this, several times."""
+    def leave_slot(self, nbytes: int = 0) -> None:
+        """Give back the slot, if the call still has one, and bytes of its message.
+
+        Any thread may call this, several times.
+        """
         try:
-            tenant = self.slots.pop()  # atomic, so that only one thread gets it
+            slots = self.slots.pop()  # atomic, so that only one thread gets it
         except IndexError:
-            return
-        self.interceptor.admission.leave(tenant)
+            slots = 0
+        if slots or nbytes:
+            self.interceptor.admission.leave(self.record.tenant, slots, nbytes)
 
     def receive(self) -> None:
         """Have the call served once its message is there, or cannot come any more."""
         self.interceptor.timeouts.begin(self, self.message_seconds, self._end_late)
-        self.exchange.receive(self._arrived)
+        self.call.receive(self._arrived)
 
     def _arrived(self, message: bytes | None) -> None:
         self.message = message
@@ -204,16 +206,15 @@ class _ServedCall:
         try:
             last = self._answer()
         except Exception as error:
-            fail_call(self.context, error, self.record.trailing)
+            fail_call(self.call, error, self.record.trailing)
             _clear_tracebacks(error)
         finally:
             self._end_decoding()
-            self.leave_slot()
-            self._shrink_message(0)
+            self.leave_slot(self.reserved)
         if not self.method.forwards:
-            self.method.observer.end(self.record, status_of(self.context))
+            self.method.observer.end(self.record, status_of(self.call))
         if not self.is_over:
-            self.exchange.end(last)
+            self.call.end(last)
 
     def _answer(self) -> bytes | None:
         """Send the answer but for its last message, which is returned unless it is long."""
@@ -222,24 +223,26 @@ class _ServedCall:
         argument: Any = iter(self._next, None) if handler.request_streaming else self._only()
         if self.method.name in _BATCH_METHODS:
             self._begin_decoding()
-        answer: Any = behaviour(argument, self.context)
+        answer: Any = behaviour(argument, self.call)
         del argument  # the method alone decides how long the message is kept
         last = self._send_each(answer) if handler.response_streaming else answer
         if last is not None and len(last) > _LAST_BYTES:
-            self.exchange.send(last)
+            self.call.send(last)
             last = None
         return last
 
     def _only(self) -> bytes:
         """Return the only message of the call."""
         message, self.message = self._check(self.message), None
-        if message is None and not self.context.is_active():
+        if message is None and not self.call.is_active():
             raise CancelledError("the call has ended", "CANCELLED")
         if message is None:
             raise InvalidArgumentError(
                 "the call has no message", "NO_MESSAGE", "Send exactly one request message"
             )
-        self._shrink_message(len(message))
+        if len(message) < self.reserved:
+            surplus, self.reserved = self.reserved - len(message), len(message)
+            self.interceptor.admission.leave(self.record.tenant, 0, surplus)
         return message
 
     def _next(self) -> bytes | None:
@@ -247,7 +250,7 @@ class _ServedCall:
         timeouts = self.interceptor.timeouts
         timeouts.begin(self, self.message_seconds, self._end_late)
         try:
-            message = next(self.exchange.messages, None)
+            message = next(self.call.messages, None)
         finally:
             self.is_over = not timeouts.stop(self)
         return self._check(message)
@@ -269,20 +272,15 @@ class _ServedCall:
     def _end_late(self) -> None:
         """End the call because its message has not arrived; none comes after that."""
         self.is_over = True
-        fail_call(self.context, _too_late(self.message_seconds), self.record.trailing)
-        self.exchange.end()
-
-    def _shrink_message(self, size: int) -> None:
-        """Count ``size`` bytes for the call's message instead of what is counted."""
-        self.interceptor.admission.shrink_message(self.record.tenant, self.reserved, size)
-        self.reserved = min(size, self.reserved)
+        fail_call(self.call, _too_late(self.message_seconds), self.record.trailing)
+        self.call.end()
 
     def _begin_decoding(self) -> None:
         """Wait until few other calls of the tenant are being decoded."""
         self.interceptor.decoding.acquire(self.record.tenant)
         self.is_decoding = True
         self.record.on_decoded = self._end_decoding
-        if not self.context.is_active():  # it may have ended while it waited
+        if not self.call.is_active():  # it may have ended while it waited
             raise CancelledError("the call has ended", "CANCELLED")
 
     def _end_decoding(self) -> None:
@@ -306,10 +304,10 @@ class _ServedCall:
                     record.encode = made - record.finished - record.suspended
                 if is_last:
                     return message
-                self.exchange.send(message)
+                self.call.send(message)
                 if record.finished:
                     record.suspended += time.monotonic_ns() - made
-                if not self.context.is_active():
+                if not self.call.is_active():
                     return None
         finally:
             answer.close()

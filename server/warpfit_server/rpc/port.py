@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import grpc
@@ -27,56 +27,36 @@ _STREAMS: Final = 128
 _HANDSHAKE_MS: Final = 10_000
 #: Seconds between two looks for calls whose message is late.
 _LOOK_SECONDS: Final = 0.25
-#: What `Exchange` needs of gRPC: were one of them missing, no server would start.
-_RECEIVE_MESSAGE_TOKEN, _status = _server._RECEIVE_MESSAGE_TOKEN, _server._status
-_possibly_finish_call = _server._possibly_finish_call
-_is_rpc_state_active = _server._is_rpc_state_active
+#: What `Call` needs of gRPC: were one of them missing, no server would start.
+_RECEIVE_MESSAGE_TOKEN = _server._RECEIVE_MESSAGE_TOKEN
+_SEND_STATUS_TOKEN, _CANCELLED = _server._SEND_STATUS_FROM_SERVER_TOKEN, _server._CANCELLED
+_completion_code, _possibly_finish_call = _server._completion_code, _server._possibly_finish_call
+_send_status_from_server = _server._send_status_from_server
 
 
-class InlineExecutor(ThreadPoolExecutor):
-    """Runs each task on the thread that submits it, which is the one that serves the port.
-
-    gRPC demands a `ThreadPoolExecutor`; this one never makes a thread.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    def submit(self, task: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
-        """Run a task, which must not block."""
-        done: Future[Any] = Future()
-        done.set_result(task(*args, **named))
-        return done
-
-
-class Exchange:
-    """The messages of one call, in both directions.
+class Call(_server._Context):
+    """One call: gRPC's context of it, and its messages in both directions.
 
     gRPC's own handlers have a thread wait for each message that comes or goes, and send the status
     after the last one. Here a thread is needed only once the request is there, and the last message
     of the answer goes with the status: a call of one message each way costs one hand-over between
-    threads instead of three. It uses gRPC's inner functions, which its own handlers consist of.
-
-    Args:
-        messages: what the caller sends.
-        context: of the call.
-        send: sends a message of the answer and waits until it is on its way.
+    threads instead of three. It uses gRPC's inner functions, which its own handlers consist of, and
+    its lock only where two fields must agree.
     """
 
-    def __init__(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[..., None]
-    ) -> None:
-        self.messages = messages
+    @property
+    def messages(self) -> Iterator[bytes]:
         """Iterator of the caller's messages; calls that use `receive` must not use it."""
-        self.context: Any = context
-        self.send = send
+        found: Iterator[bytes] = _server._RequestIterator(self._state, self._rpc_event.call, None)
+        return found
 
     def receive(self, deliver: Callable[[bytes | None], None]) -> None:
-        """Have the port's own thread call ``deliver``, which must not block, with the next message.
+        """Have the port's own thread call ``deliver``, which must not block, with the only message.
 
-        It gets None if there is no message, or the call has ended.
+        It gets None if there is no message, or the call has ended. Only methods that take the call
+        may use this, while they do so: then the call cannot end, and no lock is needed.
         """
-        state, call = self.context._state, self.context._rpc_event.call
+        state: Any = self._state
 
         def received(event: Any) -> Any:
             message = event.batch_operations[0].message()
@@ -85,17 +65,84 @@ class Exchange:
             deliver(message)
             return finished
 
-        with state.condition:
-            is_active = _is_rpc_state_active(state)
-            if is_active:
-                call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), received)
-                state.due.add(_RECEIVE_MESSAGE_TOKEN)
-        if not is_active:
-            deliver(None)
+        self._rpc_event.call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), received)
+        state.due.add(_RECEIVE_MESSAGE_TOKEN)
+
+    def send(self, message: bytes) -> None:
+        """Send a message of the answer and wait until it is on its way."""
+        _server._send_response(self._rpc_event, self._state, message)
 
     def end(self, message: bytes | None = None) -> None:
-        """End the call with the status in its context, and with a last message if there is one."""
-        _status(self.context._rpc_event, self.context._state, message)
+        """End the call with the status in it, and with a last message if there is one."""
+        state: Any = self._state
+        code, details = _completion_code(state), state.details or b""
+        operations = [
+            cygrpc.SendStatusFromServerOperation(state.trailing_metadata, code, details, 0)
+        ]
+        if message is not None:
+            operations.append(cygrpc.SendMessageOperation(message, 0))
+        with state.condition:
+            if state.client is _CANCELLED:
+                return
+            if state.initial_metadata_allowed:
+                operations.append(cygrpc.SendInitialMetadataOperation(None, 0))
+            sent = _send_status_from_server(state, _SEND_STATUS_TOKEN)
+            self._rpc_event.call.start_server_batch(operations, sent)
+            state.statused = True
+            state.due.add(_SEND_STATUS_TOKEN)
+
+    def is_active(self) -> bool:
+        """Return whether the call has not ended."""
+        state = self._state
+        return state.client is not _CANCELLED and not state.statused
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Have ``callback`` called when the call ends; return False if it has.
+
+        In that case it may have been called all the same.
+        """
+        callbacks = self._state.callbacks
+        if callbacks is not None:
+            callbacks.append(callback)
+        return self._state.callbacks is not None
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        """Set what is sent with the status."""
+        self._state.trailing_metadata = trailing_metadata
+
+
+class CallStarter(ThreadPoolExecutor):
+    """Has methods take their calls on the thread that serves the port; it never makes a thread.
+
+    A method is a function of a `Call`, declared to gRPC as one with streams in both directions. It
+    must not block, and answers then or later. gRPC demands a `ThreadPoolExecutor`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def submit(  # type: ignore[override]
+        self, run: Any, serve: Any, event: Any, state: Any, method: Callable[[Call], None], *_: Any
+    ) -> Any:
+        """Have a method take a call, which gRPC would have it ``serve``."""
+        call = Call(event, state, None)
+        try:
+            method(call)
+        except Exception:
+            _LOG.exception("a call could not be taken")
+            call.set_code(grpc.StatusCode.UNKNOWN)
+            call.end()
+        return _TAKEN
+
+
+class _Taken:
+    """What gRPC takes for the future of a call."""
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        callback(self)
+
+
+_TAKEN: Final = _Taken()
 
 
 class ReceiveTimeouts:
@@ -147,25 +194,6 @@ class ReceiveTimeouts:
                     return
 
 
-class NonBlockingMethod:
-    """Base of method handlers that gRPC calls on the port's own thread, and that must not block.
-
-    Such a handler implements ``take``, and answers then or later.
-    """
-
-    experimental_non_blocking: Final = True
-    experimental_thread_pool: Final = InlineExecutor()
-
-    def __call__(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[..., None]
-    ) -> None:
-        self.take(Exchange(messages, context, send))
-
-    def take(self, call: Exchange) -> None:
-        """Refuse a call, or have it answered."""
-        raise NotImplementedError
-
-
 def make_server(
     config: Config, service: str, handlers: Mapping[str, Any], *, shared: bool
 ) -> grpc.Server:
@@ -175,7 +203,7 @@ def make_server(
     distributes the connections.
     """
     return grpc.server(
-        InlineExecutor(),
+        CallStarter(),
         handlers=[grpc.method_handlers_generic_handler(service, dict(handlers))],
         options=[
             ("grpc.max_receive_message_length", config.message_bytes),

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +22,7 @@ from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, DatasetNotFoundError, WarpfitError
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.request import Evaluation, Timings
-from warpfit.server_info import ServerInfo
+from warpfit.server_info import Limits, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.data.files import DataFolder
@@ -74,92 +73,58 @@ class ComputeServicer:
 
     def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Answer:
         """Evaluate a batch and stream the answer while the engine still computes."""
-        with ExitStack() as held:
-            in_flight, decode, evaluation, layout = self._start(message, context, held, fits=False)
-            start = codec.result_start(layout, evaluation.shape(layout))
-            return (yield from self._stream_result(in_flight, start, decode))
+        return self._serve(message, context, fits=False)
 
     def optimize(self, message: bytes, context: grpc.ServicerContext) -> Answer:
         """Fit a batch; stream progress if the request asks for it, then the result."""
-        with ExitStack() as held:
-            in_flight, decode, *_ = self._start(message, context, held, fits=True)
-            return (yield from _stream_fit(in_flight, decode))
+        return self._serve(message, context, fits=True)
 
-    def _start(
-        self, message: bytes, context: grpc.ServicerContext, held: ExitStack, *, fits: bool
-    ) -> tuple[InFlightRequest | SplitRequest, int, Evaluation, Layout]:
-        """Decode, check and admit a request and send it to an engine.
+    def _serve(self, message: bytes, context: grpc.ServicerContext, *, fits: bool) -> Answer:
+        """Decode, check and admit a request, send it to an engine, and stream the answer.
 
-        The message is an OptimizeRequest if it ``fits``, else an EvaluateRequest; ``held`` gives
-        back what the call holds.
-
-        Returns:
-            The request, the nanoseconds that decoding took, the evaluation, its data set's layout.
+        The message is an OptimizeRequest if it ``fits``, else an EvaluateRequest.
         """
         arrived, tenant = time.monotonic_ns(), tenant_of(context)
         limits = self._admission.limits(tenant)
-        parsed: Any = codec.parse_message(
-            pb.OptimizeRequest if fits else pb.EvaluateRequest, message
-        )
-        sent = parsed.problem if fits else parsed
-        check_limit(limits, "tokens", len(sent.programs.codes))
-        check_limit(limits, "loss_tokens", len(sent.loss_function.codes))
-        key = key_of(tenant, codec.check_content_id(sent.content_id))
-        fit = codec.fit_from_message(parsed, key) if fits else None
-        evaluation = codec.evaluation_from_message(parsed, key) if fit is None else fit.problem
-        data = held.enter_context(self._lease(key))
-        layout, shards = data.layout, data.shards
-        nodes = 0 if shards is None else shards.nodes(evaluation.row_range(layout), layout)
-        check_batch(evaluation.batch, limits)
-        if fit is None:
-            evaluation.check_options(layout)
-            evaluation.batch.check_shapes()  # the engine looks at the tokens
-            size = check_result(evaluation, layout, limits, nodes)
-            cost = CallCost.of_evaluation(evaluation, layout)
-        else:
-            fit.check(layout)
-            size, cost = check_fit(fit, layout, limits, nodes), CallCost.of_fit(fit, layout)
-        size += evaluation.batch.values.nbytes - len(sent.programs.values)
-        nanoseconds = self._admission.costs.estimate(cost)
-        held.enter_context(self._admission.reserve(tenant, nanoseconds, size, len(message)))
-        calls.record_work(evaluation, layout)
-        calls.end_decoding()
-        decode = time.monotonic_ns() - arrived
-        _check_wanted(context)
-        if fit is None:
-            request = InFlightRequest.of_evaluation(evaluation, layout, tenant)
-        else:
-            deadline = _stop_time(fit, context.time_remaining())
-            request = InFlightRequest.of_fit(fit, layout, deadline, tenant)
-        in_flight = self._router.start(request, data, nanoseconds)
-        self._end_with_call(in_flight, cost, context, held)
-        return in_flight, decode, evaluation, layout
+        asked, surplus = _decode(message, tenant, limits, fits=fits)
+        problem = asked.problem if isinstance(asked, FitRequest) else asked
+        with self._lease(problem.dataset_id) as data:
+            size, cost = _check(asked, problem, data, limits)
+            nanoseconds = self._admission.costs.estimate(cost)
+            release = self._admission.reserve(tenant, nanoseconds, size + surplus, len(message))
+            try:
+                request = _request(asked, data.layout, context, tenant)
+                work = request.segment_layout
+                calls.record_work(work.programs, work.tokens, work.token_rows)
+                calls.end_decoding()
+                decode = time.monotonic_ns() - arrived
+                _check_wanted(context)
+                in_flight = self._router.start(request, data, nanoseconds)
+                try:
+                    if not context.add_callback(in_flight.cancel):
+                        in_flight.cancel()
+                    if fits:
+                        return (yield from _stream_fit(in_flight, decode))
+                    return (yield from self._stream_result(in_flight, data.layout, decode))
+                finally:
+                    in_flight.close()
+                    self._learn(in_flight, cost)
+            finally:
+                release()
 
-    def _end_with_call(
-        self,
-        in_flight: InFlightRequest | SplitRequest,
-        cost: CallCost,
-        context: grpc.ServicerContext,
-        held: ExitStack,
-    ) -> None:
-        """Cancel a request when its call ends early; at the end close it and learn its time."""
-
-        def learn() -> None:
-            for share, timings in in_flight.shares():
-                part = cost._replace(units=share * cost.units)
-                self._admission.costs.observe(part, timings.compute)
-
-        held.callback(learn)
-        held.callback(in_flight.close)  # before `learn`, as it may still receive the timings
-        if not context.add_callback(in_flight.cancel):
-            in_flight.cancel()
+    def _learn(self, in_flight: InFlightRequest | SplitRequest, cost: CallCost) -> None:
+        """Let the estimates of further calls follow the time that this one has taken."""
+        for share, timings in in_flight.shares():
+            part = CallCost(cost.kind, share * cost.units)
+            self._admission.costs.observe(part, timings.compute)
 
     def _stream_result(
-        self, in_flight: InFlightRequest | SplitRequest, start: bytes, decode: int
+        self, in_flight: InFlightRequest | SplitRequest, data: Layout, decode: int
     ) -> Answer:
         """Send values in chunks as they become ready, and return the last message with the rest."""
         layout = in_flight.segment_layout
         values = layout.view("values", in_flight.segment)
+        start = codec.result_start(data, (layout.programs, layout.vectors, layout.rows))
         message, sent = start, 0
         timings = None
         while timings is None:
@@ -310,6 +275,49 @@ class MainServicer(ComputeServicer):
         return codec.info_to_message(info).SerializeToString()
 
 
+def _decode(
+    message: bytes, tenant: str, limits: Limits, *, fits: bool
+) -> tuple[Evaluation | FitRequest, int]:
+    """Decode a request; return it, and by how many bytes its values are longer than sent."""
+    parsed: Any = codec.parse_message(pb.OptimizeRequest if fits else pb.EvaluateRequest, message)
+    sent = parsed.problem if fits else parsed
+    programs = sent.programs
+    check_limit(limits, "tokens", len(programs.codes))
+    check_limit(limits, "loss_tokens", len(sent.loss_function.codes))
+    key = key_of(tenant, codec.check_content_id(sent.content_id))
+    if fits:
+        fit = codec.fit_from_message(parsed, key)
+        return fit, fit.problem.batch.values.nbytes - len(programs.values)
+    evaluation = codec.evaluation_from_message(parsed, key)
+    return evaluation, evaluation.batch.values.nbytes - len(programs.values)
+
+
+def _check(
+    asked: Evaluation | FitRequest, problem: Evaluation, data: Leased, limits: Limits
+) -> tuple[int, CallCost]:
+    """Check a request on its data set; return the bytes that it takes, and its cost."""
+    layout, shards = data.layout, data.shards
+    nodes = 0 if shards is None else shards.nodes(problem.row_range(layout), layout)
+    check_batch(problem.batch, limits)
+    if isinstance(asked, FitRequest):
+        asked.check(layout)
+        return check_fit(asked, layout, limits, nodes), CallCost.of_fit(asked, layout)
+    problem.check_options(layout)
+    problem.batch.check_shapes()  # the engine looks at the tokens
+    size = check_result(problem, layout, limits, nodes)
+    return size, CallCost.of_evaluation(problem, layout)
+
+
+def _request(
+    asked: Evaluation | FitRequest, layout: Layout, context: grpc.ServicerContext, tenant: str
+) -> InFlightRequest:
+    """Make the request for the engines of one that has been checked."""
+    if isinstance(asked, Evaluation):
+        return InFlightRequest.of_evaluation(asked, layout, tenant)
+    deadline = _stop_time(asked, context.time_remaining())
+    return InFlightRequest.of_fit(asked, layout, deadline, tenant)
+
+
 def _info(dataset: StoredDataset, lost_digits: str = "") -> bytes:
     """Describe a data set."""
     own = dataset.content_id, dataset.layout, lost_digits, dataset.shard_count
@@ -326,7 +334,9 @@ def _check_wanted(context: grpc.ServicerContext) -> None:
 def _record_answer(in_flight: InFlightRequest | SplitRequest, decode: int) -> Timings:
     """Record and return the timings of a call that the engine has finished."""
     assert in_flight.timings is not None  # it has finished
-    timings = replace(in_flight.timings, decode=decode, device=in_flight.device)
+    t = in_flight.timings
+    others = t.queue, t.copy_in, t.compute, t.copy_out, t.tier, t.cache_hits
+    timings = Timings(decode, *others, in_flight.device)
     calls.record_answer(timings)
     return timings
 

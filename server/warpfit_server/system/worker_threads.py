@@ -3,7 +3,6 @@
 import logging
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final
@@ -29,18 +28,18 @@ class Workers:
         self._lock = threading.Lock()
         self._threads = 0
         self._idle = 0
-        self._busy: Counter[str] = Counter()
+        self._busy: dict[str, int] = {}
 
     def has_room(self, owner: str) -> bool:
         """Return whether a task would begin at once and its owner may have one more."""
         if self._idle <= 0 and self._threads >= self._most:
             return False
-        return self._busy[owner] < self._most_each
+        return self._busy.get(owner, 0) < self._most_each
 
     def start(self, owner: str, task: Callable[..., None], *arguments: Any) -> None:
         """Run a task on one of the threads; the caller has asked `has_room`."""
         with self._lock:
-            self._busy[owner] += 1
+            self._busy[owner] = self._busy.get(owner, 0) + 1
             grows = self._idle <= 0 and self._threads < self._most
             if grows:
                 self._threads += 1
@@ -68,9 +67,9 @@ class Workers:
             del found, task, arguments  # an idle thread keeps nothing of the last call alive
             with self._lock:
                 self._idle += 1
-                self._busy[owner] -= 1
-                if not self._busy[owner]:
-                    del self._busy[owner]
+                busy = self._busy.pop(owner)
+                if busy > 1:
+                    self._busy[owner] = busy - 1
 
 
 def take_short_turns() -> None:

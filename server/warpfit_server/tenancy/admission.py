@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Final, NamedTuple
 
 from warpfit.dataset import Layout
@@ -86,10 +87,12 @@ class CallCostModel:
         """Return the estimated engine time in nanoseconds."""
         assumed, size = _assumed(cost.units), _size(cost.units)
         known = self._factors.get(cost.kind, {})
-        below = max((s for s in known if s <= size), default=None)
-        above = min((s for s in known if s >= size), default=None)
+        if size in known:
+            return int(min(_LONGEST_ESTIMATE, assumed * known[size][1]))
+        below = max((s for s in known if s < size), default=None)
+        above = min((s for s in known if s > size), default=None)
         if below is not None and above is not None:
-            share = (size - below) / (above - below) if above > below else 0.0
+            share = (size - below) / (above - below)
             factor = known[below][1] ** (1 - share) * known[above][1] ** share
         else:
             nearest = below if above is None else above
@@ -100,11 +103,11 @@ class CallCostModel:
 
     def observe(self, cost: CallCost, nanoseconds: float) -> None:
         """Add an observation. Takes no lock: losing one of two at the same time does no harm."""
-        known = self._factors.get(cost.kind, {})
-        weight, mean = known.get(_size(cost.units), (1.0, 0.0))
+        known, size = self._factors.get(cost.kind, {}), _size(cost.units)
+        weight, mean = known.get(size, (1.0, 0.0))
         mean += weight * (max(1.0, nanoseconds) / _assumed(cost.units) - mean)
         weight = max(_NEWEST_WEIGHT, 1.0 / (1.0 / weight + 1.0))
-        self._factors[cost.kind] = {**known, _size(cost.units): (weight, mean)}
+        self._factors[cost.kind] = {**known, size: (weight, mean)}
 
 
 def _assumed(units: float) -> float:
@@ -164,7 +167,7 @@ class Admission:
         """Count a call that arrives, unless not ``slot``, and the longest message it may have.
 
         gRPC receives a message completely before it tells the length, so only the longest message
-        that it would receive is sure to be enough; `shrink_message` gives the rest back.
+        that it would receive is sure to be enough; `leave` gives the rest back.
 
         Raises:
             ResourceExhaustedError: if too much is in flight.
@@ -172,39 +175,35 @@ class Admission:
         own = Amounts(limits.requests, self._tenant_quota.nbytes, 0)
         self._acquire(tenant, Amounts(int(slot), self.message_bytes, 0), own)
 
-    def leave(self, tenant: str) -> None:
-        """Give back the slot of a call in flight."""
-        self.quotas.release(tenant, Amounts(calls=1))
-
-    def shrink_message(self, tenant: str, reserved: int, size: int) -> None:
-        """Count ``size`` bytes of a message, 0 once it is freed, instead of ``reserved``."""
-        if size < reserved:
-            self.quotas.release(tenant, Amounts(nbytes=reserved - size))
+    def leave(self, tenant: str, slots: int, nbytes: int) -> None:
+        """Give back slots of calls in flight, and bytes of their messages."""
+        self.quotas.release(tenant, Amounts(slots, nbytes))
 
     def reserve(
         self, tenant: str, nanoseconds: int, answer: int, message: int
-    ) -> AbstractContextManager[None]:
+    ) -> Callable[[], None]:
         """Count the estimated engine time and the bytes of ``answer`` while a call waits and runs.
 
         The bytes of its ``message`` are counted already.
 
+        Returns:
+            What ends that.
+
         Raises:
             ResourceExhaustedError: if too much is in flight.
         """
-        engine_ns = min(self._longest_work, nanoseconds)
-        return self._reserve(tenant, Amounts(0, answer, engine_ns), message)
-
-    def reserve_bytes(self, tenant: str, nbytes: int) -> AbstractContextManager[None]:
-        """Count bytes of memory in a ``with`` block; see `reserve` for the error."""
-        return self._reserve(tenant, Amounts(nbytes=nbytes))
+        amount = Amounts(0, answer, min(self._longest_work, nanoseconds))
+        self._acquire(tenant, amount, self._tenant_quota, message)
+        return partial(self.quotas.release, tenant, amount)
 
     @contextmanager
-    def _reserve(self, tenant: str, amount: Amounts, held: int = 0) -> Iterator[None]:
-        self._acquire(tenant, amount, self._tenant_quota, held)
+    def reserve_bytes(self, tenant: str, nbytes: int) -> Iterator[None]:
+        """Count bytes of memory in a ``with`` block; see `reserve` for the error."""
+        release = self.reserve(tenant, 0, nbytes, 0)
         try:
             yield
         finally:
-            self.quotas.release(tenant, amount)
+            release()
 
     def _acquire(self, tenant: str, amount: Amounts, own: Amounts, held: int = 0) -> None:
         exceeded = self.quotas.acquire(tenant, amount, own, self._server_quota, held)

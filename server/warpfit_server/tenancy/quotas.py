@@ -66,6 +66,7 @@ class QuotaTable:
         self._processes = processes
         self._process = process
         self._columns = tuple(_COLUMNS + processes * i for i in range(len(Amounts._fields)))
+        self._own_columns = tuple(column + process for column in self._columns)
         self._entry_words = _COLUMNS + len(Amounts._fields) * processes
         self._map = mmap.mmap(descriptor, _table_bytes(processes, engines))
         self._work = [
@@ -106,20 +107,22 @@ class QuotaTable:
             self._add(offset, amount, -1)
 
     def _add(self, offset: int, amount: Amounts, sign: int) -> None:
-        for more, column in zip(amount, self._columns, strict=True):
+        words = self._words
+        for more, column in zip(amount, self._own_columns, strict=True):
             if more:
-                self._words[_SERVER + column + self._process] += sign * more
-                self._words[offset + column + self._process] += sign * more
+                words[_SERVER + column] += sign * more
+                words[offset + column] += sign * more
 
     def _find_exceeded(
         self, offset: int, amount: Amounts, own: Amounts, server: Amounts, held: int
     ) -> Exceeded | None:
+        words, processes = self._words, self._processes
         alone = (0, amount.nbytes + held, amount.engine_ns)
-        for index, more in enumerate(amount):
+        for index, (more, column) in enumerate(zip(amount, self._columns, strict=True)):
             if not more:
                 continue
             for entry, limits, of_tenant in ((_SERVER, server, False), (offset, own, True)):
-                used = self._sum(entry + self._columns[index])
+                used = sum(words[entry + column : entry + column + processes])
                 if used > limits[index] and used > alone[index]:
                     name = Amounts._fields[index]
                     return Exceeded(name, of_tenant, used - more, limits[index])

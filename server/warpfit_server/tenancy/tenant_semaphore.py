@@ -6,7 +6,7 @@ calls of each tenant are decoded at a time; its others wait in order of arrival,
 """
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -21,7 +21,7 @@ class TenantSemaphore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside: Counter[str] = Counter()
+        self._inside: dict[str, int] = {}
         self._waiting: dict[str, deque[threading.Event]] = {}
 
     def acquire(self, tenant: str, check_wanted: Callable[[], None] = lambda: None) -> None:
@@ -30,8 +30,9 @@ class TenantSemaphore:
         ``check_wanted`` is called again and again while the thread waits; its error ends the wait.
         """
         with self._lock:
-            if self._inside[tenant] < _MOST:
-                self._inside[tenant] += 1
+            inside = self._inside.get(tenant, 0)
+            if inside < _MOST:
+                self._inside[tenant] = inside + 1
                 return
             turn = threading.Event()
             self._waiting.setdefault(tenant, deque()).append(turn)
@@ -63,6 +64,6 @@ class TenantSemaphore:
                 if not waiting:
                     del self._waiting[tenant]
                 return
-            self._inside[tenant] -= 1
-            if not self._inside[tenant]:
-                del self._inside[tenant]
+            inside = self._inside.pop(tenant)
+            if inside > 1:
+                self._inside[tenant] = inside - 1

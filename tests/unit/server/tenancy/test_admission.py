@@ -46,8 +46,8 @@ class TestSlots:
         assert caught.value.retry_after > 0
         assert "--max-requests" in caught.value.remedy
         assert (caught.value.needed, caught.value.available) == (1, 1)
-        admission.leave("a")
-        admission.shrink_message("a", admission.message_bytes, 0)
+        admission.leave("a", 1, 0)
+        admission.leave("a", 0, admission.message_bytes)
         enter(admission, "b")
 
     def test_a_message_counts_as_the_longest_until_its_length_is_known(self):
@@ -58,11 +58,11 @@ class TestSlots:
             enter(admission, "b")
         assert (caught.value.reason, caught.value.retry_after > 0) == ("QUEUE_FULL", True)
         assert "--max-pending-bytes" in caught.value.remedy
-        admission.shrink_message("a", admission.message_bytes, 100)
+        admission.leave("a", 0, admission.message_bytes - 100)
         assert admission.quotas.in_flight("a") == Amounts(3, (8 << 20) + 100, 0)
         with pytest.raises(ResourceExhaustedError):
             enter(admission, "b")
-        admission.shrink_message("a", 100, 0)
+        admission.leave("a", 0, 100)
         enter(admission, "b")
 
     def test_a_refusal_does_not_tell_what_other_tenants_have_in_flight(self):
@@ -79,7 +79,7 @@ class TestSlots:
         with ExitStack() as held:
             for _ in range(2):
                 enter(admission, "a")
-                held.enter_context(reserve(admission, rows=10**8))  # 0.03 s each
+                held.callback(reserve(admission, rows=10**8))  # 0.03 s each
             moments = []
             for _ in range(8):
                 with pytest.raises(ResourceExhaustedError) as caught:
@@ -103,21 +103,22 @@ class TestQueue:
         admission = make_admission(max_queue_seconds=1.0)
         with ExitStack() as held:
             for _ in range(2):  # each takes hours, and counts as half of the queue
-                held.enter_context(reserve(admission, rows=10**14))
+                held.callback(reserve(admission, rows=10**14))
             assert admission.quotas.in_flight("a").engine_ns == 10**9
             with pytest.raises(ResourceExhaustedError, match="of this tenant"):
-                held.enter_context(reserve(admission, rows=10**6))
+                held.callback(reserve(admission, rows=10**6))
             for _ in range(2):
-                held.enter_context(reserve(admission, rows=10**14, tenant="b"))
+                held.callback(reserve(admission, rows=10**14, tenant="b"))
 
     def test_one_long_call_leaves_half_of_the_queue_to_its_tenant(self):
         admission = make_admission(max_queue_seconds=1.0)
-        with reserve(admission, rows=10**14), reserve(admission, rows=10**9):
-            assert 0.5e9 < admission.quotas.in_flight("a").engine_ns <= 1e9
+        for rows in (10**14, 10**9):
+            reserve(admission, rows=rows)
+        assert 0.5e9 < admission.quotas.in_flight("a").engine_ns <= 1e9
 
     def test_a_call_that_fails_gives_its_reservation_back(self):
         admission = make_admission()
-        with pytest.raises(ValueError, match="x"), reserve(admission):
+        with pytest.raises(ValueError, match="x"), admission.reserve_bytes("a", 1):
             assert admission.quotas.in_flight().nbytes == 1
             raise ValueError("x")
         assert admission.quotas.in_flight() == Amounts()
@@ -127,8 +128,10 @@ class TestQueue:
         fit = FitRequest(PROBLEM, FitSettings(max_iterations=2**32 - 1))
         layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
         nanoseconds = admission.costs.estimate(CallCost.of_fit(fit, layout))
-        with admission.reserve("a", nanoseconds, 1, 0):
-            assert admission.quotas.in_flight().engine_ns == 30 * 10**9
+        release = admission.reserve("a", nanoseconds, 1, 0)
+        assert admission.quotas.in_flight().engine_ns == 30 * 10**9
+        release()
+        assert admission.quotas.in_flight() == Amounts()
         assert CallCostModel().estimate(CallCost("fit", 1e30)) == 2**50
 
 
