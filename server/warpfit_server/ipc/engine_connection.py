@@ -53,6 +53,8 @@ class EngineConnection:
         lives, and by `renew` if there is none."""
         self.report: Callable[[InterruptedBatch | ClearedSuspect], None] = lambda outcome: None
         """Called with what became of requests that were lost, and of suspects."""
+        self.may_poll: Callable[[], bool] = lambda: False
+        """Tells whether a call that waits may poll for its reply instead of sleeping."""
         self.suspects = suspects or KnownSuspects()
         self._channel: Channel | None = None
         self._replies: ReplyDispatcher | None = None
@@ -75,7 +77,7 @@ class EngineConnection:
         channel = Channel(end)
         channel.give_up_after(_SEND_SECONDS)
         try:
-            replies = ReplyDispatcher(channel, self._deliver)
+            replies = ReplyDispatcher(channel, self._deliver, lambda: self.may_poll())
         except OSError as error:
             channel.close()
             raise shortage(error) or error from error

@@ -16,13 +16,10 @@ from typing import Any, Final
 
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.messages import Message
-from warpfit_server.system.resources import available_cores
 
 #: Seconds that a lone leader polls before it sleeps: an idle core of a virtual machine takes some
 #: 50 to 100 microseconds to wake up.
 _POLL_SECONDS: Final = 0.001
-#: Cores from which on one of them is spared for that.
-_MANY_CORES: Final = 8
 #: What a thread finds in its queue when it becomes the leader.
 _LEAD: Final = object()
 
@@ -31,12 +28,18 @@ class ReplyDispatcher:
     """Reads the replies that come over a channel.
 
     ``deliver`` puts a message into the queue of the request that it is for; `watch` closes the
-    channel.
+    channel. ``may_poll`` tells whether a core may be spent on waiting.
     """
 
-    def __init__(self, channel: Channel, deliver: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        deliver: Callable[[Message], None],
+        may_poll: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._channel = channel
         self._deliver = deliver
+        self._may_poll = may_poll
         self._lock = threading.Lock()
         """Guards what follows."""
         self._leader: SimpleQueue[Any] | None = None
@@ -48,7 +51,6 @@ class ReplyDispatcher:
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
-        self._has_many_cores = available_cores() >= _MANY_CORES
 
     def next_reply(self, queue: SimpleQueue[Any]) -> Any:
         """Wait for the next entry of a request's queue; lead if no other thread does."""
@@ -110,10 +112,10 @@ class ReplyDispatcher:
     def _lead(self, queue: SimpleQueue[Any]) -> None:
         """Read until this queue has an entry or the channel is closed."""
         with self._reading:
-            end = time.perf_counter() + _POLL_SECONDS
+            end = time.perf_counter() + _POLL_SECONDS if self._may_poll() else 0.0
             while queue.empty() and not self._is_closed:
-                keeps_polling = self._has_many_cores and not self._followers
-                if not self._read(0 if keeps_polling and time.perf_counter() < end else None):
+                keeps_polling = not self._followers and time.perf_counter() < end
+                if not self._read(0 if keeps_polling else None):
                     return
 
     def _read(self, timeout: int | None) -> bool:

@@ -27,6 +27,7 @@ from warpfit_server.ipc.in_flight_request import InFlightRequest, unavailable
 from warpfit_server.ipc.segment_layout import MOST_PARTS
 from warpfit_server.ipc.split_request import SplitRequest, end_parts
 from warpfit_server.row_blocks import Shards
+from warpfit_server.system.resources import available_cores
 from warpfit_server.tenancy.quotas import QuotaTable
 
 #: Bytes of a data set that an engine loads in a nanosecond.
@@ -37,6 +38,8 @@ _EQUAL_PART: Final = 0.5
 _LEAST_PART: Final = 2_000_000
 #: An engine is idle for a request if its outstanding work is at most this part of the request.
 _IDLE_PART: Final = 0.1
+#: Cores for each call in flight from which on calls poll for their answers.
+_CORES_A_CALL: Final = 8
 _MASK, _MIXER = 2**32 - 1, 2654435761
 
 
@@ -72,6 +75,9 @@ class Router:
         self._connections = connections
         self._labels = labels
         self._table = table
+        self._most_polling = available_cores() // _CORES_A_CALL
+        for connection in connections:
+            connection.may_poll = self._has_idle_cores
         self.serving: frozenset[str] = frozenset()
         """Labels of the devices that answer rightly; calls avoid the others where they can."""
 
@@ -236,6 +242,10 @@ class Router:
             return False
         # In fast mode one search that leaves the range of float32 has all computed precisely.
         return not (request.is_fit and evaluation.precision is Precision.FAST)
+
+    def _has_idle_cores(self) -> bool:
+        """Return whether so few calls are in flight that each may poll for its answer."""
+        return self._table.in_flight().calls <= self._most_polling
 
     def _charge(self, number: int, nanoseconds: int) -> Callable[[], None]:
         """Count outstanding work of an engine; return what ends that."""

@@ -14,7 +14,7 @@ from warpfit.errors import CancelledError, ResourceExhaustedError, UnavailableEr
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
-from warpfit_server.ipc import messages, reply_dispatcher
+from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.segments import SegmentPool
@@ -26,18 +26,13 @@ EVALUATION = Evaluation(
 SECONDS = 20.0
 
 
-@pytest.fixture(params=[1, 64], ids=["few cores", "many cores"], autouse=True)
-def cores(request, monkeypatch):
-    """Machines with few and many cores; with many, a waiting call polls before it sleeps."""
-    monkeypatch.setattr(reply_dispatcher, "available_cores", lambda: request.param)
-
-
 class Front:
     """A connection, and threads that call over it."""
 
-    def __init__(self):
+    def __init__(self, *, polls):
         self.lost = threading.Event()
         self.connection = EngineConnection(SegmentPool(1 << 24))
+        self.connection.may_poll = lambda: polls
         self.connection.on_loss = self.lost.set
         self.calls = ThreadPoolExecutor(32)
 
@@ -69,9 +64,10 @@ class Front:
         assert waiting.result(SECONDS) == run.number
 
 
-@pytest.fixture
-def front():
-    made = Front()
+@pytest.fixture(params=[False, True], ids=["sleeps", "polls"])
+def front(request):
+    """A connection whose calls poll before they sleep, or sleep at once."""
+    made = Front(polls=request.param)
     yield made
     made.connection.shut()
     made.calls.shutdown()

@@ -17,7 +17,7 @@ from warpfit_server.ipc.quarantine import InterruptedBatch, KnownSuspects, Quara
 from warpfit_server.ipc.router import Router, equal_bounds
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.ipc.split_request import SplitRequest
-from warpfit_server.tenancy.quotas import QuotaTable
+from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 
 DATASET = Dataset.of(np.ones((1000, 3), "f4"), np.ones(1000, "f4"))
 MILLISECOND = 1_000_000
@@ -216,3 +216,15 @@ def test_bounds_are_ascending_and_about_equal(lengths, parts):
     tokens = np.diff(batch.starts[bounds])
     if len(lengths) >= 4 * parts:
         assert tokens.max() <= total.sum() / parts + 2 * total.max() + parts
+
+
+def test_calls_poll_for_their_answers_only_while_cores_are_idle(monkeypatch):
+    monkeypatch.setattr("warpfit_server.ipc.router.available_cores", lambda: 16)
+    front = Front(1)
+    (connection,) = front.connections
+    polls = []
+    for _ in range(4):
+        polls.append(connection.may_poll())
+        front.table.acquire("a", Amounts(calls=1), Amounts(9, 0, 0), Amounts(9, 0, 0))
+    assert polls == [True, True, True, False]
+    front.table.close()
