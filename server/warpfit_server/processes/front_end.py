@@ -39,7 +39,6 @@ from warpfit_server.observability.calls import Observer, forwarded_metadata
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.tracing import make_tracer
-from warpfit_server.processes.engine_supervisor import settled
 from warpfit_server.processes.probe import Probe
 from warpfit_server.row_blocks import Shards
 from warpfit_server.rpc.health import Health
@@ -66,13 +65,20 @@ class _LeasedDataset:
     Implements `warpfit_server.ipc.router.Leased`.
     """
 
+    layout: Layout
+    """Layout of the data set, once the main process has answered."""
+
     def __init__(self, key: bytes, request_load: Callable[[int, bytes], Future[None]]) -> None:
-        self.answer: Future[Layout] = Future()
-        """Its layout, once the main process has answered."""
+        self.answer: Future[None] = Future()
+        """Done once the main process has answered."""
+        self.is_usable = False
+        """Whether it has leased the data set."""
         self.shards: Shards | None = None
         """Its shards if it is sharded, likewise."""
+        self.loaded: set[int] = set()
+        """Engines that have loaded it, as far as this process knows."""
         self.loads: dict[int, Future[None]] = {}
-        """Engines that have loaded it, or were asked to."""
+        """Engines that were asked to load it."""
         self.uses = 0
         self.idle_since = 0.0
         self.is_released = False
@@ -83,15 +89,15 @@ class _LeasedDataset:
         self._request_load = request_load
         self._lock = threading.Lock()
 
-    @property
-    def layout(self) -> Layout:
-        """Layout of the data set; waits for the main process."""
-        return self.answer.result()
+    def take(self, lease: messages.DatasetLease, layout: Layout) -> None:
+        """Take the main process's answer."""
+        self.layout, self.shards, self.loaded = layout, lease.shards, set(lease.engines)
+        self.is_usable = True
+        self.answer.set_result(None)
 
     def has(self, engine: int) -> bool:
         """Return whether an engine has loaded the data set, as far as this process knows."""
-        load = self.loads.get(engine)
-        return load is not None and load.done() and load.exception() is None
+        return engine in self.loaded
 
     def load(self, engine: int) -> Future[None]:
         """Have an engine load the data set, unless it has or has no room."""
@@ -99,7 +105,12 @@ class _LeasedDataset:
             load = self.loads.get(engine)
             if load is None or (load.done() and isinstance(load.exception(), UnavailableError)):
                 load = self.loads[engine] = self._request_load(engine, self._key)
-            return load
+        load.add_done_callback(partial(self._ended, engine))
+        return load
+
+    def _ended(self, engine: int, load: Future[None]) -> None:
+        if load.exception() is None:
+            self.loaded.add(engine)
 
 
 class BorrowedLeases:
@@ -122,7 +133,8 @@ class BorrowedLeases:
                 self._leased[key] = dataset
             dataset.uses += 1
         try:
-            dataset.answer.result()
+            if not dataset.is_usable:
+                dataset.answer.result()
             yield dataset
         finally:
             with self._lock:
@@ -139,9 +151,7 @@ class BorrowedLeases:
                 self._leased.pop(lease.key).answer.set_exception(error)
                 return
             dataset = self._leased[lease.key]
-            dataset.loads = dict.fromkeys(lease.engines, settled())
-            dataset.shards = lease.shards
-            dataset.answer.set_result(lease.layout)
+            dataset.take(lease, lease.layout)
             if dataset.is_released:
                 self._return(lease.key)
 
