@@ -163,6 +163,8 @@ static T atomicMin(T* place, N number) {
 #define MOST_THREADS 1024
 #define STACK_BYTES (256 << 10)
 #define SHARED_BYTES (227 << 10)
+// Behind the shared memory of a block, which writes nothing there.
+#define GUARD_BYTES 4096
 #define LANES_OF_WARP 32
 
 struct Fiber {
@@ -247,14 +249,15 @@ static void run_block(unsigned char* stacks, int threads) {
     }
 }
 
-// Returns 1 for what no device would launch. `arguments` are as for cuLaunchKernel.
+// Returns 1 for what no device would launch, and for a block that writes behind its shared memory.
+// `arguments` are as for cuLaunchKernel.
 extern "C" int launch_kernel(void (*entry)(void**), const unsigned* grid, const unsigned* threads,
                              unsigned shared, void** arguments) {
   static unsigned char* stacks;
   if (!stacks) {
     stacks = (unsigned char*)malloc((size_t)MOST_THREADS * STACK_BYTES);
     fibers = (Fiber*)calloc(MOST_THREADS, sizeof(Fiber));
-    dynamic_shared = (unsigned char*)aligned_alloc(256, 1 << 20);
+    dynamic_shared = (unsigned char*)aligned_alloc(256, (1 << 20) + GUARD_BYTES);
   }
   const unsigned count = threads[0] * threads[1] * threads[2];
   if (!count || count > MOST_THREADS || shared > SHARED_BYTES) return 1;
@@ -267,8 +270,10 @@ extern "C" int launch_kernel(void (*entry)(void**), const unsigned* grid, const 
     for (unsigned y = 0; y < grid[1]; ++y)
       for (unsigned x = 0; x < grid[0]; ++x) {
         blockIdx = {x, y, z};
-        memset(dynamic_shared, 0xA5, shared);
+        memset(dynamic_shared, 0xA5, shared + GUARD_BYTES);
         run_block(stacks, count);
+        for (unsigned k = 0; k < GUARD_BYTES; ++k)
+          if (dynamic_shared[shared + k] != 0xA5) return 1;
       }
   return 0;
 }

@@ -7,16 +7,22 @@ import pytest
 
 from support.emulators.host_device import install
 from support.engines.derivative_suite import (  # noqa: F401
+    LOSSES,
     make_dataset,
     smooth_programs,
     test_a_selection_of_programs_gives_the_bits_of_the_programs_alone,
     test_cancelled,
+    test_long_scalars,
+    test_many_parameters,
     test_parameter_vectors,
+    test_random_programs,
     test_row_ranges,
 )
+from support.engines.derivative_suite import test_linearisation as check_linearisation
 from support.engines.derivatives import derive
 from support.engines.evaluations import Evaluate
 from support.engines.fits import fit
+from support.engines.operators import check_node_by_node
 from support.engines.reference_losses import reference_loss
 from support.engines.shards import REQUESTS, check_evaluation
 from warpfit.dataset import Dataset
@@ -51,6 +57,11 @@ def engine(engines):
 
 
 @pytest.fixture(scope="module")
+def flavour():
+    return "float64", Precision.PRECISE, 1e-9
+
+
+@pytest.fixture(scope="module")
 def batch():
     drawn, parameters = thesis_mix(1, 24, variables=4)
     return drawn, parameters
@@ -76,6 +87,16 @@ def test_values_and_losses_are_numpys_in_any_pieces(engines, batch, dtype, preci
             )
             loss = reference_loss(Loss.MSE, values, data.target[rows], data.weights[rows])
             np.testing.assert_allclose(whole.losses[index], loss, rtol=10 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_random_programs_node_by_node(engine, dtype):
+    check_node_by_node(Evaluate(engine), dtype, roots=60, tokens=50)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_passes_of_fits_are_numpys(engine, flavour, loss):
+    check_linearisation(engine, loss, loss != "poisson", flavour, 130)
 
 
 @pytest.mark.parametrize("wanted", REQUESTS)
