@@ -12,6 +12,7 @@ from warpfit_server.config import Config
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.server import Server
 from warpfit_server.system.address_file import address_file
+from warpfit_server.system.resources import keep_freed_memory
 from warpfit_server.system.worker_threads import take_short_turns
 
 #: Seconds between two looks at the received signals.
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = Config.from_arguments(arguments)
     configure_logging(config.log_level, config.log_format)
     take_short_turns()
+    keep_freed_memory()
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _: signals.append(got))

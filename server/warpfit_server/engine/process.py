@@ -32,6 +32,7 @@ from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.system.compile_cache import default_cache_directory
+from warpfit_server.system.resources import keep_freed_memory
 from warpfit_server.system.shortages import shortage, too_many_files
 from warpfit_server.system.worker_threads import take_short_turns
 
@@ -164,6 +165,7 @@ def main(arguments: Sequence[str]) -> None:
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
     take_short_turns()
+    keep_freed_memory()
     channel = Channel(socket.socket(fileno=int(descriptor)))
     device = config.engines[int(number)]
     cache_directory = config.cache_path or default_cache_directory()

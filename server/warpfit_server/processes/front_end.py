@@ -45,6 +45,7 @@ from warpfit_server.rpc.health import Health
 from warpfit_server.rpc.interceptor import Interceptor
 from warpfit_server.rpc.port import listen, make_server
 from warpfit_server.rpc.servicer import SERVICE_NAME, ComputeServicer
+from warpfit_server.system.resources import keep_freed_memory
 from warpfit_server.system.worker_threads import take_short_turns
 from warpfit_server.tenancy.authentication import FORWARDED_METADATA_KEY
 from warpfit_server.tenancy.quotas import QuotaTable
@@ -359,6 +360,7 @@ def main(arguments: Sequence[str]) -> None:
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
     take_short_turns()
+    keep_freed_memory()
     control = Channel(socket.socket(fileno=int(descriptor)))
     try:
         start, _ = control.receive()

@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
-#: M_TRIM_THRESHOLD of glibc's mallopt.
-_TRIM_THRESHOLD: Final = -1
+#: Parameters of glibc's mallopt: free bytes at the end of a heap from which on they go back to the
+#: system, and bytes of a block from which on it is mapped by itself.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_KEPT: Final = MappingProxyType({_TRIM_THRESHOLD: 32 << 20, _MMAP_THRESHOLD: 16 << 20})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,22 @@ def _text(path: Path) -> str:
         return ""
 
 
+def keep_freed_memory() -> None:
+    """Have the C library (glibc) use freed blocks of up to 16 MiB again.
+
+    By default it returns blocks of 128 KiB to the system, until it has seen larger ones; those of
+    the next batch then take a page fault for every 4 KiB, longer than all decoding.
+    """
+    with suppress(AttributeError):
+        for parameter, size in _KEPT.items():
+            ctypes.CDLL(None).mallopt(parameter, size)
+
+
 def give_back_memory() -> None:
     """Return free memory of the C library to the system, if it can (glibc).
 
-    It keeps freed blocks of up to 32 MiB for each thread. Those at the end of the calling thread's
-    own heap go only when a block there is freed while the threshold is low.
+    That at the end of the calling thread's own heap goes only when a block there is freed while the
+    threshold is low.
     """
     with suppress(AttributeError):
         library = ctypes.CDLL(None)
@@ -89,4 +103,4 @@ def give_back_memory() -> None:
         library.malloc.restype = ctypes.c_void_p
         library.mallopt(_TRIM_THRESHOLD, 0)
         library.free(ctypes.c_void_p(library.malloc(1 << 17)))
-        library.mallopt(_TRIM_THRESHOLD, 64 << 20)  # where glibc itself arrives with large blocks
+        library.mallopt(_TRIM_THRESHOLD, _KEPT[_TRIM_THRESHOLD])

@@ -1,6 +1,8 @@
 """Processors and memory that a process may use."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -91,3 +93,26 @@ def test_this_process_has_some(monkeypatch):
     monkeypatch.undo()
     assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
     assert available_memory() > 1 << 28
+
+
+_FAULTS = """
+import resource
+import numpy as np
+from warpfit_server.system.resources import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+keep_freed_memory()
+before = faults()
+for _ in range(100):
+    batch = [np.ones(1 << 17) for _ in range(4)]
+    del batch
+print(faults() - before)
+"""
+
+
+def test_freed_blocks_of_a_batch_are_used_again_without_page_faults():
+    command = (sys.executable, "-c", _FAULTS)
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert int(ended.stdout) < 3_000, "the first ones have 1,024 pages; all have 102,400"
