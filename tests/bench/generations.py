@@ -94,9 +94,8 @@ def flat_run(client: warpfit.Client, count: int, rows: int) -> dict[str, Any]:
     data = client.upload(*table(rows))
 
     def parents(losses: np.ndarray) -> np.ndarray:
-        entrants = rng.integers(len(losses), size=(int(OFFSPRING * count), 3))
-        best = np.argmin(losses[entrants], axis=1)
-        return np.take_along_axis(entrants, best[:, None], axis=1)[:, 0]
+        ranks = rng.integers(len(losses), size=(3, int(OFFSPRING * count)))
+        return np.argsort(losses)[ranks.min(axis=0)]
 
     genomes, walls, answers, evaluated = breeder.first(count), [], [], []
     for _ in range(GENERATIONS):

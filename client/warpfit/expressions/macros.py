@@ -198,7 +198,7 @@ class Macros:
 
         An InvalidArgumentError with its index says that a program becomes too long.
         """
-        if not (ARITIES[codes] < 0).any():
+        if not (ARITIES < 0).take(codes).any():
             return codes, values, lengths.astype(np.uint32)
         all_codes, all_values, sizes = bytearray(), array("d"), []
         ends = np.cumsum(lengths).tolist()

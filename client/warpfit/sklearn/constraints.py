@@ -156,7 +156,7 @@ def _nesting_check(outer: int, inner: int, limit: int) -> Callable[[Genomes], Ma
             third = np.where(OPERANDS[code] > 2, c, 0)
             return np.maximum(np.maximum(a, second), third) + (code == inner)
 
-        nested = fold(genomes.codes, np.zeros(genomes.codes.shape, np.int64), join)
+        nested = fold(genomes, np.zeros(genomes.codes.shape, np.int64), join)
         own = int(outer == inner)
         return np.asarray(genomes.totals((genomes.codes == outer) & (nested - own > limit)) == 0)
 

@@ -6,8 +6,7 @@ one token. Operations are vectorised over the tokens; those over trees loop over
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeAlias
 
@@ -34,16 +33,13 @@ _COMMUTATIVE: Final = np.isin(
 _SCALING: Final = np.isin(np.arange(256), [ADD, SUB, MUL, DIV])
 #: Operands of each code, that of a macro too; 0 for leaves and behind the end.
 OPERANDS: Final = MACROS.operands
-#: Tokens that are worked on at a time, about: what is made of them for a short time stays in the
-#: caches, and in memory that the allocator does not give back to the system.
-_BLOCK: Final = 1 << 16
 #: Odd 64-bit numbers that mix hashes (from the fractional parts of square roots of primes).
 _MIX: Final = np.array(
     [0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1], np.uint64
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Genomes:
     """Formulas without slope and intercept, which a search fits to each of them."""
 
@@ -53,6 +49,8 @@ class Genomes:
     """Index of a variable, value of a constant, else 0; [tokens]."""
     starts: Indices
     """Index of each formula's first token, and the total at the end; [formulas + 1]."""
+    known: tuple[NDArray[Any], ...] = ()
+    """`spans` and hash (or 0) of each subtree, once found; what is made of formulas keeps them."""
 
     @classmethod
     def of(cls, programs: Sequence[Program]) -> Self:
@@ -69,16 +67,27 @@ class Genomes:
         return self.assembled(self.starts[:-1][index][:, None], self.sizes[index][:, None])
 
     @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Codes, values, and what is known of the tokens."""
+        return self.codes, self.values, *self.known
+
+    def made(self, make: Callable[[NDArray[Any]], NDArray[Any]], starts: Indices) -> Genomes:
+        """Return formulas whose tokens are made of these in the same way for each of the arrays."""
+        codes, values, *known = map(make, self.arrays)
+        return Genomes(codes, values, starts, tuple(known))
+
+    @property
     def sizes(self) -> Indices:
         """Tokens of each formula."""
         return np.diff(self.starts)
 
     @property
-    def trees(self) -> Indices:
-        """First token of the subtree that ends at each token; [tokens]."""
-        parts = [subtree_starts(OPERANDS.take(block.codes)) for block in self.blocks()]
-        starts = itertools.accumulate(map(len, parts), initial=0)
-        return np.concatenate([part + start for part, start in zip(parts, starts, strict=False)])
+    def spans(self) -> Indices:
+        """Tokens of the subtree that ends at each token; [tokens]."""
+        if not self.known:
+            spans = np.arange(1, len(self.codes) + 1) - subtree_starts(OPERANDS.take(self.codes))
+            self.known = spans, np.zeros(len(spans), np.uint64)
+        return self.known[0]
 
     @property
     def constants(self) -> Indices:
@@ -90,36 +99,15 @@ class Genomes:
         return np.diff(_bounds(numbers)[self.starts])
 
     def assembled(self, firsts: Indices, lengths: Indices) -> Genomes:
-        """Return formulas that are made of pieces of the tokens.
+        """Return formulas that are made of pieces of the tokens, which keep what is known of them.
 
         Args:
             firsts: index of the first token of each piece, [formulas, pieces].
             lengths: tokens of each piece; of the same shape.
 
         """
-        starts = _bounds(lengths.sum(axis=1))
-        parts = [self._gathered(firsts[part], lengths[part]) for part in _blocks(starts)]
-        codes, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        return Genomes(codes, values, starts)
-
-    def _gathered(self, firsts: Indices, lengths: Indices) -> tuple[Codes, Floats]:
-        bounds = _bounds(lengths)
-        index = np.arange(bounds[-1])
-        index += np.repeat(firsts.ravel() - bounds[:-1], lengths.ravel())
-        return self.codes.take(index), self.values.take(index)
-
-    def blocks(self) -> Iterator[Genomes]:
-        """Yield views of a part of the formulas each."""
-        for part in _blocks(self.starts):
-            starts = self.starts[part.start : part.stop + 1]
-            tokens = slice(starts[0], starts[-1])
-            yield Genomes(self.codes[tokens], self.values[tokens], starts - starts[0])
-
-    def reduced(self, kept: Mask) -> Genomes:
-        """Return the formulas without some of their tokens; ``kept`` is [tokens]."""
-        index = np.flatnonzero(kept)
-        starts = np.searchsorted(index, self.starts)
-        return Genomes(self.codes.take(index), self.values.take(index), starts)
+        index, bounds = ranges(firsts.ravel(), lengths.ravel())
+        return self.made(lambda array: array.take(index), bounds[:: lengths.shape[1]])
 
     def population(self) -> Population:
         """Return the formulas with their constants, and with macros written out."""
@@ -136,19 +124,20 @@ class Genomes:
         inner = Genomes(codes, values, self.starts)
         plain = packed([inner, parameters[0], ends[0], parameters[1], ends[1]]).population()
         numbers = [tokens(np.full(len(self), CONSTANT), part) for part in (slopes, intercepts)]
+        inner = self.made(lambda array: array[constant], _bounds(counts))
         return Batch(
             plain.codes,
             plain.values,
             plain.lengths,
             parameter_counts=(counts + 2).astype(np.uint32),
-            parameters=packed([self.reduced(constant), *numbers]).values,
+            parameters=packed([inner, *numbers]).values,
         )
 
     def with_constants(self, numbers: Floats) -> Genomes:
         """Return the formulas with other constants: those of all formulas in turn; flat."""
         values = self.values.copy()
         values[self.codes == CONSTANT] = numbers
-        return Genomes(self.codes, values, self.starts)
+        return Genomes(self.codes, values, self.starts, self.known)
 
     def program(self, row: int) -> Program:
         """Return one formula."""
@@ -161,24 +150,26 @@ def _bounds(lengths: NDArray[Any]) -> Indices:
     return bounds
 
 
-def _blocks(starts: Indices) -> list[slice]:
-    """Divide formulas, given as in `Genomes`, into slices of about `_BLOCK` tokens."""
-    ends = np.unique(np.searchsorted(starts, np.arange(_BLOCK, starts[-1], _BLOCK)))
-    return [slice(*pair) for pair in itertools.pairwise([0, *ends.tolist(), len(starts) - 1])]
+def ranges(firsts: Indices, lengths: Indices) -> tuple[Indices, Indices]:
+    """Return the numbers of ranges one after the other, and where each begins, and the total."""
+    bounds = _bounds(lengths)
+    numbers = np.repeat(firsts - bounds[:-1], lengths)
+    numbers += np.arange(len(numbers))
+    return numbers, bounds
 
 
 def joined(parts: Sequence[Genomes]) -> Genomes:
     """Return the formulas of all parts."""
-    return Genomes(
-        np.concatenate([part.codes for part in parts]),
-        np.concatenate([part.values for part in parts]),
-        _bounds(np.concatenate([part.sizes for part in parts])),
-    )
+    arrays = zip(*(part.arrays for part in parts), strict=False)  # What is known of all of them.
+    codes, values, *known = map(np.concatenate, arrays)
+    starts = _bounds(np.concatenate([part.sizes for part in parts]))
+    return Genomes(codes, values, starts, tuple(known))
 
 
 def packed(blocks: Sequence[Genomes]) -> Genomes:
     """Put the tokens of each block's first formulas behind one another, those of the second, ..."""
     together = joined(blocks)
+    together.known = ()
     shape = (len(blocks), -1)
     firsts, lengths = together.starts[:-1].reshape(shape), together.sizes.reshape(shape)
     return together.assembled(firsts.T, lengths.T)
@@ -191,64 +182,67 @@ def tokens(codes: Any, values: Any = 0.0) -> Genomes:
     return Genomes(codes[used], np.broadcast_to(values, codes.shape)[used] * 1.0, _bounds(used))
 
 
-def fold(codes: Codes, leaves: NDArray[Any], join: Join) -> NDArray[Any]:
-    """Compute a result for every subtree of every formula, the deepest level first.
+def fold(
+    genomes: Genomes, found: NDArray[Any], join: Join, unknown: Indices | None = None
+) -> NDArray[Any]:
+    """Compute a result for every subtree of every formula, operands before their operator.
 
     Args:
-        codes: [tokens].
-        leaves: result at each leaf, [tokens]; unused elsewhere.
+        genomes: the formulas.
+        found: result at each leaf, [tokens]; those of operators are written into it.
         join: makes operators' results from their operands'; those of operands that an operator
             does not have are of any token.
+        unknown: the operators without a result if not all of them are, in ascending order.
 
     Returns:
         The result of the subtree that ends at each token, [tokens].
 
     """
-    arities, found = OPERANDS.take(codes), leaves.copy()
-    starts = subtree_starts(arities)
-    operators = np.flatnonzero(arities > 0)
-    levels = _ancestors(starts).take(operators).astype(np.uint16)
-    operators = operators.take(np.argsort(levels, kind="stable")[::-1])
-    last, own = operators - 1, codes.take(operators)
-    middle, arity = starts.take(last) - 1, arities.take(operators)
-    first = np.where(arity == 1, last, np.where(arity == 2, middle, starts[middle] - 1))
-    second = np.where(arity == 2, last, middle)
+    spans = genomes.spans
+    operators = np.flatnonzero(spans > 1) if unknown is None else unknown
+    begun = np.cumsum(np.bincount(operators + 1 - spans.take(operators), minlength=len(spans)))
+    above = begun.take(operators) - np.arange(len(operators))
+    levels = above.max(initial=0) - above
+    # NumPy sorts 16-bit integers by radix.
+    operators = operators.take(np.argsort(levels.astype(np.uint16), kind="stable"))
+    own, last = genomes.codes.take(operators), operators - 1
+    arity = OPERANDS.take(own)
+    second = np.where(arity > 2, last - spans.take(last), last) if (arity > 2).any() else last
+    first = np.where(arity > 1, second - spans.take(second), last)
+    ends = (first, last) if second is last else (first, second, last)
     stop = 0
-    for size in np.bincount(levels)[::-1].tolist():
+    for size in np.bincount(levels).tolist():
         level = slice(stop, stop := stop + size)
-        operands = (found.take(places[level]) for places in (first, second, last))
-        found[operators[level]] = join(own[level], *operands)
+        operands = [found.take(places[level]) for places in ends]
+        found[operators[level]] = join(own[level], operands[0], operands[1], operands[-1])
     return found
-
-
-def _ancestors(starts: Indices) -> Indices:
-    """Count the tokens above each token in its tree."""
-    places = np.arange(len(starts))
-    return np.cumsum(np.bincount(starts, minlength=len(starts))) - places - 1
 
 
 def hashes(genomes: Genomes) -> NDArray[np.uint64]:
     """Hash the structures: constants are equal, and operands of commutative operators may swap."""
-    return np.concatenate([_hashed(block) for block in genomes.blocks()])
-
-
-def _hashed(genomes: Genomes) -> NDArray[np.uint64]:
-    codes = genomes.codes
-    leaves = np.where(codes == VARIABLE, genomes.values + 2.0, 1.0).astype(np.uint64) * _MIX[0]
-    leaves ^= leaves >> np.uint64(29)
+    spans, found = genomes.spans, genomes.known[1]
+    unknown = np.flatnonzero(found == 0)
+    codes, values = genomes.codes.take(unknown), genomes.values.take(unknown)
+    leaves = np.where(codes == VARIABLE, values + 2.0, 1.0).astype(np.uint64) * _MIX[0]
+    found[unknown] = leaves ^ (leaves >> np.uint64(29))
     second = (OPERANDS > 1) * np.where(_COMMUTATIVE, np.uint64(1), _MIX[1])
     third = (OPERANDS > 2) * _MIX[2]
 
     def join(code: Codes, a: Any, b: Any, c: Any) -> Any:
-        mixed = (a + b * second[code] + c * third[code] + code) * _MIX[3]
+        mixed = a + b * second.take(code) + code
+        if c is not b:
+            mixed += c * third.take(code)
+        mixed *= _MIX[3]
         return mixed ^ (mixed >> np.uint64(31))
 
-    return fold(codes, leaves, join)[genomes.starts[1:] - 1]
+    fold(genomes, found, join, unknown[spans.take(unknown) > 1])
+    return found.take(genomes.starts[1:] - 1)
 
 
 def depths(genomes: Genomes) -> Indices:
     """Return the height of each formula's tree; 1 for a leaf."""
-    above = _ancestors(genomes.trees)
+    behind = np.arange(1, len(genomes.codes) + 1)
+    above = np.cumsum(np.bincount(behind - genomes.spans, minlength=len(behind))) - behind
     return np.asarray(np.maximum.reduceat(above, genomes.starts[:-1]) + 1)
 
 
@@ -258,37 +252,55 @@ def simplified(genomes: Genomes) -> Genomes:
     A subtree of constants becomes one constant. A sum, difference, product or quotient of f and a
     constant, or -f, becomes f, because slope and intercept are fitted anyway.
     """
-    return joined([_simplified(block) for block in genomes.blocks()])
+    constant, spans, end = genomes.codes == CONSTANT, genomes.spans, genomes.starts[1:] - 1
+    root, middle = genomes.codes[end], end - 1 - spans[end - 1]
+    first = constant.take(middle, mode="clip")  # Leaves have no operands.
+    concerned = (root == NEG) | _SCALING[root] & (constant[end - 1] | first & (root != DIV))
+    # Operators behind two constants, or of one; with three operands there may be a variable.
+    behind = np.flatnonzero(constant[:-1]) + 1
+    span = spans[behind]
+    folds = behind[(span == 2) | (span > 2) & constant[behind - 2]]
+    concerned[np.searchsorted(genomes.starts, folds, "right") - 1] = True
+    rows, sizes, kept = np.flatnonzero(concerned), genomes.sizes, np.ones(len(constant), bool)
+    short = _simplified(genomes[rows])
+    left_out, _ = ranges(genomes.starts[rows] + short.sizes, sizes[rows] - short.sizes)
+    kept[left_out], sizes[rows] = False, short.sizes
+    made = genomes.made(lambda array: array[kept], _bounds(sizes))
+    places, _ = ranges(made.starts[rows], short.sizes)
+    for target, source in zip(made.arrays, short.arrays, strict=True):
+        target[places] = source
+    return made
 
 
 def _simplified(genomes: Genomes) -> Genomes:
-    trees, variables = genomes.trees, _bounds(genomes.codes == VARIABLE)
+    trees = np.arange(1, len(genomes.codes) + 1) - genomes.spans  # First token of each subtree.
+    variables = _bounds(genomes.codes == VARIABLE)
     constant = variables[1:] == variables.take(trees)
     first, last = _unscaled(genomes, trees, constant)
     # Largest subtrees of constants: there is none behind that starts at the same token or before.
-    ends = np.flatnonzero(constant & (OPERANDS.take(genomes.codes) > 0))
+    ends = np.flatnonzero(constant & (genomes.spans > 1))
     earliest = np.minimum.accumulate(np.append(len(trees), trees[ends[::-1]]))[-2::-1]
     ends = ends[earliest > trees[ends]]
-    starts, codes, values = trees[ends], genomes.codes.copy(), genomes.values.copy()
-    parts = genomes.assembled(starts[:, None], (ends + 1 - starts)[:, None])
-    codes[ends] = CONSTANT
-    values[ends] = fold(parts.codes, parts.values, _compute)[parts.starts[1:] - 1]
-    kept = np.zeros(len(codes) + 1, np.int8)  # differences
-    for places, change in ((first, 1), (last + 1, -1), (starts, -1), (ends, 1)):
-        kept[places] += change
-    return Genomes(codes, values, genomes.starts).reduced(np.cumsum(kept[:-1], dtype=np.int8) > 0)
+    starts, made = trees[ends], genomes.made(np.copy, genomes.starts)
+    parts = genomes.assembled(starts[:, None], genomes.spans[ends, None])
+    made.codes[ends] = CONSTANT
+    with np.errstate(all="ignore"):
+        made.values[ends] = fold(parts, parts.values, _compute)[parts.starts[1:] - 1]
+    kept = np.zeros(len(trees), bool)
+    kept[ranges(first, last + 1 - first)[0]] = True
+    kept[ranges(starts, ends - starts)[0]] = False
+    before = _bounds(kept)
+    made = made.made(lambda array: array[kept], before.take(genomes.starts))
+    spans = np.arange(1, len(made.codes) + 1) - before.take(trees[kept])
+    made.known = spans, made.known[1] * (spans == made.spans)
+    return made
 
 
 def _unscaled(genomes: Genomes, trees: Indices, constant: Mask) -> tuple[Indices, Indices]:
     """Return first and last token of what is left of each formula.
 
-    The outermost operators that slope and intercept absorb are stripped, one after the other.
-
-    Args:
-        genomes: the formulas.
-        trees: first token of the subtree that ends at each token.
-        constant: whether that subtree has no variable.
-
+    The outermost operators that slope and intercept absorb are stripped, one after the other;
+    ``constant`` says whether the subtree that ends at each token has no variable.
     """
     first, last = genomes.starts[:-1].copy(), genomes.starts[1:] - 1
     active = np.flatnonzero(~constant[last])
@@ -306,13 +318,12 @@ def _unscaled(genomes: Genomes, trees: Indices, constant: Mask) -> tuple[Indices
 
 def _compute(codes: Codes, a: Floats, b: Floats, c: Floats) -> Floats:
     found = np.zeros(len(codes))
-    with np.errstate(all="ignore"):
-        for code in np.unique(codes).tolist():
-            rows, macro = codes == code, MACROS.with_code(code)
-            operands = (a[rows], b[rows], c[rows])[: OPERANDS[code]]
-            if code in BY_CODE:
-                found[rows] = BY_CODE[code].numpy(*operands)
-            elif macro is not None:
-                program = Program(macro.codes, macro.values)
-                found[rows] = evaluate_program(program, np.stack(operands))
+    for code in set(codes.tolist()):
+        rows, macro = codes == code, MACROS.with_code(code)
+        operands = (a[rows], b[rows], c[rows])[: OPERANDS[code]]
+        if code in BY_CODE:
+            found[rows] = BY_CODE[code].numpy(*operands)
+        elif macro is not None:
+            program = Program(macro.codes, macro.values)
+            found[rows] = evaluate_program(program, np.stack(operands))
     return found

@@ -208,9 +208,9 @@ class Search:
     def _parents(self, size: int, count: int) -> Indices:
         """Return the winners of tournaments of different sizes; the population is sorted."""
         rng = self.breeder.rng
-        entrants = rng.integers(size, size=(count, _TOURNAMENT))
-        absent = np.arange(_TOURNAMENT) >= rng.integers(1, _TOURNAMENT + 1, size=(count, 1))
-        return np.asarray(np.where(absent, size, entrants).min(axis=1))
+        entrants = rng.integers(size, size=(_TOURNAMENT, count))
+        absent = np.arange(_TOURNAMENT)[:, None] >= rng.integers(1, _TOURNAMENT + 1, size=count)
+        return np.asarray(np.where(absent, size, entrants).min(axis=0))
 
     def _admit(self, island: Island, genomes: Genomes, fits: int = 0) -> None:
         """Score what is new, fit what promises most, and let the best of old and new survive.

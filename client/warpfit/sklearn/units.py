@@ -150,7 +150,7 @@ def consistency(dimensions_of_variables: Floats) -> Callable[[Genomes], Mask]:
         places = np.where(genomes.codes == VARIABLE, genomes.values, 0).astype(np.int64)
         leaves = np.where(genomes.codes == CONSTANT, np.nan, dimensions_of_variables[places])
         with np.errstate(invalid="ignore"):
-            found = fold(genomes.codes, leaves, _join)
+            found = fold(genomes, leaves, _join)
         return np.asarray(genomes.totals(np.isinf(found)) == 0)
 
     return check

@@ -17,6 +17,7 @@ from warpfit.sklearn.genomes import (
     Indices,
     Mask,
     joined,
+    ranges,
     simplified,
     tokens,
 )
@@ -31,6 +32,8 @@ _WHOLE_CHANCE: Final = 0.5
 #: Rounds of growth of a drawn formula, each taken with a chance.
 _ROUNDS: Final = 5
 _GROWTH_CHANCE: Final = 0.6
+#: Small formulas that are drawn at a time.
+_STOCK: Final = 1 << 12
 #: Chances of the kinds of offspring.
 _KINDS: Final = {
     "replace by a part of the other parent": 0.3,
@@ -43,7 +46,7 @@ _KINDS: Final = {
 _CROSS, _JOIN, _GRAFT, _EXTEND, _HOIST, _SUBSTITUTE = range(len(_KINDS))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Breeder:
     """Draws formulas and varies them."""
 
@@ -53,6 +56,11 @@ class Breeder:
     variables: int
     width: int
     """Most tokens of a formula."""
+
+    def __post_init__(self) -> None:
+        """Begin with an empty stock of small formulas, of which many are drawn at a time."""
+        self._stock, self._used = tokens([]), 0
+        np.empty(1 << 21)  # Once it is freed, the C library keeps the memory of smaller arrays.
 
     @cached_property
     def _codes(self) -> Codes:
@@ -83,77 +91,86 @@ class Breeder:
         """
         count = len(mothers)
         kind = self.rng.choice(len(_KINDS), count, p=list(_KINDS.values()))
-        joins, stays = (kind == _JOIN) | (kind == _EXTEND), kind == _SUBSTITUTE
-        grafts = np.flatnonzero((kind == _GRAFT) | (kind == _EXTEND))
-        source = joined([genomes, self._grown(len(grafts), rounds=2)])
+        joins, grafts = (kind == _JOIN) | (kind == _EXTEND), (kind == _GRAFT) | (kind == _EXTEND)
         donors = np.where(kind == _HOIST, mothers, fathers)
-        donors[grafts] = len(genomes) + np.arange(len(grafts))
-        trees = source.trees
+        donors[grafts] = len(genomes) + self._drawn(int(grafts.sum()))
+        source = joined([genomes, self._stock])
         whole = joins & (self.rng.random(count) < _WHOLE_CHANCE)
-        end = np.where(whole, source.starts[mothers + 1] - 1, self._positions(source, mothers))
-        start = trees[end]
-        donor_end = self._positions(source, donors)
-        inner = start + (self.rng.random(count) * (end + 1 - start)).astype(np.int64)
-        donor_end = np.where(kind == _HOIST, inner, donor_end)
-        donor_end = np.where(kind == _GRAFT, source.starts[donors + 1] - 1, donor_end)
+        hole = np.where(whole, source.starts[mothers + 1] - 1, self._positions(source, mothers))
+        inner = hole - (self.rng.random(count) * source.spans.take(hole)).astype(np.int64)
+        part = np.where(kind == _HOIST, inner, self._positions(source, donors))
+        part = np.where(kind == _GRAFT, source.starts[donors + 1] - 1, part)
         tails = np.where(joins, self._operator(count), 0)
-        part = trees[donor_end], donor_end + 1
-        children, made = self._spliced(source, mothers, (start, end + 1), part, tails, ~stays)
-        self._substitute(children, ~made)
+        children, places = self._spliced(source, mothers, hole, part, tails, kind != _SUBSTITUTE)
+        self._substitute(children, places)
         return simplified(children)
+
+    def _drawn(self, count: int) -> Indices:
+        """Return rows of the stock that have not been used."""
+        self._used += count
+        if self._used > len(self._stock):
+            self._stock, self._used = self._grown(max(count, _STOCK), rounds=2), count
+        return np.arange(self._used - count, self._used)
 
     def _grown(self, count: int, rounds: int = _ROUNDS) -> Genomes:
         """Draw leaves, and join random parts of them with further leaves, round by round."""
         grown, everybody = self._leaves(count), np.arange(count)
         for _ in range(rounds):
-            source, end = joined([grown, self._leaves(count)]), self._positions(grown, everybody)
-            hole, leaf = (grown.trees[end], end + 1), source.starts[count:]
+            source, hole = joined([grown, self._leaves(count)]), self._positions(grown, everybody)
             grows = self.rng.random(count) < _GROWTH_CHANCE
-            part, tails = (leaf[:-1], leaf[1:]), self._operator(count)
-            grown, _ = self._spliced(source, everybody, hole, part, tails, grows)
+            leaf, tails = source.starts[count:-1], self._operator(count)
+            grown, _ = self._spliced(source, everybody, hole, leaf, tails, grows)
         return grown
 
     def _spliced(
         self,
         source: Genomes,
         base: Indices,
-        hole: tuple[Indices, Indices],
-        part: tuple[Indices, Indices],
+        hole: Indices,
+        part: Indices,
         tails: Codes,
         wanted: Mask,
-    ) -> tuple[Genomes, Mask]:
+    ) -> tuple[Genomes, Indices]:
         """Replace a subtree of formulas by a part of others, or join the two by an operator.
 
         Args:
             source: the formulas, and those that the parts come from.
             base: rows of the formulas to change, [formulas].
-            hole: first token of each formula's subtree, and the one behind it.
-            part: first token of each part, and the one behind it.
+            hole: last token of each formula's subtree.
+            part: last token of each part.
             tails: operator that joins subtree and part, in either order, whose further operands are
                 all the part; or 0, and the part replaces the subtree.
             wanted: formulas that are changed.
 
         Returns:
-            The formulas, and which are changed: those that are wanted and would not be too long.
+            The formulas, and a drawn token of each that is not changed: not wanted, or too long.
 
         """
-        ends, (start, stop), length = tokens(tails), hole, part[1] - part[0]
-        copies = np.where(tails > 0, OPERANDS[tails] - 1, 1)
-        own, once = np.where(tails > 0, stop - start, 0), np.where(copies > 0, length, 0)
-        twice, ahead = np.where(copies > 1, length, 0), self.rng.random(len(base)) < 0.5
-        first, behind, tail = source.starts[base], source.starts[base + 1], ends.starts[:-1]
-        sides = np.where(ahead, (part[0], once, start, own), (start, own, part[0], twice))
-        firsts = (first, sides[0], part[0], sides[2], tail + len(source.codes), stop)
-        middle = np.where(ahead, twice, once)
-        sizes = (start - first, sides[1], middle, sides[3], ends.sizes, behind - stop)
-        lengths = np.stack(sizes, axis=1)
-        made = wanted & (lengths.sum(axis=1) <= self.width)
-        lengths[~made] = 0
-        lengths[:, 0] = np.where(made, lengths[:, 0], behind - first)
-        return joined([source, ends]).assembled(np.stack(firsts, axis=1), lengths), made
+        old, length, joins = source.spans[hole], source.spans[part], tails > 0
+        first, behind = source.starts[base], source.starts[base + 1]
+        copies = np.where(joins, OPERANDS[tails] - 1, 1)
+        new = copies * length + joins * (old + 1)
+        made = wanted & (behind - first + new - old <= self.width)
+        hole = np.where(made, hole, self._positions(source, base))
+        ahead = joins & (self.rng.random(len(base)) < 0.5)
+        start, donor = hole + 1 - old, part + 1 - length
+        # An operator takes the place of the last token before the rest, which comes once more.
+        rest = hole + 1 - joins
+        before = np.where(made, np.where(ahead | ~joins, start, hole + 1), behind) - first
+        sizes = (length * (copies > 0), length * (copies > 1), old * ahead, behind - rest)
+        firsts = np.stack([first, donor, donor, start, rest], axis=1)
+        lengths = np.stack([before, *(made * size for size in sizes)], axis=1)
+        children = source.assembled(firsts, lengths)
+        end = children.starts[1:] + hole - behind
+        _widen(children, end, made * (new - old))
+        top, joins = end[made & joins], made & joins
+        children.codes[top], children.values[top] = tails[joins], 0.0
+        children.spans[top] = new[joins]
+        return children, end[~made]
 
     def _leaves(self, count: int) -> Genomes:
-        return tokens(*self._leaf(count))
+        known = np.ones(count, np.int64), np.zeros(count, np.uint64)
+        return Genomes(*self._leaf(count), np.arange(count + 1), known)
 
     def _leaf(self, count: int) -> tuple[Codes, Floats]:
         """Draw variables and constants."""
@@ -173,19 +190,31 @@ class Breeder:
         first, behind = genomes.starts[rows], genomes.starts[rows + 1]
         return first + (self.rng.random(len(rows)) * (behind - first)).astype(np.int64)
 
-    def _substitute(self, genomes: Genomes, which: Mask) -> None:
-        """Put another token with as many operands in the place of one, in place."""
-        place = self._positions(genomes, np.flatnonzero(which))
+    def _substitute(self, genomes: Genomes, place: Indices) -> None:
+        """Put other tokens with as many operands in the place of some, in place."""
         old = genomes.codes[place]
         fresh, values = self._leaf(len(place))
         # A constant is as often moved as replaced.
         moved = (old == CONSTANT) & (self.rng.random(len(place)) < 0.5)
         nudged = genomes.values[place] * self.rng.normal(1.0, 0.5, len(place))
-        values = np.where(moved, nudged, values)
-        fresh = np.where(moved, np.uint8(CONSTANT), fresh)
+        fresh[moved], values[moved] = CONSTANT, nudged[moved]
         for arity in range(1, 4):
             same = OPERANDS[old] == arity
             peers = self._codes[OPERANDS[self._codes] == arity]
             if same.any():
                 fresh[same], values[same] = self.rng.choice(peers, int(same.sum())), 0.0
         genomes.codes[place], genomes.values[place] = fresh, values
+
+
+def _widen(genomes: Genomes, ends: Indices, change: Indices) -> None:
+    """Correct what is known of all that contains the subtree at one end of each formula.
+
+    That subtree has grown by ``change`` tokens.
+    """
+    spans, hashes = genomes.known
+    behind = genomes.starts[1:] - 1 - ends
+    index, rows = ranges(ends + 1, behind)[0], np.repeat(np.arange(len(ends)), behind)
+    above = spans.take(index) > index - ends.take(rows)
+    index, rows = index[above], rows[above]
+    spans[index] += change.take(rows)
+    hashes[index] = hashes[ends] = 0
