@@ -15,8 +15,8 @@ def run(name: str, *flags: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_kepler_finds_the_third_law():
-    out = run("kepler.py")
+def test_kepler_finds_the_third_law(server: ServerProcess):
+    out = run("kepler.py", "--address", server.address)
     law = next(line for line in out.splitlines() if line.strip().startswith("period = "))
     assert "distance" in law
     assert "mass" not in law

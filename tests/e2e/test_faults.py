@@ -11,10 +11,6 @@ def assert_unharmed(seen: dict) -> None:
     assert seen["right_answers"] > 0
 
 
-def test_sigkill_of_the_engine():
-    assert_unharmed(faults.engine_sigkill(1, clients=3, front_ends=2))
-
-
 def test_sigstop_of_the_engine():
     assert_unharmed(faults.engine_sigstop(1, clients=2))
 

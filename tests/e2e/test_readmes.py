@@ -104,7 +104,11 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("snippet", [s for s in SHELL if not installs(s)], ids=str)
-def test_shell(snippet: Snippet, server: ServerProcess, checkout: Path):
+def test_shell(
+    snippet: Snippet, server: ServerProcess, checkout: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Commands that would start a server for themselves use the one that runs."""
+    monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
     if "protoc " in snippet.code:
         check_build(snippet, server, checkout)
         return
@@ -210,7 +214,8 @@ def test_the_first_command(tmp_path):
     assert command.path == "README.md"
     (tmp_path / "client").symlink_to(ROOT / "client")
     start = start.removeprefix(".venv/bin/")
-    out = shell(f"{start} --generations 2", extra_of(command), tmp_path)
+    small = "--generations 2 --population 60 --workers 1"
+    out = shell(f"{start} {small}", extra_of(command), tmp_path)
     assert re.search(r"progression = .*\n\s*LaTeX: ", out)
     assert (tmp_path / "diabetes_gp.png").stat().st_size > 10_000
 

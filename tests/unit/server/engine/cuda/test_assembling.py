@@ -16,10 +16,16 @@ from warpfit_server.engine.cuda.math.modes import Mode
 FAST = Variant(Mode.FAST, 4)
 PRECISE = Variant(Mode.PRECISE, 4)
 DOUBLE = Variant(Mode.DOUBLE, 2)
+#: Those of derivatives take fewer rows.
+PRECISE_DERIVATIVES = Variant(Mode.PRECISE, 2)
+DOUBLE_DERIVATIVES = Variant(Mode.DOUBLE, 1)
 #: The interpreter's variant or that of derivatives, and whether these spill, by architecture; few
 #: rows a thread assemble sooner.
 INTERPRETED = {75: DOUBLE, 86: PRECISE, 89: FAST, 100: FAST}
-DIFFERENTIATED = {80: (PRECISE, True), 90: (FAST, True), 120: (DOUBLE, False)}
+DIFFERENTIATED = {
+    **{80: (PRECISE_DERIVATIVES, True), 90: (FAST, True)},
+    **{120: (DOUBLE_DERIVATIVES, False)},
+}
 
 
 @pytest.mark.parametrize("architecture", sorted({*INTERPRETED, *DIFFERENTIATED}))
