@@ -34,25 +34,6 @@ def batches(count):
     return [thesis_mix(seed, 10, variables=4) for seed in range(count)]
 
 
-def test_calls_at_the_same_time_go_to_both_engines(pair):
-    used, lock = set(), threading.Lock()
-
-    def call(programs, parameters):
-        with warpfit.connect(pair.address) as client:
-            data = client.upload(X[:400], Y[:400])
-            for _ in range(4):
-                answer = client.run(data, programs, parameters, loss="mse")
-                with lock:
-                    used.add(answer.timings.device)
-
-    threads = [threading.Thread(target=call, args=batch) for batch in batches(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert used >= {"cpu:0", "cpu:1"}
-
-
 def test_an_engine_that_dies_costs_its_own_calls_only(pair):
     """The calls of each thread stay with one engine, because its batch prefers that."""
     stop = threading.Event()

@@ -1,6 +1,5 @@
 """Derivatives, reductions and fits through a real server process, compared with NumPy."""
 
-import asyncio
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -103,15 +102,10 @@ def test_linear_scaling(client, loss):
         losses, slopes, intercepts = client.evaluate(
             data, TEXTS, STARTS, loss=loss, linear_scaling=True
         )
-        scaled = [
-            f"{a!r} + {b!r}*({text})"
-            for a, b, text in zip(intercepts.tolist(), slopes.tolist(), TEXTS, strict=True)
-        ]
-        again = client.evaluate(data, scaled, STARTS, loss=loss)
     wanted = expected("float64", loss=loss, linear_scaling=True)
     np.testing.assert_allclose(losses, wanted.losses[:, 0], rtol=1e-8)
-    np.testing.assert_allclose(losses, again, rtol=1e-8)
     np.testing.assert_allclose(slopes, wanted.scaling[:, 0, 0], rtol=1e-9)
+    np.testing.assert_allclose(intercepts, wanted.scaling[:, 0, 1], rtol=1e-9)
 
 
 def test_reductions_need_no_target(client):
@@ -244,24 +238,6 @@ def test_a_missing_parameter_is_found_by_the_server(client):
     with client.upload(X, Y) as data, pytest.raises(warpfit.ProgramError) as caught:
         client.optimize(data, TEXTS, [[1.0], [], [1.0, 1.0]])
     assert (caught.value.reason, caught.value.expression) == ("PARAMETER_OUT_OF_RANGE", 0)
-
-
-def test_the_async_client_fits(server: ServerProcess):
-    async def run():
-        async with warpfit.connect_async(server.address) as client:
-            data = await client.upload(X, Y, dtype="float64")
-            fits = await asyncio.gather(
-                *(client.optimize(data, TEXTS, STARTS, loss="mse") for _ in range(3))
-            )
-            losses, gradients = await client.evaluate(
-                data, TEXTS, fits[0].parameters, loss="mse", gradient=True
-            )
-            return fits, losses, gradients
-
-    fits, losses, gradients = asyncio.run(run())
-    assert all(fit.loss.tolist() == fits[0].loss.tolist() for fit in fits)
-    np.testing.assert_allclose(losses, fits[0].loss, rtol=1e-6, atol=1e-15)
-    assert np.abs(gradients[2]).max() < 1e-3
 
 
 def test_a_fit_survives_the_death_of_the_engine(server: ServerProcess, client):

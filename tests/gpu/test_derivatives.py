@@ -156,14 +156,6 @@ def test_values_are_announced(engine):
     assert timings.compute > 0
 
 
-def test_no_programs_with_parameters(engine):
-    data = make_dataset(100)
-    got = linearise(engine, data, [parse("x1 + 2"), parse("3")], [[], []], SQUARES)
-    want = linearise(NumpyEngine(data), data, [parse("x1 + 2"), parse("3")], [[], []], SQUARES)
-    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-12)
-    assert got.gradients.size == 0
-
-
 def test_a_data_set_that_is_replaced_is_not_mixed_up(engine):
     """The code of a batch stays on the device; the data that it runs on may not."""
     programs, vectors = smooth_programs()
@@ -300,29 +292,3 @@ def test_fits_never_end_worse_and_repeat(engine, loss, precision):
     np.testing.assert_array_equal(first.loss, second.loss)
     for one, other in zip(first.parameters, second.parameters, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_a_fit_finds_what_made_the_data(engine):
-    rng = np.random.default_rng(1)
-    X = rng.uniform(0.5, 2, size=(200_000, 2))
-    truth = [1.5, -0.7, 0.3]
-    y = truth[0] * np.exp(truth[1] * X[:, 0]) + truth[2] * X[:, 1]
-    data = Dataset.of(X, y, dtype="float32")
-    engine.load(data)
-    found = fit(data, ["p1 * exp(p2 * x1) + p3 * x2"], [[1.0, 0.0, 1.0]], engine=engine)
-    np.testing.assert_allclose(found.parameters[0], truth, rtol=1e-4)
-
-
-def test_huge_linearisations_are_refused_not_fatal(engine):
-    """An index beyond 16 bits is named; the next request works."""
-    from warpfit.errors import ResourceExhaustedError
-
-    count = 70_000
-    codes = np.tile([1, 2, OPERATORS["mul"].code, OPERATORS["sin"].code], count)
-    codes = np.concatenate([codes, np.full(count - 1, OPERATORS["mul"].code)]).astype(np.uint8)
-    values = np.zeros(len(codes))
-    values[1 : 4 * count : 4] = np.arange(count)
-    data = make_dataset(40)
-    with pytest.raises(ResourceExhaustedError):
-        linearise(engine, data, [Program(codes, values)], [np.ones(count)], ABSOLUTE)
-    assert linearise(engine, data, *smooth_programs(), ABSOLUTE).gradients.size

@@ -37,7 +37,7 @@ _UPLOAD_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, _WORD, _WORD, ctypes.c_size_t, _WO
 _LAUNCH_TYPE = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.py_object, *[ctypes.c_uint] * 7, _WORD, ctypes.POINTER(_WORD), _WORD
 )
-_RECORD_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, _WORD, _WORD)
+_RECORD_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, _WORD)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,8 @@ def _launch(function: Any, *given: Any) -> int:
 
 
 @_RECORD_TYPE
-def _record(*_: Any) -> int:
+def _record(event: Any, _: Any) -> int:
+    event.is_recorded = True
     return 0
 
 
@@ -167,21 +168,26 @@ class _Array:
 
 
 class _Stream:
-    """A stream or an event: everything has happened already."""
-
-    ptr = 1
+    """A stream or an event, whose handle is its address: everything has happened already."""
 
     def __init__(self, **_: Any) -> None:
-        pass
+        self.ptr = id(self)
+        self.is_recorded = False
 
     def synchronize(self) -> None:
         pass
 
     def record(self, _: Any) -> None:
-        pass
+        self.is_recorded = True
 
     def wait_event(self, _: Any) -> None:
         pass
+
+
+def _elapsed(start: _Stream, end: _Stream) -> float:
+    assert start.is_recorded
+    assert end.is_recorded
+    return 0.01
 
 
 def _copy_rows(
@@ -211,6 +217,6 @@ def _cuda() -> ModuleType:
     cuda.memory = SimpleNamespace(OutOfMemoryError=_OutOfMemoryError)
     cuda.MemoryPool, cuda.Stream, cuda.Event = _Pool, _Stream, _Stream
     cuda.Device = lambda _: SimpleNamespace(attributes=_SHARED)
-    cuda.get_elapsed_time = lambda *_: 0.01
+    cuda.get_elapsed_time = _elapsed
     cuda.alloc_pinned_memory = lambda size: np.full(size, _GARBAGE, dtype=np.uint8)
     return cuda

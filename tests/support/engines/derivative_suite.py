@@ -448,19 +448,30 @@ def test_nan_where_no_row_has_weight_is_not_lost(engine):
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("rows", [1, 40_000])
+@pytest.mark.parametrize("rows", [(0, 1), (0, 40_000), (300, 5_000), (1024, 2048), (2_000, 2_300)])
 def test_reductions_and_moments(engine, weights, dtype, rows):
-    data = make_dataset(rows, dtype, weights=weights)
-    outputs = derive(engine, data, *smooth_programs(), statistics=True)
+    data = make_dataset(max(rows[1], 6_000) if rows[0] else rows[1], dtype, weights=weights)
+    outputs = derive(engine, data, *smooth_programs(), statistics=True, rows=rows)
     f = outputs.values[:, 0].astype(float)
-    y = data.target.astype(float)
-    w = np.ones(rows) if data.weights is None else data.weights.astype(float)
+    y = data.target[slice(*rows)].astype(float)
+    w = np.ones(len(y)) if data.weights is None else data.weights[slice(*rows)].astype(float)
     with np.errstate(all="ignore"):
         numbers = [f.sum(1), f.mean(1), f.min(1), f.max(1), (~np.isfinite(f)).sum(1)]
         moments = [moments_of(one, y, w) for one in f]
     np.testing.assert_allclose(outputs.reductions[:, 0], np.stack(numbers, 1), rtol=1e-10)
-    size = rows * 1e-10
+    size = len(y) * 1e-10
     np.testing.assert_allclose(outputs.moments[:, 0], moments, rtol=1e-9, atol=size)
+
+
+def test_values_that_are_not_numbers_are_counted(engine):
+    x = np.arange(3000.0)
+    x[5], x[2500] = np.inf, np.nan
+    data, program = Dataset.of(x[:, None], np.ones(3000), dtype="float64"), [parse("x1")]
+    found = derive(engine, data, program, statistics=True, rows=(0, 2000)).reductions[0, 0]
+    assert found[2:].tolist() == [0.0, np.inf, 1.0]
+    found = derive(engine, data, program, statistics=True, rows=(2000, 3000)).reductions[0, 0]
+    assert np.isnan(found[:4]).all()
+    assert found[4] == 1.0
 
 
 # ------------------------------------------------------------------------------------- the rest

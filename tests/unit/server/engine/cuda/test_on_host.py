@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,12 +16,15 @@ from support.engines.derivative_suite import (  # noqa: F401
     test_cancelled,
     test_long_scalars,
     test_many_parameters,
+    test_nan_where_no_row_has_weight_is_not_lost,
     test_parameter_vectors,
     test_random_programs,
     test_row_ranges,
+    test_values_that_are_not_numbers_are_counted,
 )
 from support.engines.derivative_suite import test_linearisation as check_linearisation
-from support.engines.derivatives import derive
+from support.engines.derivative_suite import test_reductions_and_moments as check_statistics
+from support.engines.derivatives import derive, outputs_for
 from support.engines.evaluations import Evaluate
 from support.engines.fits import fit
 from support.engines.operators import check_node_by_node
@@ -35,6 +40,7 @@ from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.cuda.derivatives import tier
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
+from warpfit_server.engine.interface import run_to_end
 from warpfit_server.row_blocks import Shards
 
 ROWS = 5_003
@@ -99,6 +105,11 @@ def test_passes_of_fits_are_numpys(engine, flavour, loss):
     check_linearisation(engine, loss, loss != "poisson", flavour, 130)
 
 
+@pytest.mark.parametrize("rows", [(0, 1), (0, 17_000), (300, 5_000), (1024, 2048), (2000, 2300)])
+def test_statistics_are_numpys(engine, rows):
+    check_statistics(engine, rows != (1024, 2048), "float64", rows)
+
+
 @pytest.mark.parametrize("wanted", REQUESTS)
 def test_shards_have_the_bits_of_one_engine(engines, wanted):
     data = make_dataset(ROWS, weights=True)
@@ -115,6 +126,11 @@ def test_a_large_batch_with_derivatives_runs_in_parts(engine, batch, monkeypatch
     parts = derive(engine, data, *batch, **options)
     for name in ("losses", "gradients", "jacobian", "variable_gradients", "reductions", "moments"):
         np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
+    evaluation, announced = Evaluation(data.content_id, Batch.of(*batch), jacobian=True), []
+    outputs = replace(outputs_for(evaluation, data.layout), ready=announced.append)
+    run_to_end(engine.evaluate(evaluation, outputs))
+    assert announced == sorted(announced)
+    assert announced[0] < announced[-1] == len(evaluation.batch)
 
 
 def test_a_fit_finds_the_parameters(engine):

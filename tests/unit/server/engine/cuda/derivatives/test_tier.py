@@ -11,7 +11,6 @@ import pytest
 
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
-from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives import tier as tier_module
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.interface import run_to_end
@@ -60,32 +59,3 @@ def test_a_large_batch_is_cut_into_parts(monkeypatch, tokens, jobs):
         if stop < 60:
             more = batch[first : stop + 1]
             assert len(more.codes) > tokens or 3 * len(more) > jobs
-
-
-def test_a_part_fills_the_places_of_its_programs():
-    batch = Batch.of(*thesis_mix(2, 30))
-    count, ready = len(batch.parameters), []
-    whole = RequestedOutputs(
-        losses=np.zeros((30, 1)),
-        gradients=np.zeros(count),
-        jacobian=np.zeros((count, 4)),
-        values=np.zeros((30, 1, 4)),
-        variable_gradients=np.zeros((30, 1, 2)),
-        ready=ready.append,
-    )
-    for first, stop in ((0, 7), (7, 30)):
-        part = whole.of_programs(slice(first, stop), batch.parameter_starts)
-        parameters = len(batch[first:stop].parameters)
-        assert part.cancelled is whole.cancelled
-        assert part.reductions is None
-        for name, size in (
-            *((name, stop - first) for name in ("losses", "values", "variable_gradients")),
-            *((name, parameters) for name in ("gradients", "jacobian")),
-        ):
-            array = getattr(part, name)
-            assert len(array) == size
-            array += 1
-        part.ready(stop - first)
-    for name in ("losses", "values", "variable_gradients", "gradients", "jacobian"):
-        assert (getattr(whole, name) == 1).all()
-    assert ready == [7, 30]
