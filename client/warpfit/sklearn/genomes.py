@@ -230,9 +230,7 @@ def hashes(genomes: Genomes) -> NDArray[np.uint64]:
 
     def join(code: Codes, a: Any, b: Any, c: Any) -> Any:
         mixed = a + b * second.take(code) + code
-        if c is not b:
-            mixed += c * third.take(code)
-        mixed *= _MIX[3]
+        mixed = (mixed if c is b else mixed + c * third.take(code)) * _MIX[3]
         return mixed ^ (mixed >> np.uint64(31))
 
     fold(genomes, found, join, unknown[spans.take(unknown) > 1])
@@ -320,10 +318,9 @@ def _compute(codes: Codes, a: Floats, b: Floats, c: Floats) -> Floats:
     found = np.zeros(len(codes))
     for code in set(codes.tolist()):
         rows, macro = codes == code, MACROS.with_code(code)
-        operands = (a[rows], b[rows], c[rows])[: OPERANDS[code]]
+        operands = [operand[rows] for operand in (a, b, c)[: OPERANDS[code]]]
         if code in BY_CODE:
             found[rows] = BY_CODE[code].numpy(*operands)
         elif macro is not None:
-            program = Program(macro.codes, macro.values)
-            found[rows] = evaluate_program(program, np.stack(operands))
+            found[rows] = evaluate_program(Program(macro.codes, macro.values), np.stack(operands))
     return found

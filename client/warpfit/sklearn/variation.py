@@ -178,9 +178,8 @@ class Breeder:
         ones = self.rng.random(count) < _ONE_CHANCE
         number = np.where(ones, 1.0, self.rng.normal(size=count))
         variable = self.rng.integers(self.variables, size=count)
-        return np.where(constant, np.uint8(CONSTANT), np.uint8(VARIABLE)), np.where(
-            constant, number, variable
-        )
+        codes = np.where(constant, np.uint8(CONSTANT), np.uint8(VARIABLE))
+        return codes, np.where(constant, number, variable)
 
     def _operator(self, count: int) -> Codes:
         return self.rng.choice(self._codes, count, p=self._operator_weights)
@@ -198,19 +197,15 @@ class Breeder:
         moved = (old == CONSTANT) & (self.rng.random(len(place)) < 0.5)
         nudged = genomes.values[place] * self.rng.normal(1.0, 0.5, len(place))
         fresh[moved], values[moved] = CONSTANT, nudged[moved]
-        for arity in range(1, 4):
+        for arity in {*OPERANDS[old].tolist()} - {0}:
             same = OPERANDS[old] == arity
             peers = self._codes[OPERANDS[self._codes] == arity]
-            if same.any():
-                fresh[same], values[same] = self.rng.choice(peers, int(same.sum())), 0.0
+            fresh[same], values[same] = self.rng.choice(peers, int(same.sum())), 0.0
         genomes.codes[place], genomes.values[place] = fresh, values
 
 
 def _widen(genomes: Genomes, ends: Indices, change: Indices) -> None:
-    """Correct what is known of all that contains the subtree at one end of each formula.
-
-    That subtree has grown by ``change`` tokens.
-    """
+    """Correct what is known of all that contains one subtree of each formula, which has grown."""
     spans, hashes = genomes.known
     behind = genomes.starts[1:] - 1 - ends
     index, rows = ranges(ends + 1, behind)[0], np.repeat(np.arange(len(ends)), behind)
