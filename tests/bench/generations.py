@@ -93,9 +93,8 @@ def flat_run(client: warpfit.Client, count: int, rows: int) -> dict[str, Any]:
     breeder = Breeder(rng, codes, VARIABLES, WIDTH)
     data = client.upload(*table(rows))
 
-    def parents(losses: np.ndarray) -> np.ndarray:
-        ranks = rng.integers(len(losses), size=(3, int(OFFSPRING * count)))
-        return np.argsort(losses)[ranks.min(axis=0)]
+    def parents(order: np.ndarray) -> np.ndarray:
+        return order[rng.integers(len(order), size=(3, int(OFFSPRING * count))).min(axis=0)]
 
     genomes, walls, answers, evaluated = breeder.first(count), [], [], []
     for _ in range(GENERATIONS):
@@ -103,8 +102,8 @@ def flat_run(client: warpfit.Client, count: int, rows: int) -> dict[str, Any]:
         started = time.perf_counter()
         losses = client.evaluate(data, genomes.population(), loss="mse", precision="fast")
         answered = time.perf_counter()
-        losses = np.where(np.isfinite(losses), losses, np.inf)
-        children = breeder.offspring(genomes, parents(losses), parents(losses))
+        order = np.argsort(np.where(np.isfinite(losses), losses, np.inf))
+        children = breeder.offspring(genomes, parents(order), parents(order))
         _, different = np.unique(hashes(children), return_index=True)
         genomes = children[np.sort(different)[:count]]
         walls.append(time.perf_counter() - started)
