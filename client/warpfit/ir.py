@@ -271,8 +271,8 @@ class Batch(Population):
             raise InvalidArgumentError(
                 "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "lengths"
             )
-        tokens = int(self.lengths.sum(dtype=np.int64))
-        numbers = self.vectors * int(self.parameter_counts.sum(dtype=np.int64))
+        tokens = int(np.add.reduce(self.lengths, dtype=np.int64))
+        numbers = self.vectors * int(np.add.reduce(self.parameter_counts, dtype=np.int64))
         for field, array, wanted in (
             ("codes", self.codes, tokens),
             ("values", self.values, len(self.codes)),

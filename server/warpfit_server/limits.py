@@ -78,7 +78,7 @@ def check_limit(limits: Limits, name: str, needed: int, what: str = "") -> None:
 
 def check_batch(batch: Batch, limits: Limits) -> None:
     """Refuse a batch that is too large, before its tokens are looked at."""
-    check_limit(limits, "program_tokens", int(batch.lengths.max(initial=0)))
+    check_limit(limits, "program_tokens", int(np.maximum.reduce(batch.lengths, initial=0)))
     check_limit(limits, "programs", len(batch))
     check_limit(limits, "vectors", batch.vectors)
 

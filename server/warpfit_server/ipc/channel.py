@@ -1,15 +1,14 @@
 """Channels: messages and file descriptors over a stream socket between two processes of the server.
 
-A message is sent as the number of its bytes and of its file descriptors, 32 bits each, then its
-pickle. A message over the limit, which is far above what messages need, fails alone: nothing of it
-is sent.
+A message is sent as the number of its bytes, 32 bits, the number of its file descriptors and its
+kind, 16 bits each, then what `warpfit_server.ipc.messages.pack` makes of it. A message over the
+limit, which is far above what messages need, fails alone: nothing of it is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
 import struct
 import threading
@@ -19,14 +18,14 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from warpfit.errors import InternalError
-from warpfit_server.ipc.messages import Message
+from warpfit_server.ipc.messages import Message, pack, unpack
 from warpfit_server.system.shortages import shortage
 
 #: Longest message in bytes.
 MOST_BYTES: Final = 16 << 20
 #: Most descriptors that travel with a message; the kernel's own limit is 253.
 MOST_DESCRIPTORS: Final = 16
-_HEADER: Final = struct.Struct("=II")
+_HEADER: Final = struct.Struct("=IHH")
 _READ_BYTES: Final = 64 << 10
 #: Flags of recvmsg as plain numbers, because those of the enum take ten times as long.
 _DONT_WAIT, _CLOSE_ON_EXEC = int(socket.MSG_DONTWAIT), int(socket.MSG_CMSG_CLOEXEC)
@@ -161,12 +160,12 @@ class Channel:
         received = self._received
         if len(received) < _HEADER.size:
             return None
-        size, count = _HEADER.unpack_from(received)
+        size, count, kind = _HEADER.unpack_from(received)
         end = _HEADER.size + size
         if len(received) < end:
             return None
         with memoryview(received) as view:
-            message: Message = pickle.loads(view[_HEADER.size : end])
+            message = unpack(kind, view[_HEADER.size : end])
         del received[:end]
         descriptors = self._descriptors.popleft() if count else []
         if len(descriptors) < count:  # this process can open no more files
@@ -189,14 +188,14 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def _framed(message: Message, descriptors: int = 0) -> bytes:
-    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    kind, data = pack(message)
     if len(data) > MOST_BYTES or descriptors > MOST_DESCRIPTORS:
         raise InternalError(
             f"a message of {len(data)} bytes and {descriptors} descriptors is too long",
             "MESSAGE_TOO_LONG",
             "Report it as a bug",
         )
-    return _HEADER.pack(len(data), descriptors) + data
+    return _HEADER.pack(len(data), descriptors, kind) + data
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

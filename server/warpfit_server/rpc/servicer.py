@@ -86,14 +86,13 @@ class ComputeServicer:
         """
         arrived, tenant = time.monotonic_ns(), tenant_of(context)
         limits = self._admission.limits(tenant)
-        asked, surplus = _decode(message, tenant, limits, fits=fits)
-        problem = asked.problem if isinstance(asked, FitRequest) else asked
-        with self._lease(problem.dataset_id) as data:
-            size, cost = _check(asked, problem, data, limits)
+        evaluation, fit = _decode(message, tenant, limits, fits=fits)
+        with self._lease(evaluation.dataset_id) as data:
+            size, cost = _check(evaluation, fit, data, limits)
             nanoseconds = self._admission.costs.estimate(cost)
-            release = self._admission.reserve(tenant, nanoseconds, size + surplus, len(message))
+            release = self._admission.reserve(tenant, nanoseconds, size, len(message))
             try:
-                request = _request(asked, data.layout, context, tenant)
+                request = _request(evaluation, fit, data.layout, context, tenant)
                 work = request.segment_layout
                 calls.record_work(work.programs, work.tokens, work.token_rows)
                 calls.end_decoding()
@@ -277,45 +276,47 @@ class MainServicer(ComputeServicer):
 
 def _decode(
     message: bytes, tenant: str, limits: Limits, *, fits: bool
-) -> tuple[Evaluation | FitRequest, int]:
-    """Decode a request; return it, and by how many bytes its values are longer than sent."""
+) -> tuple[Evaluation, FitRequest | None]:
+    """Decode a request; return the evaluation, and the fit that it is part of."""
     parsed: Any = codec.parse_message(pb.OptimizeRequest if fits else pb.EvaluateRequest, message)
     sent = parsed.problem if fits else parsed
-    programs = sent.programs
-    check_limit(limits, "tokens", len(programs.codes))
+    check_limit(limits, "tokens", len(sent.programs.codes))
     check_limit(limits, "loss_tokens", len(sent.loss_function.codes))
     key = key_of(tenant, codec.check_content_id(sent.content_id))
-    if fits:
-        fit = codec.fit_from_message(parsed, key)
-        return fit, fit.problem.batch.values.nbytes - len(programs.values)
-    evaluation = codec.evaluation_from_message(parsed, key)
-    return evaluation, evaluation.batch.values.nbytes - len(programs.values)
+    fit = codec.fit_from_message(parsed, key) if fits else None
+    return codec.evaluation_from_message(parsed, key) if fit is None else fit.problem, fit
 
 
 def _check(
-    asked: Evaluation | FitRequest, problem: Evaluation, data: Leased, limits: Limits
+    problem: Evaluation, fit: FitRequest | None, data: Leased, limits: Limits
 ) -> tuple[int, CallCost]:
     """Check a request on its data set; return the bytes that it takes, and its cost."""
     layout, shards = data.layout, data.shards
     nodes = 0 if shards is None else shards.nodes(problem.row_range(layout), layout)
     check_batch(problem.batch, limits)
-    if isinstance(asked, FitRequest):
-        asked.check(layout)
-        return check_fit(asked, layout, limits, nodes), CallCost.of_fit(asked, layout)
-    problem.check_options(layout)
-    problem.batch.check_shapes()  # the engine looks at the tokens
-    size = check_result(problem, layout, limits, nodes)
-    return size, CallCost.of_evaluation(problem, layout)
+    if fit is not None:
+        fit.check(layout)
+        size, cost = check_fit(fit, layout, limits, nodes), CallCost.of_fit(fit, layout)
+    else:
+        problem.check_options(layout)
+        problem.batch.check_shapes()  # the engine looks at the tokens
+        size = check_result(problem, layout, limits, nodes)
+        cost = CallCost.of_evaluation(problem, layout)
+    values = problem.batch.values  # an array of its own if the message has fewer
+    return size + values.nbytes * values.flags.owndata, cost
 
 
 def _request(
-    asked: Evaluation | FitRequest, layout: Layout, context: grpc.ServicerContext, tenant: str
+    problem: Evaluation,
+    fit: FitRequest | None,
+    layout: Layout,
+    context: grpc.ServicerContext,
+    tenant: str,
 ) -> InFlightRequest:
     """Make the request for the engines of one that has been checked."""
-    if isinstance(asked, Evaluation):
-        return InFlightRequest.of_evaluation(asked, layout, tenant)
-    deadline = _stop_time(asked, context.time_remaining())
-    return InFlightRequest.of_fit(asked, layout, deadline, tenant)
+    if fit is None:
+        return InFlightRequest.of_evaluation(problem, layout, tenant)
+    return InFlightRequest.of_fit(fit, layout, _stop_time(fit, context.time_remaining()), tenant)
 
 
 def _info(dataset: StoredDataset, lost_digits: str = "") -> bytes:

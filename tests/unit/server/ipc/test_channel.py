@@ -4,13 +4,17 @@ import os
 import resource
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError
+from warpfit.request import Tier, Timings
 from warpfit_server.ipc import channel, messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
+from warpfit_server.ipc.segment_layout import SegmentLayout
 from warpfit_server.ipc.segments import Segment
 
 
@@ -42,6 +46,23 @@ def test_messages_arrive_whole_and_in_order(ends):
         assert (len(message.key), message.error.reason) == (size, "REASON")
         assert descriptors == []
     thread.join()
+
+
+def test_the_messages_of_every_call_arrive_as_they_were(ends):
+    ours, theirs = ends
+    layout = SegmentLayout(1, 3, 1, 8, 32, {"losses": ("<f8", (1, 1), 64)}, 128)
+    rows = {"rows": (0, 8), "precision": "FAST", "loss": None, "tier": "AUTO"}
+    submitted = messages.SubmitEvaluation(7, 1, 1 << 33, layout, bytes(32), **rows, submitted=2**60)
+    part = messages.Part((0, 8), 2, None)
+    timings = Timings(1, *np.arange(4), tier=Tier.COMPILED, cache_hits=np.int64(5))
+    finished = messages.RequestFinished.of(7, timings, 9)
+    failed = messages.RequestFinished(7, UnavailableError("why", "REASON"))
+    for message in (submitted, submitted._replace(part=part), finished):
+        ours.send(message)
+        assert repr(theirs.receive()[0]) == repr(message)
+    assert finished.timings == replace(timings, queue=9)
+    ours.send(failed)
+    assert theirs.receive()[0].error.reason == "REASON"
 
 
 def test_descriptors_belong_to_their_messages(ends, tmp_path):
