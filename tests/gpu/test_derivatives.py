@@ -9,15 +9,11 @@ import pytest
 
 from support.engines import nist
 from support.engines.derivative_suite import *  # noqa: F403
-from support.engines.derivative_suite import (
-    LossErrors,
-    assert_close,
-    evaluated,
-    make_dataset,
-    smooth_programs,
-)
+from support.engines.derivative_suite import assert_close, make_dataset, smooth_programs
 from support.engines.derivatives import derive, linearise, outputs_for
 from support.engines.fits import fit
+from support.engines.loss_suite import *  # noqa: F403
+from support.engines.loss_suite import LossErrors, evaluated
 from support.engines.numpy_engine import NumpyEngine
 from warpfit import parse
 from warpfit.dataset import Dataset

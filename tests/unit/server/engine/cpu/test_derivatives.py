@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from support.engines.derivative_suite import *  # noqa: F403
-from support.engines.derivative_suite import LossErrors, make_dataset, smooth_programs
+from support.engines.derivative_suite import make_dataset, smooth_programs
+from support.engines.loss_suite import *  # noqa: F403
+from support.engines.loss_suite import LossErrors
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS

@@ -16,17 +16,19 @@ from support.engines.derivative_suite import (  # noqa: F401
     test_cancelled,
     test_long_scalars,
     test_many_parameters,
-    test_nan_where_no_row_has_weight_is_not_lost,
     test_parameter_vectors,
     test_random_programs,
     test_row_ranges,
-    test_values_that_are_not_numbers_are_counted,
 )
 from support.engines.derivative_suite import test_linearisation as check_linearisation
-from support.engines.derivative_suite import test_reductions_and_moments as check_statistics
 from support.engines.derivatives import derive, outputs_for
 from support.engines.evaluations import Evaluate
 from support.engines.fits import fit
+from support.engines.loss_suite import (  # noqa: F401
+    test_nan_where_no_row_has_weight_is_not_lost,
+    test_values_that_are_not_numbers_are_counted,
+)
+from support.engines.loss_suite import test_reductions_and_moments as check_statistics
 from support.engines.operators import check_node_by_node
 from support.engines.reference_losses import reference_loss
 from support.engines.shards import REQUESTS, check_evaluation

@@ -1,0 +1,108 @@
+"""Fits that a deadline or their caller ends, and searches that other threads advance."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from support.engines.fits import fit
+from support.engines.numpy_engine import NumpyEngine
+from warpfit import CancelledError, Reason
+from warpfit.dataset import Dataset
+from warpfit_server.engine.fit import driver
+
+X = np.random.default_rng(3).uniform(0.5, 2.0, size=(60, 2))
+EXACT = Dataset.of(X, 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1], dtype="float64")
+MODEL = "p1*exp(p2*x1) + p3*x2"
+START = [1.0, -0.1, 1.0]
+METHODS = ("lm", "bfgs")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_deadline_that_has_passed_returns_what_there_is(method):
+    found = fit(EXACT, [MODEL, "x1"], [START, []], method=method, deadline=time.monotonic() - 1)
+    assert found.reason.tolist() == [Reason.DEADLINE, Reason.GRADIENT]
+    assert found.loss[0] <= found.initial_loss[0]
+
+
+class StuckEngine(NumpyEngine):
+    """Hangs after some passes until it is cancelled."""
+
+    def __init__(self, dataset, passes):
+        super().__init__(dataset)
+        self.left = passes
+
+    def linearise(self, evaluation, row_loss, *, cancelled, **options):
+        self.left -= 1
+        while self.left < 0:
+            if cancelled[0]:
+                self.left = 1
+                raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            time.sleep(0.001)
+        return (yield from super().linearise(evaluation, row_loss, cancelled=cancelled, **options))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_pass_is_cancelled_at_the_deadline_of_its_fit(method, passes):
+    started = time.monotonic()
+    found = fit(
+        EXACT,
+        [MODEL, "x1"],
+        [START, []],
+        method=method,
+        engine=StuckEngine(EXACT, passes),
+        deadline=started + 0.3,
+        covariance=True,
+    )
+    assert 0.25 < time.monotonic() - started < 30
+    assert found.reason.tolist() == [Reason.DEADLINE, Reason.GRADIENT]
+    assert found.loss[0] <= found.initial_loss[0]
+    assert np.isfinite(found.loss).all()
+    (again,) = fit(EXACT, [MODEL], found.parameters[:1], max_iterations=0).loss
+    assert again == found.loss[0], "loss and parameters belong together"
+    assert np.isfinite(found.covariance[0]).all(), "computed in spite of what was cut off"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_many_searches_advance_on_other_threads(monkeypatch, method):
+    """So that the engine's thread goes on with other requests."""
+    problem = EXACT, [MODEL, "x1"], [START, []]
+    expected, threads = fit(*problem, method=method, covariance=True), set()
+
+    def watched(function):
+        def call(*arguments):
+            threads.add(threading.get_ident())
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(driver, "_MANY_SEARCHES", 1)
+    for name in ("__init__", "_advance", "_drop_finished"):
+        monkeypatch.setattr(driver._Driver, name, watched(getattr(driver._Driver, name)))
+    found = fit(*problem, method=method, covariance=True)
+    assert threads
+    assert threading.get_ident() not in threads
+    for name in ("loss", "iterations", "reason"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_array_equal(found.parameters[0], expected.parameters[0])
+
+
+def test_a_fit_with_a_deadline_can_be_cancelled():
+    class Cancelling(NumpyEngine):
+        def linearise(self, *arguments, cancelled, **options):
+            cancelled[0] = len(self.sizes) > 1
+            return (yield from super().linearise(*arguments, cancelled=cancelled, **options))
+
+    engine = Cancelling(EXACT)
+    with pytest.raises(CancelledError):
+        fit(EXACT, [MODEL], [START], engine=engine, deadline=time.monotonic() + 60)
+    assert len(engine.sizes) == 3
+
+
+def test_cancellation_is_noticed_between_passes():
+    with pytest.raises(CancelledError):
+        fit(EXACT, [MODEL], [START], cancelled=True)
