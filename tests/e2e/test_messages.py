@@ -12,7 +12,7 @@ import pytest
 import warpfit
 from support.load.faults import FATAL
 from support.servers import health
-from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, evaluate_request, explained
+from support.servers.rpcs import OWN_CONNECTION, SERVICE
 from support.servers.server import ServerProcess
 from warpfit.losses import LossFunction
 from warpfit.v1 import evaluator_pb2 as pb
@@ -146,22 +146,3 @@ def test_a_process_that_can_open_no_more_files_says_so_and_recovers(lenient):
             )
         assert lenient.engine().pid == engine
         health.wait_for(lenient.facts["health"], "SERVING")
-
-
-def test_an_error_that_quotes_much_is_cut(lenient):
-    with warpfit.connect(lenient.address) as client:
-        data = client.upload(X, X[:, 0])
-        request = evaluate_request(data.content_id)
-    tokens = 19_001
-    request.ClearField("loss")
-    request.loss_function.codes = bytes([1] + [1, 16] * (tokens // 2))
-    values = np.zeros(tokens)
-    values[-2] = 5  # no such variable
-    request.loss_function.values = values.astype("<f8").tobytes()
-    with (
-        grpc.insecure_channel(lenient.address, OWN_CONNECTION) as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        Caller(channel).send("Evaluate", request)
-    status, reason, message = explained(caught.value)
-    assert (status, reason, message[-3:]) == ("INVALID_ARGUMENT", "BAD_LOSS", "...")

@@ -33,7 +33,6 @@ FLAGS = (
     *("--max-message-bytes", "4MiB", "--max-vectors", "50", "--max-program-tokens", "2000"),
 )
 _ODD = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e300, -1e300, 5e-324, np.nan, np.inf, -np.inf, 2.0**53]
-_ARITIES = {1: 0, 2: 0, 3: 0, **{op.code: op.arity for op in OPERATORS.values()}}
 _UNARY = [op.code for op in OPERATORS.values() if op.arity == 1]
 _BINARY = [op.code for op in OPERATORS.values() if op.arity == 2]
 _TERNARY = [op.code for op in OPERATORS.values() if op.arity == 3]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from warpfit import InvalidArgumentError, Reason, testing
+from warpfit import InvalidArgumentError, Reason
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import build_fit
 from warpfit.dataset import Dataset
@@ -54,16 +54,6 @@ def test_a_single_expression_may_stand_alone(client, data):
     assert several.loss.shape == (2, 1)
     assert several.parameters[0].shape == (2, 1)
     np.testing.assert_allclose(*several.parameters[0])
-
-
-def test_a_lost_data_set_is_uploaded_and_an_unavailable_server_asked_again(server):
-    with testing.client(server) as client:
-        data = client.upload(X, Y)
-        server.forget()
-        server.fail(calls=1)
-        fit = client.optimize(data, TEXTS, STARTS)
-    assert fit.success.all()
-    assert server.calls[-3:] == ["Optimize", "UploadVariables", "Optimize"]
 
 
 def test_a_failing_progress_callback_reaches_the_caller(client, data):

@@ -1,6 +1,5 @@
 """Batches above a server's limits: split by the client, the results joined."""
 
-import asyncio
 import itertools
 
 import numpy as np
@@ -107,17 +106,6 @@ def test_fits_above_a_limit_are_split_with_their_bounds_and_report_progress(limi
         assert_same(getattr(found, name), getattr(wanted, name))
     assert {report.searches for report in reports} == {len(TEXTS)}
     assert all(0 <= report.active <= len(TEXTS) for report in reports)
-
-
-def test_the_asyncio_client_splits_too():
-    async def body():
-        async with testing.async_client(LimitedServer(LIMITS["programs"])) as client:
-            data = await client.upload(X, Y)
-            return await client.evaluate(data, TEXTS, STARTS, loss="mse")
-
-    with testing.client() as free:
-        wanted = free.evaluate(free.upload(X, Y), TEXTS, STARTS, loss="mse")
-    assert_same(asyncio.run(body()), wanted)
 
 
 def test_errors_of_a_part_name_the_expression_in_the_whole_batch():

@@ -18,7 +18,6 @@ VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, 0.0005, 30.0, np.inf, -np.inf, n
 X = np.array([(a, b, c) for a in VALUES for b in VALUES for c in (0.5, -2.0, np.nan)])
 P = np.array([1.5, -0.25])
 NAMES = ("a", "for", 'x y"""\n*/')
-MIXED = [Program.variable(0), Program.constant(0.7), Program.constant(2.0)]
 #: Every operator over variables and over constants, and programs with parameters or without rows.
 PROGRAMS = [
     *(Program.apply(row, *map(Program.variable, range(row.arity))) for row in OPERATORS.values()),
