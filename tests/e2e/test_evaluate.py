@@ -1,18 +1,10 @@
-"""Whole calls through a real server process, compared with the reference."""
+"""Large results and special values through a real server process."""
 
 import numpy as np
 
-ROWS = 1025
-
-
-def _data(seed=0, rows=ROWS, variables=10, dtype=np.float32):
-    rng = np.random.default_rng(seed)
-    X = rng.normal(size=(rows, variables)).astype(dtype)
-    return X, rng.normal(size=rows).astype(dtype)
-
 
 def test_a_large_result_arrives_whole(client):
-    X, _ = _data(5, rows=200_003, variables=2)
+    X = np.random.default_rng(5).normal(size=(200_003, 2)).astype(np.float32)
     with client.upload(X) as data:
         values = client.evaluate(data, ["x1", "x2", "x1 + x2", "neg(x1)", "x1"])
     for column, expected in enumerate([X[:, 0], X[:, 1], X[:, 0] + X[:, 1], -X[:, 0], X[:, 0]]):

@@ -21,7 +21,7 @@ from support.engines.derivative_suite import (  # noqa: F401
     test_row_ranges,
 )
 from support.engines.derivative_suite import test_linearisation as check_linearisation
-from support.engines.derivatives import derive, outputs_for
+from support.engines.derivatives import ask, derive, outputs_for
 from support.engines.evaluations import Evaluate
 from support.engines.fits import fit
 from support.engines.loss_suite import (  # noqa: F401
@@ -34,10 +34,11 @@ from support.engines.reference_losses import reference_loss
 from support.engines.shards import REQUESTS, check_evaluation
 from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError
+from warpfit.expressions import reference_engine
 from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
-from warpfit.losses import SQUARES
+from warpfit.losses import SQUARES, Closing, LossFunction, huber
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.cuda.derivatives import tier
 from warpfit_server.engine.cuda.engine import CudaEngine
@@ -105,6 +106,17 @@ def test_random_programs_node_by_node(engine, dtype):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_passes_of_fits_are_numpys(engine, flavour, loss):
     check_linearisation(engine, loss, loss != "poisson", flavour, 130)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_loss_of_ones_own_is_the_references(engine, batch, gradient):
+    data = make_dataset(130, weights=True)
+    asked = Evaluation(
+        data.content_id, Batch.of(*batch), values=False, gradient=gradient,
+        custom_loss=LossFunction(huber(0.5).row, Closing.SUM),
+    )  # fmt: skip
+    wanted = reference_engine.evaluate(asked, data)
+    np.testing.assert_allclose(ask(engine, data, asked).losses, wanted.losses, rtol=1e-9)
 
 
 @pytest.mark.parametrize("rows", [(0, 1), (0, 17_000), (300, 5_000), (1024, 2048), (2000, 2300)])
