@@ -97,7 +97,8 @@ class Router:
         if data.shards is not None:
             return self._start_sharded(request, data, data.shards, nanoseconds)
         if len(self._connections) == 1:
-            return self._start_whole(request, data, nanoseconds, (0,))
+            order = [0] * self._connections[0].is_open
+            return self._start_whole(request, data, nanoseconds, order)
         waits = self._waits(data)
         order = self._order(request.evaluation.batch, waits, nanoseconds)
         engines = self._idle(order, waits, nanoseconds)

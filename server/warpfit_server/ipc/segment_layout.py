@@ -81,25 +81,17 @@ class SegmentLayout(NamedTuple):
     @classmethod
     def of(cls, evaluation: Evaluation, layout: Layout) -> SegmentLayout:
         """Lay out an evaluation that has been checked."""
-        shape = evaluation.shape(layout)
-        return cls._of(evaluation, layout, shape, _evaluation_results(evaluation, layout, shape))
+        return cls._of(evaluation, layout, _evaluation_results(evaluation, layout))
 
     @classmethod
     def of_fit(cls, request: FitRequest, layout: Layout) -> SegmentLayout:
         """Lay out a fit that has been checked."""
-        problem = request.problem
-        return cls._of(problem, layout, problem.shape(layout), _fit_arrays(request))
+        return cls._of(request.problem, layout, _fit_arrays(request))
 
     @classmethod
-    def _of(
-        cls,
-        evaluation: Evaluation,
-        layout: Layout,
-        shape: tuple[int, int, int],
-        others: list[_Array],
-    ) -> SegmentLayout:
+    def _of(cls, evaluation: Evaluation, layout: Layout, others: list[_Array]) -> SegmentLayout:
         batch, custom = evaluation.batch, evaluation.custom_loss
-        programs, vectors, rows = shape
+        programs, vectors, rows = evaluation.shape(layout)
         tokens = len(batch.codes)
         inputs: list[_Array] = [
             ("flags", "u1", (2 * MOST_PARTS,)),
@@ -110,8 +102,8 @@ class SegmentLayout(NamedTuple):
             ("batch_codes", "u1", (tokens,)),
         ]
         if custom is not None:
-            length = (len(custom.row.codes),)
-            inputs += [("loss_values", "<f8", length), ("loss_codes", "u1", length)]
+            shape = (len(custom.row.codes),)
+            inputs += [("loss_values", "<f8", shape), ("loss_codes", "u1", shape)]
         program_bytes = vectors * rows * layout.dtype.itemsize
         return cls(programs, tokens, vectors, rows, program_bytes, *_placed((*inputs, *others)))
 
@@ -237,10 +229,8 @@ def _placed(arrays: Iterable[_Array]) -> tuple[dict[str, tuple[str, tuple[int, .
     return places, end
 
 
-def _evaluation_results(
-    evaluation: Evaluation, layout: Layout, shape: tuple[int, int, int]
-) -> list[_Array]:
-    programs, vectors, rows = shape
+def _evaluation_results(evaluation: Evaluation, layout: Layout) -> list[_Array]:
+    programs, vectors, rows = evaluation.shape(layout)
     cells, parameters = (programs, vectors), len(evaluation.batch.parameters)
     dtype = layout.dtype.str
     outputs: tuple[tuple[bool, str, str, tuple[int, ...]], ...] = (

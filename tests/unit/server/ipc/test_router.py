@@ -218,6 +218,16 @@ def test_bounds_are_ascending_and_about_equal(lengths, parts):
         assert tokens.max() <= total.sum() / parts + 2 * total.max() + parts
 
 
+def test_a_lone_engine_that_is_gone_is_not_asked_to_load_anything():
+    front = Front(1)
+    front.connections[0].is_open = False
+    data = Data(loaded=())
+    with pytest.raises(UnavailableError):
+        front.start(data=data)
+    assert not data.loaded
+    front.table.close()
+
+
 def test_calls_poll_for_their_answers_only_while_cores_are_idle(monkeypatch):
     monkeypatch.setattr("warpfit_server.ipc.router.available_cores", lambda: 16)
     front = Front(1)
