@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -32,6 +33,9 @@ _CHUNK_SHARE: Final = 1 / 8
 _MAX_WARP_BYTES: Final = (1 << 31) - 1
 #: Most blocks in the second dimension of a grid.
 _MAX_JOBS: Final = 0xFFFF
+#: Instructions x rows of a launch for each multiprocessor: about 2 ms of an H200, after which other
+#: evaluations get their turn.
+_INSTRUCTION_ROWS: Final = {Mode.FAST: 12e6, Mode.PRECISE: 10e6, Mode.DOUBLE: 4e6}
 #: Classes of work by which jobs are ordered.
 _CLASSES: Final = 256
 #: A job, a sum and a parameter.
@@ -195,7 +199,10 @@ def plan_launches(
     need, scalars = measure_programs(*records, level_bytes, work)
     geometry = _geometry(device, resident, evaluation, variant, need)
     most = min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE))
-    chunks = tuple(_chunks(code, geometry, wanted, most))
+    rows = geometry.end_row - geometry.first_row
+    launches = int(work.sum()) * code.vectors * rows / _INSTRUCTION_ROWS[variant.mode]
+    most_jobs = math.ceil(code.jobs * device.multiprocessors / max(1.0, launches))
+    chunks = tuple(_chunks(code, geometry, wanted, most, most_jobs))
     order = np.empty(code.jobs, dtype=np.uint32)
     for chunk in chunks:
         order_jobs(work, code.vectors, chunk.jobs[0], order[slice(*chunk.jobs)])
@@ -246,14 +253,19 @@ def _check_memory(need: int) -> None:
 
 
 def _chunks(
-    code: DeviceCode, geometry: DerivativeGeometry, wanted: RequestedOutputs, most: int
+    code: DeviceCode,
+    geometry: DerivativeGeometry,
+    wanted: RequestedOutputs,
+    most: int,
+    most_jobs: int,
 ) -> Iterator[DerivativeChunk]:
-    """Cut the jobs so that the results of one launch fit in ``most`` bytes."""
+    """Cut the jobs so that the results of one launch of so many fit in ``most`` bytes."""
     a_job = geometry.pitch * stores_values(wanted)
     if wanted.reductions is not None or wanted.moments is not None:
         a_job += geometry.leaves * NODE_STATISTICS * 8
     if geometry.spills:
         a_job += geometry.blocks * WARPS * geometry.warp_bytes
+    a_job = max(a_job, most // most_jobs)
     costs = a_job, geometry.blocks * 8, geometry.pitch * (wanted.jacobian is not None)
     records, first = (code.records.programs, code.records.sums, code.vectors), (0, 0, 0)
     while first[0] < code.jobs:

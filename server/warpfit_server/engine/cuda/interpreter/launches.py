@@ -56,8 +56,6 @@ _MAX_GRID_Y: Final = 0xFFFF
 #: Shared memory of a block that every device grants without asking, less the job counter.
 _COUNTER_BYTES: Final = 16
 _SHARED_BYTES: Final = 48 * 1024 - _COUNTER_BYTES
-#: Most launches of one evaluation in one command list.
-_MAX_LAUNCHES: Final = 64
 
 
 def load() -> None:
@@ -189,16 +187,6 @@ def configure_launch(
     if warps * levels * limits.level_bytes > _SHARED_BYTES:
         warps, levels = 1, most
     return LaunchConfig(jobs, group, warps, levels, scratch)
-
-
-def jobs_per_launch(limits: LaunchLimits, token_rows: int, jobs: int, vectors: int) -> int:
-    """Return the jobs of one launch, so that it does not delay other evaluations for long.
-
-    They are whole programs, of ``vectors`` jobs each, or part of one; the token-rows are of all.
-    """
-    launches = min(max(1, token_rows // limits.max_token_rows), jobs, _MAX_LAUNCHES)
-    share = -(-jobs // launches)
-    return share if share < vectors else -(-share // vectors) * vectors
 
 
 @dataclass(slots=True, eq=False)
@@ -389,7 +377,7 @@ class BatchLaunch:
         losses: NDArray[np.float64],
         started: int,
     ) -> Steps[Timings]:
-        """Launch all jobs on all rows at once, after the lowering; fill in sums of row losses.
+        """Launch all jobs on all rows after the lowering, and fill in the sums of row losses.
 
         ``started`` is ``time.perf_counter_ns()`` of the evaluation's beginning.
 
@@ -399,9 +387,7 @@ class BatchLaunch:
         context, jobs = self.context, losses.size
         partials = context.buffer("partials", 8 * jobs * tiles.tiles)
         sums = context.pinned("sums", 8 * jobs).view(np.float64)
-        for first in range(0, jobs, self.config.jobs):
-            part = first, min(self.config.jobs, jobs - first)
-            self.add_jobs(commands, tiles, part, partials + 8 * first * tiles.tiles)
+        self.add_jobs(commands, tiles, (0, jobs), partials)
         self.add_sums(commands, tiles, jobs, partials, sums)
         commands.record(context.event("computed"))
         self.execute(commands)

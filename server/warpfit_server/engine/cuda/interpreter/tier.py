@@ -28,7 +28,6 @@ from warpfit_server.engine.cuda.interpreter.launches import (
     LaunchLimits,
     RowTiles,
     Staging,
-    jobs_per_launch,
 )
 from warpfit_server.engine.cuda.math.modes import Mode, max_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -108,9 +107,6 @@ class InterpreterTier:
         is_whole = len(chunks) == len(spans) == 1 and not resident.is_streamed and shard is None
         losses = outputs.losses if is_whole and not evaluation.values else None
         batch, jobs = evaluation.batch, chunks[0][1]
-        if losses is not None:
-            token_rows = evaluation.token_rows(layout)
-            jobs = jobs_per_launch(kernels.limits, token_rows, jobs, batch.vectors)
         level = None if shard is None else shard.level
         if shard is not None:
             length = min(length, node_rows(layout, shard.level))
@@ -205,8 +201,8 @@ class InterpreterTier:
     ) -> Iterator[Jobs]:
         """Cut the jobs so that the results of each launch fit in ``chunk_bytes``.
 
-        If that, or all rows, take several launches, none has more token-rows than
-        `LaunchLimits` allow.
+        No launch of several jobs has more token-rows than `LaunchLimits` allow, so that other
+        evaluations get their turns.
         """
         programs, vectors, rows = evaluation.shape(resident.dataset.layout)
         tiles = -(-rows // variant.tile) + 1
@@ -214,10 +210,8 @@ class InterpreterTier:
         if evaluation.values:
             job_bytes = tiles * variant.tile * variant.dtype.itemsize
         jobs = min(programs * vectors, max(1, self._chunk_bytes // job_bytes), _MAX_JOBS)
-        if jobs < programs * vectors or resident.is_streamed:
-            most = self._limits(variant).max_token_rows
-            token_rows = len(evaluation.batch.codes) * rows
-            jobs = min(jobs, max(1, most * programs // token_rows))
+        most, token_rows = self._limits(variant).max_token_rows, len(evaluation.batch.codes) * rows
+        jobs = min(jobs, max(1, most * programs // token_rows))
         jobs -= jobs % vectors if jobs > vectors else 0
         for first in range(0, programs * vectors, jobs):
             yield first, min(jobs, programs * vectors - first)

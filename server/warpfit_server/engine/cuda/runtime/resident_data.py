@@ -101,7 +101,10 @@ def run_chunks(
     launch: Callable[[ResidentDataset, int, Chunk, int], Callable[[], None]],
     result_bytes: int,
 ) -> Steps[int]:
-    """Launch all chunks on each span of rows; copy the results of each while the next is computed.
+    """Launch all chunks on each span of rows, and copy their results.
+
+    Large results are copied while the next chunk is computed. Without them nothing of an evaluation
+    waits in the device's queue while others have their turns.
 
     Args:
         device: that computes.
@@ -119,7 +122,8 @@ def run_chunks(
     Returns:
         Nanoseconds of the kernels.
     """
-    each = result_bytes // (len(spans) * len(chunks))
+    count = len(spans) * len(chunks)
+    each, ahead = result_bytes // count, min(1, result_bytes)
     pending: list[tuple[int, Callable[[], None]]] = []
     computed = 0
 
@@ -139,11 +143,13 @@ def run_chunks(
             context.mark(f"begun {side}")
             pending.append((side, launch(window, node, chunk, side)))
             context.mark(f"chunk {side}")
-            if len(pending) > 1:
+            if len(pending) > ahead:
                 yield from finish()
-                yield None
-                device.use()
-    yield from finish()
+                if number < count - 1:
+                    yield None
+                    device.use()
+        while pending:
+            yield from finish()
     return computed
 
 

@@ -40,10 +40,12 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES, Closing, LossFunction, huber
 from warpfit.request import Evaluation, Loss, Precision
-from warpfit_server.engine.cuda.derivatives import tier
+from warpfit_server.engine.cuda.derivatives import launch_plan, tier
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
-from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.cuda.math import modes
+from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.row_blocks import Shards
 
 ROWS = 5_003
@@ -131,6 +133,32 @@ def test_shards_have_the_bits_of_one_engine(engines, wanted):
         data.content_id, Batch.of(*smooth_programs()), **{"values": False} | REQUESTS[wanted]
     )
     check_evaluation(engines, data, Shards.of(data.layout, (0, 1)), evaluation)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_others_have_their_turns_while_long_work_runs(engine, batch, monkeypatch, gradient):
+    data = make_dataset(ROWS, weights=True)
+    engine.load(data)
+    asked = Evaluation(
+        data.content_id, Batch.of(*batch), values=False, loss=Loss.MSE, gradient=gradient
+    )
+
+    def losses_and_turns():
+        outputs = Outputs(
+            *(None, np.zeros((len(asked.batch), 1)), np.zeros(1, np.uint8), lambda programs: None),
+            gradients=np.zeros(len(asked.batch.parameters)) if gradient else None,
+        )
+        turns = sum(waits_for is None for waits_for in engine.evaluate(asked, outputs))
+        return outputs.losses, outputs.gradients, turns
+
+    *whole, turns = losses_and_turns()
+    assert turns == 0
+    monkeypatch.setitem(modes._TOKEN_ROWS, Mode.DOUBLE, 1_000)
+    monkeypatch.setitem(launch_plan._INSTRUCTION_ROWS, Mode.DOUBLE, 1_000)
+    *pieces, turns = losses_and_turns()
+    assert turns > 5
+    for expected, found in zip(whole, pieces, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_large_batch_with_derivatives_runs_in_parts(engine, batch, monkeypatch):

@@ -15,23 +15,6 @@ LIMITS = launches.LaunchLimits(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("tokens", "jobs", "expected"),
-    [(10, 300, 300), (100, 300, 150), (10**6, 300, 5), (10**6, 20, 1), (100, 1, 1)],
-)
-def test_jobs_of_a_launch(tokens, jobs, expected):
-    limits = LIMITS._replace(max_token_rows=50)
-    assert launches.jobs_per_launch(limits, tokens, jobs, 1) == expected
-
-
-@pytest.mark.parametrize(
-    ("vectors", "expected"), [(1, 150), (4, 152), (100, 200), (149, 298), (150, 150), (300, 150)]
-)
-def test_a_launch_has_whole_programs_or_less_than_one(vectors, expected):
-    limits = LIMITS._replace(max_token_rows=50)
-    assert launches.jobs_per_launch(limits, 100, 300, vectors) == expected
-
-
 @pytest.mark.parametrize("warps", [1, 2, 3, 8])
 @pytest.mark.parametrize("levels", [0, 1, 4, 7, 21])
 @pytest.mark.parametrize("usual", [0, 2, 4])
