@@ -6,9 +6,9 @@
 The data are the eight planets and Pluto from NASA's planetary fact sheet: distance from the Sun,
 mass and eccentricity of each, and, to be explained, the period of its orbit. The search invents
 formulas, and the server fits their numbers, a whole generation in one call. Formulas are compared
-by the Bayesian information criterion (Schwarz 1978), which sets the error against the length,
-because nine planets would be fitted exactly by a formula that is long enough. The law is found when
-``p1 * distance^p2`` turns up; a last fit says that p2 is 1.5, and how sure that is.
+by the Bayesian information criterion (Schwarz 1978), which sets the error against the length, and
+they are short, because nine planets would be fitted exactly by one that is long enough. The law is
+found when ``p1 * distance^p2`` turns up; a last fit says that p2 is 1.5, and how sure that is.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def main() -> None:
             operators=("+", "-", "*", "/", "^", "sqrt", "square", "log", "exp"),
             generations=options.generations,
             held_out=0.0,
+            max_size=9,
             random_state=options.seed,
         ).fit(X, period, weights)
         with warpfit.connect(address) as client:

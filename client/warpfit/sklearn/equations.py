@@ -59,7 +59,7 @@ def build_front(
         found: program, loss, and R^2 on rows held out, of each formula.
         complexity: measures a program.
         text: writes a program.
-        rows: sum of the weights.
+        rows: on which the losses are means.
         scale: loss of the best constant.
 
     """

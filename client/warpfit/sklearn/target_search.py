@@ -275,8 +275,9 @@ class TargetSearch:
 
     @property
     def _rows(self) -> float:
-        """Sum of the weights."""
-        return float(self.training.weights.sum())
+        """Sum of the weights, at least the rows that have any: their scale may be arbitrary."""
+        weights = self.training.weights
+        return float(max(weights.sum(), np.count_nonzero(weights)))
 
     def _front_of(self, found: _Found) -> list[Equation]:
         losses, r2 = zip(*found.values(), strict=True)
