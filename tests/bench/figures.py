@@ -53,7 +53,7 @@ def front_page() -> Iterator[str]:
 99th percentile {fresh["p99_ms"]:.1f} ms | `gpu_service.json` |
 | the same from 16 and from 64 workers at once | {few:.1f} and {many:.1f} Ttok/s | \
 `gpu_service.json` |
-| the same on the device alone, interpreted and compiled (before sums of fixed blocks) | \
+| the same on the device alone, interpreted and compiled | \
 {interpreted:.1f} and {compiled:.1f} Ttok/s | `gpu_interpreter.json`, `gpu_compiled.json` |
 | CPU engine beside pyoperon 0.6.2, 100,000 rows, values, precise mode, 2 threads | \
 {cpu["times_pyoperon"]["warpfit precise values"]:.1f} times as fast | `cpu_vs_pyoperon.json` |
@@ -311,6 +311,24 @@ def gpu_fits() -> Iterator[str]:
     yield from table("what | float32 precise | fast", rows)
 
 
+def generations() -> Iterator[str]:
+    """Generations of searches on a GPU, and EvoGP's."""
+    document, rows = result("generations"), []
+    peers = {case["formulas"]: case["generation"]["p50_ms"] for case in document["EvoGP"]}
+    for case in document["flat arrays"]:
+        parts = (f"{case[part]['p50_ms']:.1f} ms" for part in ("evaluation", "generation"))
+        what = f"{case['formulas']:,} formulas of {case['tokens_of_a_formula']:.0f} tokens"
+        theirs = f"{peers[case['formulas']]:.1f} ms"
+        rows.append(f"{what}, {case['rows']:,} rows | {' | '.join(parts)} | {theirs}")
+    yield from table("flat arrays | evaluation | a generation | EvoGP's generation", rows)
+    yield ""
+    for case in document["deap"]:
+        yield (
+            f"{case['trees']:,} trees of DEAP on {case['rows']:,} rows are scored in "
+            f"{case['evaluation']['p50_ms']:.1f} ms a generation, conversion included."
+        )
+
+
 def gpu_devices() -> Iterator[str]:
     """Two GPUs, and two engines on one, against one engine."""
     two, shared = result("devices"), result("devices_one_gpu")
@@ -381,7 +399,7 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
             transport,
             device,
         ),
-        *(gpu_service, gpu_fits, gpu_devices, gpu_streaming, *FAULTS, *CAPACITY),
+        *(gpu_service, gpu_fits, generations, gpu_devices, gpu_streaming, *FAULTS, *CAPACITY),
     )
 }
 
