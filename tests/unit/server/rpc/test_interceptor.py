@@ -274,6 +274,7 @@ class TestDecoding:
         eventually(lambda: len(gate.begun) == 2 and len(waiting.get("default", ())) == 1)
         (late,) = {b"\0", b"\1", b"\2"} - set(gate.begun)
         running[late[0]].cancel()
+        eventually(lambda: front_end.quotas.in_flight().calls == 2)  # the server knows
         gate.open.set()
         for call in running:
             outcome(call)
