@@ -18,7 +18,7 @@ from typing import Final
 #: Parameters of glibc's mallopt: free bytes at the end of a heap from which on they go back to the
 #: system, and bytes of a block from which on it is mapped by itself.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT: Final = MappingProxyType({_TRIM_THRESHOLD: 32 << 20, _MMAP_THRESHOLD: 16 << 20})
+_KEPT: Final = MappingProxyType({_TRIM_THRESHOLD: 8 << 20, _MMAP_THRESHOLD: 4 << 20})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _text(path: Path) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library (glibc) use freed blocks of up to 16 MiB again.
+    """Have the C library (glibc) use freed blocks of up to 4 MiB again.
 
     By default it returns blocks of 128 KiB to the system, until it has seen larger ones; those of
     the next batch then take a page fault for every 4 KiB, longer than all decoding.
