@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 from warpfit_server.system.compile_cache import default_cache_directory, engine_environment
 
-pytest.register_assert_rewrite("support.engines.derivative_suite", "support.engines.loss_suite")
+pytest.register_assert_rewrite("support.suites.derivatives", "support.suites.losses")
 
 # As in an engine process: code that was compiled from other sources is no longer current.
 os.environ.update(engine_environment(None))

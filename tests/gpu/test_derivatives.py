@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from support.engines import nist
-from support.engines.derivative_suite import *  # noqa: F403
-from support.engines.derivative_suite import assert_close, make_dataset, smooth_programs
 from support.engines.derivatives import derive, linearise, outputs_for
 from support.engines.fits import fit
-from support.engines.loss_suite import *  # noqa: F403
-from support.engines.loss_suite import LossErrors, evaluated
 from support.engines.numpy_engine import NumpyEngine
+from support.suites.derivatives import *  # noqa: F403
+from support.suites.derivatives import assert_close, make_dataset, smooth_programs
+from support.suites.losses import *  # noqa: F403
+from support.suites.losses import LossErrors, evaluated
 from warpfit import parse
 from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.engines.derivative_suite import make_dataset, smooth_programs
 from support.engines.derivatives import ask, derive, linearise
 from support.engines.evaluations import Evaluate
 from support.engines.fits import fit
+from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from support.engines.derivative_suite import make_dataset, smooth_programs
 from support.engines.derivatives import derive, linearise
+from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.losses import ABSOLUTE, SQUARES

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.engines.derivative_suite import make_dataset, smooth_programs
 from support.engines.derivatives import outputs_for
 from support.engines.shards import REQUESTS, check_evaluation, check_pass
+from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier

@@ -38,7 +38,7 @@ _EQUAL_PART: Final = 0.5
 _LEAST_PART: Final = 2_000_000
 #: An engine is idle for a request if its outstanding work is at most this part of the request.
 _IDLE_PART: Final = 0.1
-#: Cores for each call in flight from which on calls poll for their answers.
+#: Calls poll for their answers while there are at least so many cores for each call in flight.
 _CORES_A_CALL: Final = 8
 _MASK, _MIXER = 2**32 - 1, 2654435761
 
@@ -97,7 +97,7 @@ class Router:
         if data.shards is not None:
             return self._start_sharded(request, data, data.shards, nanoseconds)
         if len(self._connections) == 1:
-            order = [0] * self._connections[0].is_open
+            order = [0] if self._connections[0].is_open else []
             return self._start_whole(request, data, nanoseconds, order)
         waits = self._waits(data)
         order = self._order(request.evaluation.batch, waits, nanoseconds)

@@ -104,8 +104,11 @@ class _LeasedDataset:
         """Have an engine load the data set, unless it has or has no room."""
         with self._lock:
             load = self.loads.get(engine)
-            if load is None or (load.done() and isinstance(load.exception(), UnavailableError)):
-                load = self.loads[engine] = self._request_load(engine, self._key)
+            if load is not None and not (
+                load.done() and isinstance(load.exception(), UnavailableError)
+            ):
+                return load
+            load = self.loads[engine] = self._request_load(engine, self._key)
         load.add_done_callback(partial(self._ended, engine))
         return load
 

@@ -142,7 +142,7 @@ class _ServedCall:
     reserved: int = 0
     """Bytes that are counted for its message."""
     slots: list[int] = field(default_factory=list)
-    """A 1, while it has a slot."""
+    """Holds a 1 while the call has a slot; `leave_slot` takes it out."""
     is_decoding: bool = False
     """Whether it holds the semaphore."""
     is_over: bool = False

@@ -136,7 +136,7 @@ class CallStarter(ThreadPoolExecutor):
 
 
 class _Taken:
-    """What gRPC takes for the future of a call."""
+    """A future that is done; gRPC asks for the future of each call that it hands over."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         callback(self)

@@ -31,7 +31,7 @@ from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier, Interpr
 from warpfit_server.engine.cuda.jit.kernel_plan import fingerprint
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier, CompiledWork
-from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
 from warpfit_server.engine.cuda.runtime.streamed_data import (
@@ -56,8 +56,6 @@ from warpfit_server.system.resources import available_cores
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Steps in flight: one computes while another is copied in, or its losses are sent.
 _STEPS_IN_FLIGHT: Final = 2
-#: Token-rows of a step for each multiprocessor; in fast mode about 2 ms of an H200.
-_STEP_SIZE: Final = 110_000_000
 #: Batches that are remembered in order to recognise repeated ones.
 _REMEMBERED: Final = 4096
 
@@ -94,7 +92,8 @@ class CudaEngine:
     ) -> None:
         self._threads = threads or available_cores()
         self._device = CudaDevice(device, memory_limit, cache_directory, memory_share)
-        self.step_size = _STEP_SIZE * self._device.multiprocessors
+        # Requests are merged only as far as one launch of the interpreter computes them.
+        self.step_size = max_interpreted_token_rows(Mode.FAST, self._device.multiprocessors)
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
         started = time.perf_counter()
         where = self._device.cache_directory, self._device.architecture

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.derivative_suite import make_dataset, smooth_programs
 from support.engines.derivatives import derive, linearise
+from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.losses import ABSOLUTE, SQUARES, huber
 from warpfit.parse import parse
 from warpfit_server.engine.cpu import chunked_work, derivatives

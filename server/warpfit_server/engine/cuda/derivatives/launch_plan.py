@@ -259,7 +259,7 @@ def _chunks(
     most: int,
     most_jobs: int,
 ) -> Iterator[DerivativeChunk]:
-    """Cut the jobs so that the results of one launch of so many fit in ``most`` bytes."""
+    """Cut the jobs into launches of at most ``most_jobs``, whose results fit in ``most`` bytes."""
     a_job = geometry.pitch * stores_values(wanted)
     if wanted.reductions is not None or wanted.moments is not None:
         a_job += geometry.leaves * NODE_STATISTICS * 8

@@ -29,7 +29,7 @@ from warpfit_server.engine.cuda.interpreter.launches import (
     RowTiles,
     Staging,
 )
-from warpfit_server.engine.cuda.math.modes import Mode, max_token_rows
+from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ALIGNED_ROWS,
@@ -179,8 +179,7 @@ class InterpreterTier:
             max_warps=self._tuning.warps or (2 if variant.mode.is_fast else 1),
             programs_per_warp=self._tuning.jobs_per_warp,
             resident_warps=_RESIDENT_WARPS * count,
-            # The interpreter runs at half the rate of compiled kernels.
-            max_token_rows=max_token_rows(variant.mode, count) // 2,
+            max_token_rows=max_interpreted_token_rows(variant.mode, count),
             lowering_blocks=BLOCKS_A_MULTIPROCESSOR * count,
         )
 

@@ -71,3 +71,11 @@ def max_token_rows(mode: Mode, multiprocessors: int) -> int:
     between which other evaluations get their turn.
     """
     return _TOKEN_ROWS[mode] * multiprocessors
+
+
+def max_interpreted_token_rows(mode: Mode, multiprocessors: int) -> int:
+    """Return the most token-rows of one launch of an interpreter.
+
+    It runs at half the rate of compiled kernels.
+    """
+    return max_token_rows(mode, multiprocessors) // 2

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.engines.derivative_suite import *  # noqa: F403
-from support.engines.derivative_suite import make_dataset, smooth_programs
-from support.engines.loss_suite import *  # noqa: F403
-from support.engines.loss_suite import LossErrors
+from support.suites.derivatives import *  # noqa: F403
+from support.suites.derivatives import make_dataset, smooth_programs
+from support.suites.losses import *  # noqa: F403
+from support.suites.losses import LossErrors
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.derivative_suite import make_dataset, smooth_programs
 from support.engines.shards import REQUESTS, check_evaluation, check_pass
+from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.parse import parse

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from support.emulators.host_device import install
-from support.engines.derivative_suite import (  # noqa: F401
+from support.engines.derivatives import ask, derive, outputs_for
+from support.engines.evaluations import Evaluate
+from support.engines.fits import fit
+from support.engines.operators import check_node_by_node
+from support.engines.reference_losses import reference_loss
+from support.engines.shards import REQUESTS, check_evaluation
+from support.suites.derivatives import (  # noqa: F401
     LOSSES,
     make_dataset,
     smooth_programs,
@@ -20,18 +26,12 @@ from support.engines.derivative_suite import (  # noqa: F401
     test_random_programs,
     test_row_ranges,
 )
-from support.engines.derivative_suite import test_linearisation as check_linearisation
-from support.engines.derivatives import ask, derive, outputs_for
-from support.engines.evaluations import Evaluate
-from support.engines.fits import fit
-from support.engines.loss_suite import (  # noqa: F401
+from support.suites.derivatives import test_linearisation as check_linearisation
+from support.suites.losses import (  # noqa: F401
     test_nan_where_no_row_has_weight_is_not_lost,
     test_values_that_are_not_numbers_are_counted,
 )
-from support.engines.loss_suite import test_reductions_and_moments as check_statistics
-from support.engines.operators import check_node_by_node
-from support.engines.reference_losses import reference_loss
-from support.engines.shards import REQUESTS, check_evaluation
+from support.suites.losses import test_reductions_and_moments as check_statistics
 from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError
 from warpfit.expressions import reference_engine

@@ -1,6 +1,6 @@
 """Tests of losses and statistics of values against NumPy's, for any engine.
 
-A test module imports all of it, and defines the fixtures of `derivative_suite` and ``loss_errors``
+A test module imports all of it, and defines the fixtures of `derivatives` and ``loss_errors``
 (`LossErrors` of the engine).
 """
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from support.engines.derivative_suite import make_dataset, smooth_programs
 from support.engines.derivatives import ask, derive
 from support.engines.reference_losses import moments_of
+from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit import losses
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference_engine
