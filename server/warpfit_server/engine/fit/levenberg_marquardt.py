@@ -261,17 +261,21 @@ def _propose(
         return
     for i in range(n):
         vector[SCALE, i] *= _SCALE_DECAY
-    _step(curvature, vector[SLOPE], vector, number, space)
-    length, size, is_new = 0.0, 0.0, False
-    for i in range(n):
-        trial = within(vector, i, vector[X, i] + h[i], limits) if moving[i] else vector[X, i]
-        is_new = is_new or trial != vector[TRIAL, i]
-        vector[TRIAL, i] = trial
-        diagonal = curvature[i * (i + 1) // 2 + i]
-        length += diagonal * (trial - vector[X, i]) ** 2
-        size += diagonal * vector[X, i] ** 2
-    # Written so that a step of NaN ends the search, too. The previous trial is either the current
-    # point or was no better than it, so that evaluating it again cannot help.
+    while True:
+        _step(curvature, vector[SLOPE], vector, number, space)
+        length, size, is_new = 0.0, 0.0, False
+        for i in range(n):
+            trial = within(vector, i, vector[X, i] + h[i], limits) if moving[i] else vector[X, i]
+            is_new = is_new or trial != vector[TRIAL, i]
+            vector[TRIAL, i] = trial
+            diagonal = curvature[i * (i + 1) // 2 + i]
+            length += diagonal * (trial - vector[X, i]) ** 2
+            size += diagonal * vector[X, i] ** 2
+        # Many good steps leave so little damping that twice as much gives the refused trial again.
+        if is_new or not length > 0.0 or number[DAMPING] > 1.0:
+            break
+        _damp(number)
+    # Written so that a step of NaN ends the search, too.
     if not (math.sqrt(length) > limits.step * math.sqrt(size) and is_new):
         counter[REASON] = STEP
         return

@@ -62,6 +62,20 @@ def test_a_linear_model_agrees_with_the_normal_equations(method, data):
     np.testing.assert_allclose(found.loss[0], left, rtol=1e-9)
 
 
+@pytest.mark.parametrize("start", [[-3.0, -1.0, -3.0, -1.0], [-300.0, -100.0, -300.0, -100.0]])
+def test_a_refused_step_after_many_good_ones_does_not_end_a_search(start):
+    """Wood's function: a saddle leaves so little damping that doubling it changes no bit."""
+    a, b = np.sqrt([10.0, 0.1])
+    columns = np.zeros((6, 6))
+    columns[[0, 0, 1, 2, 2, 3], [1, 4, 0, 3, 5, 2]] = [10, -10, -1, 3 * a, -3 * a, -1]
+    columns[4:, [1, 3]] = [[a, a], [b, -b]]
+    data = Dataset.of(columns, [0, -1, 0, -1, 2 * a, 0], dtype="float64")
+    text = "x1*p1 + x2*p2 + x3*p3 + x4*p4 + x5*p1^2 + x6*p3^2"
+    found = fit(data, [text], [start], max_iterations=200, **TIGHT)
+    assert found.success[0]
+    np.testing.assert_allclose(found.parameters[0], 1.0, rtol=1e-9)
+
+
 def test_standard_errors_and_covariance_of_a_linear_model():
     found = fit(WEIGHTED, [LINE], [[0.0] * 3], standard_errors=True, covariance=True, **TIGHT)
     a = design()
