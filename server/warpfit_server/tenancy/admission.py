@@ -190,8 +190,18 @@ class Admission:
             What ends that.
 
         Raises:
-            ResourceExhaustedError: if too much is in flight.
+            ResourceExhaustedError: if too much is in flight, or the call alone takes more than its
+                tenant may; it would keep all others out while it runs.
         """
+        needed, most = answer + message, self._tenant_quota.nbytes
+        if needed > most and most < self._server_quota.nbytes:
+            raise ResourceExhaustedError(
+                f"the call takes {needed} bytes of memory, one tenant may have {most} in flight",
+                "RESULT_TOO_LARGE",
+                "Ask for less at once, or start the server with a higher --max-pending-bytes",
+                needed=needed,
+                available=most,
+            )
         amount = Amounts(0, answer, min(self._longest_work, nanoseconds))
         self._acquire(tenant, amount, self._tenant_quota, message)
         return partial(self.quotas.release, tenant, amount)

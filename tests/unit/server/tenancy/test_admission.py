@@ -1,6 +1,6 @@
 """Admission of calls by slots, bytes, rate and queue, and the estimates of engine time."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +20,9 @@ from warpfit_server.tenancy.tenants import TenantLimits
 PROBLEM = Evaluation(bytes(32), Batch.of([parse("p1*x1")], [[0.5]]), loss=Loss.MSE, values=False)
 
 
-def make_admission(**settings):
+def make_admission(*, shared=False, **settings):
     config = replace(Config(), **settings)
-    tenants = TenantLimits(config.limits(), None, shared=False)
+    tenants = TenantLimits(config.limits(), None, shared=shared)
     return Admission(config, tenants, QuotaTable.create(1))
 
 
@@ -109,6 +109,18 @@ class TestQueue:
                 held.callback(reserve(admission, rows=10**6))
             for _ in range(2):
                 held.callback(reserve(admission, rows=10**14, tenant="b"))
+
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_a_call_may_fill_the_memory_only_where_nobody_else_wants_it(self, shared):
+        admission = make_admission(shared=shared, max_pending_bytes=100)
+        if shared:
+            with pytest.raises(ResourceExhaustedError) as caught:
+                admission.reserve("a", 1, 70, 6)
+            assert (caught.value.reason, caught.value.retry_after) == ("RESULT_TOO_LARGE", None)
+            assert (caught.value.needed, caught.value.available) == (76, 75)
+        admission.reserve("a", 1, 70 if shared else 200, 5)
+        with nullcontext() if shared else pytest.raises(ResourceExhaustedError, match="too many"):
+            admission.reserve("b", 1, 20, 5)
 
     def test_one_long_call_leaves_half_of_the_queue_to_its_tenant(self):
         admission = make_admission(max_queue_seconds=1.0)
