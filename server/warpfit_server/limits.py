@@ -33,6 +33,12 @@ _SQUARES: Final = 2
 _MOST_SUMS: Final = 2**25
 _BLOCK_ROWS: Final = 2048
 _MOST_BLOCKS: Final = 64
+#: Bytes of an upload's header without names, and of each name beside its characters, at most.
+_HEADER_BYTES: Final = 128
+_NAME_FRAME_BYTES: Final = 6
+#: Most parameters of a program that is fitted. A step of its search takes the cube of their number:
+#: some seconds for so many, in which it cannot be cancelled.
+_FITTED_PARAMETERS: Final = 1_000
 _FEWER_NAMES: Final = ("Send fewer or shorter names, or none", "layout.names")
 _USUAL: Final = ("Send smaller batches", "")
 #: For each limit the reason of a refusal and the words for what is too much; where they are not
@@ -83,6 +89,15 @@ def check_batch(batch: Batch, limits: Limits) -> None:
     check_limit(limits, "vectors", batch.vectors)
 
 
+def check_header(message: bytes, limits: Limits) -> None:
+    """Refuse the first message of an upload if it is longer than names within the limits make it.
+
+    It is not parsed before: an empty name has two bytes there and takes protobuf thirty.
+    """
+    rest = len(message) - _HEADER_BYTES - _NAME_FRAME_BYTES * limits.names
+    check_limit(limits, "name_bytes", rest, "bytes of names in the upload's first message")
+
+
 def check_names(names: Sequence[str], limits: Limits) -> None:
     """Refuse too many or too long names of variables, before they are copied."""
     check_limit(limits, "names", len(names))
@@ -114,7 +129,17 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits, nodes: 
 
 
 def check_fit(request: FitRequest, layout: Layout, limits: Limits, nodes: int = 0) -> int:
-    """Refuse a fit whose searches together are too large; return its `fit_memory`."""
+    """Refuse a fit whose searches are too large, alone or together; return its `fit_memory`."""
+    most = int(request.problem.batch.parameter_counts.max(initial=0))
+    if most > _FITTED_PARAMETERS:
+        raise ResourceExhaustedError(
+            f"{most} parameters in a program to be fitted, the limit is {_FITTED_PARAMETERS}",
+            "TOO_MANY_PARAMETERS",
+            "Fit programs with fewer parameters",
+            "problem.programs.parameter_counts",
+            needed=most,
+            available=_FITTED_PARAMETERS,
+        )
     needed = fit_memory(request, layout, nodes)
     check_limit(limits, "result_bytes", needed, "bytes of searches")
     return needed

@@ -11,6 +11,7 @@ from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import FitRequest, FitSettings
 from warpfit.ir import Batch
+from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
 from warpfit.server_info import Limits
 from warpfit_server import limits as module
@@ -84,6 +85,19 @@ def test_the_memory_of_searches_is_limited():
     module.check_fit(_fit(), DATA.layout, Limits(result_bytes=size))
     with pytest.raises(ResourceExhaustedError, match="bytes of searches"):
         module.check_fit(_fit(), DATA.layout, Limits(result_bytes=size - 1))
+
+
+def test_the_parameters_of_a_fitted_program_are_limited():
+    def check(count):
+        batch = Batch.of([parse("+".join(f"p{i + 1}" for i in range(count)))], [np.ones(count)])
+        problem = Evaluation(DATA.content_id, batch, loss=Loss.MSE, values=False)
+        module.check_fit(FitRequest(problem), DATA.layout, Limits())
+
+    check(1000)
+    with pytest.raises(ResourceExhaustedError) as caught:
+        check(1001)
+    assert caught.value.reason == "TOO_MANY_PARAMETERS"
+    assert (caught.value.needed, caught.value.available) == (1001, 1000)
 
 
 def test_only_a_partial_fit_stops_before_its_deadline():

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.fit.searches import FREE, PAIRS, PARAMETERS, SQUARES, Searches
+from warpfit_server.engine.fit.searches import FREE, LOSS, PAIRS, PARAMETERS, SQUARES, Searches
 
 Floats = NDArray[np.float64]
 #: Eigenvalue of the curvature, scaled to a unit diagonal, below which a direction is undetermined:
@@ -15,8 +15,8 @@ Floats = NDArray[np.float64]
 _RANK_TOLERANCE: Final = 1e-12
 
 
-def covariances(searches: Searches, sums: Floats, rows: int) -> Floats:
-    """Estimate the covariance of each search's parameters.
+def estimate_covariances(searches: Searches, rows: int, result: Floats, some: slice) -> None:
+    """Estimate the covariance of the parameters of some searches.
 
     It is s^2 times the pseudo-inverse of J^T W J over the free parameters, where s^2 is the sum of
     squares divided by rows minus rank. Fixed parameters have 0. A parameter that the data do not
@@ -24,25 +24,21 @@ def covariances(searches: Searches, sums: Floats, rows: int) -> Floats:
     are ignored.
 
     Args:
-        searches: with the curvature at the final parameters.
-        sums: final sums of squares, [S].
+        searches: with the loss and the curvature at the final parameters.
         rows: number of rows whose weight is not 0.
-
-    Returns:
-        The matrices [n, n] of the searches, one after the other; flat.
+        result: the matrices [n, n] of all searches, one after the other; flat.
+        some: the searches whose matrices are filled in.
     """
-    counts = searches.counts
-    result = np.empty(int(searches.edges[-1, SQUARES]))
+    counts = searches.counts[some]
     for n in np.unique(counts[counts > 0]).tolist():
-        chosen = np.flatnonzero(counts == n)
+        chosen = some.start + np.flatnonzero(counts == n)
         matrices = _matrices(searches, chosen, n)
         columns = searches.edges[chosen, PARAMETERS][:, None] + np.arange(n)
         free = searches.vectors[FREE][columns] != 0.0
         places = searches.edges[chosen, SQUARES][:, None] + np.arange(n * n)
         with np.errstate(all="ignore"):
-            estimate = _estimate(matrices, free, sums[chosen], rows)
+            estimate = _estimate(matrices, free, searches.numbers[chosen, LOSS], rows)
         result[places] = estimate.reshape(len(chosen), n * n)
-    return result
 
 
 def standard_errors(searches: Searches, covariance: Floats) -> Floats:
@@ -73,7 +69,7 @@ def _estimate(matrices: Floats, free: NDArray[np.bool_], sums: Floats, rows: int
     scale = np.where(scale > 0.0, scale, 1.0)
     values, vectors = np.linalg.eigh(matrices / (scale[:, :, None] * scale[:, None, :]))
     kept = values > _RANK_TOLERANCE * matrices.shape[1]
-    inverse = np.einsum("sik,sk,sjk->sij", vectors, np.where(kept, 1.0 / values, 0.0), vectors)
+    inverse = vectors * np.where(kept, 1.0 / values, 0.0)[:, None, :] @ vectors.swapaxes(1, 2)
     inverse /= scale[:, :, None] * scale[:, None, :]
     freedom = rows - kept.sum(axis=1)
     variance = np.where(usable & (freedom > 0), sums / freedom, np.nan)

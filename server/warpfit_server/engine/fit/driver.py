@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -29,11 +30,12 @@ from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, InternalError
 from warpfit.fitting import FitProgress, FitRequest, FitResult, Method
 from warpfit.ir import Program
-from warpfit.losses import SQUARES, TargetStatistics, close_losses, mentions_weight
+from warpfit.losses import SQUARES as SQUARED_DIFFERENCES
+from warpfit.losses import TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Precision, Timings
 from warpfit_server.engine.fit import compiled
 from warpfit_server.engine.fit.batches import begin_searches, one_vector_each
-from warpfit_server.engine.fit.covariance import covariances, standard_errors
+from warpfit_server.engine.fit.covariance import estimate_covariances, standard_errors
 from warpfit_server.engine.fit.levenberg_marquardt import workspace
 from warpfit_server.engine.fit.searches import (
     EVALUATIONS,
@@ -44,6 +46,7 @@ from warpfit_server.engine.fit.searches import (
     NOT_FINITE,
     PARAMETERS,
     REASON,
+    SQUARES,
     STIFFNESS,
     TRIAL,
     Floats,
@@ -69,8 +72,12 @@ _SMALL_IN_FLOAT32: Final = 1e-28
 _SMALL_IN_FLOAT64: Final = 1e-280
 #: Bytes of a fit after which the allocator returns free memory to the system.
 _LARGE_FIT: Final = 2**25
-#: Searches for which the work beside passes, about a microsecond each, is done by another thread.
-_MANY_SEARCHES: Final = 2_000
+#: Microseconds of the work beside passes that is done by another thread, and of a piece of that,
+#: after which other fits have their turn, and a cancelled one ends.
+_MUCH_WORK: Final = 2_000.0
+_PIECE: Final = 100_000.0
+#: Such work takes about a microsecond for each search, and as much for so many cubes of parameters.
+_CUBES: Final = 500.0
 _THREAD: Final = ThreadPoolExecutor(1, "fit", os.nice, (NICE,))  # on Linux, of it alone
 Result = TypeVar("Result")
 #: Value of ``cancelled`` when the time is up; whoever cancels the call writes 1.
@@ -107,9 +114,10 @@ def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
 def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
     yield compiled.load_in_background(request.method, context.cache_directory)
     try:
-        searches = request.problem.batch.vectors * len(request.problem.batch)
+        batch = request.problem.batch
+        work = float(batch.vectors * len(batch))
         # Nothing refers to the driver, which has the memory, when that is given back below.
-        steps = (yield from _on_fit_thread(searches, partial(_Driver, request, context))).run()
+        steps = (yield from _on_fit_thread(work, partial(_Driver, request, context))).run()
         return (yield from steps)
     finally:
         if fit_memory(request, context.dataset.layout) > _LARGE_FIT:
@@ -117,13 +125,13 @@ def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
             _THREAD.submit(give_back_memory)
 
 
-def _on_fit_thread(searches: int, work: Callable[[], Result]) -> Steps[Result]:
-    """Do some work for so many searches; for many, the engine's thread does other things."""
-    if searches < _MANY_SEARCHES:
-        return work()
+def _on_fit_thread(microseconds: float, do: Callable[[], Result]) -> Steps[Result]:
+    """Do some work; if it takes long, the engine's thread does other things meanwhile."""
+    if microseconds < _MUCH_WORK:
+        return do()
     # A thread refers to what it has been given for a moment longer than to what it has taken.
-    given = [work]
-    del work
+    given = [do]
+    del do
     done = _THREAD.submit(lambda: given.pop()())
     yield done
     return done.result()
@@ -168,11 +176,26 @@ class _Driver:
                     continue
                 yield None
                 new = yield from self._linearise(curvature=self._is_lm)
-                yield from self._on_fit_thread(partial(self._advance, new))
+                yield from self._in_pieces(self._active, partial(self._advance, new))
         return (yield from self._result())
 
-    def _on_fit_thread(self, work: Callable[[], Result]) -> Steps[Result]:
-        return _on_fit_thread(len(self._active), work)
+    def _on_fit_thread(self, do: Callable[[], Result]) -> Steps[Result]:
+        return _on_fit_thread(float(_work(self._active).sum()), do)
+
+    def _in_pieces(self, searches: Searches, do: Callable[[slice], None]) -> Steps[None]:
+        """Do what solves systems of equations for some searches after the others."""
+        work = _work(searches)
+        pieces = (np.cumsum(work) / _PIECE).astype(np.int64)
+        edges = [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(work)]
+        for start, stop in pairwise(edges):
+            if start:
+                self._check_cancelled()
+            some = slice(start, stop)
+            yield from _on_fit_thread(float(work[some].sum()), partial(do, some))
+
+    def _check_cancelled(self) -> None:
+        if self._context.cancelled[0]:
+            raise CancelledError("the fit was cancelled", "CANCELLED")
 
     def _evaluate_starts(self) -> Steps[None]:
         """Evaluate the starts, and set up what each method needs to know of them."""
@@ -185,9 +208,10 @@ class _Driver:
         else:
             self._all.make_room_for_inverse()
             assert first.curvatures is not None
-            np.copyto(self._all.curvature, first.curvatures)
+            copy = partial(np.copyto, self._all.curvature, first.curvatures)
+            yield from self._on_fit_thread(copy)
             self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
-        yield from self._on_fit_thread(partial(self._advance, first))
+        yield from self._in_pieces(self._all, partial(self._advance, first))
         if self._is_undefined(first):
             self._all.counters[:, REASON] = NOT_FINITE
 
@@ -230,7 +254,7 @@ class _Driver:
         """
         if self._loss.is_squares:
             return np.full(len(self._all), 2.0)
-        squares = yield from self._linearise(curvature=False, row_loss=SQUARES)
+        squares = yield from self._linearise(curvature=False, row_loss=SQUARED_DIFFERENCES)
         searches = self._all
         diagonal = searches.curvature[diagonals(searches.counts)]
         place = np.repeat(np.arange(len(searches)), searches.counts)
@@ -246,8 +270,7 @@ class _Driver:
         self, *, curvature: bool, row_loss: Program | None = None
     ) -> Steps[Linearisation]:
         """Evaluate the trials of the active searches in one pass of the engine."""
-        if self._context.cancelled[0]:
-            raise CancelledError("the fit was cancelled", "CANCELLED")
+        self._check_cancelled()
         started = time.monotonic()
         batch = replace(self._active_batch, parameters=self._active.vectors[TRIAL])
         linearisation = yield from self._context.engine.linearise(
@@ -260,12 +283,14 @@ class _Driver:
         self._pass_seconds = time.monotonic() - started
         return linearisation
 
-    def _advance(self, new: Linearisation) -> None:
-        """Judge the trials, and propose the next ones."""
+    def _advance(self, new: Linearisation, some: slice) -> None:
+        """Judge the trials of some searches, and propose the next ones."""
         active = self._active
-        state = (active.edges, active.vectors, active.numbers, active.counters, active.curvature)
         sums, advance = np.ascontiguousarray(new.losses).reshape(-1), self._code.advance
         _check_sizes(active, sums, new)
+        edges = active.edges[some.start : some.stop + 1]
+        own = active.numbers[some], active.counters[some]
+        state, sums = (edges, active.vectors, *own, active.curvature), sums[some]
         if self._is_lm:
             evaluated = (sums, new.gradients, new.curvatures)
             advance(*state, *evaluated, self._limits, self._workspace)
@@ -347,8 +372,9 @@ class _Driver:
                 final = yield from self._linearise(curvature=True)
                 assert final.curvatures is not None
                 outcome.curvature = final.curvatures
-            given = outcome, outcome.numbers[:, LOSS], self._weighed_rows()
-            covariance = yield from self._on_fit_thread(partial(covariances, *given))
+            covariance = np.empty(int(outcome.edges[-1, SQUARES]))
+            estimate = partial(estimate_covariances, outcome, self._weighed_rows(), covariance)
+            yield from self._in_pieces(outcome, estimate)
             errors = standard_errors(outcome, covariance) if settings.standard_errors else None
         shape = (len(problem.batch), self._request.vectors)
         losses, initial = self._finalize(outcome.numbers[:, (LOSS, INITIAL)].T)
@@ -383,6 +409,11 @@ class _Driver:
 
     def _finalize(self, sums: Floats) -> Floats:
         return close_losses(self._loss.closing, sums, self._statistics)
+
+
+def _work(searches: Searches) -> Floats:
+    """Estimate the microseconds in which the next step of each search is found."""
+    return 1.0 + searches.counts.astype(np.float64) ** 3 / _CUBES
 
 
 def _check_sizes(active: Searches, sums: Floats, new: Linearisation) -> None:

@@ -48,6 +48,7 @@ class StuckEngine(NumpyEngine):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("passes", [1, 4])
 def test_a_pass_is_cancelled_at_the_deadline_of_its_fit(method, passes):
+    fit(EXACT, [MODEL], [START], method=method)  # loads the code
     started = time.monotonic()
     found = fit(
         EXACT,
@@ -67,10 +68,16 @@ def test_a_pass_is_cancelled_at_the_deadline_of_its_fit(method, passes):
     assert np.isfinite(found.covariance[0]).all(), "computed in spite of what was cut off"
 
 
+LARGE = "+".join(f"p{i + 1}*sin({i + 1}*x1)" for i in range(110))
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_many_searches_advance_on_other_threads(monkeypatch, method):
+@pytest.mark.parametrize("much", ["searches", "parameters"])
+def test_much_work_beside_passes_is_done_by_another_thread(monkeypatch, method, much):
     """So that the engine's thread goes on with other requests."""
     problem = EXACT, [MODEL, "x1"], [START, []]
+    if much == "parameters":
+        problem = EXACT, [LARGE, LARGE], [np.ones(110), np.full(110, 0.5)]
     expected, threads = fit(*problem, method=method, covariance=True), set()
 
     def watched(function):
@@ -80,9 +87,12 @@ def test_many_searches_advance_on_other_threads(monkeypatch, method):
 
         return call
 
-    monkeypatch.setattr(driver, "_MANY_SEARCHES", 1)
-    for name in ("__init__", "_advance", "_drop_finished"):
+    if much == "searches":
+        monkeypatch.setattr(driver, "_MUCH_WORK", 1.0)
+        monkeypatch.setattr(driver, "_PIECE", 0.5)
+    for name in ("_advance", "_drop_finished"):
         monkeypatch.setattr(driver._Driver, name, watched(getattr(driver._Driver, name)))
+    monkeypatch.setattr(driver, "estimate_covariances", watched(driver.estimate_covariances))
     found = fit(*problem, method=method, covariance=True)
     assert threads
     assert threading.get_ident() not in threads
@@ -106,3 +116,20 @@ def test_a_fit_with_a_deadline_can_be_cancelled():
 def test_cancellation_is_noticed_between_passes():
     with pytest.raises(CancelledError):
         fit(EXACT, [MODEL], [START], cancelled=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cancellation_is_noticed_between_searches(monkeypatch, method):
+    advanced = []
+    advance = driver._Driver._advance
+
+    def cancel(self, new, some):
+        advance(self, new, some)
+        advanced.append(some)
+        self._context.cancelled[0] = 1
+
+    monkeypatch.setattr(driver, "_PIECE", 0.5)
+    monkeypatch.setattr(driver._Driver, "_advance", cancel)
+    with pytest.raises(CancelledError):
+        fit(EXACT, [MODEL] * 3, [START] * 3, method=method)
+    assert advanced == [slice(0, 1)]
