@@ -15,20 +15,24 @@ from support.servers.http2 import RawConnection, part_of_message
 from support.servers.long_calls import LONG, WIDE, long_request, start
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer
 from support.servers.server import ServerProcess
-from support.servers.tokens import token_file
+from support.servers.tokens import tenants_file, token_file
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
-PENDING, RESIDENT = 64 << 20, 32 << 20
+PENDING, RESIDENT, NARROW = 64 << 20, 32 << 20, 1000
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    path, tokens = token_file(tmp_path_factory.mktemp("tokens"), "greedy", "modest")
-    flags = ("--token-file", path, "--threads", "1", "--front-ends", "2")
+    folder = tmp_path_factory.mktemp("tokens")
+    path, tokens = token_file(folder, "greedy", "modest", "narrow")
+    limits = tenants_file(folder, f"[tenants.narrow]\nmessage_bytes = {NARROW}")
+    flags = ("--token-file", path, "--tenants-file", limits, "--threads", "1", "--front-ends", "2")
     flags += ("--max-pending-bytes", str(PENDING), "--max-resident-bytes", str(RESIDENT))
     flags += ("--max-queue-seconds", "1", "--message-seconds", "1.5")
-    with ServerProcess(*flags) as process:
+    log = folder / "log"
+    with ServerProcess(*flags, log=log) as process:
         yield SimpleNamespace(process=process, address=process.address, tokens=tokens)
+    assert "Traceback" not in log.read_text(), "no caller makes the server write one"
 
 
 @pytest.fixture
@@ -113,6 +117,16 @@ def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest):
         for call in calls:
             threading.Timer(0.5, call.cancel).start()
         assert patient.evaluate(data, [LONG], loss="mse").shape == (1,)
+
+
+def test_an_upload_that_fails_says_why_whichever_front_end_has_it(server):
+    for _ in range(8):
+        with (
+            warpfit.connect(server.address, token=server.tokens["narrow"]) as client,
+            pytest.raises(warpfit.ResourceExhaustedError) as caught,
+        ):
+            client.upload(np.ones((NARROW, 1)))
+        assert (caught.value.reason, caught.value.available) == ("MESSAGE_TOO_LARGE", NARROW)
 
 
 def test_calls_that_are_taken_back_at_once(server, modest):

@@ -224,12 +224,27 @@ def _forwarding(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
         timeout = remaining if remaining is not None and remaining < _NO_DEADLINE else None
         tenant = (FORWARDED_METADATA_KEY, tenant_of(context).encode())
         metadata = (*forwarded_metadata(context), tenant)
-        call = method.future(request, timeout=timeout, metadata=metadata)
+        failed: list[Exception] = []
+        is_made = threading.Event()
+
+        def messages_of_upload() -> Iterator[bytes]:
+            try:
+                yield from request
+            except Exception as error:  # gRPC would log it, and answer UNKNOWN
+                failed.append(error)
+                is_made.wait()
+                call.cancel()
+
+        sent = request if isinstance(request, bytes) else messages_of_upload()
+        call = method.future(sent, timeout=timeout, metadata=metadata)
+        is_made.set()
         if not context.add_callback(call.cancel):
             call.cancel()
         try:
             answer: bytes = call.result()
         except (grpc.RpcError, grpc.FutureCancelledError):
+            if failed:
+                raise failed[0] from None
             if call.code() is grpc.StatusCode.CANCELLED:
                 raise CancelledError("the call has ended", "CANCELLED") from None
             context.set_trailing_metadata(tuple(call.trailing_metadata() or ()))
