@@ -72,7 +72,7 @@ def refused(caller, reason, method, message):
     return detail
 
 
-TOO_MUCH = ("PROGRAM_TOO_LONG", "TOO_MANY_VECTORS", "DATASET_TOO_LARGE")
+TOO_MUCH = ("PROGRAM_TOO_LONG", "TOO_MANY_VECTORS", "DATASET_TOO_LARGE", "NAMES_TOO_LONG")
 USUAL = "INVALID_ARGUMENT"
 STATUS = {"DATASET_NOT_FOUND": "NOT_FOUND", **dict.fromkeys(TOO_MUCH, "RESOURCE_EXHAUSTED")}
 ADD = ops.OPERATORS["add"].code
@@ -144,6 +144,7 @@ def _data(count):
 
 
 PAYLOAD = BARE.layout.nbytes
+EMPTY_NAMES = pb.UploadHeader(layout=pb.DatasetLayout(names=[""] * 1_000_000))
 UPLOAD_CASES = {
     "no messages": ("BAD_HEADER", []),
     "no header": ("BAD_HEADER", [_data(4)]),
@@ -156,6 +157,7 @@ UPLOAD_CASES = {
     "no variables": ("EMPTY_DATASET", [_header(variables=0)]),
     "rows lie": ("TRUNCATED_UPLOAD", [_header(rows=5), _data(PAYLOAD)]),
     "too large": ("DATASET_TOO_LARGE", [_header(rows=2**60)]),
+    "empty names": ("NAMES_TOO_LONG", [pb.UploadVariablesRequest(header=EMPTY_NAMES)]),
     "overflow": ("DATASET_TOO_LARGE", [_header(rows=2**63, variables=2**63)]),
     "garbage": ("MALFORMED_MESSAGE", [b"\xff\xff\xff"]),
     "garbage data": ("MALFORMED_MESSAGE", [_header(), b"\xff\xff\xff"]),

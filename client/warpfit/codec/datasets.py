@@ -121,7 +121,7 @@ def upload_data(message: bytes) -> memoryview:
 
 def upload_start(data: bytes) -> tuple[Layout, bytes]:
     """Return layout and content id of the first message of an upload."""
-    return upload_header(parse_message(pb.UploadVariablesRequest, data))
+    return upload_header(parse_message(pb.UploadVariablesRequest, data, most_fields=None))
 
 
 def upload_header(message: pb.UploadVariablesRequest) -> tuple[Layout, bytes]:

@@ -20,6 +20,14 @@ U8: Final = np.dtype("u1")
 U32: Final = np.dtype("<u4")
 F64: Final = np.dtype("<f8")
 
+#: Length up to which a message is parsed however many fields it has, and the most fields of others.
+_SHORT: Final = 1 << 16
+_MOST_FIELDS: Final = 256
+#: Wire types: numbers, bytes and messages, and the lengths of numbers of fixed length.
+_VARINT: Final = 0
+_BYTES: Final = 2
+_FIXED: Final = {1: 8, 5: 4}
+
 
 class WireEnum(Generic[E]):
     """Conversion between the members of an enumeration and their codes in messages.
@@ -49,19 +57,51 @@ class WireEnum(Generic[E]):
 TIERS: Final = WireEnum(Tier, pb.Tier)
 
 
-def parse_message(cls: type[M], data: bytes) -> M:
-    """Parse a request; raise InvalidArgumentError if the bytes are not a message of this type."""
+def parse_message(cls: type[M], data: bytes, *, most_fields: int | None = _MOST_FIELDS) -> M:
+    """Parse a request; raise InvalidArgumentError if the bytes are not a message of this type.
+
+    A long message has few fields that are long. Protobuf takes seconds for one of many short ones,
+    in which no other thread runs, so it is refused; ``most_fields=None`` takes any.
+    """
+    kind = cls.DESCRIPTOR
+    if most_fields is not None and len(data) > _SHORT:
+        left = _count_fields(memoryview(data), kind, most_fields)
+        if left < 0:
+            raise _malformed(f"{kind.full_name} of at most {most_fields} fields")
     try:
         return cls.FromString(data)
     except DecodeError as error:
-        raise InvalidArgumentError(
-            f"the request is not a {cls.DESCRIPTOR.full_name}",
-            "MALFORMED_MESSAGE",
-            "Encode it from warpfit/v1/evaluator.proto",
-        ) from error
+        raise _malformed(kind.full_name) from error
 
 
-def read_varint(data: bytes, start: int) -> tuple[int, int]:
+def _count_fields(data: memoryview, descriptor: Any, left: int) -> int:
+    """Count the fields of a message and inside of it down from ``left``; -1 if it is malformed."""
+    at = 0
+    while at < len(data):
+        tag, start = read_varint(data, at)
+        size, at = read_varint(data, start)
+        kind, field = tag & 7, descriptor.fields_by_number.get(tag >> 3)
+        left -= 1
+        if kind == _BYTES:
+            if field is not None and field.message_type is not None:
+                left = _count_fields(data[at : at + size], field.message_type, left)
+            at += size
+        elif kind in _FIXED:
+            at = start + _FIXED[kind]
+        if left < 0 or at <= start or kind not in (_VARINT, _BYTES, *_FIXED):
+            return -1
+    return left
+
+
+def _malformed(expected: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the request is not a {expected}",
+        "MALFORMED_MESSAGE",
+        "Encode it from warpfit/v1/evaluator.proto",
+    )
+
+
+def read_varint(data: bytes | memoryview, start: int) -> tuple[int, int]:
     """Return the number at ``start`` and the index behind it; (0, start) if there is none."""
     value = 0
     for position, byte in enumerate(data[start : start + 10]):

@@ -30,7 +30,14 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.router import Leased, Router
 from warpfit_server.ipc.split_request import SplitRequest
-from warpfit_server.limits import check_batch, check_fit, check_limit, check_names, check_result
+from warpfit_server.limits import (
+    check_batch,
+    check_fit,
+    check_header,
+    check_limit,
+    check_names,
+    check_result,
+)
 from warpfit_server.observability import calls
 from warpfit_server.tenancy.admission import Admission, CallCost
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
@@ -186,8 +193,10 @@ class MainServicer(ComputeServicer):
     def upload_variables(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive a data set into shared memory and have the engine load it."""
         tenant = tenant_of(context)
-        first = codec.parse_message(pb.UploadVariablesRequest, next(requests, b""))
         limits = self._admission.limits(tenant)
+        header = next(requests, b"")
+        check_header(header, limits)
+        first = codec.parse_message(pb.UploadVariablesRequest, header, most_fields=None)
         check_names(first.header.layout.names, limits)
         layout, content_id = codec.upload_header(first)
         key = key_of(tenant, content_id)

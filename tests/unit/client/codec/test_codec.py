@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.engines.strategies import numbers, programs
 from warpfit import codec, errors
 from warpfit import server_info as info
-from warpfit.codec import requests
+from warpfit.codec import framing, requests
 from warpfit.dataset import DTYPES, Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Closing, LossFunction
@@ -259,6 +259,25 @@ def test_values_of_operators_need_not_be_sent(evaluation, long):
     operators = np.count_nonzero(batch.codes >= 16)
     assert len(sent) == 8 * (len(batch.codes) - (0 if long else operators))
     assert codec.evaluation_from_bytes(data).batch.values.tobytes() == batch.values.tobytes()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *(b"\x1a\x00", b"\xf8\x01\x00", b"\xfb\x01\xfc\x01", b"\xff", b"\x00"),
+        *(b"\x09" + bytes(8), b"\xfd\x01" + bytes(4)),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_many_short_fields_are_refused_before_protobuf_sees_them(fields, nested):
+    data = fields * (1 + (1 << 16))
+    kind = pb.OptimizeRequest if nested else pb.EvaluateRequest
+    if nested:
+        data = framing.bytes_tag(1) + framing.varint(len(data)) + data
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        framing.parse_message(kind, data)
+    assert caught.value.reason == "MALFORMED_MESSAGE"
+    assert "256 fields" in caught.value.message
 
 
 def test_neither_all_values_nor_those_of_the_leaves():
