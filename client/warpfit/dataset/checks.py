@@ -59,11 +59,11 @@ class RoundingCheck:
 
     def lost_digits(self) -> str:
         """Say which columns lose digits that matter; empty if none does."""
+        if self._layout.has_weights:
+            self._low[-1] = 0.0  # weights count by their size
         with np.errstate(invalid="ignore"):
             span = self._high - self._low
             is_lossy = (span > 0) & (self._error > _WARNED_SHARE * span)
-        if self._layout.has_weights:
-            is_lossy[-1] = False
         lossy = np.flatnonzero(is_lossy).tolist()
         listed = [
             f"{self._names[column][:_MOST_NAME]} (rounds by {self._error[column]:.2g} where the "

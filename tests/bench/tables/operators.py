@@ -19,7 +19,8 @@ fail where a bound is not kept.
 
 ## Meaning
 
-Every operator means what NumPy computes in float64. In the text language `**` is `^`.
+Every operator means what NumPy computes in float64, but for the threshold 0.001 of `pdiv`, `plog`
+and `pinv`, which is rounded to the data's type. In the text language `**` is `^`.
 
 | operator | text | code | operands | notes |
 |---|---|---|---|---|

@@ -157,8 +157,9 @@ def test_columns_that_lose_digits_in_float32_are_warned_of(column, loses):
     assert digits_lost(np.arange(1000), column).startswith("float32 loses digits of y") == loses
 
 
-def test_weights_are_not_compared_with_their_spread():
+def test_weights_are_compared_with_their_size_not_with_their_spread():
     assert digits_lost(SPREAD, SPREAD, 1e6 + 1e-3 * SPREAD) == ""
+    assert "weights" in digits_lost(SPREAD, SPREAD, np.full(1000, 1e-46))
 
 
 @pytest.mark.parametrize("weight", [-1e-30, -1.0, np.nan, np.inf, -np.inf])
