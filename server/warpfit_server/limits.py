@@ -37,8 +37,8 @@ _MOST_BLOCKS: Final = 64
 _HEADER_BYTES: Final = 128
 _NAME_FRAME_BYTES: Final = 6
 #: Most parameters of a program that is fitted. A step of its search takes the cube of their number:
-#: some seconds for so many, in which it cannot be cancelled.
-_FITTED_PARAMETERS: Final = 1_000
+#: about a second for so many, in which it cannot be cancelled.
+_FITTED_PARAMETERS: Final = 500
 _FEWER_NAMES: Final = ("Send fewer or shorter names, or none", "layout.names")
 _USUAL: Final = ("Send smaller batches", "")
 #: For each limit the reason of a refusal and the words for what is too much; where they are not

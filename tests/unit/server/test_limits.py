@@ -93,11 +93,11 @@ def test_the_parameters_of_a_fitted_program_are_limited():
         problem = Evaluation(DATA.content_id, batch, loss=Loss.MSE, values=False)
         module.check_fit(FitRequest(problem), DATA.layout, Limits())
 
-    check(1000)
+    check(500)
     with pytest.raises(ResourceExhaustedError) as caught:
-        check(1001)
+        check(501)
     assert caught.value.reason == "TOO_MANY_PARAMETERS"
-    assert (caught.value.needed, caught.value.available) == (1001, 1000)
+    assert (caught.value.needed, caught.value.available) == (501, 500)
 
 
 def test_only_a_partial_fit_stops_before_its_deadline():

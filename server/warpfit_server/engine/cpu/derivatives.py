@@ -93,10 +93,9 @@ class LoweredDerivatives:
             level = chunked_work.span_level(
                 rows, layout, max(1, _MOST_SUMS // max(1, int(sizes.sum())))
             )
-        instructions = headers["end"] - headers["start"]
-        cut = chunked_work.cut_instances(
-            instructions, headers["scalars"], vectors, rows, layout, level
-        )
+        # The product of two columns costs about as much as an instruction.
+        costs = headers["end"] - headers["start"] + products // 2
+        cut = chunked_work.cut_instances(costs, headers["scalars"], vectors, rows, layout, level)
         loss = requested.row_loss
         weighs_loss = loss is not None and not mentions_weight(loss)
         plan = DerivativePlan(lowered, self._row_loss, cut, sizes, weighs_loss)

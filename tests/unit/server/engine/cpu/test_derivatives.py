@@ -15,6 +15,7 @@ from support.suites.losses import LossErrors
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
+from warpfit.parse import parse
 from warpfit.request import Evaluation, Precision
 from warpfit_server.engine.autodiff.rules import COMPUTES, KIND, NOTHING, rules
 from warpfit_server.engine.cpu.chunked_work import differentiation_work
@@ -99,3 +100,18 @@ def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
         options = {"cancelled": flag, "selection": Selection(batch, indices)}
         run_to_end(engine.linearise(problem, SQUARES, curvature=True, **options))
     assert len(lowered) == 1
+
+
+def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine):
+    batch = Batch.of(
+        [parse("+".join(f"sin(p{i + 1}*x1)" for i in range(100)))] * 50, [np.ones(100)] * 50
+    )
+    data, flag = make_dataset(2_000, "float32"), np.zeros(1, np.uint8)
+    engine.load(data)
+    problem = Evaluation(data.content_id, batch)
+    options = {"cancelled": flag}
+    few, many = (
+        sum(1 for _ in engine.linearise(problem, SQUARES, curvature=curvature, **options))
+        for curvature in (False, True)
+    )
+    assert many > 5 * few
