@@ -13,7 +13,7 @@ import pytest
 import warpfit
 from support.servers.http2 import RawConnection, part_of_message
 from support.servers.long_calls import LONG, WIDE, long_request, start
-from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer, explained
 from support.servers.server import ServerProcess
 from support.servers.tokens import tenants_file, token_file
 
@@ -127,6 +127,16 @@ def test_an_upload_that_fails_says_why_whichever_front_end_has_it(server):
         ):
             client.upload(np.ones((NARROW, 1)))
         assert (caught.value.reason, caught.value.available) == ("MESSAGE_TOO_LARGE", NARROW)
+
+
+def test_compressed_messages_are_refused_as_they_are(server):
+    own = bearer(server.tokens["greedy"])
+    with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
+        call = channel.unary_unary(SERVICE + "GetServerInfo")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(bytes(1 << 20), metadata=own, compression=grpc.Compression.Gzip)
+        status, reason, _ = explained(caught.value)
+        assert (status, reason) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE"), "not too long"
 
 
 def test_calls_that_are_taken_back_at_once(server, modest):

@@ -97,7 +97,7 @@ def _malformed(expected: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"the request is not a {expected}",
         "MALFORMED_MESSAGE",
-        "Encode it from warpfit/v1/evaluator.proto",
+        "Encode it from warpfit/v1/evaluator.proto, and do not compress it",
     )
 
 
