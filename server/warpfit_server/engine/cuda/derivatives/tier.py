@@ -74,7 +74,7 @@ _ALIGNMENT: Final = 256
 _MOST_VALUES: Final = 1 << 24
 #: Most tokens, unless a program has more, and jobs of a part of a batch, for which the engine's
 #: thread has some milliseconds of work.
-_MOST_TOKENS: Final = 1 << 17
+_MOST_TOKENS: Final = 1 << 15
 _MOST_JOBS: Final = 1 << 15
 #: Variants of the kernels for programs that do not spill.
 VARIANTS: Final = tuple(Variant.of(mode, ROW_BYTES) for mode in Mode)
