@@ -20,8 +20,9 @@ U8: Final = np.dtype("u1")
 U32: Final = np.dtype("<u4")
 F64: Final = np.dtype("<f8")
 
-#: Length up to which a message is parsed however many fields it has, and the most fields of others.
-_SHORT: Final = 1 << 16
+#: Bytes up to which a message is parsed, in 5 ms, however many fields it has; most fields of
+#: others.
+_SHORT: Final = 1 << 18
 _MOST_FIELDS: Final = 256
 #: Wire types: numbers, bytes and messages, and the lengths of numbers of fixed length.
 _VARINT: Final = 0

@@ -270,7 +270,7 @@ def test_values_of_operators_need_not_be_sent(evaluation, long):
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_many_short_fields_are_refused_before_protobuf_sees_them(fields, nested):
-    data = fields * (1 + (1 << 16))
+    data = fields * (1 + (1 << 18))
     kind = pb.OptimizeRequest if nested else pb.EvaluateRequest
     if nested:
         data = framing.bytes_tag(1) + framing.varint(len(data)) + data
