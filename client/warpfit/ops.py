@@ -252,11 +252,12 @@ _ROWS: Final = (
     _function(37, "atan", np.arctan, "1 / (1 + a * a)", latex=r"\arctan\left({a}\right)"),
     _function(
         38, "atan2", np.arctan2,
-        "select(abs(b) >= abs(a), 1 / (b * (1 + (a / b) * (a / b))), "
+        "select(abs(b) >= abs(a), select(b == 0, 0, 1 / (b * (1 + (a / b) * (a / b)))), "
         "(b / a) / (a * (1 + (b / a) * (b / a))))",
-        "select(abs(a) >= abs(b), -1 / (a * (1 + (b / a) * (b / a))), "
+        "select(abs(a) >= abs(b), select(a == 0, 0, -1 / (a * (1 + (b / a) * (b / a)))), "
         "-(a / b) / (b * (1 + (a / b) * (a / b))))",
         latex=r"\operatorname{{atan2}}\left({a}, {b}\right)", notes="angle of the point (b, a)",
+        slope_notes="0 at a = b = 0",
     ),
     _function(39, "sinh", np.sinh, "cosh(a)"),
     _function(40, "cosh", np.cosh, "sinh(a)"),

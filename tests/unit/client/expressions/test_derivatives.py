@@ -77,6 +77,18 @@ def test_operators_against_differences(name):
         np.testing.assert_allclose(slopes[index][defined], want[defined], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_finite_values_have_derivatives_that_are_numbers(name):
+    """But for powers of negative numbers by their exponent."""
+    arity = OPERATORS[name].arity
+    indices = np.indices([6] * arity).reshape(arity, -1)
+    columns = np.array([0.0, -0.0, 1.0, -1.0, 0.5, -2.0])[indices]
+    values, slopes = differentiate(applied(name), columns, by=VARIABLE)
+    if name == "pow":
+        slopes[1, columns[0] < 0] = 0.0
+    assert not np.isnan(slopes[:, np.isfinite(values)]).any()
+
+
 SMOOTH = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "tanh", "square", "aq", "logistic")
 
 
