@@ -117,10 +117,19 @@ def _solves(found: Any, true: Any) -> bool:
     if found.is_constant():
         return False
     difference = sympy.simplify(_rounded(sympy.N(sympy.expand(found - true))))
-    if difference.is_constant():
+    if _is_constant(difference):
         return True
     ratio = sympy.simplify(found / true)
     if not ratio.is_constant() and ratio.atoms(sympy.Pow):
         # SymPy sees of few roots that they are equal, and of their squares that they are.
         ratio = sympy.simplify(ratio**2)
-    return bool(ratio.is_constant() and ratio != 0)
+    return bool(_is_constant(ratio) and ratio != 0)
+
+
+def _is_constant(expression: Any) -> bool:
+    """Tell whether an expression is constant, of which SymPy looks at a few points between 0 and 1.
+
+    What has a branch elsewhere is no constant.
+    """
+    branches = sympy.Piecewise, sympy.Min, sympy.Max
+    return bool(expression.is_constant() and not expression.has(*branches))
