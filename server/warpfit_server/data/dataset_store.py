@@ -1,6 +1,7 @@
 """The resident data sets: copies in shared memory, from which every engine loads them."""
 
 import logging
+import resource
 import threading
 import time
 from collections import Counter
@@ -19,9 +20,9 @@ from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.tenants import ANONYMOUS
 
 _LOG: Final = logging.getLogger("warpfit.datasets")
-#: Most data sets that are resident at a time: each counts for at least this part of the budget,
-#: because it takes a file descriptor in two processes.
-_MOST_DATASETS: Final = 2048
+#: Most data sets that are resident at a time, and descriptors of the process for each of them: a
+#: data set counts for at least its part of the budget, because it takes two descriptors.
+_MOST_DATASETS, _FILES_EACH = 2048, 8
 #: Memory that a variable's name takes beside its characters.
 _NAME_BYTES: Final = 64
 
@@ -80,6 +81,8 @@ class DatasetStore:
         self, limits: Limits, pool: SegmentPool, on_removal: Callable[[bytes], None]
     ) -> None:
         self._limits = limits
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._least_cost = limits.resident_bytes // min(_MOST_DATASETS, files // _FILES_EACH)
         self._pool = pool
         self._on_removal = on_removal
         self._lock = threading.Lock()
@@ -242,7 +245,7 @@ class DatasetStore:
 
     def _cost(self, layout: Layout) -> int:
         names = sum(_NAME_BYTES + len(name) for name in layout.names)
-        return max(layout.nbytes + names, self._limits.resident_bytes // _MOST_DATASETS)
+        return max(layout.nbytes + names, self._least_cost)
 
     def _victims(self, needed: int, tenant: str, own_budget: int) -> list[StoredDataset]:
         """Choose what must be evicted for a tenant's next bytes.

@@ -176,8 +176,10 @@ def test_refused_uploads_evict_nothing():
         pass
 
 
-def test_the_number_of_data_sets_is_limited(monkeypatch):
-    monkeypatch.setattr("warpfit_server.data.dataset_store._MOST_DATASETS", 3)
+@pytest.mark.parametrize(("most", "files"), [(3, 1000), (1000, 24)])
+def test_the_number_of_data_sets_is_limited(monkeypatch, most, files):
+    monkeypatch.setattr("warpfit_server.data.dataset_store._MOST_DATASETS", most)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
     store, removed = make_store(100)
     keys = [put(store, numbered(number), "a").key for number in range(5)]
     assert removed == keys[:2]
