@@ -141,6 +141,7 @@ def test_a_process_that_can_open_no_more_files_says_so_and_recovers(lenient):
                 with pytest.raises(warpfit.ResourceExhaustedError) as caught:
                     client.evaluate(data, ["x1"] * count)  # its answer needs a segment
                 assert caught.value.reason == "TOO_MANY_FILES"
+                assert client.info().engine == "cpu"
             np.testing.assert_array_equal(
                 client.evaluate(data, ["x1"] * count)[:, 7], wide[:, 0].astype(np.float32)
             )

@@ -178,6 +178,7 @@ class MainServicer(ComputeServicer):
         self._reading = TenantSemaphore()
         self._engines = engines
         self._on_release = on_release
+        self._version = version("warpfit")  # reads files
 
     def handlers(self) -> dict[str, Any]:
         """Return gRPC method handlers by the name of the method."""
@@ -272,7 +273,7 @@ class MainServicer(ComputeServicer):
         codec.parse_message(pb.GetServerInfoRequest, message)
         shards = self._datasets.shard_counts(tenant_of(context))
         info = ServerInfo(
-            version=version("warpfit"),
+            version=self._version,
             engine=self._engines.engine,
             devices=self._engines.devices,
             limits=self._admission.limits(tenant_of(context)),
