@@ -15,24 +15,31 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit.server_info import Limits
 
-#: Bytes of memory that a fit takes for each token of its lowered programs; and for each token,
-#: search and parameter of all starts: the programs of all searches and of those that still run, and
-#: the state of the searches.
-_LOWERED_BYTES: Final = 100
+#: Bytes of memory that an engine takes for each token of lowered programs.
+_LOWERED_BYTES: Final = 110
+#: Bytes that cutting an evaluation takes for each program and parameter vector, and that copies of
+#: sums other than losses take.
+_CELL_BYTES: Final = 32
+_COPIES_BYTES: Final = 16
+#: Bytes of memory that a fit takes for each token, search and parameter of all starts: the programs
+#: of all searches and of those that still run, and the state of the searches.
 _TOKEN_BYTES: Final = 18
 _SEARCH_BYTES: Final = 600
 _PARAMETER_BYTES: Final = 200
-#: Sums of which linear scaling and correlations are made.
+#: Sums of which linear scaling and correlations are made, as nodes of shards and in a CPU engine;
+#: and those of a CPU engine for reductions.
 _MOMENTS: Final = 7
+_OWN_MOMENTS: Final = 9
+_REDUCTIONS: Final = 5
 #: Matrices that are alive during a pass. Levenberg-Marquardt has triangles of all searches, of
 #: those that still run, and of what the pass returns; BFGS has squares of the first two.
 _TRIANGLES: Final = 3
 _SQUARES: Final = 2
-#: Most numbers for which the CPU engine keeps separate sums for each block of rows, the rows of a
-#: block, and the most blocks.
-_MOST_SUMS: Final = 2**25
+#: Most sums of an evaluation for which the CPU engine keeps those of several blocks of rows apart
+#: (256 MiB), the rows of a block, and the most blocks.
+MOST_SUMS: Final = 2**25
 _BLOCK_ROWS: Final = 2048
-_MOST_BLOCKS: Final = 64
+MOST_BLOCKS: Final = 64
 #: Bytes of an upload's header without names, and of each name beside its characters, at most.
 _HEADER_BYTES: Final = 128
 _NAME_FRAME_BYTES: Final = 6
@@ -128,6 +135,24 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits, nodes: 
     return 2 * (needed + 8 * nodes * sums) if nodes else needed
 
 
+def evaluation_memory(evaluation: Evaluation, layout: Layout) -> int:
+    """Estimate the memory that an engine takes for an evaluation beside its answer, in bytes.
+
+    It has lowered programs, and sums of what is asked for, some of them for blocks of rows.
+    """
+    programs, vectors, rows = evaluation.shape(layout)
+    cells, batch = programs * vectors, evaluation.batch
+    variables = layout.variables * evaluation.variable_gradient
+    statistics = _REDUCTIONS * evaluation.reductions + _OWN_MOMENTS * evaluation.needs_moments
+    others = cells * (variables + statistics) + evaluation.gradient * len(batch.parameters)
+    return (
+        _LOWERED_BYTES * len(batch.codes)
+        + _CELL_BYTES * cells
+        + _COPIES_BYTES * others
+        + _bytes_of_sums(cells + others, rows)
+    )
+
+
 def check_fit(request: FitRequest, layout: Layout, limits: Limits, nodes: int = 0) -> int:
     """Refuse a fit whose searches are too large, alone or together; return its `fit_memory`."""
     most = int(request.problem.batch.parameter_counts.max(initial=0))
@@ -158,12 +183,18 @@ def fit_memory(request: FitRequest, layout: Layout, nodes: int = 0) -> int:
     searches = batch.vectors * len(batch)
     sums = searches + parameters + squares
     start, stop = request.problem.row_range(layout)
-    blocks = min(_MOST_BLOCKS, -(-(stop - start) // _BLOCK_ROWS), max(1.0, _MOST_SUMS // sums))
     triangles = _TRIANGLES * (squares + parameters) / 2
     matrices = _SQUARES * squares if request.method == Method.BFGS else triangles
     return int(
         (_LOWERED_BYTES + _TOKEN_BYTES * batch.vectors) * len(batch.codes)
         + _SEARCH_BYTES * searches
         + _PARAMETER_BYTES * parameters
-        + 8 * (matrices + sums * (blocks + (blocks > 1) + 2 * nodes))
+        + 8 * (matrices + sums * 2 * nodes)
+        + _bytes_of_sums(sums, stop - start)
     )
+
+
+def _bytes_of_sums(sums: float, rows: int) -> int:
+    """Return the bytes that an engine takes to sum up numbers of each row and then blocks."""
+    blocks = min(MOST_BLOCKS, -(-rows // _BLOCK_ROWS), max(1, MOST_SUMS // max(1, int(sums))))
+    return int(8 * sums * (blocks + (blocks > 1)))

@@ -37,6 +37,7 @@ from warpfit_server.limits import (
     check_limit,
     check_names,
     check_result,
+    evaluation_memory,
 )
 from warpfit_server.observability import calls
 from warpfit_server.tenancy.admission import Admission, CallCost
@@ -310,7 +311,7 @@ def _check(
     else:
         problem.check_options(layout)
         problem.batch.check_shapes()  # the engine looks at the tokens
-        size = check_result(problem, layout, limits, nodes)
+        size = check_result(problem, layout, limits, nodes) + evaluation_memory(problem, layout)
         cost = CallCost.of_evaluation(problem, layout)
     values = problem.batch.values  # an array of its own if the message has fewer
     return size + values.nbytes * values.flags.owndata, cost

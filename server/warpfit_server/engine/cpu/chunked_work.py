@@ -20,10 +20,9 @@ from warpfit_server.engine.cpu.interpreter import CONTEXT
 from warpfit_server.engine.lowering import lower
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.arguments import RANGE, argument_block
+from warpfit_server.limits import MOST_BLOCKS, MOST_SUMS
 from warpfit_server.row_blocks import RADIX, block_rows, node_rows
 
-#: Most spans of rows, unless each is one of the smallest nodes above blocks.
-_MOST_SPANS: Final = 64
 #: Token-rows of a chunk: some 0.2 ms, after which a thread can turn to another tenant's work.
 _LEAST_CHUNK: Final = 500_000
 _LARGEST_CHUNK: Final = 1_000_000
@@ -90,10 +89,13 @@ class ChunkedWork:
         return int(self.cut.ranges["stop"][finished - 1]) if finished else 0
 
 
-def span_level(rows: tuple[int, int], layout: Layout, most: int | None = None) -> int:
-    """Return the least level, from 1 on, of which at most ``most`` nodes have the rows."""
+def span_level(rows: tuple[int, int], layout: Layout, sums: int) -> int:
+    """Return the least level, from 1 on, of which not too many nodes have the rows.
+
+    ``sums`` are the numbers that are summed up for each node.
+    """
     (start, stop), level = rows, 1
-    length, most = node_rows(layout, level), min(_MOST_SPANS, most or _MOST_SPANS)
+    length, most = node_rows(layout, level), min(MOST_BLOCKS, max(1, MOST_SUMS // max(1, sums)))
     while -(-stop // length) - start // length > most:
         level, length = level + 1, RADIX * length
     return level

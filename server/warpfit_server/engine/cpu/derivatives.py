@@ -31,8 +31,6 @@ from warpfit_server.engine.sum_tree import sum_nodes
 
 #: What row losses are computed with.
 _WIDE: Final = Flavour(single=False, fast=False)
-#: Sums of all spans together above which fewer spans are cut: 256 MiB.
-_MOST_SUMS: Final = 2**25
 
 
 def needs_derivatives(evaluation: Evaluation, outputs: Outputs) -> bool:
@@ -90,9 +88,10 @@ class LoweredDerivatives:
         sizes = np.repeat(COLUMN_SUMS + columns + products, vectors)
         rows = evaluation.row_range(layout)
         if level is None:
-            level = chunked_work.span_level(
-                rows, layout, max(1, _MOST_SUMS // max(1, int(sizes.sum())))
-            )
+            reductions = REDUCTIONS * (requested.reductions is not None)
+            moments = MOMENTS * (requested.moments is not None)
+            sums = int(sizes.sum()) + len(sizes) * (reductions + moments)
+            level = chunked_work.span_level(rows, layout, sums)
         # The product of two columns costs about as much as an instruction.
         costs = headers["end"] - headers["start"] + products // 2
         cut = chunked_work.cut_instances(costs, headers["scalars"], vectors, rows, layout, level)
@@ -134,7 +133,8 @@ def lowering_key(
     dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs, level: int | None
 ) -> tuple[Hashable, ...]:
     """Return what lowered derivatives and their plans depend on beside the programs."""
-    flags = requested.row_loss, requested.lowering_flags, requested.curvatures is not None
+    arrays = requested.curvatures, requested.reductions, requested.moments
+    flags = requested.row_loss, requested.lowering_flags, *(array is not None for array in arrays)
     return (evaluation.batch.vectors, evaluation.rows, dataset.layout, level, *flags)
 
 

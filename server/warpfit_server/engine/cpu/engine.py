@@ -246,13 +246,14 @@ class CpuEngine:
         programs = self._programs.by_programs(batch, (layout.variables,), lower)
         kernels = self._code.kernels[Flavour.of(layout, evaluation.precision)]
         rows, shard = evaluation.row_range(layout), outputs.shard
-        level = span_level(rows, layout) if shard is None else shard.level
+        cells = len(batch) * batch.vectors
+        level = span_level(rows, layout, cells) if shard is None else shard.level
         cut = programs.cut(batch.vectors, rows, layout, level)
         context = new_context(dataset, evaluation, outputs.values, cut.level)
         if outputs.losses is not None and evaluation.loss is not None:
             context["loss_kernel"] = kernels.losses[_loss_kernel(evaluation.loss, dataset)]
-        width = len(batch) * batch.vectors if context["loss_kernel"][0] else 0
-        sums = np.zeros((len(cut.spans), len(batch) * batch.vectors))
+        width = cells if context["loss_kernel"][0] else 0
+        sums = np.zeros((len(cut.spans), cells))
         if shard is not None:
             shard.begin(width)
         parameters = np.ascontiguousarray(batch.parameters), batch.parameter_starts

@@ -1,4 +1,4 @@
-"""A fit takes as much memory as `fit_memory` says, and releases it."""
+"""Fits and evaluations take as much memory as `warpfit_server.limits` says, and release it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from warpfit.fitting import Method
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit import compiled
 
-#: Fits in a process of its own; prints `fit_memory`, and how much more memory than before was
-#: resident at most, and soon afterwards; in MiB.
+#: Fits or evaluates in a process of its own; prints what is counted for that, and how much more
+#: memory than before was resident at most, and soon afterwards; in MiB.
 _PROGRAM = """
 import sys, threading, time
 import numpy as np
@@ -22,36 +22,49 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit.expressions.workload import thesis_mix
 from warpfit import parse
-from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit.driver import FitContext, optimize
-from warpfit_server.limits import fit_memory
+from warpfit_server.limits import evaluation_memory, fit_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
 
-method, kind = Method(sys.argv[1]), sys.argv[2]
+method, kind = sys.argv[1:]
 rng = np.random.default_rng(1)
 x = rng.uniform(0.1, 5, (300, 10))
 data = Dataset.of(x, 2 * x[:, 0] + x[:, 1])
 if kind == "starts":
     programs, parameters = thesis_mix(1, 300)
     starts = [np.tile(p, (100, 1)) for p in parameters]
+elif kind == "vectors":
+    programs, starts = [parse("x1")] * 500, [np.empty((1000, 0))] * 500
+elif kind == "tokens":
+    programs = [parse("*".join(f"sin({i}.5*x1)" for i in range(200)))] * 500
+    starts = [[]] * 500
 else:
     programs = [parse("+".join(f"p{i + 1}*sin({i + 1}*x{i % 10 + 1})" for i in range(60)))] * 20
     starts = [rng.uniform(0.5, 2, (20, 60)) for _ in programs]
 engine = CpuEngine(2)
 engine.load(data)
 
-def fit(programs, starts):
+def compute(programs, starts):
     evaluation = Evaluation(
-        data.content_id, Batch.of(programs, starts), loss=Loss.MSE, values=False
+        *(data.content_id, Batch.of(programs, starts)), loss=Loss.MSE, values=False,
+        correlation=kind == "vectors",
     )
-    request = FitRequest(evaluation, FitSettings(method=method, max_iterations=3))
-    run_to_end(optimize(request, FitContext(engine, data, np.zeros(1, np.uint8))))
+    cancelled = np.zeros(1, np.uint8)
+    if method == "evaluate":
+        losses, moments = (np.empty((*evaluation.shape(data.layout)[:2], n)) for n in (1, 7))
+        moments = moments if evaluation.correlation else None
+        outputs = Outputs(None, losses, cancelled, lambda count: None, moments=moments)
+        run_to_end(engine.evaluate(evaluation, outputs))
+        return (8 * losses.size + evaluation_memory(evaluation, data.layout)) / 2**20
+    request = FitRequest(evaluation, FitSettings(method=Method(method), max_iterations=3))
+    run_to_end(optimize(request, FitContext(engine, data, cancelled)))
     return fit_memory(request, data.layout) / 2**20
 
-fit(programs[:1], [starts[0][:1]])
+compute(programs[:1], [starts[0][:1]])
 before, seen, ended = resident(), [0.0], []
 
 def watch():
@@ -61,7 +74,7 @@ def watch():
 
 watcher = threading.Thread(target=watch)
 watcher.start()
-counted = fit(programs, starts)
+counted = compute(programs, starts)
 ended.append(True)
 watcher.join()
 most, end = max(seen) - before, time.monotonic() + 5.0
@@ -79,8 +92,11 @@ def compiled_code():
         compiled.load(method)
 
 
-@pytest.mark.parametrize(("method", "kind"), [("lm", "parameters"), ("bfgs", "starts")])
-def test_the_memory_of_a_fit_is_estimated_and_released(method, kind):
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("lm", "parameters"), ("bfgs", "starts"), ("evaluate", "vectors"), ("evaluate", "tokens")],
+)
+def test_memory_is_estimated_and_released(method, kind):
     command = (sys.executable, "-c", _PROGRAM, method, kind)
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     counted, most, left = map(float, ended.stdout.split())
