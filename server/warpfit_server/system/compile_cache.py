@@ -99,8 +99,9 @@ def check_private(directory: Path) -> None:
         statuses = [(top, top.stat())]
     except OSError:
         return  # there is no such directory
-    for folder, _, names in os.walk(top):
-        for path in (Path(folder), *(Path(folder, name) for name in names)):
+    # A folder that cannot be listed is not walked, and so is checked where its parent names it.
+    for folder, folders, names in os.walk(top):
+        for path in (Path(folder, name) for name in (*folders, *names)):
             with suppress(FileNotFoundError):  # another server has just replaced it
                 statuses.append((path, path.lstat()))
     for path, status in statuses:

@@ -49,10 +49,10 @@ def compile_once(
         urgent: whether a caller waits; if not, evaluations have priority.
     """
     done = place / f"{group}.complete"
-    if done.exists():
+    if os.access(done, os.F_OK):
         return
     with _locked(place / f"{group}.lock") as lock:
-        if done.exists() or lock is None:
+        if lock is None or done.exists():
             return
         _LOG.info("compiling %s into %s (first start only)", group, place)
         children = [_start(place, module, names, lock, urgent=urgent) for names in shares]

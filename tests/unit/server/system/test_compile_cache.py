@@ -103,9 +103,11 @@ def test_the_error_names_what_others_may_write(cache, level, mode):
 
 
 @is_root
-@pytest.mark.parametrize("level", [".", "cpu-1", "cpu-1/engine_1/file"])
+@pytest.mark.parametrize("level", [".", "cpu-1", "cpu-1/engine_1/file", "numba-1/folder"])
 def test_the_error_names_what_another_user_owns(cache, level):
-    os.chown(cache / level, OTHER_USER, OTHER_USER)
+    """Also a folder that this user cannot list, which root can; so is a link to a folder."""
+    (cache / "numba-1/folder").symlink_to(cache / "cupy")
+    os.chown(cache / level, OTHER_USER, OTHER_USER, follow_symlinks=False)
     with pytest.raises(InvalidArgumentError, match=f"{level.strip('.')} belongs to user"):
         check_private(cache)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -50,6 +51,16 @@ def test_a_process_that_fails_is_logged_and_nothing_else(tmp_path, caplog):
     compile_processes.compile_once(tmp_path, "all", parts.__name__, [["no such part"]])
     assert "no such part" in caplog.text
     assert (tmp_path / "all.complete").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_directory_that_cannot_be_entered_costs_a_line(tmp_path, caplog):
+    os.seteuid(65534)
+    try:
+        compile_processes.compile_once(tmp_path / "closed", "all", parts.__name__, [])
+    finally:
+        os.seteuid(0)
+    assert "cannot compile by several processes" in caplog.text
 
 
 class Slow:
