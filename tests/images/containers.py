@@ -16,6 +16,8 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "localhost/warpfit-base"
 PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
+#: The one that kernels are compiled for during a build; all of them take minutes.
+ARCHITECTURE = "90"
 #: Seconds for each step of a build; downloading CUDA's libraries takes most.
 STEP_SECONDS = 900
 #: What pip needs of this machine during a build, where it is there.
@@ -132,7 +134,8 @@ class Builder:
         name = f"localhost/warpfit-{variant}"
         there = [place for place in FROM_MACHINE if Path(place).exists()]
         volumes = [f"--volume={place}:{place}:ro" for place in there]
-        arguments = [f"--build-arg=PYTHON={BASE}", f"--build-arg=VARIANT={variant}"]
+        given = {"PYTHON": BASE, "VARIANT": variant, "ARCHITECTURES": ARCHITECTURE}
+        arguments = [f"--build-arg={name}={value}" for name, value in given.items()]
         # Docker's format: that of OCI knows no health checks.
         kind = ("--format=docker", "--network=host", "--pull-never")
         self._buildah("build", *kind, *volumes, *arguments, f"--tag={name}", str(ROOT))
