@@ -15,6 +15,7 @@ from typing import Final, Generic, TypeVar
 from cachetools import LRUCache
 
 from warpfit.ir import Batch
+from warpfit_server.engine.interface import Steps
 
 Made = TypeVar("Made")
 #: Tokens of all cached batches, some 30 MB with their derivatives.
@@ -37,17 +38,17 @@ class LoweringCache(Generic[Made]):
         self._lock = threading.RLock()
 
     def by_batch(
-        self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Made]
-    ) -> Made:
+        self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Steps[Made]]
+    ) -> Steps[Made]:
         """Return what was made of the same object, or make it; cached as long as that lives.
 
         Args:
             batch: in memory of its own; its parameters do not matter.
             needs: what the result depends on beside the programs.
-            make: makes it; the result must not refer to the batch.
+            make: makes it in steps; the result must not refer to the batch.
         """
         known = self.of_batch(batch, needs)
-        return self.keep(batch, needs, make(batch)) if known is None else known
+        return self.keep(batch, needs, (yield from make(batch))) if known is None else known
 
     def of_batch(self, batch: Batch, needs: tuple[Hashable, ...]) -> Made | None:
         """Return what `keep` was given for the same object, if it is still there."""
@@ -69,14 +70,14 @@ class LoweringCache(Generic[Made]):
         return made
 
     def by_programs(
-        self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Made]
-    ) -> Made:
+        self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Steps[Made]]
+    ) -> Steps[Made]:
         """Return what was made of the same programs, or make it; cached from the second time on.
 
         Args:
             batch: in memory that other batches will use later; its parameters do not matter.
             needs: what the result depends on beside the programs.
-            make: makes it.
+            make: makes it in steps.
         """
         key = (self._content(batch), *needs)
         mark = hash(key)
@@ -86,8 +87,8 @@ class LoweringCache(Generic[Made]):
         if known is not None:
             return known[1]
         if not has_been_seen:
-            return make(batch)
-        entry = len(batch.codes), make(batch.without_parameters())
+            return (yield from make(batch))
+        entry = len(batch.codes), (yield from make(batch.without_parameters()))
         if _size(entry) <= _MOST_TOKENS:
             with self._lock:
                 self._kept[key] = entry

@@ -24,7 +24,7 @@ from warpfit_server.engine.cpu.derivative_interpreter import COLUMN_SUMS, LOSS_S
 from warpfit_server.engine.cpu.interpreter import Inputs
 from warpfit_server.engine.cpu.row_loss import row_loss_inputs
 from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
-from warpfit_server.engine.interface import Outputs
+from warpfit_server.engine.interface import Outputs, Steps
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.arguments import FAILED
 from warpfit_server.engine.sum_tree import sum_nodes
@@ -104,11 +104,11 @@ class LoweredDerivatives:
 
 def lower_derivatives(
     code: CompiledDerivatives,
-    run: Callable[[chunked_work.ChunkedWork], None],
+    run: Callable[[chunked_work.ChunkedWork], Steps[None]],
     layout: Layout,
     batch: Batch,
     requested: RequestedOutputs,
-) -> LoweredDerivatives:
+) -> Steps[LoweredDerivatives]:
     """Lower checked programs with their derivatives; ``run`` runs all chunks of such work."""
     tokens, loss = no_row_loss(), requested.row_loss
     if loss is not None and requested.needs_loss_derivative:
@@ -119,13 +119,13 @@ def lower_derivatives(
     work, lowered = chunked_work.differentiation_work(
         code.differentiate, batch, tokens, flags, requested.cancelled
     )
-    run(work)
+    yield from run(work)
     row_loss = allocate(0, 0, 0)
     if loss is not None and not requested.deviation:
         work, row_loss = chunked_work.lowering_work(
             code.lower, Batch.of([loss]), requested.cancelled
         )
-        run(work)
+        yield from run(work)
     return LoweredDerivatives(lowered, row_loss)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -164,29 +164,36 @@ class CpuEngine:
             raise DatasetNotFoundError
         return dataset
 
-    def _run_in_steps(
+    def _evaluate_in_steps(
         self, work: ChunkedWork, outputs: interface.Outputs | RequestedOutputs, vectors: int
     ) -> interface.Steps[None]:
         """Run all chunks, and announce the values that are final after each step."""
-        has_values = outputs.values is not None or outputs.jacobian is not None
-        size = max(1, work.chunks * self.step_size // max(1, work.cut.cost))
         announced = 0
+
+        def announce(chunks: int) -> None:
+            nonlocal announced
+            finished = work.instances_finished(chunks) // vectors
+            if finished > announced:
+                announced = finished
+                outputs.ready(finished)
+
+        has_values = outputs.values is not None or outputs.jacobian is not None
+        yield from self._run_in_steps(work, announce if has_values else None)
+
+    def _run_in_steps(
+        self, work: ChunkedWork, on_step: Callable[[int], None] | None = None
+    ) -> interface.Steps[None]:
+        """Run all chunks; after each step ``on_step`` gets the number of those that have run."""
+        size = max(1, work.chunks * self.step_size // max(1, work.cut.cost))
         for first in range(0, work.chunks, size):
             if first:
                 yield None
             stop = min(first + size, work.chunks)
-            self._run(work, first, stop)
-            finished = work.instances_finished(stop) // vectors
-            if has_values and finished > announced:
-                announced = finished
-                outputs.ready(finished)
-
-    def _run(self, work: ChunkedWork, first: int = 0, stop: int | None = None) -> None:
-        """Run a range of chunks, or all, in one step."""
-        stop = work.chunks if stop is None else stop
-        self._loop.run(work.function, work.block, first, stop, work.helpers(first, stop))
-        if work.cancelled[0]:
-            raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            self._loop.run(work.function, work.block, first, stop, work.helpers(first, stop))
+            if work.cancelled[0]:
+                raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            if on_step is not None:
+                on_step(stop)
 
     def _derivative_code(self) -> interface.Steps[loader.CompiledDerivatives]:
         """Return the code of derivatives, which is loaded after the engine has begun to serve."""
@@ -213,18 +220,20 @@ class CpuEngine:
         level = None if shard is None else shard.level
         whole = evaluation.batch if selection is None else selection.batch
 
-        def lower(batch: Batch) -> derivatives.LoweredDerivatives:
+        def lower(batch: Batch) -> interface.Steps[derivatives.LoweredDerivatives]:
             check_tokens(whole, layout.variables)
-            return derivatives.lower_derivatives(code, self._run, layout, batch, requested)
+            given = code, self._run_in_steps, layout, batch, requested
+            return (yield from derivatives.lower_derivatives(*given))
 
         key = derivatives.lowering_key(dataset, evaluation, requested, level)
         find = self._derived.by_programs if selection is None else self._derived.by_batch
         programs = None if selection is None else selection.programs
-        plan = find(whole, key, lower).plan(dataset, evaluation, requested, level, programs)
+        lowered = yield from find(whole, key, lower)
+        plan = lowered.plan(dataset, evaluation, requested, level, programs)
         run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested)
         if shard is not None:
             shard.begin(run.width)
-        yield from self._run_in_steps(run.work, requested, evaluation.batch.vectors)
+        yield from self._evaluate_in_steps(run.work, requested, evaluation.batch.vectors)
         if shard is not None:
             nodes = yield from shard.join(run.nodes())
             if nodes is None:
@@ -237,13 +246,13 @@ class CpuEngine:
     ) -> interface.Steps[None]:
         layout, batch = dataset.layout, evaluation.batch
 
-        def lower(programs: Batch) -> _LoweredPrograms:
+        def lower(programs: Batch) -> interface.Steps[_LoweredPrograms]:
             check_tokens(batch, layout.variables)
             work, lowered = lowering_work(self._code.lower, programs, outputs.cancelled)
-            self._run(work)
+            yield from self._run_in_steps(work)
             return _LoweredPrograms(programs, lowered)
 
-        programs = self._programs.by_programs(batch, (layout.variables,), lower)
+        programs = yield from self._programs.by_programs(batch, (layout.variables,), lower)
         kernels = self._code.kernels[Flavour.of(layout, evaluation.precision)]
         rows, shard = evaluation.row_range(layout), outputs.shard
         cells = len(batch) * batch.vectors
@@ -260,7 +269,7 @@ class CpuEngine:
         inputs = Inputs(context, kernels.addresses, *parameters, programs.lowered)
         arrays = (*inputs.arrays(), sums)
         work = ChunkedWork(self._code.interpret, arrays, cut, outputs.cancelled)
-        yield from self._run_in_steps(work, outputs, batch.vectors)
+        yield from self._evaluate_in_steps(work, outputs, batch.vectors)
         nodes: NDArray[np.float64] | None = sums
         if shard is not None:
             nodes, rows = (yield from shard.join(sums[:, :width])), shard.rows

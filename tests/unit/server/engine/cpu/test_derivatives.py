@@ -8,15 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from support.engines.derivatives import outputs_for
 from support.suites.derivatives import *  # noqa: F403
 from support.suites.derivatives import make_dataset, smooth_programs
 from support.suites.losses import *  # noqa: F403
 from support.suites.losses import LossErrors
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Precision
+from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.autodiff.rules import COMPUTES, KIND, NOTHING, rules
 from warpfit_server.engine.cpu.chunked_work import differentiation_work
 from warpfit_server.engine.cpu.engine import CpuEngine
@@ -115,3 +117,19 @@ def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine):
         for curvature in (False, True)
     )
     assert many > 5 * few
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_large_batch_is_lowered_in_steps(engine, monkeypatch, gradient):
+    """So that other requests have their turns meanwhile."""
+    monkeypatch.setattr(engine, "step_size", 100_000)
+    data = make_dataset(10)
+    engine.load(data)
+    batch = Batch.of(*thesis_mix(5, 300, variables=4))
+    problem = Evaluation(data.content_id, batch, loss=Loss.MSE, gradient=gradient)
+    outputs = outputs_for(problem, data.layout)
+    assert sum(1 for _ in engine.evaluate(problem, outputs)) >= len(batch.codes) // 1_000
+    expected = outputs.losses.copy()
+    monkeypatch.undo()
+    run_to_end(engine.evaluate(problem, outputs))
+    np.testing.assert_array_equal(outputs.losses, expected)
