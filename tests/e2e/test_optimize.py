@@ -175,7 +175,7 @@ def test_progress_partial_results_and_deadlines(client):
     with client.upload(np.repeat(X, 100, axis=0), np.repeat(Y, 100)) as data:
         client.optimize(data, programs, starts, max_iterations=1)  # everything is compiled
         fit = client.optimize(
-            data, programs, starts, partial=True, timeout=0.8, progress=seen.append, **ENDLESS
+            data, programs, starts, partial=True, timeout=3.0, progress=seen.append, **ENDLESS
         )
         with pytest.raises(warpfit.DeadlineExceededError):
             client.optimize(data, programs, starts, timeout=0.3, **ENDLESS)

@@ -92,7 +92,7 @@ def test_a_call_that_ends_early_stops_all_engines(client):
         with pytest.raises((DeadlineExceededError, CancelledError)):
             client.run(data, *batch, loss="mse", timeout=0.3)
         fit = client.optimize(
-            data, ["p1*exp(p2*x1)"] * 200, [[1.0, 0.3]] * 200, partial=True, timeout=1.0,
+            data, ["p1*exp(p2*x1)"] * 200, [[1.0, 0.3]] * 200, partial=True, timeout=4.0,
             gradient_tolerance=0, step_tolerance=0, loss_tolerance=0, max_iterations=10**6,
         )  # fmt: skip
         assert set(fit.reason) == {"deadline"}

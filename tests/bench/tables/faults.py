@@ -14,9 +14,9 @@ def overload() -> Iterator[str]:
     for name, machine in (
         ("guard_loop", "2 cores, CPU engine, the present loop"),
         ("guard", "2 cores, CPU engine, the loop before"),
+        ("guard_16_cores_loop", "16 cores, CPU engine, the present loop"),
         ("guard_16_cores", "16 cores, CPU engine, the loop before"),
-        ("guard_cuda", "16 cores, H200, the loop before"),
-        ("guard_cuda_loop", "16 cores, H200, before long calls were cut"),
+        ("guard_cuda", "16 cores, H200, the present loop"),
     ):
         document = result(name)
         over = document["ten_times_overload"]
