@@ -129,11 +129,10 @@ class TestAdmission:
         path, tokens = token_file(tmp_path, "greedy", "modest")
         gate = Gate()
         front_end = start(gate, token_file=path, max_requests=4)
-        running = []
+        running, workers = [], front_end.interceptor.workers
         for number in range(6):  # three quarters of the threads, which are twice the slots
             running.append(front_end.call(b"x", token=tokens["greedy"]))
-            if number < 2:
-                eventually(lambda number=number: len(gate.begun) > number)
+            eventually(lambda number=number: workers._busy.get("greedy", 0) > number)
             running[-1].cancel()
             eventually(lambda: front_end.quotas.in_flight().calls == 0)
         crowded = front_end.call(silent=True, token=tokens["greedy"])
@@ -141,7 +140,7 @@ class TestAdmission:
         modest = front_end.call(b"x", token=tokens["modest"])
         gate.open.set()
         assert outcome(modest)[0] == "OK"
-        eventually(lambda: not front_end.interceptor.workers._busy)
+        eventually(lambda: not workers._busy)
         assert outcome(front_end.call(b"x", token=tokens["greedy"]))[0] == "OK"
         assert front_end.quotas.in_flight() == Amounts()
 
