@@ -254,8 +254,10 @@ class Engine(Protocol):
     """Threads that gain from running steps: one, if steps wait for a device without blocking it."""
     steps_share_cores: bool
     """Whether steps that run at the same time slow each other down, as on the cores of a CPU."""
-    step_size: int
-    """Token-rows of losses that take as long as a step should, some milliseconds."""
+
+    @property
+    def step_size(self) -> int:
+        """Token-rows of losses that take as long as a step should, some milliseconds."""
 
     def devices(self) -> list[Device]:
         """Describe what the engine computes on."""

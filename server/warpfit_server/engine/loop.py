@@ -166,6 +166,7 @@ class Loop:
         with self._lock:
             self._end_wait([request for request in self._waiting if request.is_cancelled])
             is_full = len(self._on_device()) >= self._engine.steps_in_flight
+            self._scheduler.merged_size = self._engine.step_size
             requests = [] if is_full else self._isolation.next()
             self._running.update(requests)
             if not requests:  # nothing waits, or everything waits until a suspect has run

@@ -79,6 +79,8 @@ class LoweringCache(Generic[Made]):
             needs: what the result depends on beside the programs.
             make: makes it in steps.
         """
+        if len(batch.codes) > _MOST_TOKENS:
+            return (yield from make(batch))
         key = (self._content(batch), *needs)
         mark = hash(key)
         with self._lock:
@@ -89,13 +91,14 @@ class LoweringCache(Generic[Made]):
         if not has_been_seen:
             return (yield from make(batch))
         entry = len(batch.codes), (yield from make(batch.without_parameters()))
-        if _size(entry) <= _MOST_TOKENS:
-            with self._lock:
-                self._kept[key] = entry
+        with self._lock:
+            self._kept[key] = entry
         return entry[1]
 
     def has_programs(self, batch: Batch, needs: tuple[Hashable, ...]) -> bool:
         """Return whether something is cached that was made of the same programs."""
+        if len(batch.codes) > _MOST_TOKENS:
+            return False
         key = (self._content(batch), *needs)
         with self._lock:
             return key in self._kept
@@ -125,10 +128,10 @@ def _size(entry: tuple[int, object]) -> int:
     return max(_LEAST_TOKENS, entry[0])
 
 
-def _content(batch: Batch) -> tuple[int, bytes]:
-    """Return the number of programs, and their arrays as bytes one after the other.
+def _content(batch: Batch) -> tuple[bytes, ...]:
+    """Return the arrays of the programs as bytes.
 
     Bytes compare without giving Python's lock up; NumPy would wait for it behind other threads.
     """
     arrays = (batch.codes, batch.values, batch.lengths, batch.parameter_counts)
-    return len(batch), b"".join([array.tobytes() for array in arrays])
+    return tuple([array.tobytes() for array in arrays])

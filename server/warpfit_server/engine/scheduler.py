@@ -117,14 +117,14 @@ class Scheduler(Generic[Item]):
     """The fair queue. Calls must not overlap; the caller holds a lock.
 
     Args:
-        merged_size: most token-rows of the requests that are merged into one step.
+        merged_size: most token-rows of the requests that are merged into one step; may be changed.
         shares_cores: whether steps that run at the same time slow each other down. Then only one
             runs at a time while several tenants are active.
 
     """
 
     def __init__(self, merged_size: int, *, shares_cores: bool = False) -> None:
-        self._merged_size = merged_size
+        self.merged_size = merged_size
         self._shares_cores = shares_cores
         self._tenants: OrderedDict[str, _TenantQueue[Item]] = OrderedDict()
         self._virtual_time = 0.0
@@ -214,7 +214,7 @@ class Scheduler(Generic[Item]):
         """Take requests that can be merged with the first, from the tenants in turn."""
         if first.merge_key is None or first.used:
             return
-        room = self._merged_size - first.size
+        room = self.merged_size - first.size
         tenants = [tenant for tenant in self._tenants.values() if tenant.short.requests]
         tenants.sort(key=lambda t: t.charge)
         queues = [(tenant, self._mergeable(tenant, first.merge_key)) for tenant in tenants]

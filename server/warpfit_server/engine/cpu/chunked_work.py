@@ -37,6 +37,8 @@ _MOST_FOR_INSTANCES: Final = 4_000_000
 _TOKENS_A_CHUNK: Final = 1000
 _COST_OF_LOWERING: Final = 500
 _COST_OF_DERIVATIVES: Final = 1500
+#: Token-rows that take about as long as making derivatives of a sum over rows.
+_COST_OF_A_SUM: Final = 500
 #: Token-rows for which waking one more thread takes as long as computing them.
 _COST_OF_A_THREAD: Final = 300_000
 #: Scalars of a chunk (64 bytes each): they share the second-level cache with the rows.
@@ -56,6 +58,10 @@ class Cut(NamedTuple):
     """Token-rows of all chunks."""
     level: int = 0
     """Level of the nodes that spans are; blocks have level 0."""
+
+    def without_rows(self, sums: int) -> Cut:
+        """Return the cut of work on so many sums of the same instances, whatever their rows."""
+        return Cut(self.ranges, _ONE_SPAN, sums * _COST_OF_A_SUM)
 
 
 @dataclass(slots=True, eq=False)

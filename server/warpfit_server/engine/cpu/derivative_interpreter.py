@@ -68,8 +68,8 @@ from warpfit_server.engine.sum_tree import carry, node_sums
 # Arrays of an argument block after the inputs.
 _ROW_LOSS: Final = OWN_ARRAYS + INPUT_ARRAYS
 _DOTS: Final = _ROW_LOSS + INPUT_ARRAYS
-_STARTS, _SUMS, _REDUCTIONS, _MOMENTS, _FIRST = range(_DOTS + 1, _DOTS + 6)
-_TOTALS, _GRADIENTS, _VARIABLE_GRADIENTS, _CURVATURES = range(_FIRST + 1, _FIRST + 5)
+_STARTS, _SUMS, _REDUCTIONS, _MOMENTS, _NODES = range(_DOTS + 1, _DOTS + 6)
+_TOTALS, _GRADIENTS, _VARIABLE_GRADIENTS, _CURVATURES, _TRIANGLES = range(_NODES + 1, _NODES + 6)
 #: Sums that each instance begins with: of the row losses and of the values.
 LOSS_SUM, VALUE_SUM, COLUMN_SUMS = range(3)
 
@@ -308,21 +308,21 @@ def _read_factor(scalar: int, scalars: int, item_bytes: int) -> float:
 
 
 def combine_chunk(block: int, chunk: int) -> int:
-    """Turn the sums of all chunks of `linearise_chunk` into what is requested.
+    """Turn what `linearise_chunk` has summed up of a range of instances into what is requested.
 
     Gradients, variable gradients, [instances, variables], and curvatures are as in `Outputs` and
-    `Linearisation`, and are added to; each may be empty. The moments of all spans are merged into
+    `Linearisation`, and are added to; each may be empty. The moments of all nodes are merged into
     those of the first one.
     """
-    inputs = inputs_of(block, OWN_ARRAYS)
-    moments, spans = floats(block, _MOMENTS), len(ranges(block, SPANS))
-    statistics.merge_spans(
-        moments.reshape((spans, -1, statistics.MOMENTS)), words(block, _FIRST)[0]
-    )
+    instances, _, _ = chunk_ranges(block, chunk)
+    nodes = words(block, _NODES)
+    moments = floats(block, _MOMENTS).reshape((nodes[1], -1, statistics.MOMENTS))
+    statistics.merge_spans(moments[:, instances.start : instances.stop], nodes[0])
     try:
         _combine(
-            inputs, words(block, _STARTS), floats(block, _TOTALS), floats(block, _GRADIENTS),
-            floats(block, _VARIABLE_GRADIENTS), floats(block, _CURVATURES),
+            inputs_of(block, OWN_ARRAYS), instances, words(block, _STARTS), floats(block, _TOTALS),
+            floats(block, _GRADIENTS), floats(block, _VARIABLE_GRADIENTS),
+            floats(block, _CURVATURES), words(block, _TRIANGLES),
         )  # fmt: skip
     except Exception:  # compiled code tells exceptions apart no further: memory is short
         return FAILED
@@ -331,18 +331,17 @@ def combine_chunk(block: int, chunk: int) -> int:
 
 @inlined
 def _combine(
-    inputs: Inputs, starts: Any, totals: Any, gradients: Any, variable_gradients: Any,
-    curvatures: Any,
+    inputs: Inputs, instances: Any, starts: Any, totals: Any, gradients: Any,
+    variable_gradients: Any, curvatures: Any, triangles: Any,
 ) -> None:  # fmt: skip
     context, lowered = inputs.context[0], inputs.lowered
     most = 0
-    for header in lowered.headers:
-        most = max(most, header.scalars)
+    for instance in range(instances.start, instances.stop):
+        most = max(most, lowered.headers[instance // context.vectors].scalars)
     array = np.empty((most + 1) * SCALAR_WIDTH, dtype=np.uint8)
     scalars = aligned(array)
     variables = len(variable_gradients) // context.instances
-    triangle = 0
-    for instance in range(context.instances):
+    for instance in range(instances.start, instances.stop):
         program, vector = instance // context.vectors, instance % context.vectors
         first = inputs.parameter_starts[program]
         length = (inputs.parameter_starts[program + 1] - first) // context.vectors
@@ -355,10 +354,8 @@ def _combine(
             mine = variable_gradients[instance * variables : (instance + 1) * variables]
             _add_gradient(context, entries, scalars, own, gradients[first:], mine)
         if context.wants_curvatures:
-            size = length * (length + 1) // 2
-            products, own_curvatures = own[header.columns :], curvatures[triangle:]
-            _add_curvature(context, entries, scalars, products, header.columns, own_curvatures)
-            triangle += size
+            products, triangle = own[header.columns :], curvatures[triangles[instance] :]
+            _add_curvature(context, entries, scalars, products, header.columns, triangle)
     array[0] = 0  # it lives until here
 
 

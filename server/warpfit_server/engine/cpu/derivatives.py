@@ -26,7 +26,6 @@ from warpfit_server.engine.cpu.row_loss import row_loss_inputs
 from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
 from warpfit_server.engine.interface import Outputs, Steps
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
-from warpfit_server.engine.native.arguments import FAILED
 from warpfit_server.engine.sum_tree import sum_nodes
 
 #: What row losses are computed with.
@@ -165,6 +164,7 @@ class DerivativeRun:
         self._moments = np.zeros((spans, count * has_moments, MOMENTS))
 
         kernels = code.kernels[Flavour.of(layout, evaluation.precision)]
+        self._triangles = _triangle_starts(batch)
         suffix = "_weighted" if layout.has_weights and plan.weighs_loss else ""
         context = _context(dataset, evaluation, requested, plan.cut.level)
         context["weighs_loss"] = plan.weighs_loss
@@ -176,18 +176,33 @@ class DerivativeRun:
         sum_kernel = wide.losses["given" + suffix] if len(plan.row_loss.headers) else 0
         row_loss = row_loss_inputs(wide.addresses, sum_kernel, plan.row_loss)
         self._inputs = (*inputs.arrays(), *row_loss.arrays(), kernels.dots, starts)
-        self.work = self._work()
 
-    def _work(self) -> chunked_work.ChunkedWork:
+    def summing(self) -> chunked_work.ChunkedWork:
+        """Return the work that runs the programs over the rows and adds up."""
+        return self._work(self._code.linearise, self._cut)
+
+    def combining(self) -> chunked_work.ChunkedWork:
+        """Return the work that makes derivatives and moments of the sums over all rows."""
+        self._totals[:] = sum_nodes(self._sums, self._first_node)
+        for array in self._gradients:
+            array.fill(0.0)
+        return self._work(self._code.combine, self._cut.without_rows(len(self._totals)))
+
+    def _work(self, function: int, cut: chunked_work.Cut) -> chunked_work.ChunkedWork:
+        nodes = np.array([self._first_node, len(self._sums)])
+        sums = self._sums, self._reductions, self._moments, nodes, self._totals
+        arguments = (*self._inputs, *sums, *self._gradients, self._triangles)
+        return chunked_work.ChunkedWork(function, arguments, cut, self._requested.cancelled)
+
+    @property
+    def _gradients(self) -> list[NDArray[np.float64]]:
         requested = self._requested
-        first = np.array([chunked_work.first_node(self._rows, self._layout, self._cut.level)])
-        sums = (self._sums, self._reductions, self._moments, first, self._totals)
         arrays = requested.gradients, requested.variable_gradients, requested.curvatures
-        gradients = [np.empty(0) if array is None else array for array in arrays]
-        arguments = (*self._inputs, *sums, *gradients)
-        return chunked_work.ChunkedWork(
-            self._code.linearise, arguments, self._cut, requested.cancelled
-        )
+        return [np.empty(0) if array is None else array for array in arrays]
+
+    @property
+    def _first_node(self) -> int:
+        return chunked_work.first_node(self._rows, self._layout, self._cut.level)
 
     @property
     def _widths(self) -> list[int]:
@@ -212,24 +227,10 @@ class DerivativeRun:
         self._rows, self._sums = rows, np.ascontiguousarray(sums)
         self._reductions = np.ascontiguousarray(reductions).reshape(count, -1, REDUCTIONS)
         self._moments = np.ascontiguousarray(moments).reshape(count, -1, MOMENTS)
-        spans = chunked_work.cut_rows(rows, self._layout, self._cut.level)
-        self._cut = self._cut._replace(spans=spans)
-        self.work = self._work()
 
     def finish(self) -> None:
-        """Fill the outputs, once all chunks have run.
-
-        Raises:
-            MemoryError: if there was not enough memory.
-        """
+        """Fill the other outputs, once `combining` has run."""
         requested, (start, stop) = self._requested, self._rows
-        first = chunked_work.first_node(self._rows, self._layout, self._cut.level)
-        self._totals[:] = sum_nodes(self._sums, first)
-        for array in (requested.gradients, requested.variable_gradients, requested.curvatures):
-            if array is not None:
-                array.fill(0.0)
-        if self._code.combine(self.work.block.ctypes.data, 0) == FAILED:
-            raise MemoryError("no memory to combine sums")
         if requested.losses is not None:
             requested.losses.reshape(-1)[:] = self._totals[self._starts + LOSS_SUM]
         if requested.reductions is not None:
@@ -239,6 +240,14 @@ class DerivativeRun:
         if requested.moments is not None:
             found = from_zero(self._moments[0])
             requested.moments.reshape(found.shape)[:] = found
+
+
+def _triangle_starts(batch: Batch) -> NDArray[np.int64]:
+    """Return the index of each instance's first number in `Linearisation.curvatures`."""
+    counts = np.repeat(batch.parameter_counts.astype(np.int64), batch.vectors)
+    sizes = counts * (counts + 1) // 2
+    found: NDArray[np.int64] = np.cumsum(sizes) - sizes
+    return found
 
 
 def _context(

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -56,12 +58,19 @@ from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
 from warpfit_server.engine.native.threads import ParallelLoop
 from warpfit_server.engine.sum_tree import sum_nodes
-from warpfit_server.engine.validate import check_tokens
+from warpfit_server.engine.validate import are_valid, check_tokens
 from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
-#: Token-rows of a step for each thread, which take it about 4 ms.
-_STEP_SIZE: Final = 20_000_000
+#: Seconds that a step should take: a request that arrives meanwhile waits for it.
+_STEP_SECONDS: Final = 0.0025
+#: Token-rows a second of a thread, until steps have been measured.
+_EXPECTED_RATE: Final = 4e9
+#: Weight of a step in the measured rate, which depends on the machine, on what else it does and on
+#: the requests.
+_RATE_WEIGHT: Final = 0.2
+#: Tokens that are checked without a pause, which takes less than a millisecond.
+_CHECKED_AT_ONCE: Final = 1 << 17
 
 
 class CpuEngine:
@@ -81,7 +90,8 @@ class CpuEngine:
                 cache directory. It may be read-only, shared or missing.
         """
         self.threads = threads or available_cores()
-        self.step_size = _STEP_SIZE * self.threads
+        self._rate = _EXPECTED_RATE * self.threads
+        """Token-rows a second of recent steps."""
         # One computes while Python prepares another, unless they had the same core.
         self.steps_in_flight = self.step_threads = min(2, self.threads)
         directory = cache_directory or default_cache_directory()
@@ -92,6 +102,11 @@ class CpuEngine:
         self._loop = ParallelLoop(self.threads, self._code.parallel, NICE)
         self._programs: LoweringCache[_LoweredPrograms] = LoweringCache()
         self._derived: LoweringCache[derivatives.LoweredDerivatives] = LoweringCache()
+
+    @property
+    def step_size(self) -> int:
+        """Token-rows that recent steps would have computed in the time of a step."""
+        return int(self._rate * _STEP_SECONDS)
 
     def devices(self) -> list[interface.Device]:
         """Describe the CPU."""
@@ -183,15 +198,23 @@ class CpuEngine:
     def _run_in_steps(
         self, work: ChunkedWork, on_step: Callable[[int], None] | None = None
     ) -> interface.Steps[None]:
-        """Run all chunks; after each step ``on_step`` gets the number of those that have run."""
-        size = max(1, work.chunks * self.step_size // max(1, work.cut.cost))
-        for first in range(0, work.chunks, size):
-            if first:
+        """Run all chunks; after each step ``on_step`` gets the number of those that have run.
+
+        Work of several steps begins with a new one: preparing it has taken some time of this one.
+        """
+        stop = 0
+        while stop < work.chunks:
+            size = max(1, work.chunks * self.step_size // max(1, work.cut.cost))
+            if size < work.chunks:
                 yield None
-            stop = min(first + size, work.chunks)
+            first, stop = stop, min(stop + size, work.chunks)
+            started = time.perf_counter()
             self._loop.run(work.function, work.block, first, stop, work.helpers(first, stop))
             if work.cancelled[0]:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            if stop - first == size:  # a shorter step says little
+                rate = work.cut.cost * size / work.chunks / (time.perf_counter() - started)
+                self._rate += _RATE_WEIGHT * (rate - self._rate)
             if on_step is not None:
                 on_step(stop)
 
@@ -221,7 +244,7 @@ class CpuEngine:
         whole = evaluation.batch if selection is None else selection.batch
 
         def lower(batch: Batch) -> interface.Steps[derivatives.LoweredDerivatives]:
-            check_tokens(whole, layout.variables)
+            yield from _check(whole, layout.variables)
             given = code, self._run_in_steps, layout, batch, requested
             return (yield from derivatives.lower_derivatives(*given))
 
@@ -233,12 +256,13 @@ class CpuEngine:
         run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested)
         if shard is not None:
             shard.begin(run.width)
-        yield from self._evaluate_in_steps(run.work, requested, evaluation.batch.vectors)
+        yield from self._evaluate_in_steps(run.summing(), requested, evaluation.batch.vectors)
         if shard is not None:
             nodes = yield from shard.join(run.nodes())
             if nodes is None:
                 return
             run.extend(nodes, shard.rows)
+        yield from self._run_in_steps(run.combining())
         run.finish()
 
     def _evaluate(
@@ -247,7 +271,7 @@ class CpuEngine:
         layout, batch = dataset.layout, evaluation.batch
 
         def lower(programs: Batch) -> interface.Steps[_LoweredPrograms]:
-            check_tokens(batch, layout.variables)
+            yield from _check(batch, layout.variables)
             work, lowered = lowering_work(self._code.lower, programs, outputs.cancelled)
             yield from self._run_in_steps(work)
             return _LoweredPrograms(programs, lowered)
@@ -293,6 +317,16 @@ class _LoweredPrograms:
             last = key, cut_instances(self._lengths, scalars, vectors, rows, layout, level)
             self._last = last
         return last[1]
+
+
+def _check(batch: Batch, variables: int) -> interface.Steps[None]:
+    """Check every token as `check_tokens`, some at a time."""
+    edges = np.searchsorted(batch.starts, range(0, len(batch.codes), _CHECKED_AT_ONCE)).tolist()
+    for first, stop in pairwise([*edges, len(batch)]):
+        if first:
+            yield None
+        if not are_valid(batch[first:stop], variables):
+            check_tokens(batch, variables)
 
 
 @contextmanager

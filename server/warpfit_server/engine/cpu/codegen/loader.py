@@ -61,8 +61,7 @@ class CompiledDerivatives:
     """Address of a function that runs a chunk, see `arguments`; so are the next."""
     differentiate: int
     linearise: int
-    combine: Any
-    """`derivative_interpreter.combine_chunk`, for Python."""
+    combine: int
     kernels: dict[Flavour, KernelSet]
     """Kernels of operators, losses and derivatives."""
     owners: tuple[Any, ...]
@@ -88,10 +87,9 @@ def load_derivatives(directory: Path, code: CompiledCode, processes: int) -> Com
         flavour: _link_derivatives(code.kernels[flavour], content)
         for flavour, content in found["derivative_kernels"].items()
     }
-    functions = found["differentiate"], found["linearise"]
-    differentiate, linearise = (address_of(function) for function in functions)
-    addresses = code.lower, differentiate, linearise
-    return CompiledDerivatives(*addresses, found["combine"], kernels, functions)
+    functions = found["differentiate"], found["linearise"], found["combine"]
+    differentiate, linearise, combine = (address_of(function) for function in functions)
+    return CompiledDerivatives(code.lower, differentiate, linearise, combine, kernels, functions)
 
 
 def _load_group(directory: Path, group: str, processes: int, *, urgent: bool) -> dict[str, Any]:

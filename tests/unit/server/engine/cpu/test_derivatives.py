@@ -20,6 +20,7 @@ from warpfit.ops import OPERATORS
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.autodiff.rules import COMPUTES, KIND, NOTHING, rules
+from warpfit_server.engine.cpu import engine as engine_module
 from warpfit_server.engine.cpu.chunked_work import differentiation_work
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Selection, run_to_end
@@ -122,7 +123,7 @@ def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine):
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_large_batch_is_lowered_in_steps(engine, monkeypatch, gradient):
     """So that other requests have their turns meanwhile."""
-    monkeypatch.setattr(engine, "step_size", 100_000)
+    monkeypatch.setattr(engine_module, "_STEP_SECONDS", 0.0)
     data = make_dataset(10)
     engine.load(data)
     batch = Batch.of(*thesis_mix(5, 300, variables=4))
