@@ -259,6 +259,12 @@ class Engine(Protocol):
     def step_size(self) -> int:
         """Token-rows of losses that take as long as a step should, some milliseconds."""
 
+    def others_wait(self, wait: bool) -> None:
+        """Take note whether requests wait; any thread may call this.
+
+        While none does, steps may take longer than a request should wait.
+        """
+
     def devices(self) -> list[Device]:
         """Describe what the engine computes on."""
 

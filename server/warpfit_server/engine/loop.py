@@ -168,6 +168,7 @@ class Loop:
             is_full = len(self._on_device()) >= self._engine.steps_in_flight
             self._scheduler.merged_size = self._engine.step_size
             requests = [] if is_full else self._isolation.next()
+            self._engine.others_wait(len(self._scheduler) > 0)
             self._running.update(requests)
             if not requests:  # nothing waits, or everything waits until a suspect has run
                 self._idle += 1
@@ -246,6 +247,7 @@ class Loop:
                 request.size = request.token_rows if request.merge_key is not None else 0
                 with self._lock:
                     self._scheduler.add(request)
+                    self._engine.others_wait(True)
             case _:
                 raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 

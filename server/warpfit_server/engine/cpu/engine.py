@@ -62,8 +62,10 @@ from warpfit_server.engine.validate import are_valid, check_tokens
 from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
-#: Seconds that a step should take: a request that arrives meanwhile waits for it.
+#: Seconds that a step should take if a request arrives meanwhile, which waits for it.
 _STEP_SECONDS: Final = 0.0025
+#: Times as long that a step takes if none arrives. Threads that end a step wait for each other.
+_LONG_STEP: Final = 20
 #: Token-rows a second of a thread, until steps have been measured.
 _EXPECTED_RATE: Final = 4e9
 #: Weight of a step in the measured rate, which depends on the machine, on what else it does and on
@@ -127,6 +129,10 @@ class CpuEngine:
     def counters(self) -> Mapping[str, float]:
         """Return nothing: no code is compiled for a batch."""
         return {}
+
+    def others_wait(self, wait: bool) -> None:
+        """Let a step end soon while requests wait; see `interface.Engine`."""
+        self._loop.others_wait(wait)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -202,18 +208,21 @@ class CpuEngine:
 
         Work of several steps begins with a new one: preparing it has taken some time of this one.
         """
+        # Another thread must receive meanwhile, and nobody wait for the values of a step.
+        longest = _LONG_STEP if self.step_threads > 1 and on_step is None else 1
         stop = 0
         while stop < work.chunks:
             size = max(1, work.chunks * self.step_size // max(1, work.cut.cost))
             if size < work.chunks:
                 yield None
-            first, stop = stop, min(stop + size, work.chunks)
-            started = time.perf_counter()
-            self._loop.run(work.function, work.block, first, stop, work.helpers(first, stop))
+            first, end = stop, min(stop + size * longest, work.chunks)
+            helpers, started = work.helpers(first, end), time.perf_counter()
+            stop = self._loop.run(work.function, work.block, first, end, helpers, size)
             if work.cancelled[0]:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
-            if stop - first == size:  # a shorter step says little
-                rate = work.cut.cost * size / work.chunks / (time.perf_counter() - started)
+            if stop - first >= size:  # a shorter step says little
+                done = work.cut.cost * (stop - first) / work.chunks
+                rate = done / (time.perf_counter() - started)
                 self._rate += _RATE_WEIGHT * (rate - self._rate)
             if on_step is not None:
                 on_step(stop)

@@ -163,6 +163,9 @@ class CudaEngine:
         with self._lock:
             self._residents.pop(dataset_id, None)
 
+    def others_wait(self, wait: bool) -> None:
+        """Do nothing: launches are short whether or not somebody waits."""
+
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
         """Return whether a batch is new: a merged batch would never get compiled kernels.
 

@@ -5,6 +5,8 @@ The simple form, of the calling thread and of each helper thread:
     while (chunk := next chunk that nobody has taken) is not None:
         run the chunk
 
+A task may end early, after a piece of its chunks, if others wait for the threads.
+
 The helpers run compiled code only and never take Python's lock. They sleep on a word of shared
 memory (futex(2)) while there is nothing to do. Several callers may run a task at the same time, one
 in each slot of the array of words that all threads share, so that the end of one task overlaps with
@@ -31,13 +33,15 @@ from warpfit_server.engine.native.intrinsics import (
 
 #: Words of a cache line: words that many threads change have a line of their own.
 _LINE: Final = 8
-#: Words of the head: whether the helpers should end, the address of syscall(2), how often something
-#: has changed (the helpers sleep on it), and how many helpers sleep.
-_CLOSED, _SYSCALL, _CHANGES, ASLEEP, HEAD_WORDS = 0, 1, 8, 16, 24
-#: Words of a slot: whether threads may come in, the function and the argument block that it is
-#: given, the chunk after the last one, what ended the task early; the next chunk; threads inside;
-#: how often the last thread has left (the caller sleeps on it).
-_OPEN, FUNCTION, ARGUMENTS, STOP, _ENDED = range(5)
+#: Words of the head: whether the helpers should end, the address of syscall(2), whether others wait
+#: for the threads; how often something has changed (the helpers sleep on it), and how many helpers
+#: sleep.
+_CLOSED, _SYSCALL, OTHERS_WAIT, _CHANGES, ASLEEP, HEAD_WORDS = 0, 1, 2, 8, 16, 24
+#: Words of a slot: whether threads may take chunks, the function and the argument block that it is
+#: given, the chunk after the present piece, chunks of a piece, the chunk after the last one, what a
+#: chunk returned that ended the task; the next chunk; threads inside; how often the last thread has
+#: left (the caller sleeps on it).
+_OPEN, FUNCTION, ARGUMENTS, STOP, PIECE, END, _ENDED = range(7)
 NEXT, INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
 #: Longest sleep in seconds, after which a thread looks again.
 _LONG: Final = 10
@@ -108,15 +112,31 @@ def _work(words: Any, slot: int) -> None:
     _add(words, slot + INSIDE, 1)
     while words[slot + _OPEN] != 0:
         chunk = _add(words, slot + NEXT, 1)
-        if chunk >= words[slot + STOP]:
+        if not _may_run(words, slot, chunk):
             break
         ended = call_chunk(words[slot + FUNCTION], (words[slot + ARGUMENTS], chunk))
         if ended != FINISHED:
             words[slot + _ENDED] = ended
-            words[slot + NEXT] = words[slot + STOP]
+            words[slot + _OPEN] = 0
     if _add(words, slot + INSIDE, -1) == 1:
         _add(words, slot + _EMPTIED, 1)
         _wake(words, slot + _EMPTIED, 1)
+
+
+@inlined
+def _may_run(words: Any, slot: int, chunk: int) -> bool:
+    """Tell whether a chunk belongs to the task as far as that goes now.
+
+    The thread that takes the first chunk after a piece decides for all whether there is another.
+    """
+    while chunk >= words[slot + STOP] and words[slot + _OPEN] != 0:
+        if chunk == words[slot + STOP]:
+            if words[OTHERS_WAIT] != 0 or chunk >= words[slot + END]:
+                words[slot + _OPEN] = 0
+            else:
+                words[slot + STOP] = min(chunk + words[slot + PIECE], words[slot + END])
+        fence()
+    return bool(chunk < words[slot + STOP])
 
 
 @inlined

@@ -59,13 +59,16 @@ class ParallelTask:
         )
         return not self.has_helpers or bool(next_chunk >= stop and inside == 0)
 
-    def result(self) -> None:
+    def result(self) -> int:
         """Run the chunks that nobody has taken, and wait for the others; to be called once.
+
+        Returns:
+            The chunk after those that have run, if none has ended the task.
 
         Raises:
             MemoryError: if there was not enough memory for a chunk.
         """
-        self.loop.finish(self.words, self.slot)
+        return self.loop.finish(self.words, self.slot)
 
 
 class ParallelLoop:
@@ -88,13 +91,30 @@ class ParallelLoop:
         self._lock = threading.Lock()
 
     def run(
-        self, function: int, block: NDArray[np.int64], first: int, stop: int, helpers: int
-    ) -> None:
+        self,
+        function: int,
+        block: NDArray[np.int64],
+        first: int,
+        stop: int,
+        helpers: int,
+        piece: int | None = None,
+    ) -> int:
         """Run chunks and wait for all of them; see `begin` and `ParallelTask.result`."""
-        self.begin(function, block, first, stop, min(helpers, stop - first - 1)).result()
+        helpers = min(helpers, stop - first - 1)
+        return self.begin(function, block, first, stop, helpers, piece).result()
+
+    def others_wait(self, wait: bool) -> None:
+        """Let tasks end after the present piece, or not, from now on; any thread may call this."""
+        self._words[parallel_loop.OTHERS_WAIT] = wait
 
     def begin(
-        self, function: int, block: NDArray[np.int64], first: int, stop: int, helpers: int
+        self,
+        function: int,
+        block: NDArray[np.int64],
+        first: int,
+        stop: int,
+        helpers: int,
+        piece: int | None = None,
     ) -> ParallelTask:
         """Let helpers begin to run chunks; somebody must call `ParallelTask.result`.
 
@@ -104,6 +124,8 @@ class ParallelLoop:
             first: chunk.
             stop: chunk after the last one.
             helpers: threads that gain from helping, at most.
+            piece: chunks after which, and after as many again, it ends if others wait; None for
+                all.
         """
         helpers = min(self._threads - 1, stop - first, helpers)
         if helpers > 0:
@@ -112,24 +134,29 @@ class ParallelLoop:
             slot = self._free.pop() if self._free else None
         if slot is None:  # all are taken: one in memory that no helper looks at
             words, place, helpers = parallel_loop.new_words(1), parallel_loop.HEAD_WORDS, 0
+            words[parallel_loop.OTHERS_WAIT] = True
         else:
             words, place = self._words, slot
+        piece = piece or stop - first
         entries = np.zeros(parallel_loop.NEXT + 1, dtype=np.int64)
         entries[parallel_loop.FUNCTION] = function
         entries[parallel_loop.ARGUMENTS] = block.ctypes.data
-        entries[parallel_loop.NEXT], entries[parallel_loop.STOP] = first, stop
+        entries[parallel_loop.NEXT], entries[parallel_loop.END] = first, stop
+        entries[parallel_loop.STOP] = min(first + piece, stop)
+        entries[parallel_loop.PIECE] = piece
         words[place : place + len(entries)] = entries
         self._code.begin(words, place, max(0, helpers))
         return ParallelTask(self, words, place, helpers > 0)
 
-    def finish(self, words: NDArray[np.int64], slot: int) -> None:
+    def finish(self, words: NDArray[np.int64], slot: int) -> int:
         """Do what `ParallelTask.result` does."""
-        ended = self._code.finish(words, slot)
+        ended, stop = self._code.finish(words, slot), int(words[slot + parallel_loop.STOP])
         if words is self._words:
             with self._lock:
                 self._free.append(slot)
         if ended == FAILED:
             raise MemoryError("no memory for intermediate results")
+        return stop
 
     def close(self) -> None:
         """End the helper threads; nothing may be running any more."""

@@ -69,6 +69,9 @@ class FakeEngine:
     def gains_from_merging(self, evaluation):
         return True
 
+    def others_wait(self, wait):
+        pass
+
     def evaluate(self, evaluation, outputs):
         batch = evaluation.batch
         self.batches.append(len(batch))

@@ -105,7 +105,10 @@ def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
     assert len(lowered) == 1
 
 
-def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine):
+def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_rate", 4e9)
+    monkeypatch.setattr(engine_module, "_RATE_WEIGHT", 0.0)  # the same size in both passes
+    engine.others_wait(True)
     batch = Batch.of(
         [parse("+".join(f"sin(p{i + 1}*x1)" for i in range(100)))] * 50, [np.ones(100)] * 50
     )
@@ -117,6 +120,7 @@ def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine):
         sum(1 for _ in engine.linearise(problem, SQUARES, curvature=curvature, **options))
         for curvature in (False, True)
     )
+    engine.others_wait(False)
     assert many > 5 * few
 
 
@@ -129,8 +133,13 @@ def test_a_large_batch_is_lowered_in_steps(engine, monkeypatch, gradient):
     batch = Batch.of(*thesis_mix(5, 300, variables=4))
     problem = Evaluation(data.content_id, batch, loss=Loss.MSE, gradient=gradient)
     outputs = outputs_for(problem, data.layout)
-    assert sum(1 for _ in engine.evaluate(problem, outputs)) >= len(batch.codes) // 1_000
+    engine.others_wait(True)
+    steps = sum(1 for _ in engine.evaluate(problem, outputs))
+    assert steps >= len(batch.codes) // 1_000
     expected = outputs.losses.copy()
+    engine.others_wait(False)
+    if engine.threads > 1:
+        assert sum(1 for _ in engine.evaluate(problem, outputs)) < steps / 2
     monkeypatch.undo()
     run_to_end(engine.evaluate(problem, outputs))
     np.testing.assert_array_equal(outputs.losses, expected)

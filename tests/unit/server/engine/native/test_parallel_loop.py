@@ -36,18 +36,42 @@ def loop(request, code):
     assert not any(thread.is_alive() for thread in loop._helpers)
 
 
-def run(loop, run_chunk, first, stop, helpers=100):
+def run(loop, run_chunk, first, stop, helpers=100, piece=None):
     """Run chunks that are a Python function of their numbers, which returns how they ended."""
     function = _FUNCTION(lambda _block, chunk: run_chunk(chunk))
     address = ctypes.cast(function, ctypes.c_void_p).value
-    loop.run(address, np.zeros(2, dtype=np.int64), first, stop, helpers)
+    return loop.run(address, np.zeros(2, dtype=np.int64), first, stop, helpers, piece)
 
 
 @pytest.mark.parametrize(("first", "stop"), [(0, 1), (0, 2), (0, 3), (7, 19), (0, 50), (0, 200)])
 def test_every_chunk_of_a_range_runs_once(loop, first, stop):
     seen = Counter()
-    run(loop, lambda chunk: (seen.update([chunk]), FINISHED)[1], first, stop)
+    assert run(loop, lambda chunk: (seen.update([chunk]), FINISHED)[1], first, stop) == stop
     assert seen == Counter(range(first, stop))
+
+
+@pytest.mark.parametrize("piece", [1, 3, 7, 100])
+@pytest.mark.parametrize("waits_from", [0, 10, 49])
+def test_a_task_ends_after_a_piece_if_others_wait(loop, piece, waits_from):
+    seen, told = Counter(), [0]
+
+    def chunk(number):
+        seen.update([number])
+        if number == waits_from:
+            loop.others_wait(True)
+            told[:] = [max(seen)]
+        return FINISHED
+
+    loop.others_wait(waits_from == 0)
+    stop = run(loop, chunk, 0, 50, piece=piece)
+    assert seen == Counter(range(stop))
+    assert stop == 50 or stop % piece == 0
+    # Each of five threads may have taken a chunk that has not been seen yet.
+    assert waits_from < stop <= told[0] + 6 + piece
+    loop.others_wait(False)
+    seen.clear()
+    assert run(loop, lambda number: (seen.update([number]), FINISHED)[1], 0, 50, piece=piece) == 50
+    assert seen == Counter(range(50))
 
 
 def test_callers_at_the_same_time_have_their_own_chunks(loop):
