@@ -63,9 +63,9 @@ from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
 #: Seconds that a step should take if a request arrives meanwhile, which waits for it.
-_STEP_SECONDS: Final = 0.0025
+_STEP_SECONDS: Final = 0.002
 #: Times as long that a step takes if none arrives. Threads that end a step wait for each other.
-_LONG_STEP: Final = 20
+_LONG_STEP: Final = 25
 #: Token-rows a second of a thread, until steps have been measured.
 _EXPECTED_RATE: Final = 4e9
 #: Weight of a step in the measured rate, which depends on the machine, on what else it does and on
@@ -271,7 +271,12 @@ class CpuEngine:
             if nodes is None:
                 return
             run.extend(nodes, shard.rows)
+        is_long = plan.cut.cost > self.step_size
+        if is_long:
+            yield None
         yield from self._run_in_steps(run.combining())
+        if is_long:
+            yield None
         run.finish()
 
     def _evaluate(
