@@ -63,7 +63,7 @@ from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
 #: Seconds that a step should take if a request arrives meanwhile, which waits for it.
-_STEP_SECONDS: Final = 0.002
+_STEP_SECONDS: Final = 0.0015
 #: Times as long that a step takes if none arrives. Threads that end a step wait for each other.
 _LONG_STEP: Final = 25
 #: Token-rows a second of a thread, until steps have been measured.
