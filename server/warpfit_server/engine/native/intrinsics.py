@@ -88,6 +88,18 @@ def add_atomically(typing_context: Any, address: Any, number: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
+@compiled_intrinsic
+def replace_atomically(typing_context: Any, address: Any, expected: Any, number: Any) -> Any:
+    """Replace the 64-bit integer at an address if it is the expected one; return whether it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        found = builder.cmpxchg(pointer, arguments[1], arguments[2], "seq_cst")
+        return builder.zext(builder.extract_value(found, 1), ir.IntType(64))
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
 def _caller(returned: Any, kinds: list[Any] | None = None) -> Any:
     """Return a function that calls what is at an address, with integers.
 

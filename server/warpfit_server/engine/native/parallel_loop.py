@@ -29,6 +29,7 @@ from warpfit_server.engine.native.intrinsics import (
     call_chunk,
     fence,
     inlined,
+    replace_atomically,
 )
 
 #: Words of a cache line: words that many threads change have a line of their own.
@@ -38,10 +39,10 @@ _LINE: Final = 8
 #: sleep.
 _CLOSED, _SYSCALL, OTHERS_WAIT, _CHANGES, ASLEEP, HEAD_WORDS = 0, 1, 2, 8, 16, 24
 #: Words of a slot: whether threads may take chunks, the function and the argument block that it is
-#: given, the chunk after the present piece, chunks of a piece, the chunk after the last one, what a
-#: chunk returned that ended the task; the next chunk; threads inside; how often the last thread has
-#: left (the caller sleeps on it).
-_OPEN, FUNCTION, ARGUMENTS, STOP, PIECE, END, _ENDED = range(7)
+#: given, the first chunk, the chunk after the last one, chunks of a piece, what a chunk returned
+#: that ended the task; the next chunk; threads inside; how often the last thread has left (the
+#: caller sleeps on it).
+_OPEN, FUNCTION, ARGUMENTS, FIRST, STOP, PIECE, _ENDED = range(7)
 NEXT, INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
 #: Longest sleep in seconds, after which a thread looks again.
 _LONG: Final = 10
@@ -111,9 +112,12 @@ def _work(words: Any, slot: int) -> None:
     """Take and run chunks of a slot until there are no more."""
     _add(words, slot + INSIDE, 1)
     while words[slot + _OPEN] != 0:
-        chunk = _add(words, slot + NEXT, 1)
-        if not _may_run(words, slot, chunk):
+        chunk = words[slot + NEXT]
+        fence()
+        if chunk >= words[slot + STOP] or _is_cut(words, slot, chunk):
             break
+        if replace_atomically(_address(words, slot + NEXT), chunk, chunk + 1) == 0:
+            continue  # another thread has taken it
         ended = call_chunk(words[slot + FUNCTION], (words[slot + ARGUMENTS], chunk))
         if ended != FINISHED:
             words[slot + _ENDED] = ended
@@ -124,19 +128,10 @@ def _work(words: Any, slot: int) -> None:
 
 
 @inlined
-def _may_run(words: Any, slot: int, chunk: int) -> bool:
-    """Tell whether a chunk belongs to the task as far as that goes now.
-
-    The thread that takes the first chunk after a piece decides for all whether there is another.
-    """
-    while chunk >= words[slot + STOP] and words[slot + _OPEN] != 0:
-        if chunk == words[slot + STOP]:
-            if words[OTHERS_WAIT] != 0 or chunk >= words[slot + END]:
-                words[slot + _OPEN] = 0
-            else:
-                words[slot + STOP] = min(chunk + words[slot + PIECE], words[slot + END])
-        fence()
-    return bool(chunk < words[slot + STOP])
+def _is_cut(words: Any, slot: int, chunk: int) -> bool:
+    """Tell whether the task ends before a chunk because others wait for the threads."""
+    done = chunk - words[slot + FIRST]
+    return bool(words[OTHERS_WAIT] != 0 and done > 0 and done % words[slot + PIECE] == 0)
 
 
 @inlined

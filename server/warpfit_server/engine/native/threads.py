@@ -137,20 +137,18 @@ class ParallelLoop:
             words[parallel_loop.OTHERS_WAIT] = True
         else:
             words, place = self._words, slot
-        piece = piece or stop - first
         entries = np.zeros(parallel_loop.NEXT + 1, dtype=np.int64)
         entries[parallel_loop.FUNCTION] = function
         entries[parallel_loop.ARGUMENTS] = block.ctypes.data
-        entries[parallel_loop.NEXT], entries[parallel_loop.END] = first, stop
-        entries[parallel_loop.STOP] = min(first + piece, stop)
-        entries[parallel_loop.PIECE] = piece
+        entries[parallel_loop.NEXT] = entries[parallel_loop.FIRST] = first
+        entries[parallel_loop.STOP], entries[parallel_loop.PIECE] = stop, piece or stop - first
         words[place : place + len(entries)] = entries
         self._code.begin(words, place, max(0, helpers))
         return ParallelTask(self, words, place, helpers > 0)
 
     def finish(self, words: NDArray[np.int64], slot: int) -> int:
         """Do what `ParallelTask.result` does."""
-        ended, stop = self._code.finish(words, slot), int(words[slot + parallel_loop.STOP])
+        ended, stop = self._code.finish(words, slot), int(words[slot + parallel_loop.NEXT])
         if words is self._words:
             with self._lock:
                 self._free.append(slot)
