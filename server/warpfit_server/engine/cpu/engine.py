@@ -62,10 +62,13 @@ from warpfit_server.engine.validate import are_valid, check_tokens
 from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
-#: Seconds that a step should take if a request arrives meanwhile, which waits for it.
-_STEP_SECONDS: Final = 0.0015
+#: Seconds of all threads together that a step should take if a request arrives meanwhile, which
+#: waits for it: where few threads compute, requests take longer, and ending a step as long as ever.
+_THREAD_SECONDS: Final = 0.024
+#: Least and most seconds of such a step.
+_STEP_SECONDS: Final = (0.0015, 0.008)
 #: Times as long that a step takes if none arrives. Threads that end a step wait for each other.
-_LONG_STEP: Final = 25
+_LONG_STEP: Final = 8
 #: Token-rows a second of a thread, until steps have been measured.
 _EXPECTED_RATE: Final = 4e9
 #: Weight of a step in the measured rate, which depends on the machine, on what else it does and on
@@ -92,6 +95,8 @@ class CpuEngine:
                 cache directory. It may be read-only, shared or missing.
         """
         self.threads = threads or available_cores()
+        least, most = _STEP_SECONDS
+        self._step_seconds = min(max(_THREAD_SECONDS / self.threads, least), most)
         self._rate = _EXPECTED_RATE * self.threads
         """Token-rows a second of recent steps."""
         # One computes while Python prepares another, unless they had the same core.
@@ -108,7 +113,7 @@ class CpuEngine:
     @property
     def step_size(self) -> int:
         """Token-rows that recent steps would have computed in the time of a step."""
-        return int(self._rate * _STEP_SECONDS)
+        return int(self._rate * self._step_seconds)
 
     def devices(self) -> list[interface.Device]:
         """Describe the CPU."""

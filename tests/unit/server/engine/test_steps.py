@@ -15,7 +15,6 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
-from warpfit_server.engine.cpu import engine as engine_module
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit.driver import optimize
 from warpfit_server.engine.interface import Outputs, aside, timed
@@ -42,7 +41,7 @@ def run_with_pauses(steps):
 
 def test_an_evaluation_does_not_count_the_time_between_its_steps(monkeypatch):
     engine = CpuEngine(1)
-    monkeypatch.setattr(engine_module, "_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "_step_seconds", 0.0)
     engine.load(DATA)
     batch = Batch.of(*thesis_mix(1, 20, variables=2))
     outputs = Outputs(None, np.zeros((20, 1)), np.zeros(1, np.uint8), lambda _: None)

@@ -106,7 +106,7 @@ def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
 
 
 def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_rate", 4e9)
+    monkeypatch.setattr(engine, "_rate", 1e9)
     monkeypatch.setattr(engine_module, "_RATE_WEIGHT", 0.0)  # the same size in both passes
     engine.others_wait(True)
     batch = Batch.of(
@@ -127,7 +127,7 @@ def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, monkey
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_large_batch_is_lowered_in_steps(engine, monkeypatch, gradient):
     """So that other requests have their turns meanwhile."""
-    monkeypatch.setattr(engine_module, "_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "_step_seconds", 0.0)
     data = make_dataset(10)
     engine.load(data)
     batch = Batch.of(*thesis_mix(5, 300, variables=4))
