@@ -42,7 +42,7 @@ _CLOSED, _SYSCALL, OTHERS_WAIT, _CHANGES, ASLEEP, HEAD_WORDS = 0, 1, 2, 8, 16, 2
 #: given, the first chunk, the chunk after the last one, chunks of a piece, what a chunk returned
 #: that ended the task; the next chunk; threads inside; how often the last thread has left (the
 #: caller sleeps on it).
-_OPEN, FUNCTION, ARGUMENTS, FIRST, STOP, PIECE, _ENDED = range(7)
+OPEN, FUNCTION, ARGUMENTS, FIRST, STOP, PIECE, _ENDED = range(7)
 NEXT, INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
 #: Longest sleep in seconds, after which a thread looks again.
 _LONG: Final = 10
@@ -70,14 +70,14 @@ def begin(words: Any, slot: int, helpers: int) -> None:
     The calling thread alone uses the slot.
     """
     fence()
-    words[slot + _OPEN] = 1
+    words[slot + OPEN] = 1
     _announce(words, helpers)
 
 
 def finish(words: Any, slot: int) -> int:
     """Run the chunks of a slot that nobody has taken; return how the task ended once it has."""
     _work(words, slot)
-    words[slot + _OPEN] = 0
+    words[slot + OPEN] = 0
     while True:
         seen = words[slot + _EMPTIED]
         fence()
@@ -94,7 +94,7 @@ def help_others(words: Any) -> None:
         if words[_CLOSED] != 0:
             return
         for slot in range(HEAD_WORDS, len(words), SLOT_WORDS):
-            if words[slot + _OPEN] != 0:
+            if words[slot + OPEN] != 0:
                 _work(words, slot)
         _add(words, ASLEEP, 1)
         _sleep(words, _CHANGES, seen)
@@ -111,17 +111,20 @@ def close(words: Any) -> None:
 def _work(words: Any, slot: int) -> None:
     """Take and run chunks of a slot until there are no more."""
     _add(words, slot + INSIDE, 1)
-    while words[slot + _OPEN] != 0:
+    while words[slot + OPEN] != 0:
         chunk = words[slot + NEXT]
         fence()
-        if chunk >= words[slot + STOP] or _is_cut(words, slot, chunk):
+        if chunk >= words[slot + STOP]:
+            break
+        if _is_cut(words, slot, chunk):
+            words[slot + OPEN] = 0
             break
         if replace_atomically(_address(words, slot + NEXT), chunk, chunk + 1) == 0:
             continue  # another thread has taken it
         ended = call_chunk(words[slot + FUNCTION], (words[slot + ARGUMENTS], chunk))
         if ended != FINISHED:
             words[slot + _ENDED] = ended
-            words[slot + _OPEN] = 0
+            words[slot + OPEN] = 0
     if _add(words, slot + INSIDE, -1) == 1:
         _add(words, slot + _EMPTIED, 1)
         _wake(words, slot + _EMPTIED, 1)

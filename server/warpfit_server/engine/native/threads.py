@@ -53,11 +53,15 @@ class ParallelTask:
 
     def done(self) -> bool:
         """Return whether `result` need not wait for helpers; without any it runs all chunks."""
-        next_chunk, stop, inside = (
+        is_open, next_chunk, stop, inside = (
             self.words[self.slot + word]
-            for word in (parallel_loop.NEXT, parallel_loop.STOP, parallel_loop.INSIDE)
+            for word in (
+                *(parallel_loop.OPEN, parallel_loop.NEXT),
+                *(parallel_loop.STOP, parallel_loop.INSIDE),
+            )
         )
-        return not self.has_helpers or bool(next_chunk >= stop and inside == 0)
+        is_over = not is_open or next_chunk >= stop
+        return not self.has_helpers or bool(is_over and inside == 0)
 
     def result(self) -> int:
         """Run the chunks that nobody has taken, and wait for the others; to be called once.
