@@ -72,7 +72,9 @@ class LoweringCache(Generic[Made]):
     def by_programs(
         self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Steps[Made]]
     ) -> Steps[Made]:
-        """Return what was made of the same programs, or make it; cached from the second time on.
+        """Return what was made of the same programs, or make it.
+
+        It is cached from the second time on, unless the batch exceeds the limit.
 
         Args:
             batch: in memory that other batches will use later; its parameters do not matter.

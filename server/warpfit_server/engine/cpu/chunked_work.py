@@ -87,7 +87,8 @@ class ChunkedWork:
 
     def helpers(self, first: int, stop: int) -> int:
         """Return how many threads gain from helping with some of the chunks."""
-        return self.cut.cost * (stop - first) // self.chunks // _COST_OF_A_THREAD
+        cost = self.cut.cost * (stop - first) // self.chunks
+        return min(cost // _COST_OF_A_THREAD, stop - first - 1)
 
     def instances_finished(self, chunks: int) -> int:
         """Return how many instances, from the first, are finished once the first chunks are."""

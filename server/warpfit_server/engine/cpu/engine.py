@@ -222,7 +222,8 @@ class CpuEngine:
                 yield None
             first, end = stop, min(stop + size * longest, work.chunks)
             helpers, started = work.helpers(first, end), time.perf_counter()
-            stop = self._loop.run(work.function, work.block, first, end, helpers, size)
+            task = self._loop.begin(work.function, work.block, first, end, helpers, size)
+            stop = task.result()
             if work.cancelled[0]:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
             if stop - first >= size:  # a shorter step says little
@@ -277,7 +278,7 @@ class CpuEngine:
                 return
             run.extend(nodes, shard.rows)
         is_long = plan.cut.cost > self.step_size
-        if is_long:
+        if is_long:  # so that the last rows, what follows them and the outputs are steps apart
             yield None
         yield from self._run_in_steps(run.combining())
         if is_long:
@@ -340,8 +341,9 @@ class _LoweredPrograms:
 
 def _check(batch: Batch, variables: int) -> interface.Steps[None]:
     """Check every token as `check_tokens`, some at a time."""
-    edges = np.searchsorted(batch.starts, range(0, len(batch.codes), _CHECKED_AT_ONCE)).tolist()
-    for first, stop in pairwise([*edges, len(batch)]):
+    tokens = range(_CHECKED_AT_ONCE, len(batch.codes), _CHECKED_AT_ONCE)
+    edges = np.searchsorted(batch.starts, tokens).tolist()
+    for first, stop in pairwise([0, *edges, len(batch)]):
         if first:
             yield None
         if not are_valid(batch[first:stop], variables):

@@ -53,15 +53,10 @@ class ParallelTask:
 
     def done(self) -> bool:
         """Return whether `result` need not wait for helpers; without any it runs all chunks."""
-        is_open, next_chunk, stop, inside = (
-            self.words[self.slot + word]
-            for word in (
-                *(parallel_loop.OPEN, parallel_loop.NEXT),
-                *(parallel_loop.STOP, parallel_loop.INSIDE),
-            )
-        )
-        is_over = not is_open or next_chunk >= stop
-        return not self.has_helpers or bool(is_over and inside == 0)
+        words = self.words[self.slot : self.slot + parallel_loop.SLOT_WORDS].tolist()
+        is_taken = words[parallel_loop.NEXT] >= words[parallel_loop.STOP]
+        is_over = is_taken or not words[parallel_loop.OPEN]
+        return not self.has_helpers or (is_over and not words[parallel_loop.INSIDE])
 
     def result(self) -> int:
         """Run the chunks that nobody has taken, and wait for the others; to be called once.
@@ -93,19 +88,6 @@ class ParallelLoop:
         self._free = [first + size * n for n in range(_SLOTS)]
         self._helpers: list[threading.Thread] = []
         self._lock = threading.Lock()
-
-    def run(
-        self,
-        function: int,
-        block: NDArray[np.int64],
-        first: int,
-        stop: int,
-        helpers: int,
-        piece: int | None = None,
-    ) -> int:
-        """Run chunks and wait for all of them; see `begin` and `ParallelTask.result`."""
-        helpers = min(helpers, stop - first - 1)
-        return self.begin(function, block, first, stop, helpers, piece).result()
 
     def others_wait(self, wait: bool) -> None:
         """Let tasks end after the present piece, or not, from now on; any thread may call this."""

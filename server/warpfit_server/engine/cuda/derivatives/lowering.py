@@ -166,7 +166,7 @@ class DerivativeLowering:
         """Lower some chunks of a batch with so many tokens."""
         helpers = tokens // _TOKENS_A_THREAD
         if tokens <= _TOKENS_AT_ONCE:
-            self._loop.run(self._address, block, *chunks, helpers)
+            self._loop.begin(self._address, block, *chunks, helpers).result()
             return
         if chunks[0]:
             yield None

@@ -277,3 +277,23 @@ def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
     monkeypatch.undo()
     Evaluate(engine)(data, programs, parameters)
     engine.close()
+
+
+@pytest.mark.parametrize("derivatives", [False, True])
+@pytest.mark.parametrize("empty", [[0], [7], range(8)])
+def test_programs_without_tokens_are_found(monkeypatch, empty, derivatives):
+    """Among tokens that are checked later, and in a batch that has none at all."""
+    monkeypatch.setattr("warpfit_server.engine.cpu.engine._CHECKED_AT_ONCE", 3)
+    engine, data = CpuEngine(threads=1), make_dataset(10)
+    engine.load(data)
+    lengths, none = np.ones(8, np.uint32), np.zeros(8, np.uint32)
+    lengths[list(empty)] = 0
+    codes = np.full(int(lengths.sum()), VARIABLE, np.uint8)
+    batch = Batch(codes, np.zeros(len(codes)), lengths, none, np.empty(0))
+    asked = Evaluation(data.content_id, batch, loss=Loss.MSE, values=False, gradient=derivatives)
+    gradients = np.empty(0) if derivatives else None
+    flag = np.zeros(1, np.uint8)
+    outputs = Outputs(None, np.empty((8, 1)), flag, lambda _: None, gradients=gradients)
+    with pytest.raises(errors.ProgramError):
+        run_to_end(engine.evaluate(asked, outputs))
+    engine.close()

@@ -40,7 +40,8 @@ def run(loop, run_chunk, first, stop, helpers=100, piece=None):
     """Run chunks that are a Python function of their numbers, which returns how they ended."""
     function = _FUNCTION(lambda _block, chunk: run_chunk(chunk))
     address = ctypes.cast(function, ctypes.c_void_p).value
-    return loop.run(address, np.zeros(2, dtype=np.int64), first, stop, helpers, piece)
+    block = np.zeros(2, dtype=np.int64)
+    return loop.begin(address, block, first, stop, helpers, piece).result()
 
 
 @pytest.mark.parametrize(("first", "stop"), [(0, 1), (0, 2), (0, 3), (7, 19), (0, 50), (0, 200)])
