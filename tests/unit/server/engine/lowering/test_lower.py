@@ -40,7 +40,8 @@ def lower():
         else:
             work, lowered = lowering_work(code.lower, batch, flag)
         loop = ParallelLoop(threads, code.parallel)
-        loop.run(work.function, work.block, 0, work.chunks, work.helpers(0, work.chunks))
+        helpers = work.helpers(0, work.chunks)
+        loop.begin(work.function, work.block, 0, work.chunks, helpers).result()
         loop.close()
         return lowered
 
