@@ -78,7 +78,7 @@ def test_much_work_beside_passes_is_done_by_another_thread(monkeypatch, method, 
     problem = EXACT, [MODEL, "x1"], [START, []]
     if much == "parameters":
         problem = EXACT, [LARGE, LARGE], [np.ones(110), np.full(110, 0.5)]
-    expected, threads = fit(*problem, method=method, covariance=True), set()
+    expected, threads = fit(*problem, method=method, covariance=True, max_iterations=5), set()
 
     def watched(function):
         def call(*arguments):
@@ -93,7 +93,7 @@ def test_much_work_beside_passes_is_done_by_another_thread(monkeypatch, method, 
     for name in ("_advance", "_drop_finished"):
         monkeypatch.setattr(driver._Driver, name, watched(getattr(driver._Driver, name)))
     monkeypatch.setattr(driver, "estimate_covariances", watched(driver.estimate_covariances))
-    found = fit(*problem, method=method, covariance=True)
+    found = fit(*problem, method=method, covariance=True, max_iterations=5)
     assert threads
     assert threading.get_ident() not in threads
     for name in ("loss", "iterations", "reason"):
