@@ -75,10 +75,11 @@ LARGE = "+".join(f"p{i + 1}*sin({i + 1}*x1)" for i in range(110))
 @pytest.mark.parametrize("much", ["searches", "parameters"])
 def test_much_work_beside_passes_is_done_by_another_thread(monkeypatch, method, much):
     """So that the engine's thread goes on with other requests."""
-    problem = EXACT, [MODEL, "x1"], [START, []]
+    problem, options = (EXACT, [MODEL, "x1"], [START, []]), {"method": method, "covariance": True}
     if much == "parameters":
         problem = EXACT, [LARGE, LARGE], [np.ones(110), np.full(110, 0.5)]
-    expected, threads = fit(*problem, method=method, covariance=True, max_iterations=5), set()
+        options["max_iterations"] = 5  # until they converge they take a minute
+    expected, threads = fit(*problem, **options), set()
 
     def watched(function):
         def call(*arguments):
@@ -93,7 +94,7 @@ def test_much_work_beside_passes_is_done_by_another_thread(monkeypatch, method, 
     for name in ("_advance", "_drop_finished"):
         monkeypatch.setattr(driver._Driver, name, watched(getattr(driver._Driver, name)))
     monkeypatch.setattr(driver, "estimate_covariances", watched(driver.estimate_covariances))
-    found = fit(*problem, method=method, covariance=True, max_iterations=5)
+    found = fit(*problem, **options)
     assert threads
     assert threading.get_ident() not in threads
     for name in ("loss", "iterations", "reason"):
