@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,12 @@ def one_vector_each(batch: Batch) -> Batch:
     )
 
 
-def begin_searches(request: FitRequest, batch: Batch) -> Searches:
-    """Set the searches of a request up; ``batch`` has one program for each."""
+def begin_searches(request: FitRequest, batch: Batch, dtype: np.dtype[Any]) -> Searches:
+    """Set the searches of a request up; ``batch`` has one program for each.
+
+    The range of ``dtype``, the data set's, bounds every parameter, because a program can have a
+    finite loss where a parameter is infinite: a search that steps beyond the range ends inside it.
+    """
     settings, problem = request.settings, request.problem.batch
     counts = batch.parameter_counts.astype(np.int64)
     start = np.array(batch.parameters, dtype=np.float64)
@@ -40,12 +45,17 @@ def begin_searches(request: FitRequest, batch: Batch) -> Searches:
     def for_each_start(given: NDArray[np.float64] | None, default: float) -> Floats:
         return np.full(len(start), default) if given is None else given[places].astype(np.float64)
 
+    largest = float(np.finfo(dtype).max)
+
+    def bounds(given: NDArray[np.float64] | None, default: float) -> Floats:
+        return np.clip(for_each_start(given, default), -largest, largest)
+
     fixed = None if settings.fixed is None else settings.fixed.astype(np.float64)
     return Searches.begin(
         counts,
         start,
-        for_each_start(settings.lower, -np.inf),
-        for_each_start(settings.upper, np.inf),
+        bounds(settings.lower, -np.inf),
+        bounds(settings.upper, np.inf),
         for_each_start(fixed, 0.0) == 0.0,
     )
 

@@ -160,7 +160,7 @@ class _Driver:
         self._problem = request.problem
         self._batch = one_vector_each(request.problem.batch)
         """The program of each search."""
-        self._all = begin_searches(request, self._batch)
+        self._all = begin_searches(request, self._batch, dtype)
         self._select(np.arange(len(self._all)), self._all)
         self._workspace = workspace(int(self._all.counts.max(initial=0)))
         self._pass_seconds = 0.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.engines.fits import fit
 from support.engines.numpy_engine import NumpyEngine
 from support.engines.strategies import programs
-from warpfit import InternalError, Reason
+from warpfit import InternalError, Reason, parse
 from warpfit.dataset import Dataset
 from warpfit.expressions.printing import to_text
 from warpfit.expressions.workload import thesis_mix
@@ -312,6 +312,8 @@ def test_a_search_repeats_exactly_alone_and_in_any_batch(method):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @settings(max_examples=40, deadline=None)
 @given(drawn=st.lists(programs(variables=2, parameters=3), min_size=1, max_size=4))
+@example([parse("x1 + powabs(p2, fma(281, -0.75, x1 / (p1 + (p1 + (p1 + x1)))))")])
+@example([parse("p2 + powabs(p2, fma(216, -1, atan2(x1, p1 + p1)))")])
 def test_random_programs_never_get_worse(method, dtype, drawn):
     data = Dataset.of(X, NOISY, dtype=dtype)
     starts = [np.linspace(0.5, 1.5, program.parameters) for program in drawn]
@@ -323,6 +325,15 @@ def test_random_programs_never_get_worse(method, dtype, drawn):
     assert np.isfinite(found.loss[finite]).all()
     for parameters in found.parameters:
         assert np.isfinite(parameters).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_beyond_the_range_of_the_data_type_ends_at_its_border(method):
+    """The hyperbolic tangent has a value at infinity, which is where the first step would lead."""
+    data = Dataset.of(X, np.ones(60), dtype="float32")
+    found = fit(data, ["tanh(1e-39*p1)"], [[0.0]], method=method)
+    np.testing.assert_array_equal(found.parameters[0], np.finfo(np.float32).max)
+    assert found.loss[0] < found.initial_loss[0]
 
 
 def test_float32_parameters_are_what_the_engine_computed_with():
