@@ -130,7 +130,8 @@ def _judge(
     """Judge the trial and choose another length; True if another direction is needed."""
     expected = dot(vector[SLOPE], vector[TRIAL] - vector[X])
     counter[TRIALS] += 1
-    if finite and loss < number[LOSS] + _DECREASE * expected:
+    # Where bounds cut a step off, the slope along it can be positive.
+    if finite and loss < number[LOSS] and loss < number[LOSS] + _DECREASE * expected:
         if loss < number[BEST_LOSS]:
             number[BEST_LOSS] = loss
             vector[BEST, :] = vector[TRIAL]

@@ -132,6 +132,15 @@ def test_a_start_outside_the_bounds_is_moved_inside(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_no_step_that_a_bound_cuts_off_raises_the_loss(method):
+    """The bound of p2 leaves of the first step the part that goes uphill, to a plateau."""
+    data = Dataset.of([[1, 1], [0, 1]], [-1, -2], dtype="float64")
+    text, bounds = "1e-5*x1*tanh(1e5*p1) + x2*p2", [[-np.inf, -1e-9]]
+    found = fit(data, [text], [[0.0, 0.0]], method=method, lower=bounds)
+    assert found.loss[0] < found.initial_loss[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_fixed_parameters_stay(method):
     found = fit(
         EXACT, [MODEL], [START], method=method, fixed=[[False, True, False]], max_iterations=100
