@@ -218,4 +218,5 @@ def from_zero(moments: Floats) -> Floats:
     found = moments[:, : _RESIDUAL + 1].copy()
     with np.errstate(all="ignore"):
         found[:, [_MEAN_F, _MEAN_Y]] += moments[:, [_FIRST_F, _FIRST_Y]]
-    return found
+    # Which of two NaNs a sum keeps, with its sign, is up to the compiled code.
+    return np.where(np.isnan(found), np.nan, found)
