@@ -2,11 +2,14 @@
 
 import asyncio
 import inspect
+import itertools
 import logging
+import random
 import socket
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ import warpfit
 from support.servers.client_examples import EXPRESSIONS, PARAMETERS, QUICK, X, expected_values
 from support.servers.loopback import serve
 from warpfit import testing
-from warpfit.calls import attempts
+from warpfit.calls import attempts, operations
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import DatasetReference
 from warpfit.transport import servers as choice
@@ -37,6 +40,14 @@ def small_parts(monkeypatch):
 
 
 @pytest.fixture
+def even_servers(monkeypatch):
+    """Let all calls of new clients seem equally long, and draw the same servers in each run."""
+    ticks = itertools.count()
+    choose = partial(choice.Servers, clock=lambda: 1e-3 * next(ticks), draw=random.Random(1).random)
+    monkeypatch.setattr(operations, "Servers", choose)
+
+
+@pytest.fixture
 def over_grpc():
     """Servicers of two servers on loopback, and a client of both."""
     with ExitStack() as stack:
@@ -54,6 +65,7 @@ def counts(fleet, method="Evaluate"):
     return sorted(server.calls.count(method) for server in fleet.values())
 
 
+@pytest.mark.usefixtures("even_servers")
 def test_calls_are_spread_and_each_server_is_sent_the_data_once(fleet):
     with testing.client(fleet) as client:
         data = client.upload(X)
@@ -62,24 +74,25 @@ def test_calls_are_spread_and_each_server_is_sent_the_data_once(fleet):
             got = client.evaluate(data, EXPRESSIONS, PARAMETERS)
             np.testing.assert_array_equal(got, expected_values())
         assert counts(fleet, "UploadVariables") == [1, 1, 1]
-        assert counts(fleet)[0] > 5
+        assert counts(fleet)[0] > 12
         client.release(data)
     assert not any(server.holds(data.content_id) for server in fleet.values())
 
 
 @pytest.mark.parametrize("error", [GONE, BUSY])
-def test_a_call_that_fails_goes_to_another_server_at_once(fleet, error):
+def test_a_call_that_fails_goes_to_another_server_at_once(fleet, error, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(attempts.Attempts, "sleep", lambda _, seconds: pauses.append(seconds))
     with testing.client(fleet) as client:
         data = client.upload(X)
         for _ in range(6):
             client.evaluate(data, "x1")
-        started = time.monotonic()
         first, second, _ = fleet.values()
         first.fail(1000, error)
         second.fail(1000, error)
         for _ in range(6):
             np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
-        assert time.monotonic() - started < 0.2
+    assert not pauses
 
 
 def test_what_one_server_refuses_for_good_is_not_tried_elsewhere(fleet):
@@ -187,6 +200,7 @@ def test_servers_come_and_go(monkeypatch, connect):
     assert all("Evaluate" in server.calls for server in servers)
 
 
+@pytest.mark.usefixtures("even_servers")
 def test_a_server_that_hangs_costs_a_share_of_the_deadline(over_grpc):
     client, hanging, _ = over_grpc
     data = client.upload(X)
