@@ -86,13 +86,14 @@ def test_an_error_names_its_program_and_the_next_call_works(client):
 
 def test_a_call_that_ends_early_stops_all_engines(client):
     rows = np.tile(X, (40, 1))
-    with client.upload(rows, rows[:, 0], shards=3) as data:
+    with client.upload(rows, rows[:, 0], shards=3, dtype="float64") as data:
         batch = thesis_mix(5, 400, variables=4)
         started = time.monotonic()
         with pytest.raises((DeadlineExceededError, CancelledError)):
             client.run(data, *batch, loss="mse", timeout=0.3)
+        # The best p1 is infinite and the best p2 is 0: searches for them take thousands of passes.
         fit = client.optimize(
-            data, ["p1*exp(p2*x1)"] * 200, [[1.0, 0.3]] * 200, partial=True, timeout=4.0,
+            data, ["p1*exp(p2*x1) + p3"] * 200, [[1.0, 0.3, 0.0]] * 200, partial=True, timeout=4.0,
             gradient_tolerance=0, step_tolerance=0, loss_tolerance=0, max_iterations=10**6,
         )  # fmt: skip
         assert set(fit.reason) == {"deadline"}
