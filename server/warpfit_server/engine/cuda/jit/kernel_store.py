@@ -213,7 +213,7 @@ class KernelStore:
         device_library = self.library(key.mode, derivatives=key.output.gradient)
         # PTX is written in Python: several writers would only delay evaluations by Python's lock.
         with self._writer_lock:
-            text = ptx.module(device_library, key.output, [ptx.Entry(_ENTRY, key.shapes)])
+            text = ptx.module(device_library, key.output, {_ENTRY: key.shapes})
         return linker.link(text, device_library.architecture, device_library.functions)
 
 

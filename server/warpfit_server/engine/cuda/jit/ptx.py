@@ -17,8 +17,7 @@ a captured graph stays valid when they change; see `kernel_interface.ARGUMENT_OF
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary
@@ -43,19 +42,11 @@ UNIFORM_REGISTERS: Final = 16
 EXP2_SHARE: Final = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Name and expressions of one kernel of a module."""
-
-    name: str
-    shapes: tuple[Shape, ...]
-
-
-def module(library: DeviceLibrary, output: Output, entries: Sequence[Entry]) -> str:
-    """Write the PTX text of a module that holds one kernel for each entry."""
-    kernels = [_Kernel(library, output, entry) for entry in entries]
-    texts = [kernel.text for kernel in kernels]
-    called = {template.function: template for kernel in kernels for template in kernel.functions}
+def module(library: DeviceLibrary, output: Output, kernels: Mapping[str, tuple[Shape, ...]]) -> str:
+    """Write the PTX text of a module of kernels, given as the expressions of each by its name."""
+    written = [_Kernel(library, output, name, shapes) for name, shapes in kernels.items()]
+    texts = [kernel.text for kernel in written]
+    called = {template.function: template for kernel in written for template in kernel.functions}
     return "\n".join(
         [
             library.version_line,
@@ -77,7 +68,9 @@ def _declaration(template: Template, mode: Mode) -> str:
 class _Kernel:
     """Writer of one kernel; ``text`` is the result."""
 
-    def __init__(self, library: DeviceLibrary, output: Output, entry: Entry) -> None:
+    def __init__(
+        self, library: DeviceLibrary, output: Output, name: str, shapes: tuple[Shape, ...]
+    ) -> None:
         self.output = output
         self.mode = library.mode
         self.kind = library.mode.kind
@@ -87,11 +80,11 @@ class _Kernel:
             library.templates, self.kind, library.exp2_polynomial, EXP2_SHARE
         )
         self.guard = self.graph.register("p")
-        self.sums = LossSums(self.graph, output, self.mode, self.guard, entry.shapes)
+        self.sums = LossSums(self.graph, output, self.mode, self.guard, shapes)
         self.pool = InvariantPool()
-        expressions = self._expressions(entry.shapes)
+        expressions = self._expressions(shapes)
         self.functions = self.graph.functions
-        self.text = self._assemble(entry, expressions)
+        self.text = self._assemble(name, expressions)
 
     def _expressions(self, shapes: tuple[Shape, ...]) -> list[str]:
         """Write the code of each expression for all rows of a thread."""
@@ -150,9 +143,9 @@ class _Kernel:
 
     # Frame
 
-    def _assemble(self, entry: Entry, expressions: list[str]) -> str:
+    def _assemble(self, name: str, expressions: list[str]) -> str:
         lines = [
-            f".visible .entry {entry.name}(.param .u64 a, .param .u64 b, .param .u32 c)",
+            f".visible .entry {name}(.param .u64 a, .param .u64 b, .param .u32 c)",
             f".maxntid {self.output.threads}, 1, 1",
             "{",
             *self._registers(),

@@ -22,7 +22,6 @@ from warpfit_server.engine.cuda.jit import device_library as library
 from warpfit_server.engine.cuda.jit import ptx
 from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary
 from warpfit_server.engine.cuda.jit.kernel_interface import Output
-from warpfit_server.engine.cuda.jit.ptx import Entry
 from warpfit_server.engine.cuda.jit.shapes import POWERS, Shape, shapes_of_batch
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
@@ -63,8 +62,8 @@ def operator_program(operator: Operator) -> Program:
 
 
 def text_of(mode: Mode, output: Output, *programs: Program, architecture: int = 90) -> str:
-    entry = Entry("evaluate", shapes_of(*programs))
-    return ptx.module(build(mode, architecture), fitting(output, mode), [entry])
+    kernels = {"evaluate": shapes_of(*programs)}
+    return ptx.module(build(mode, architecture), fitting(output, mode), kernels)
 
 
 def loop_of(text: str) -> str:
@@ -97,10 +96,10 @@ def test_every_operator_assembles(number: int) -> None:
         programs = map(program_of, OPERATORS.values())
         shapes = shapes_of(*programs, gradient=output.gradient)
         starts = range(0, len(shapes), 5)
-        entries = [Entry(f"group_{start}", shapes[start : start + 5]) for start in starts]
-        text = ptx.module(device_library, output, entries)
+        kernels = {f"group_{start}": shapes[start : start + 5] for start in starts}
+        text = ptx.module(device_library, output, kernels)
         cubin = linker.link(text, architecture, device_library.functions)
-        assert all(entry.name.encode() in cubin for entry in entries)
+        assert all(name.encode() in cubin for name in kernels)
 
 
 @settings(max_examples=8, deadline=None)
