@@ -17,7 +17,7 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
@@ -174,6 +174,7 @@ class TargetStatistics:
             return float((w * np.square(y - (w * y).sum() / self.weight)).sum())
 
 
+@lru_cache(64)
 def mentions_weight(row_loss: Program) -> bool:
     """Return whether a row loss uses w itself, so that it is not multiplied by w."""
     return bool(np.any((row_loss.codes == VARIABLE) & (row_loss.values == WEIGHT)))

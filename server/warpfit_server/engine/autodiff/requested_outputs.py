@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from warpfit_server.engine.autodiff import backward_pass
 from warpfit_server.engine.interface import Linearisation, Outputs, RowShard
 
 Floats = NDArray[np.float64]
+_OUTPUTS: Final = tuple(each.name for each in fields(Outputs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +96,7 @@ def requested_outputs(evaluation: Evaluation, outputs: Outputs) -> RequestedOutp
     needs_loss = any(array is not None for array in sums)
     return RequestedOutputs(
         row_loss=loss.row if loss is not None and needs_loss else None,
-        **{each.name: getattr(outputs, each.name) for each in fields(outputs)},
+        **{name: getattr(outputs, name) for name in _OUTPUTS},
     )
 
 

@@ -49,16 +49,16 @@ def argument_block(arrays: tuple[NDArray[Any], ...]) -> NDArray[np.int64]:
     """List arrays, which must outlive the block."""
     block = np.empty(_ENTRY * len(arrays), dtype=np.int64)
     for index, array in enumerate(arrays):
-        assert array.flags.c_contiguous, "compiled code takes arrays for contiguous"
-        block[_ENTRY * index] = _address(array)
+        block[_ENTRY * index] = address_of(array)
         block[_ENTRY * index + 1] = array.size
     return block
 
 
-def _address(array: NDArray[Any]) -> int:
-    """Return the address of an array, in half the time of ``array.ctypes`` if it is writable."""
-    if array.size and array.flags.writeable:
+def address_of(array: NDArray[Any]) -> int:
+    """Return the address of a contiguous array, in half the time of ``array.ctypes`` mostly."""
+    if array.flags.writeable and array.size:  # else ctypes refuses it, as it does gaps
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+    assert array.flags.c_contiguous, "compiled code takes arrays for contiguous"
     return array.ctypes.data
 
 

@@ -37,7 +37,8 @@ PROGRAM: Final = np.dtype(
     [*((name, np.uint32) for name in _FIELDS), *((name, np.uint64) for name in _WIDE_FIELDS)]
 )
 _FIRST, _COUNT, _PROLOGUE, _PROLOGUE_COUNT, _LOAD, _LOADS, _, _SCALARS = range(8)
-_COLUMNS_FIRST, _COLUMNS, _ENTRY, _ENTRIES, _LOSS, _SLOPE, _LEVELS, _, _, _RESULT = range(8, 18)
+_COLUMNS_FIRST, _COLUMNS, _ENTRY, _ENTRIES, _LOSS, _SLOPE, _LEVELS = range(8, 15)
+PARAMETERS, _RESULT = 16, 17
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.losses import mentions_weight
-from warpfit.request import Evaluation
+from warpfit.request import Precision
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM, ProgramRecords
 from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, BLOCKS, WARPS
@@ -38,6 +39,8 @@ _MAX_JOBS: Final = 0xFFFF
 _INSTRUCTION_ROWS: Final = {Mode.FAST: 12e6, Mode.PRECISE: 10e6, Mode.DOUBLE: 4e6}
 #: Classes of work by which jobs are ordered.
 _CLASSES: Final = 256
+#: Variants of the kernels by their mode.
+VARIANT_OF: Final = {mode: Variant.of(mode, ROW_BYTES) for mode in Mode}
 #: A job, a sum and a parameter.
 Ends = tuple[int, int, int]
 #: The struct Arguments of derivatives.cu, field by field.
@@ -101,7 +104,7 @@ class DeviceCode:
         return replace(self, records=records, arrays={"programs": records.programs})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class DerivativeGeometry:
     """Rows of an evaluation and memory of its blocks; row 0 is the first row of the first tile."""
 
@@ -121,36 +124,35 @@ class DerivativeGeometry:
 
     def on(self, rows: Span) -> DerivativeGeometry:
         """Return the geometry of other rows."""
-        aligned = rows[0] // self.variant.tile * self.variant.tile
-        first, end = (row - aligned for row in rows)
+        aligned, first, end = _aligned(rows, self.variant.tile)
         return replace(self, aligned=aligned, first_row=first, end_row=end)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Tiles that have some of the rows."""
         return -(-self.end_row // self.variant.tile)
 
-    @property
+    @cached_property
     def first_tile(self) -> int:
         """Number of the first tile, counted from the data set's first row."""
         return self.aligned // self.variant.tile
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Blocks of rows that have some of the rows."""
         return -(-(self.first_tile + self.tiles) // BLOCK_TILES) - self.first_tile // BLOCK_TILES
 
-    @property
+    @cached_property
     def first_leaf(self) -> int:
         """Number of the first leaf of statistics, counted from the data set's first row."""
         return (self.aligned + self.first_row) // LEAF_ROWS
 
-    @property
+    @cached_property
     def leaves(self) -> int:
         """Leaves of statistics that have some of the rows."""
         return -(-(self.aligned + self.end_row) // LEAF_ROWS) - self.first_leaf
 
-    @property
+    @cached_property
     def pitch(self) -> int:
         """Bytes from one program's values to the next."""
         return self.tiles * self.variant.tile * self.variant.dtype.itemsize
@@ -187,20 +189,21 @@ def stores_values(wanted: RequestedOutputs) -> bool:
 def plan_launches(
     device: CudaDevice,
     resident: ResidentDataset,
-    evaluation: Evaluation,
+    precision: Precision,
+    rows: Span,
     wanted: RequestedOutputs,
     code: DeviceCode,
 ) -> LaunchPlan:
-    """Plan the launches of an evaluation on its rows, or on fewer; see `place_rows`."""
-    variant = Variant.of(Mode.of(resident.dataset.layout.dtype, evaluation.precision), ROW_BYTES)
+    """Plan the launches of an evaluation on some rows, or on fewer; see `place_rows`."""
+    variant = VARIANT_OF[Mode.of(resident.dataset.layout.dtype, precision)]
     records = code.records.programs, code.records.sums
     level_bytes = variant.tile * variant.dtype.itemsize
     work = np.empty(len(records[0]), dtype=np.int64)
-    need, scalars = measure_programs(*records, level_bytes, work)
-    geometry = _geometry(device, resident, evaluation, variant, need)
+    need, scalars, total_work = measure_programs(*records, level_bytes, work)
+    geometry = _geometry(device, variant, need, rows)
     most = min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE))
-    rows = geometry.end_row - geometry.first_row
-    launches = int(work.sum()) * code.vectors * rows / _INSTRUCTION_ROWS[variant.mode]
+    instruction_rows = total_work * code.vectors * (rows[1] - rows[0])
+    launches = instruction_rows / _INSTRUCTION_ROWS[variant.mode]
     most_jobs = math.ceil(code.jobs * device.multiprocessors / max(1.0, launches))
     chunks = tuple(_chunks(code, geometry, wanted, most, most_jobs))
     order = np.empty(code.jobs, dtype=np.uint32)
@@ -216,28 +219,28 @@ def plan_launches(
     )
 
 
-def _geometry(
-    device: CudaDevice,
-    resident: ResidentDataset,
-    evaluation: Evaluation,
-    variant: Variant,
-    need: int,
-) -> DerivativeGeometry:
-    """Describe the work of an evaluation whose programs need so much memory of a warp at most."""
+def _geometry(device: CudaDevice, variant: Variant, need: int, rows: Span) -> DerivativeGeometry:
+    """Describe the work on rows of programs that need so much memory of a warp at most."""
     _check_memory(need)
     usual = device.shared_bytes(BLOCKS)
     spills = need > device.shared_bytes(1)
-    geometry = DerivativeGeometry(
+    aligned, first, end = _aligned(rows, variant.tile)
+    return DerivativeGeometry(
         variant=variant,
-        aligned=0,
-        first_row=0,
-        end_row=0,
+        aligned=aligned,
+        first_row=first,
+        end_row=end,
         spills=spills,
         usual_bytes=usual,
         shared_bytes=0 if spills else max(usual, need),
         warp_bytes=need,
     )
-    return geometry.on(evaluation.row_range(resident.dataset.layout))
+
+
+def _aligned(rows: Span, tile: int) -> tuple[int, int, int]:
+    """Return the row that begins the first tile, and the rows' range from there on."""
+    aligned = rows[0] // tile * tile
+    return aligned, rows[0] - aligned, rows[1] - aligned
 
 
 def _check_memory(need: int) -> None:
@@ -324,19 +327,21 @@ def place_rows(
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def measure_programs(
     records: NDArray[np.void], sums: NDArray[np.int64], level_bytes: int, work: NDArray[np.int64]
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Estimate the work of each program: its instructions, and a fourth of its sums.
 
     Returns:
-        The bytes that a warp needs for sums and levels at most, and the scalars of all programs.
+        The bytes that a warp needs for sums and levels at most, then the scalars and the work of
+        all programs.
     """
-    need = scalars = np.int64(0)
+    need = scalars = total = np.int64(0)
     for index in range(len(records)):
         record = records[index]
         work[index] = np.int64(record.count) + sums[index] // 4
         need = max(need, (sums[index] + 1) // 2 * 16 + level_bytes * np.int64(record.levels))
         scalars += np.int64(record.scalars)
-    return int(need), int(scalars)
+        total += work[index]
+    return int(need), int(scalars), int(total)
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]

@@ -265,7 +265,7 @@ def _launch_chunk(
     """Launch one chunk and the copies of its large results; see `resident_data.run_chunks`."""
     geometry, wanted, arguments = launch.geometry, launch.wanted, launch.arguments
     jobs = chunk.jobs[1] - chunk.jobs[0]
-    arguments["order"] += 4 * chunk.jobs[0]
+    arguments["order"] = int(arguments["order"]) + 4 * chunk.jobs[0]
     arguments["first_job"], arguments["first_parameter"] = chunk.jobs[0], chunk.parameters[0]
     # The kernels count sums from the batch's first job.
     skipped, end = (8 * geometry.blocks * edge for edge in chunk.sums)

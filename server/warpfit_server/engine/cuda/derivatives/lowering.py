@@ -37,6 +37,7 @@ from warpfit_server.engine.autodiff.differentiate import (
 )
 from warpfit_server.engine.cuda.derivatives import encoding, launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import (
+    PARAMETERS,
     PROGRAM,
     DerivativeCode,
     EncodedArrays,
@@ -136,14 +137,13 @@ class DerivativeLowering:
         block = argument_block(arrays)
         for chunks in self._cut(len(batch.codes), len(largest)):
             yield from self._run(block, chunks, len(batch.codes))
-            worst = largest[slice(*chunks)]
-            if worst.min() < 0:
-                raise_invalid_program(batch, -1 - int(worst[worst < 0][0]), variables)
-        _check_index(int(largest.max(initial=0)))
+            worst = largest[slice(*chunks)].tolist()
+            if min(worst) < 0:
+                raise_invalid_program(batch, -1 - next(n for n in worst if n < 0), variables)
+        _check_index(max(largest.tolist(), default=0))
         instructions, loads, columns, entries = source[-1].tolist()
         out.instructions[instructions] = 0
         records = out.programs.view(PROGRAM).reshape(-1)
-        records["parameters"] = batch.parameter_counts
         sums = np.empty(len(records), dtype=np.int64)
         count_sums(records, products, sums)
         fill_starts(records, sums, batch.vectors)
@@ -253,6 +253,7 @@ def lower_chunk(block: int, chunk: int) -> Any:
             index = encode_program(
                 source, workspace, program, case_labels, keeps_values, is_read, out
             )
+            out.programs[program, PARAMETERS] = counts[program]
             largest = max(largest, index)
     except Exception:  # the only one that compiled code raises here is for lack of memory
         return FAILED

@@ -29,7 +29,7 @@ from warpfit_server.engine.autodiff.requested_outputs import (
 )
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode, ProgramRecords
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
-    ROW_BYTES,
+    VARIANT_OF,
     DerivativeGeometry,
     DeviceCode,
     LaunchPlan,
@@ -50,10 +50,10 @@ from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivatives.source import case_count, derivative_source
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ResidentDataset,
+    Span,
     cut_rows,
     longest,
 )
@@ -77,7 +77,7 @@ _MOST_VALUES: Final = 1 << 24
 _MOST_TOKENS: Final = 1 << 15
 _MOST_JOBS: Final = 1 << 15
 #: Variants of the kernels for programs that do not spill.
-VARIANTS: Final = tuple(Variant.of(mode, ROW_BYTES) for mode in Mode)
+VARIANTS: Final = tuple(VARIANT_OF.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -172,11 +172,11 @@ class DerivativeTier:
         layout, shard = resident.dataset.layout, wanted.shard
         rows = evaluation.row_range(layout)
         spans = cut_rows(rows, most)
-        part = replace(evaluation, rows=longest(spans))
+        work = resident, evaluation, longest(spans), wanted
         if selection is None:
-            plan = yield from self._plan(resident, part, wanted)
+            plan = yield from self._plan(*work)
         else:
-            plan = yield from self._selected_plan(resident, part, wanted, selection)
+            plan = yield from self._selected_plan(*work, selection)
         kernels = yield from self._prepare(plan.geometry)
         with self._device.stream() as context:
             launch = self._begin(context, resident, evaluation, wanted, plan, kernels)
@@ -219,23 +219,28 @@ class DerivativeTier:
         return DerivativeLaunch(resident, plan, plan.geometry, wanted, kernels, arguments, small)
 
     def _plan(
-        self, resident: ResidentDataset, evaluation: Evaluation, wanted: RequestedOutputs
+        self,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        rows: Span,
+        wanted: RequestedOutputs,
     ) -> Steps[LaunchPlan]:
         """Plan an evaluation whose code is uploaded together with its parameters."""
         code = yield from self._lower(resident, evaluation.batch, wanted)
         placed = DeviceCode(code, evaluation.batch.vectors, None, {}, code.arrays)
-        return plan_launches(self._device, resident, evaluation, wanted, placed)
+        return plan_launches(self._device, resident, evaluation.precision, rows, wanted, placed)
 
     def _selected_plan(
         self,
         resident: ResidentDataset,
         evaluation: Evaluation,
+        rows: Span,
         wanted: RequestedOutputs,
         selection: Selection,
     ) -> Steps[LaunchPlan]:
         """Plan an evaluation of selected programs, whose code is on the device."""
         outputs = (wanted.row_loss, wanted.curvatures is not None)
-        needs = (evaluation.rows, evaluation.precision, *outputs, resident.dataset.layout)
+        needs = (rows, evaluation.precision, *outputs, resident.dataset.layout)
         kept = self._kept.of_batch(selection.batch, needs)
         if kept is None:
             code = yield from self._lower(resident, selection.batch, wanted)
@@ -244,7 +249,8 @@ class DerivativeTier:
         last, programs = kept.last, selection.programs
         if last is None or last[0] is not programs:
             selected = kept.code.select(programs)
-            last = programs, plan_launches(self._device, resident, evaluation, wanted, selected)
+            work = resident, evaluation.precision, rows, wanted, selected
+            last = programs, plan_launches(self._device, *work)
             kept.last = last
         return last[1]
 
@@ -303,8 +309,10 @@ class DerivativeTier:
 
 def _part_edges(batch: Batch) -> list[int]:
     """Cut a large batch, of which each part is lowered, planned and uploaded at a time."""
-    edges, starts = [0], batch.starts
     most = max(1, _MOST_JOBS // batch.vectors)
+    if len(batch.codes) <= _MOST_TOKENS and len(batch) <= most:
+        return [0, len(batch)]
+    edges, starts = [0], batch.starts
     while edges[-1] < len(batch):
         first = edges[-1]
         stop = int(np.searchsorted(starts, starts[first] + _MOST_TOKENS, side="right")) - 1

@@ -64,9 +64,10 @@ def test_chunks_have_as_many_jobs_as_fit(seed, count, vectors, most):
 def test_jobs_of_most_work_come_first():
     records, sums = some_records(1, 500)
     work = np.empty(500, dtype=np.int64)
-    need, scalars = launch_plan.measure_programs(records, sums, 1024, work)
+    need, scalars, total = launch_plan.measure_programs(records, sums, 1024, work)
     np.testing.assert_array_equal(work, records["count"] + sums // 4)
     assert scalars == records["scalars"].sum()
+    assert total == work.sum()
     assert need == (-(-sums // 2) * 16 + 1024 * records["levels"].astype(int)).max()
     order = np.empty(600, dtype=np.uint32)
     launch_plan.order_jobs(work, 2, 100, order)

@@ -10,13 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from warpfit.dataset import Layout
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
 from warpfit.ops import OPERATORS
-from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff.backward_pass import (
     BY_PARAMETERS,
     BY_VARIABLES,
@@ -152,11 +150,8 @@ def test_too_many_levels_are_refused(alone):
 @pytest.mark.parametrize(("sums", "fits"), [(1_000_000, True), (300_000_000, False)])
 def test_more_sums_than_kernels_can_address_are_refused(sums, fits):
     """Thirty thousand parameters have a normal matrix of 3.6 GB."""
-    layout = Layout(variables=2, rows=5000, dtype=np.dtype(np.float32), has_target=True)
     device = SimpleNamespace(shared_bytes=lambda blocks: 232_448 // blocks // 16 * 16)
-    resident = SimpleNamespace(dataset=SimpleNamespace(layout=layout))
-    evaluation = Evaluation(bytes(32), Batch.of([Program.variable(0)], [[]]))
-    given = device, resident, evaluation, Variant.of(Mode.FAST, 32), 8 * sums
+    given = device, Variant.of(Mode.FAST, 32), 8 * sums, (0, 5000)
     if fits:
         assert launch_plan._geometry(*given).spills
         return
