@@ -123,8 +123,10 @@ class DerivativeGeometry:
     """Memory of a warp for the program that needs most."""
 
     def on(self, rows: Span) -> DerivativeGeometry:
-        """Return the geometry of other rows."""
+        """Return the geometry of these rows."""
         aligned, first, end = _aligned(rows, self.variant.tile)
+        if (aligned, first, end) == (self.aligned, self.first_row, self.end_row):
+            return self
         return replace(self, aligned=aligned, first_row=first, end_row=end)
 
     @cached_property
