@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 from harness import MODES, outputs_of, save, uniform_data
 
@@ -28,13 +29,17 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.cuda.interpreter import device_lowering
-from warpfit_server.engine.cuda.interpreter.launches import BatchLaunch, RowTiles
-from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
+from warpfit_server.engine.cuda.interpreter.launches import (
+    BatchLaunch,
+    RowTiles,
+    launch_interpreter,
+)
+from warpfit_server.engine.cuda.interpreter.tier import VARIANTS, InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
-from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, TokenArrays, pack
-from warpfit_server.engine.cuda.runtime.command_list import CommandList
+from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.driver_calls import as_record
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import run_to_end
@@ -70,11 +75,17 @@ def evaluation(resident: ResidentDataset, mode: str, seed: int = 1, **options: A
     return Evaluation(resident.dataset.content_id, Batch.of(*thesis_mix(seed)), **fields)
 
 
-def launch_interpreter(lowered: BatchLaunch, *jobs: Any) -> None:
-    """Launch the interpreter's kernel for jobs on tiles of rows."""
-    commands = lowered.new_commands()
-    lowered.add_jobs(commands, *jobs)
-    lowered.execute(commands)
+@numba.njit
+def interpret(driver: Any, kernels: Any, numbers: Any, rows: Any, count: int, partials: int) -> int:
+    """Launch the interpreter's kernel for all jobs on tiles of rows."""
+    return launch_interpreter(driver, kernels[0], numbers[0], rows[0], 0, count, partials, 0)
+
+
+def launch_lowered(lowered: BatchLaunch, *work: Any) -> None:
+    """Launch the interpreter's kernel on a lowered batch."""
+    context = lowered.context
+    given = context.functions, lowered.kernels.record, lowered.numbers
+    context.check_executed(interpret(*given, *work))
 
 
 def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
@@ -84,15 +95,13 @@ def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
         tier = InterpreterTier(device)
         resident = upload(device, uniform_data(count, MODES[mode][0]))
         asked = evaluation(resident, mode)
-        variant = tier.variant(resident, asked)
+        variant, jobs = tier.variant(resident, asked, count), len(asked.batch)
         with device.stream() as context:
-            jobs = (0, len(asked.batch))
-            tiles = RowTiles.of(resident, asked, variant)
-            given = context, tier.prepare(variant), asked.batch, 10, jobs[1]
-            lowered, commands = run_to_end(BatchLaunch.begin(*given))
-            lowered.execute(commands)
-            partials = context.buffer("partials 0", jobs[1] * tiles.tiles * 8)
-            kernel = partial(launch_interpreter, lowered, tiles, jobs, partials)
+            tiles = RowTiles.of(resident, (0, count), asked.loss, variant)
+            given = context, tier.prepare(variant), asked.batch, 10, jobs
+            lowered = run_to_end(BatchLaunch.begin(*given))
+            partials = context.buffer("partials", jobs * tiles.tiles * 8)
+            kernel = partial(launch_lowered, lowered, as_record(tiles), jobs, partials)
             seconds = device_time(context, kernel, repeats)
         rate = len(asked.batch.codes) * count / seconds
         figures = {"interpret_us": round(seconds * 1e6, 2), "tokens_per_second": rate}
@@ -138,29 +147,30 @@ def compile_seconds(device: CudaDevice, kernels: KernelStore, mode: str) -> floa
     return float(np.median(times[1:]))  # the first one builds the library
 
 
-def launch_lowering(context: StreamContext, *where: Any) -> None:
+@numba.njit
+def lower(driver: Any, kernels: Any, numbers: Any, layout: BatchLayout) -> int:
+    """Launch the kernel that lowers a batch."""
+    return device_lowering.launch_lowering(driver, kernels[0], numbers[0], layout)
+
+
+def launch_lowering(lowered: BatchLaunch) -> None:
     """Launch the lowering of a batch that lies on the device."""
-    commands = CommandList(context.functions, context.handle)
-    device_lowering.add_lowering(commands, *where)
-    context.check_executed(commands.execute())
+    context, layout = lowered.context, BatchLayout.of(lowered.batch)
+    given = context.functions, lowered.kernels.record, lowered.numbers, layout
+    context.check_executed(lower(*given))
 
 
 def lowering(device: CudaDevice, repeats: int) -> dict[str, Any]:
     """Measure the kernel that lowers raw tokens to instructions."""
     programs, parameters = thesis_mix(1, DRAWN)
-    kernels, rows = device_lowering.load_lowering(device), []
-    blocks = device_lowering.BLOCKS_A_MULTIPROCESSOR * device.multiprocessors
+    tier, rows = InterpreterTier(device), []
+    kernels = tier.prepare(VARIANTS[0])
     for count in LOWERED:
         times = -(-count // DRAWN)
         batch = Batch.of((programs * times)[:count], (parameters * times)[:count])
-        layout = BatchLayout.of(batch)
         with device.stream() as context:
-            staging = context.pinned("batch", layout.uploaded)
-            address = context.buffer("batch", layout.end)
-            pack(TokenArrays.of(batch), layout, staging, np.zeros(256, dtype=np.uint8))
-            context.upload(address, staging)
-            where = kernels, batch, layout, address, 10, int(batch.lengths.max()), blocks
-            seconds = device_time(context, partial(launch_lowering, context, *where), repeats)
+            lowered = run_to_end(BatchLaunch.begin(context, kernels, batch, 10, count))
+            seconds = device_time(context, partial(launch_lowering, lowered), repeats)
         figures = {"tokens": len(batch.codes), "lower_us": round(1e6 * seconds, 1)}
         rows.append({"programs": count, **figures})
         print(rows[-1], flush=True)

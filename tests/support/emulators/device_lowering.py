@@ -5,14 +5,16 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from warpfit.ir import Batch
 from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
+from warpfit_server.engine.cuda.interpreter.launches import BatchNumbers, LaunchLimits
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, TokenArrays, pack
-from warpfit_server.engine.cuda.runtime.command_list import ArgumentStruct, CommandList
+from warpfit_server.engine.cuda.runtime.driver_calls import as_record
 
 #: Word 0 without an index, the leaf that is loaded, and word 1 or the leaf that it names. A leaf is
 #: the index of a variable, or a slot: first token, end, first parameter, parameters.
@@ -114,19 +116,15 @@ def lower_on_host(
     address = memory.ctypes.data
     group = len(batch) if group is None else group
     first_invalid = np.zeros(-(-len(batch) // group), dtype=np.uint32)
-    pack(TokenArrays.of(batch), layout, memory, np.zeros(256, dtype=np.uint8))
+    pack(TokenArrays.of(batch), memory)
     before = memory[: layout.uploaded].copy()
-    launches = _Launches()
-    where = launches, device_lowering.LoweringKernels(None, None), batch, layout, address
-    device_lowering.add_lowering(*where, variables, int(batch.lengths.max()), 1 << 20)
-    device_lowering.add_order(*where, group, levels, first_invalid)
-    arguments, order = launches.arguments
-    lower = np.frombuffer(arguments, dtype_of(device_lowering.LOWER_ARGUMENTS)).copy()
-    lower["share"], lower["room"] = share, room
+    numbers = _numbers(batch, 0, address, first_invalid, variables, group, levels)
     blocks = -(-len(batch) // share)
+    lower = device_lowering.lower_arguments(numbers, layout, share, room)
+    order = device_lowering.order_arguments(numbers, layout)
     for kernel, count, threads, one in (
         ("lower_programs", blocks, max(share, 4), lower),
-        ("order_programs", len(first_invalid), 4, np.frombuffer(order, np.uint8)),
+        ("order_programs", len(first_invalid), 4, order),
     ):
         sizes = (count, 1, 1), (threads, 1, 1)
         assert launch_on_host(library, kernel, *sizes, [one.ctypes.data], 8 * room + (1 << 15))
@@ -137,19 +135,19 @@ def lower_on_host(
     return Lowered(batch, memory, layout, first_invalid)
 
 
-class _Launches(CommandList):
-    """Notes the structs of arguments."""
-
-    def __init__(self) -> None:
-        self.arguments: list[bytes] = []
-
-    def launch(self, *given: Any, shared: int = 0) -> None:
-        self.arguments.append(given[-1])
-
-
-def dtype_of(arguments: ArgumentStruct) -> np.dtype[Any]:
-    """Return the type of records of a struct of arguments."""
-    return np.dtype(list(arguments.fields.items()), align=True)
+def _numbers(
+    batch: Batch,
+    stream: int,
+    address: int,
+    first_invalid: NDArray[np.uint32],
+    variables: int,
+    group: int,
+    levels: int,
+) -> BatchNumbers:
+    places = stream, address, 0, first_invalid.ctypes.data
+    counts = len(batch.codes), len(batch), len(batch.parameters), batch.vectors
+    longest = int(batch.lengths.max())
+    return BatchNumbers(*places, *counts, variables, longest, group, warps=1, levels=levels)
 
 
 def _aligned(guarded: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
@@ -187,19 +185,28 @@ def lower_on_device(
         address = context.buffer("batch", layout.end)
         context.upload(address, staging)
         context.stream.synchronize()
-        pack(TokenArrays.of(batch), layout, staging, np.zeros(256, dtype=np.uint8))
+        pack(TokenArrays.of(batch), staging)
         context.upload(address, staging[: layout.uploaded])
-        commands = CommandList(context.functions, context.handle)
-        where = commands, kernels, batch, layout, address
-        longest, group = int(batch.lengths.max()), group or len(batch)
+        group = group or len(batch)
         first_invalid = context.pinned("first invalid", 4 * -(-len(batch) // group))
         first_invalid = first_invalid.view(np.uint32)
-        device_lowering.add_lowering(*where, variables, longest, 8 * device.multiprocessors)
-        device_lowering.add_order(*where, group, levels, first_invalid)
-        context.check_executed(commands.execute())
+        given = context.handle, address, first_invalid, variables, group, levels
+        numbers = as_record(_numbers(batch, *given))
+        blocks = 8 * device.multiprocessors
+        handles = {name: kernel.ptr for name, kernel in kernels.items()}
+        others = dict.fromkeys(LaunchLimits._fields, 0)
+        limits = as_record(LaunchLimits(**others | handles | {"lowering_blocks": blocks}))
+        context.check_executed(_lower(context.functions, limits, numbers, layout))
         context.download(staging, address)
         context.stream.synchronize()
         return Lowered(batch, staging.copy(), layout, first_invalid.copy())
+
+
+@numba.njit
+def _lower(driver: Any, limits: Any, numbers: Any, layout: BatchLayout) -> int:
+    batch = numbers[0]
+    status = device_lowering.launch_lowering(driver, limits[0], batch, layout)
+    return status or device_lowering.launch_order(driver, limits[0], batch, layout)
 
 
 def check_order(found: Lowered, group: int, levels: int) -> None:

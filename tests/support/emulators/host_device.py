@@ -117,7 +117,7 @@ def _record(event: Any, _: Any) -> int:
 
 
 def _driver_functions() -> NDArray[np.int64]:
-    """Addresses as `command_list.driver_functions` has them; nothing loads modules or sleeps."""
+    """Addresses as `driver_calls.driver_functions` has them; nothing loads modules or sleeps."""
     functions = [ctypes.cast(each, _WORD).value for each in (_upload, _launch, _record)]
     return np.array([*functions, 0, 0, 0], dtype=np.int64)
 

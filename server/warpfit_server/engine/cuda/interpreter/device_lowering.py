@@ -8,7 +8,6 @@ bounded by `batch_layout.bound_batch`, so that the host does not wait in between
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final
 
@@ -22,12 +21,10 @@ from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.interpreter.bytecode import INDEX_LIMIT, labels
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout
-from warpfit_server.engine.cuda.runtime.command_list import (
-    ArgumentStruct,
-    CommandList,
-    address_of,
-)
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.driver_calls import argument_struct, launch
+from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.intrinsics import inlined
 
 #: Most tokens of a program. A longer one may need more stack levels than fit the shared memory
 #: that every device grants.
@@ -35,8 +32,8 @@ MAX_PROGRAM_TOKENS: Final = 1 << 18
 #: What ``order_programs`` reports for a group without an invalid program.
 ALL_VALID: Final = 0xFFFFFFFF
 _SOURCE: Final = resources.files(__package__).joinpath("lowering.cu").read_text()
-LOWER_ARGUMENTS: Final = ArgumentStruct(_SOURCE, "LowerArguments")
-ORDER_ARGUMENTS: Final = ArgumentStruct(_SOURCE, "OrderArguments")
+LOWER_ARGUMENTS: Final = argument_struct(_SOURCE, "LowerArguments")
+ORDER_ARGUMENTS: Final = argument_struct(_SOURCE, "OrderArguments")
 #: Threads of a block of each kernel.
 _LOWER_THREADS: Final = 32
 _ORDER_THREADS: Final = 1024
@@ -51,6 +48,7 @@ BLOCKS_A_MULTIPROCESSOR: Final = 8
 #: Bits of a row of the operator table, next to the label.
 _ARITY_SHIFT: Final = 10
 _IS_KNOWN, _IS_VARIABLE, _IS_PARAMETER = 1 << 12, 1 << 13, 1 << 14
+_compiled = numba_cache.njit(nogil=True)
 #: Most operands whose code is still to be written: one for each stack level.
 _MOST_PENDING: Final = 32
 #: Constants of bytecode.py that lowering.cu uses under the same names.
@@ -59,14 +57,6 @@ _SHARED_NAMES: Final = (
     *("FROM_VARIABLE", "FROM_SLOT", "FROM_STACK", "NEED_SHIFT", "NEED_MASK"),
     *("UNSOUND", "DEEP", "SKIPPED"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LoweringKernels:
-    """The loaded kernels of the lowering, which all variants share."""
-
-    lower_programs: Any
-    order_programs: Any
 
 
 def lowering_source() -> CudaSource:
@@ -145,73 +135,70 @@ def raise_invalid_program(batch: Batch, program: int, variables: int) -> None:
     )
 
 
-def load_lowering(device: CudaDevice) -> LoweringKernels:
-    """Load the kernels; the first start on a machine compiles them."""
+def load_lowering(device: CudaDevice) -> dict[str, Any]:
+    """Load the kernels by their names; the first start on a machine compiles them."""
     module = lowering_source().load(device)
-    return LoweringKernels(
-        module.get_function("lower_programs"), module.get_function("order_programs")
-    )
+    return {name: module.get_function(name) for name in ("lower_programs", "order_programs")}
 
 
-def add_lowering(
-    commands: CommandList,
-    kernels: LoweringKernels,
-    batch: Batch,
-    layout: BatchLayout,
-    address: int,
-    variables: int,
-    longest: int,
-    blocks: int,
-) -> None:
-    """Add the lowering of a batch that has been uploaded to an address.
+@_compiled  # type: ignore[untyped-decorator]
+def lower_arguments(batch: Any, layout: BatchLayout, share: int, room: int) -> Any:
+    """Return the argument of ``lower_programs``: blocks have so many programs, and shared tokens.
 
-    ``longest`` are the tokens of its longest program. A small batch is divided among ``blocks``
-    blocks.
+    ``batch`` has the fields of `launches.BatchNumbers`.
     """
-    programs = len(batch)
-    share = min(_LOWER_THREADS, -(-programs // blocks))
-    room = min(MAX_SHARED_TOKENS, share * longest)
-    arguments = LOWER_ARGUMENTS.pack(
-        codes=address + layout.codes,
-        values=address + layout.values,
-        starts=address + layout.starts,
-        parameter_starts=address + layout.parameter_starts,
-        instructions=address + layout.instructions,
-        programs=address + layout.programs,
-        slots=address + layout.slots,
-        scratch=address + layout.scratch,
-        variables=min(variables, INDEX_LIMIT),
-        vectors=batch.vectors,
-        count=programs,
-        share=share,
-        room=room,
-    )
-    grid, threads = (-(-programs // share), 1, 1), (_LOWER_THREADS, 1, 1)
-    commands.launch(kernels.lower_programs, grid, threads, arguments, shared=_NODE_BYTES * room)
+    arguments = np.zeros(1, LOWER_ARGUMENTS)
+    one = arguments[0]
+    one.codes = batch.address + layout.codes
+    one.values = batch.address + layout.values
+    one.starts = batch.address + layout.starts
+    one.parameter_starts = batch.address + layout.parameter_starts
+    one.instructions = batch.address + layout.instructions
+    one.programs = batch.address + layout.programs
+    one.slots = batch.address + layout.slots
+    one.scratch = batch.address + layout.scratch
+    one.variables = min(batch.variables, INDEX_LIMIT)
+    one.vectors = batch.vectors
+    one.count = batch.programs
+    one.share = share
+    one.room = room
+    return arguments
 
 
-def add_order(
-    commands: CommandList,
-    kernels: LoweringKernels,
-    batch: Batch,
-    layout: BatchLayout,
-    address: int,
-    group: int,
-    levels: int,
-    first_invalid: NDArray[np.uint32],
-) -> None:
-    """Add the sorting of groups of programs of a lowered batch at an address.
+@_compiled  # type: ignore[untyped-decorator]
+def order_arguments(batch: Any, layout: BatchLayout) -> Any:
+    """Return the argument of ``order_programs``.
 
-    The device writes the first invalid program of each group, or `ALL_VALID`, to page-locked memory
-    ``first_invalid`` [groups]. ``levels`` are the stack levels of each warp of the interpreter.
+    It writes the first invalid program of each group, or `ALL_VALID`, to page-locked memory.
     """
-    arguments = ORDER_ARGUMENTS.pack(
-        programs=address + layout.programs,
-        order=address + layout.order,
-        unsound=address_of(first_invalid),
-        count=len(batch),
-        group=group,
-        levels=levels,
-    )
-    grid, threads = (len(first_invalid), 1, 1), (_ORDER_THREADS, 1, 1)
-    commands.launch(kernels.order_programs, grid, threads, arguments, shared=_ORDER_BYTES)
+    arguments = np.zeros(1, ORDER_ARGUMENTS)
+    one = arguments[0]
+    one.programs = batch.address + layout.programs
+    one.order = batch.address + layout.order
+    one.unsound = batch.first_invalid
+    one.count = batch.programs
+    one.group = batch.group
+    one.levels = batch.levels - batch.scratch
+    return arguments
+
+
+@inlined
+def launch_lowering(driver: Any, kernels: Any, batch: Any, layout: BatchLayout) -> int:
+    """Launch the lowering of a batch that has been uploaded; return the driver's status.
+
+    A small batch is divided among ``kernels.lowering_blocks`` blocks.
+    """
+    share = min(_LOWER_THREADS, -(-batch.programs // kernels.lowering_blocks))
+    room = min(MAX_SHARED_TOKENS, share * batch.longest)
+    grid, threads = (-(-batch.programs // share), 1), (_LOWER_THREADS, 1)
+    arguments = lower_arguments(batch, layout, share, room)
+    kernel, shared = kernels.lower_programs, _NODE_BYTES * room
+    return launch(driver, batch.stream, kernel, grid, threads, shared, arguments)
+
+
+@inlined
+def launch_order(driver: Any, kernels: Any, batch: Any, layout: BatchLayout) -> int:
+    """Launch the sorting of the programs of a lowered batch in groups; return the status."""
+    grid, threads = (-(-batch.programs // batch.group), 1), (_ORDER_THREADS, 1)
+    arguments, kernel = order_arguments(batch, layout), kernels.order_programs
+    return launch(driver, batch.stream, kernel, grid, threads, _ORDER_BYTES, arguments)

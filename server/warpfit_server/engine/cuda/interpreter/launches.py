@@ -7,10 +7,12 @@ on tiles of rows, and each job's sums over tiles are added up.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,10 +20,9 @@ from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.engine.cuda.interpreter.device_lowering import (
     ALL_VALID,
-    LoweringKernels,
-    add_lowering,
-    add_order,
     check_length,
+    launch_lowering,
+    launch_order,
     raise_invalid_program,
 )
 from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, TEMPLATE, Variant
@@ -29,16 +30,24 @@ from warpfit_server.engine.cuda.runtime.batch_layout import (
     BatchBounds,
     BatchLayout,
     TokenArrays,
+    bound_batch,
+    lay_out,
+    max_slots,
     pack,
 )
-from warpfit_server.engine.cuda.runtime.command_list import (
-    ArgumentStruct,
-    CommandList,
+from warpfit_server.engine.cuda.runtime.driver_calls import (
     address_of,
+    argument_struct,
+    as_record,
+    launch,
+    record,
+    upload,
 )
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Steps, aside
+from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.intrinsics import inlined
 from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
 #: First job of a launch, and the number of its jobs.
@@ -46,8 +55,8 @@ Jobs = tuple[int, int]
 #: Where the results of a launch arrive: sums of losses, [nodes, jobs], and values, [jobs, rows];
 #: None for those that are not wanted.
 Staging = tuple[NDArray[np.float64] | None, NDArray[Any] | None]
-INTERPRETER_ARGUMENTS: Final = ArgumentStruct(TEMPLATE, "Arguments")
-SLOT_ARGUMENTS: Final = ArgumentStruct(TEMPLATE, "SlotArguments")
+INTERPRETER_ARGUMENTS: Final = argument_struct(TEMPLATE, "Arguments")
+SLOT_ARGUMENTS: Final = argument_struct(TEMPLATE, "SlotArguments")
 #: Threads of a block of ``sum_partials`` and of ``evaluate_slots``.
 _SUM_THREADS: Final = 128
 _SLOT_THREADS: Final = (32, 4)
@@ -56,20 +65,18 @@ _MAX_GRID_Y: Final = 0xFFFF
 #: Shared memory of a block that every device grants without asking, less the job counter.
 _COUNTER_BYTES: Final = 16
 _SHARED_BYTES: Final = 48 * 1024 - _COUNTER_BYTES
-
-
-def load() -> None:
-    """Load the compiled functions, or compile them, for the arrays of requests."""
-    batch = Batch.of([Program.variable(0)])
-    layout = BatchLayout.of(batch)
-    memory = np.zeros(max(layout.uploaded, 256), dtype=np.uint8)
-    pack(TokenArrays.of(batch), layout, memory, memory)
-    CommandList(np.zeros(0, dtype=np.int64), 0).execute()
+_compiled = numba_cache.njit(nogil=True)
 
 
 class LaunchLimits(NamedTuple):
-    """Limits of the launches of one variant on a device, in integers."""
+    """Kernels of one variant and limits of their launches on a device, in integers."""
 
+    interpret: int
+    """The driver's handle, as the following ones."""
+    evaluate_slots: int
+    sum_partials: int
+    lower_programs: int
+    order_programs: int
     level_bytes: int
     """Shared memory of one stack level of a warp."""
     max_warps: int
@@ -78,8 +85,6 @@ class LaunchLimits(NamedTuple):
     """Most programs that a warp runs one after the other."""
     resident_warps: int
     """Warps that the device runs at a time."""
-    max_token_rows: int
-    """Most token-rows of a launch that has more than one job."""
     lowering_blocks: int
     """Blocks among which the lowering of a small batch is divided."""
 
@@ -90,12 +95,12 @@ class InterpreterKernels:
 
     variant: Variant
     limits: LaunchLimits
-    interpret: Any
-    evaluate_slots: Any
-    sum_partials: Any
-    lowering: LoweringKernels
+    record: NDArray[Any]
+    """The limits as a record."""
     flags: NDArray[np.uint8]
     """Flags of each operator, see `source.operator_flags`."""
+    functions: Mapping[str, Any]
+    """CuPy's functions, without which the kernels would be unloaded."""
 
 
 class RowTiles(NamedTuple):
@@ -127,12 +132,12 @@ class RowTiles(NamedTuple):
     def of(
         cls,
         resident: ResidentDataset,
-        evaluation: Evaluation,
+        rows: Span,
+        loss: Loss | None,
         variant: Variant,
         level: int | None = None,
     ) -> RowTiles:
         """Cut the rows; losses are summed up of each node of a level, or of all rows."""
-        rows, loss = evaluation.row_range(resident.dataset.layout), evaluation.loss
         length = None if level is None else node_rows(resident.dataset.layout, level)
         first_tile = rows[0] // variant.tile
         aligned = first_tile * variant.tile
@@ -166,6 +171,7 @@ class LaunchConfig(NamedTuple):
     """Scratch levels."""
 
 
+@_compiled  # type: ignore[untyped-decorator]
 def configure_launch(
     limits: LaunchLimits, bounds: BatchBounds, max_jobs: int, programs: int, vectors: int
 ) -> LaunchConfig:
@@ -189,22 +195,209 @@ def configure_launch(
     return LaunchConfig(jobs, group, warps, levels, scratch)
 
 
-@dataclass(slots=True, eq=False)
+class BatchNumbers(NamedTuple):
+    """What the launches of a batch depend on, in integers."""
+
+    stream: int
+    """The driver's handle."""
+    address: int
+    """Address of the batch in its `BatchLayout`."""
+    slots: int
+    """Address of the values of row-invariant subtrees."""
+    first_invalid: int
+    """Address of page-locked memory for the first invalid program of each group."""
+    tokens: int
+    programs: int
+    parameters: int
+    vectors: int
+    variables: int
+    """Variables of the data set."""
+    longest: int = 0
+    """Tokens of the longest program; this and the following are noted by `prepare`."""
+    group: int = 0
+    """As in `LaunchConfig`; likewise the following."""
+    warps: int = 0
+    levels: int = 0
+    scratch: int = 0
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def prepare(
+    tokens: TokenArrays,
+    memory: NDArray[np.uint8],
+    flags: NDArray[np.uint8],
+    kernels: Any,
+    numbers: Any,
+    max_jobs: int,
+) -> None:
+    """Pack a batch for the upload, and note the configuration of its launches.
+
+    Args:
+        tokens: the batch.
+        memory: page-locked memory for what is uploaded.
+        flags: of the kernels, as the next.
+        kernels: record of `LaunchLimits`.
+        numbers: record of `BatchNumbers`.
+        max_jobs: most jobs of a launch.
+    """
+    pack(tokens, memory)
+    bounds, batch = bound_batch(tokens, flags), numbers[0]
+    config = configure_launch(kernels[0], bounds, max_jobs, batch.programs, batch.vectors)
+    batch.longest = bounds.longest
+    batch.group, batch.warps = config.group, config.warps
+    batch.levels, batch.scratch = config.levels, config.scratch
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def lower(
+    driver: NDArray[np.int64], memory: NDArray[np.uint8], kernels: Any, numbers: Any, started: int
+) -> int:
+    """Upload a packed batch, lower it, and compute its row-invariant subtrees.
+
+    ``started`` is the event that is recorded behind the upload. Returns the driver's first status
+    but 0, else 0.
+    """
+    batch, kernel = numbers[0], kernels[0]
+    layout = lay_out(batch.tokens, batch.programs, batch.parameters)
+    status = upload(driver, batch.stream, batch.address, memory, layout.uploaded)
+    status = status or record(driver, batch.stream, started)
+    status = status or launch_lowering(driver, kernel, batch, layout)
+    status = status or launch_order(driver, kernel, batch, layout)
+    return status or _launch_slots(driver, kernel, batch, layout)
+
+
+@inlined
+def _launch_slots(driver: Any, kernels: Any, batch: Any, layout: BatchLayout) -> int:
+    arguments = np.zeros(1, SLOT_ARGUMENTS)
+    one = arguments[0]
+    one.codes = batch.address + layout.codes
+    one.values = batch.address + layout.values
+    one.parameters = batch.address + layout.parameters
+    one.programs = batch.address + layout.programs
+    one.slots = batch.address + layout.slots
+    one.results = batch.slots
+    one.slot_count = max_slots(batch.tokens, batch.programs)
+    one.count = batch.programs
+    one.vectors = batch.vectors
+    width, height = _SLOT_THREADS
+    grid = -(-batch.programs // height), min(-(-batch.vectors // width), _MAX_GRID_Y)
+    kernel = kernels.evaluate_slots
+    return launch(driver, batch.stream, kernel, grid, (width, height), 0, arguments)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def run_jobs(
+    driver: NDArray[np.int64],
+    kernels: Any,
+    numbers: Any,
+    rows: Any,
+    first: int,
+    count: int,
+    partials: int,
+    sums: int,
+    values: int,
+    computed: int,
+) -> int:
+    """Interpret some jobs, a block for each tile of rows and group of jobs, and add up their sums.
+
+    Args:
+        driver: functions.
+        kernels: record of `LaunchLimits`.
+        numbers: record of `BatchNumbers`.
+        rows: record of `RowTiles`.
+        first: first job.
+        count: number of jobs.
+        partials: address for the sums of each tile; 0 if no losses are wanted.
+        sums: address for the sums of nodes, in page-locked memory [nodes, jobs].
+        values: address for the values; 0 if they are not wanted.
+        computed: event that is recorded behind the kernels.
+
+    Returns:
+        The driver's first status but 0, else 0.
+    """
+    batch, kernel, tiles = numbers[0], kernels[0], rows[0]
+    status = launch_interpreter(driver, kernel, batch, tiles, first, count, partials, values)
+    if partials != 0 and status == 0:
+        arguments = np.array(
+            (partials, sums, tiles.tiles, tiles.first_tile, tiles.node_levels), np.int64
+        )
+        grid, threads = (count, 1), (_SUM_THREADS, 1)
+        status = launch(driver, batch.stream, kernel.sum_partials, grid, threads, 0, arguments)
+    return status or record(driver, batch.stream, computed)
+
+
+@inlined
+def launch_interpreter(
+    driver: Any,
+    kernels: Any,
+    batch: Any,
+    tiles: Any,
+    first: int,
+    count: int,
+    partials: int,
+    values: int,
+) -> int:
+    """Launch the interpreter for some jobs, as `run_jobs`; return the driver's status."""
+    layout = lay_out(batch.tokens, batch.programs, batch.parameters)
+    rounds = max(1, count * tiles.tiles // kernels.resident_warps)
+    rounds = min(kernels.programs_per_warp, rounds)
+    group = max(batch.warps * rounds, -(-count // _MAX_GRID_Y))
+    arguments = np.zeros(1, INTERPRETER_ARGUMENTS)
+    one = arguments[0]
+    one.instructions = batch.address + layout.instructions
+    one.programs = batch.address + layout.programs
+    one.order = batch.address + layout.order
+    one.slots = batch.slots
+    one.variables = tiles.variables
+    one.target = tiles.target
+    one.weights = tiles.weights
+    one.values = values
+    one.partials = partials
+    one.slot_count = max_slots(batch.tokens, batch.programs)
+    one.stride = tiles.stride
+    one.first_row = tiles.first_row
+    one.end_row = tiles.end_row
+    one.tiles = tiles.tiles
+    one.jobs = count
+    one.first_job = first
+    one.jobs_per_block = group
+    one.vectors = batch.vectors
+    one.levels = batch.levels
+    one.absolute = tiles.absolute
+    grid, threads = (tiles.tiles, -(-count // group)), (32 * batch.warps, 1)
+    shared = _COUNTER_BYTES + batch.warps * batch.levels * kernels.level_bytes
+    kernel = kernels.interpret
+    return launch(driver, batch.stream, kernel, grid, threads, shared, arguments)
+
+
+def load() -> None:
+    """Load the compiled functions, or compile them, for the arrays of requests."""
+    batch = Batch.of([Program.variable(0)])
+    layout = BatchLayout.of(batch)
+    memory = np.zeros(max(layout.uploaded, 256), dtype=np.uint8)
+    limits = as_record(LaunchLimits(*[1] * len(LaunchLimits._fields)))
+    numbers = as_record(BatchNumbers(0, 0, 0, 0, 1, 1, 0, 1, 1))
+    prepare(TokenArrays.of(batch), memory, memory, limits, numbers, 1)
+    driver, tiles = np.zeros(1, dtype=np.int64), as_record(RowTiles(*[1] * len(RowTiles._fields)))
+    # They are compiled and not called: there may be no device.
+    for function, given in (
+        (lower, (driver, memory, limits, numbers, 0)),
+        (run_jobs, (driver, limits, numbers, tiles, *[0] * 6)),
+    ):
+        function.compile(tuple(map(numba.typeof, given)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchLaunch:
     """A batch on its way through the device, and what all its launches share."""
 
     context: StreamContext
     kernels: InterpreterKernels
     batch: Batch
-    layout: BatchLayout
-    bounds: BatchBounds
-    config: LaunchConfig
-    address: int
-    """Address of the batch in its layout."""
-    slots: int
-    """Address of the values of row-invariant subtrees."""
     variables: int
     """Variables of the data set."""
+    numbers: NDArray[Any]
+    """Record of `BatchNumbers`."""
     first_invalid: NDArray[np.uint32]
     """First invalid program of each group, or `ALL_VALID`; known once the batch is lowered."""
 
@@ -216,45 +409,27 @@ class BatchLaunch:
         batch: Batch,
         variables: int,
         max_jobs: int,
-    ) -> Steps[tuple[BatchLaunch, CommandList]]:
-        """Return a batch, of which a launch has so many jobs, and the commands that lower it.
+    ) -> Steps[BatchLaunch]:
+        """Upload and lower a batch, of which a launch has so many jobs; record ``started``.
 
         Raises:
             ResourceExhaustedError: if a program is too long, or the device has no room.
         """
-        layout = BatchLayout.of(batch)
+        tokens, layout = TokenArrays.of(batch), BatchLayout.of(batch)
+        counts = len(tokens.codes), len(tokens.lengths), len(tokens.parameters), tokens.vectors
         staging = context.pinned("batch", layout.uploaded)
-        packed = TokenArrays.of(batch), layout, staging, kernels.flags
-        bounds = yield from aside(layout.uploaded, partial(pack, *packed))
-        check_length(bounds.longest)
-        config = configure_launch(kernels.limits, bounds, max_jobs, len(batch), batch.vectors)
         address = context.buffer("batch", layout.end)
-        size = bounds.slots * batch.vectors * kernels.variant.dtype.itemsize
+        size = max_slots(*counts[:2]) * tokens.vectors * kernels.variant.dtype.itemsize
         slots = context.buffer("slots", max(1, size))
-        groups = -(-len(batch) // config.group)
-        first_invalid = context.pinned("first invalid", 4 * groups).view(np.uint32)
-        shared = context, kernels, batch, layout, bounds, config
-        found = cls(*shared, address, slots, variables, first_invalid)
-        commands = found.new_commands()
-        commands.upload(address, staging)
-        commands.record(context.event("started"))
-        where = commands, kernels.lowering, batch, layout, address
-        add_lowering(*where, variables, bounds.longest, kernels.limits.lowering_blocks)
-        add_order(*where, config.group, config.levels - config.scratch, first_invalid)
-        found.add_slots(commands)
-        return found, commands
-
-    def new_commands(self) -> CommandList:
-        """Return an empty list of commands for the stream."""
-        return CommandList(self.context.functions, self.context.handle)
-
-    def execute(self, commands: CommandList) -> None:
-        """Make calls of the driver.
-
-        Raises:
-            CUDADriverError: if the device reports an error.
-        """
-        self.context.check_executed(commands.execute())
+        first_invalid = context.pinned("first invalid", 4 * counts[1]).view(np.uint32)
+        places = context.handle, address, slots, address_of(first_invalid)
+        numbers = as_record(BatchNumbers(*places, *counts, variables))
+        given = tokens, staging, kernels.flags, kernels.record, numbers, max_jobs
+        yield from aside(layout.uploaded, partial(prepare, *given))
+        check_length(int(numbers["longest"][0]))
+        started = context.event("started").ptr
+        context.check_executed(lower(context.functions, staging, kernels.record, numbers, started))
+        return cls(context, kernels, batch, variables, numbers, first_invalid)
 
     def check(self) -> None:
         """Check that all programs could be lowered, once the stream has passed that.
@@ -263,119 +438,50 @@ class BatchLaunch:
             ProgramError: for the first bad token.
             ResourceExhaustedError: if a variable's index is too large to encode.
         """
-        program = int(self.first_invalid.min())
+        groups = -(-len(self.batch) // int(self.numbers["group"][0]))
+        program = min(self.first_invalid[:groups].tolist())
         if program != ALL_VALID:
             raise_invalid_program(self.batch, program, self.variables)
 
-    def add_slots(self, commands: CommandList) -> None:
-        """Add the computation of all row-invariant subtrees."""
-        programs, vectors, layout = len(self.batch), self.batch.vectors, self.layout
-        arguments = SLOT_ARGUMENTS.pack(
-            codes=self.address + layout.codes,
-            values=self.address + layout.values,
-            parameters=self.address + layout.parameters,
-            programs=self.address + layout.programs,
-            slots=self.address + layout.slots,
-            results=self.slots,
-            slot_count=self.bounds.slots,
-            count=programs,
-            vectors=vectors,
-        )
-        width, height = _SLOT_THREADS
-        grid = -(-programs // height), min(-(-vectors // width), _MAX_GRID_Y), 1
-        commands.launch(self.kernels.evaluate_slots, grid, (width, height, 1), arguments)
-
-    def add_jobs(
-        self,
-        commands: CommandList,
-        tiles: RowTiles,
-        jobs: Jobs,
-        partials: int,
-        values: int = 0,
+    def launch(
+        self, tiles: NDArray[Any], jobs: Jobs, sums: NDArray[Any] | None, values: int, side: str
     ) -> None:
-        """Add the interpretation of some jobs: a block for each tile of rows and group of jobs.
+        """Launch some jobs, and record the event ``computed`` of a side; see `run_jobs`.
 
-        ``partials`` and ``values`` are where the first job's go; 0 for what is not wanted.
+        Raises:
+            CUDADriverError: if the device reports an error.
         """
-        config, layout, limits = self.config, self.layout, self.kernels.limits
-        first, count = jobs
-        rounds = max(1, count * tiles.tiles // limits.resident_warps)
-        rounds = min(limits.programs_per_warp, rounds)
-        group = max(config.warps * rounds, -(-count // _MAX_GRID_Y))
-        arguments = INTERPRETER_ARGUMENTS.pack(
-            instructions=self.address + layout.instructions,
-            programs=self.address + layout.programs,
-            order=self.address + layout.order,
-            slots=self.slots,
-            variables=tiles.variables,
-            target=tiles.target,
-            weights=tiles.weights,
-            values=values,
-            partials=partials,
-            slot_count=self.bounds.slots,
-            stride=tiles.stride,
-            first_row=tiles.first_row,
-            end_row=tiles.end_row,
-            tiles=tiles.tiles,
-            jobs=count,
-            first_job=first,
-            jobs_per_block=group,
-            vectors=self.batch.vectors,
-            levels=config.levels,
-            absolute=tiles.absolute,
-        )
-        grid, threads = (tiles.tiles, -(-count // group), 1), (32 * config.warps, 1, 1)
-        shared = _COUNTER_BYTES + config.warps * config.levels * limits.level_bytes
-        commands.launch(self.kernels.interpret, grid, threads, arguments, shared=shared)
-
-    def add_sums(
-        self,
-        commands: CommandList,
-        tiles: RowTiles,
-        jobs: int,
-        partials: int,
-        sums: NDArray[np.float64],
-    ) -> None:
-        """Add the sums of jobs' partial sums, to page-locked memory [nodes, jobs]."""
-        numbers = partials, address_of(sums), tiles.tiles, tiles.first_tile
-        threads = (_SUM_THREADS, 1, 1)
-        kernel, levels = self.kernels.sum_partials, tiles.node_levels
-        commands.launch(kernel, (jobs, 1, 1), threads, *numbers, levels)
+        context, partials, target = self.context, 0, 0
+        if sums is not None:
+            size = 8 * jobs[1] * int(tiles["tiles"][0])
+            partials, target = context.buffer("partials" + side, size), address_of(sums)
+        places = partials, target, values, context.event("computed" + side).ptr
+        given = context.functions, self.kernels.record, self.numbers, tiles, *jobs, *places
+        context.check_executed(run_jobs(*given))
 
     def launch_chunk(
-        self, tiles: RowTiles, evaluation: Evaluation, jobs: Jobs, side: int
+        self, tiles: NDArray[Any], evaluation: Evaluation, jobs: Jobs, side: str
     ) -> Staging:
         """Launch some jobs and the copies of their results; see `resident_data.run_chunks`."""
-        context, variant, count = self.context, self.kernels.variant, jobs[1]
-        itemsize = variant.dtype.itemsize
-        pitch = tiles.tiles * variant.tile * itemsize
-        partials = values = 0
-        sums = staging = None
+        context, variant, count, one = self.context, self.kernels.variant, jobs[1], tiles[0]
+        pitch = int(one["tiles"]) * variant.tile * variant.dtype.itemsize
+        values, sums, staging = 0, None, None
         if evaluation.loss is not None:
-            partials = context.buffer(f"partials {side}", count * tiles.tiles * 8)
-            sums = context.pinned(f"sums {side}", 8 * tiles.nodes * count).view(np.float64)
-            sums = sums.reshape(tiles.nodes, -1)
+            nodes = int(one["nodes"])
+            sums = context.pinned("sums" + side, 8 * nodes * count).view(np.float64)
+            sums = sums.reshape(nodes, -1)
         if evaluation.values:
-            values = context.buffer(f"values {side}", count * pitch)
-        commands = self.new_commands()
-        self.add_jobs(commands, tiles, jobs, partials, values)
-        if sums is not None:
-            self.add_sums(commands, tiles, count, partials, sums)
-        self.execute(commands)
-        context.mark(f"computed {side}")
+            values = context.buffer("values" + side, count * pitch)
+        self.launch(tiles, jobs, sums, values, side)
         if values:
-            rows = tiles.end_row - tiles.first_row
-            memory = context.pinned(f"values {side}", count * rows * itemsize)
-            staging = memory.view(variant.dtype).reshape(count, rows)
-            context.download_rows(staging, values + tiles.first_row * itemsize, pitch)
+            first, end = int(one["first_row"]), int(one["end_row"])
+            memory = context.pinned("values" + side, count * (end - first) * variant.dtype.itemsize)
+            staging = memory.view(variant.dtype).reshape(count, -1)
+            context.download_rows(staging, values + first * variant.dtype.itemsize, pitch)
         return sums, staging
 
-    def run(
-        self,
-        commands: CommandList,
-        tiles: RowTiles,
-        losses: NDArray[np.float64],
-        started: int,
+    def compute_losses(
+        self, tiles: NDArray[Any], losses: NDArray[np.float64], started: int
     ) -> Steps[Timings]:
         """Launch all jobs on all rows after the lowering, and fill in the sums of row losses.
 
@@ -384,13 +490,9 @@ class BatchLaunch:
         Raises:
             ProgramError: for the first bad token.
         """
-        context, jobs = self.context, losses.size
-        partials = context.buffer("partials", 8 * jobs * tiles.tiles)
-        sums = context.pinned("sums", 8 * jobs).view(np.float64)
-        self.add_jobs(commands, tiles, (0, jobs), partials)
-        self.add_sums(commands, tiles, jobs, partials, sums)
-        commands.record(context.event("computed"))
-        self.execute(commands)
+        context = self.context
+        sums = context.pinned("sums", 8 * losses.size).view(np.float64)
+        self.launch(tiles, (0, losses.size), sums, 0, "")
         launched = time.perf_counter_ns()
         yield from context.reach("computed")
         self.check()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
-from warpfit.request import Evaluation, Tier, Timings
+from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
@@ -31,6 +30,7 @@ from warpfit_server.engine.cuda.interpreter.launches import (
 )
 from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.driver_calls import as_record
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ALIGNED_ROWS,
     RESULTS_SHARE,
@@ -59,6 +59,8 @@ _RESIDENT_WARPS: Final = 32
 _FULL_THREADS: Final = 32 * _RESIDENT_WARPS
 #: Most jobs of one launch.
 _MAX_JOBS: Final = 1 << 18
+#: Ranges of rows of a data set for which tiles are kept.
+_KEPT_TILES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,9 @@ class InterpreterTier:
         self._tuning = tuning or InterpreterTuning()
         self._kernels: dict[source.Variant, InterpreterKernels] = {}
         self._lowering = load_lowering(device)
-        self._lock = threading.Lock()
+        self._variants = {mode: self._choices(mode) for mode in Mode}
+        most = int(device.memory_limit * RESULTS_SHARE)
+        self._chunk_bytes = min(self._tuning.chunk_bytes, most)
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
@@ -98,26 +102,26 @@ class InterpreterTier:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         started = time.perf_counter_ns()
         check_cancelled(outputs.cancelled)
-        layout, shard = resident.dataset.layout, outputs.shard
+        layout, shard, batch = resident.dataset.layout, outputs.shard, evaluation.batch
+        rows = evaluation.row_range(layout)
         length = self._rows_at_a_time(resident, evaluation)
-        spans = cut_rows(evaluation.row_range(layout), length)
-        most = evaluation if len(spans) == 1 else replace(evaluation, rows=longest(spans))
-        kernels = self.prepare(self.variant(resident, most))
-        chunks = list(self._chunks(resident, most, kernels.variant))
-        is_whole = len(chunks) == len(spans) == 1 and not resident.is_streamed and shard is None
-        losses = outputs.losses if is_whole and not evaluation.values else None
-        batch, jobs = evaluation.batch, chunks[0][1]
+        spans = cut_rows(rows, length)
+        most = rows if len(spans) == 1 else longest(spans)
+        rows_of_most = most[1] - most[0]
+        kernels = self.prepare(self.variant(resident, evaluation, rows_of_most))
+        all_jobs = len(batch) * batch.vectors
+        jobs = self._most_jobs(evaluation, kernels.variant, rows_of_most)
         level = None if shard is None else shard.level
         if shard is not None:
             length = min(length, node_rows(layout, shard.level))
             shard.begin(0 if outputs.losses is None else outputs.losses.size)
+        is_whole = jobs == all_jobs and len(spans) == 1 and not resident.is_streamed
         with self._device.stream() as context:
             given = context, kernels, batch, layout.variables, jobs
-            lowered, commands = yield from BatchLaunch.begin(*given)
-            if losses is not None:
-                tiles = RowTiles.of(resident, evaluation, kernels.variant)
-                return (yield from lowered.run(commands, tiles, losses, started))
-            lowered.execute(commands)
+            lowered = yield from BatchLaunch.begin(*given)
+            if is_whole and shard is None and outputs.losses is not None and not evaluation.values:
+                tiles = self._tiles(resident, rows, evaluation.loss, kernels.variant)
+                return (yield from lowered.compute_losses(tiles, outputs.losses, started))
             launched = time.perf_counter_ns()
             sums: list[Any] = [[] for _ in spans]
             results = ChunkResults(lowered, outputs, spans, length, sums)
@@ -125,12 +129,13 @@ class InterpreterTier:
             def launch(
                 window: ResidentDataset, number: int, jobs: Jobs, side: int
             ) -> Callable[[], None]:
-                rows = replace(evaluation, rows=spans[number])
-                place = RowTiles.of(window, rows, kernels.variant, level)
-                staging = lowered.launch_chunk(place, rows, jobs, side)
+                given = window, spans[number], evaluation.loss, kernels.variant, level
+                tiles = as_record(RowTiles.of(*given))
+                staging = lowered.launch_chunk(tiles, evaluation, jobs, f" {side}")
                 return partial(results.copy, number, jobs, staging)
 
             size = 0 if outputs.values is None else outputs.values.nbytes
+            chunks = [(n, min(jobs, all_jobs - n)) for n in range(0, all_jobs, jobs)]
             work = resident, spans, chunks, outputs.cancelled, launch, size
             computed = yield from run_chunks(self._device, context, *work)
             copy_out = max(0, time.perf_counter_ns() - launched - computed)
@@ -139,49 +144,67 @@ class InterpreterTier:
             copy_in=launched - started, compute=computed, copy_out=copy_out, tier=Tier.INTERPRETER
         )
 
-    def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> source.Variant:
-        """Choose the variant of the kernels for an evaluation."""
+    def variant(
+        self, resident: ResidentDataset, evaluation: Evaluation, rows: int
+    ) -> source.Variant:
+        """Choose the variant of the kernels for an evaluation, of which a launch has some rows."""
         mode = Mode.of(resident.dataset.layout.dtype, evaluation.precision)
-        most = source.Variant.of(mode, _MOST_BYTES[mode])
-        if self._tuning.rows:
-            return replace(most, rows=max(self._tuning.rows, _LEAST_BYTES // mode.dtype.itemsize))
-        programs, vectors, rows = evaluation.shape(resident.dataset.layout)
+        few, most = self._variants[mode]
         # More rows a thread share the decoding of an instruction, but leave fewer warps.
         threads = _FULL_THREADS * self._device.multiprocessors
-        is_much = programs * vectors * rows >= most.rows * threads
-        return most if is_much else source.Variant.of(mode, _LEAST_BYTES)
+        is_much = len(evaluation.batch) * evaluation.batch.vectors * rows >= most.rows * threads
+        return most if is_much else few
+
+    def _choices(self, mode: Mode) -> tuple[source.Variant, source.Variant]:
+        """Return the variants for little and for much work."""
+        rows = self._tuning.rows
+        if rows is None:
+            few, most = (source.Variant.of(mode, n) for n in (_LEAST_BYTES, _MOST_BYTES[mode]))
+            return few, most
+        tuned = source.Variant(mode, max(rows, _LEAST_BYTES // mode.dtype.itemsize))
+        return tuned, tuned
 
     def prepare_all(self) -> None:
         """Load every variant that `variant` chooses."""
-        for variant in VARIANTS:
-            self.prepare(variant)
+        for variants in self._variants.values():
+            for variant in variants:
+                self.prepare(variant)
 
     def prepare(self, variant: source.Variant) -> InterpreterKernels:
         """Return the kernels of a variant, which are loaded on the first call."""
-        with self._lock:
-            if variant not in self._kernels:
-                module = interpreter_switch(variant).load(self._device)
-                self._kernels[variant] = InterpreterKernels(
-                    variant=variant,
-                    limits=self._limits(variant),
-                    interpret=module.get_function("interpret"),
-                    evaluate_slots=module.get_function("evaluate_slots"),
-                    sum_partials=module.get_function("sum_partials"),
-                    lowering=self._lowering,
-                    flags=source.operator_flags(variant),
-                )
-            return self._kernels[variant]
+        kernels = self._kernels.get(variant)
+        if kernels is None:
+            module = interpreter_switch(variant).load(self._device)
+            names = "interpret", "evaluate_slots", "sum_partials"
+            functions = {name: module.get_function(name) for name in names} | self._lowering
+            limits = self._limits(variant, functions)
+            flags = source.operator_flags(variant)
+            kernels = InterpreterKernels(variant, limits, as_record(limits), flags, functions)
+            self._kernels[variant] = kernels
+        return kernels
 
-    def _limits(self, variant: source.Variant) -> LaunchLimits:
+    def _limits(self, variant: source.Variant, functions: Mapping[str, Any]) -> LaunchLimits:
         count = self._device.multiprocessors
         return LaunchLimits(
             level_bytes=variant.tile * variant.dtype.itemsize,
             max_warps=self._tuning.warps or (2 if variant.mode.is_fast else 1),
             programs_per_warp=self._tuning.jobs_per_warp,
             resident_warps=_RESIDENT_WARPS * count,
-            max_token_rows=max_interpreted_token_rows(variant.mode, count),
             lowering_blocks=BLOCKS_A_MULTIPROCESSOR * count,
+            **{name: function.ptr for name, function in functions.items()},
         )
+
+    def _tiles(
+        self, resident: ResidentDataset, rows: Span, loss: Loss | None, variant: source.Variant
+    ) -> NDArray[Any]:
+        """Return a record of `RowTiles`, which is kept for the next launch on the same rows."""
+        key = rows, loss, variant
+        tiles = resident.kept.get(key)
+        if tiles is None:
+            if len(resident.kept) >= _KEPT_TILES:
+                resident.kept.clear()
+            tiles = resident.kept[key] = as_record(RowTiles.of(resident, rows, loss, variant))
+        return tiles
 
     def _rows_at_a_time(self, resident: ResidentDataset, evaluation: Evaluation) -> int:
         """Return the most rows of a launch, a power of two: a job's values must fit the device."""
@@ -190,30 +213,22 @@ class InterpreterTier:
         rows = max(self._chunk_bytes // resident.dataset.layout.dtype.itemsize, ALIGNED_ROWS)
         return min(resident.window_rows, 1 << (rows.bit_length() - 1))
 
-    @property
-    def _chunk_bytes(self) -> int:
-        most = int(self._device.memory_limit * RESULTS_SHARE)
-        return min(self._tuning.chunk_bytes, most)
+    def _most_jobs(self, evaluation: Evaluation, variant: source.Variant, rows: int) -> int:
+        """Return how many jobs of an evaluation a launch has on so many rows.
 
-    def _chunks(
-        self, resident: ResidentDataset, evaluation: Evaluation, variant: source.Variant
-    ) -> Iterator[Jobs]:
-        """Cut the jobs so that the results of each launch fit in ``chunk_bytes``.
-
-        No launch of several jobs has more token-rows than `LaunchLimits` allow, so that other
-        evaluations get their turns.
+        Their results fit in ``chunk_bytes``. No launch of several jobs has more token-rows than
+        others should wait for.
         """
-        programs, vectors, rows = evaluation.shape(resident.dataset.layout)
+        batch = evaluation.batch
+        programs, vectors = len(batch), batch.vectors
         tiles = -(-rows // variant.tile) + 1
         job_bytes = 8 * tiles
         if evaluation.values:
             job_bytes = tiles * variant.tile * variant.dtype.itemsize
         jobs = min(programs * vectors, max(1, self._chunk_bytes // job_bytes), _MAX_JOBS)
-        most, token_rows = self._limits(variant).max_token_rows, len(evaluation.batch.codes) * rows
-        jobs = min(jobs, max(1, most * programs // token_rows))
-        jobs -= jobs % vectors if jobs > vectors else 0
-        for first in range(0, programs * vectors, jobs):
-            yield first, min(jobs, programs * vectors - first)
+        most = max_interpreted_token_rows(variant.mode, self._device.multiprocessors)
+        jobs = min(jobs, max(1, most * programs // (len(batch.codes) * rows)))
+        return jobs - jobs % vectors if jobs > vectors else jobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,8 +15,8 @@ from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel
 from warpfit_server.engine.cuda.math.modes import NVRTC_PRECISE
 from warpfit_server.engine.cuda.math.prelude import sum_tree
-from warpfit_server.engine.cuda.runtime.command_list import wait_while_held
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.driver_calls import wait_while_held
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 

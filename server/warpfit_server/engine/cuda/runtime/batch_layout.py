@@ -33,16 +33,18 @@ class TokenArrays(NamedTuple):
     def of(cls, batch: Batch) -> TokenArrays:
         """View a batch, always read-only, so that Numba compiles for one set of types."""
         return cls(
-            codes=_read_only(batch.codes),
-            values=_read_only(batch.values),
-            lengths=_read_only(batch.lengths),
-            parameter_counts=_read_only(batch.parameter_counts),
-            parameters=_read_only(batch.parameters),
-            vectors=batch.vectors,
+            _read_only(batch.codes),
+            _read_only(batch.values),
+            _read_only(batch.lengths),
+            _read_only(batch.parameter_counts),
+            _read_only(batch.parameters),
+            batch.vectors,
         )
 
 
 def _read_only(array: Any) -> Any:
+    if not array.flags.writeable:
+        return array
     view = array.view()
     view.flags.writeable = False
     return view
@@ -168,17 +170,9 @@ def max_levels(tokens: int, has_ternary: bool) -> int:
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def pack(
-    tokens: TokenArrays, layout: BatchLayout, memory: NDArray[np.uint8], flags: NDArray[np.uint8]
-) -> BatchBounds:
-    """Write the part of a batch that is uploaded to memory, and bound what the batch will need.
-
-    Args:
-        tokens: the batch.
-        layout: of the batch.
-        memory: uint8 [at least layout.uploaded].
-        flags: see `bound_batch`.
-    """
+def pack(tokens: TokenArrays, memory: NDArray[np.uint8]) -> None:
+    """Write the part of a batch that is uploaded to memory, uint8 [at least layout.uploaded]."""
+    layout = lay_out(len(tokens.codes), len(tokens.lengths), len(tokens.parameters))
     size = 4 * (len(tokens.lengths) + 1)
     prefix_sums(tokens.lengths, memory[:size].view(np.uint32))
     second = layout.parameter_starts
@@ -186,7 +180,6 @@ def pack(
     _copy(tokens.values, memory[layout.values : layout.parameters].view(np.float64))
     _copy(tokens.parameters, memory[layout.parameters : layout.codes].view(np.float64))
     _copy(tokens.codes, memory[layout.codes : layout.uploaded])
-    return bound_batch(tokens, flags)  # type: ignore[no-any-return]
 
 
 @_compiled  # type: ignore[untyped-decorator]

@@ -16,7 +16,7 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
-from warpfit_server.engine.cuda.runtime.command_list import driver_functions
+from warpfit_server.engine.cuda.runtime.driver_calls import driver_functions
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.system import compile_cache
 from warpfit_server.system.compile_cache import check_private, default_cache_directory
@@ -78,7 +78,7 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._thread = threading.local()
         self.functions = driver_functions()
-        """Driver functions for `command_list.execute`."""
+        """Driver functions for `driver_calls.execute`."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:

@@ -2,7 +2,7 @@
 
 The driver loads a module only when the device is idle, and delays launches meanwhile. Modules
 loaded one by one would each wait for the launches since the last one, and delay further launches
-in turn. So launches are held back in `command_list` until all modules are loaded: one wait for the
+in turn. So launches are held back in `driver_calls` until all modules are loaded: one wait for the
 device, and then some 0.1 ms a module.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cuda.runtime.command_list import LAUNCHES_HELD, LOAD_MODULE
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.driver_calls import LAUNCHES_HELD, LOAD_MODULE
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import call_c
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -46,6 +46,8 @@ class ResidentDataset:
     """Row of the data set that the columns begin with."""
     window_rows: int = _MOST_ROWS
     """Most rows that one evaluation of a tier takes, a power of two."""
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+    """What the interpreter has prepared for launches on some of the rows."""
     is_streamed: ClassVar[bool] = False
     """Whether only windows of the rows are on the device."""
 

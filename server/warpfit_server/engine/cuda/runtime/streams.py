@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cuda.runtime.command_list import wait_while_held
+from warpfit_server.engine.cuda.runtime.driver_calls import wait_while_held
 from warpfit_server.engine.interface import Steps
 
 _HOST_TO_DEVICE: Final = 1
@@ -39,7 +39,7 @@ class StreamContext:
 
     Args:
         cuda: ``cupy.cuda``.
-        functions: from `command_list.driver_functions`.
+        functions: from `driver_calls.driver_functions`.
         allocate: `CudaDevice.allocate`.
 
     """
@@ -49,7 +49,7 @@ class StreamContext:
     ) -> None:
         self._cuda = cuda
         self.functions = functions
-        """Addresses of the driver functions that `command_list.execute` calls."""
+        """Addresses of the driver functions that `driver_calls.execute` calls."""
         self._allocate = allocate
         self.stream = cuda.Stream(non_blocking=True)
         self.handle = int(self.stream.ptr)

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from support.emulators.cuda_on_host import compile_for_host
-from support.emulators.device_lowering import dtype_of
 from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM
 from warpfit_server.engine.cuda.interpreter import device_lowering, launches
 
 STRUCTS = [
-    ("interpreter/interpreter.cu", "Arguments", dtype_of(launches.INTERPRETER_ARGUMENTS)),
-    ("interpreter/interpreter.cu", "SlotArguments", dtype_of(launches.SLOT_ARGUMENTS)),
-    ("interpreter/lowering.cu", "LowerArguments", dtype_of(device_lowering.LOWER_ARGUMENTS)),
-    ("interpreter/lowering.cu", "OrderArguments", dtype_of(device_lowering.ORDER_ARGUMENTS)),
+    ("interpreter/interpreter.cu", "Arguments", launches.INTERPRETER_ARGUMENTS),
+    ("interpreter/interpreter.cu", "SlotArguments", launches.SLOT_ARGUMENTS),
+    ("interpreter/lowering.cu", "LowerArguments", device_lowering.LOWER_ARGUMENTS),
+    ("interpreter/lowering.cu", "OrderArguments", device_lowering.ORDER_ARGUMENTS),
     ("derivatives/derivatives.cu", "Arguments", launch_plan.DERIVATIVE_ARGUMENTS),
     ("derivatives/derivatives.cu", "Program", PROGRAM),
     ("derivatives/statistics.cu", "StatisticsArguments", launch_plan.STATISTICS_ARGUMENTS),

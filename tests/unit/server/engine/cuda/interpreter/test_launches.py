@@ -10,8 +10,8 @@ from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds
 
 LIMITS = launches.LaunchLimits(
-    level_bytes=2048, max_warps=2, programs_per_warp=2, resident_warps=32 * 132,
-    max_token_rows=10**12, lowering_blocks=8 * 132,
+    *[0] * 5, level_bytes=2048, max_warps=2, programs_per_warp=2, resident_warps=32 * 132,
+    lowering_blocks=8 * 132,
 )  # fmt: skip
 
 
