@@ -50,7 +50,7 @@ _KERNELS: Final = {
 _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[Path], object]]]]] = {
     "values": {
         "check": (0.8, lambda _: validate.load()),
-        "launches": (2.0, lambda _: launches.load()),
+        "launches": (5.0, lambda _: launches.load()),
         "graphs": (2.0, lambda _: shapes.load()),
     },
     "derivatives": {"host lowering": (15.0, derivative_lowering.load)},
