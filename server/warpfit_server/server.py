@@ -92,7 +92,7 @@ class Server:
     def _make_service(self) -> None:
         """Make the gRPC service and bind its port."""
         config = self._config
-        interceptor = Interceptor(config, self.quotas, is_main=True)
+        interceptor = self._interceptor = Interceptor(config, self.quotas, is_main=True)
         servicer = MainServicer(
             self._datasets,
             DataFolder(config.data_root, self._datasets),
@@ -104,7 +104,6 @@ class Server:
         check_free(config.host, config.port)
         observer = Observer(self._recorder, self._tracer)
         handlers = interceptor.intercept(servicer.handlers(), observer)
-        self._workers = interceptor.workers
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.processes > 1)
         self._health.add_to(self._grpc)
         self.port = listen(self._grpc, config, config.port)
@@ -128,9 +127,10 @@ class Server:
         self._health.drain()
         time.sleep(self._config.notice)  # load balancers take notice
         stopped = self._grpc.stop(self._config.grace)
+        self._interceptor.drain()
         self._front_ends.stop()
         stopped.wait()
-        self._workers.close()
+        self._interceptor.workers.close()
         for watchdog in self._watchdogs:
             watchdog.stop()
         self._probes[0].close()

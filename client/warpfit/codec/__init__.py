@@ -2,6 +2,7 @@
 
 from warpfit.codec.answers import (
     EXTRAS,
+    MORE_ANSWERS,
     answer_from_bytes,
     read_result,
     result_end,
@@ -42,6 +43,7 @@ from warpfit.codec.fits import (
 )
 from warpfit.codec.framing import parse_message
 from warpfit.codec.requests import (
+    MORE_REQUESTS,
     evaluation_from_bytes,
     evaluation_from_message,
     evaluation_to_bytes,

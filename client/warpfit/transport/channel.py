@@ -13,10 +13,14 @@ from warpfit import codec
 from warpfit.errors import InvalidArgumentError
 from warpfit.transport.call import Call, Cancellation, UploadStream
 from warpfit.transport.connection import Connection
+from warpfit.transport.open_call import OpenCalls
 from warpfit.v1 import evaluator_pb2 as pb
 
+#: The method whose calls carry several requests, and the one whose request has several messages.
+_OPEN: Final = "Evaluate"
+_UPLOAD: Final = "UploadVariables"
 #: Methods whose requests reach gRPC as bytes.
-_OF_BYTES: Final = frozenset({"Evaluate", "UploadVariables"})
+_OF_BYTES: Final = frozenset({_OPEN, _UPLOAD})
 
 
 class GrpcTransport:
@@ -31,7 +35,7 @@ class GrpcTransport:
         self._options = [*config.channel_options(), reading]
         self._security = connection.security
         self._metadata = connection.security.metadata()
-        self._open: dict[str, tuple[grpc.Channel, _Methods]] = {}
+        self._open: dict[str, _Channel] = {}
         self._lock = threading.Lock()
         self._closed = False
         for address in addresses:
@@ -45,12 +49,14 @@ class GrpcTransport:
             raise InvalidArgumentError(
                 "the client is closed", "CLIENT_CLOSED", "Keep it open as long as it is used"
             )
-        _, methods = self._open.get(server) or self._to(server)
-        single, streamed = methods.single[call.method], methods.streamed.get(call.method)
+        channel = self._open.get(server) or self._to(server)
+        single, streamed = channel.single[call.method], channel.streamed.get(call.method)
         options = {"timeout": seconds, "metadata": self._metadata}
         try:
+            if call.method == _OPEN and seconds is None:
+                return call.read(channel.open_calls.ask(call.request, cancellation))
             if call.is_single and cancellation is None and not _is_upload(call):
-                # The fastest way. gRPC cancels such a call by itself when it is interrupted.
+                # gRPC cancels such a call by itself when it is interrupted.
                 return call.read((single(call.request, **options),))
             # This thread reads a stream itself, while a future has to wait for one of gRPC's.
             rpc = (streamed or single.future)(call.request, **options)
@@ -67,11 +73,11 @@ class GrpcTransport:
                 cancellation.check()  # so that the server is not blamed
             raise _error_of(call, error) from error
 
-    def _to(self, address: str) -> tuple[grpc.Channel, _Methods]:
+    def _to(self, address: str) -> _Channel:
         with self._lock:
             if address not in self._open:
                 channel = self._security.channel(address, self._options)
-                self._open[address] = channel, _Methods(channel)
+                self._open[address] = _Channel(channel, self._metadata)
             return self._open[address]
 
     def forget(self, address: str) -> None:
@@ -79,7 +85,7 @@ class GrpcTransport:
         with self._lock:
             found = self._open.pop(address, None)
         if found is not None:
-            found[0].close()
+            found.close()
 
     def close(self) -> None:
         """Close the channels, and open no others."""
@@ -88,25 +94,33 @@ class GrpcTransport:
             self.forget(address)
 
 
-class _Methods:
-    """The remote methods of a channel.
+class _Channel:
+    """A channel to a server with the remote methods.
 
     On the wire, a stream of one message looks like a single message. Where the contract promises
     one message the method is called as a unary one, which saves 0.1 ms a call.
     """
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, metadata: Any) -> None:
         service = pb.DESCRIPTOR.services_by_name["Evaluator"]
+        self._channel = channel
         self.streamed: dict[str, Any] = {}
         self.single: dict[str, Any] = {}
         for method in service.methods:
             request, answer = map(GetMessageClass, (method.input_type, method.output_type))
             serializer = None if method.name in _OF_BYTES else request.SerializeToString
             way = f"/{service.full_name}/{method.name}", serializer, answer.FromString
-            unary = channel.stream_unary if method.client_streaming else channel.unary_unary
+            unary = channel.stream_unary if method.name == _UPLOAD else channel.unary_unary
             self.single[method.name] = unary(*way)
             if method.server_streaming:
                 self.streamed[method.name] = channel.unary_stream(*way)
+            if method.name == _OPEN:
+                self.open_calls = OpenCalls(channel, way[0], metadata, answer.FromString)
+
+    def close(self) -> None:
+        """Close the channel; calls in flight fail."""
+        self.open_calls.close()  # before: gRPC waits until nobody has an open call
+        self._channel.close()
 
 
 def _is_upload(call: Call) -> bool:

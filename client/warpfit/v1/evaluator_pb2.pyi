@@ -177,7 +177,7 @@ class LossFunction(_message.Message):
     def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., closing: _Optional[_Union[Closing, str]] = ...) -> None: ...
 
 class EvaluateRequest(_message.Message):
-    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier", "loss_function", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling", "correlation")
+    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier", "loss_function", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling", "correlation", "more")
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,7 @@ class EvaluateRequest(_message.Message):
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     LINEAR_SCALING_FIELD_NUMBER: _ClassVar[int]
     CORRELATION_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     content_id: bytes
     rows: RowRange
     programs: Programs
@@ -206,7 +207,8 @@ class EvaluateRequest(_message.Message):
     reductions: bool
     linear_scaling: bool
     correlation: bool
-    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., gradient: bool = ..., jacobian: bool = ..., variable_gradient: bool = ..., reductions: bool = ..., linear_scaling: bool = ..., correlation: bool = ...) -> None: ...
+    more: bool
+    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., gradient: bool = ..., jacobian: bool = ..., variable_gradient: bool = ..., reductions: bool = ..., linear_scaling: bool = ..., correlation: bool = ..., more: bool = ...) -> None: ...
 
 class RowRange(_message.Message):
     __slots__ = ("start", "stop")
@@ -233,7 +235,7 @@ class Programs(_message.Message):
     def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., parameter_counts: _Optional[bytes] = ..., parameters: _Optional[bytes] = ..., vectors: _Optional[int] = ...) -> None: ...
 
 class EvaluateResponse(_message.Message):
-    __slots__ = ("header", "losses", "values", "offset", "timings", "gradients", "jacobian", "variable_gradients", "reductions", "scaling", "correlations")
+    __slots__ = ("header", "losses", "values", "offset", "timings", "gradients", "jacobian", "variable_gradients", "reductions", "scaling", "correlations", "more")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +247,7 @@ class EvaluateResponse(_message.Message):
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
     CORRELATIONS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     header: ResultHeader
     losses: bytes
     values: bytes
@@ -256,7 +259,8 @@ class EvaluateResponse(_message.Message):
     reductions: bytes
     scaling: bytes
     correlations: bytes
-    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., losses: _Optional[bytes] = ..., values: _Optional[bytes] = ..., offset: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., gradients: _Optional[bytes] = ..., jacobian: _Optional[bytes] = ..., variable_gradients: _Optional[bytes] = ..., reductions: _Optional[bytes] = ..., scaling: _Optional[bytes] = ..., correlations: _Optional[bytes] = ...) -> None: ...
+    more: bool
+    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., losses: _Optional[bytes] = ..., values: _Optional[bytes] = ..., offset: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., gradients: _Optional[bytes] = ..., jacobian: _Optional[bytes] = ..., variable_gradients: _Optional[bytes] = ..., reductions: _Optional[bytes] = ..., scaling: _Optional[bytes] = ..., correlations: _Optional[bytes] = ..., more: bool = ...) -> None: ...
 
 class ResultHeader(_message.Message):
     __slots__ = ("dtype", "programs", "vectors", "rows")

@@ -279,7 +279,7 @@ class FrontEndProcess:
         self._probes = [Probe(engine, seed) for engine in self._engines]
         self._probe_now = [threading.Event() for _ in self._engines]
         self._leases = BorrowedLeases(control.send)
-        interceptor = Interceptor(config, quotas)
+        interceptor = self._interceptor = Interceptor(config, quotas)
         servicer = ComputeServicer(
             self._leases.lease, self._router, interceptor.admission, config.chunk_bytes
         )
@@ -328,7 +328,9 @@ class FrontEndProcess:
                     raise UnavailableError(f"unexpected message {message}", "BAD_MESSAGE")
 
     def _stop(self) -> None:
-        self._grpc.stop(self._config.grace).wait()
+        stopped = self._grpc.stop(self._config.grace)
+        self._interceptor.drain()
+        stopped.wait()
         self._control.send(messages.MetricsRecorded(self._recorder.take()))
         if self._tracer is not None:
             self._tracer.close()

@@ -8,7 +8,14 @@ upload at once, any other call when its message has arrived.
 Before a byte of its message is read, an admitted call has a slot and the bytes of the longest
 message that gRPC would receive, both counted for its tenant; and each of its messages must arrive
 within a time limit.
+
+A caller may send one request after the other in the same call, which spares both sides most of what
+gRPC takes for a call. Each request is admitted, counted and observed as if it were a call of its
+own. Between two of them a call has no slot, but the bytes of the longest message are still counted,
+and it is ended if the next request is not there soon, or if memory is short.
 """
+
+from __future__ import annotations
 
 import time
 from collections.abc import Mapping
@@ -17,6 +24,7 @@ from typing import Any, Final
 
 import grpc
 
+from warpfit.codec import MORE_ANSWERS
 from warpfit.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -40,6 +48,9 @@ _BATCH_METHODS: Final = ("Evaluate", "Optimize")
 _LONG_MESSAGE_METHODS: Final = (*_BATCH_METHODS, "UploadVariables")
 #: Most bytes of any other message, and most seconds in which it must arrive.
 _SHORT_MESSAGE, _SHORT_SECONDS = 64 << 10, 5.0
+#: Seconds in which the next request of a call must arrive: a search that breeds for longer can bear
+#: the cost of a new call.
+_IDLE_SECONDS: Final = 0.5
 #: Longest message that is sent without waiting until it is on its way, when nothing counts it.
 _LAST_BYTES: Final = 64 << 10
 #: Seconds after which a call may be repeated that was refused for want of a thread.
@@ -77,6 +88,10 @@ class Interceptor:
         """Time limits of the calls that wait for a message."""
         self.decoding = TenantSemaphore()
         """Held by calls while their batch is decoded."""
+        self.idle: dict[_IdleCall, None] = {}
+        """Calls that wait for another request."""
+        self.is_draining = False
+        """Whether no call is kept for another request."""
 
     def intercept(
         self, handlers: Mapping[str, Any], observer: Observer, *, forwards: bool = False
@@ -93,6 +108,12 @@ class Interceptor:
             for name, handler in handlers.items()
         }
 
+    def drain(self) -> None:
+        """End the calls that wait for another request, and let no other call wait for one."""
+        self.is_draining = True
+        for idle in list(self.idle):
+            idle.end()
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _InterceptedMethod:
@@ -106,6 +127,16 @@ class _InterceptedMethod:
 
     def __call__(self, call: Call) -> None:
         """Refuse a call, or have it served."""
+        served = self.admit(call)
+        if served is None:
+            return
+        if self.handler.request_streaming:
+            self.interceptor.workers.start(served.record.tenant, served.serve)
+        else:
+            served.receive()
+
+    def admit(self, call: Call) -> _ServedCall | None:
+        """Count a call, or a request of one that has been answered before, or refuse it."""
         record = self.observer.new_call(self.name, call, ANONYMOUS)
         served = _ServedCall(self, self.interceptor, record, call)
         try:
@@ -114,15 +145,12 @@ class _InterceptedMethod:
             fail_call(call, error, record.trailing)
             self.observer.end(record, status_of(call))
             call.end()
-            return
+            return None
         # A cancelled call leaves its slot at once, but its memory only when the engine has stopped.
         call.add_callback(served.leave_slot)
         if not self.forwards:
             self.observer.begin(record)
-        if self.handler.request_streaming:
-            self.interceptor.workers.start(record.tenant, served.serve)
-        else:
-            served.receive()
+        return served
 
 
 @dataclass(eq=False, slots=True)
@@ -195,8 +223,12 @@ class _ServedCall:
         self.call.receive(self._arrived)
 
     def _arrived(self, message: bytes | None) -> None:
-        self.message = message
         self.is_over = not self.interceptor.timeouts.stop(self)
+        self.start(message)
+
+    def start(self, message: bytes | None) -> None:
+        """Have the call served, with its message."""
+        self.message = message
         self.interceptor.workers.start(self.record.tenant, self.serve)
 
     def serve(self) -> None:
@@ -213,8 +245,17 @@ class _ServedCall:
             self.leave_slot(self.reserved)
         if not self.method.forwards:
             self.method.observer.end(self.record, status_of(self.call))
-        if not self.is_over:
+        if not self.is_over and not (last is not None and self._await_more(last)):
             self.call.end(last)
+
+    def _await_more(self, last: bytes) -> bool:
+        """Send the last message and wait for another request; return False if that cannot be."""
+        interceptor, tenant = self.interceptor, self.record.tenant
+        if not self.call.awaits_more or interceptor.is_draining:
+            return False
+        if not interceptor.admission.reserve_message(tenant):
+            return False
+        return _IdleCall(self.method, tenant, self.call).begin(last + MORE_ANSWERS)
 
     def _answer(self) -> bytes | None:
         """Send the answer but for its last message, which is returned unless it is long."""
@@ -311,6 +352,54 @@ class _ServedCall:
                     return None
         finally:
             answer.close()
+
+
+@dataclass(eq=False, slots=True)
+class _IdleCall:
+    """A call that has been answered and waits for another request.
+
+    The bytes of the longest message are counted for it, as long as it is in `Interceptor.idle`.
+    """
+
+    method: _InterceptedMethod
+    tenant: str
+    call: Call
+
+    def begin(self, answer: bytes) -> bool:
+        """Send the last message of an answer and wait; return False if the call has ended."""
+        interceptor = self.method.interceptor
+        interceptor.idle[self] = None
+        interceptor.timeouts.begin(self, _IDLE_SECONDS, self.end)
+        is_begun = self.call.receive(self._arrived, answer)
+        if not is_begun:
+            interceptor.timeouts.stop(self)
+            self._leave()
+        elif interceptor.is_draining:
+            self.end()
+        return is_begun
+
+    def end(self) -> None:
+        """End the call, unless a request has come; any thread may call this."""
+        self.method.interceptor.timeouts.stop(self)
+        if self._leave():
+            self.call.end()
+
+    def _arrived(self, message: bytes | None) -> None:
+        self.method.interceptor.timeouts.stop(self)
+        if not self._leave():
+            return
+        if message is None:
+            self.call.end()
+        elif (served := self.method.admit(self.call)) is not None:
+            served.start(message)
+
+    def _leave(self) -> bool:
+        """Give the bytes back; return False if another thread has done so."""
+        interceptor = self.method.interceptor
+        if interceptor.idle.pop(self, self) is not None:
+            return False
+        interceptor.admission.leave(self.tenant, 0, interceptor.admission.message_bytes)
+        return True
 
 
 def _advance(answer: Any) -> tuple[bytes, bool]:

@@ -39,10 +39,13 @@ class Call(_server._Context):
 
     gRPC's own handlers have a thread wait for each message that comes or goes, and send the status
     after the last one. Here a thread is needed only once the request is there, and the last message
-    of the answer goes with the status: a call of one message each way costs one hand-over between
-    threads instead of three. It uses gRPC's inner functions, which its own handlers consist of, and
-    its lock only where two fields must agree.
+    of the answer goes with the status, or with the wait for the next request: a call of one message
+    each way costs one hand-over between threads instead of three. It uses gRPC's inner functions,
+    which its own handlers consist of, and its lock only where two fields must agree.
     """
+
+    awaits_more = False
+    """Whether the caller may send another request; the method sets it."""
 
     @property
     def messages(self) -> Iterator[bytes]:
@@ -50,13 +53,17 @@ class Call(_server._Context):
         found: Iterator[bytes] = _server._RequestIterator(self._state, self._rpc_event.call, None)
         return found
 
-    def receive(self, deliver: Callable[[bytes | None], None]) -> None:
-        """Have the port's own thread call ``deliver``, which must not block, with the only message.
+    def receive(self, deliver: Callable[[bytes | None], None], answer: bytes | None = None) -> bool:
+        """Have the port's own thread call ``deliver``, which must not block, with the next message.
 
-        It gets None if there is no message, or the call has ended. Only methods that take the call
-        may use this, while they do so: then the call cannot end, and no lock is needed.
+        It gets None if there is no message, or the call has ended. An ``answer`` is sent before, as
+        the last message for the one that came before; what `add_callback` was told is then void.
+
+        Returns:
+            False if the call has ended already. Then nothing is sent or delivered.
         """
         state: Any = self._state
+        operations: list[Any] = [cygrpc.ReceiveMessageOperation(0)]
 
         def received(event: Any) -> Any:
             message = event.batch_operations[0].message()
@@ -65,8 +72,18 @@ class Call(_server._Context):
             deliver(message)
             return finished
 
-        self._rpc_event.call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), received)
-        state.due.add(_RECEIVE_MESSAGE_TOKEN)
+        with state.condition:
+            if not self.is_active():
+                return False
+            if answer is not None:
+                state.callbacks.clear()
+                if state.initial_metadata_allowed:
+                    state.initial_metadata_allowed = False
+                    operations.append(cygrpc.SendInitialMetadataOperation(None, 0))
+                operations.append(cygrpc.SendMessageOperation(answer, 0))
+            self._rpc_event.call.start_server_batch(operations, received)
+            state.due.add(_RECEIVE_MESSAGE_TOKEN)
+        return True
 
     def send(self, message: bytes) -> None:
         """Send a message of the answer and wait until it is on its way."""

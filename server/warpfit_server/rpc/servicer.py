@@ -40,6 +40,7 @@ from warpfit_server.limits import (
     evaluation_memory,
 )
 from warpfit_server.observability import calls
+from warpfit_server.rpc.port import Call
 from warpfit_server.tenancy.admission import Admission, CallCost
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
 from warpfit_server.tenancy.tenants import key_of, tenant_of
@@ -79,22 +80,26 @@ class ComputeServicer:
             "Optimize": grpc.unary_stream_rpc_method_handler(self.optimize),
         }
 
-    def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Answer:
+    def evaluate(self, message: bytes, context: Call) -> Answer:
         """Evaluate a batch and stream the answer while the engine still computes."""
         return self._serve(message, context, fits=False)
 
-    def optimize(self, message: bytes, context: grpc.ServicerContext) -> Answer:
+    def optimize(self, message: bytes, context: Call) -> Answer:
         """Fit a batch; stream progress if the request asks for it, then the result."""
         return self._serve(message, context, fits=True)
 
-    def _serve(self, message: bytes, context: grpc.ServicerContext, *, fits: bool) -> Answer:
+    def _serve(self, message: bytes, context: Call, *, fits: bool) -> Answer:
         """Decode, check and admit a request, send it to an engine, and stream the answer.
 
         The message is an OptimizeRequest if it ``fits``, else an EvaluateRequest.
         """
         arrived, tenant = time.monotonic_ns(), tenant_of(context)
         limits = self._admission.limits(tenant)
-        evaluation, fit = _decode(message, tenant, limits, fits=fits)
+        parsed: Any = codec.parse_message(
+            pb.OptimizeRequest if fits else pb.EvaluateRequest, message
+        )
+        context.awaits_more = not fits and parsed.more
+        evaluation, fit = _decode(parsed, tenant, limits, fits=fits)
         with self._lease(evaluation.dataset_id) as data:
             size, cost = _check(evaluation, fit, data, limits)
             nanoseconds = self._admission.costs.estimate(cost)
@@ -286,10 +291,9 @@ class MainServicer(ComputeServicer):
 
 
 def _decode(
-    message: bytes, tenant: str, limits: Limits, *, fits: bool
+    parsed: Any, tenant: str, limits: Limits, *, fits: bool
 ) -> tuple[Evaluation, FitRequest | None]:
     """Decode a request; return the evaluation, and the fit that it is part of."""
-    parsed: Any = codec.parse_message(pb.OptimizeRequest if fits else pb.EvaluateRequest, message)
     sent = parsed.problem if fits else parsed
     check_limit(limits, "tokens", len(sent.programs.codes))
     check_limit(limits, "loss_tokens", len(sent.loss_function.codes))

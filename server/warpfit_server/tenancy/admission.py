@@ -175,6 +175,17 @@ class Admission:
         own = Amounts(limits.requests, self._tenant_quota.nbytes, 0)
         self._acquire(tenant, Amounts(int(slot), self.message_bytes, 0), own)
 
+    def reserve_message(self, tenant: str) -> bool:
+        """Count the longest message for a call that waits for its next request, if there is room.
+
+        Such calls take at most half of what there is for calls in flight.
+        """
+        amount = Amounts(0, self.message_bytes, 0)
+        own, server = (
+            Amounts(0, quota.nbytes // 2, 0) for quota in (self._tenant_quota, self._server_quota)
+        )
+        return self.quotas.acquire(tenant, amount, own, server) is None
+
     def leave(self, tenant: str, slots: int, nbytes: int) -> None:
         """Give back slots of calls in flight, and bytes of their messages."""
         self.quotas.release(tenant, Amounts(slots, nbytes))

@@ -39,6 +39,8 @@ class Servicer:
         )
 
     def _call(self, method, request, context):
+        if method.name == "Evaluate":
+            request = next(request)  # each call answers one request
         if method.name == "Evaluate" and self.hang:
             context.add_callback(self.cancelled.set)
             self.hangs.set()
