@@ -170,14 +170,24 @@ class Worker {
     return info.content_id();
   }
 
-  std::vector<double> losses(const pb::EvaluateRequest& request) {
-    grpc::ClientContext context;
-    auto reader = stub_->Evaluate(&context, request);
+  // Requests follow one another in a call that stays open. The server may have ended it while it
+  // waited; then the request goes into a new one.
+  std::vector<double> losses(pb::EvaluateRequest request) {
+    request.set_more(true);
     pb::EvaluateResponse message;
-    std::string bytes;
-    while (reader->Read(&message)) bytes += message.losses();
-    check(reader->Finish());
-    return unpack<double>(bytes);
+    if (!(evaluations_ && ask(request, &message))) {
+      evaluations_.reset();  // a call goes before its context
+      context_ = std::make_unique<grpc::ClientContext>();
+      evaluations_ = stub_->Evaluate(context_.get());
+      if (!ask(request, &message)) {
+        const auto status = evaluations_->Finish();
+        evaluations_.reset();
+        check(status);
+        throw std::runtime_error("the call ended without an answer");
+      }
+    }
+    if (!message.more()) evaluations_.reset();
+    return unpack<double>(message.losses());
   }
 
   pb::FitResult fit(const pb::OptimizeRequest& request) {
@@ -192,11 +202,18 @@ class Worker {
   }
 
  private:
+  // Without values and Jacobian an answer is one message.
+  bool ask(const pb::EvaluateRequest& request, pb::EvaluateResponse* message) {
+    return evaluations_->Write(request) && evaluations_->Read(message);
+  }
+
   static void check(const grpc::Status& status) {
     if (!status.ok()) throw std::runtime_error(status.error_message());
   }
 
   std::unique_ptr<pb::Evaluator::Stub> stub_;
+  std::unique_ptr<grpc::ClientContext> context_;
+  std::unique_ptr<grpc::ClientReaderWriter<pb::EvaluateRequest, pb::EvaluateResponse>> evaluations_;
 };
 
 void work(const std::string& address) {

@@ -102,8 +102,19 @@ function problem(content_id, expressions, parameters)
         precision = Precision.PRECISION_PRECISE, values = false, loss = Loss.LOSS_MSE,
         tier = Tier.TIER_AUTO, loss_function = nothing, gradient = false, jacobian = false,
         variable_gradient = false, reductions = false, linear_scaling = false,
-        correlation = false,
+        correlation = false, more = false,
     )
+end
+
+# The messages of the answer to one request in a call that could carry several.
+function answers_to_one(client, request, ::Type{T}) where {T}
+    requests, messages = Channel{typeof(request)}(1), Channel{T}(16)
+    call = grpc_async_request(client, requests, messages)
+    put!(requests, request)
+    close(requests)
+    collected = collect(messages)
+    grpc_async_await(call)
+    return collected
 end
 
 function main(host, port)
@@ -112,7 +123,7 @@ function main(host, port)
     content_id = upload(host, port, X, y)
     request = problem(content_id, [:(p1 * x1 + sin(x2)), :(x1 + p1)], [[1.0], [1.0]])
     client = Evaluator_Evaluate_Client(host, port)
-    losses = unpack(Float64, last(answers(client, request, EvaluateResponse)).losses)
+    losses = unpack(Float64, last(answers_to_one(client, request, EvaluateResponse)).losses)
     println("mean squared errors: ", losses)
 
     search = OptimizeRequest(

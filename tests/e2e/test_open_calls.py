@@ -1,0 +1,178 @@
+"""Calls of Evaluate that carry several requests."""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import grpc
+import numpy as np
+import pytest
+
+import warpfit
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, explained
+from support.servers.server import ServerProcess, eventually
+from warpfit import codec
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Loss
+
+X = np.random.default_rng(3).normal(size=(50, 2))
+DATA = Dataset.of(X, X[:, 0], dtype="float64")
+#: Places for calls, bytes in flight, and the longest message that follows from them.
+PLACES, PENDING, MESSAGE = 4, 64 << 20, 8 << 20
+FLAGS = ("--front-ends", "1", "--threads", "1", "--max-requests", str(PLACES))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ServerProcess(*FLAGS, "--max-pending-bytes", str(PENDING)) as process:
+        with warpfit.connect(process.address) as client:
+            assert client.info().limits.message_bytes == MESSAGE
+            client.upload(X, X[:, 0], dtype="float64")
+        yield process
+
+
+@pytest.fixture
+def channel(server):
+    with grpc.insecure_channel(server.address, OWN_CONNECTION) as made:
+        yield made
+
+
+def request(text, **options):
+    """Ask for the loss of an expression, and whatever else, in a call that goes on."""
+    asked = Evaluation(
+        DATA.content_id, Batch.of([parse(text)]), loss=Loss.MSE, **{"values": False, **options}
+    )
+    return codec.evaluation_to_bytes(asked) + codec.MORE_REQUESTS
+
+
+class RawCall:
+    """A call whose requests are sent one by one."""
+
+    def __init__(self, channel):
+        self._requests = SimpleQueue()
+        method = channel.stream_stream(SERVICE + "Evaluate", None, codec.answer_from_bytes)
+        self.rpc = method(iter(self._requests.get, None), timeout=20)
+
+    def ask(self, text, **options):
+        """Return the messages of an answer."""
+        self._requests.put(request(text, **options))
+        messages = [next(self.rpc)]
+        while not messages[-1].HasField("timings"):
+            messages.append(next(self.rpc))
+        return messages
+
+    def loss(self, text):
+        (message,) = self.ask(text)
+        return np.frombuffer(message.losses)[0], message.more
+
+    def end(self):
+        """Send no more, and return the status."""
+        self._requests.put(None)
+        assert not list(self.rpc)
+        return self.rpc.code()
+
+
+def test_each_request_gets_the_answer_of_a_call_of_its_own(channel):
+    call = RawCall(channel)
+    for shift in range(5):
+        loss, more = call.loss(f"x1 + {shift}")
+        assert loss == pytest.approx(shift**2)
+        assert more
+    messages = call.ask("x1", values=True)
+    values = b"".join(message.values for message in messages)
+    np.testing.assert_array_equal(np.frombuffer(values), X[:, 0])
+    assert call.loss("x1 + 7")[0] == pytest.approx(49)
+    assert call.end() is grpc.StatusCode.OK
+
+
+def test_one_request_alone_is_answered_without_waiting(channel):
+    alone = request("x1 + 2").removesuffix(codec.MORE_REQUESTS)
+    method = channel.unary_unary(SERVICE + "Evaluate", None, codec.answer_from_bytes)
+    message = method(alone, timeout=20)
+    assert (np.frombuffer(message.losses)[0], message.more) == (pytest.approx(4), False)
+
+
+def test_an_error_ends_the_call_and_says_why(channel):
+    call = RawCall(channel)
+    assert call.loss("x1 + 1")[1]
+    with pytest.raises(grpc.RpcError) as caught:
+        call.ask("x9")
+    status, reason, _ = explained(caught.value)
+    assert (status, reason) == ("INVALID_ARGUMENT", "VARIABLE_OUT_OF_RANGE")
+
+
+def test_a_call_waits_for_the_next_request_for_some_time_only(channel):
+    call = RawCall(channel)
+    call.loss("x1")
+    assert list(call.rpc) == []  # the server ends it
+    assert call.rpc.code() is grpc.StatusCode.OK
+
+
+def test_calls_that_wait_take_no_places_and_at_most_half_of_the_memory(server, channel):
+    calls, kept = [], []
+    for _ in range(2 * PLACES):
+        calls.append(RawCall(channel))
+        kept.append(calls[-1].loss("x1")[1])
+    assert kept == [True] * (PENDING // 2 // MESSAGE) + [False] * (len(kept) - sum(kept))
+    assert Caller(channel).send("GetServerInfo", b"")  # there is room for others
+    eventually(lambda: not any(call.rpc.is_active() for call in calls))
+    assert {call.rpc.code() for call in calls} == {grpc.StatusCode.OK}
+    assert RawCall(channel).loss("x1")[1]  # the memory has come back
+
+
+def test_a_call_that_is_cancelled_while_it_waits_gives_everything_back(channel):
+    for _ in range(3 * PENDING // MESSAGE):
+        call = RawCall(channel)
+        eventually(lambda call=call: call.loss("x1")[1])
+        call.rpc.cancel()
+
+
+def test_a_client_goes_on_after_a_pause_of_any_length(server):
+    with warpfit.connect(server.address, retry=warpfit.RetryPolicy(total_seconds=0)) as client:
+        data = client.upload(X, X[:, 0], dtype="float64")
+        for pause in (0.0, 0.2, 0.39, 0.45, 0.6, 0.8):
+            time.sleep(pause)
+            assert client.evaluate(data, ["x1 + 1"], loss="mse")[0] == pytest.approx(1)
+
+
+def test_threads_of_a_client_get_their_own_answers(server):
+    with warpfit.connect(server.address) as client, ThreadPoolExecutor(PLACES) as pool:
+        data = client.upload(X, X[:, 0], dtype="float64")
+
+        def ask(shift):
+            return client.evaluate(data, [f"x1 + {shift}"], loss="mse")[0]
+
+        np.testing.assert_allclose(list(pool.map(ask, range(100))), np.arange(100.0) ** 2)
+
+
+def test_a_client_closes_at_once_and_a_program_ends_without_closing_it(server):
+    with warpfit.connect(server.address) as client:
+        data = client.upload(X, X[:, 0], dtype="float64")
+        client.evaluate(data, ["x1"], loss="mse")
+    program = (
+        "import numpy, sys, warpfit\n"
+        "client = warpfit.connect(sys.argv[1])\n"
+        "data = client.upload(numpy.ones((9, 1)), numpy.ones(9))\n"
+        "print(client.evaluate(data, ['x1 + 1'], loss='mse')[0])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, server.address], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1.0", "")
+
+
+def test_a_server_that_stops_ends_calls_that_wait():
+    with ServerProcess(*FLAGS, "--grace", "30") as process:
+        with warpfit.connect(process.address) as client:
+            client.upload(X, X[:, 0], dtype="float64")
+        with grpc.insecure_channel(process.address) as channel:
+            call = RawCall(channel)
+            assert call.loss("x1")[1]
+            process.process.terminate()
+            assert list(call.rpc) == []
+            assert call.rpc.code() is grpc.StatusCode.OK
+        assert process.stop() == 0
