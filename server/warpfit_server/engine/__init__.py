@@ -5,6 +5,8 @@ The engines (`cpu`, `cuda`) know nothing of sockets, messages, tenants or gRPC.
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from pathlib import Path
 
 from warpfit.errors import UnavailableError
@@ -36,6 +38,8 @@ def create_engine(
         from warpfit_server.engine.cpu.engine import CpuEngine
 
         return CpuEngine(threads=threads, cache_directory=cache_directory)
+    # The driver takes a third of a second for it, in which the modules below are imported.
+    threading.Thread(target=_make_context, name="context", daemon=True).start()
     try:
         from warpfit_server.engine.cuda.engine import CudaEngine
     except ImportError as error:
@@ -51,3 +55,14 @@ def create_engine(
         cache_directory=cache_directory,
         threads=threads,
     )
+
+
+def _make_context() -> None:
+    """Make the context of the first visible GPU, which CuPy uses later; CuPy says what is wrong."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -103,7 +103,6 @@ class CudaEngine:
         self._interpreter = InterpreterTier(self._device, tuning)
         self._interpreter.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
-        self._derivatives = self._load_derivatives()
         kernels = KernelStore(self._device, self._threads)
         self._compiled = CompiledTier(self._device, kernels)
         self._chooser = TierChooser(kernels.compile_queue.background)
@@ -112,6 +111,7 @@ class CudaEngine:
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
         _warm_up(self)
+        self._derivatives = self._load_derivatives()  # beside the warm-up it would delay the start
         # What the first evaluations took, which loaded code, says nothing about later ones.
         self._chooser = TierChooser(kernels.compile_queue.background)
 

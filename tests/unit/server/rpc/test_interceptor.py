@@ -284,9 +284,10 @@ class TestDecoding:
 class TestObservation:
     @pytest.mark.parametrize("status", ["OK", "INTERNAL", "CANCELLED", "DEADLINE_EXCEEDED"])
     def test_calls_are_counted_by_status(self, start, status):
-        gate = Gate()
+        gate, contexts = Gate(), []
 
         def behaviour(message, context):
+            contexts.append(context)
             if status == "INTERNAL":
                 raise RuntimeError
             yield from gate(message, context)
@@ -299,6 +300,8 @@ class TestObservation:
         if status == "OK":
             gate.open.set()
         assert outcome(call)[0] == status
+        if status == "CANCELLED":  # the client knows of it before the server does
+            eventually(lambda: not contexts[0].is_active())
         gate.open.set()
         eventually(lambda: front_end.ended() == {("Evaluate", status, "default"): 1})
         assert front_end.recorder.totals().in_flight == 0

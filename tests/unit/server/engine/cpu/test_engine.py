@@ -165,7 +165,7 @@ def test_programs_that_are_kept_lowered_are_cut_anew(evaluate):
 
 
 def test_values_are_announced_in_order_and_final(evaluate):
-    data = make_dataset(50_000, "float32")
+    data = make_dataset(200_000, "float32")  # many steps on any machine
     programs, parameters = thesis_mix(11, 100)
     expected = evaluate(data, programs, parameters).values
     values, announced = np.full_like(expected, POISON), []
