@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import time
@@ -26,6 +27,8 @@ SEED: Final = 20261121
 VARIABLES: Final = 10
 #: Programs that fresh batches are drawn from.
 POOL: Final = 6_000
+#: Most programs a second that one worker sends.
+MOST_PROGRAMS: Final = 240_000
 
 
 @lru_cache(maxsize=1)
@@ -60,7 +63,7 @@ def work(number: int, orders: Connection) -> None:
     """Serve the orders of the main process: connect, then call until the time is up.
 
     An order has address, programs a call, rows, seconds, and what is sent: that many batches that
-    are encoded before, batches that are drawn for each call (None), or one batch again and again
+    are encoded before, other batches for each call (None), or one batch again and again
     (0).
     """
     pool = Pool(SEED + 1 + number % 16, 2_000)
@@ -73,7 +76,9 @@ def work(number: int, orders: Connection) -> None:
         with warpfit.connect(address) as client, grpc.insecure_channel(address) as channel:
             data = client.upload(*table(rows))
             if fresh is None:
-                send = partial(draw_and_send, client, data, pool, programs)
+                most = 1 + int(seconds * MOST_PROGRAMS / programs)
+                send = drawn(client, data, [pool.draw_lists(programs) for _ in range(most)])
+                gc.freeze()  # the batches
             elif fresh:
                 send = sender(channel, data, [pool.draw(programs) for _ in range(fresh)])
             else:
@@ -92,11 +97,19 @@ class Answer(NamedTuple):
     losses: bytes
 
 
-def draw_and_send(client: warpfit.Client, data: Any, pool: Pool, count: int) -> Answer:
-    """Evaluate a batch that was not evaluated before."""
-    programs, parameters = pool.draw_lists(count)
-    answer = client.run(data, programs, parameters, loss="mse", precision="fast")
-    return Answer(sum(map(len, programs)), answer.timings.device, b"")
+def drawn(client: warpfit.Client, data: Any, batches: list[Any]) -> Callable[[], Answer]:
+    """Return what sends one batch after the other, none twice.
+
+    They are drawn before, because drawing would take cores from the server.
+    """
+    left = iter([(sum(map(len, programs)), programs, values) for programs, values in batches])
+
+    def send() -> Answer:
+        tokens, programs, parameters = next(left)
+        answer = client.run(data, programs, parameters, loss="mse", precision="fast")
+        return Answer(tokens, answer.timings.device, b"")
+
+    return send
 
 
 def repeat(client: warpfit.Client, data: Any, batch: Batch) -> Answer:
