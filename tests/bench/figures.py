@@ -204,7 +204,7 @@ def service() -> Iterator[str]:
 | 300 programs with parameters, losses back: CPU time in the client | \
 {client["fresh"] / 1e3:.2f} ms |
 | the same programs with other parameters | {client["repeated"] / 1e3:.2f} ms |
-| of that gRPC, which sends {cost["request_bytes"] / 1e3:.0f} kB | \
+| gRPC alone, a call of its own for {cost["request_bytes"] / 1e3:.0f} kB | \
 {client["grpc_alone"] / 1e3:.2f} ms |
 | CPU time to decode 300 programs, and to check their tokens | \
 {server["decode"] / 1e3:.2f} + {server["tokens_compiled"] / 1e3:.2f} ms |

@@ -4,8 +4,8 @@
 random mix with their parameters.
 
 * call_cost.json: thread time, because the clock depends on who else uses the machine; the answers
-  come from another process on loopback that computes nothing. ``grpc_alone`` is the same call by
-  gRPC alone, one message for one: the same bytes, nothing encoded or decoded.
+  come from another process on loopback that computes nothing. ``grpc_alone`` is a call of its own
+  by gRPC alone, one message for one: the same bytes, nothing encoded or decoded.
 * service.json: with a real server, what passes beyond the engine's own time, and its start-up.
 """
 
@@ -99,9 +99,9 @@ def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -
 
 
 def serve_answer() -> None:
-    """Answer every Evaluate with the same bytes until standard input ends."""
-    answer = answer_bytes(DatasetHandle(data_set()))
-    handler = grpc.unary_stream_rpc_method_handler(lambda _request, _context: iter((answer,)))
+    """Answer every request with the same bytes until standard input ends; calls may go on."""
+    answer = answer_bytes(DatasetHandle(data_set())) + codec.MORE_ANSWERS
+    handler = grpc.stream_stream_rpc_method_handler(lambda asked, _: (answer for _ in asked))
     _, service, method = METHOD.split("/")
     serve(service, {method: handler})
 
