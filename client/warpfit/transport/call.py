@@ -85,10 +85,9 @@ class Cancellation:
     def cancel(self) -> None:
         """Cancel all calls, those that begin later too."""
         self.event.set()
-        with self._lock:
-            calls = list(self._calls)
-        for rpc in calls:
-            rpc.cancel()
+        with self._lock:  # so that no call is cancelled that has left its block for another request
+            for rpc in self._calls:
+                rpc.cancel()
 
     def sleep(self, seconds: float) -> None:
         """Wait, at most until `cancel` is called."""
