@@ -69,7 +69,8 @@ class EngineConnection:
     def open(self, end: socket.socket, process: int = 0) -> None:
         """Use this socket from now on.
 
-        A connection to an earlier engine process than the last one is closed.
+        It is closed if it leads to an earlier engine process than the last one, or if there is a
+        connection to the same one: that may have been asked for when the process had just begun.
 
         Raises:
             ResourceExhaustedError: if this process can open no more files; the socket is closed.
@@ -82,12 +83,13 @@ class EngineConnection:
             channel.close()
             raise shortage(error) or error from error
         with self._lock:
-            is_late = process < self._process
-            if not is_late:
+            lasts = self._channel is not None and process == self._process
+            is_needed = process >= self._process and not lasts
+            if is_needed:
                 old = self._detach()
                 self._channel, self._replies = channel, replies
                 self._process, self._mapped = process, set()
-        if is_late:
+        if not is_needed:
             replies.close()
             return
         self._fail(*old)

@@ -36,10 +36,10 @@ class Front:
         self.connection.on_loss = self.lost.set
         self.calls = ThreadPoolExecutor(32)
 
-    def open(self):
-        """Return the engine's end of a new connection."""
+    def open(self, process=1):
+        """Return the engine's end of a new connection to an engine process."""
         ours, theirs = socket_pair()
-        self.connection.open(ours)
+        self.connection.open(ours, process)
         return Channel(theirs)
 
     def start(self):
@@ -146,7 +146,7 @@ def test_the_last_replies_of_a_lost_engine_arrive_and_other_calls_fail(front):
 def test_new_calls_go_to_a_new_engine_and_old_ones_fail(front):
     old = front.open()
     before = [front.wait_for(front.start()) for _ in range(4)]
-    new = front.open()
+    new = front.open(2)
     front.answer_one(new)
     for call in before:
         with pytest.raises(UnavailableError):
@@ -155,6 +155,21 @@ def test_new_calls_go_to_a_new_engine_and_old_ones_fail(front):
     front.answer_one(new)
     old.close()
     new.close()
+
+
+@pytest.mark.parametrize("process", [1, 2])
+def test_a_connection_that_is_not_needed_costs_no_call(front, process):
+    engine = front.open(2)
+    request = front.start()
+    (message, _) = engine.receive()
+    further = front.open(process)
+    with pytest.raises(ChannelClosedError):
+        further.receive()
+    call = front.wait_for(request)
+    engine.send(messages.RequestFinished(message.request))
+    assert call.result(SECONDS) == message.request
+    front.answer_one(engine)
+    engine.close()
 
 
 def test_without_a_free_descriptor_the_old_connection_stays(front, monkeypatch):
