@@ -182,9 +182,9 @@ class OpenCalls:
             try:
                 first = next(messages)
             except CallEndedError as error:
-                # A server's refusal has metadata, and concerns the request.
-                if error.code() is not grpc.StatusCode.OK and error.trailing_metadata():
+                if error.code() is not grpc.StatusCode.OK:
                     raise
+                # The server has not waited long enough; it has not read the request.
             else:
                 yield first
                 yield from messages
