@@ -139,6 +139,15 @@ def test_a_client_goes_on_after_a_pause_of_any_length(server):
             assert client.evaluate(data, ["x1 + 1"], loss="mse")[0] == pytest.approx(1)
 
 
+def test_short_and_long_requests_take_turns(server):
+    with warpfit.connect(server.address) as client:
+        data = client.upload(X, X[:, 0], dtype="float64")
+        for _ in range(3):
+            assert client.evaluate(data, ["x1 + 2"], loss="mse")[0] == pytest.approx(4)
+            losses = client.evaluate(data, ["x1 + 1"] * 20_000, loss="mse")  # 600 KB
+            np.testing.assert_allclose(losses, 1)
+
+
 def test_threads_of_a_client_get_their_own_answers(server):
     with warpfit.connect(server.address) as client, ThreadPoolExecutor(PLACES) as pool:
         data = client.upload(X, X[:, 0], dtype="float64")

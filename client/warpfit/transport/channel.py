@@ -19,6 +19,10 @@ from warpfit.v1 import evaluator_pb2 as pb
 #: The method whose calls carry several requests, and the one whose request has several messages.
 _OPEN: Final = "Evaluate"
 _UPLOAD: Final = "UploadVariables"
+#: Longest request that follows another one in a call. The server ends a call whose next request
+#: is not there in half a second, so that a long one would be sent twice over a slow network; beside
+#: what it takes itself the cost of a call does not matter.
+_OPEN_BYTES: Final = 256 << 10
 #: Methods whose requests reach gRPC as bytes.
 _OF_BYTES: Final = frozenset({_OPEN, _UPLOAD})
 
@@ -53,7 +57,7 @@ class GrpcTransport:
         single, streamed = channel.single[call.method], channel.streamed.get(call.method)
         options = {"timeout": seconds, "metadata": self._metadata}
         try:
-            if call.method == _OPEN and seconds is None:
+            if call.method == _OPEN and seconds is None and len(call.request) <= _OPEN_BYTES:
                 return call.read(channel.open_calls.ask(call.request, cancellation))
             if call.is_single and cancellation is None and not _is_upload(call):
                 # gRPC cancels such a call by itself when it is interrupted.

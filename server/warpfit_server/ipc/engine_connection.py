@@ -83,8 +83,8 @@ class EngineConnection:
             channel.close()
             raise shortage(error) or error from error
         with self._lock:
-            lasts = self._channel is not None and process == self._process
-            is_needed = process >= self._process and not lasts
+            is_connected = self._channel is not None and process == self._process
+            is_needed = process >= self._process and not is_connected
             if is_needed:
                 old = self._detach()
                 self._channel, self._replies = channel, replies

@@ -9,14 +9,15 @@ Before a byte of its message is read, an admitted call has a slot and the bytes 
 message that gRPC would receive, both counted for its tenant; and each of its messages must arrive
 within a time limit.
 
-A caller may send one request after the other in the same call, which spares both sides most of what
-gRPC takes for a call. Each request is admitted, counted and observed as if it were a call of its
-own. Between two of them a call has no slot, but the bytes of the longest message are still counted,
-and it is ended if the next request is not there soon, or if memory is short.
+A caller may send one request after the other in the same call, which spares both sides the end of
+a call and the beginning of the next. Each request is admitted, counted and observed as if it were a
+call of its own. Between two of them a call has no slot, but the bytes of the longest message are
+still counted, and it is ended if the next request is not there soon, or if memory is short.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -88,7 +89,7 @@ class Interceptor:
         """Time limits of the calls that wait for a message."""
         self.decoding = TenantSemaphore()
         """Held by calls while their batch is decoded."""
-        self.idle: dict[_IdleCall, None] = {}
+        self.idle: set[_IdleCall] = set()
         """Calls that wait for another request."""
         self.is_draining = False
         """Whether no call is kept for another request."""
@@ -364,39 +365,39 @@ class _IdleCall:
     method: _InterceptedMethod
     tenant: str
     call: Call
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held until the answer is on its way, before which nobody may end the call."""
 
     def begin(self, answer: bytes) -> bool:
         """Send the last message of an answer and wait; return False if the call has ended."""
         interceptor = self.method.interceptor
-        interceptor.idle[self] = None
-        interceptor.timeouts.begin(self, _IDLE_SECONDS, self.end)
-        is_begun = self.call.receive(self._arrived, answer)
-        if not is_begun:
-            interceptor.timeouts.stop(self)
-            self._leave()
-        elif interceptor.is_draining:
+        with self.lock:
+            interceptor.idle.add(self)
+            interceptor.timeouts.begin(self, _IDLE_SECONDS, self.end)
+            is_begun = self.call.receive(self._arrived, answer)
+        if not is_begun or interceptor.is_draining:
             self.end()
         return is_begun
 
     def end(self) -> None:
         """End the call, unless a request has come; any thread may call this."""
-        self.method.interceptor.timeouts.stop(self)
-        if self._leave():
-            self.call.end()
+        with self.lock:
+            if self._leave() and self.call.is_active():
+                self.call.end()
 
     def _arrived(self, message: bytes | None) -> None:
-        self.method.interceptor.timeouts.stop(self)
-        if not self._leave():
-            return
         if message is None:
-            self.call.end()
-        elif (served := self.method.admit(self.call)) is not None:
+            self.end()
+        elif self._leave() and (served := self.method.admit(self.call)) is not None:
             served.start(message)
 
     def _leave(self) -> bool:
         """Give the bytes back; return False if another thread has done so."""
         interceptor = self.method.interceptor
-        if interceptor.idle.pop(self, self) is not None:
+        interceptor.timeouts.stop(self)
+        try:
+            interceptor.idle.remove(self)  # atomic, so that only one thread does
+        except KeyError:
             return False
         interceptor.admission.leave(self.tenant, 0, interceptor.admission.message_bytes)
         return True

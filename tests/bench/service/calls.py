@@ -5,7 +5,8 @@ random mix with their parameters.
 
 * call_cost.json: thread time, because the clock depends on who else uses the machine; the answers
   come from another process on loopback that computes nothing. ``grpc_alone`` is a call of its own
-  by gRPC alone, one message for one: the same bytes, nothing encoded or decoded.
+  by gRPC alone, one message for one: the same bytes, nothing encoded or decoded;
+  ``open_call_alone`` is the same in a call that stays open.
 * service.json: with a real server, what passes beyond the engine's own time, and its start-up.
 """
 
@@ -30,6 +31,7 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.request import Timings
 from warpfit.server_info import Limits
+from warpfit.transport.open_call import OpenCalls
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.engine import validate
 from warpfit_server.limits import check_batch
@@ -89,11 +91,13 @@ def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -
         grpc.insecure_channel(address) as channel,
     ):
         method = channel.unary_unary(METHOD)
+        open_calls = OpenCalls(channel, METHOD, None, pb.EvaluateResponse.FromString)
         return microseconds(
             {
                 "fresh": lambda turn: client.run(data, *batches[turn], **OPTIONS),
                 "repeated": lambda turn: client.run(data, *batches[0], **OPTIONS),
                 "grpc_alone": lambda turn: method(messages[turn]),
+                "open_call_alone": lambda turn: list(open_calls.ask(messages[turn], None)),
             }
         )
 

@@ -27,8 +27,8 @@ SEED: Final = 20261121
 VARIABLES: Final = 10
 #: Programs that fresh batches are drawn from.
 POOL: Final = 6_000
-#: Most programs a second that one worker sends.
-MOST_PROGRAMS: Final = 240_000
+#: Programs that are drawn for each second of a worker before the time is taken.
+PROGRAMS_A_SECOND: Final = 240_000
 
 
 @lru_cache(maxsize=1)
@@ -76,9 +76,8 @@ def work(number: int, orders: Connection) -> None:
         with warpfit.connect(address) as client, grpc.insecure_channel(address) as channel:
             data = client.upload(*table(rows))
             if fresh is None:
-                most = 1 + int(seconds * MOST_PROGRAMS / programs)
-                send = drawn(client, data, [pool.draw_lists(programs) for _ in range(most)])
-                gc.freeze()  # the batches
+                calls = int(seconds * PROGRAMS_A_SECOND / programs)
+                send = drawn(client, data, pool, programs, calls)
             elif fresh:
                 send = sender(channel, data, [pool.draw(programs) for _ in range(fresh)])
             else:
@@ -97,15 +96,22 @@ class Answer(NamedTuple):
     losses: bytes
 
 
-def drawn(client: warpfit.Client, data: Any, batches: list[Any]) -> Callable[[], Answer]:
-    """Return what sends one batch after the other, none twice.
+def drawn(client: warpfit.Client, data: Any, pool: Pool, count: int, calls: int) -> Any:
+    """Return what sends a batch that was not sent before.
 
-    They are drawn before, because drawing would take cores from the server.
+    Batches for so many calls are drawn now, because drawing takes cores from the server.
     """
-    left = iter([(sum(map(len, programs)), programs, values) for programs, values in batches])
+
+    def draw() -> tuple[int, list[Program], list[np.ndarray]]:
+        programs, parameters = pool.draw_lists(count)
+        return sum(map(len, programs)), programs, parameters
+
+    early = [draw() for _ in range(calls)]
+    gc.freeze()
+    batches = itertools.chain(early, iter(draw, None))
 
     def send() -> Answer:
-        tokens, programs, parameters = next(left)
+        tokens, programs, parameters = next(batches)
         answer = client.run(data, programs, parameters, loss="mse", precision="fast")
         return Answer(tokens, answer.timings.device, b"")
 

@@ -31,7 +31,7 @@ def serve(
     service: str, methods: Mapping[str, Any], options: Sequence[tuple[str, Any]] = ()
 ) -> None:
     """Be that server until standard input ends; print its port."""
-    server = grpc.server(ThreadPoolExecutor(2), options=options)
+    server = grpc.server(ThreadPoolExecutor(8), options=options)  # some for calls that stay open
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     server.start()

@@ -22,7 +22,7 @@ from warpfit_server.observability import calls
 from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.rpc.interceptor import Interceptor
-from warpfit_server.rpc.port import listen, make_server
+from warpfit_server.rpc.port import Call, listen, make_server
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 
 KINDS = {
@@ -279,6 +279,45 @@ class TestDecoding:
             outcome(call)
         eventually(lambda: not front_end.interceptor.decoding._inside)
         assert late not in gate.begun
+
+
+def echo_and_await_more(message, context):
+    context.awaits_more = True
+    return message
+    yield
+
+
+class TestSeveralRequests:
+    def test_each_request_of_a_call_is_counted_and_nothing_stays(self, start):
+        front_end = start(echo_and_await_more)
+        answers = [message + codec.MORE_ANSWERS for message in (b"1", b"2", b"3")]
+        assert outcome(front_end.call(b"1", b"2", b"3")) == ("OK", answers)
+        eventually(lambda: front_end.ended() == {("Evaluate", "OK", "default"): 3})
+        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
+        assert not front_end.interceptor.idle
+
+    def test_a_request_that_is_refused_ends_the_call_after_its_answers(self, start):
+        front_end = start(echo_and_await_more, max_rate=1.0)
+        status, answers = outcome(front_end.call(b"1", b"2", b"3"))
+        assert status == "RESOURCE_EXHAUSTED"
+        assert answers == [b"1" + codec.MORE_ANSWERS]
+        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
+
+    def test_an_answer_is_sent_although_the_server_stops_meanwhile(self, start, monkeypatch):
+        front_end, receive = start(echo_and_await_more), Call.receive
+        draining = threading.Thread(target=front_end.interceptor.drain)
+
+        def drain_and_receive(call, deliver, answer=None):
+            if answer is not None:
+                draining.start()
+                draining.join(0.2)  # it waits until the answer is on its way
+            return receive(call, deliver, answer)
+
+        monkeypatch.setattr(Call, "receive", drain_and_receive)
+        call = front_end.call(b"1", silent=True)
+        assert outcome(call) == ("OK", [b"1" + codec.MORE_ANSWERS])
+        draining.join()
+        assert front_end.quotas.in_flight() == Amounts(0, 0, 0)
 
 
 class TestObservation:

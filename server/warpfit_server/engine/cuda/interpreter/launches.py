@@ -36,7 +36,6 @@ from warpfit_server.engine.cuda.runtime.batch_layout import (
     pack,
 )
 from warpfit_server.engine.cuda.runtime.driver_calls import (
-    address_of,
     argument_struct,
     as_record,
     launch,
@@ -47,6 +46,7 @@ from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Sp
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Steps, aside
 from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.native.intrinsics import inlined
 from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
@@ -94,9 +94,8 @@ class InterpreterKernels:
     """The loaded kernels of one variant."""
 
     variant: Variant
-    limits: LaunchLimits
     record: NDArray[Any]
-    """The limits as a record."""
+    """Record of `LaunchLimits`."""
     flags: NDArray[np.uint8]
     """Flags of each operator, see `source.operator_flags`."""
     functions: Mapping[str, Any]
@@ -159,8 +158,6 @@ class RowTiles(NamedTuple):
 class LaunchConfig(NamedTuple):
     """Division of jobs and shared memory among blocks and warps, in integers."""
 
-    jobs: int
-    """Jobs of each launch."""
     group: int
     """Programs that are sorted together: all of a launch, or one if a launch has part of one."""
     warps: int
@@ -182,21 +179,20 @@ def configure_launch(
     sorted to the front and run by one warp, which has all of the block's levels.
     """
     scratch = SCRATCH_LEVELS if bounds.costly else 0
-    most, group, jobs = bounds.levels + scratch, 1, max_jobs
+    most, group = bounds.levels + scratch, 1
     levels = most
-    if jobs >= vectors:
-        group = min(jobs // vectors, programs)
-        jobs = group * vectors
+    if max_jobs >= vectors:
+        group = min(max_jobs // vectors, programs)
         levels = min(bounds.typical_levels, bounds.levels) + scratch
     warps = max(1, min(limits.max_warps, _SHARED_BYTES // max(1, levels * limits.level_bytes)))
     levels = max(levels, -(-most // warps))
     if warps * levels * limits.level_bytes > _SHARED_BYTES:
         warps, levels = 1, most
-    return LaunchConfig(jobs, group, warps, levels, scratch)
+    return LaunchConfig(group, warps, levels, scratch)
 
 
 class BatchNumbers(NamedTuple):
-    """What the launches of a batch depend on, in integers."""
+    """A batch on the device as its launches take it: addresses, counts, configuration; integers."""
 
     stream: int
     """The driver's handle."""
@@ -422,7 +418,7 @@ class BatchLaunch:
         size = max_slots(*counts[:2]) * tokens.vectors * kernels.variant.dtype.itemsize
         slots = context.buffer("slots", max(1, size))
         first_invalid = context.pinned("first invalid", 4 * counts[1]).view(np.uint32)
-        places = context.handle, address, slots, address_of(first_invalid)
+        places = context.handle, address, slots, array_address(first_invalid)
         numbers = as_record(BatchNumbers(*places, *counts, variables))
         given = tokens, staging, kernels.flags, kernels.record, numbers, max_jobs
         yield from aside(layout.uploaded, partial(prepare, *given))
@@ -454,7 +450,7 @@ class BatchLaunch:
         context, partials, target = self.context, 0, 0
         if sums is not None:
             size = 8 * jobs[1] * int(tiles["tiles"][0])
-            partials, target = context.buffer("partials" + side, size), address_of(sums)
+            partials, target = context.buffer("partials" + side, size), array_address(sums)
         places = partials, target, values, context.event("computed" + side).ptr
         given = context.functions, self.kernels.record, self.numbers, tiles, *jobs, *places
         context.check_executed(run_jobs(*given))

@@ -177,9 +177,9 @@ class InterpreterTier:
             module = interpreter_switch(variant).load(self._device)
             names = "interpret", "evaluate_slots", "sum_partials"
             functions = {name: module.get_function(name) for name in names} | self._lowering
-            limits = self._limits(variant, functions)
+            limits = as_record(self._limits(variant, functions))
             flags = source.operator_flags(variant)
-            kernels = InterpreterKernels(variant, limits, as_record(limits), flags, functions)
+            kernels = InterpreterKernels(variant, limits, flags, functions)
             self._kernels[variant] = kernels
         return kernels
 
@@ -199,11 +199,11 @@ class InterpreterTier:
     ) -> NDArray[Any]:
         """Return a record of `RowTiles`, which is kept for the next launch on the same rows."""
         key = rows, loss, variant
-        tiles = resident.kept.get(key)
+        tiles = resident.row_tiles.get(key)
         if tiles is None:
-            if len(resident.kept) >= _KEPT_TILES:
-                resident.kept.clear()
-            tiles = resident.kept[key] = as_record(RowTiles.of(resident, rows, loss, variant))
+            if len(resident.row_tiles) >= _KEPT_TILES:
+                resident.row_tiles.clear()
+            tiles = resident.row_tiles[key] = as_record(RowTiles.of(resident, rows, loss, variant))
         return tiles
 
     def _rows_at_a_time(self, resident: ResidentDataset, evaluation: Evaluation) -> int:

@@ -117,8 +117,6 @@ class BatchBounds(NamedTuple):
 
     longest: int
     """Tokens of the longest program."""
-    slots: int
-    """Row-invariant subtrees of all programs; see `max_slots`."""
     levels: int
     """Stack levels below the top that any program needs."""
     typical_levels: int
@@ -137,14 +135,12 @@ def bound_batch(tokens: TokenArrays, flags: NDArray[np.uint8]) -> BatchBounds:
         tokens_of_one = np.int64(length)
         longest = max(longest, tokens_of_one)
         squares += tokens_of_one * tokens_of_one
-    count, programs = len(tokens.codes), len(tokens.lengths)
     has_ternary = bool(found & TERNARY)
     return BatchBounds(
         int(longest),
-        max_slots(count, programs),
         max_levels(longest, has_ternary),
         # Length of the program that a token is in, averaged over all tokens.
-        max_levels(squares // max(1, count), has_ternary),
+        max_levels(squares // max(1, len(tokens.codes)), has_ternary),
         bool(found & COSTLY),
     )
 

@@ -78,7 +78,7 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._thread = threading.local()
         self.functions = driver_functions()
-        """Driver functions for `driver_calls.execute`."""
+        """Addresses of the driver functions that `driver_calls` has."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:

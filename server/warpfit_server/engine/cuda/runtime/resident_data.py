@@ -46,8 +46,8 @@ class ResidentDataset:
     """Row of the data set that the columns begin with."""
     window_rows: int = _MOST_ROWS
     """Most rows that one evaluation of a tier takes, a power of two."""
-    kept: dict[Hashable, Any] = field(default_factory=dict)
-    """What the interpreter has prepared for launches on some of the rows."""
+    row_tiles: dict[Hashable, Any] = field(default_factory=dict)
+    """Tiles into which the interpreter has cut ranges of the rows, see `InterpreterTier`."""
     is_streamed: ClassVar[bool] = False
     """Whether only windows of the rows are on the device."""
 

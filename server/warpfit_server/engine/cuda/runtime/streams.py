@@ -49,7 +49,7 @@ class StreamContext:
     ) -> None:
         self._cuda = cuda
         self.functions = functions
-        """Addresses of the driver functions that `driver_calls.execute` calls."""
+        """Addresses of the driver functions that `driver_calls` has."""
         self._allocate = allocate
         self.stream = cuda.Stream(non_blocking=True)
         self.handle = int(self.stream.ptr)

@@ -20,7 +20,7 @@ LIMITS = launches.LaunchLimits(
 @pytest.mark.parametrize("usual", [0, 2, 4])
 @pytest.mark.parametrize("costly", [False, True])
 def test_one_warp_has_room_for_any_program(warps, levels, usual, costly):
-    bounds = BatchBounds(9, 5, levels, typical_levels=min(usual, levels), costly=costly)
+    bounds = BatchBounds(9, levels, typical_levels=min(usual, levels), costly=costly)
     limits = LIMITS._replace(max_warps=warps)
     config = launches.configure_launch(limits, bounds, 300, 300, 1)
     most = levels + config.scratch
@@ -29,12 +29,12 @@ def test_one_warp_has_room_for_any_program(warps, levels, usual, costly):
     assert config.warps * config.levels >= most
     assert config.levels >= bounds.typical_levels + config.scratch
     assert config.warps * config.levels * limits.level_bytes <= 48 * 1024 - 16
-    assert (config.jobs, config.group) == (300, 300)
+    assert config.group == 300
 
 
 def test_launches_of_part_of_a_program_are_not_sorted():
-    bounds = BatchBounds(longest=9, slots=5, levels=6, typical_levels=2, costly=False)
+    bounds = BatchBounds(longest=9, levels=6, typical_levels=2, costly=False)
     config = launches.configure_launch(LIMITS, bounds, 7, 3, 10)
-    assert (config.jobs, config.group, config.levels) == (7, 1, 6)
+    assert (config.group, config.levels) == (1, 6)
     config = launches.configure_launch(LIMITS, bounds, 25, 3, 10)
-    assert (config.jobs, config.group, config.levels) == (20, 2, 3)
+    assert (config.group, config.levels) == (2, 3)

@@ -35,7 +35,6 @@ def test_bounds_follow_from_lengths_and_operators(names, costly):
         == batch_layout.max_levels(weighted, "where" in names)
         <= bounds.levels
     )
-    assert bounds.slots == batch_layout.max_slots(len(batch.codes), len(batch))
 
 
 def test_usual_levels_are_enough_for_most_programs():
