@@ -66,6 +66,11 @@ class Population(Sequence[Program]):
         return len(self.lengths)
 
     @property
+    def token_count(self) -> int:
+        """Tokens of all programs."""
+        return len(self.codes)
+
+    @property
     def starts(self) -> NDArray[np.int64]:
         """Index of each program's first token, and the total at the end; int64 [programs + 1]."""
         return _starts(self.lengths)

@@ -156,7 +156,7 @@ class Evaluation:
     def token_rows(self, layout: Layout) -> int:
         """Return tokens x parameter vectors x rows, the measure of the work."""
         _, vectors, rows = self.shape(layout)
-        return len(self.batch.codes) * vectors * rows
+        return self.batch.token_count * vectors * rows
 
 
 def check_rows(rows: tuple[int, int], layout: Layout) -> None:

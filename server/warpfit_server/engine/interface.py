@@ -286,11 +286,17 @@ class Engine(Protocol):
     def unload(self, dataset_id: bytes) -> None:
         """Forget a data set once the evaluations that use it have ended."""
 
-    def gains_from_merging(self, evaluation: Evaluation) -> bool:
-        """Return whether an evaluation for losses gains from being merged with others.
+    def merges(self, dataset_id: bytes) -> bool:
+        """Return whether evaluations of new batches on a data set gain from being one evaluation.
 
-        It does not if the engine has something for this very batch, such as compiled kernels. Ask
-        once for each request: an engine may note that it has seen the batch, and say no next time.
+        They do not if the data set is not loaded, or takes long to pass over.
+        """
+
+    def recognises(self, evaluation: Evaluation) -> bool:
+        """Return whether an engine has something for this very batch, such as compiled kernels.
+
+        Ask once for each request: an engine may note that it has seen the batch, and recognise it
+        the next time.
         """
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:

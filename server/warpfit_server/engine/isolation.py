@@ -90,14 +90,14 @@ class Isolation:
         suspect = trial.suspect
         if not (trial.is_alone or self._running):
             trial.is_alone, trial.until = True, now + suspect.alone
-            suspect.state[0] = ALONE
-        elif now >= trial.until or suspect.cancelled[0]:
+            suspect.state = ALONE
+        elif now >= trial.until or suspect.is_cancelled:
             return self._end_trial(suspect)
         return self._scheduler.take(suspect) if trial.is_alone else []
 
     def _end_trial(self, suspect: Request) -> list[Request]:
         """Let others run beside the suspect from now on."""
-        suspect.state[0] = BEGUN
+        suspect.state = BEGUN
         suspect.alone = 0.0
         self._trial = None
         return self._scheduler.take(suspect) or self._next()

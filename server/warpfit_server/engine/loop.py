@@ -24,7 +24,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,7 +38,7 @@ from warpfit_server.engine.interface import DeviceWork, Engine, EngineBrokenErro
 from warpfit_server.engine.isolation import Isolation
 from warpfit_server.engine.peers import PeerLostError
 from warpfit_server.engine.request import FrontEndConnection, Request, problem_of
-from warpfit_server.engine.runner import RequestRunner, merge_key
+from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.engine.scheduler import Scheduler
 from warpfit_server.engine.stuck_detector import EXIT_BROKEN
 from warpfit_server.ipc import messages
@@ -69,6 +69,8 @@ class _Step:
     """The requests that have not been cancelled."""
     steps: Steps[Timings]
     began: float
+    is_merged: bool
+    """Whether its requests can be merged, even if it has one only."""
 
 
 class Loop:
@@ -243,25 +245,13 @@ class Loop:
                         messages.RequestFinished(problem_of(message).request, error=error)
                     )
                     return
-                request.merge_key = self._merge_key(request)
+                request.merge_key = self._runner.merge_key(request)
                 request.size = request.token_rows if request.merge_key is not None else 0
                 with self._lock:
                     self._scheduler.add(request)
                     self._engine.others_wait(True)
             case _:
                 raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
-
-    def _merge_key(self, request: Request) -> Hashable:
-        """Return what requests must share to be merged; None if it does not gain from merging."""
-        if request.is_fit or request.alone or self._runner.is_shared(request):
-            return None
-        key = merge_key(request.evaluation)
-        try:
-            if key is not None and self._engine.gains_from_merging(request.evaluation):
-                return key
-        except WarpfitError as error:  # its own step tells the caller
-            _LOG.debug("a request is not merged: %s", error)
-        return None
 
     def _drop(self, descriptor: int, connection: FrontEndConnection) -> None:
         """Forget a front end that is gone; its requests end at their next steps."""
@@ -284,12 +274,13 @@ class Loop:
             wanted.append(request)
             if request.steps is None:
                 request.mark_begun()
-        if len(wanted) == 1:
-            request = wanted[0]
-            steps = request.steps = request.steps or self._runner.begin(request)
-        else:
+        is_merged = requests[0].merge_key is not None
+        if is_merged:
             steps = self._runner.begin_merged(wanted)
-        step = _Step(requests, wanted, steps, began)
+        else:
+            request = requests[0]
+            steps = request.steps = request.steps or self._runner.begin(request)
+        step = _Step(requests, wanted, steps, began, is_merged)
         if wanted:
             self._advance(step)
         else:
@@ -297,8 +288,9 @@ class Loop:
 
     def _advance(self, step: _Step) -> None:
         """Go on with a step until it waits, or has ended: answer, or queue what is unfinished."""
-        is_merged, unfinished = len(step.wanted) > 1, step.wanted
-        set_logged_request_id("" if is_merged else step.wanted[0].problem.request_id)
+        unfinished = step.wanted
+        is_lone = len(step.wanted) == 1
+        set_logged_request_id(step.wanted[0].problem.request_id if is_lone else "")
         waits_for: Future[Any] | DeviceWork | None = None
         try:
             waits_for = next(step.steps)
@@ -307,7 +299,7 @@ class Loop:
             unfinished = []
         except Exception as error:
             unfinished = self._failed(step, error)
-        if waits_for is None or (isinstance(waits_for, Future) and not is_merged):
+        if waits_for is None or (isinstance(waits_for, Future) and not step.is_merged):
             self._end(step, unfinished, waits_for)
             return
         with self._lock:

@@ -372,7 +372,7 @@ class _PartRequest(InFlightRequest):
         """
         outcome = self.outcome
         if not isinstance(outcome, messages.RequestFinished):
-            state = int(self.segment_layout.state(self.segment)[0])
+            state = self.segment_layout.state(self.segment)
             if state == QUEUED:
                 raise unavailable()
             raise PeerLostError(self.process, alone=state == ALONE)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import WarpfitError
-from warpfit.request import Timings
+from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.scheduler import ScheduledRequest
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
@@ -60,7 +61,11 @@ class FrontEndConnection:
 
 
 class Request(ScheduledRequest):
-    """An evaluation or a fit in the engine process."""
+    """An evaluation or a fit in the engine process.
+
+    Requests that are merged need no arrays of their own, which take longer to make than all else
+    that is done for such a request. So they are made when they are first asked for.
+    """
 
     def __init__(
         self, connection: FrontEndConnection, message: Submission, segment: Segment
@@ -73,22 +78,37 @@ class Request(ScheduledRequest):
         """The evaluation, or that of the fit."""
         self.segment = segment
         self.number = problem.request
-        self.cancelled: NDArray[np.uint8] = problem.segment_layout.cancelled(segment)
-        """[1]; the front end sets it to 1 when nobody waits for the answer any more."""
-        self.state = problem.segment_layout.state(segment)
-        """[1]; the front end reads it if this process dies, see `SegmentLayout.state`."""
         self.alone = problem.alone
         """Seconds for which nothing may run beside it; 0 if it is no suspect."""
         self.steps: Steps[Timings] | None = None
         """None until the first step."""
         self.waited = 0
         """Nanoseconds from the front end to the first step."""
-        self.evaluation = problem.evaluation(segment)
+
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """The evaluation, or that of the fit; its batch is a view of the segment."""
+        layout, segment = self.problem.segment_layout, self.segment
+        return self.problem.evaluation(layout.batch(segment), segment)
+
+    @cached_property
+    def cancelled(self) -> NDArray[np.uint8]:
+        """[1]; the front end sets it to 1 when nobody waits for the answer any more."""
+        return self.problem.segment_layout.cancelled(self.segment)
 
     @property
     def is_cancelled(self) -> bool:
         """Whether nobody waits for the answer; a fit sets the flag to 2 when its time is up."""
-        return bool(self.cancelled[0] == 1)
+        return self.segment.byte(self.problem.segment_layout.flag_offset) == 1
+
+    @property
+    def state(self) -> int:
+        """What the front end reads if this process dies, see `SegmentLayout.state`."""
+        return self.problem.segment_layout.state(self.segment)
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self.segment.set_byte(self.problem.segment_layout.flag_offset + 1, state)
 
     @property
     def is_fit(self) -> bool:
@@ -100,15 +120,10 @@ class Request(ScheduledRequest):
         """Tokens x parameter vectors x rows of one evaluation."""
         return self.problem.segment_layout.token_rows
 
-    @property
-    def losses(self) -> NDArray[np.float64]:
-        """View of the losses of a request for losses, [programs, K]."""
-        return self.problem.segment_layout.require("losses", self.segment)
-
     def mark_begun(self) -> None:
         """Note for the front end, and for the timings, that the first step begins."""
         if not self.alone:
-            self.state[0] = BEGUN
+            self.state = BEGUN
         self.waited = time.monotonic_ns() - self.problem.submitted
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,18 +14,17 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, InternalError
 from warpfit.fitting import FitProgress, FitRequest
-from warpfit.ir import Batch
-from warpfit.request import Evaluation, Tier, Timings
+from warpfit.request import Timings
 from warpfit_server.engine.finalize import Finalizer, reduce_to_sums
 from warpfit_server.engine.interface import (
     Engine,
     Evaluator,
     Outputs,
     Steps,
-    aside,
     timed,
     without_pauses,
 )
+from warpfit_server.engine.merging import Merger, hand_out, join
 from warpfit_server.engine.peers import Peers, ShardedEvaluator
 from warpfit_server.engine.request import Request
 from warpfit_server.ipc import messages
@@ -61,6 +59,7 @@ class RequestRunner:
         self._cache_directory = cache_directory
         self._peers = peers
         self._finalizer = Finalizer()
+        self._merger = Merger(engine)
 
     def begin(self, request: Request) -> Steps[Timings]:
         """Return the steps of a request; after the last one its results are in its segment."""
@@ -70,31 +69,24 @@ class RequestRunner:
             return self._sum_part(request, request.problem.part)
         return self._evaluate(request)
 
-    def is_shared(self, request: Request) -> bool:
-        """Return whether several engines compute a request, so that it cannot be merged."""
-        problem = request.problem
-        sharded = {} if self._peers is None else self._peers.shards
-        return problem.part is not None or problem.dataset_id in sharded
-
     def _evaluator(self, request: Request, dataset: Dataset) -> Evaluator:
         if self._peers is None:
             return self._engine
         return self._peers.evaluator(self._engine, request, dataset.layout)
 
+    def merge_key(self, request: Request) -> Hashable:
+        """Return what requests must share to be merged; None if this one may not be merged."""
+        is_sharded = self._peers is not None and request.problem.dataset_id in self._peers.shards
+        return None if is_sharded else self._merger.key(request)
+
     def begin_merged(self, requests: Sequence[Request]) -> Steps[Timings]:
         """Evaluate requests with the same `merge_key` as one batch; fill in the losses of each."""
-        evaluations = [request.evaluation for request in requests]
-        size = 8 * sum(len(evaluation.batch.codes) for evaluation in evaluations)
-        merged = yield from aside(size, partial(_merge, evaluations))
+        merged = join(requests)
         losses = np.empty((len(merged.batch), merged.batch.vectors))
         outputs = Outputs(None, losses, np.zeros(1, dtype=np.uint8), lambda programs: None)
         timings = yield from without_pauses(self._engine.evaluate(merged, outputs))
         self._finalizer.finalize(merged, self._dataset(merged.dataset_id), outputs)
-        first = 0
-        for request in requests:
-            target = request.losses
-            target[...] = losses[first : first + len(target)]
-            first += len(target)
+        hand_out(losses, requests)
         return timings
 
     def _evaluate(self, request: Request) -> Steps[Timings]:
@@ -207,43 +199,6 @@ def _outputs(
     names = ("values", "losses", "gradients", "jacobian", "variable_gradients", "reductions")
     arrays: dict[str, Any] = {name: results.get(name) for name in names}
     return Outputs(cancelled=request.cancelled, ready=ready, **arrays)
-
-
-def merge_key(evaluation: Evaluation) -> Hashable:
-    """Return what evaluations must share to be merged; None if this one wants more than losses."""
-    wants_more = (
-        evaluation.values
-        or evaluation.gradient
-        or evaluation.jacobian
-        or evaluation.variable_gradient
-        or evaluation.reductions
-        or evaluation.needs_moments
-        or evaluation.custom_loss is not None
-    )
-    if wants_more or evaluation.loss is None:
-        return None
-    return (
-        *(evaluation.dataset_id, evaluation.rows, evaluation.precision, evaluation.loss),
-        *(evaluation.tier, evaluation.batch.vectors),
-    )
-
-
-def _merge(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Concatenate the programs of evaluations with the same `merge_key`.
-
-    They are new, or `Engine.gains_from_merging` would have said no, so that nothing is compiled for
-    them yet: no engine needs to look.
-    """
-    batches = [evaluation.batch for evaluation in evaluations]
-    batch = Batch(
-        codes=np.concatenate([batch.codes for batch in batches]),
-        values=np.concatenate([batch.values for batch in batches]),
-        lengths=np.concatenate([batch.lengths for batch in batches]),
-        parameter_counts=np.concatenate([batch.parameter_counts for batch in batches]),
-        parameters=np.concatenate([batch.parameters for batch in batches]),
-        vectors=batches[0].vectors,
-    )
-    return replace(evaluations[0], batch=batch, tier=Tier.INTERPRETER)
 
 
 def _fit_progress(

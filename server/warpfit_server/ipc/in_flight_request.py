@@ -261,7 +261,7 @@ class InFlightRequest:
 
     def _report_loss(self) -> None:
         """Report the request if the engine had begun it when it was lost."""
-        state = int(self.segment_layout.state(self.segment)[0])
+        state = self.segment_layout.state(self.segment)
         if state != QUEUED and self.tenant != PROBE:
             self._report(self.process, alone=state == ALONE)
 

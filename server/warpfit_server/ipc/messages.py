@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
 from warpfit.fitting import FitProgress, FitSettings
+from warpfit.ir import Batch
 from warpfit.losses import Closing
 from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit.server_info import Device
@@ -135,15 +136,15 @@ class SubmitEvaluation(NamedTuple):
     part: Part | None = None
     """Set if another engine, which sends this, makes the outputs."""
 
-    def evaluation(self, segment: Segment) -> Evaluation:
-        """Return the evaluation; its batch is a view of the segment."""
+    def evaluation(self, batch: Batch, segment: Segment) -> Evaluation:
+        """Return the evaluation of a batch; a custom loss is copied from the segment."""
         custom = None
         if self.closing is not None:
             custom = self.segment_layout.custom_loss(segment, Closing[self.closing])
         requested = {"values": False, **dict.fromkeys(self.outputs, True)}
         return Evaluation(
             dataset_id=self.dataset_id,
-            batch=self.segment_layout.batch(segment),
+            batch=batch,
             rows=self.rows,
             precision=Precision[self.precision],
             loss=None if self.loss is None else Loss[self.loss],

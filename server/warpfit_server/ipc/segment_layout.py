@@ -17,6 +17,7 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.request import Evaluation
 from warpfit_server.ipc.segments import Segment
+from warpfit_server.joined_batch import BATCH_ARRAYS, Places
 
 _ALIGNMENT: Final = 64
 #: Types by name: NumPy takes long to look names up, and pickle to write types.
@@ -36,10 +37,9 @@ FIT_SETTING_ARRAYS: Final[Mapping[str, str]] = MappingProxyType(
     {"lower": "<f8", "upper": "<f8", "fixed": "u1"}
 )
 #: Arrays of a batch by their names in segments, where results have the plain names.
-_BATCH_ARRAYS: Final = {
-    f"batch_{name}": name
-    for name in ("values", "parameters", "lengths", "parameter_counts", "codes")
-}
+_BATCH_ARRAYS: Final = {f"batch_{name}": name for name in BATCH_ARRAYS}
+#: Those names, with the bytes of an element.
+_BATCH_ITEMS: Final = [(f"batch_{name}", dtype.itemsize) for name, dtype in BATCH_ARRAYS.items()]
 _INPUTS: Final = frozenset(
     ("flags", *_BATCH_ARRAYS, "loss_values", "loss_codes", *FIT_SETTING_ARRAYS)
 )
@@ -174,17 +174,36 @@ class SegmentLayout(NamedTuple):
         dtype, shape, offset = self.arrays[name]
         return segment.view()[offset : offset + math.prod(shape) * _DTYPES[dtype].itemsize]
 
+    def batch_places(self, segment: Segment) -> Places:
+        """Return where the arrays of the batch lie in this process; see `JoinedBatch`."""
+        start, arrays = segment.address, self.arrays
+        found = []
+        for name, size in _BATCH_ITEMS:
+            _, (count,), offset = arrays[name]
+            found.append((start + offset, count * size))
+        return found
+
+    def losses_place(self, segment: Segment) -> tuple[int, int]:
+        """Return the address in this process and the bytes of the losses."""
+        _, (programs, vectors), offset = self.arrays["losses"]
+        return segment.address + offset, 8 * programs * vectors
+
     def results(self, segment: Segment) -> dict[str, NDArray[Any]]:
         """Views of all arrays that the engine fills."""
         return {name: self.require(name, segment) for name in self.arrays if name not in _INPUTS}
 
+    @property
+    def flag_offset(self) -> int:
+        """Offset of the cancellation flag, one byte, which the state follows."""
+        return self.arrays["flags"][2]
+
     def cancelled(self, segment: Segment) -> NDArray[np.uint8]:
         """View of the cancellation flag, [1], which the front end sets and the engine polls."""
-        return segment.array("u1", (1,), self.arrays["flags"][2])
+        return segment.array("u1", (1,), self.flag_offset)
 
-    def state(self, segment: Segment) -> NDArray[np.uint8]:
-        """View of the request's state, [1]: `QUEUED`, `BEGUN` or `ALONE`."""
-        return segment.array("u1", (1,), self.arrays["flags"][2] + 1)
+    def state(self, segment: Segment) -> int:
+        """Return the request's state: `QUEUED`, `BEGUN` or `ALONE`."""
+        return segment.byte(self.flag_offset + 1)
 
     def batch(self, segment: Segment) -> Batch:
         """View of the batch in the segment."""

@@ -13,7 +13,7 @@ from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from warpfit.ir import Batch
 from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
 from warpfit_server.engine.cuda.interpreter.launches import BatchNumbers, LaunchLimits
-from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, TokenArrays, pack
+from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, pack, places_of
 from warpfit_server.engine.cuda.runtime.driver_calls import as_record
 
 #: Word 0 without an index, the leaf that is loaded, and word 1 or the leaf that it names. A leaf is
@@ -116,7 +116,7 @@ def lower_on_host(
     address = memory.ctypes.data
     group = len(batch) if group is None else group
     first_invalid = np.zeros(-(-len(batch) // group), dtype=np.uint32)
-    pack(TokenArrays.of(batch), memory)
+    pack(places_of(batch), np.zeros(256, np.uint8), memory)
     before = memory[: layout.uploaded].copy()
     numbers = _numbers(batch, 0, address, first_invalid, variables, group, levels)
     blocks = -(-len(batch) // share)
@@ -185,7 +185,7 @@ def lower_on_device(
         address = context.buffer("batch", layout.end)
         context.upload(address, staging)
         context.stream.synchronize()
-        pack(TokenArrays.of(batch), staging)
+        pack(places_of(batch), np.zeros(256, np.uint8), staging)
         context.upload(address, staging[: layout.uploaded])
         group = group or len(batch)
         first_invalid = context.pinned("first invalid", 4 * -(-len(batch) // group))

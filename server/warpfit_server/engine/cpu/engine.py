@@ -146,10 +146,14 @@ class CpuEngine:
         self._programs.clear()
         self._derived.clear()
 
-    def gains_from_merging(self, evaluation: Evaluation) -> bool:
-        """Return False for programs that are kept lowered: merged, they would be lowered again."""
+    def merges(self, dataset_id: bytes) -> bool:
+        """Return whether a data set is loaded."""
+        return dataset_id in self._datasets
+
+    def recognises(self, evaluation: Evaluation) -> bool:
+        """Return whether programs are kept lowered: merged, they would be lowered again."""
         dataset = self._dataset(evaluation)
-        return not self._programs.has_programs(evaluation.batch, (dataset.layout.variables,))
+        return self._programs.has_programs(evaluation.batch, (dataset.layout.variables,))
 
     def evaluate(
         self, evaluation: Evaluation, outputs: interface.Outputs

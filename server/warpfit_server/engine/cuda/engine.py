@@ -166,22 +166,21 @@ class CudaEngine:
     def others_wait(self, wait: bool) -> None:
         """Do nothing: launches are short whether or not somebody waits."""
 
-    def gains_from_merging(self, evaluation: Evaluation) -> bool:
-        """Return whether a batch is new: a merged batch would never get compiled kernels.
-
-        Merged evaluations are one step, which must not take as long as all rows take to pass.
-        """
+    def merges(self, dataset_id: bytes) -> bool:
+        """Return whether a data set is resident: other steps must not wait for streamed rows."""
         with self._lock:
-            resident = self._residents.get(evaluation.dataset_id)
-        if resident is None or resident.is_streamed:
+            resident = self._residents.get(dataset_id)
+        return resident is not None and not resident.is_streamed
+
+    def recognises(self, evaluation: Evaluation) -> bool:
+        """Return whether a batch has come before: merged, it would never get compiled kernels."""
+        if evaluation.tier is Tier.INTERPRETER:
             return False
-        if evaluation.tier is not Tier.AUTO:
-            return evaluation.tier is Tier.INTERPRETER
         key = _batch_key(evaluation, fingerprint(evaluation.batch))
         with self._lock:
             has_been_seen = key in self._seen
             self._seen[key] = True
-        return not has_been_seen
+        return has_been_seen
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``.
@@ -282,9 +281,11 @@ class CudaEngine:
             timings = yield from self._compiled.evaluate(*work, compiled)
         else:
             timings = yield from interpreter.evaluate(*work)
-        # What waited for a compiler, or for rows, says nothing about the rates of the tiers.
+        # What waited for a compiler, or for rows, says nothing about the rates of the tiers. Only
+        # batches that it chooses for need the chooser: new ones are many, and always interpreted.
         waited = resident.is_streamed or outputs.shard is not None
-        if not waited and (tier is Tier.INTERPRETER or timings.cache_hits):
+        is_known = tier is Tier.INTERPRETER or timings.cache_hits
+        if evaluation.tier is Tier.AUTO and not waited and is_known:
             mode, token_rows = _mode_and_work(resident, evaluation)
             seconds = time.perf_counter() - started
             self._chooser.observe(tier, mode, token_rows, seconds)

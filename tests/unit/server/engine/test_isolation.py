@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
 from warpfit_server.engine.isolation import Isolation
@@ -17,8 +16,8 @@ from warpfit_server.tenancy.tenants import PROBE
 class FakeRequest(ScheduledRequest):
     name: str = ""
     alone: float = 0.0
-    state: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint8))
-    cancelled: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint8))
+    state: int = QUEUED
+    is_cancelled: bool = False
 
 
 class Steps:
@@ -39,7 +38,7 @@ class Steps:
         requests = self.isolation.next()
         for request in requests:
             if not request.alone:
-                request.state[0] = BEGUN
+                request.state = BEGUN
         return requests[0] if requests else None
 
     def end(self, request, *, finished=True):
@@ -57,10 +56,10 @@ def test_a_suspect_waits_for_running_steps_and_others_wait_for_the_suspect(steps
     assert steps.next() is before
     suspect, after = steps.add("suspect", 5.0), steps.add("after")
     assert steps.next() is None
-    assert suspect.state[0] == QUEUED
+    assert suspect.state == QUEUED
     steps.end(before)
     assert steps.next() is suspect
-    assert suspect.state[0] == ALONE
+    assert suspect.state == ALONE
     assert steps.next() is None
     steps.end(suspect)
     assert steps.next() is after
@@ -80,7 +79,7 @@ def test_suspects_run_one_at_a_time(steps):
     suspects = [steps.add(name, 5.0) for name in ("a", "b", "c")]
     for suspect in suspects:
         assert steps.next() is suspect
-        assert suspect.state[0] == ALONE
+        assert suspect.state == ALONE
         assert steps.next() is None
         steps.end(suspect)
     assert len(steps.scheduler) == 0
@@ -93,10 +92,10 @@ def test_a_suspect_that_takes_too_long_runs_beside_others_and_its_state_says_so(
     assert steps.next() is None
     steps.now += 0.2
     assert steps.next() is after
-    assert suspect.state[0] == BEGUN
+    assert suspect.state == BEGUN
     steps.end(suspect, finished=False)
     assert steps.next() is suspect  # beside the other
-    assert suspect.state[0] == BEGUN
+    assert suspect.state == BEGUN
 
 
 def test_a_long_step_does_not_keep_a_suspect_waiting_for_ever(steps):
@@ -106,7 +105,7 @@ def test_a_long_step_does_not_keep_a_suspect_waiting_for_ever(steps):
     assert steps.next() is None
     steps.now += 2.1
     assert steps.next() is suspect
-    assert suspect.state[0] == BEGUN
+    assert suspect.state == BEGUN
     assert steps.next() is after
     steps.end(long)
 
@@ -127,11 +126,11 @@ def test_probes_run_beside_a_suspect(steps):
     assert steps.next() is suspect
     probe = steps.add("probe", tenant=PROBE)
     assert steps.next() is probe
-    assert suspect.state[0] == ALONE
+    assert suspect.state == ALONE
     steps.end(suspect)
     other = steps.add("other suspect", 2.0)
     assert steps.next() is other
-    assert other.state[0] == ALONE
+    assert other.state == ALONE
 
 
 def test_a_cancelled_suspect_does_not_wait(steps):
@@ -139,7 +138,7 @@ def test_a_cancelled_suspect_does_not_wait(steps):
     steps.next()
     suspect = steps.add("suspect", 60.0)
     assert steps.next() is None
-    suspect.cancelled[0] = 1
+    suspect.is_cancelled = True
     assert steps.next() is suspect
     steps.end(suspect)
     after = steps.add("after")

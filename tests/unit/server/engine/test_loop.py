@@ -66,8 +66,11 @@ class FakeEngine:
         self.go = threading.Event()
         self.go.set()
 
-    def gains_from_merging(self, evaluation):
+    def merges(self, dataset_id):
         return True
+
+    def recognises(self, evaluation):
+        return False
 
     def others_wait(self, wait):
         pass

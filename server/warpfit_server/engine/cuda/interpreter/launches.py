@@ -29,11 +29,11 @@ from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, TEMPLA
 from warpfit_server.engine.cuda.runtime.batch_layout import (
     BatchBounds,
     BatchLayout,
-    TokenArrays,
-    bound_batch,
+    count_arrays,
     lay_out,
     max_slots,
     pack,
+    places_of,
 )
 from warpfit_server.engine.cuda.runtime.driver_calls import (
     argument_struct,
@@ -219,9 +219,9 @@ class BatchNumbers(NamedTuple):
 
 @_compiled  # type: ignore[untyped-decorator]
 def prepare(
-    tokens: TokenArrays,
-    memory: NDArray[np.uint8],
+    places: NDArray[np.int64],
     flags: NDArray[np.uint8],
+    memory: NDArray[np.uint8],
     kernels: Any,
     numbers: Any,
     max_jobs: int,
@@ -229,15 +229,14 @@ def prepare(
     """Pack a batch for the upload, and note the configuration of its launches.
 
     Args:
-        tokens: the batch.
+        places: of the batch, from `places_of`.
+        flags: of the kernels' operators.
         memory: page-locked memory for what is uploaded.
-        flags: of the kernels, as the next.
         kernels: record of `LaunchLimits`.
         numbers: record of `BatchNumbers`.
         max_jobs: most jobs of a launch.
     """
-    pack(tokens, memory)
-    bounds, batch = bound_batch(tokens, flags), numbers[0]
+    bounds, batch = pack(places, flags, memory), numbers[0]
     config = configure_launch(kernels[0], bounds, max_jobs, batch.programs, batch.vectors)
     batch.longest = bounds.longest
     batch.group, batch.warps = config.group, config.warps
@@ -373,7 +372,7 @@ def load() -> None:
     memory = np.zeros(max(layout.uploaded, 256), dtype=np.uint8)
     limits = as_record(LaunchLimits(*[1] * len(LaunchLimits._fields)))
     numbers = as_record(BatchNumbers(0, 0, 0, 0, 1, 1, 0, 1, 1))
-    prepare(TokenArrays.of(batch), memory, memory, limits, numbers, 1)
+    prepare(places_of(batch), memory, memory, limits, numbers, 1)
     driver, tiles = np.zeros(1, dtype=np.int64), as_record(RowTiles(*[1] * len(RowTiles._fields)))
     # They are compiled and not called: there may be no device.
     for function, given in (
@@ -411,16 +410,17 @@ class BatchLaunch:
         Raises:
             ResourceExhaustedError: if a program is too long, or the device has no room.
         """
-        tokens, layout = TokenArrays.of(batch), BatchLayout.of(batch)
-        counts = len(tokens.codes), len(tokens.lengths), len(tokens.parameters), tokens.vectors
+        arrays = places_of(batch)
+        counts = *count_arrays(arrays), batch.vectors
+        layout = lay_out(*counts[:3])
         staging = context.pinned("batch", layout.uploaded)
         address = context.buffer("batch", layout.end)
-        size = max_slots(*counts[:2]) * tokens.vectors * kernels.variant.dtype.itemsize
+        size = max_slots(*counts[:2]) * batch.vectors * kernels.variant.dtype.itemsize
         slots = context.buffer("slots", max(1, size))
         first_invalid = context.pinned("first invalid", 4 * counts[1]).view(np.uint32)
         places = context.handle, address, slots, array_address(first_invalid)
         numbers = as_record(BatchNumbers(*places, *counts, variables))
-        given = tokens, staging, kernels.flags, kernels.record, numbers, max_jobs
+        given = arrays, kernels.flags, staging, kernels.record, numbers, max_jobs
         yield from aside(layout.uploaded, partial(prepare, *given))
         check_length(int(numbers["longest"][0]))
         started = context.event("started").ptr

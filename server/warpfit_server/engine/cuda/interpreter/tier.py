@@ -227,7 +227,7 @@ class InterpreterTier:
             job_bytes = tiles * variant.tile * variant.dtype.itemsize
         jobs = min(programs * vectors, max(1, self._chunk_bytes // job_bytes), _MAX_JOBS)
         most = max_interpreted_token_rows(variant.mode, self._device.multiprocessors)
-        jobs = min(jobs, max(1, most * programs // (len(batch.codes) * rows)))
+        jobs = min(jobs, max(1, most * programs // (batch.token_count * rows)))
         return jobs - jobs % vectors if jobs > vectors else jobs
 
 

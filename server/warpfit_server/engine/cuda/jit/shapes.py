@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
-from warpfit_server.engine.cuda.runtime.batch_layout import TokenArrays
 from warpfit_server.engine.native import numba_cache
 
 _POW: Final = OPERATORS["pow"].code
@@ -96,8 +95,15 @@ class BatchShapes:
 
     def fill(self, batch: Batch, inputs: NDArray[Any]) -> None:
         """Fill inputs, [K, inputs], with the numbers of this batch or one of the same shapes."""
-        tokens = TokenArrays.of(batch)
-        fill_inputs(tokens.values, tokens.parameter_counts, tokens.parameters, self.sources, inputs)
+        # Always read-only, so that Numba compiles for one set of types.
+        numbers, counts = _read_only(batch.values), _read_only(batch.parameter_counts)
+        fill_inputs(numbers, counts, _read_only(batch.parameters), self.sources, inputs)
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]

@@ -5,10 +5,22 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numba import carray, types
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.arguments import array_address, pointer64
+from warpfit_server.engine.native.intrinsics import inlined, pointer_to
+from warpfit_server.joined_batch import (
+    BATCH_ARRAYS,
+    CODES,
+    COUNTS,
+    LENGTHS,
+    PARAMETERS,
+    VALUES,
+    JoinedBatch,
+)
 
 _ALIGNMENT: Final = 64
 #: Instructions after the last one that the interpreter prefetches and does not run.
@@ -16,38 +28,25 @@ READ_AHEAD: Final = 1
 #: Flags of an operator: whether it needs scratch levels, and whether it has three operands.
 COSTLY: Final = 1
 TERNARY: Final = 2
+_octets, _pointer_to_integers = pointer_to(types.uint8), pointer_to(types.uint32)
 _compiled = numba_cache.njit(nogil=True)
 
 
-class TokenArrays(NamedTuple):
-    """The arrays of a `Batch`, as functions compiled by Numba take them."""
+def places_of(batch: Batch) -> NDArray[np.int64]:
+    """Return address and bytes of the arrays of a batch, [batches, arrays, 2].
 
-    codes: NDArray[np.uint8]
-    values: NDArray[np.float64]
-    lengths: NDArray[np.uint32]
-    parameter_counts: NDArray[np.uint32]
-    parameters: NDArray[np.float64]
-    vectors: int
-
-    @classmethod
-    def of(cls, batch: Batch) -> TokenArrays:
-        """View a batch, always read-only, so that Numba compiles for one set of types."""
-        return cls(
-            _read_only(batch.codes),
-            _read_only(batch.values),
-            _read_only(batch.lengths),
-            _read_only(batch.parameter_counts),
-            _read_only(batch.parameters),
-            batch.vectors,
-        )
+    There is more than one batch only in a `JoinedBatch`.
+    """
+    if isinstance(batch, JoinedBatch):
+        return batch.places
+    arrays = [getattr(batch, name) for name in BATCH_ARRAYS]
+    return np.array([[(array_address(array), array.nbytes) for array in arrays]], np.int64)
 
 
-def _read_only(array: Any) -> Any:
-    if not array.flags.writeable:
-        return array
-    view = array.view()
-    view.flags.writeable = False
-    return view
+def count_arrays(places: NDArray[np.int64]) -> tuple[int, int, int]:
+    """Return the tokens, the programs and the parameters that lie in some places."""
+    sizes = np.add.reduce(places[:, :, 1]).tolist()
+    return sizes[CODES], sizes[LENGTHS] // 4, sizes[PARAMETERS] // 8
 
 
 class BatchLayout(NamedTuple):
@@ -126,26 +125,6 @@ class BatchBounds(NamedTuple):
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def bound_batch(tokens: TokenArrays, flags: NDArray[np.uint8]) -> BatchBounds:
-    """Bound what a batch will need, by the flags `COSTLY` and `TERNARY` of each code, [256]."""
-    found, longest, squares = np.uint8(0), np.int64(0), np.int64(0)
-    for code in tokens.codes:
-        found |= flags[code]
-    for length in tokens.lengths:
-        tokens_of_one = np.int64(length)
-        longest = max(longest, tokens_of_one)
-        squares += tokens_of_one * tokens_of_one
-    has_ternary = bool(found & TERNARY)
-    return BatchBounds(
-        int(longest),
-        max_levels(longest, has_ternary),
-        # Length of the program that a token is in, averaged over all tokens.
-        max_levels(squares // max(1, len(tokens.codes)), has_ternary),
-        bool(found & COSTLY),
-    )
-
-
-@_compiled  # type: ignore[untyped-decorator]
 def max_levels(tokens: int, has_ternary: bool) -> int:
     """Bound the stack levels below the top that a program with so many tokens needs.
 
@@ -166,29 +145,65 @@ def max_levels(tokens: int, has_ternary: bool) -> int:
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def pack(tokens: TokenArrays, memory: NDArray[np.uint8]) -> None:
-    """Write the part of a batch that is uploaded to memory, uint8 [at least layout.uploaded]."""
-    layout = lay_out(len(tokens.codes), len(tokens.lengths), len(tokens.parameters))
-    size = 4 * (len(tokens.lengths) + 1)
-    prefix_sums(tokens.lengths, memory[:size].view(np.uint32))
-    second = layout.parameter_starts
-    prefix_sums(tokens.parameter_counts, memory[second : second + size].view(np.uint32))
-    _copy(tokens.values, memory[layout.values : layout.parameters].view(np.float64))
-    _copy(tokens.parameters, memory[layout.parameters : layout.codes].view(np.float64))
-    _copy(tokens.codes, memory[layout.codes : layout.uploaded])
+def pack(
+    places: NDArray[np.int64], flags: NDArray[np.uint8], memory: NDArray[np.uint8]
+) -> BatchBounds:
+    """Write the part of a batch that is uploaded, and bound what the device will need.
+
+    Args:
+        places: from `places_of`.
+        flags: `COSTLY` and `TERNARY` of each code, [256].
+        memory: receives the batch, uint8 [at least layout.uploaded].
+    """
+    sizes = places[:, :, 1]
+    tokens, programs = int(np.sum(sizes[:, CODES])), int(np.sum(sizes[:, LENGTHS])) // 4
+    layout = lay_out(tokens, programs, np.sum(sizes[:, PARAMETERS]) // 8)
+    size = 4 * (programs + 1)
+    starts = memory[:size].view(np.uint32)
+    parameter_starts = memory[layout.parameter_starts :][:size].view(np.uint32)
+    values = memory[layout.values : layout.parameters].view(np.float64)
+    parameters = memory[layout.parameters : layout.codes].view(np.float64)
+    codes = memory[layout.codes : layout.uploaded]
+    found, longest, squares = np.uint8(0), 0, 0
+    token, program, parameter = 0, 0, 0
+    starts[0] = parameter_starts[0] = 0
+    for part in places:
+        _copy(_floats(part[VALUES]), values[token:])
+        parameter += _copy(_floats(part[PARAMETERS]), parameters[parameter:])
+        for code in carray(_octets(part[CODES][0]), part[CODES][1]):
+            codes[token] = code
+            found |= flags[code]
+            token += 1
+        lengths, counts = _integers(part[LENGTHS]), _integers(part[COUNTS])
+        for index in range(len(lengths)):
+            length = int(lengths[index])
+            longest = max(longest, length)
+            squares += length * length
+            starts[program + 1] = starts[program] + lengths[index]
+            parameter_starts[program + 1] = parameter_starts[program] + counts[index]
+            program += 1
+    has_ternary = bool(found & TERNARY)
+    return BatchBounds(
+        int(longest),
+        max_levels(longest, has_ternary),
+        # Length of the program that a token is in, averaged over all tokens.
+        max_levels(squares // max(1, tokens), has_ternary),
+        bool(found & COSTLY),
+    )
 
 
-@_compiled  # type: ignore[untyped-decorator]
-def prefix_sums(lengths: NDArray[np.uint32], starts: NDArray[np.uint32]) -> None:
-    """Write the exclusive prefix sums of ``lengths``, and then their total."""
-    total = np.uint32(0)
-    for index in range(len(lengths)):
-        starts[index] = total
-        total += lengths[index]
-    starts[len(lengths)] = total
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _copy(source: NDArray[Any], target: NDArray[Any]) -> None:
+@inlined
+def _copy(source: Any, target: Any) -> int:
     for index in range(len(source)):
         target[index] = source[index]
+    return len(source)
+
+
+@inlined
+def _floats(place: Any) -> Any:
+    return carray(pointer64(place[0]), place[1] // 8)
+
+
+@inlined
+def _integers(place: Any) -> Any:
+    return carray(_pointer_to_integers(place[0]), place[1] // 4)

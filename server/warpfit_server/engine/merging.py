@@ -1,0 +1,108 @@
+"""Merging: requests for losses that wait at the same time are evaluated as one batch.
+
+The simple form:
+
+    join the programs of the requests to one batch, evaluate it, and hand each its losses
+
+This is worth it for batches that an engine has nothing for, which is what a search mostly sends.
+Then each request costs a few copies, so that many small ones are served by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from ctypes import memmove
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.request import Evaluation, Tier
+from warpfit_server.engine.interface import Engine
+from warpfit_server.engine.native.arguments import array_address
+from warpfit_server.engine.request import Request
+from warpfit_server.ipc.messages import SubmitEvaluation
+from warpfit_server.joined_batch import JoinedBatch
+
+#: Most sketches that are remembered since the older ones were: at least half of all.
+_REMEMBERED: Final = 8192
+#: Bytes of the lengths and of the codes of a batch that its sketch depends on.
+_SKETCHED: Final = 512
+
+
+class Merger:
+    """Tells which requests may be merged; safe to use from threads.
+
+    A batch that comes again is worth compiling, or is kept lowered, by the engine, to which the
+    batches of merged requests are all new. Whether a batch is new is told by a sketch of it, the
+    lengths and codes of its first programs, so that the rest of a new one is read only once.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._sketches: set[int] = set()
+        self._older: set[int] = set()
+
+    def key(self, request: Request) -> Hashable:
+        """Return what requests must share to be merged; None if it does not gain from merging."""
+        problem = request.message
+        if not isinstance(problem, SubmitEvaluation) or not _is_for_losses(problem):
+            return None
+        layout = problem.segment_layout
+        is_short = layout.token_rows <= self._engine.step_size
+        if not is_short or not self._engine.merges(problem.dataset_id):
+            return None
+        asked = problem.dataset_id, problem.rows, problem.precision, problem.loss, problem.tier
+        key = (*asked, layout.vectors)
+        if self._may_be_known(request, key) and self._engine.recognises(request.evaluation):
+            return None
+        return key
+
+    def _may_be_known(self, request: Request, key: Hashable) -> bool:
+        """Note the sketch of a batch; return whether there was one like it before.
+
+        Two threads that do so at the same time may forget a sketch early, which does no harm.
+        """
+        layout, copied = request.problem.segment_layout, request.segment.copied
+        lengths, codes = (layout.arrays[name][2] for name in ("batch_lengths", "batch_codes"))
+        parts = copied(lengths, _SKETCHED), copied(codes, _SKETCHED)
+        sketch = hash((key, layout.programs, layout.tokens, parts))
+        if sketch in self._sketches:
+            return True
+        if len(self._sketches) >= _REMEMBERED:
+            self._older, self._sketches = self._sketches, set()
+        self._sketches.add(sketch)
+        return sketch in self._older
+
+
+def _is_for_losses(problem: SubmitEvaluation) -> bool:
+    """Return whether it asks for named losses and nothing else, of any tier that takes new ones."""
+    return (
+        problem.loss is not None
+        and problem.closing is None
+        and not problem.outputs
+        and not problem.alone
+        and problem.part is None
+        and problem.tier != Tier.COMPILED.name
+    )
+
+
+def join(requests: Sequence[Request]) -> Evaluation:
+    """Return one evaluation of the programs of requests with the same `Merger.key`, in turn.
+
+    They are new to the engine, so that nothing is compiled for them: no engine needs to look.
+    """
+    first, segments = requests[0], [request.segment for request in requests]
+    parts = [request.problem.segment_layout.batch_places(request.segment) for request in requests]
+    problem = first.problem._replace(tier=Tier.INTERPRETER.name)
+    batch = JoinedBatch(parts, problem.segment_layout.vectors, segments)
+    return problem.evaluation(batch, first.segment)
+
+
+def hand_out(losses: NDArray[np.float64], requests: Sequence[Request]) -> None:
+    """Copy the losses of a joined evaluation, [programs, K], to the requests."""
+    source = array_address(losses)
+    for request in requests:
+        target, size = request.problem.segment_layout.losses_place(request.segment)
+        memmove(target, source, size)
+        source += size
