@@ -292,13 +292,6 @@ class Engine(Protocol):
         They do not if the data set is not loaded, or takes long to pass over.
         """
 
-    def recognises(self, evaluation: Evaluation) -> bool:
-        """Return whether an engine has something for this very batch, such as compiled kernels.
-
-        Ask once for each request: an engine may note that it has seen the batch, and recognise it
-        the next time.
-        """
-
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``, step by step.
 

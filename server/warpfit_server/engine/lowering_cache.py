@@ -97,14 +97,6 @@ class LoweringCache(Generic[Made]):
             self._kept[key] = entry
         return entry[1]
 
-    def has_programs(self, batch: Batch, needs: tuple[Hashable, ...]) -> bool:
-        """Return whether something is cached that was made of the same programs."""
-        if len(batch.codes) > _MOST_TOKENS:
-            return False
-        key = (self._content(batch), *needs)
-        with self._lock:
-            return key in self._kept
-
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

@@ -26,16 +26,17 @@ from warpfit_server.joined_batch import JoinedBatch
 
 #: Most sketches that are remembered since the older ones were: at least half of all.
 _REMEMBERED: Final = 8192
-#: Bytes of the lengths and of the codes of a batch that its sketch depends on.
-_SKETCHED: Final = 512
+#: Arrays of a batch that its sketch depends on, and most bytes of each.
+_SKETCHED: Final = ("batch_lengths", "batch_codes", "batch_values")
+_MOST_BYTES: Final = 512
 
 
 class Merger:
     """Tells which requests may be merged; safe to use from threads.
 
-    A batch that comes again is worth compiling, or is kept lowered, by the engine, to which the
-    batches of merged requests are all new. Whether a batch is new is told by a sketch of it, the
-    lengths and codes of its first programs, so that the rest of a new one is read only once.
+    An engine compiles what comes again, or keeps it lowered; to it the batches of merged requests
+    are all new. So a batch that has come before runs by itself. That is told by a sketch, which
+    depends on its first programs, so that the rest of a new batch is read only once.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -54,19 +55,18 @@ class Merger:
             return None
         asked = problem.dataset_id, problem.rows, problem.precision, problem.loss, problem.tier
         key = (*asked, layout.vectors)
-        if self._may_be_known(request, key) and self._engine.recognises(request.evaluation):
+        if problem.tier == Tier.AUTO.name and self._has_come(request, key):
             return None
         return key
 
-    def _may_be_known(self, request: Request, key: Hashable) -> bool:
-        """Note the sketch of a batch; return whether there was one like it before.
+    def _has_come(self, request: Request, key: Hashable) -> bool:
+        """Note the sketch of a batch; return whether there was an equal one before.
 
         Two threads that do so at the same time may forget a sketch early, which does no harm.
         """
         layout, copied = request.problem.segment_layout, request.segment.copied
-        lengths, codes = (layout.arrays[name][2] for name in ("batch_lengths", "batch_codes"))
-        parts = copied(lengths, _SKETCHED), copied(codes, _SKETCHED)
-        sketch = hash((key, layout.programs, layout.tokens, parts))
+        parts = [copied(layout.arrays[name][2], _MOST_BYTES) for name in _SKETCHED]
+        sketch = hash((key, layout.programs, layout.tokens, *parts))
         if sketch in self._sketches:
             return True
         if len(self._sketches) >= _REMEMBERED:

@@ -150,11 +150,6 @@ class CpuEngine:
         """Return whether a data set is loaded."""
         return dataset_id in self._datasets
 
-    def recognises(self, evaluation: Evaluation) -> bool:
-        """Return whether programs are kept lowered: merged, they would be lowered again."""
-        dataset = self._dataset(evaluation)
-        return self._programs.has_programs(evaluation.batch, (dataset.layout.variables,))
-
     def evaluate(
         self, evaluation: Evaluation, outputs: interface.Outputs
     ) -> interface.Steps[Timings]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
@@ -56,8 +55,6 @@ from warpfit_server.system.resources import available_cores
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Steps in flight: one computes while another is copied in, or its losses are sent.
 _STEPS_IN_FLIGHT: Final = 2
-#: Batches that are remembered in order to recognise repeated ones.
-_REMEMBERED: Final = 4096
 
 
 class CudaEngine:
@@ -94,7 +91,6 @@ class CudaEngine:
         self._device = CudaDevice(device, memory_limit, cache_directory, memory_share)
         # Requests are merged only as far as one launch of the interpreter computes them.
         self.step_size = max_interpreted_token_rows(Mode.FAST, self._device.multiprocessors)
-        self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
         started = time.perf_counter()
         where = self._device.cache_directory, self._device.architecture
         # Beside what the engine waits for: `_load_derivatives` finds it compiled, or waits for it.
@@ -171,16 +167,6 @@ class CudaEngine:
         with self._lock:
             resident = self._residents.get(dataset_id)
         return resident is not None and not resident.is_streamed
-
-    def recognises(self, evaluation: Evaluation) -> bool:
-        """Return whether a batch has come before: merged, it would never get compiled kernels."""
-        if evaluation.tier is Tier.INTERPRETER:
-            return False
-        key = _batch_key(evaluation, fingerprint(evaluation.batch))
-        with self._lock:
-            has_been_seen = key in self._seen
-            self._seen[key] = True
-        return has_been_seen
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``.

@@ -69,9 +69,6 @@ class FakeEngine:
     def merges(self, dataset_id):
         return True
 
-    def recognises(self, evaluation):
-        return False
-
     def others_wait(self, wait):
         pass
 
@@ -208,7 +205,7 @@ class TestMerging:
         runs = [
             (front, n, front.start(*range(n, 2 * n), tenant=tenant))
             for n in range(1, 6)
-            for front, tenant in ((one, "a"), (two, "b"))
+            for front, tenant, n in ((one, "a", n), (two, "b", n + 5))
         ]
         others = one.start(7.0, precision=Precision.FAST)
         engine.go.set()
@@ -216,7 +213,7 @@ class TestMerging:
             assert front.answer(run) == list(range(n, 2 * n))
         assert one.answer(others) == [7.0]
         one.answer(busy)
-        assert sorted(engine.batches) == [1, 1, 30]
+        assert sorted(engine.batches) == [1, 1, 55]
 
     @pytest.mark.parametrize(
         ("constant", "kind", "reason"),
