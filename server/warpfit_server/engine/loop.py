@@ -40,13 +40,13 @@ from warpfit_server.engine.peers import PeerLostError
 from warpfit_server.engine.request import FrontEndConnection, Request, problem_of
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.engine.scheduler import Scheduler
-from warpfit_server.engine.stuck_detector import EXIT_BROKEN
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import ChannelClosedError
 from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.observability.logs import set_logged_request_id
 from warpfit_server.system.resources import available_cores
 from warpfit_server.system.shortages import shortage
+from warpfit_server.system.stuck_detector import EXIT_BROKEN
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Seconds for which a thread polls without sleeping after a step: the next request of a search

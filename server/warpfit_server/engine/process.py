@@ -26,7 +26,6 @@ from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.engine.peers import Peers
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
-from warpfit_server.engine.stuck_detector import EXIT_CANNOT_RUN, StuckDetector
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment, SegmentPool
@@ -34,6 +33,7 @@ from warpfit_server.observability.logs import configure_logging
 from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import keep_freed_memory
 from warpfit_server.system.shortages import shortage, too_many_files
+from warpfit_server.system.stuck_detector import EXIT_CANNOT_RUN, StuckDetector
 from warpfit_server.system.worker_threads import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.engine")

@@ -27,11 +27,11 @@ from warpfit_server.engine.interface import EngineBrokenError
 from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
-from warpfit_server.engine.stuck_detector import EXIT_BROKEN
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.system.stuck_detector import EXIT_BROKEN
 
 #: Constants in programs that make the engine below misbehave, or wait.
 BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS = 601.0, 602.0, 603.0, 604.0, 605.0, 606.0
