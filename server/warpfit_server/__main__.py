@@ -10,7 +10,7 @@ from typing import Final
 from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.observability.logs import configure_logging
-from warpfit_server.server import Server
+from warpfit_server.processes.engine_start import Preparation, prepare
 from warpfit_server.system.address_file import address_file
 from warpfit_server.system.resources import keep_freed_memory
 from warpfit_server.system.worker_threads import take_short_turns
@@ -29,18 +29,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _: signals.append(got))
     try:
-        with (
-            Server(config) as server,
-            address_file(config.address_file, config.host, server.port),
-        ):
-            print(server.describe(), flush=True)
-            while not signals:  # polls: a signal to another thread would not end a wait
-                time.sleep(_POLL_SECONDS)
-            logging.getLogger("warpfit").info("stopping")
+        with prepare(config) as prepared:
+            _serve(prepared, signals)
     except WarpfitError as error:
         print(f"warpfit: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _serve(prepared: Preparation, signals: list[int]) -> None:
+    """Serve until there is a signal."""
+    # Imported here, because that takes a while, in which the engines start.
+    from warpfit_server.server import Server
+
+    config = prepared.config
+    with (
+        Server(prepared) as server,
+        address_file(config.address_file, config.host, server.port),
+    ):
+        print(server.describe(), flush=True)
+        while not signals:  # polls: a signal to another thread would not end a wait
+            time.sleep(_POLL_SECONDS)
+        logging.getLogger("warpfit").info("stopping")
 
 
 if __name__ == "__main__":

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 
-from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.data.files import DataFolder
-from warpfit_server.ipc.segments import SegmentPool, raise_descriptor_limit
+from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.gpu_monitor import GpuMonitor
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.metrics_port import MetricsPort
 from warpfit_server.observability.tracing import make_tracer
+from warpfit_server.processes.engine_start import Preparation
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor
@@ -28,39 +26,24 @@ from warpfit_server.rpc.interceptor import Interceptor
 from warpfit_server.rpc.port import check_free, join_address, listen, make_server
 from warpfit_server.rpc.servicer import SERVICE_NAME, MainServicer
 from warpfit_server.rpc.tls import check_exposure
-from warpfit_server.system.compile_cache import usable_cache_directory
-from warpfit_server.system.devices import check_device_memory, resolve_devices
-from warpfit_server.system.server_directory import ServerDirectory
 from warpfit_server.tenancy.quotas import QuotaTable
 
 
 class Server:
-    """A running server; a context manager. ``port`` is the port that it listens on."""
+    """A running server; a context manager within that of `prepare`, which yields ``prepared``.
 
-    def __init__(self, config: Config) -> None:
+    ``port`` is the port that it listens on.
+    """
+
+    def __init__(self, prepared: Preparation) -> None:
+        config = prepared.config
         check_exposure(config)
-        raise_descriptor_limit()
         # Only this user can open it: the front ends forward calls to a socket in it.
-        directory = ServerDirectory()
-        self._directories = ExitStack()
-        self._directories.callback(directory.remove)
-        self._local_address = f"unix:{directory.path}/main"
-        try:
-            cache = self._directories.enter_context(
-                usable_cache_directory(config.cache_path, within=str(directory.path))
-            )
-            devices = resolve_devices(config.devices)
-            check_device_memory(devices, config.device_memory)
-            self._assemble(replace(config, cache_dir=str(cache), devices=devices))
-        except BaseException:
-            self._directories.close()
-            raise
-
-    def _assemble(self, config: Config) -> None:
+        self._local_address = f"unix:{prepared.directory}/main"
         pool, self._recorder = SegmentPool(config.idle_bytes), Recorder()
         self._config = config
         self.quotas = QuotaTable.create(config.processes, len(config.engines))
-        self.engines = Engines(config, pool, self.quotas)
+        self.engines = Engines(config, pool, self.quotas, prepared.engines)
         self._datasets = DatasetStore(config.limits(), pool, self.engines.unload)
         parts = self.engines, self._datasets, self.quotas, self._recorder
         self._front_ends = FrontEndSupervisor(config, *parts)
@@ -139,7 +122,6 @@ class Server:
         if self._tracer is not None:
             self._tracer.close()
         self.engines.stop()
-        self._directories.close()
 
     def _open_ports(self) -> None:
         """Open the ports for health checks and metrics that are configured.

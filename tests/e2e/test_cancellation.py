@@ -18,6 +18,7 @@ from warpfit.calls.fit_arguments import build_fit
 from warpfit.dataset import Dataset
 from warpfit_server.config import Config
 from warpfit_server.limits import check_batch
+from warpfit_server.processes.engine_start import prepare
 from warpfit_server.server import Server
 from warpfit_server.tenancy.quotas import Amounts
 
@@ -26,7 +27,8 @@ WIDE = np.random.default_rng(2).normal(size=(200_000, 2)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def server():
-    with Server(Config(port=0, devices="cpu", threads=1, front_ends=1)) as running:
+    config = Config(port=0, devices="cpu", threads=1, front_ends=1)
+    with prepare(config) as prepared, Server(prepared) as running:
         yield running
 
 

@@ -20,6 +20,7 @@ from typing import Final
 from warpfit.errors import InternalError
 from warpfit_server.ipc.messages import Message, pack, unpack
 from warpfit_server.system.shortages import shortage
+from warpfit_server.system.sockets import socket_pair
 
 #: Longest message in bytes.
 MOST_BYTES: Final = 16 << 20
@@ -31,8 +32,6 @@ _READ_BYTES: Final = 64 << 10
 _DONT_WAIT, _CLOSE_ON_EXEC = int(socket.MSG_DONTWAIT), int(socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED: Final = int(socket.MSG_CTRUNC)
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(253 * array("i").itemsize)
-#: Size of the kernel's buffer for what the other process has not read yet.
-_SOCKET_BYTES: Final = 1 << 20
 
 
 class ChannelClosedError(Exception):
@@ -196,18 +195,3 @@ def _framed(message: Message, descriptors: int = 0) -> bytes:
             "Report it as a bug",
         )
     return _HEADER.pack(len(data), descriptors, kind) + data
-
-
-def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets for channels.
-
-    Raises:
-        ResourceExhaustedError: if this process can open no more files.
-    """
-    try:
-        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as error:
-        raise shortage(error) or error from error
-    for end in pair:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-    return pair

@@ -13,7 +13,6 @@ import errno
 import math
 import mmap
 import os
-import resource
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -26,16 +25,6 @@ from warpfit.errors import ResourceExhaustedError
 from warpfit_server.system.shortages import shortage, too_many_files
 
 _SMALLEST: Final = 64 << 10
-
-
-def raise_descriptor_limit() -> None:
-    """Let this process and its children open as many files as the system allows.
-
-    Each data set and each call in flight holds some. The usual limit of 1,024 is for programs that
-    use ``select``.
-    """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Segment:

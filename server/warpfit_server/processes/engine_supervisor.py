@@ -8,7 +8,6 @@ process's copies.
 import logging
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import StoredDataset
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
+from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.ipc.quarantine import Quarantine
@@ -38,7 +37,8 @@ from warpfit_server.processes.engine_deaths import (
     cause_of_death,
     out_of_memory_kills,
 )
-from warpfit_server.system.compile_cache import engine_environment
+from warpfit_server.processes.engine_start import StartedEngine, start_engine
+from warpfit_server.system.sockets import socket_pair
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 #: Longest pause in seconds before an engine is started that failed to start before.
@@ -56,7 +56,7 @@ class EngineSupervisor:
     """Owns the engine process of a device, the channel to it and this process's connection to it.
 
     ``number`` is that of the engine in ``config.engines``; ``process_numbers`` yields those of the
-    engine processes, of all devices.
+    engine processes, of all devices. The first process is taken out of ``started``, if it is there.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class EngineSupervisor:
         pool: SegmentPool,
         quarantine: Quarantine,
         process_numbers: Iterator[int],
+        started: dict[int, StartedEngine] | None = None,
     ) -> None:
         self.number = number
         self.device = config.engines[number]
@@ -84,6 +85,7 @@ class EngineSupervisor:
         self._config = config
         self._lock = threading.Lock()
         self._process_numbers = process_numbers
+        self._first = {} if started is None else started
         self._process_number = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None  # None while no engine is ready
@@ -306,18 +308,9 @@ class EngineSupervisor:
 
     def _run_engine(self) -> int:
         """Run one engine process to its end; return its exit status."""
-        channel, theirs = Channel.pair()
-        with theirs:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "warpfit_server.engine.process"),
-                    *(str(theirs.fileno()), str(self.number), self._config.to_json()),
-                ],
-                env=engine_environment(self._config.cache_path) | self.device.environment(),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is for the main process, which drains first
-            )
+        first = self._first.pop(self.number, None)
+        process, end = first or start_engine(self._config, self.number)
+        channel = Channel(end)
         with self._lock:
             self._process, self._cause, self._spawned = process, "", time.monotonic()
             self._was_ready = False

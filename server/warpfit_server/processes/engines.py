@@ -28,6 +28,7 @@ from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.router import Router
 from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.processes.engine_start import StartedEngine
 from warpfit_server.processes.engine_supervisor import EngineSupervisor, settled
 from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.quotas import QuotaTable
@@ -36,15 +37,24 @@ _LOG: Final = logging.getLogger("warpfit.engines")
 
 
 class Engines:
-    """Owns the supervisors of all engines; an engine loads a data set when it is needed there."""
+    """Owns the supervisors of all engines; an engine loads a data set when it is needed there.
 
-    def __init__(self, config: Config, pool: SegmentPool, table: QuotaTable) -> None:
+    They take the processes that have been ``started`` out of that dictionary.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: SegmentPool,
+        table: QuotaTable,
+        started: dict[int, StartedEngine] | None = None,
+    ) -> None:
         self.quarantine = Quarantine()
         """Suspects and quarantined batches and data sets, the same for all engines."""
         self._start_seconds = config.start_seconds
         numbers = itertools.count(1)
         self.supervisors = [
-            EngineSupervisor(config, number, pool, self.quarantine, numbers)
+            EngineSupervisor(config, number, pool, self.quarantine, numbers, started)
             for number in range(len(config.engines))
         ]
         labels = [device.label for device in config.engines]

@@ -8,6 +8,7 @@ still until the period is over; processes that take more memory are killed.
 import ctypes
 import math
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -104,3 +105,13 @@ def give_back_memory() -> None:
         library.mallopt(_TRIM_THRESHOLD, 0)
         library.free(ctypes.c_void_p(library.malloc(1 << 17)))
         library.mallopt(_TRIM_THRESHOLD, _KEPT[_TRIM_THRESHOLD])
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its children open as many files as the system allows.
+
+    Each data set and each call in flight holds some. The usual limit of 1,024 is for programs that
+    use ``select``.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

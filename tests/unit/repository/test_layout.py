@@ -21,7 +21,17 @@ MOST_FILES = 14
 #: Each folder imports folders that stand before it; a file stands for itself.
 ORDERS = {
     "warpfit_server": [
-        *("row_blocks", "joined_batch", "limits", "system", "config", "observability", "tenancy", "ipc", "data"),
+        *(
+            "row_blocks",
+            "joined_batch",
+            "limits",
+            "system",
+            "config",
+            "observability",
+            "tenancy",
+            "ipc",
+            "data",
+        ),
         *("engine", "rpc", "processes"),
     ],
     "warpfit_server.engine": [

@@ -82,14 +82,23 @@ def _kill(module) -> None:
 
 
 def _cut(module) -> None:
-    begin = module.RequestRunner.begin
+    runner = module.RequestRunner
+    begin, begin_merged = runner.begin, runner.begin_merged
+
+    def cut(requests):
+        for request in requests:
+            if float(VALUE) + 1 in request.evaluation.batch.values:
+                request.connection.channel.shut()
 
     def faulty(self, request):
-        if float(VALUE) + 1 in request.evaluation.batch.values:
-            request.connection.channel.shut()
+        cut([request])
         return begin(self, request)
 
-    module.RequestRunner.begin = faulty
+    def faulty_merged(self, requests):
+        cut(requests)
+        return begin_merged(self, requests)
+
+    runner.begin, runner.begin_merged = faulty, faulty_merged
 
 
 def _compiling(module) -> None:

@@ -13,9 +13,10 @@ import pytest
 from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError
 from warpfit.request import Tier, Timings
 from warpfit_server.ipc import channel, messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
+from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.segment_layout import SegmentLayout
 from warpfit_server.ipc.segments import Segment
+from warpfit_server.system.sockets import socket_pair
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
+from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.system.sockets import socket_pair
 
 DATASET = Dataset.of(np.ones((8, 3), "f4"), np.ones(8, "f4"))
 EVALUATION = Evaluation(
