@@ -29,11 +29,8 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.cuda.interpreter import device_lowering
-from warpfit_server.engine.cuda.interpreter.launches import (
-    BatchLaunch,
-    RowTiles,
-    launch_interpreter,
-)
+from warpfit_server.engine.cuda.interpreter.batch_launch import BatchLaunch
+from warpfit_server.engine.cuda.interpreter.launches import RowTiles, launch_interpreter
 from warpfit_server.engine.cuda.interpreter.tier import VARIANTS, InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier

@@ -14,20 +14,19 @@ from numpy.typing import NDArray
 from warpfit.dataset import Layout
 from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.cuda.interpreter import source
+from warpfit_server.engine.cuda.interpreter.batch_launch import (
+    BatchLaunch,
+    InterpreterKernels,
+    Jobs,
+    Staging,
+)
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.device_lowering import (
     BLOCKS_A_MULTIPROCESSOR,
     load_lowering,
 )
-from warpfit_server.engine.cuda.interpreter.launches import (
-    BatchLaunch,
-    InterpreterKernels,
-    Jobs,
-    LaunchLimits,
-    RowTiles,
-    Staging,
-)
+from warpfit_server.engine.cuda.interpreter.launches import LaunchLimits, RowTiles
 from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import as_record

@@ -1,0 +1,172 @@
+"""A batch on its way through the interpreter, and the copies of its results to the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Timings
+from warpfit_server.engine.cuda.interpreter.device_lowering import (
+    ALL_VALID,
+    check_length,
+    raise_invalid_program,
+)
+from warpfit_server.engine.cuda.interpreter.launches import (
+    BatchNumbers,
+    lower,
+    prepare,
+    run_jobs,
+)
+from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.runtime.batch_layout import (
+    count_arrays,
+    lay_out,
+    max_slots,
+    places_of,
+)
+from warpfit_server.engine.cuda.runtime.driver_calls import as_record
+from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.interface import Steps, aside
+from warpfit_server.engine.native.arguments import array_address
+
+#: First job of a launch, and the number of its jobs.
+Jobs = tuple[int, int]
+#: Where the results of a launch arrive: sums of losses, [nodes, jobs], and values, [jobs, rows];
+#: None for those that are not wanted.
+Staging = tuple[NDArray[np.float64] | None, NDArray[Any] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class InterpreterKernels:
+    """The loaded kernels of one variant."""
+
+    variant: Variant
+    record: NDArray[Any]
+    """Record of `LaunchLimits`."""
+    flags: NDArray[np.uint8]
+    """Flags of each operator, see `source.operator_flags`."""
+    functions: Mapping[str, Any]
+    """CuPy's functions, without which the kernels would be unloaded."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchLaunch:
+    """A batch on its way through the device, and what all its launches share."""
+
+    context: StreamContext
+    kernels: InterpreterKernels
+    batch: Batch
+    variables: int
+    """Variables of the data set."""
+    numbers: NDArray[Any]
+    """Record of `BatchNumbers`."""
+    first_invalid: NDArray[np.uint32]
+    """First invalid program of each group, or `ALL_VALID`; known once the batch is lowered."""
+
+    @classmethod
+    def begin(
+        cls,
+        context: StreamContext,
+        kernels: InterpreterKernels,
+        batch: Batch,
+        variables: int,
+        max_jobs: int,
+    ) -> Steps[BatchLaunch]:
+        """Upload and lower a batch, of which a launch has so many jobs; record ``started``.
+
+        Raises:
+            ResourceExhaustedError: if a program is too long, or the device has no room.
+        """
+        arrays = places_of(batch)
+        counts = *count_arrays(arrays), batch.vectors
+        layout = lay_out(*counts[:3])
+        staging = context.pinned("batch", layout.uploaded)
+        address = context.buffer("batch", layout.end)
+        size = max_slots(*counts[:2]) * batch.vectors * kernels.variant.dtype.itemsize
+        slots = context.buffer("slots", max(1, size))
+        first_invalid = context.pinned("first invalid", 4 * counts[1]).view(np.uint32)
+        places = context.handle, address, slots, array_address(first_invalid)
+        numbers = as_record(BatchNumbers(*places, *counts, variables))
+        given = arrays, kernels.flags, staging, kernels.record, numbers, max_jobs
+        yield from aside(layout.uploaded, partial(prepare, *given))
+        check_length(int(numbers["longest"][0]))
+        started = context.event("started").ptr
+        context.check_executed(lower(context.functions, staging, kernels.record, numbers, started))
+        return cls(context, kernels, batch, variables, numbers, first_invalid)
+
+    def check(self) -> None:
+        """Check that all programs could be lowered, once the stream has passed that.
+
+        Raises:
+            ProgramError: for the first bad token.
+            ResourceExhaustedError: if a variable's index is too large to encode.
+        """
+        groups = -(-len(self.batch) // int(self.numbers["group"][0]))
+        program = min(self.first_invalid[:groups].tolist())
+        if program != ALL_VALID:
+            raise_invalid_program(self.batch, program, self.variables)
+
+    def launch(
+        self, tiles: NDArray[Any], jobs: Jobs, sums: NDArray[Any] | None, values: int, side: str
+    ) -> None:
+        """Launch some jobs, and record the event ``computed`` of a side; see `run_jobs`.
+
+        Raises:
+            CUDADriverError: if the device reports an error.
+        """
+        context, partials, target = self.context, 0, 0
+        if sums is not None:
+            size = 8 * jobs[1] * int(tiles["tiles"][0])
+            partials, target = context.buffer("partials" + side, size), array_address(sums)
+        places = partials, target, values, context.event("computed" + side).ptr
+        given = context.functions, self.kernels.record, self.numbers, tiles, *jobs, *places
+        context.check_executed(run_jobs(*given))
+
+    def launch_chunk(
+        self, tiles: NDArray[Any], evaluation: Evaluation, jobs: Jobs, side: str
+    ) -> Staging:
+        """Launch some jobs and the copies of their results; see `resident_data.run_chunks`."""
+        context, variant, count, one = self.context, self.kernels.variant, jobs[1], tiles[0]
+        pitch = int(one["tiles"]) * variant.tile * variant.dtype.itemsize
+        values, sums, staging = 0, None, None
+        if evaluation.loss is not None:
+            nodes = int(one["nodes"])
+            sums = context.pinned("sums" + side, 8 * nodes * count).view(np.float64)
+            sums = sums.reshape(nodes, -1)
+        if evaluation.values:
+            values = context.buffer("values" + side, count * pitch)
+        self.launch(tiles, jobs, sums, values, side)
+        if values:
+            first, end = int(one["first_row"]), int(one["end_row"])
+            memory = context.pinned("values" + side, count * (end - first) * variant.dtype.itemsize)
+            staging = memory.view(variant.dtype).reshape(count, -1)
+            context.download_rows(staging, values + first * variant.dtype.itemsize, pitch)
+        return sums, staging
+
+    def compute_losses(
+        self, tiles: NDArray[Any], losses: NDArray[np.float64], started: int
+    ) -> Steps[Timings]:
+        """Launch all jobs on all rows after the lowering, and fill in the sums of row losses.
+
+        ``started`` is ``time.perf_counter_ns()`` of the evaluation's beginning.
+
+        Raises:
+            ProgramError: for the first bad token.
+        """
+        context = self.context
+        sums = context.pinned("sums", 8 * losses.size).view(np.float64)
+        self.launch(tiles, (0, losses.size), sums, 0, "")
+        launched = time.perf_counter_ns()
+        yield from context.reach("computed")
+        self.check()
+        losses.reshape(-1)[:] = sums
+        compute = context.nanoseconds("started", "computed")
+        copy_out = max(0, time.perf_counter_ns() - launched - compute)
+        return Timings(copy_in=launched - started, compute=compute, copy_out=copy_out)
