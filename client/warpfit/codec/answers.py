@@ -72,24 +72,25 @@ def result_end(
     extras: Mapping[str, NDArray[np.float64]] = MappingProxyType({}),
 ) -> bytes:
     """Serialize the last message of an answer: losses [programs, K], timings and `EXTRAS`."""
-    message = pb.EvaluateResponse(
-        losses=b"" if losses is None else pack(losses, F64), timings=timings_to_message(timings)
-    )
+    message = pb.EvaluateResponse(losses=b"" if losses is None else pack(losses, F64))
+    set_timings(message.timings, timings)
     for name, array in extras.items():
         setattr(message, name, pack(array, F64))
     return message.SerializeToString()
 
 
-def timings_to_message(timings: Timings) -> pb.Timings:
-    """Encode timings."""
-    given = {name: getattr(timings, name) for name in _TIMINGS}
-    return pb.Timings(tier=TIERS.codes[timings.tier], **given)
+def set_timings(message: pb.Timings, timings: Timings) -> None:
+    """Encode timings in place, because protobuf would copy a message that is part of another."""
+    for name in _TIMINGS:
+        setattr(message, name, getattr(timings, name))
+    message.tier = TIERS.codes[timings.tier]
 
 
 def timings_from_message(message: pb.Timings) -> Timings:
     """Decode timings."""
-    given = {name: getattr(message, name) for name in _TIMINGS}
-    return Timings(tier=TIERS.member(message.tier, "tier"), **given)
+    copies = message.copy_in, message.compute, message.copy_out
+    tier = TIERS.member(message.tier, "tier")
+    return Timings(message.decode, message.queue, *copies, tier, message.cache_hits, message.device)
 
 
 def answer_from_bytes(data: bytes) -> pb.EvaluateResponse:
@@ -138,8 +139,11 @@ def _matrices(evaluation: Evaluation, header: pb.ResultHeader) -> dict[str, _Mat
         "values": (header.programs, header.vectors, header.rows),
         "jacobian": (len(batch.parameters), header.rows),
     }
-    wanted = {name: shape for name, shape in shapes.items() if getattr(evaluation, name)}
-    return {name: _Matrix(shape, DTYPES[header.dtype]) for name, shape in wanted.items()}
+    return {
+        name: _Matrix(shape, DTYPES[header.dtype])
+        for name, shape in shapes.items()
+        if getattr(evaluation, name)
+    }
 
 
 def _last(evaluation: Evaluation, message: pb.EvaluateResponse) -> dict[str, NDArray[np.float64]]:

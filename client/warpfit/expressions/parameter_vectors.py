@@ -51,7 +51,7 @@ def _join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
         counts = np.fromiter(map(len, entries), np.uint32, len(entries))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
-    if numbers.ndim != 1 or counts.sum() != len(numbers):
+    if numbers.ndim != 1 or np.add.reduce(counts) != len(numbers):
         return None
     return ParameterVectors(counts, numbers)
 
