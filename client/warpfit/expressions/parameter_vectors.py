@@ -47,13 +47,14 @@ class ParameterVectors:
 def _join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
     """Join the entries in one step if each is one vector [n], as most are; else return None."""
     try:
+        # First, because so quick a pass has the cache fetch many arrays at a time.
+        counts = list(map(len, entries))  # type: ignore[arg-type]
         numbers = np.concatenate(entries, dtype=np.float64)
-        counts = np.fromiter(map(len, entries), np.uint32, len(entries))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
-    if numbers.ndim != 1 or np.add.reduce(counts) != len(numbers):
+    if numbers.ndim != 1 or sum(counts) != len(numbers):
         return None
-    return ParameterVectors(counts, numbers)
+    return ParameterVectors(np.array(counts, np.uint32), numbers)
 
 
 def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:
