@@ -106,8 +106,7 @@ def read_result(evaluation: Evaluation, messages: Iterable[pb.EvaluateResponse])
         ResourceExhaustedError: if there is no memory for the answer here.
     """
     matrices: dict[str, _Matrix] = {}
-    last: dict[str, NDArray[np.float64]] | None = None
-    timings = Timings()
+    last: dict[str, Any] = {}
     for message in messages:
         if message.HasField("header"):
             matrices = _matrices(evaluation, message.header)
@@ -119,14 +118,14 @@ def read_result(evaluation: Evaluation, messages: Iterable[pb.EvaluateResponse])
             if piece:
                 matrices[name].fill(piece, message.offset)
         if message.HasField("timings"):
-            last, timings = _last(evaluation, message), timings_from_message(message.timings)
+            last = _last(evaluation, message)
     for name in ("values", "jacobian"):
         if getattr(evaluation, name) and name not in matrices:
             raise broken_answer(f"has no {name}")
-    if last is None:
+    if not last:
         raise broken_answer("has no end")
-    arrays = {name: matrix.complete() for name, matrix in matrices.items()}
-    return Result(timings=timings, **arrays, **last)
+    last |= {name: matrix.complete() for name, matrix in matrices.items()}
+    return Result(**last)
 
 
 def _matrices(evaluation: Evaluation, header: pb.ResultHeader) -> dict[str, _Matrix]:
@@ -146,8 +145,8 @@ def _matrices(evaluation: Evaluation, header: pb.ResultHeader) -> dict[str, _Mat
     }
 
 
-def _last(evaluation: Evaluation, message: pb.EvaluateResponse) -> dict[str, NDArray[np.float64]]:
-    """Return the arrays of the last message."""
+def _last(evaluation: Evaluation, message: pb.EvaluateResponse) -> dict[str, Any]:
+    """Return the timings and the arrays of the last message."""
     cells = len(evaluation.batch), evaluation.batch.vectors
     shapes: dict[str, tuple[int, ...]] = {
         "gradients": (len(evaluation.batch.parameters),),
@@ -156,13 +155,14 @@ def _last(evaluation: Evaluation, message: pb.EvaluateResponse) -> dict[str, NDA
         "scaling": (*cells, 2),
         "correlations": cells,
     }
-    found = {
+    found: dict[str, Any] = {
         name: received_array(getattr(message, name), F64, shapes[name], name)
         for name, output in EXTRAS.items()
         if getattr(evaluation, output)
     }
     if evaluation.loss_function is not None:
         found["losses"] = received_array(message.losses, F64, cells, "losses")
+    found["timings"] = timings_from_message(message.timings)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -49,7 +50,11 @@ def _join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
     try:
         # First, because so quick a pass has the cache fetch many arrays at a time.
         counts = list(map(len, entries))  # type: ignore[arg-type]
-        numbers = np.concatenate(entries, dtype=np.float64)
+        if set(map(type, entries[:1])) == {list} == set(map(type, entries)):
+            # A third of the time that NumPy takes to make an array of each list.
+            numbers = np.fromiter(chain.from_iterable(entries), np.float64)  # type: ignore[arg-type]
+        else:
+            numbers = np.concatenate(entries, dtype=np.float64)
     except (TypeError, ValueError):
         return None
     if numbers.ndim != 1 or sum(counts) != len(numbers):
