@@ -54,6 +54,11 @@ class Population(Sequence[Program]):
                 "Convert texts, trees and the like with warpfit.frontends.as_population",
                 "programs",
             )
+        return Population.joining(programs)
+
+    @staticmethod
+    def joining(programs: Sequence[Program]) -> Population:
+        """Join what are known to be programs."""
         codes = [program._codes for program in programs]
         return Population(
             np.frombuffer(b"".join(codes), dtype=np.uint8),
@@ -276,8 +281,8 @@ class Batch(Population):
             raise InvalidArgumentError(
                 "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "lengths"
             )
-        tokens = int(np.add.reduce(self.lengths, dtype=np.int64))
-        numbers = self.vectors * int(np.add.reduce(self.parameter_counts, dtype=np.int64))
+        tokens = int(np.add.reduce(self.lengths))
+        numbers = self.vectors * int(np.add.reduce(self.parameter_counts))
         for field, array, wanted in (
             ("codes", self.codes, tokens),
             ("values", self.values, len(self.codes)),

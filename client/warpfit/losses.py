@@ -350,7 +350,7 @@ def as_loss(given: Loss | LossFunction | str) -> Loss | LossFunction:
             "Write it as a text over f, y, w and d = f - y, such as loss='abs(d)^1.5'",
             "loss",
         )
-    if given in Loss.__members__.values():
+    if given in BUILT_IN:
         return Loss(given)
     if given in BY_NAME:
         return BY_NAME[given]()

@@ -45,7 +45,9 @@ class Attempts:
         self, act: Callable[[Server], T], retries: Retries, dataset: ClientDataset | None = None
     ) -> T:
         """Act at one server after the other, and again after a pause, until it succeeds."""
-        place = () if dataset is None else (dataset.content_id, dataset.layout.nbytes)
+        place: tuple[bytes, int] | tuple[()] = ()
+        if dataset is not None and self.servers.is_several:
+            place = dataset.content_id, dataset.layout.nbytes
         tried: list[Server] = []
         error: errors.WarpfitError | None = None
         while True:

@@ -30,8 +30,8 @@ class PopulationCache:
     def __init__(self) -> None:
         self._recent: tuple[tuple[list[Program], Population], ...] = ()
 
-    def of(self, programs: Sequence[Program]) -> Population:
-        """Return a population of these programs."""
+    def of(self, programs: list[Program]) -> Population:
+        """Return a population of these programs, in a list that nobody changes any more."""
         for known, batch in self._recent:
             # The first and the last one tell most batches apart before equality looks at tokens.
             if (
@@ -41,9 +41,9 @@ class PopulationCache:
                 and known == programs
             ):
                 return batch
-        batch = Population.of(programs)
+        batch = Population.joining(programs)
         if len(batch.codes) <= _MOST_TOKENS:
-            self._recent = ((list(programs), batch), *self._recent[: _MOST_BATCHES - 1])
+            self._recent = ((programs, batch), *self._recent[: _MOST_BATCHES - 1])
         return batch
 
 

@@ -8,7 +8,6 @@ from warpfit.codec.answers import (
     result_end,
     result_start,
     timings_from_message,
-    timings_to_message,
     value_pieces,
 )
 from warpfit.codec.datasets import (

@@ -72,24 +72,25 @@ def result_end(
     extras: Mapping[str, NDArray[np.float64]] = MappingProxyType({}),
 ) -> bytes:
     """Serialize the last message of an answer: losses [programs, K], timings and `EXTRAS`."""
-    message = pb.EvaluateResponse(
-        losses=b"" if losses is None else pack(losses, F64), timings=timings_to_message(timings)
-    )
+    message = pb.EvaluateResponse(losses=b"" if losses is None else pack(losses, F64))
+    set_timings(message.timings, timings)
     for name, array in extras.items():
         setattr(message, name, pack(array, F64))
     return message.SerializeToString()
 
 
-def timings_to_message(timings: Timings) -> pb.Timings:
-    """Encode timings."""
-    given = {name: getattr(timings, name) for name in _TIMINGS}
-    return pb.Timings(tier=TIERS.codes[timings.tier], **given)
+def set_timings(message: pb.Timings, timings: Timings) -> None:
+    """Encode timings in place, because protobuf would copy a message that is part of another."""
+    for name in _TIMINGS:
+        setattr(message, name, getattr(timings, name))
+    message.tier = TIERS.codes[timings.tier]
 
 
 def timings_from_message(message: pb.Timings) -> Timings:
     """Decode timings."""
-    given = {name: getattr(message, name) for name in _TIMINGS}
-    return Timings(tier=TIERS.member(message.tier, "tier"), **given)
+    copies = message.copy_in, message.compute, message.copy_out
+    tier = TIERS.member(message.tier, "tier")
+    return Timings(message.decode, message.queue, *copies, tier, message.cache_hits, message.device)
 
 
 def answer_from_bytes(data: bytes) -> pb.EvaluateResponse:
@@ -105,8 +106,7 @@ def read_result(evaluation: Evaluation, messages: Iterable[pb.EvaluateResponse])
         ResourceExhaustedError: if there is no memory for the answer here.
     """
     matrices: dict[str, _Matrix] = {}
-    last: dict[str, NDArray[np.float64]] | None = None
-    timings = Timings()
+    last: dict[str, Any] = {}
     for message in messages:
         if message.HasField("header"):
             matrices = _matrices(evaluation, message.header)
@@ -118,14 +118,14 @@ def read_result(evaluation: Evaluation, messages: Iterable[pb.EvaluateResponse])
             if piece:
                 matrices[name].fill(piece, message.offset)
         if message.HasField("timings"):
-            last, timings = _last(evaluation, message), timings_from_message(message.timings)
+            last = _last(evaluation, message)
     for name in ("values", "jacobian"):
         if getattr(evaluation, name) and name not in matrices:
             raise broken_answer(f"has no {name}")
-    if last is None:
+    if not last:
         raise broken_answer("has no end")
-    arrays = {name: matrix.complete() for name, matrix in matrices.items()}
-    return Result(timings=timings, **arrays, **last)
+    last |= {name: matrix.complete() for name, matrix in matrices.items()}
+    return Result(**last)
 
 
 def _matrices(evaluation: Evaluation, header: pb.ResultHeader) -> dict[str, _Matrix]:
@@ -138,12 +138,15 @@ def _matrices(evaluation: Evaluation, header: pb.ResultHeader) -> dict[str, _Mat
         "values": (header.programs, header.vectors, header.rows),
         "jacobian": (len(batch.parameters), header.rows),
     }
-    wanted = {name: shape for name, shape in shapes.items() if getattr(evaluation, name)}
-    return {name: _Matrix(shape, DTYPES[header.dtype]) for name, shape in wanted.items()}
+    return {
+        name: _Matrix(shape, DTYPES[header.dtype])
+        for name, shape in shapes.items()
+        if getattr(evaluation, name)
+    }
 
 
-def _last(evaluation: Evaluation, message: pb.EvaluateResponse) -> dict[str, NDArray[np.float64]]:
-    """Return the arrays of the last message."""
+def _last(evaluation: Evaluation, message: pb.EvaluateResponse) -> dict[str, Any]:
+    """Return the timings and the arrays of the last message."""
     cells = len(evaluation.batch), evaluation.batch.vectors
     shapes: dict[str, tuple[int, ...]] = {
         "gradients": (len(evaluation.batch.parameters),),
@@ -152,13 +155,14 @@ def _last(evaluation: Evaluation, message: pb.EvaluateResponse) -> dict[str, NDA
         "scaling": (*cells, 2),
         "correlations": cells,
     }
-    found = {
+    found: dict[str, Any] = {
         name: received_array(getattr(message, name), F64, shapes[name], name)
         for name, output in EXTRAS.items()
         if getattr(evaluation, output)
     }
     if evaluation.loss_function is not None:
         found["losses"] = received_array(message.losses, F64, cells, "losses")
+    found["timings"] = timings_from_message(message.timings)
     return found
 
 

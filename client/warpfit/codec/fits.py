@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit.codec.answers import timings_from_message, timings_to_message
+from warpfit.codec.answers import set_timings, timings_from_message
 from warpfit.codec.framing import (
     F64,
     U8,
@@ -91,10 +91,9 @@ def progress_to_bytes(progress: FitProgress) -> bytes:
 
 def fit_to_bytes(result: FitResult) -> bytes:
     """Serialize the message of an answer that carries the result."""
-    message = pb.FitResult(
-        timings=timings_to_message(result.timings),
-        **{name: pack(getattr(result, name), dtype) for name, dtype in _ARRAYS.items()},
-    )
+    arrays: Any = {name: pack(getattr(result, name), dtype) for name, dtype in _ARRAYS.items()}
+    message = pb.FitResult(**arrays)
+    set_timings(message.timings, result.timings)
     for name in ("standard_errors", "covariances"):
         array = getattr(result, name)
         if array is not None:

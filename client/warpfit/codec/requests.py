@@ -21,6 +21,7 @@ _CLOSINGS: Final = framing.WireEnum(Closing, pb.Closing)
 _LONG: Final = 1 << 16
 #: What follows a request after which another one may come in the same call.
 MORE_REQUESTS: Final = pb.EvaluateRequest(more=True).SerializeToString()
+_VECTORS_TAG: Final = framing.varint(pb.Programs.VECTORS_FIELD_NUMBER << 3)
 _PROGRAMS_TAG: Final = framing.bytes_tag(pb.EvaluateRequest.PROGRAMS_FIELD_NUMBER)
 #: Arrays of a batch: name, tag of the field and dtype.
 _ARRAYS: Final = (
@@ -53,21 +54,24 @@ def evaluation_to_bytes(evaluation: Evaluation) -> bytes:
         message.loss_function.closing = _CLOSINGS.codes[custom.closing]
     if evaluation.rows is not None:
         message.rows.start, message.rows.stop = evaluation.rows
-    pieces = _programs(evaluation.batch)
-    size = sum(map(len, pieces))
+    pieces, size = _programs(evaluation.batch)
     return b"".join((message.SerializeToString(), _PROGRAMS_TAG, framing.varint(size), *pieces))
 
 
-def _programs(batch: Batch) -> list[bytes | memoryview]:
-    """Serialize a batch in pieces, which are to be joined."""
-    pieces: list[bytes | memoryview] = [pb.Programs(vectors=batch.vectors).SerializeToString()]
+def _programs(batch: Batch) -> tuple[list[Any], int]:
+    """Serialize a batch in pieces, which are to be joined; also return their bytes."""
+    head = _VECTORS_TAG + framing.varint(batch.vectors)
+    pieces: list[Any] = [head]
+    size = len(head)
     for name, tag, dtype in _ARRAYS:
         array = np.ascontiguousarray(getattr(batch, name), dtype=dtype)
         if name == "values" and len(batch.codes) == len(array) >= _LONG:
             array = array[np.flatnonzero(batch.codes < FIRST_OPERATOR)]
         if array.nbytes:
-            pieces += (tag, framing.varint(array.nbytes), array.data.cast("B"))
-    return pieces
+            head = tag + framing.varint(array.nbytes)
+            pieces += (head, array)
+            size += len(head) + array.nbytes
+    return pieces, size
 
 
 def evaluation_to_message(evaluation: Evaluation) -> pb.EvaluateRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -47,13 +48,18 @@ class ParameterVectors:
 def _join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
     """Join the entries in one step if each is one vector [n], as most are; else return None."""
     try:
-        numbers = np.concatenate(entries, dtype=np.float64)
-        counts = np.fromiter(map(len, entries), np.uint32, len(entries))  # type: ignore[arg-type]
+        # First, because so quick a pass has the cache fetch many arrays at a time.
+        counts = list(map(len, entries))  # type: ignore[arg-type]
+        if set(map(type, entries[:1])) == {list} == set(map(type, entries)):
+            # A third of the time that NumPy takes to make an array of each list.
+            numbers = np.fromiter(chain.from_iterable(entries), np.float64)  # type: ignore[arg-type]
+        else:
+            numbers = np.concatenate(entries, dtype=np.float64)
     except (TypeError, ValueError):
         return None
-    if numbers.ndim != 1 or counts.sum() != len(numbers):
+    if numbers.ndim != 1 or sum(counts) != len(numbers):
         return None
-    return ParameterVectors(counts, numbers)
+    return ParameterVectors(np.array(counts, np.uint32), numbers)
 
 
 def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:

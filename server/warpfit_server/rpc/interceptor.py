@@ -128,7 +128,7 @@ class _InterceptedMethod:
 
     def __call__(self, call: Call) -> None:
         """Refuse a call, or have it served."""
-        served = self.admit(call)
+        served = self.admit(call, self.interceptor.admission.message_bytes)
         if served is None:
             return
         if self.handler.request_streaming:
@@ -136,12 +136,15 @@ class _InterceptedMethod:
         else:
             served.receive()
 
-    def admit(self, call: Call) -> _ServedCall | None:
-        """Count a call, or a request of one that has been answered before, or refuse it."""
+    def admit(self, call: Call, nbytes: int) -> _ServedCall | None:
+        """Count a call, or a request of one that has been answered before, or refuse it.
+
+        ``nbytes`` are those of its message, at most.
+        """
         record = self.observer.new_call(self.name, call, ANONYMOUS)
         served = _ServedCall(self, self.interceptor, record, call)
         try:
-            served.admit()
+            served.admit(nbytes)
         except Exception as error:
             fail_call(call, error, record.trailing)
             self.observer.end(record, status_of(call))
@@ -177,8 +180,8 @@ class _ServedCall:
     is_over: bool = False
     """Whether it has been ended because its message did not arrive."""
 
-    def admit(self) -> None:
-        """Find the tenant and count the call.
+    def admit(self, nbytes: int) -> None:
+        """Find the tenant and count the call, and the bytes that its message may have.
 
         Raises:
             UnauthenticatedError: without valid credentials.
@@ -201,8 +204,8 @@ class _ServedCall:
             admission.check_rate(tenant, limits.rate)
         if not self.interceptor.workers.has_room(tenant):
             raise _no_thread()
-        admission.enter(tenant, limits, slot=not is_forwarded)
-        self.reserved = admission.message_bytes
+        admission.enter(tenant, limits, nbytes, slot=not is_forwarded)
+        self.reserved = nbytes
         if not is_forwarded:
             self.slots.append(1)
 
@@ -388,8 +391,10 @@ class _IdleCall:
     def _arrived(self, message: bytes | None) -> None:
         if message is None:
             self.end()
-        elif self._leave() and (served := self.method.admit(self.call)) is not None:
-            served.start(message)
+        elif self._leave():
+            served = self.method.admit(self.call, len(message))
+            if served is not None:
+                served.start(message)
 
     def _leave(self) -> bool:
         """Give the bytes back; return False if another thread has done so."""

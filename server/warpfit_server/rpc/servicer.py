@@ -134,8 +134,13 @@ class ComputeServicer:
         self, in_flight: InFlightRequest | SplitRequest, data: Layout, decode: int
     ) -> Answer:
         """Send values in chunks as they become ready, and return the last message with the rest."""
-        layout = in_flight.segment_layout
-        values = layout.view("values", in_flight.segment)
+        layout, segment = in_flight.segment_layout, in_flight.segment
+        # Views of what the engine fills: making them while it computes costs the caller no time.
+        values, jacobian = (layout.view(name, segment) for name in ("values", "jacobian"))
+        losses = layout.array("losses", segment)
+        present = {
+            name: layout.require(name, segment) for name in codec.EXTRAS if name in layout.arrays
+        }
         start = codec.result_start(data, (layout.programs, layout.vectors, layout.rows))
         message, sent = start, 0
         timings = None
@@ -152,15 +157,11 @@ class ComputeServicer:
                     message = b""
                 message += piece
             sent = ready
-        if jacobian := layout.view("jacobian", in_flight.segment):
+        if jacobian:
             yield message
             message = b""
             yield from codec.value_pieces(jacobian, 0, self._chunk_bytes, jacobian=True)
-        segment = in_flight.segment
-        present = {
-            name: layout.require(name, segment) for name in codec.EXTRAS if name in layout.arrays
-        }
-        return message + codec.result_end(in_flight.array("losses"), timings, present)
+        return message + codec.result_end(losses, timings, present)
 
 
 class MainServicer(ComputeServicer):

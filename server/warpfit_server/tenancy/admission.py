@@ -143,6 +143,9 @@ class Admission:
         self._longest_work = int(_LARGEST_PART * queue)
         self._server_rate = limits.rate
         self._server_quota = Amounts(limits.requests, pending, _UNLIMITED)
+        half = Amounts(0, self._tenant_quota.nbytes // 2), Amounts(0, pending // 2)
+        self._waiting = Amounts(0, limits.message_bytes), *half
+        """What an idle call counts, and what all those of its tenant and of the server may."""
 
     def check_rate(self, tenant: str, own: float) -> None:
         """Count a call against the rates, of which ``own`` is the tenant's.
@@ -163,28 +166,24 @@ class Admission:
                 retry_after=delay,
             )
 
-    def enter(self, tenant: str, limits: Limits, *, slot: bool = True) -> None:
-        """Count a call that arrives, unless not ``slot``, and the longest message it may have.
+    def enter(self, tenant: str, limits: Limits, nbytes: int, *, slot: bool = True) -> None:
+        """Count a call that arrives, unless not ``slot``, and the bytes of its message.
 
         gRPC receives a message completely before it tells the length, so only the longest message
-        that it would receive is sure to be enough; `leave` gives the rest back.
+        that it would receive (`message_bytes`) is sure to be enough; `leave` gives the rest back.
 
         Raises:
             ResourceExhaustedError: if too much is in flight.
         """
         own = Amounts(limits.requests, self._tenant_quota.nbytes, 0)
-        self._acquire(tenant, Amounts(int(slot), self.message_bytes, 0), own)
+        self._acquire(tenant, Amounts(int(slot), nbytes, 0), own)
 
     def reserve_message(self, tenant: str) -> bool:
         """Count the longest message for a call that waits for its next request, if there is room.
 
         Such calls take at most half of what there is for calls in flight.
         """
-        amount = Amounts(0, self.message_bytes, 0)
-        own, server = (
-            Amounts(0, quota.nbytes // 2, 0) for quota in (self._tenant_quota, self._server_quota)
-        )
-        return self.quotas.acquire(tenant, amount, own, server) is None
+        return self.quotas.acquire(tenant, *self._waiting) is None
 
     def leave(self, tenant: str, slots: int, nbytes: int) -> None:
         """Give back slots of calls in flight, and bytes of their messages."""

@@ -22,6 +22,7 @@ import logging
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ PROBE: Final = ""
 #: Share of the server's slots, bytes in flight, threads and resident data sets that one of several
 #: tenants may take.
 _SHARE: Final = 0.75
-#: Tenants without a section whose limits are remembered.
+#: Tenants without a section whose limits are remembered, and keys of data sets.
 _MOST_REMEMBERED: Final = 1000
 _ATTRIBUTE: Final = "_warpfit_tenant"
 _NAMES: Final = frozenset(limit.name for limit in fields(Limits))
@@ -54,6 +55,7 @@ def assign_tenant(context: Any, tenant: str) -> None:
     setattr(context, _ATTRIBUTE, tenant)
 
 
+@lru_cache(_MOST_REMEMBERED)
 def key_of(tenant: str, content_id: bytes) -> bytes:
     """Return the key of a tenant's data set in this server.
 

@@ -1,5 +1,7 @@
 """Batches from programs and parameters, and the cache of a client's last batches."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -61,6 +63,8 @@ def test_only_the_last_small_batches_are_kept(monkeypatch):
         ([[1.0], ["a"]], None, None, None, None),
         ([[1.0], [[1.0], [1.0, 2.0]]], None, None, None, None),
         (["", "1"], None, None, None, None),
+        ([[1.0], "2"], None, None, None, None),
+        ([[1.5], [2, None]], [1, 2], [1.5, 2, math.nan], 1, False),
         ([range(2), np.arange(3)], [2, 3], [0, 1, 0, 1, 2], 1, False),
         ([[[1], [2]], [[3], [4]]], [1, 1], [1, 2, 3, 4], 2, True),
         ([[[1], [2]], [3]], [1, 1], [1, 2, 3, 3], 2, True),
@@ -77,7 +81,7 @@ def test_parameter_vectors_of_every_kind(entries, counts, numbers, count, leadin
     vectors = ParameterVectors.of(2, entries)
     assert vectors.counts.tolist() == counts
     assert vectors.counts.dtype == np.uint32
-    assert vectors.numbers.tolist() == numbers
+    np.testing.assert_array_equal(vectors.numbers, numbers)
     assert vectors.numbers.dtype == np.float64
     assert (vectors.count, vectors.leading_axis) == (count, leading_axis)
 

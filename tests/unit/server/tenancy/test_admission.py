@@ -27,7 +27,7 @@ def make_admission(*, shared=False, **settings):
 
 
 def enter(admission, tenant):
-    admission.enter(tenant, admission.limits(tenant))
+    admission.enter(tenant, admission.limits(tenant), admission.message_bytes)
 
 
 def reserve(admission, rows=1, tenant="a"):
@@ -70,7 +70,9 @@ class TestSlots:
         for _ in range(7):
             enter(admission, "a")
         with pytest.raises(ResourceExhaustedError) as caught:
-            admission.enter("b", replace(admission.limits("b"), requests=8))
+            admission.enter(
+                "b", replace(admission.limits("b"), requests=8), admission.message_bytes
+            )
         assert caught.value.needed == 1
         assert str(caught.value).count("7") == 1, "the limit alone"
 
