@@ -243,8 +243,10 @@ def _placed(arrays: Iterable[_Array]) -> tuple[dict[str, tuple[str, tuple[int, .
     places, end = {}, 0
     for name, dtype, shape in arrays:
         places[name] = (dtype, shape, end)
-        end += math.prod(shape) * _DTYPES[dtype].itemsize + _ALIGNMENT - 1
-        end -= end % _ALIGNMENT
+        size = _DTYPES[dtype].itemsize
+        for length in shape:
+            size *= length
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
     return places, end
 
 
