@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import from_dtype, types
@@ -104,60 +103,43 @@ class DeviceCode:
         return replace(self, records=records, arrays={"programs": records.programs})
 
 
-@dataclass(frozen=True, eq=False)
-class DerivativeGeometry:
-    """Rows of an evaluation and memory of its blocks; row 0 is the first row of the first tile."""
+class DerivativeGeometry(NamedTuple):
+    """Rows of an evaluation; row 0 is the first row of the first tile."""
 
-    variant: Variant
     aligned: int
     """Row 0, as a row of the data set: a multiple of a tile's rows."""
     first_row: int
     end_row: int
-    spills: bool
-    """Whether intermediate results are in global memory, because shared memory is too small."""
-    usual_bytes: int
-    """Shared memory of a block unless a program needs more."""
-    shared_bytes: int
-    """Shared memory of a block."""
-    warp_bytes: int
-    """Memory of a warp for the program that needs most."""
+    first_tile: int
+    """Number of the first tile, counted from the data set's first row."""
+    tiles: int
+    """Tiles that have some of the rows."""
+    blocks: int
+    """Blocks of rows that have some of the rows."""
+    first_leaf: int
+    """Number of the first leaf of statistics, counted from the data set's first row."""
+    leaves: int
+    """Leaves of statistics that have some of the rows."""
+    pitch: int
+    """Bytes from one program's values to the next."""
 
-    def on(self, rows: Span) -> DerivativeGeometry:
-        """Return the geometry of these rows."""
-        aligned, first, end = _aligned(rows, self.variant.tile)
-        if (aligned, first, end) == (self.aligned, self.first_row, self.end_row):
-            return self
-        return replace(self, aligned=aligned, first_row=first, end_row=end)
-
-    @cached_property
-    def tiles(self) -> int:
-        """Tiles that have some of the rows."""
-        return -(-self.end_row // self.variant.tile)
-
-    @cached_property
-    def first_tile(self) -> int:
-        """Number of the first tile, counted from the data set's first row."""
-        return self.aligned // self.variant.tile
-
-    @cached_property
-    def blocks(self) -> int:
-        """Blocks of rows that have some of the rows."""
-        return -(-(self.first_tile + self.tiles) // BLOCK_TILES) - self.first_tile // BLOCK_TILES
-
-    @cached_property
-    def first_leaf(self) -> int:
-        """Number of the first leaf of statistics, counted from the data set's first row."""
-        return (self.aligned + self.first_row) // LEAF_ROWS
-
-    @cached_property
-    def leaves(self) -> int:
-        """Leaves of statistics that have some of the rows."""
-        return -(-(self.aligned + self.end_row) // LEAF_ROWS) - self.first_leaf
-
-    @cached_property
-    def pitch(self) -> int:
-        """Bytes from one program's values to the next."""
-        return self.tiles * self.variant.tile * self.variant.dtype.itemsize
+    @classmethod
+    def of(cls, variant: Variant, rows: Span) -> DerivativeGeometry:
+        """Describe the work on some rows."""
+        first_tile, first_leaf = rows[0] // variant.tile, rows[0] // LEAF_ROWS
+        aligned = first_tile * variant.tile
+        tiles = -(-(rows[1] - aligned) // variant.tile)
+        return cls(
+            aligned=aligned,
+            first_row=rows[0] - aligned,
+            end_row=rows[1] - aligned,
+            first_tile=first_tile,
+            tiles=tiles,
+            blocks=-(-(first_tile + tiles) // BLOCK_TILES) - first_tile // BLOCK_TILES,
+            first_leaf=first_leaf,
+            leaves=-(-rows[1] // LEAF_ROWS) - first_leaf,
+            pitch=tiles * variant.tile * variant.dtype.itemsize,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +156,13 @@ class LaunchPlan:
     """Everything about the launches of an evaluation that its parameters do not change."""
 
     code: DeviceCode
-    geometry: DerivativeGeometry
+    variant: Variant
+    spills: bool
+    """Whether intermediate results are in global memory, because shared memory is too small."""
+    shared_bytes: int
+    """Shared memory of a block."""
+    warp_bytes: int
+    """Memory of a warp for the program that needs most."""
     arguments: NDArray[np.void]
     """`DERIVATIVE_ARGUMENTS` without the addresses of buffers, and without rows."""
     order: NDArray[np.uint32]
@@ -198,54 +186,48 @@ def plan_launches(
 ) -> LaunchPlan:
     """Plan the launches of an evaluation on some rows, or on fewer; see `place_rows`."""
     variant = VARIANT_OF[Mode.of(resident.dataset.layout.dtype, precision)]
-    records = code.records.programs, code.records.sums
-    level_bytes = variant.tile * variant.dtype.itemsize
-    work = np.empty(len(records[0]), dtype=np.int64)
-    need, scalars, total_work = measure_programs(*records, level_bytes, work)
-    geometry = _geometry(device, variant, need, rows)
-    most = min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE))
-    instruction_rows = total_work * code.vectors * (rows[1] - rows[0])
-    launches = instruction_rows / _INSTRUCTION_ROWS[variant.mode]
-    most_jobs = math.ceil(code.jobs * device.multiprocessors / max(1.0, launches))
-    chunks = tuple(_chunks(code, geometry, wanted, most, most_jobs))
-    order = np.empty(code.jobs, dtype=np.uint32)
-    for chunk in chunks:
-        order_jobs(work, code.vectors, chunk.jobs[0], order[slice(*chunk.jobs)])
-    return LaunchPlan(
-        code,
-        geometry,
-        _arguments(resident, wanted, geometry, code),
+    geometry = DerivativeGeometry.of(variant, rows)
+    order, ends = np.empty(code.jobs, dtype=np.uint32), np.empty((code.jobs, 3), dtype=np.int64)
+    usual, most_shared = device.shared_bytes(BLOCKS), device.shared_bytes(1)
+    need, scalars, count = plan_jobs(
+        code.records.programs,
+        code.records.sums,
+        code.vectors,
+        variant.tile * variant.dtype.itemsize,
+        _costs(geometry, wanted),
+        (most_shared, geometry.blocks * WARPS),
+        min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE)),
+        (rows[1] - rows[0]) / _INSTRUCTION_ROWS[variant.mode],
+        device.multiprocessors,
         order,
-        chunks,
-        max(1, scalars * code.vectors) * variant.dtype.itemsize,
+        ends,
     )
-
-
-def _geometry(device: CudaDevice, variant: Variant, need: int, rows: Span) -> DerivativeGeometry:
-    """Describe the work on rows of programs that need so much memory of a warp at most."""
-    _check_memory(need)
-    usual = device.shared_bytes(BLOCKS)
-    spills = need > device.shared_bytes(1)
-    aligned, first, end = _aligned(rows, variant.tile)
-    return DerivativeGeometry(
+    check_memory(need)
+    spills, edges = need > most_shared, [(0, 0, 0), *map(tuple, ends[:count].tolist())]
+    arguments = _arguments(resident, wanted, code)
+    arguments["warp_bytes"], arguments["shared_bytes"] = need, usual
+    return LaunchPlan(
+        code=code,
         variant=variant,
-        aligned=aligned,
-        first_row=first,
-        end_row=end,
         spills=spills,
-        usual_bytes=usual,
         shared_bytes=0 if spills else max(usual, need),
         warp_bytes=need,
+        arguments=arguments,
+        order=order,
+        chunks=tuple(DerivativeChunk(*zip(*each, strict=True)) for each in pairwise(edges)),
+        scalar_bytes=max(1, scalars * code.vectors) * variant.dtype.itemsize,
     )
 
 
-def _aligned(rows: Span, tile: int) -> tuple[int, int, int]:
-    """Return the row that begins the first tile, and the rows' range from there on."""
-    aligned = rows[0] // tile * tile
-    return aligned, rows[0] - aligned, rows[1] - aligned
+def _costs(geometry: DerivativeGeometry, wanted: RequestedOutputs) -> Ends:
+    """Return the bytes that a job, a sum and a parameter leave on the device, if none spills."""
+    a_job = geometry.pitch * stores_values(wanted)
+    if wanted.reductions is not None or wanted.moments is not None:
+        a_job += geometry.leaves * NODE_STATISTICS * 8
+    return a_job, geometry.blocks * 8, geometry.pitch * (wanted.jacobian is not None)
 
 
-def _check_memory(need: int) -> None:
+def check_memory(need: int) -> None:
     """Refuse a program whose sums and intermediate results the kernels cannot address."""
     if need > _MAX_WARP_BYTES:
         raise ResourceExhaustedError(
@@ -257,33 +239,8 @@ def _check_memory(need: int) -> None:
         )
 
 
-def _chunks(
-    code: DeviceCode,
-    geometry: DerivativeGeometry,
-    wanted: RequestedOutputs,
-    most: int,
-    most_jobs: int,
-) -> Iterator[DerivativeChunk]:
-    """Cut the jobs into launches of at most ``most_jobs``, whose results fit in ``most`` bytes."""
-    a_job = geometry.pitch * stores_values(wanted)
-    if wanted.reductions is not None or wanted.moments is not None:
-        a_job += geometry.leaves * NODE_STATISTICS * 8
-    if geometry.spills:
-        a_job += geometry.blocks * WARPS * geometry.warp_bytes
-    a_job = max(a_job, most // most_jobs)
-    costs = a_job, geometry.blocks * 8, geometry.pitch * (wanted.jacobian is not None)
-    records, first = (code.records.programs, code.records.sums, code.vectors), (0, 0, 0)
-    while first[0] < code.jobs:
-        end = end_of_chunk(*records, first, costs, most)
-        yield DerivativeChunk(*zip(first, end, strict=True))
-        first = end
-
-
 def _arguments(
-    resident: ResidentDataset,
-    wanted: RequestedOutputs,
-    geometry: DerivativeGeometry,
-    code: DeviceCode,
+    resident: ResidentDataset, wanted: RequestedOutputs, code: DeviceCode
 ) -> NDArray[np.void]:
     arguments = np.zeros((), dtype=DERIVATIVE_ARGUMENTS)
     for name, address in code.addresses.items():
@@ -292,9 +249,7 @@ def _arguments(
     if loss is not None:
         arguments["weighs_loss"] = not mentions_weight(loss)
     arguments["stride"] = resident.stride * layout.dtype.itemsize
-    arguments["warp_bytes"] = geometry.warp_bytes
     arguments["node_levels"] = levels_between(1, None)
-    arguments["shared_bytes"] = geometry.usual_bytes
     arguments["vectors"] = code.vectors
     arguments["variable_count"] = layout.variables if wanted.variable_gradients is not None else 0
     arguments["wants_loss"] = loss is not None
@@ -395,10 +350,61 @@ def order_jobs(
         ends[index] += 1
 
 
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def plan_jobs(
+    records: NDArray[np.void],
+    sums: NDArray[np.int64],
+    vectors: int,
+    level_bytes: int,
+    costs: Ends,
+    spilling: tuple[int, int],
+    most: int,
+    launches_each: float,
+    multiprocessors: int,
+    order: NDArray[np.uint32],
+    ends: NDArray[np.int64],
+) -> tuple[int, int, int]:
+    """Cut the jobs into launches, whose results fit in ``most`` bytes, and order those of each.
+
+    Args:
+        records: of the programs.
+        sums: of each program.
+        vectors: of each program.
+        level_bytes: memory of a warp for each level.
+        costs: bytes of a job that does not spill, a sum and a parameter.
+        spilling: memory of a warp above which the programs spill, and the warps of a job.
+        most: bytes.
+        launches_each: launches of a multiprocessor that an instruction is worth, so that none
+            takes too long.
+        multiprocessors: of the device.
+        order: job numbers, to fill in.
+        ends: of each launch, to fill in; [jobs, 3].
+
+    Returns:
+        The memory that a warp needs at most, the scalars of all programs, and the launches.
+    """
+    work = np.empty(len(records), dtype=np.int64)
+    need, scalars, total = measure_programs(records, sums, level_bytes, work)
+    jobs = len(records) * vectors
+    launches = max(1.0, np.float64(total) * vectors * launches_each)
+    most_jobs = math.ceil(jobs * multiprocessors / launches)
+    a_job = costs[0] + (spilling[1] * need if need > spilling[0] else 0)
+    costs = max(a_job, most // most_jobs), costs[1], costs[2]
+    count, first = 0, (0, 0, 0)
+    while first[0] < jobs:
+        end = end_of_chunk(records, sums, vectors, first, costs, most)
+        order_jobs(work, vectors, first[0], order[first[0] : end[0]])
+        ends[count, 0], ends[count, 1], ends[count, 2] = end
+        count, first = count + 1, end
+    return need, scalars, count
+
+
 def load() -> None:
     """Load the compiled functions above, or compile them."""
     records, numbers = types.Array(from_dtype(PROGRAM), 1, "C"), types.int64[::1]
-    ends, word = types.UniTuple(types.int64, 3), types.int64
+    word, order, ends = types.int64, types.uint32[::1], types.UniTuple(types.int64, 3)
     measure_programs.compile((records, numbers, word, numbers))
     end_of_chunk.compile((records, numbers, word, ends, ends, word))
-    order_jobs.compile((numbers, word, word, types.uint32[::1]))
+    order_jobs.compile((numbers, word, word, order))
+    limits = types.UniTuple(word, 2), word, types.float64, word
+    plan_jobs.compile((records, numbers, word, word, ends, *limits, order, types.int64[:, ::1]))

@@ -35,7 +35,7 @@ from warpfit_server.engine.autodiff.differentiate import (
     source_arrays,
     source_of,
 )
-from warpfit_server.engine.cuda.derivatives import encoding, launch_plan
+from warpfit_server.engine.cuda.derivatives import device_calls, encoding, launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import (
     PARAMETERS,
     PROGRAM,
@@ -185,8 +185,8 @@ def directory_name() -> str:
 
 def load(directory: Path) -> tuple[Any, ParallelCode]:
     """Load the compiled code from disk, or compile it (about 15 s) and store it."""
-    encoding.load()
-    launch_plan.load()
+    for module in (encoding, launch_plan, device_calls):
+        module.load()
     place = directory / directory_name()
     parallel = ParallelCode.load(place)
     with numba_cache.cached_in(place) as jit:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise, starmap
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,10 @@ from warpfit_server.engine.autodiff.requested_outputs import (
     linearisation_outputs,
     requested_outputs,
 )
+from warpfit_server.engine.cuda.derivatives.device_calls import Inputs, KernelLaunch, run
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode, ProgramRecords
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     VARIANT_OF,
-    DerivativeGeometry,
     DeviceCode,
     LaunchPlan,
     copy_arguments,
@@ -42,9 +42,9 @@ from warpfit_server.engine.cuda.derivatives.launches import (
     DerivativeKernels,
     DerivativeLaunch,
     RowNodes,
-    allocate_small_results,
     node_numbers,
     run_launch,
+    small_results,
 )
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivatives.source import case_count, derivative_source
@@ -66,10 +66,10 @@ from warpfit_server.engine.interface import (
     Steps,
 )
 from warpfit_server.engine.lowering_cache import LoweringCache
+from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.row_blocks import node_rows
 
-_ALIGNMENT: Final = 256
 #: Most rows of which values are on the device at a time, a power of two.
 _MOST_VALUES: Final = 1 << 24
 #: Most tokens, unless a program has more, and jobs of a part of a batch, for which the engine's
@@ -177,46 +177,18 @@ class DerivativeTier:
             plan = yield from self._plan(*work)
         else:
             plan = yield from self._selected_plan(*work, selection)
-        kernels = yield from self._prepare(plan.geometry)
+        kernels = yield from self._prepare(plan)
         with self._device.stream() as context:
-            launch = self._begin(context, resident, evaluation, wanted, plan, kernels)
+            nodes = None
             if len(spans) > 1 or shard is not None:
                 sizes = node_numbers(wanted, plan.code)
                 if shard is not None:
                     most = min(most, node_rows(layout, shard.level))
                     shard.begin(sum(sizes))
                 nodes = RowNodes.allocate(context, "nodes", *sizes, rows, most)
-                launch = replace(launch, nodes=nodes)
+            parameters = evaluation.batch.parameters
+            launch = _begin(context, resident, parameters, wanted, plan, kernels, nodes)
             return (yield from run_launch(self._device, context, launch, spans))
-
-    def _begin(
-        self,
-        context: StreamContext,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        wanted: RequestedOutputs,
-        plan: LaunchPlan,
-        kernels: DerivativeKernels,
-    ) -> DerivativeLaunch:
-        """Upload the parameters and launch the computation of all scalars."""
-        arguments = copy_arguments(plan.arguments)
-        parameters = np.asarray(evaluation.batch.parameters, dtype=np.float64)
-        arrays = {**plan.code.arrays, "order": plan.order, "parameters": parameters}
-        offsets, size = _lay_out(arrays)
-        staging = context.pinned("inputs", size)
-        base = context.buffer("inputs", size)
-        _pack(arrays, offsets, staging)
-        for name, offset in offsets.items():
-            arguments[name] = base + offset
-        context.upload(base, staging)
-        arguments["scalars"] = context.buffer("scalars", plan.scalar_bytes)
-        small = allocate_small_results(context, wanted)
-        for name in small.keys() & set(SUMS):
-            arguments[name] = small[name][0]
-        context.mark("start")
-        grid = (plan.code.jobs, 1, 1)
-        context.launch(kernels.evaluate_scalars, grid, (32, 1, 1), [arguments])
-        return DerivativeLaunch(resident, plan, plan.geometry, wanted, kernels, arguments, small)
 
     def _plan(
         self,
@@ -273,19 +245,16 @@ class DerivativeTier:
     def _keep_on_device(self, code: DerivativeCode) -> DeviceCode:
         """Copy code to device memory of its own, but for the records, which are selected."""
         arrays = {name: array for name, array in code.arrays.items() if name != "programs"}
-        offsets, size = _lay_out(arrays)
-        memory = self._device.allocate(size)
+        inputs = Inputs.of(arrays)
+        memory = self._device.allocate(inputs.size)
         with self._device.stream() as context:
-            staging = context.pinned("code", size)
-            _pack(arrays, offsets, staging)
-            context.upload(memory.ptr, staging)
-        addresses = {name: int(memory.ptr) + offset for name, offset in offsets.items()}
+            addresses = inputs.upload(context, int(memory.ptr))
         return DeviceCode(ProgramRecords(code.programs, code.sums), 1, memory, addresses, {})
 
-    def _prepare(self, geometry: DerivativeGeometry) -> Steps[DerivativeKernels]:
+    def _prepare(self, plan: LaunchPlan) -> Steps[DerivativeKernels]:
         """Return the kernels of an evaluation; those that spill are loaded when first needed."""
-        variant = geometry.variant
-        if not geometry.spills:
+        variant = plan.variant
+        if not plan.spills:
             return self._kernels[variant]
         loading = self._spilling.get(variant)
         if loading is None or (loading.done() and loading.exception() is not None):
@@ -325,19 +294,25 @@ def derivative_switch(variant: Variant, *, spills: bool) -> CudaSource:
     return CudaSource(derivative_source(variant, spills=spills), variant.options, case_count())
 
 
-def _lay_out(arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, int], int]:
-    """Lay arrays out one after the other; return their offsets and the total size in bytes."""
-    offsets, size = {}, 0
-    for name, array in arrays.items():
-        offsets[name] = size
-        size += -(-max(array.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-    return offsets, size
-
-
-def _pack(
-    arrays: dict[str, NDArray[Any]], offsets: dict[str, int], staging: NDArray[np.uint8]
-) -> None:
-    """Copy arrays to their offsets in staging memory."""
-    for name, array in arrays.items():
-        flat = np.ascontiguousarray(array).reshape(-1)
-        staging[offsets[name] :][: array.nbytes] = flat.view(np.uint8)
+def _begin(
+    context: StreamContext,
+    resident: ResidentDataset,
+    parameters: NDArray[np.float64],
+    wanted: RequestedOutputs,
+    plan: LaunchPlan,
+    kernels: DerivativeKernels,
+    nodes: RowNodes | None,
+) -> DerivativeLaunch:
+    """Upload the parameters and launch the computation of all scalars."""
+    arguments, small = copy_arguments(plan.arguments), small_results(context, wanted)
+    parameters = np.ascontiguousarray(parameters, dtype=np.float64)
+    inputs = Inputs.of({**plan.code.arrays, "order": plan.order, "parameters": parameters})
+    addresses = inputs.upload(context, context.buffer("inputs", inputs.size))
+    for name, address in addresses.items():
+        arguments[name] = address
+    arguments["scalars"] = context.buffer("scalars", plan.scalar_bytes)
+    for name in SUMS & small.keys():
+        arguments[name] = array_address(small[name])
+    place = arguments.ctypes.data
+    run(context, KernelLaunch(kernels.evaluate_scalars.ptr, plan.code.jobs, 1, 32, place))
+    return DerivativeLaunch(resident, plan, wanted, kernels, arguments, small, nodes)
