@@ -12,41 +12,40 @@ import numpy as np
 from numba import carray, types
 from numpy.typing import NDArray
 
+from warpfit_server.engine.cuda.derivatives.encoding import INPUTS
 from warpfit_server.engine.cuda.runtime.driver_calls import launch, record, upload
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import array_address
-from warpfit_server.engine.native.intrinsics import pointer_to
+from warpfit_server.engine.native.intrinsics import inlined, pointer_to
 
 _ALIGNMENT: Final = 256
 _compiled = numba_cache.njit(nogil=True)
 _octets: Final = pointer_to(types.uint8)
+_words: Final = pointer_to(types.int64)
 
 
-class Inputs(NamedTuple):
-    """Arrays that are uploaded together, one after the other."""
+def new_pieces() -> NDArray[np.int64]:
+    """Return address and number of bytes of each array of `encoding.INPUTS`: none of them yet."""
+    return np.zeros((len(INPUTS), 2), dtype=np.int64)
 
-    arrays: dict[str, NDArray[Any]]
-    pieces: NDArray[np.int64]
-    """Address, number of bytes, and offset in the upload of each array."""
-    size: int
-    """Bytes of the upload."""
 
-    @classmethod
-    def of(cls, arrays: dict[str, NDArray[Any]]) -> Inputs:
-        """Lay out arrays, which must be contiguous."""
-        pieces, size = [], 0
-        for array in arrays.values():
-            pieces.append((array_address(array), array.nbytes, size))
-            size += -(-max(array.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        return cls(arrays, np.array(pieces, dtype=np.int64), size)
+def place_piece(pieces: NDArray[np.int64], name: str, array: NDArray[Any]) -> None:
+    """Note where a contiguous array is, which must outlive the pieces."""
+    pieces[INPUTS.index(name)] = array_address(array), array.nbytes
 
-    def upload(self, context: StreamContext, address: int) -> dict[str, int]:
-        """Copy the arrays to an address on the device; return that of each of them."""
-        staging = context.pinned("inputs", self.size)
-        given = context.functions, context.handle, address, self.pieces, staging
-        context.check_executed(upload_pieces(*given))
-        return dict(zip(self.arrays, (self.pieces[:, 2] + address).tolist(), strict=True))
+
+def upload_inputs(
+    context: StreamContext, address: int, pieces: NDArray[np.int64], fields: NDArray[Any]
+) -> None:
+    """Copy pieces to device memory, and write their addresses to the fields of `INPUTS`.
+
+    Raises:
+        CUDADriverError: if the device reports an error.
+    """
+    staging = context.pinned("inputs", upload_size(pieces))
+    given = context.handle, address, pieces, staging, fields.ctypes.data
+    context.check_executed(upload_pieces(context.functions, *given))
 
 
 class KernelLaunch(NamedTuple):
@@ -79,11 +78,21 @@ def run(context: StreamContext, *launches: KernelLaunch, event: str | None = Non
 def load() -> None:
     """Load the compiled functions below, or compile them."""
     word, words, table = types.int64, types.int64[::1], types.int64[:, ::1]
-    upload_pieces.compile((words, word, word, table, types.uint8[::1]))
+    upload_size.compile((table,))
+    upload_pieces.compile((words, word, word, table, types.uint8[::1], word))
     run_launches.compile((words, word, table, word))
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def upload_size(pieces: NDArray[np.int64]) -> int:
+    """Return how many bytes `upload_pieces` uploads."""
+    size = np.int64(0)
+    for index in range(len(pieces)):
+        size += _aligned(pieces[index, 1])
+    return int(size)
 
 
 @_compiled  # type: ignore[untyped-decorator]
@@ -93,14 +102,29 @@ def upload_pieces(
     address: int,
     pieces: NDArray[np.int64],
     staging: NDArray[np.uint8],
+    fields: int,
 ) -> int:
-    """Pack the pieces of `Inputs` in page-locked memory and upload it; return the status."""
+    """Pack pieces in page-locked memory and upload it; note where each is on the device.
+
+    ``fields`` is the address of a word for each piece; those of empty pieces stay as they are.
+    Returns the driver's status.
+    """
+    places, offset = carray(_words(fields), len(pieces)), np.int64(0)
     for index in range(len(pieces)):
-        size, offset = pieces[index, 1], pieces[index, 2]
+        size = pieces[index, 1]
+        if size == 0:
+            continue
         source, target = carray(_octets(pieces[index, 0]), size), staging[offset:]
         for octet in range(size):
             target[octet] = source[octet]
+        places[index] = address + offset
+        offset += _aligned(size)
     return int(upload(driver, stream, address, staging, len(staging)))
+
+
+@inlined
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 @_compiled  # type: ignore[untyped-decorator]

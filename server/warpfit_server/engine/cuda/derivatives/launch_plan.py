@@ -15,7 +15,8 @@ from warpfit.errors import ResourceExhaustedError
 from warpfit.losses import mentions_weight
 from warpfit.request import Precision
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
-from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM, ProgramRecords
+from warpfit_server.engine.cuda.derivatives.device_calls import new_pieces, place_piece
+from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, PROGRAM, ProgramRecords
 from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, BLOCKS, WARPS
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
@@ -45,8 +46,7 @@ Ends = tuple[int, int, int]
 #: The struct Arguments of derivatives.cu, field by field.
 DERIVATIVE_ARGUMENTS: Final = np.dtype(
     [
-        *((name, np.uint64) for name in ("instructions", "programs", "order", "columns")),
-        *((name, np.uint64) for name in ("entries", "loads", "constants", "parameters")),
+        *((name, np.uint64) for name in INPUTS),
         *((name, np.uint64) for name in ("scalars", "variables", "weights", "values")),
         *((name, np.uint64) for name in ("jacobian", "partials", "far", "losses", "gradients")),
         *((name, np.uint64) for name in ("variable_gradients", "curvatures", "nodes")),
@@ -87,10 +87,10 @@ class DeviceCode:
     """Parameter vectors of each program."""
     memory: Any
     """Device memory of the code; None if it is uploaded with the parameters."""
-    addresses: dict[str, int]
-    """Addresses of the arrays in ``memory``, by the name of the kernel's argument."""
-    arrays: dict[str, NDArray[Any]]
-    """Arrays that are uploaded with the parameters, by the name of the kernel's argument."""
+    addresses: list[int]
+    """Addresses of the arrays of `INPUTS` in ``memory``; 0 for those that are uploaded."""
+    pieces: NDArray[np.int64]
+    """Arrays that are uploaded with the parameters, see `device_calls`."""
 
     @property
     def jobs(self) -> int:
@@ -100,7 +100,9 @@ class DeviceCode:
     def select(self, programs: NDArray[np.int64]) -> DeviceCode:
         """Return the code of some programs with one parameter vector each."""
         records = self.records.select(programs)
-        return replace(self, records=records, arrays={"programs": records.programs})
+        pieces = new_pieces()
+        place_piece(pieces, "programs", records.programs)
+        return replace(self, records=records, pieces=pieces)
 
 
 class DerivativeGeometry(NamedTuple):
@@ -165,8 +167,10 @@ class LaunchPlan:
     """Memory of a warp for the program that needs most."""
     arguments: NDArray[np.void]
     """`DERIVATIVE_ARGUMENTS` without the addresses of buffers, and without rows."""
+    pieces: NDArray[np.int64]
+    """Arrays that are uploaded, but for the parameters; see `device_calls`."""
     order: NDArray[np.uint32]
-    """Job numbers, about the most work first within each chunk."""
+    """Job numbers, about the most work first within each chunk; one of the pieces."""
     chunks: tuple[DerivativeChunk, ...]
     scalar_bytes: int
 
@@ -176,17 +180,32 @@ def stores_values(wanted: RequestedOutputs) -> bool:
     return any(output is not None for output in (wanted.values, wanted.reductions, wanted.moments))
 
 
-def plan_launches(
-    device: CudaDevice,
-    resident: ResidentDataset,
-    precision: Precision,
-    rows: Span,
-    wanted: RequestedOutputs,
-    code: DeviceCode,
-) -> LaunchPlan:
-    """Plan the launches of an evaluation on some rows, or on fewer; see `place_rows`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchDraft:
+    """What is known of the launches of an evaluation before its programs have been lowered."""
+
+    variant: Variant
+    geometry: DerivativeGeometry
+    rows: int
+    costs: Ends
+    """Bytes that a job, a sum and a parameter leave on the device, if none spills."""
+    arguments: NDArray[np.void]
+    """`DERIVATIVE_ARGUMENTS` without all addresses, and without rows."""
+
+
+def draft_launches(
+    resident: ResidentDataset, precision: Precision, rows: Span, wanted: RequestedOutputs
+) -> LaunchDraft:
+    """Begin to plan the launches of an evaluation on some rows, or on fewer."""
     variant = VARIANT_OF[Mode.of(resident.dataset.layout.dtype, precision)]
     geometry = DerivativeGeometry.of(variant, rows)
+    costs, arguments = _costs(geometry, wanted), _arguments(resident, wanted)
+    return LaunchDraft(variant, geometry, rows[1] - rows[0], costs, arguments)
+
+
+def plan_launches(device: CudaDevice, draft: LaunchDraft, code: DeviceCode) -> LaunchPlan:
+    """Plan the launches of a draft, whose arguments become those of the plan."""
+    variant, blocks = draft.variant, draft.geometry.blocks
     order, ends = np.empty(code.jobs, dtype=np.uint32), np.empty((code.jobs, 3), dtype=np.int64)
     usual, most_shared = device.shared_bytes(BLOCKS), device.shared_bytes(1)
     need, scalars, count = plan_jobs(
@@ -194,17 +213,22 @@ def plan_launches(
         code.records.sums,
         code.vectors,
         variant.tile * variant.dtype.itemsize,
-        _costs(geometry, wanted),
-        (most_shared, geometry.blocks * WARPS),
+        draft.costs,
+        (most_shared, blocks * WARPS),
         min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE)),
-        (rows[1] - rows[0]) / _INSTRUCTION_ROWS[variant.mode],
+        draft.rows / _INSTRUCTION_ROWS[variant.mode],
         device.multiprocessors,
         order,
         ends,
     )
     check_memory(need)
+    pieces = code.pieces.copy()
+    place_piece(pieces, "order", order)
     spills, edges = need > most_shared, [(0, 0, 0), *map(tuple, ends[:count].tolist())]
-    arguments = _arguments(resident, wanted, code)
+    arguments = draft.arguments
+    for name, address in zip(INPUTS, code.addresses, strict=True):
+        arguments[name] = address
+    arguments["vectors"] = code.vectors
     arguments["warp_bytes"], arguments["shared_bytes"] = need, usual
     return LaunchPlan(
         code=code,
@@ -213,6 +237,7 @@ def plan_launches(
         shared_bytes=0 if spills else max(usual, need),
         warp_bytes=need,
         arguments=arguments,
+        pieces=pieces,
         order=order,
         chunks=tuple(DerivativeChunk(*zip(*each, strict=True)) for each in pairwise(edges)),
         scalar_bytes=max(1, scalars * code.vectors) * variant.dtype.itemsize,
@@ -239,18 +264,13 @@ def check_memory(need: int) -> None:
         )
 
 
-def _arguments(
-    resident: ResidentDataset, wanted: RequestedOutputs, code: DeviceCode
-) -> NDArray[np.void]:
+def _arguments(resident: ResidentDataset, wanted: RequestedOutputs) -> NDArray[np.void]:
     arguments = np.zeros((), dtype=DERIVATIVE_ARGUMENTS)
-    for name, address in code.addresses.items():
-        arguments[name] = address
     layout, loss = resident.dataset.layout, wanted.row_loss
     if loss is not None:
         arguments["weighs_loss"] = not mentions_weight(loss)
     arguments["stride"] = resident.stride * layout.dtype.itemsize
     arguments["node_levels"] = levels_between(1, None)
-    arguments["vectors"] = code.vectors
     arguments["variable_count"] = layout.variables if wanted.variable_gradients is not None else 0
     arguments["wants_loss"] = loss is not None
     arguments["wants_slopes"] = wanted.needs_loss_derivative

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import pairwise, starmap
 from typing import Final
 
@@ -27,13 +28,20 @@ from warpfit_server.engine.autodiff.requested_outputs import (
     linearisation_outputs,
     requested_outputs,
 )
-from warpfit_server.engine.cuda.derivatives.device_calls import Inputs, KernelLaunch, run
-from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode, ProgramRecords
+from warpfit_server.engine.cuda.derivatives.device_calls import (
+    KernelLaunch,
+    place_piece,
+    run,
+    upload_inputs,
+    upload_size,
+)
+from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, DerivativeCode, ProgramRecords
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     VARIANT_OF,
     DeviceCode,
     LaunchPlan,
     copy_arguments,
+    draft_launches,
     plan_launches,
     stores_values,
 )
@@ -46,7 +54,7 @@ from warpfit_server.engine.cuda.derivatives.launches import (
     run_launch,
     small_results,
 )
-from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
+from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering, Made
 from warpfit_server.engine.cuda.derivatives.source import case_count, derivative_source
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant
@@ -198,9 +206,11 @@ class DerivativeTier:
         wanted: RequestedOutputs,
     ) -> Steps[LaunchPlan]:
         """Plan an evaluation whose code is uploaded together with its parameters."""
-        code = yield from self._lower(resident, evaluation.batch, wanted)
-        placed = DeviceCode(code, evaluation.batch.vectors, None, {}, code.arrays)
-        return plan_launches(self._device, resident, evaluation.precision, rows, wanted, placed)
+        draft = partial(draft_launches, resident, evaluation.precision, rows, wanted)
+        code, drafted = yield from self._lower(resident, evaluation.batch, wanted, draft)
+        nowhere = [0] * len(INPUTS)
+        placed = DeviceCode(code, evaluation.batch.vectors, code.memory, nowhere, code.pieces)
+        return plan_launches(self._device, drafted, placed)
 
     def _selected_plan(
         self,
@@ -215,20 +225,24 @@ class DerivativeTier:
         needs = (rows, evaluation.precision, *outputs, resident.dataset.layout)
         kept = self._kept.of_batch(selection.batch, needs)
         if kept is None:
-            code = yield from self._lower(resident, selection.batch, wanted)
+            code, _ = yield from self._lower(resident, selection.batch, wanted, lambda: None)
             made = _KeptCode(self._keep_on_device(code))
             kept = self._kept.keep(selection.batch, needs, made)
         last, programs = kept.last, selection.programs
         if last is None or last[0] is not programs:
-            selected = kept.code.select(programs)
-            work = resident, evaluation.precision, rows, wanted, selected
-            last = programs, plan_launches(self._device, *work)
-            kept.last = last
+            draft = draft_launches(resident, evaluation.precision, rows, wanted)
+            plan = plan_launches(self._device, draft, kept.code.select(programs))
+            last = kept.last = programs, plan
         return last[1]
 
     def _lower(
-        self, resident: ResidentDataset, batch: Batch, wanted: RequestedOutputs
-    ) -> Steps[DerivativeCode]:
+        self,
+        resident: ResidentDataset,
+        batch: Batch,
+        wanted: RequestedOutputs,
+        meanwhile: Callable[[], Made],
+    ) -> Steps[tuple[DerivativeCode, Made]]:
+        """Lower a batch; see `DerivativeLowering.lower`."""
         row_loss, layout = no_row_loss(), resident.dataset.layout
         if wanted.row_loss is not None:
             program = DIFFERENCE if wanted.is_squares else wanted.row_loss
@@ -240,16 +254,18 @@ class DerivativeTier:
             wanted.lowering_flags,
             keeps_values=stores_values(wanted) or bool(wanted.deviation),
             products=wanted.curvatures is not None,
+            meanwhile=meanwhile,
         )
 
     def _keep_on_device(self, code: DerivativeCode) -> DeviceCode:
         """Copy code to device memory of its own, but for the records, which are selected."""
-        arrays = {name: array for name, array in code.arrays.items() if name != "programs"}
-        inputs = Inputs.of(arrays)
-        memory = self._device.allocate(inputs.size)
+        pieces, addresses = code.pieces.copy(), np.zeros(len(INPUTS), dtype=np.int64)
+        pieces[INPUTS.index("programs")] = 0
+        memory = self._device.allocate(upload_size(pieces))
         with self._device.stream() as context:
-            addresses = inputs.upload(context, int(memory.ptr))
-        return DeviceCode(ProgramRecords(code.programs, code.sums), 1, memory, addresses, {})
+            upload_inputs(context, int(memory.ptr), pieces, addresses)
+        records = ProgramRecords(code.programs, code.sums)
+        return DeviceCode(records, 1, memory, addresses.tolist(), pieces)
 
     def _prepare(self, plan: LaunchPlan) -> Steps[DerivativeKernels]:
         """Return the kernels of an evaluation; those that spill are loaded when first needed."""
@@ -306,10 +322,10 @@ def _begin(
     """Upload the parameters and launch the computation of all scalars."""
     arguments, small = copy_arguments(plan.arguments), small_results(context, wanted)
     parameters = np.ascontiguousarray(parameters, dtype=np.float64)
-    inputs = Inputs.of({**plan.code.arrays, "order": plan.order, "parameters": parameters})
-    addresses = inputs.upload(context, context.buffer("inputs", inputs.size))
-    for name, address in addresses.items():
-        arguments[name] = address
+    pieces = plan.pieces.copy()
+    place_piece(pieces, "parameters", parameters)
+    address = context.buffer("inputs", upload_size(pieces))
+    upload_inputs(context, address, pieces, arguments)
     arguments["scalars"] = context.buffer("scalars", plan.scalar_bytes)
     for name in SUMS & small.keys():
         arguments[name] = array_address(small[name])
