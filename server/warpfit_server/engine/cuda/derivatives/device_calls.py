@@ -36,15 +36,26 @@ def place_piece(pieces: NDArray[np.int64], name: str, array: NDArray[Any]) -> No
 
 
 def upload_inputs(
-    context: StreamContext, address: int, pieces: NDArray[np.int64], fields: NDArray[Any]
+    context: StreamContext,
+    address: int,
+    size: int,
+    pieces: NDArray[np.int64],
+    fields: NDArray[np.int64],
 ) -> None:
-    """Copy pieces to device memory, and write their addresses to the fields of `INPUTS`.
+    """Copy pieces to device memory of their `upload_size`, and write their addresses to fields.
+
+    Args:
+        context: whose stream copies.
+        address: of the device memory.
+        size: of the device memory.
+        pieces: to copy.
+        fields: a word for each of `INPUTS`; those of empty pieces stay as they are.
 
     Raises:
         CUDADriverError: if the device reports an error.
     """
-    staging = context.pinned("inputs", upload_size(pieces))
-    given = context.handle, address, pieces, staging, fields.ctypes.data
+    staging = context.pinned("inputs", size)
+    given = context.handle, address, pieces, staging, array_address(fields)
     context.check_executed(upload_pieces(context.functions, *given))
 
 
@@ -104,9 +115,8 @@ def upload_pieces(
     staging: NDArray[np.uint8],
     fields: int,
 ) -> int:
-    """Pack pieces in page-locked memory and upload it; note where each is on the device.
+    """Do what `upload_inputs` does, given page-locked memory and the address of the fields.
 
-    ``fields`` is the address of a word for each piece; those of empty pieces stay as they are.
     Returns the driver's status.
     """
     places, offset = carray(_words(fields), len(pieces)), np.int64(0)

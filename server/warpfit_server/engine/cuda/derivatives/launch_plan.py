@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import lru_cache
+from itertools import starmap
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,10 +18,11 @@ from warpfit.request import Precision
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.device_calls import new_pieces, place_piece
 from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, PROGRAM, ProgramRecords
-from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, BLOCKS, WARPS
+from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, WARPS, template
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.driver_calls import argument_struct
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.row_blocks import levels_between
@@ -43,36 +45,13 @@ _CLASSES: Final = 256
 VARIANT_OF: Final = {mode: Variant.of(mode, ROW_BYTES) for mode in Mode}
 #: A job, a sum and a parameter.
 Ends = tuple[int, int, int]
-#: The struct Arguments of derivatives.cu, field by field.
-DERIVATIVE_ARGUMENTS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in INPUTS),
-        *((name, np.uint64) for name in ("scalars", "variables", "weights", "values")),
-        *((name, np.uint64) for name in ("jacobian", "partials", "far", "losses", "gradients")),
-        *((name, np.uint64) for name in ("variable_gradients", "curvatures", "nodes")),
-        *((name, np.int64) for name in ("node_pitch", "pitch")),
-        *((name, np.int64) for name in ("first_parameter", "stride", "first_tile")),
-        *((name, np.int32) for name in ("first_row", "end_row", "tiles", "blocks")),
-        *((name, np.int32) for name in ("node", "node_levels")),
-        *((name, np.int32) for name in ("first_job", "vectors")),
-        *((name, np.int32) for name in ("variable_count", "warp_bytes", "shared_bytes")),
-        *((name, np.int32) for name in ("wants_loss", "wants_slopes", "wants_products")),
-        *((name, np.int32) for name in ("is_squares", "weighs_loss", "deviation", "target")),
-    ],
-    align=True,
-)
-_BYTES: Final = np.dtype((np.void, DERIVATIVE_ARGUMENTS.itemsize))
-#: The struct StatisticsArguments of statistics.cu.
-STATISTICS_ARGUMENTS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("values", "target", "weights", "leaves", "nodes")),
-        *((name, np.uint64) for name in ("reductions", "moments")),
-        *((name, np.int64) for name in ("pitch", "first_row", "end_row", "before")),
-        *((name, np.int64) for name in ("first_leaf", "rows", "leaf_pitch", "node_pitch")),
-        *((name, np.int32) for name in ("leaf_count", "node", "node_levels")),
-    ],
-    align=True,
-)
+DERIVATIVE_ARGUMENTS: Final = argument_struct(template("derivatives.cu"), "Arguments")
+STATISTICS_ARGUMENTS: Final = argument_struct(template("statistics.cu"), "StatisticsArguments")
+_PLACES: Final[Any] = DERIVATIVE_ARGUMENTS.fields
+#: Place of each field of 64 bits, in words of `DERIVATIVE_ARGUMENTS`.
+WORD_OF: Final = {
+    name: int(offset) // 8 for name, (kind, offset, *_) in _PLACES.items() if kind.itemsize == 8
+}
 #: Rows of a leaf of statistics.cu, and its numbers.
 LEAF_ROWS: Final = 1024
 NODE_STATISTICS: Final = 14
@@ -86,7 +65,7 @@ class DeviceCode:
     vectors: int
     """Parameter vectors of each program."""
     memory: Any
-    """Device memory of the code; None if it is uploaded with the parameters."""
+    """What the addresses or the pieces are in: memory of the device, or of the host."""
     addresses: list[int]
     """Addresses of the arrays of `INPUTS` in ``memory``; 0 for those that are uploaded."""
     pieces: NDArray[np.int64]
@@ -126,6 +105,7 @@ class DerivativeGeometry(NamedTuple):
     """Bytes from one program's values to the next."""
 
     @classmethod
+    @lru_cache(256)
     def of(cls, variant: Variant, rows: Span) -> DerivativeGeometry:
         """Describe the work on some rows."""
         first_tile, first_leaf = rows[0] // variant.tile, rows[0] // LEAF_ROWS
@@ -144,13 +124,25 @@ class DerivativeGeometry(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DerivativeChunk:
+class DerivativeChunk(NamedTuple):
     """Jobs of one launch, and their ranges of the batch's sums and parameters."""
 
-    jobs: tuple[int, int]
-    sums: tuple[int, int]
-    parameters: tuple[int, int]
+    first_job: int
+    end_job: int
+    first_sum: int
+    end_sum: int
+    first_parameter: int
+    end_parameter: int
+
+    @property
+    def jobs(self) -> int:
+        """Number of jobs."""
+        return self.end_job - self.first_job
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return self.end_parameter - self.first_parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,8 +157,8 @@ class LaunchPlan:
     """Shared memory of a block."""
     warp_bytes: int
     """Memory of a warp for the program that needs most."""
-    arguments: NDArray[np.void]
-    """`DERIVATIVE_ARGUMENTS` without the addresses of buffers, and without rows."""
+    words: NDArray[np.int64]
+    """`DERIVATIVE_ARGUMENTS` without the addresses of buffers, and without rows; in words."""
     pieces: NDArray[np.int64]
     """Arrays that are uploaded, but for the parameters; see `device_calls`."""
     order: NDArray[np.uint32]
@@ -189,8 +181,8 @@ class LaunchDraft:
     rows: int
     costs: Ends
     """Bytes that a job, a sum and a parameter leave on the device, if none spills."""
-    arguments: NDArray[np.void]
-    """`DERIVATIVE_ARGUMENTS` without all addresses, and without rows."""
+    words: NDArray[np.int64]
+    """`DERIVATIVE_ARGUMENTS` without all addresses, and without rows; in words."""
 
 
 def draft_launches(
@@ -199,15 +191,20 @@ def draft_launches(
     """Begin to plan the launches of an evaluation on some rows, or on fewer."""
     variant = VARIANT_OF[Mode.of(resident.dataset.layout.dtype, precision)]
     geometry = DerivativeGeometry.of(variant, rows)
-    costs, arguments = _costs(geometry, wanted), _arguments(resident, wanted)
-    return LaunchDraft(variant, geometry, rows[1] - rows[0], costs, arguments)
+    costs, words = _costs(geometry, wanted), _arguments(resident, wanted)
+    return LaunchDraft(variant, geometry, rows[1] - rows[0], costs, words)
 
 
-def plan_launches(device: CudaDevice, draft: LaunchDraft, code: DeviceCode) -> LaunchPlan:
-    """Plan the launches of a draft, whose arguments become those of the plan."""
+def plan_launches(
+    device: CudaDevice, shared: tuple[int, int], draft: LaunchDraft, code: DeviceCode
+) -> LaunchPlan:
+    """Plan the launches of a draft, whose arguments become those of the plan.
+
+    ``shared`` are the bytes of shared memory of a block, usually and at most.
+    """
     variant, blocks = draft.variant, draft.geometry.blocks
-    order, ends = np.empty(code.jobs, dtype=np.uint32), np.empty((code.jobs, 3), dtype=np.int64)
-    usual, most_shared = device.shared_bytes(BLOCKS), device.shared_bytes(1)
+    order, chunks = np.empty(code.jobs, dtype=np.uint32), np.empty((code.jobs, 6), dtype=np.int64)
+    usual, most_shared = shared
     need, scalars, count = plan_jobs(
         code.records.programs,
         code.records.sums,
@@ -219,15 +216,14 @@ def plan_launches(device: CudaDevice, draft: LaunchDraft, code: DeviceCode) -> L
         draft.rows / _INSTRUCTION_ROWS[variant.mode],
         device.multiprocessors,
         order,
-        ends,
+        chunks,
     )
     check_memory(need)
     pieces = code.pieces.copy()
     place_piece(pieces, "order", order)
-    spills, edges = need > most_shared, [(0, 0, 0), *map(tuple, ends[:count].tolist())]
-    arguments = draft.arguments
-    for name, address in zip(INPUTS, code.addresses, strict=True):
-        arguments[name] = address
+    spills, words = need > most_shared, draft.words
+    words[: len(INPUTS)] = code.addresses
+    arguments = words.view(DERIVATIVE_ARGUMENTS)
     arguments["vectors"] = code.vectors
     arguments["warp_bytes"], arguments["shared_bytes"] = need, usual
     return LaunchPlan(
@@ -236,10 +232,10 @@ def plan_launches(device: CudaDevice, draft: LaunchDraft, code: DeviceCode) -> L
         spills=spills,
         shared_bytes=0 if spills else max(usual, need),
         warp_bytes=need,
-        arguments=arguments,
+        words=words,
         pieces=pieces,
         order=order,
-        chunks=tuple(DerivativeChunk(*zip(*each, strict=True)) for each in pairwise(edges)),
+        chunks=tuple(starmap(DerivativeChunk, chunks[:count].tolist())),
         scalar_bytes=max(1, scalars * code.vectors) * variant.dtype.itemsize,
     )
 
@@ -264,8 +260,9 @@ def check_memory(need: int) -> None:
         )
 
 
-def _arguments(resident: ResidentDataset, wanted: RequestedOutputs) -> NDArray[np.void]:
-    arguments = np.zeros((), dtype=DERIVATIVE_ARGUMENTS)
+def _arguments(resident: ResidentDataset, wanted: RequestedOutputs) -> NDArray[np.int64]:
+    words = np.zeros(DERIVATIVE_ARGUMENTS.itemsize // 8, dtype=np.int64)
+    arguments = words.view(DERIVATIVE_ARGUMENTS)
     layout, loss = resident.dataset.layout, wanted.row_loss
     if loss is not None:
         arguments["weighs_loss"] = not mentions_weight(loss)
@@ -278,24 +275,7 @@ def _arguments(resident: ResidentDataset, wanted: RequestedOutputs) -> NDArray[n
     arguments["is_squares"] = wanted.is_squares
     arguments["deviation"] = ("", "squared", "absolute").index(wanted.deviation)
     arguments["target"] = layout.variables
-    return arguments
-
-
-def copy_arguments(arguments: NDArray[np.void]) -> NDArray[np.void]:
-    """Copy `DERIVATIVE_ARGUMENTS` as they are; NumPy would copy each field, ten times longer."""
-    copied: NDArray[np.void] = arguments.view(_BYTES).copy().view(DERIVATIVE_ARGUMENTS)
-    return copied
-
-
-def place_rows(
-    arguments: NDArray[np.void], resident: ResidentDataset, geometry: DerivativeGeometry
-) -> None:
-    """Fill in the rows of a geometry, which are in ``resident``."""
-    arguments["variables"] = resident.address(0, geometry.aligned)
-    if arguments["wants_loss"]:
-        arguments["weights"] = resident.weights_address(geometry.aligned)
-    for name in ("first_row", "end_row", "first_tile", "tiles", "blocks"):
-        arguments[name] = getattr(geometry, name)
+    return words
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
@@ -382,7 +362,7 @@ def plan_jobs(
     launches_each: float,
     multiprocessors: int,
     order: NDArray[np.uint32],
-    ends: NDArray[np.int64],
+    chunks: NDArray[np.int64],
 ) -> tuple[int, int, int]:
     """Cut the jobs into launches, whose results fit in ``most`` bytes, and order those of each.
 
@@ -398,7 +378,7 @@ def plan_jobs(
             takes too long.
         multiprocessors: of the device.
         order: job numbers, to fill in.
-        ends: of each launch, to fill in; [jobs, 3].
+        chunks: of each launch, to fill in; [jobs, fields of `DerivativeChunk`].
 
     Returns:
         The memory that a warp needs at most, the scalars of all programs, and the launches.
@@ -414,7 +394,9 @@ def plan_jobs(
     while first[0] < jobs:
         end = end_of_chunk(records, sums, vectors, first, costs, most)
         order_jobs(work, vectors, first[0], order[first[0] : end[0]])
-        ends[count, 0], ends[count, 1], ends[count, 2] = end
+        for index in range(3):
+            chunks[count, 2 * index] = first[index]
+            chunks[count, 2 * index + 1] = end[index]
         count, first = count + 1, end
     return need, scalars, count
 

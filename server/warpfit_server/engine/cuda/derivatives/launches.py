@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.device_calls import KernelLaunch, run
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
+    DERIVATIVE_ARGUMENTS,
     LEAF_ROWS,
     NODE_STATISTICS,
     STATISTICS_ARGUMENTS,
+    WORD_OF,
     DerivativeChunk,
     DerivativeGeometry,
     DeviceCode,
     LaunchPlan,
-    copy_arguments,
-    place_rows,
     stores_values,
 )
 from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, COMBINE_THREADS, WARPS
@@ -45,6 +45,9 @@ _STATISTICS_THREADS: Final = 256
 _SMALL: Final = ("losses", "gradients", "variable_gradients", "curvatures", "reductions", "moments")
 #: Small results that ``combine`` computes.
 SUMS: Final = frozenset(_SMALL[:4])
+#: Fields of `DERIVATIVE_ARGUMENTS` that differ between launches: words, then numbers of 32 bits.
+_CHUNK_WORDS: Final = slice(WORD_OF["variables"], WORD_OF["first_tile"] + 1)
+_CHUNK_NUMBERS: Final = slice(2 * _CHUNK_WORDS.stop, 2 * _CHUNK_WORDS.stop + 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +139,8 @@ class DerivativeLaunch:
     plan: LaunchPlan
     wanted: RequestedOutputs
     kernels: DerivativeKernels
-    arguments: NDArray[np.void]
-    """The plan's, with the addresses of buffers."""
+    words: NDArray[np.int64]
+    """The plan's arguments, with the addresses of buffers."""
     small: dict[str, NDArray[np.float64]]
     """Page-locked memory of each small result, flat, to which the kernels write."""
     nodes: RowNodes | None
@@ -238,16 +241,17 @@ def _combine_nodes(
     """Launch the computation of the results from all nodes, or that of nodes of more rows."""
     (count, width), jobs, kernels = nodes.shape, launch.plan.code.jobs, launch.kernels
     if nodes.sums:
-        arguments = copy_arguments(launch.arguments)
+        words = launch.words.copy()
+        arguments = words.view(DERIVATIVE_ARGUMENTS)
         arguments["partials"], arguments["blocks"] = nodes.address, count
         arguments["pitch"] = width
         arguments["first_tile"] = nodes.first * BLOCK_TILES
         if parents is not None:
             parents.receive(arguments, 0, nodes.rows[0], nodes.length)
-        place = arguments.ctypes.data
+        place = array_address(words)
         run(context, KernelLaunch(kernels.combine.ptr, jobs, 1, COMBINE_THREADS, place))
     if nodes.statistics:
-        merged = _statistics_arguments(launch, (0, jobs))
+        merged = _statistics_arguments(launch, 0)
         merged["leaves"], merged["leaf_count"] = nodes.address + 8 * nodes.sums, count
         merged["leaf_pitch"], merged["first_leaf"] = width, nodes.first
         merged["rows"] = nodes.rows[1] - nodes.rows[0]
@@ -260,34 +264,38 @@ def _combine_nodes(
 def _launch_chunk(context: StreamContext, launch: _ChunkLaunch) -> None:
     """Launch one chunk and the copies of its large results; see `resident_data.run_chunks`."""
     whole, geometry, chunk, side = launch.whole, launch.geometry, launch.chunk, launch.side
-    plan, wanted, arguments = whole.plan, whole.wanted, copy_arguments(whole.arguments)
-    place_rows(arguments, launch.resident, geometry)
-    jobs = chunk.jobs[1] - chunk.jobs[0]
-    arguments["order"] += np.uint64(4 * chunk.jobs[0])
-    arguments["first_job"], arguments["first_parameter"] = chunk.jobs[0], chunk.parameters[0]
+    plan, wanted, resident, words = whole.plan, whole.wanted, launch.resident, whole.words.copy()
+    variables = resident.address(0, geometry.aligned)
+    weights = values = jacobian = far = 0
+    if wanted.row_loss is not None:
+        weights = resident.weights_address(geometry.aligned)
     # The kernels count sums from the batch's first job.
-    skipped, end = (8 * geometry.blocks * edge for edge in chunk.sums)
-    arguments["partials"] = (context.buffer("partials", end - skipped) - skipped) % 2**64
+    skipped, end = 8 * geometry.blocks * chunk.first_sum, 8 * geometry.blocks * chunk.end_sum
+    partials = context.buffer("partials", end - skipped) - skipped
     if plan.spills:
-        size = jobs * geometry.blocks * WARPS * plan.warp_bytes
-        arguments["far"] = context.buffer("spilled", size)
+        size = chunk.jobs * geometry.blocks * WARPS * plan.warp_bytes
+        far = context.buffer("spilled", size)
     if stores_values(wanted):
-        size = jobs * geometry.pitch
-        arguments["values"] = context.buffer(f"values {side}", size)
+        values = context.buffer(f"values {side}", chunk.jobs * geometry.pitch)
+    if wanted.jacobian is not None and chunk.parameters:
+        jacobian = context.buffer(f"jacobian {side}", chunk.parameters * geometry.pitch)
+    addresses = variables, weights, values, jacobian, partials, far
+    words[_CHUNK_WORDS] = *addresses, chunk.first_parameter, geometry.first_tile
+    rows = geometry.first_row, geometry.end_row, geometry.tiles, geometry.blocks
+    words.view(np.int32)[_CHUNK_NUMBERS] = *rows, chunk.first_job
+    words[WORD_OF["order"]] += 4 * chunk.first_job
     if whole.nodes is not None:
         block = BLOCK_TILES * plan.variant.tile
-        whole.nodes.receive(arguments, 0, geometry.aligned + geometry.first_row, block)
-    parameters = chunk.parameters[1] - chunk.parameters[0]
-    if wanted.jacobian is not None and parameters:
-        size = parameters * geometry.pitch
-        arguments["jacobian"] = context.buffer(f"jacobian {side}", size)
-    kernels, place = whole.kernels, arguments.ctypes.data
-    grid, shared = (geometry.blocks, jobs), plan.shared_bytes
+        start = geometry.aligned + geometry.first_row
+        whole.nodes.receive(words.view(DERIVATIVE_ARGUMENTS), 0, start, block)
+    kernels, place = whole.kernels, array_address(words)
+    jobs, shared = chunk.jobs, plan.shared_bytes
+    grid = geometry.blocks, jobs
     launches = [KernelLaunch(kernels.linearise.ptr, *grid, 32 * WARPS, place, shared)]
     if whole.small.keys() & SUMS:
         launches.append(KernelLaunch(kernels.combine.ptr, jobs, 1, COMBINE_THREADS, place))
     if wanted.reductions is not None or wanted.moments is not None:
-        statistics = _chunk_statistics(context, launch, int(arguments["values"]))
+        statistics = _chunk_statistics(context, launch, values)
         place, blocks = statistics.ctypes.data, -(-geometry.leaves * 32 // _STATISTICS_THREADS)
         launches += [
             KernelLaunch(kernels.measure.ptr, blocks, jobs, _STATISTICS_THREADS, place),
@@ -297,7 +305,8 @@ def _launch_chunk(context: StreamContext, launch: _ChunkLaunch) -> None:
     for name, array, (first, stop) in _large_results(launch):
         staging = _staging(context, launch, name, stop - first)
         offset = geometry.first_row * array.itemsize
-        context.download_rows(staging, int(arguments[name]) + offset, geometry.pitch)
+        address = values if name == "values" else jacobian
+        context.download_rows(staging, address + offset, geometry.pitch)
 
 
 def _chunk_statistics(
@@ -305,33 +314,33 @@ def _chunk_statistics(
 ) -> NDArray[np.void]:
     """Return the arguments of the statistics of a chunk's values, which lie at an address."""
     whole, geometry, resident = launch.whole, launch.geometry, launch.resident
-    first, stop = launch.chunk.jobs
-    arguments = _statistics_arguments(whole, launch.chunk.jobs)
+    chunk = launch.chunk
+    arguments = _statistics_arguments(whole, chunk.first_job)
     arguments["values"], arguments["before"] = values, geometry.aligned
     arguments["pitch"] = geometry.pitch // whole.plan.variant.dtype.itemsize
     arguments["first_row"], arguments["end_row"] = geometry.first_row, geometry.end_row
     arguments["rows"] = geometry.end_row - geometry.first_row
-    size = (stop - first) * geometry.leaves * NODE_STATISTICS * 8
+    size = chunk.jobs * geometry.leaves * NODE_STATISTICS * 8
     arguments["leaves"], arguments["leaf_count"] = context.buffer("leaves", size), geometry.leaves
     arguments["first_leaf"] = geometry.first_leaf
     if "moments" in whole.small:
         arguments["target"] = resident.target_address(geometry.aligned)
         arguments["weights"] = resident.weights_address(geometry.aligned)
-    arguments["leaf_pitch"] = NODE_STATISTICS * (stop - first)
+    arguments["leaf_pitch"] = NODE_STATISTICS * chunk.jobs
     if whole.nodes is not None:
-        skip = whole.nodes.sums + NODE_STATISTICS * first
+        skip = whole.nodes.sums + NODE_STATISTICS * chunk.first_job
         start = geometry.aligned + geometry.first_row
         whole.nodes.receive(arguments, skip, start, LEAF_ROWS)
     return arguments
 
 
-def _statistics_arguments(launch: DerivativeLaunch, jobs: tuple[int, int]) -> NDArray[np.void]:
-    """Return the arguments that say where the statistics of some jobs are written."""
+def _statistics_arguments(launch: DerivativeLaunch, first_job: int) -> NDArray[np.void]:
+    """Return the arguments that say where the statistics of jobs from one on are written."""
     arguments = np.zeros((), dtype=STATISTICS_ARGUMENTS)
     arguments["node_levels"] = levels_between(1, None)
     for name, numbers in (("reductions", 5), ("moments", MOMENTS)):
         if name in launch.small:
-            arguments[name] = array_address(launch.small[name]) + 8 * numbers * jobs[0]
+            arguments[name] = array_address(launch.small[name]) + 8 * numbers * first_job
     return arguments
 
 
@@ -342,7 +351,7 @@ def _copy_large_results(context: StreamContext, launch: _ChunkLaunch) -> None:
     whole = launch.whole
     values = whole.wanted.values
     if values is not None and launch.columns.stop == values.shape[-1]:
-        whole.wanted.ready(launch.chunk.jobs[1] // whole.plan.code.vectors)
+        whole.wanted.ready(launch.chunk.end_job // whole.plan.code.vectors)
 
 
 def _large_results(
@@ -351,9 +360,9 @@ def _large_results(
     """Yield the large results that are wanted, [..., rows], each with the chunk's range."""
     wanted, chunk = launch.whole.wanted, launch.chunk
     if wanted.values is not None:
-        yield "values", wanted.values.reshape(launch.whole.plan.code.jobs, -1), chunk.jobs
-    if wanted.jacobian is not None and chunk.parameters[0] < chunk.parameters[1]:
-        yield "jacobian", wanted.jacobian, chunk.parameters
+        yield "values", wanted.values.reshape(launch.whole.plan.code.jobs, -1), chunk[:2]
+    if wanted.jacobian is not None and chunk.parameters:
+        yield "jacobian", wanted.jacobian, chunk[4:]
 
 
 def _staging(context: StreamContext, launch: _ChunkLaunch, name: str, count: int) -> NDArray[Any]:

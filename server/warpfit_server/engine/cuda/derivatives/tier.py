@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise, starmap
 from typing import Final
 
@@ -30,6 +30,7 @@ from warpfit_server.engine.autodiff.requested_outputs import (
 )
 from warpfit_server.engine.cuda.derivatives.device_calls import (
     KernelLaunch,
+    new_pieces,
     place_piece,
     run,
     upload_inputs,
@@ -38,9 +39,9 @@ from warpfit_server.engine.cuda.derivatives.device_calls import (
 from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, DerivativeCode, ProgramRecords
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     VARIANT_OF,
+    WORD_OF,
     DeviceCode,
     LaunchPlan,
-    copy_arguments,
     draft_launches,
     plan_launches,
     stores_values,
@@ -55,7 +56,7 @@ from warpfit_server.engine.cuda.derivatives.launches import (
     small_results,
 )
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering, Made
-from warpfit_server.engine.cuda.derivatives.source import case_count, derivative_source
+from warpfit_server.engine.cuda.derivatives.source import BLOCKS, case_count, derivative_source
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -116,6 +117,11 @@ class DerivativeTier:
         self._kept: LoweringCache[_KeptCode] = LoweringCache()
         """Code of fits, which stays on the device from pass to pass."""
         self._lowering = DerivativeLowering(device.cache_directory, threads)
+
+    @cached_property
+    def _shared(self) -> tuple[int, int]:
+        """Bytes of shared memory of a block, usually and at most."""
+        return self._device.shared_bytes(BLOCKS), self._device.shared_bytes(1)
 
     def prepare_all(self) -> None:
         """Load every variant but those that spill, which hardly any program needs."""
@@ -210,7 +216,7 @@ class DerivativeTier:
         code, drafted = yield from self._lower(resident, evaluation.batch, wanted, draft)
         nowhere = [0] * len(INPUTS)
         placed = DeviceCode(code, evaluation.batch.vectors, code.memory, nowhere, code.pieces)
-        return plan_launches(self._device, drafted, placed)
+        return plan_launches(self._device, self._shared, drafted, placed)
 
     def _selected_plan(
         self,
@@ -231,7 +237,7 @@ class DerivativeTier:
         last, programs = kept.last, selection.programs
         if last is None or last[0] is not programs:
             draft = draft_launches(resident, evaluation.precision, rows, wanted)
-            plan = plan_launches(self._device, draft, kept.code.select(programs))
+            plan = plan_launches(self._device, self._shared, draft, kept.code.select(programs))
             last = kept.last = programs, plan
         return last[1]
 
@@ -261,11 +267,12 @@ class DerivativeTier:
         """Copy code to device memory of its own, but for the records, which are selected."""
         pieces, addresses = code.pieces.copy(), np.zeros(len(INPUTS), dtype=np.int64)
         pieces[INPUTS.index("programs")] = 0
-        memory = self._device.allocate(upload_size(pieces))
+        size = upload_size(pieces)
+        memory = self._device.allocate(size)
         with self._device.stream() as context:
-            upload_inputs(context, int(memory.ptr), pieces, addresses)
-        records = ProgramRecords(code.programs, code.sums)
-        return DeviceCode(records, 1, memory, addresses.tolist(), pieces)
+            upload_inputs(context, int(memory.ptr), size, pieces, addresses)
+        records = ProgramRecords(code.programs.copy(), code.sums)
+        return DeviceCode(records, 1, memory, addresses.tolist(), new_pieces())
 
     def _prepare(self, plan: LaunchPlan) -> Steps[DerivativeKernels]:
         """Return the kernels of an evaluation; those that spill are loaded when first needed."""
@@ -288,7 +295,7 @@ class DerivativeTier:
         names = [field.name for field in fields(DerivativeKernels)]
         kernels = DerivativeKernels(**{name: module.get_function(name) for name in names})
         if not spills:
-            self._device.allow_shared(kernels.linearise, self._device.shared_bytes(1))
+            self._device.allow_shared(kernels.linearise, self._shared[1])
         return kernels
 
 
@@ -320,15 +327,15 @@ def _begin(
     nodes: RowNodes | None,
 ) -> DerivativeLaunch:
     """Upload the parameters and launch the computation of all scalars."""
-    arguments, small = copy_arguments(plan.arguments), small_results(context, wanted)
+    words, small = plan.words.copy(), small_results(context, wanted)
     parameters = np.ascontiguousarray(parameters, dtype=np.float64)
     pieces = plan.pieces.copy()
     place_piece(pieces, "parameters", parameters)
-    address = context.buffer("inputs", upload_size(pieces))
-    upload_inputs(context, address, pieces, arguments)
-    arguments["scalars"] = context.buffer("scalars", plan.scalar_bytes)
+    size = upload_size(pieces)
+    upload_inputs(context, context.buffer("inputs", size), size, pieces, words)
+    words[WORD_OF["scalars"]] = context.buffer("scalars", plan.scalar_bytes)
     for name in SUMS & small.keys():
-        arguments[name] = array_address(small[name])
-    place = arguments.ctypes.data
+        words[WORD_OF[name]] = array_address(small[name])
+    place = array_address(words)
     run(context, KernelLaunch(kernels.evaluate_scalars.ptr, plan.code.jobs, 1, 32, place))
-    return DerivativeLaunch(resident, plan, wanted, kernels, arguments, small, nodes)
+    return DerivativeLaunch(resident, plan, wanted, kernels, words, small, nodes)
