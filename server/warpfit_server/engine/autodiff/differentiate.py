@@ -68,6 +68,7 @@ _NODES_A_TOKEN: Final = 7
 _MORE_NODES: Final = 16
 
 
+@inlined
 def node_capacity(tokens: int, programs: int, loss_tokens: int) -> int:
     """Return how many nodes, instructions or loads there are at most."""
     return _NODES_A_TOKEN * (tokens + programs * loss_tokens) + _MORE_NODES * programs
@@ -107,20 +108,20 @@ def no_row_loss() -> RowLossTokens:
 
 
 # Arrays of an argument block, in the order of `source_arrays`.
-_CODES, _VALUES, _STARTS, _LOSS_CODES, _LOSS_VALUES = range(OWN_ARRAYS, OWN_ARRAYS + 5)
-_ARITIES, _REWRITES, _RULES, _REQUESTED, _ENDS = range(_LOSS_VALUES + 1, _LOSS_VALUES + 6)
-AFTER_SOURCE: Final = _ENDS + 1
+CODES, VALUES, STARTS, LOSS_CODES, LOSS_VALUES = range(OWN_ARRAYS, OWN_ARRAYS + 5)
+ARITIES, REWRITES, RULES, REQUESTED, ENDS = range(LOSS_VALUES + 1, LOSS_VALUES + 6)
+AFTER_SOURCE: Final = ENDS + 1
 
 
 def source_arrays(batch: Batch, loss: RowLossTokens, requested: int) -> tuple[NDArray[Any], ...]:
     """Return arrays of an argument block for `source_of`; the last one are the ends."""
     tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values), batch.starts
     flags, ends = np.array([requested]), np.zeros(4, dtype=np.int64)
-    return (*tokens, *loss, *_tables(), flags, ends)
+    return (*tokens, *loss, *tables(), flags, ends)
 
 
 @cache
-def _tables() -> tuple[NDArray[Any], ...]:
+def tables() -> tuple[NDArray[Any], ...]:
     """Return what lowering reads of the operator table."""
     return arities().astype(np.int64), power_rewrites(), rules()
 
@@ -155,10 +156,10 @@ class LoweringWorkspace(NamedTuple):
 def source_of(block: int) -> Source:
     """Return the arrays of an argument block that `source_arrays` has listed."""
     return Source(
-        octets(block, _CODES), floats(block, _VALUES), words(block, _STARTS),
-        octets(block, _LOSS_CODES), floats(block, _LOSS_VALUES), words(block, _ARITIES),
-        rewrites_of(block, _REWRITES), words(block, _RULES).reshape((-1, RULE_COLUMNS)),
-        words(block, _REQUESTED), words(block, _ENDS),
+        octets(block, CODES), floats(block, VALUES), words(block, STARTS),
+        octets(block, LOSS_CODES), floats(block, LOSS_VALUES), words(block, ARITIES),
+        rewrites_of(block, REWRITES), words(block, RULES).reshape((-1, RULE_COLUMNS)),
+        words(block, REQUESTED), words(block, ENDS),
     )  # fmt: skip
 
 

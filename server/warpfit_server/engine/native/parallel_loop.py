@@ -42,8 +42,11 @@ _CLOSED, _SYSCALL, OTHERS_WAIT, _CHANGES, ASLEEP, HEAD_WORDS = 0, 1, 2, 8, 16, 2
 #: given, the first chunk, the chunk after the last one, chunks of a piece, what a chunk returned
 #: that ended the task; the next chunk; threads inside; how often the last thread has left (the
 #: caller sleeps on it).
-OPEN, FUNCTION, ARGUMENTS, FIRST, STOP, PIECE, _ENDED = range(7)
+OPEN, FUNCTION, ARGUMENTS, FIRST, STOP, PIECE, ENDED = range(7)
 NEXT, INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
+#: Looks at whether the last helper has left before the caller sleeps: some 50 us, the time that it
+#: would take to wake it.
+_LOOKS: Final = 10_000
 #: Longest sleep in seconds, after which a thread looks again.
 _LONG: Final = 10
 #: Number of the futex system call; newer architectures share one.
@@ -80,9 +83,10 @@ def finish(words: Any, slot: int) -> int:
     words[slot + OPEN] = 0
     while True:
         seen = words[slot + _EMPTIED]
-        fence()
-        if words[slot + INSIDE] == 0:
-            return int(words[slot + _ENDED])
+        for _ in range(_LOOKS):
+            fence()
+            if words[slot + INSIDE] == 0:
+                return int(words[slot + ENDED])
         _sleep(words, slot + _EMPTIED, seen)
 
 
@@ -123,7 +127,7 @@ def _work(words: Any, slot: int) -> None:
             continue  # another thread has taken it
         ended = call_chunk(words[slot + FUNCTION], (words[slot + ARGUMENTS], chunk))
         if ended != FINISHED:
-            words[slot + _ENDED] = ended
+            words[slot + ENDED] = ended
             words[slot + OPEN] = 0
     if _add(words, slot + INSIDE, -1) == 1:
         _add(words, slot + _EMPTIED, 1)

@@ -13,7 +13,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from warpfit_server.engine.native import parallel_loop
-from warpfit_server.engine.native.arguments import FAILED, array_address
+from warpfit_server.engine.native.arguments import FAILED, FINISHED, array_address
 from warpfit_server.engine.native.numba_cache import cached_in
 
 #: Tasks that helpers work on at a time; further ones run on their caller's thread alone.
@@ -123,12 +123,9 @@ class ParallelLoop:
             words[parallel_loop.OTHERS_WAIT] = True
         else:
             words, place = self._words, slot
-        entries = np.zeros(parallel_loop.NEXT + 1, dtype=np.int64)
-        entries[parallel_loop.FUNCTION] = function
-        entries[parallel_loop.ARGUMENTS] = array_address(block)
-        entries[parallel_loop.NEXT] = entries[parallel_loop.FIRST] = first
-        entries[parallel_loop.STOP], entries[parallel_loop.PIECE] = stop, piece or stop - first
-        words[place : place + len(entries)] = entries
+        task = function, array_address(block), first, stop, piece or stop - first, FINISHED
+        words[place + parallel_loop.NEXT] = first
+        words[place + parallel_loop.FUNCTION : place + parallel_loop.ENDED + 1] = task
         self._code.begin(words, place, max(0, helpers))
         return ParallelTask(self, words, place, helpers > 0)
 

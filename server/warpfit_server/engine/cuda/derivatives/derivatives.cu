@@ -60,9 +60,9 @@ struct Load {
   int parameter;  // -1: a constant
 };
 
-// DERIVATIVE_ARGUMENTS of launch_plan.py, field by field.
+// Fields that differ between launches lie together: launches.py writes them at once.
 struct Arguments {
-  const uint4* instructions;
+  const uint4* instructions;  // this and the following ones: INPUTS of encoding.py
   const Program* programs;
   const unsigned* order;      // job numbers, the most work first; [jobs]
   const unsigned* columns;
@@ -71,12 +71,6 @@ struct Arguments {
   const double* constants;
   const double* parameters;
   real* scalars;
-  const real* variables;      // [variables, stride], at the first row of the first tile
-  const real* weights;        // null: 1 for every row; likewise
-  real* values;               // null: not wanted; [jobs, tiles * TILE]
-  real* jacobian;             // null: not wanted; [parameters of these jobs, tiles * TILE]
-  double* partials;           // for each job [blocks, sums]
-  unsigned char* far;         // memory of all warps, if shared memory is too small
   double* losses;             // [jobs of the batch]; null: not wanted, like what follows
   double* gradients;          // as the parameters
   double* variable_gradients; // [jobs, variable count]
@@ -84,16 +78,22 @@ struct Arguments {
   double* nodes;              // [nodes, node_pitch]; null: the sums are those of all rows
   long long node_pitch;
   long long pitch;            // of sums of nodes, [blocks, pitch]; 0: partials are sums of blocks
-  long long first_parameter;  // of the first job, in the Jacobian
   unsigned long long stride;  // bytes between variables
+  const real* variables;      // [variables, stride], at the first row of the first tile
+  const real* weights;        // null: 1 for every row; likewise
+  real* values;               // null: not wanted; [jobs, tiles * TILE]
+  real* jacobian;             // null: not wanted; [parameters of these jobs, tiles * TILE]
+  double* partials;           // for each job [blocks, sums]
+  unsigned char* far;         // memory of all warps, if shared memory is too small
+  long long first_parameter;  // of the first job, in the Jacobian
   long long first_tile;       // number of the first tile, counted from the data set's first row
   int first_row;              // rows of the first tile to leave out
   int end_row;                // end of the rows, counted from the first row of the first tile
   int tiles;
   int blocks;
+  int first_job;
   int node;                   // place of the first node among the nodes
   int node_levels;            // of the tree to add up
-  int first_job;
   int vectors;
   int variable_count;
   int warp_bytes;             // memory of a warp in global memory

@@ -41,6 +41,13 @@ _COLUMNS_FIRST, _COLUMNS, _ENTRY, _ENTRIES, _LOSS, _SLOPE, _LEVELS = range(8, 15
 PARAMETERS, _RESULT = 16, 17
 
 
+#: Arrays that are uploaded, by the fields with which the struct Arguments of derivatives.cu begins.
+INPUTS: Final = (
+    *("instructions", "programs", "order", "columns", "entries", "loads", "constants"),
+    "parameters",
+)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramRecords:
     """The records of a lowered batch, which the host needs to launch it."""
@@ -64,22 +71,17 @@ class DerivativeCode(ProgramRecords):
     What belongs to one program is contiguous; the programs are in any order.
     """
 
-    instructions: NDArray[np.uint32]
-    """[instructions + 1, 4]; the kernel prefetches the last one, which is padding."""
-    columns: NDArray[np.uint32]
-    """Place of each column."""
-    entries: NDArray[np.int32]
-    """Column, parameter or -1 - variable, and scalar, [entries, 3]."""
-    loads: NDArray[np.int32]
-    """Scalar, and parameter or -1, [loads, 2]."""
-    constants: NDArray[np.float64]
-    """Value of each load of a constant."""
+    pieces: NDArray[np.int64]
+    """Where the arrays of `INPUTS` are, but for ``order`` and ``parameters``; see `device_calls`.
 
-    @property
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Arrays to upload, by the name of the kernel's argument."""
-        names = ("instructions", "programs", "columns", "entries", "loads", "constants")
-        return {name: getattr(self, name) for name in names}
+    * ``instructions``: uint32 [instructions + 1, 4]; the kernel prefetches the last one, padding;
+    * ``columns``: place of each column, uint32;
+    * ``entries``: column, parameter or -1 - variable, and scalar, int32 [entries, 3];
+    * ``loads``: scalar, and parameter or -1, int32 [loads, 2];
+    * ``constants``: value of each load of a constant, float64.
+    """
+    memory: NDArray[np.uint8]
+    """What the pieces are parts of."""
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -115,7 +117,7 @@ def load() -> None:
 
 
 class EncodedArrays(NamedTuple):
-    """Arrays of `DerivativeCode` with room for all programs, as compiled code takes them."""
+    """Arrays of a `DerivativeCode` with room for all programs, as compiled code takes them."""
 
     instructions: Any
     programs: Any

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Final
+from functools import lru_cache
+from itertools import starmap
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import from_dtype, types
@@ -16,11 +16,13 @@ from warpfit.errors import ResourceExhaustedError
 from warpfit.losses import mentions_weight
 from warpfit.request import Precision
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
-from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM, ProgramRecords
-from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, BLOCKS, WARPS
+from warpfit_server.engine.cuda.derivatives.device_calls import new_pieces, place_piece
+from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, PROGRAM, ProgramRecords
+from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, WARPS, template
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.driver_calls import argument_struct
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.row_blocks import levels_between
@@ -43,37 +45,13 @@ _CLASSES: Final = 256
 VARIANT_OF: Final = {mode: Variant.of(mode, ROW_BYTES) for mode in Mode}
 #: A job, a sum and a parameter.
 Ends = tuple[int, int, int]
-#: The struct Arguments of derivatives.cu, field by field.
-DERIVATIVE_ARGUMENTS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("instructions", "programs", "order", "columns")),
-        *((name, np.uint64) for name in ("entries", "loads", "constants", "parameters")),
-        *((name, np.uint64) for name in ("scalars", "variables", "weights", "values")),
-        *((name, np.uint64) for name in ("jacobian", "partials", "far", "losses", "gradients")),
-        *((name, np.uint64) for name in ("variable_gradients", "curvatures", "nodes")),
-        *((name, np.int64) for name in ("node_pitch", "pitch")),
-        *((name, np.int64) for name in ("first_parameter", "stride", "first_tile")),
-        *((name, np.int32) for name in ("first_row", "end_row", "tiles", "blocks")),
-        *((name, np.int32) for name in ("node", "node_levels")),
-        *((name, np.int32) for name in ("first_job", "vectors")),
-        *((name, np.int32) for name in ("variable_count", "warp_bytes", "shared_bytes")),
-        *((name, np.int32) for name in ("wants_loss", "wants_slopes", "wants_products")),
-        *((name, np.int32) for name in ("is_squares", "weighs_loss", "deviation", "target")),
-    ],
-    align=True,
-)
-_BYTES: Final = np.dtype((np.void, DERIVATIVE_ARGUMENTS.itemsize))
-#: The struct StatisticsArguments of statistics.cu.
-STATISTICS_ARGUMENTS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("values", "target", "weights", "leaves", "nodes")),
-        *((name, np.uint64) for name in ("reductions", "moments")),
-        *((name, np.int64) for name in ("pitch", "first_row", "end_row", "before")),
-        *((name, np.int64) for name in ("first_leaf", "rows", "leaf_pitch", "node_pitch")),
-        *((name, np.int32) for name in ("leaf_count", "node", "node_levels")),
-    ],
-    align=True,
-)
+DERIVATIVE_ARGUMENTS: Final = argument_struct(template("derivatives.cu"), "Arguments")
+STATISTICS_ARGUMENTS: Final = argument_struct(template("statistics.cu"), "StatisticsArguments")
+_PLACES: Final[Any] = DERIVATIVE_ARGUMENTS.fields
+#: Place of each field of 64 bits, in words of `DERIVATIVE_ARGUMENTS`.
+WORD_OF: Final = {
+    name: int(offset) // 8 for name, (kind, offset, *_) in _PLACES.items() if kind.itemsize == 8
+}
 #: Rows of a leaf of statistics.cu, and its numbers.
 LEAF_ROWS: Final = 1024
 NODE_STATISTICS: Final = 14
@@ -87,11 +65,11 @@ class DeviceCode:
     vectors: int
     """Parameter vectors of each program."""
     memory: Any
-    """Device memory of the code; None if it is uploaded with the parameters."""
-    addresses: dict[str, int]
-    """Addresses of the arrays in ``memory``, by the name of the kernel's argument."""
-    arrays: dict[str, NDArray[Any]]
-    """Arrays that are uploaded with the parameters, by the name of the kernel's argument."""
+    """What the addresses or the pieces are in: memory of the device, or of the host."""
+    addresses: list[int]
+    """Addresses of the arrays of `INPUTS` in ``memory``; 0 for those that are uploaded."""
+    pieces: NDArray[np.int64]
+    """Arrays that are uploaded with the parameters, see `device_calls`."""
 
     @property
     def jobs(self) -> int:
@@ -101,72 +79,70 @@ class DeviceCode:
     def select(self, programs: NDArray[np.int64]) -> DeviceCode:
         """Return the code of some programs with one parameter vector each."""
         records = self.records.select(programs)
-        return replace(self, records=records, arrays={"programs": records.programs})
+        pieces = new_pieces()
+        place_piece(pieces, "programs", records.programs)
+        return replace(self, records=records, pieces=pieces)
 
 
-@dataclass(frozen=True, eq=False)
-class DerivativeGeometry:
-    """Rows of an evaluation and memory of its blocks; row 0 is the first row of the first tile."""
+class DerivativeGeometry(NamedTuple):
+    """Rows of an evaluation; row 0 is the first row of the first tile."""
 
-    variant: Variant
     aligned: int
     """Row 0, as a row of the data set: a multiple of a tile's rows."""
     first_row: int
     end_row: int
-    spills: bool
-    """Whether intermediate results are in global memory, because shared memory is too small."""
-    usual_bytes: int
-    """Shared memory of a block unless a program needs more."""
-    shared_bytes: int
-    """Shared memory of a block."""
-    warp_bytes: int
-    """Memory of a warp for the program that needs most."""
+    first_tile: int
+    """Number of the first tile, counted from the data set's first row."""
+    tiles: int
+    """Tiles that have some of the rows."""
+    blocks: int
+    """Blocks of rows that have some of the rows."""
+    first_leaf: int
+    """Number of the first leaf of statistics, counted from the data set's first row."""
+    leaves: int
+    """Leaves of statistics that have some of the rows."""
+    pitch: int
+    """Bytes from one program's values to the next."""
 
-    def on(self, rows: Span) -> DerivativeGeometry:
-        """Return the geometry of these rows."""
-        aligned, first, end = _aligned(rows, self.variant.tile)
-        if (aligned, first, end) == (self.aligned, self.first_row, self.end_row):
-            return self
-        return replace(self, aligned=aligned, first_row=first, end_row=end)
-
-    @cached_property
-    def tiles(self) -> int:
-        """Tiles that have some of the rows."""
-        return -(-self.end_row // self.variant.tile)
-
-    @cached_property
-    def first_tile(self) -> int:
-        """Number of the first tile, counted from the data set's first row."""
-        return self.aligned // self.variant.tile
-
-    @cached_property
-    def blocks(self) -> int:
-        """Blocks of rows that have some of the rows."""
-        return -(-(self.first_tile + self.tiles) // BLOCK_TILES) - self.first_tile // BLOCK_TILES
-
-    @cached_property
-    def first_leaf(self) -> int:
-        """Number of the first leaf of statistics, counted from the data set's first row."""
-        return (self.aligned + self.first_row) // LEAF_ROWS
-
-    @cached_property
-    def leaves(self) -> int:
-        """Leaves of statistics that have some of the rows."""
-        return -(-(self.aligned + self.end_row) // LEAF_ROWS) - self.first_leaf
-
-    @cached_property
-    def pitch(self) -> int:
-        """Bytes from one program's values to the next."""
-        return self.tiles * self.variant.tile * self.variant.dtype.itemsize
+    @classmethod
+    @lru_cache(256)
+    def of(cls, variant: Variant, rows: Span) -> DerivativeGeometry:
+        """Describe the work on some rows."""
+        first_tile, first_leaf = rows[0] // variant.tile, rows[0] // LEAF_ROWS
+        aligned = first_tile * variant.tile
+        tiles = -(-(rows[1] - aligned) // variant.tile)
+        return cls(
+            aligned=aligned,
+            first_row=rows[0] - aligned,
+            end_row=rows[1] - aligned,
+            first_tile=first_tile,
+            tiles=tiles,
+            blocks=-(-(first_tile + tiles) // BLOCK_TILES) - first_tile // BLOCK_TILES,
+            first_leaf=first_leaf,
+            leaves=-(-rows[1] // LEAF_ROWS) - first_leaf,
+            pitch=tiles * variant.tile * variant.dtype.itemsize,
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class DerivativeChunk:
+class DerivativeChunk(NamedTuple):
     """Jobs of one launch, and their ranges of the batch's sums and parameters."""
 
-    jobs: tuple[int, int]
-    sums: tuple[int, int]
-    parameters: tuple[int, int]
+    first_job: int
+    end_job: int
+    first_sum: int
+    end_sum: int
+    first_parameter: int
+    end_parameter: int
+
+    @property
+    def jobs(self) -> int:
+        """Number of jobs."""
+        return self.end_job - self.first_job
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return self.end_parameter - self.first_parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,11 +150,19 @@ class LaunchPlan:
     """Everything about the launches of an evaluation that its parameters do not change."""
 
     code: DeviceCode
-    geometry: DerivativeGeometry
-    arguments: NDArray[np.void]
-    """`DERIVATIVE_ARGUMENTS` without the addresses of buffers, and without rows."""
+    variant: Variant
+    spills: bool
+    """Whether intermediate results are in global memory, because shared memory is too small."""
+    shared_bytes: int
+    """Shared memory of a block."""
+    warp_bytes: int
+    """Memory of a warp for the program that needs most."""
+    words: NDArray[np.int64]
+    """`DERIVATIVE_ARGUMENTS` without the addresses of buffers, and without rows; in words."""
+    pieces: NDArray[np.int64]
+    """Arrays that are uploaded, but for the parameters; see `device_calls`."""
     order: NDArray[np.uint32]
-    """Job numbers, about the most work first within each chunk."""
+    """Job numbers, about the most work first within each chunk; one of the pieces."""
     chunks: tuple[DerivativeChunk, ...]
     scalar_bytes: int
 
@@ -188,64 +172,83 @@ def stores_values(wanted: RequestedOutputs) -> bool:
     return any(output is not None for output in (wanted.values, wanted.reductions, wanted.moments))
 
 
-def plan_launches(
-    device: CudaDevice,
-    resident: ResidentDataset,
-    precision: Precision,
-    rows: Span,
-    wanted: RequestedOutputs,
-    code: DeviceCode,
-) -> LaunchPlan:
-    """Plan the launches of an evaluation on some rows, or on fewer; see `place_rows`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchDraft:
+    """What is known of the launches of an evaluation before its programs have been lowered."""
+
+    variant: Variant
+    geometry: DerivativeGeometry
+    rows: int
+    costs: Ends
+    """Bytes that a job, a sum and a parameter leave on the device, if none spills."""
+    words: NDArray[np.int64]
+    """`DERIVATIVE_ARGUMENTS` without all addresses, and without rows; in words."""
+
+
+def draft_launches(
+    resident: ResidentDataset, precision: Precision, rows: Span, wanted: RequestedOutputs
+) -> LaunchDraft:
+    """Begin to plan the launches of an evaluation on some rows, or on fewer."""
     variant = VARIANT_OF[Mode.of(resident.dataset.layout.dtype, precision)]
-    records = code.records.programs, code.records.sums
-    level_bytes = variant.tile * variant.dtype.itemsize
-    work = np.empty(len(records[0]), dtype=np.int64)
-    need, scalars, total_work = measure_programs(*records, level_bytes, work)
-    geometry = _geometry(device, variant, need, rows)
-    most = min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE))
-    instruction_rows = total_work * code.vectors * (rows[1] - rows[0])
-    launches = instruction_rows / _INSTRUCTION_ROWS[variant.mode]
-    most_jobs = math.ceil(code.jobs * device.multiprocessors / max(1.0, launches))
-    chunks = tuple(_chunks(code, geometry, wanted, most, most_jobs))
-    order = np.empty(code.jobs, dtype=np.uint32)
-    for chunk in chunks:
-        order_jobs(work, code.vectors, chunk.jobs[0], order[slice(*chunk.jobs)])
-    return LaunchPlan(
-        code,
-        geometry,
-        _arguments(resident, wanted, geometry, code),
+    geometry = DerivativeGeometry.of(variant, rows)
+    costs, words = _costs(geometry, wanted), _arguments(resident, wanted)
+    return LaunchDraft(variant, geometry, rows[1] - rows[0], costs, words)
+
+
+def plan_launches(
+    device: CudaDevice, shared: tuple[int, int], draft: LaunchDraft, code: DeviceCode
+) -> LaunchPlan:
+    """Plan the launches of a draft, whose arguments become those of the plan.
+
+    ``shared`` are the bytes of shared memory of a block, usually and at most.
+    """
+    variant, blocks = draft.variant, draft.geometry.blocks
+    order, chunks = np.empty(code.jobs, dtype=np.uint32), np.empty((code.jobs, 6), dtype=np.int64)
+    usual, most_shared = shared
+    need, scalars, count = plan_jobs(
+        code.records.programs,
+        code.records.sums,
+        code.vectors,
+        variant.tile * variant.dtype.itemsize,
+        draft.costs,
+        (most_shared, blocks * WARPS),
+        min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE)),
+        draft.rows / _INSTRUCTION_ROWS[variant.mode],
+        device.multiprocessors,
         order,
         chunks,
-        max(1, scalars * code.vectors) * variant.dtype.itemsize,
     )
-
-
-def _geometry(device: CudaDevice, variant: Variant, need: int, rows: Span) -> DerivativeGeometry:
-    """Describe the work on rows of programs that need so much memory of a warp at most."""
-    _check_memory(need)
-    usual = device.shared_bytes(BLOCKS)
-    spills = need > device.shared_bytes(1)
-    aligned, first, end = _aligned(rows, variant.tile)
-    return DerivativeGeometry(
+    check_memory(need)
+    pieces = code.pieces.copy()
+    place_piece(pieces, "order", order)
+    spills, words = need > most_shared, draft.words
+    words[: len(INPUTS)] = code.addresses
+    arguments = words.view(DERIVATIVE_ARGUMENTS)
+    arguments["vectors"] = code.vectors
+    arguments["warp_bytes"], arguments["shared_bytes"] = need, usual
+    return LaunchPlan(
+        code=code,
         variant=variant,
-        aligned=aligned,
-        first_row=first,
-        end_row=end,
         spills=spills,
-        usual_bytes=usual,
         shared_bytes=0 if spills else max(usual, need),
         warp_bytes=need,
+        words=words,
+        pieces=pieces,
+        order=order,
+        chunks=tuple(starmap(DerivativeChunk, chunks[:count].tolist())),
+        scalar_bytes=max(1, scalars * code.vectors) * variant.dtype.itemsize,
     )
 
 
-def _aligned(rows: Span, tile: int) -> tuple[int, int, int]:
-    """Return the row that begins the first tile, and the rows' range from there on."""
-    aligned = rows[0] // tile * tile
-    return aligned, rows[0] - aligned, rows[1] - aligned
+def _costs(geometry: DerivativeGeometry, wanted: RequestedOutputs) -> Ends:
+    """Return the bytes that a job, a sum and a parameter leave on the device, if none spills."""
+    a_job = geometry.pitch * stores_values(wanted)
+    if wanted.reductions is not None or wanted.moments is not None:
+        a_job += geometry.leaves * NODE_STATISTICS * 8
+    return a_job, geometry.blocks * 8, geometry.pitch * (wanted.jacobian is not None)
 
 
-def _check_memory(need: int) -> None:
+def check_memory(need: int) -> None:
     """Refuse a program whose sums and intermediate results the kernels cannot address."""
     if need > _MAX_WARP_BYTES:
         raise ResourceExhaustedError(
@@ -257,45 +260,14 @@ def _check_memory(need: int) -> None:
         )
 
 
-def _chunks(
-    code: DeviceCode,
-    geometry: DerivativeGeometry,
-    wanted: RequestedOutputs,
-    most: int,
-    most_jobs: int,
-) -> Iterator[DerivativeChunk]:
-    """Cut the jobs into launches of at most ``most_jobs``, whose results fit in ``most`` bytes."""
-    a_job = geometry.pitch * stores_values(wanted)
-    if wanted.reductions is not None or wanted.moments is not None:
-        a_job += geometry.leaves * NODE_STATISTICS * 8
-    if geometry.spills:
-        a_job += geometry.blocks * WARPS * geometry.warp_bytes
-    a_job = max(a_job, most // most_jobs)
-    costs = a_job, geometry.blocks * 8, geometry.pitch * (wanted.jacobian is not None)
-    records, first = (code.records.programs, code.records.sums, code.vectors), (0, 0, 0)
-    while first[0] < code.jobs:
-        end = end_of_chunk(*records, first, costs, most)
-        yield DerivativeChunk(*zip(first, end, strict=True))
-        first = end
-
-
-def _arguments(
-    resident: ResidentDataset,
-    wanted: RequestedOutputs,
-    geometry: DerivativeGeometry,
-    code: DeviceCode,
-) -> NDArray[np.void]:
-    arguments = np.zeros((), dtype=DERIVATIVE_ARGUMENTS)
-    for name, address in code.addresses.items():
-        arguments[name] = address
+def _arguments(resident: ResidentDataset, wanted: RequestedOutputs) -> NDArray[np.int64]:
+    words = np.zeros(DERIVATIVE_ARGUMENTS.itemsize // 8, dtype=np.int64)
+    arguments = words.view(DERIVATIVE_ARGUMENTS)
     layout, loss = resident.dataset.layout, wanted.row_loss
     if loss is not None:
         arguments["weighs_loss"] = not mentions_weight(loss)
     arguments["stride"] = resident.stride * layout.dtype.itemsize
-    arguments["warp_bytes"] = geometry.warp_bytes
     arguments["node_levels"] = levels_between(1, None)
-    arguments["shared_bytes"] = geometry.usual_bytes
-    arguments["vectors"] = code.vectors
     arguments["variable_count"] = layout.variables if wanted.variable_gradients is not None else 0
     arguments["wants_loss"] = loss is not None
     arguments["wants_slopes"] = wanted.needs_loss_derivative
@@ -303,24 +275,7 @@ def _arguments(
     arguments["is_squares"] = wanted.is_squares
     arguments["deviation"] = ("", "squared", "absolute").index(wanted.deviation)
     arguments["target"] = layout.variables
-    return arguments
-
-
-def copy_arguments(arguments: NDArray[np.void]) -> NDArray[np.void]:
-    """Copy `DERIVATIVE_ARGUMENTS` as they are; NumPy would copy each field, ten times longer."""
-    copied: NDArray[np.void] = arguments.view(_BYTES).copy().view(DERIVATIVE_ARGUMENTS)
-    return copied
-
-
-def place_rows(
-    arguments: NDArray[np.void], resident: ResidentDataset, geometry: DerivativeGeometry
-) -> None:
-    """Fill in the rows of a geometry, which are in ``resident``."""
-    arguments["variables"] = resident.address(0, geometry.aligned)
-    if arguments["wants_loss"]:
-        arguments["weights"] = resident.weights_address(geometry.aligned)
-    for name in ("first_row", "end_row", "first_tile", "tiles", "blocks"):
-        arguments[name] = getattr(geometry, name)
+    return words
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
@@ -395,10 +350,63 @@ def order_jobs(
         ends[index] += 1
 
 
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def plan_jobs(
+    records: NDArray[np.void],
+    sums: NDArray[np.int64],
+    vectors: int,
+    level_bytes: int,
+    costs: Ends,
+    spilling: tuple[int, int],
+    most: int,
+    launches_each: float,
+    multiprocessors: int,
+    order: NDArray[np.uint32],
+    chunks: NDArray[np.int64],
+) -> tuple[int, int, int]:
+    """Cut the jobs into launches, whose results fit in ``most`` bytes, and order those of each.
+
+    Args:
+        records: of the programs.
+        sums: of each program.
+        vectors: of each program.
+        level_bytes: memory of a warp for each level.
+        costs: bytes of a job that does not spill, a sum and a parameter.
+        spilling: memory of a warp above which the programs spill, and the warps of a job.
+        most: bytes.
+        launches_each: launches of a multiprocessor that an instruction is worth, so that none
+            takes too long.
+        multiprocessors: of the device.
+        order: job numbers, to fill in.
+        chunks: of each launch, to fill in; [jobs, fields of `DerivativeChunk`].
+
+    Returns:
+        The memory that a warp needs at most, the scalars of all programs, and the launches.
+    """
+    work = np.empty(len(records), dtype=np.int64)
+    need, scalars, total = measure_programs(records, sums, level_bytes, work)
+    jobs = len(records) * vectors
+    launches = max(1.0, np.float64(total) * vectors * launches_each)
+    most_jobs = math.ceil(jobs * multiprocessors / launches)
+    a_job = costs[0] + (spilling[1] * need if need > spilling[0] else 0)
+    costs = max(a_job, most // most_jobs), costs[1], costs[2]
+    count, first = 0, (0, 0, 0)
+    while first[0] < jobs:
+        end = end_of_chunk(records, sums, vectors, first, costs, most)
+        order_jobs(work, vectors, first[0], order[first[0] : end[0]])
+        for index in range(3):
+            chunks[count, 2 * index] = first[index]
+            chunks[count, 2 * index + 1] = end[index]
+        count, first = count + 1, end
+    return need, scalars, count
+
+
 def load() -> None:
     """Load the compiled functions above, or compile them."""
     records, numbers = types.Array(from_dtype(PROGRAM), 1, "C"), types.int64[::1]
-    ends, word = types.UniTuple(types.int64, 3), types.int64
+    word, order, ends = types.int64, types.uint32[::1], types.UniTuple(types.int64, 3)
     measure_programs.compile((records, numbers, word, numbers))
     end_of_chunk.compile((records, numbers, word, ends, ends, word))
-    order_jobs.compile((numbers, word, word, types.uint32[::1]))
+    order_jobs.compile((numbers, word, word, order))
+    limits = types.UniTuple(word, 2), word, types.float64, word
+    plan_jobs.compile((records, numbers, word, word, ends, *limits, order, types.int64[:, ::1]))

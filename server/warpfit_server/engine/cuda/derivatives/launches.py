@@ -1,13 +1,13 @@
 """Launches of an evaluation with derivatives, and the copies of their results to the host.
 
-Small results (losses, gradients, curvatures, statistics) stay on the device until all chunks are
-done and are copied together. Large results (values, Jacobian) are copied chunk by chunk.
+Kernels write small results (losses, gradients, curvatures, statistics) to the host's memory. Large
+results (values, Jacobian) are copied chunk by chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -15,16 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
+from warpfit_server.engine.cuda.derivatives.device_calls import KernelLaunch, run
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
+    DERIVATIVE_ARGUMENTS,
     LEAF_ROWS,
     NODE_STATISTICS,
     STATISTICS_ARGUMENTS,
+    WORD_OF,
     DerivativeChunk,
     DerivativeGeometry,
     DeviceCode,
     LaunchPlan,
-    copy_arguments,
-    place_rows,
     stores_values,
 )
 from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, COMBINE_THREADS, WARPS
@@ -37,12 +38,16 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.finalize import MOMENTS
 from warpfit_server.engine.interface import RowShard, Steps
+from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
 _STATISTICS_THREADS: Final = 256
-#: Small results that ``combine`` computes, in the order in which they lie on the device.
-SUMS: Final = ("losses", "gradients", "variable_gradients", "curvatures")
-_SMALL: Final = (*SUMS, "reductions", "moments")
+_SMALL: Final = ("losses", "gradients", "variable_gradients", "curvatures", "reductions", "moments")
+#: Small results that ``combine`` computes.
+SUMS: Final = frozenset(_SMALL[:4])
+#: Fields of `DERIVATIVE_ARGUMENTS` that differ between launches: words, then numbers of 32 bits.
+_CHUNK_WORDS: Final = slice(WORD_OF["variables"], WORD_OF["first_tile"] + 1)
+_CHUNK_NUMBERS: Final = slice(2 * _CHUNK_WORDS.stop, 2 * _CHUNK_WORDS.stop + 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,43 +136,41 @@ class DerivativeLaunch:
     """State that the launches of all chunks of one evaluation share."""
 
     resident: ResidentDataset
-    """Data set, or window of a streamed one, that the kernels read."""
     plan: LaunchPlan
-    geometry: DerivativeGeometry
-    """Geometry of these rows, which may be fewer than those of the plan."""
     wanted: RequestedOutputs
     kernels: DerivativeKernels
-    arguments: NDArray[np.void]
-    """The plan's, with the addresses of buffers."""
-    small: dict[str, tuple[int, int]]
-    """Device address and number of float64 of each small result."""
-    nodes: RowNodes | None = None
+    words: NDArray[np.int64]
+    """The plan's arguments, with the addresses of buffers."""
+    small: dict[str, NDArray[np.float64]]
+    """Page-locked memory of each small result, flat, to which the kernels write."""
+    nodes: RowNodes | None
     """Set if the results are made of the nodes of these and other rows."""
-    columns: slice | None = None
-    """Where the rows are among those of the outputs, if they are not all."""
-
-    def on(
-        self, window: ResidentDataset, span: Span, columns: slice | None = None
-    ) -> DerivativeLaunch:
-        """Return the state for a range of rows, which are in ``window``."""
-        geometry, arguments = self.plan.geometry.on(span), copy_arguments(self.arguments)
-        place_rows(arguments, window, geometry)
-        return replace(
-            self, resident=window, geometry=geometry, arguments=arguments, columns=columns
-        )
 
 
-def allocate_small_results(
+@dataclass(frozen=True, slots=True, eq=False)
+class _ChunkLaunch:
+    """A chunk of the jobs on a range of rows."""
+
+    whole: DerivativeLaunch
+    resident: ResidentDataset
+    """Data set, or window of a streamed one, that the kernels read."""
+    geometry: DerivativeGeometry
+    columns: slice
+    """Where the rows are among those of the outputs."""
+    chunk: DerivativeChunk
+    side: int
+
+
+def small_results(
     context: StreamContext, wanted: RequestedOutputs
-) -> dict[str, tuple[int, int]]:
-    """Make room on the device for the small results; return address and size of each."""
-    arrays = {name: getattr(wanted, name) for name in _SMALL}
-    sizes = {name: array.size for name, array in arrays.items() if array is not None}
-    address = context.buffer("small", 8 * max(1, sum(sizes.values())))
-    places = {}
-    for name, size in sizes.items():
-        places[name] = (address, size)
-        address += 8 * size
+) -> dict[str, NDArray[np.float64]]:
+    """Make room for the small results in page-locked memory, flat."""
+    arrays = [(name, array) for name in _SMALL if (array := getattr(wanted, name)) is not None]
+    memory = context.pinned("small", 8 * sum(array.size for _, array in arrays)).view(np.float64)
+    places, start = {}, 0
+    for name, array in arrays:
+        places[name] = memory[start : start + array.size]
+        start += array.size
     return places
 
 
@@ -179,17 +182,15 @@ def run_launch(
     Returns:
         Nanoseconds of the device.
     """
-    small: dict[str, NDArray[np.float64]] = {}
 
     def launch_one(
         window: ResidentDataset, number: int, chunk: DerivativeChunk, side: int
     ) -> Callable[[], None]:
+        geometry = DerivativeGeometry.of(launch.plan.variant, spans[number])
         columns = slice(*(row - spans[0][0] for row in spans[number]))
-        own = launch.on(window, spans[number], columns)
-        _launch_chunk(context, own, chunk, side)
-        if launch.nodes is None and chunk is launch.plan.chunks[-1]:
-            small.update(_download_small_results(context, launch))
-        return partial(_copy_large_results, context, own, chunk, side)
+        own = _ChunkLaunch(launch, window, geometry, columns, chunk, side)
+        _launch_chunk(context, own)
+        return partial(_copy_large_results, context, own)
 
     wanted = launch.wanted
     size = sum(array.nbytes for array in (wanted.values, wanted.jacobian) if array is not None)
@@ -201,11 +202,11 @@ def run_launch(
         device.use()
     if nodes is not None:
         _combine_nodes(context, launch, nodes)
-        small = _download_small_results(context, launch)
         context.mark("small")
         yield from context.reach("small")
-    for name, array in small.items():
-        getattr(launch.wanted, name).reshape(-1)[:] = array
+    if nodes is not None or shard is None:
+        for name, array in launch.small.items():
+            getattr(wanted, name).reshape(-1)[:] = array
     return computed
 
 
@@ -238,142 +239,135 @@ def _combine_nodes(
     parents: RowNodes | None = None,
 ) -> None:
     """Launch the computation of the results from all nodes, or that of nodes of more rows."""
-    (count, width), jobs = nodes.shape, launch.plan.code.jobs
+    (count, width), jobs, kernels = nodes.shape, launch.plan.code.jobs, launch.kernels
     if nodes.sums:
-        arguments = copy_arguments(launch.arguments)
+        words = launch.words.copy()
+        arguments = words.view(DERIVATIVE_ARGUMENTS)
         arguments["partials"], arguments["blocks"] = nodes.address, count
         arguments["pitch"] = width
         arguments["first_tile"] = nodes.first * BLOCK_TILES
         if parents is not None:
             parents.receive(arguments, 0, nodes.rows[0], nodes.length)
-        threads = (COMBINE_THREADS, 1, 1)
-        context.launch(launch.kernels.combine, (jobs, 1, 1), threads, [arguments])
+        place = array_address(words)
+        run(context, KernelLaunch(kernels.combine.ptr, jobs, 1, COMBINE_THREADS, place))
     if nodes.statistics:
-        merged = _statistics_arguments(launch, (0, jobs))
+        merged = _statistics_arguments(launch, 0)
         merged["leaves"], merged["leaf_count"] = nodes.address + 8 * nodes.sums, count
         merged["leaf_pitch"], merged["first_leaf"] = width, nodes.first
         merged["rows"] = nodes.rows[1] - nodes.rows[0]
         if parents is not None:
             parents.receive(merged, nodes.sums, nodes.rows[0], nodes.length)
-        threads = (_STATISTICS_THREADS, 1, 1)
-        context.launch(launch.kernels.merge_leaves, (jobs, 1, 1), threads, [merged])
+        place = merged.ctypes.data
+        run(context, KernelLaunch(kernels.merge_leaves.ptr, jobs, 1, _STATISTICS_THREADS, place))
 
 
-def _launch_chunk(
-    context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk, side: int
-) -> None:
+def _launch_chunk(context: StreamContext, launch: _ChunkLaunch) -> None:
     """Launch one chunk and the copies of its large results; see `resident_data.run_chunks`."""
-    geometry, wanted, arguments = launch.geometry, launch.wanted, launch.arguments
-    jobs = chunk.jobs[1] - chunk.jobs[0]
-    arguments["order"] = int(arguments["order"]) + 4 * chunk.jobs[0]
-    arguments["first_job"], arguments["first_parameter"] = chunk.jobs[0], chunk.parameters[0]
+    whole, geometry, chunk, side = launch.whole, launch.geometry, launch.chunk, launch.side
+    plan, wanted, resident, words = whole.plan, whole.wanted, launch.resident, whole.words.copy()
+    variables = resident.address(0, geometry.aligned)
+    weights = values = jacobian = far = 0
+    if wanted.row_loss is not None:
+        weights = resident.weights_address(geometry.aligned)
     # The kernels count sums from the batch's first job.
-    skipped, end = (8 * geometry.blocks * edge for edge in chunk.sums)
-    arguments["partials"] = (context.buffer("partials", end - skipped) - skipped) % 2**64
-    if geometry.spills:
-        size = jobs * geometry.blocks * WARPS * geometry.warp_bytes
-        arguments["far"] = context.buffer("spilled", size)
+    skipped, end = 8 * geometry.blocks * chunk.first_sum, 8 * geometry.blocks * chunk.end_sum
+    partials = context.buffer("partials", end - skipped) - skipped
+    if plan.spills:
+        size = chunk.jobs * geometry.blocks * WARPS * plan.warp_bytes
+        far = context.buffer("spilled", size)
     if stores_values(wanted):
-        size = jobs * geometry.pitch
-        arguments["values"] = context.buffer(f"values {side}", size)
-    if launch.nodes is not None:
-        block = BLOCK_TILES * geometry.variant.tile
-        launch.nodes.receive(arguments, 0, geometry.aligned + geometry.first_row, block)
-    parameters = chunk.parameters[1] - chunk.parameters[0]
-    if wanted.jacobian is not None and parameters:
-        size = parameters * geometry.pitch
-        arguments["jacobian"] = context.buffer(f"jacobian {side}", size)
-    grid, threads = (geometry.blocks, jobs, 1), (32 * WARPS, 1, 1)
-    context.launch(launch.kernels.linearise, grid, threads, [arguments], geometry.shared_bytes)
-    if launch.small.keys() & set(SUMS):
-        context.launch(launch.kernels.combine, (jobs, 1, 1), (COMBINE_THREADS, 1, 1), [arguments])
+        values = context.buffer(f"values {side}", chunk.jobs * geometry.pitch)
+    if wanted.jacobian is not None and chunk.parameters:
+        jacobian = context.buffer(f"jacobian {side}", chunk.parameters * geometry.pitch)
+    addresses = variables, weights, values, jacobian, partials, far
+    words[_CHUNK_WORDS] = *addresses, chunk.first_parameter, geometry.first_tile
+    rows = geometry.first_row, geometry.end_row, geometry.tiles, geometry.blocks
+    words.view(np.int32)[_CHUNK_NUMBERS] = *rows, chunk.first_job
+    words[WORD_OF["order"]] += 4 * chunk.first_job
+    if whole.nodes is not None:
+        block = BLOCK_TILES * plan.variant.tile
+        start = geometry.aligned + geometry.first_row
+        whole.nodes.receive(words.view(DERIVATIVE_ARGUMENTS), 0, start, block)
+    kernels, place = whole.kernels, array_address(words)
+    jobs, shared = chunk.jobs, plan.shared_bytes
+    grid = geometry.blocks, jobs
+    launches = [KernelLaunch(kernels.linearise.ptr, *grid, 32 * WARPS, place, shared)]
+    if whole.small.keys() & SUMS:
+        launches.append(KernelLaunch(kernels.combine.ptr, jobs, 1, COMBINE_THREADS, place))
     if wanted.reductions is not None or wanted.moments is not None:
-        _launch_statistics(context, launch, chunk, int(arguments["values"]))
-    context.mark(f"computed {side}")
-    for name, array, (first, stop) in _large_results(launch, chunk):
-        staging = _staging(context, geometry, f"{name} {side}", stop - first)
+        statistics = _chunk_statistics(context, launch, values)
+        place, blocks = statistics.ctypes.data, -(-geometry.leaves * 32 // _STATISTICS_THREADS)
+        launches += [
+            KernelLaunch(kernels.measure.ptr, blocks, jobs, _STATISTICS_THREADS, place),
+            KernelLaunch(kernels.merge_leaves.ptr, jobs, 1, _STATISTICS_THREADS, place),
+        ]
+    run(context, *launches, event=f"computed {side}")
+    for name, array, (first, stop) in _large_results(launch):
+        staging = _staging(context, launch, name, stop - first)
         offset = geometry.first_row * array.itemsize
-        context.download_rows(staging, int(arguments[name]) + offset, geometry.pitch)
+        address = values if name == "values" else jacobian
+        context.download_rows(staging, address + offset, geometry.pitch)
 
 
-def _launch_statistics(
-    context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk, values: int
-) -> None:
-    """Launch the statistics of a chunk's values, which lie at the address ``values``."""
-    geometry, resident = launch.geometry, launch.resident
-    jobs = chunk.jobs[1] - chunk.jobs[0]
-    arguments = _statistics_arguments(launch, chunk.jobs)
+def _chunk_statistics(
+    context: StreamContext, launch: _ChunkLaunch, values: int
+) -> NDArray[np.void]:
+    """Return the arguments of the statistics of a chunk's values, which lie at an address."""
+    whole, geometry, resident = launch.whole, launch.geometry, launch.resident
+    chunk = launch.chunk
+    arguments = _statistics_arguments(whole, chunk.first_job)
     arguments["values"], arguments["before"] = values, geometry.aligned
-    arguments["pitch"] = geometry.pitch // geometry.variant.dtype.itemsize
+    arguments["pitch"] = geometry.pitch // whole.plan.variant.dtype.itemsize
     arguments["first_row"], arguments["end_row"] = geometry.first_row, geometry.end_row
     arguments["rows"] = geometry.end_row - geometry.first_row
-    size = jobs * geometry.leaves * NODE_STATISTICS * 8
+    size = chunk.jobs * geometry.leaves * NODE_STATISTICS * 8
     arguments["leaves"], arguments["leaf_count"] = context.buffer("leaves", size), geometry.leaves
     arguments["first_leaf"] = geometry.first_leaf
-    if "moments" in launch.small:
+    if "moments" in whole.small:
         arguments["target"] = resident.target_address(geometry.aligned)
         arguments["weights"] = resident.weights_address(geometry.aligned)
-    arguments["leaf_pitch"] = NODE_STATISTICS * jobs
-    if launch.nodes is not None:
-        skip = launch.nodes.sums + NODE_STATISTICS * chunk.jobs[0]
+    arguments["leaf_pitch"] = NODE_STATISTICS * chunk.jobs
+    if whole.nodes is not None:
+        skip = whole.nodes.sums + NODE_STATISTICS * chunk.first_job
         start = geometry.aligned + geometry.first_row
-        launch.nodes.receive(arguments, skip, start, LEAF_ROWS)
-    grid, threads = (-(-geometry.leaves * 32 // _STATISTICS_THREADS), jobs, 1), _STATISTICS_THREADS
-    context.launch(launch.kernels.measure, grid, (threads, 1, 1), [arguments])
-    context.launch(launch.kernels.merge_leaves, (jobs, 1, 1), (threads, 1, 1), [arguments])
+        whole.nodes.receive(arguments, skip, start, LEAF_ROWS)
+    return arguments
 
 
-def _statistics_arguments(launch: DerivativeLaunch, jobs: tuple[int, int]) -> NDArray[np.void]:
-    """Return the arguments that say where the statistics of some jobs are written."""
+def _statistics_arguments(launch: DerivativeLaunch, first_job: int) -> NDArray[np.void]:
+    """Return the arguments that say where the statistics of jobs from one on are written."""
     arguments = np.zeros((), dtype=STATISTICS_ARGUMENTS)
     arguments["node_levels"] = levels_between(1, None)
     for name, numbers in (("reductions", 5), ("moments", MOMENTS)):
         if name in launch.small:
-            arguments[name] = launch.small[name][0] + 8 * numbers * jobs[0]
+            arguments[name] = array_address(launch.small[name]) + 8 * numbers * first_job
     return arguments
 
 
-def _download_small_results(
-    context: StreamContext, launch: DerivativeLaunch
-) -> dict[str, NDArray[np.float64]]:
-    """Launch the copy of the small results; return where they will arrive."""
-    total = sum(size for _, size in launch.small.values())
-    if not total:
-        return {}
-    staging = context.pinned("small", 8 * total).view(np.float64)
-    context.download(staging, next(iter(launch.small.values()))[0])
-    arrays, start = {}, 0
-    for name, (_, size) in launch.small.items():
-        arrays[name] = staging[start : start + size]
-        start += size
-    return arrays
-
-
-def _copy_large_results(
-    context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk, side: int
-) -> None:
+def _copy_large_results(context: StreamContext, launch: _ChunkLaunch) -> None:
     """Copy the large results of a chunk, which have arrived, to the outputs."""
-    for name, array, (first, stop) in _large_results(launch, chunk):
-        staging = _staging(context, launch.geometry, f"{name} {side}", stop - first)
-        array[first:stop, launch.columns or slice(None)] = staging
-    values, columns = launch.wanted.values, launch.columns
-    if values is not None and (columns is None or columns.stop == values.shape[-1]):
-        launch.wanted.ready(chunk.jobs[1] // launch.plan.code.vectors)
+    for name, array, (first, stop) in _large_results(launch):
+        array[first:stop, launch.columns] = _staging(context, launch, name, stop - first)
+    whole = launch.whole
+    values = whole.wanted.values
+    if values is not None and launch.columns.stop == values.shape[-1]:
+        whole.wanted.ready(launch.chunk.end_job // whole.plan.code.vectors)
 
 
 def _large_results(
-    launch: DerivativeLaunch, chunk: DerivativeChunk
+    launch: _ChunkLaunch,
 ) -> Iterator[tuple[str, NDArray[Any], tuple[int, int]]]:
     """Yield the large results that are wanted, [..., rows], each with the chunk's range."""
-    wanted = launch.wanted
+    wanted, chunk = launch.whole.wanted, launch.chunk
     if wanted.values is not None:
-        yield "values", wanted.values.reshape(launch.plan.code.jobs, -1), chunk.jobs
-    if wanted.jacobian is not None and chunk.parameters[0] < chunk.parameters[1]:
-        yield "jacobian", wanted.jacobian, chunk.parameters
+        yield "values", wanted.values.reshape(launch.whole.plan.code.jobs, -1), chunk[:2]
+    if wanted.jacobian is not None and chunk.parameters:
+        yield "jacobian", wanted.jacobian, chunk[4:]
 
 
-def _staging(
-    context: StreamContext, geometry: DerivativeGeometry, name: str, count: int
-) -> NDArray[Any]:
-    rows, dtype = geometry.end_row - geometry.first_row, geometry.variant.dtype
-    return context.pinned(name, count * rows * dtype.itemsize).view(dtype).reshape(count, rows)
+def _staging(context: StreamContext, launch: _ChunkLaunch, name: str, count: int) -> NDArray[Any]:
+    """Return page-locked memory for a large result, of as many jobs or parameters as given."""
+    rows = launch.geometry.end_row - launch.geometry.first_row
+    dtype = launch.whole.plan.variant.dtype
+    memory = context.pinned(f"{name} {launch.side}", count * rows * dtype.itemsize)
+    return memory.view(dtype).reshape(count, rows)

@@ -12,8 +12,9 @@ the engine goes on with other requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numba import types
@@ -27,25 +28,33 @@ from warpfit.ir import Batch
 from warpfit_server.engine import validate
 from warpfit_server.engine.autodiff import backward_pass, differentiate, rules
 from warpfit_server.engine.autodiff.differentiate import (
-    AFTER_SOURCE,
     RowLossTokens,
     differentiate_program,
     new_workspace,
-    node_capacity,
-    source_arrays,
     source_of,
 )
-from warpfit_server.engine.cuda.derivatives import encoding, launch_plan
+from warpfit_server.engine.cuda.derivatives import code_memory, device_calls, encoding, launch_plan
+from warpfit_server.engine.cuda.derivatives.code_memory import (
+    CHUNK,
+    COUNTS,
+    ENCODED,
+    LABELS,
+    LARGEST,
+    OPTIONS,
+    RECORD_WORDS,
+    complete,
+    describe,
+    largest_index,
+    lay_out,
+)
+from warpfit_server.engine.cuda.derivatives.device_calls import new_pieces
 from warpfit_server.engine.cuda.derivatives.encoding import (
     PARAMETERS,
     PROGRAM,
     DerivativeCode,
     EncodedArrays,
-    count_sums,
     encode_program,
-    fill_starts,
 )
-from warpfit_server.engine.cuda.derivatives.source import labels
 from warpfit_server.engine.cuda.interpreter.device_lowering import raise_invalid_program
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.lowering import graph, lower, lowered, schedule
@@ -58,19 +67,16 @@ from warpfit_server.engine.native import (
 from warpfit_server.engine.native.arguments import (
     FAILED,
     FINISHED,
-    OWN_ARRAYS,
-    argument_block,
+    array_address,
     floats,
     reader,
     words,
 )
 from warpfit_server.engine.native.numba_cache import address_of
-from warpfit_server.engine.native.threads import ParallelCode, ParallelLoop
+from warpfit_server.engine.native.threads import ParallelCode, ParallelLoop, ParallelTask
 from warpfit_server.engine.validate import program_is_valid
 from warpfit_server.system import compile_cache
 
-#: Programs of a chunk.
-_CHUNK: Final = 5
 #: Tokens for each helper, which take about as long as waking it.
 _TOKENS_A_THREAD: Final = 500
 #: Tokens of a batch up to which the calling thread helps and waits: 0.2 ms on 16 cores. With more
@@ -85,13 +91,7 @@ _SOURCES: Final = (
     *(ops, compile_cache, intrinsics, arguments, parallel_loop, graph, lowered),
     *(schedule, lower, rules, backward_pass, differentiate, token_checks, validate),
 )
-_RECORD_WORDS: Final = PROGRAM.itemsize // 4
-# Arrays of an argument block before those of `source_arrays`: the largest index of an operand in
-# each chunk, or -1 - the first invalid program; whether values are kept, and the number of
-# variables; the case labels. Behind them: the numbers of parameters, and what is encoded.
-_LARGEST, _OPTIONS, _LABELS = range(OWN_ARRAYS)
-_COUNTS: Final = AFTER_SOURCE
-_ENCODED: Final = AFTER_SOURCE + 1
+Made = TypeVar("Made")
 
 
 class DerivativeLowering:
@@ -105,6 +105,7 @@ class DerivativeLowering:
     def __init__(self, directory: Path, threads: int) -> None:
         self._lower, parallel = load(directory)
         self._address = address_of(self._lower)
+        self._tables = code_memory.list_tables()
         self._loop = ParallelLoop(threads, parallel)
         self._threads = threads
 
@@ -117,93 +118,88 @@ class DerivativeLowering:
         *,
         keeps_values: bool,
         products: bool,
-    ) -> Steps[DerivativeCode]:
+        meanwhile: Callable[[], Made],
+    ) -> Steps[tuple[DerivativeCode, Made]]:
         """Lower a batch, whose parameters are not read, with a row loss.
 
-        ``requested`` are bits of `backward_pass`; the values are kept if they are read after a
-        program has run.
+        Args:
+            batch: the programs.
+            variables: of the data set.
+            row_loss: its tokens.
+            requested: bits of `backward_pass`.
+            keeps_values: whether the values are read after a program has run.
+            products: whether products of derivatives are summed.
+            meanwhile: what the calling thread does once it has woken the helpers.
+
+        Returns:
+            The code, and what ``meanwhile`` has returned.
 
         Raises:
             ProgramError: for the first bad token.
             MemoryError: if there is not enough.
             ResourceExhaustedError: if a program is too large to encode.
         """
-        source = source_arrays(batch, row_loss, requested)
-        counts = np.ascontiguousarray(batch.parameter_counts)
-        out = _empty(len(batch.codes), len(batch), len(row_loss.codes))
-        largest = np.zeros(-(-len(batch) // _CHUNK), dtype=np.int64)
-        options = np.array([keeps_values, min(variables, INDEX_LIMIT)], dtype=np.int64)
-        arrays = (largest, options, labels(), *source, counts, *out)  # as long as they are read
-        block = argument_block(arrays)
-        for chunks in self._cut(len(batch.codes), len(largest)):
-            yield from self._run(block, chunks, len(batch.codes))
-            worst = largest[slice(*chunks)].tolist()
-            if min(worst) < 0:
-                raise_invalid_program(batch, -1 - next(n for n in worst if n < 0), variables)
-        _check_index(max(largest.tolist(), default=0))
-        instructions, loads, columns, entries = source[-1].tolist()
-        out.instructions[instructions] = 0
-        records = out.programs.view(PROGRAM).reshape(-1)
-        sums = np.empty(len(records), dtype=np.int64)
-        count_sums(records, products, sums)
-        fill_starts(records, sums, batch.vectors)
-        return DerivativeCode(
-            records,
-            sums,
-            out.instructions[: instructions + 1],
-            out.columns[:columns],
-            out.entries[:entries],
-            out.loads[:loads],
-            out.constants[:loads],
-        )
+        tokens, programs, loss_tokens = len(batch.codes), len(batch), len(row_loss.codes)
+        arrays = batch.codes, batch.values, batch.lengths, batch.parameter_counts, *row_loss
+        held = tuple(map(np.ascontiguousarray, arrays))
+        places = lay_out(tokens, programs, loss_tokens)
+        memory = np.empty(places.end, dtype=np.uint8)
+        addresses = map(array_address, (*held, memory))
+        options = requested, keeps_values, min(variables, INDEX_LIMIT)
+        given = *addresses, tokens, programs, loss_tokens, *options
+        block = self._tables.copy()
+        describe(np.array(given, dtype=np.int64), block)
+        largest = 0
+        for chunks in self._cut(tokens, -(-programs // CHUNK)):
+            if chunks[0]:
+                yield None
+            task = self._begin(block, chunks, tokens)
+            try:
+                if chunks[0] == 0:  # the helpers need as long to wake up
+                    made = meanwhile()
+                    records = memory[places.programs :][: programs * PROGRAM.itemsize].view(PROGRAM)
+                    sums, pieces = np.empty(programs, dtype=np.int64), new_pieces()
+                if tokens > _TOKENS_AT_ONCE:
+                    yield task
+            finally:
+                task.result()  # before the arrays are freed
+            found = largest_index(block, *chunks)
+            if found < 0:
+                raise_invalid_program(batch, -1 - found, variables)
+            largest = max(largest, found)
+        _check_index(largest)
+        complete(block, records, products, batch.vectors, sums, pieces)
+        return DerivativeCode(records, sums, pieces, memory), made
 
     def _cut(self, tokens: int, chunks: int) -> list[tuple[int, int]]:
         """Cut the chunks into steps, each of which has some for every thread."""
         length = max(self._threads, _TOKENS_A_STEP * self._threads * chunks // max(1, tokens))
         return [(first, min(first + length, chunks)) for first in range(0, chunks, length)]
 
-    def _run(self, block: NDArray[np.int64], chunks: tuple[int, int], tokens: int) -> Steps[None]:
-        """Lower some chunks of a batch with so many tokens."""
+    def _begin(
+        self, block: NDArray[np.int64], chunks: tuple[int, int], tokens: int
+    ) -> ParallelTask:
+        """Let helpers begin with some chunks of a batch with so many tokens."""
         helpers = tokens // _TOKENS_A_THREAD
-        if tokens <= _TOKENS_AT_ONCE:
-            self._loop.begin(self._address, block, *chunks, helpers).result()
-            return
-        if chunks[0]:
-            yield None
-        half = max(1, self._threads // 2)  # the processes that answer others need cores, too
-        task = self._loop.begin(self._address, block, *chunks, min(helpers, half))
-        try:
-            yield task
-        finally:
-            task.result()  # before the arrays are freed
+        if tokens > _TOKENS_AT_ONCE:  # the processes that answer others need cores, too
+            helpers = min(helpers, max(1, self._threads // 2))
+        return self._loop.begin(self._address, block, *chunks, helpers)
 
 
 def directory_name() -> str:
     """Return the name of the directory, in that of all compiled code, for these sources."""
-    return f"derivatives-{numba_cache.fingerprint(_SOURCES, encoding.__file__, __file__)}"
+    modules = *_SOURCES, encoding, code_memory
+    return f"derivatives-{numba_cache.fingerprint(modules, __file__)}"
 
 
 def load(directory: Path) -> tuple[Any, ParallelCode]:
     """Load the compiled code from disk, or compile it (about 15 s) and store it."""
-    encoding.load()
-    launch_plan.load()
+    for module in (encoding, code_memory, launch_plan, device_calls):
+        module.load()
     place = directory / directory_name()
     parallel = ParallelCode.load(place)
     with numba_cache.cached_in(place) as jit:
         return jit(types.int64(types.int64, types.int64), lower_chunk), parallel
-
-
-def _empty(tokens: int, programs: int, loss_tokens: int) -> EncodedArrays:
-    """Allocate room for a batch; pages that are never written take no memory."""
-    capacity = node_capacity(tokens, programs, loss_tokens)
-    return EncodedArrays(
-        np.empty((capacity + 1, 4), dtype=np.uint32),
-        np.empty((programs, _RECORD_WORDS), dtype=np.uint32),
-        np.empty(tokens, dtype=np.uint32),
-        np.empty((2 * tokens, 3), dtype=np.int32),
-        np.empty((capacity, 2), dtype=np.int32),
-        np.empty(capacity, dtype=np.float64),
-    )
 
 
 def _check_index(largest: int) -> None:
@@ -227,17 +223,17 @@ def lower_chunk(block: int, chunk: int) -> Any:
     """Lower the programs of a chunk; see `arguments`."""
     source = source_of(block)
     out = EncodedArrays(
-        _unsigned(block, _ENCODED).reshape((-1, 4)),
-        _unsigned(block, _ENCODED + 1).reshape((-1, _RECORD_WORDS)),
-        _unsigned(block, _ENCODED + 2),
-        _signed(block, _ENCODED + 3).reshape((-1, 3)),
-        _signed(block, _ENCODED + 4).reshape((-1, 2)),
-        floats(block, _ENCODED + 5),
+        _unsigned(block, ENCODED).reshape((-1, 4)),
+        _unsigned(block, ENCODED + 1).reshape((-1, RECORD_WORDS)),
+        _unsigned(block, ENCODED + 2),
+        _signed(block, ENCODED + 3).reshape((-1, 3)),
+        _signed(block, ENCODED + 4).reshape((-1, 2)),
+        floats(block, ENCODED + 5),
     )
-    options, case_labels = words(block, _OPTIONS), words(block, _LABELS)
-    keeps_values, variables, counts = options[0] != 0, options[1], _unsigned(block, _COUNTS)
-    first = chunk * _CHUNK
-    stop = min(first + _CHUNK, len(source.starts) - 1)
+    options, case_labels = words(block, OPTIONS), words(block, LABELS)
+    keeps_values, variables, counts = options[0] != 0, options[1], _unsigned(block, COUNTS)
+    first = chunk * CHUNK
+    stop = min(first + CHUNK, len(source.starts) - 1)
     largest: Any = np.int64(0)
     try:
         workspace = new_workspace(source, first, stop)
@@ -257,5 +253,5 @@ def lower_chunk(block: int, chunk: int) -> Any:
             largest = max(largest, index)
     except Exception:  # the only one that compiled code raises here is for lack of memory
         return FAILED
-    words(block, _LARGEST)[chunk] = largest
+    words(block, LARGEST)[chunk] = largest
     return FINISHED

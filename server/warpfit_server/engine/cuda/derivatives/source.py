@@ -51,7 +51,6 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
     If it ``spills``, intermediate results are in global memory, for programs that need more than
     shared memory has.
     """
-    own = resources.files(__package__)
     cases = list(enumerate(_cases(variant), start=1))
     parts = {
         "OPERATORS": [*operator_functions(variant.mode), *_partial_functions(variant.mode)],
@@ -66,10 +65,13 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
     definitions: dict[str, int | str] = {"FAR": int(spills), "WARPS": WARPS}
     definitions |= {"BLOCK_TILES": BLOCK_TILES, "COMBINE_THREADS": COMBINE_THREADS}
     definitions |= {"BLOCKS_AT_LEAST": BLOCKS}
-    template = own.joinpath("derivatives.cu").read_text()
-    return (
-        source_of(variant, definitions, template, parts) + own.joinpath("statistics.cu").read_text()
-    )
+    own = source_of(variant, definitions, template("derivatives.cu"), parts)
+    return own + template("statistics.cu")
+
+
+def template(name: str) -> str:
+    """Return the text of a file of CUDA C++ of this package."""
+    return resources.files(__package__).joinpath(name).read_text()
 
 
 @cache

@@ -12,7 +12,6 @@ struct Statistics {
   double total, mean_f, mean_y, squares_f, squares_y, products, residual, first_f, first_y;
 };
 
-// STATISTICS_ARGUMENTS of launch_plan.py, field by field.
 struct StatisticsArguments {
   const real* values;    // [jobs, pitch], at the first row of the first tile, like the next two
   const real* target;    // null: no moments

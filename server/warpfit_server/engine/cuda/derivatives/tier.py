@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from itertools import pairwise, starmap
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +28,21 @@ from warpfit_server.engine.autodiff.requested_outputs import (
     linearisation_outputs,
     requested_outputs,
 )
-from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode, ProgramRecords
+from warpfit_server.engine.cuda.derivatives.device_calls import (
+    KernelLaunch,
+    new_pieces,
+    place_piece,
+    run,
+    upload_inputs,
+    upload_size,
+)
+from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, DerivativeCode, ProgramRecords
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     VARIANT_OF,
-    DerivativeGeometry,
+    WORD_OF,
     DeviceCode,
     LaunchPlan,
-    copy_arguments,
+    draft_launches,
     plan_launches,
     stores_values,
 )
@@ -42,12 +51,12 @@ from warpfit_server.engine.cuda.derivatives.launches import (
     DerivativeKernels,
     DerivativeLaunch,
     RowNodes,
-    allocate_small_results,
     node_numbers,
     run_launch,
+    small_results,
 )
-from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
-from warpfit_server.engine.cuda.derivatives.source import case_count, derivative_source
+from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering, Made
+from warpfit_server.engine.cuda.derivatives.source import BLOCKS, case_count, derivative_source
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -66,10 +75,10 @@ from warpfit_server.engine.interface import (
     Steps,
 )
 from warpfit_server.engine.lowering_cache import LoweringCache
+from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.row_blocks import node_rows
 
-_ALIGNMENT: Final = 256
 #: Most rows of which values are on the device at a time, a power of two.
 _MOST_VALUES: Final = 1 << 24
 #: Most tokens, unless a program has more, and jobs of a part of a batch, for which the engine's
@@ -108,6 +117,11 @@ class DerivativeTier:
         self._kept: LoweringCache[_KeptCode] = LoweringCache()
         """Code of fits, which stays on the device from pass to pass."""
         self._lowering = DerivativeLowering(device.cache_directory, threads)
+
+    @cached_property
+    def _shared(self) -> tuple[int, int]:
+        """Bytes of shared memory of a block, usually and at most."""
+        return self._device.shared_bytes(BLOCKS), self._device.shared_bytes(1)
 
     def prepare_all(self) -> None:
         """Load every variant but those that spill, which hardly any program needs."""
@@ -177,46 +191,18 @@ class DerivativeTier:
             plan = yield from self._plan(*work)
         else:
             plan = yield from self._selected_plan(*work, selection)
-        kernels = yield from self._prepare(plan.geometry)
+        kernels = yield from self._prepare(plan)
         with self._device.stream() as context:
-            launch = self._begin(context, resident, evaluation, wanted, plan, kernels)
+            nodes = None
             if len(spans) > 1 or shard is not None:
                 sizes = node_numbers(wanted, plan.code)
                 if shard is not None:
                     most = min(most, node_rows(layout, shard.level))
                     shard.begin(sum(sizes))
                 nodes = RowNodes.allocate(context, "nodes", *sizes, rows, most)
-                launch = replace(launch, nodes=nodes)
+            parameters = evaluation.batch.parameters
+            launch = _begin(context, resident, parameters, wanted, plan, kernels, nodes)
             return (yield from run_launch(self._device, context, launch, spans))
-
-    def _begin(
-        self,
-        context: StreamContext,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        wanted: RequestedOutputs,
-        plan: LaunchPlan,
-        kernels: DerivativeKernels,
-    ) -> DerivativeLaunch:
-        """Upload the parameters and launch the computation of all scalars."""
-        arguments = copy_arguments(plan.arguments)
-        parameters = np.asarray(evaluation.batch.parameters, dtype=np.float64)
-        arrays = {**plan.code.arrays, "order": plan.order, "parameters": parameters}
-        offsets, size = _lay_out(arrays)
-        staging = context.pinned("inputs", size)
-        base = context.buffer("inputs", size)
-        _pack(arrays, offsets, staging)
-        for name, offset in offsets.items():
-            arguments[name] = base + offset
-        context.upload(base, staging)
-        arguments["scalars"] = context.buffer("scalars", plan.scalar_bytes)
-        small = allocate_small_results(context, wanted)
-        for name in small.keys() & set(SUMS):
-            arguments[name] = small[name][0]
-        context.mark("start")
-        grid = (plan.code.jobs, 1, 1)
-        context.launch(kernels.evaluate_scalars, grid, (32, 1, 1), [arguments])
-        return DerivativeLaunch(resident, plan, plan.geometry, wanted, kernels, arguments, small)
 
     def _plan(
         self,
@@ -226,9 +212,11 @@ class DerivativeTier:
         wanted: RequestedOutputs,
     ) -> Steps[LaunchPlan]:
         """Plan an evaluation whose code is uploaded together with its parameters."""
-        code = yield from self._lower(resident, evaluation.batch, wanted)
-        placed = DeviceCode(code, evaluation.batch.vectors, None, {}, code.arrays)
-        return plan_launches(self._device, resident, evaluation.precision, rows, wanted, placed)
+        draft = partial(draft_launches, resident, evaluation.precision, rows, wanted)
+        code, drafted = yield from self._lower(resident, evaluation.batch, wanted, draft)
+        nowhere = [0] * len(INPUTS)
+        placed = DeviceCode(code, evaluation.batch.vectors, code.memory, nowhere, code.pieces)
+        return plan_launches(self._device, self._shared, drafted, placed)
 
     def _selected_plan(
         self,
@@ -243,20 +231,24 @@ class DerivativeTier:
         needs = (rows, evaluation.precision, *outputs, resident.dataset.layout)
         kept = self._kept.of_batch(selection.batch, needs)
         if kept is None:
-            code = yield from self._lower(resident, selection.batch, wanted)
+            code, _ = yield from self._lower(resident, selection.batch, wanted, lambda: None)
             made = _KeptCode(self._keep_on_device(code))
             kept = self._kept.keep(selection.batch, needs, made)
         last, programs = kept.last, selection.programs
         if last is None or last[0] is not programs:
-            selected = kept.code.select(programs)
-            work = resident, evaluation.precision, rows, wanted, selected
-            last = programs, plan_launches(self._device, *work)
-            kept.last = last
+            draft = draft_launches(resident, evaluation.precision, rows, wanted)
+            plan = plan_launches(self._device, self._shared, draft, kept.code.select(programs))
+            last = kept.last = programs, plan
         return last[1]
 
     def _lower(
-        self, resident: ResidentDataset, batch: Batch, wanted: RequestedOutputs
-    ) -> Steps[DerivativeCode]:
+        self,
+        resident: ResidentDataset,
+        batch: Batch,
+        wanted: RequestedOutputs,
+        meanwhile: Callable[[], Made],
+    ) -> Steps[tuple[DerivativeCode, Made]]:
+        """Lower a batch; see `DerivativeLowering.lower`."""
         row_loss, layout = no_row_loss(), resident.dataset.layout
         if wanted.row_loss is not None:
             program = DIFFERENCE if wanted.is_squares else wanted.row_loss
@@ -268,24 +260,24 @@ class DerivativeTier:
             wanted.lowering_flags,
             keeps_values=stores_values(wanted) or bool(wanted.deviation),
             products=wanted.curvatures is not None,
+            meanwhile=meanwhile,
         )
 
     def _keep_on_device(self, code: DerivativeCode) -> DeviceCode:
         """Copy code to device memory of its own, but for the records, which are selected."""
-        arrays = {name: array for name, array in code.arrays.items() if name != "programs"}
-        offsets, size = _lay_out(arrays)
+        pieces, addresses = code.pieces.copy(), np.zeros(len(INPUTS), dtype=np.int64)
+        pieces[INPUTS.index("programs")] = 0
+        size = upload_size(pieces)
         memory = self._device.allocate(size)
         with self._device.stream() as context:
-            staging = context.pinned("code", size)
-            _pack(arrays, offsets, staging)
-            context.upload(memory.ptr, staging)
-        addresses = {name: int(memory.ptr) + offset for name, offset in offsets.items()}
-        return DeviceCode(ProgramRecords(code.programs, code.sums), 1, memory, addresses, {})
+            upload_inputs(context, int(memory.ptr), size, pieces, addresses)
+        records = ProgramRecords(code.programs.copy(), code.sums)
+        return DeviceCode(records, 1, memory, addresses.tolist(), new_pieces())
 
-    def _prepare(self, geometry: DerivativeGeometry) -> Steps[DerivativeKernels]:
+    def _prepare(self, plan: LaunchPlan) -> Steps[DerivativeKernels]:
         """Return the kernels of an evaluation; those that spill are loaded when first needed."""
-        variant = geometry.variant
-        if not geometry.spills:
+        variant = plan.variant
+        if not plan.spills:
             return self._kernels[variant]
         loading = self._spilling.get(variant)
         if loading is None or (loading.done() and loading.exception() is not None):
@@ -303,7 +295,7 @@ class DerivativeTier:
         names = [field.name for field in fields(DerivativeKernels)]
         kernels = DerivativeKernels(**{name: module.get_function(name) for name in names})
         if not spills:
-            self._device.allow_shared(kernels.linearise, self._device.shared_bytes(1))
+            self._device.allow_shared(kernels.linearise, self._shared[1])
         return kernels
 
 
@@ -325,19 +317,25 @@ def derivative_switch(variant: Variant, *, spills: bool) -> CudaSource:
     return CudaSource(derivative_source(variant, spills=spills), variant.options, case_count())
 
 
-def _lay_out(arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, int], int]:
-    """Lay arrays out one after the other; return their offsets and the total size in bytes."""
-    offsets, size = {}, 0
-    for name, array in arrays.items():
-        offsets[name] = size
-        size += -(-max(array.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-    return offsets, size
-
-
-def _pack(
-    arrays: dict[str, NDArray[Any]], offsets: dict[str, int], staging: NDArray[np.uint8]
-) -> None:
-    """Copy arrays to their offsets in staging memory."""
-    for name, array in arrays.items():
-        flat = np.ascontiguousarray(array).reshape(-1)
-        staging[offsets[name] :][: array.nbytes] = flat.view(np.uint8)
+def _begin(
+    context: StreamContext,
+    resident: ResidentDataset,
+    parameters: NDArray[np.float64],
+    wanted: RequestedOutputs,
+    plan: LaunchPlan,
+    kernels: DerivativeKernels,
+    nodes: RowNodes | None,
+) -> DerivativeLaunch:
+    """Upload the parameters and launch the computation of all scalars."""
+    words, small = plan.words.copy(), small_results(context, wanted)
+    parameters = np.ascontiguousarray(parameters, dtype=np.float64)
+    pieces = plan.pieces.copy()
+    place_piece(pieces, "parameters", parameters)
+    size = upload_size(pieces)
+    upload_inputs(context, context.buffer("inputs", size), size, pieces, words)
+    words[WORD_OF["scalars"]] = context.buffer("scalars", plan.scalar_bytes)
+    for name in SUMS & small.keys():
+        words[WORD_OF[name]] = array_address(small[name])
+    place = array_address(words)
+    run(context, KernelLaunch(kernels.evaluate_scalars.ptr, plan.code.jobs, 1, 32, place))
+    return DerivativeLaunch(resident, plan, wanted, kernels, words, small, nodes)

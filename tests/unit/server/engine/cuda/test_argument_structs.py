@@ -11,7 +11,7 @@ import pytest
 
 from support.emulators.cuda_on_host import compile_for_host
 from warpfit_server.engine.cuda.derivatives import launch_plan
-from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM
+from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, PROGRAM
 from warpfit_server.engine.cuda.interpreter import device_lowering, launches
 
 STRUCTS = [
@@ -44,6 +44,17 @@ def test_fields_lie_where_the_source_says(path, name, dtype):
     found = (ctypes.c_long * (len(dtype.names) + 1)).in_dll(library, "places")
     expected = [dtype.fields[field][1] for field in dtype.names]
     assert list(found) == [*expected, dtype.itemsize]
+
+
+def test_fields_that_are_written_together_lie_together():
+    names = launch_plan.DERIVATIVE_ARGUMENTS.names
+    assert names[: len(INPUTS)] == INPUTS
+    assert [launch_plan.WORD_OF[name] for name in INPUTS] == list(range(len(INPUTS)))
+    first = names.index("variables")
+    words, numbers = names[first : first + 8], names[first + 8 : first + 13]
+    assert words[:4] == ("variables", "weights", "values", "jacobian")
+    assert words[4:] == ("partials", "far", "first_parameter", "first_tile")
+    assert numbers == ("first_row", "end_row", "tiles", "blocks", "first_job")
 
 
 def test_statistics_have_as_many_numbers_as_their_memory():

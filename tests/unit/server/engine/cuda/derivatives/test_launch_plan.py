@@ -17,7 +17,7 @@ def loaded():
     encoding.load()
     launch_plan.load()
     functions = [encoding.count_sums, encoding.fill_starts, launch_plan.measure_programs]
-    functions += [launch_plan.end_of_chunk, launch_plan.order_jobs]
+    functions += [launch_plan.end_of_chunk, launch_plan.order_jobs, launch_plan.plan_jobs]
     yield
     assert all(len(function.signatures) == 1 for function in functions)
 
@@ -74,3 +74,26 @@ def test_jobs_of_most_work_come_first():
     assert sorted(order.tolist()) == list(range(100, 700))
     falling = work[order // 2]
     assert (np.diff(falling) <= work.max() / 200).all()
+
+
+@pytest.mark.parametrize("most_warp", [0, 10**6], ids=["spilling", "not spilling"])
+@pytest.mark.parametrize(("launches", "most"), [(0.0, 10**12), (0.0, 30_000), (7.3, 10**12)])
+def test_jobs_are_cut_by_their_results_and_by_their_work(most_warp, launches, most):
+    records, sums = some_records(3, 200)
+    work = records["count"].astype(int) + sums // 4
+    order, chunks = np.empty(400, dtype=np.uint32), np.empty((400, 6), dtype=np.int64)
+    given = 1024, (7, 8, 3), (most_warp, 16), most, launches / int(work.sum()), 2
+    need, scalars, count = launch_plan.plan_jobs(records, sums, 2, *given, order, chunks)
+    found = [launch_plan.DerivativeChunk(*row) for row in chunks[:count].tolist()]
+    assert (need, scalars) == launch_plan.measure_programs(records, sums, 1024, work.copy())[:2]
+    ends = [0, *(chunk.end_job for chunk in found)]
+    assert ends == [*(chunk.first_job for chunk in found), 400]
+    assert found[-1].end_sum == 2 * sums.sum()
+    assert found[-1].end_parameter == 2 * records["parameters"].astype(int).sum()
+    for chunk in found:
+        own = order[chunk.first_job : chunk.end_job]
+        assert sorted(own.tolist()) == list(range(chunk.first_job, chunk.end_job))
+    if most == 10**12:
+        assert len(found) == 1 + int(launches)
+    else:
+        assert len(found) > (100 if most_warp == 0 else 1)

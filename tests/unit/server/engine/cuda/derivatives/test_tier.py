@@ -31,16 +31,16 @@ def test_kernels_for_programs_that_spill_are_loaded_by_another_thread(monkeypatc
     monkeypatch.setattr(DerivativeTier, "_load", load)
     device = SimpleNamespace(cache_directory=default_cache_directory())
     tier = DerivativeTier(device, 1, lambda: compiled.wait(20))
-    geometry = SimpleNamespace(variant="any", spills=True)
-    first, second = tier._prepare(geometry), tier._prepare(geometry)
+    plan = SimpleNamespace(variant="any", spills=True)
+    first, second = tier._prepare(plan), tier._prepare(plan)
     waits_for = next(first)
     assert next(second) is waits_for
     assert not waits_for.done()
     compiled.set()
     with pytest.raises(MemoryError):  # for which memory was short
         run_to_end(first)
-    assert run_to_end(tier._prepare(geometry)) == "kernels"
-    assert run_to_end(tier._prepare(geometry)) == "kernels"
+    assert run_to_end(tier._prepare(plan)) == "kernels"
+    assert run_to_end(tier._prepare(plan)) == "kernels"
     assert loaded == [("any", True)] * 2
 
 
