@@ -47,7 +47,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaSource, "load", lambda source, _: _Module(source.source))
     patch.setattr(CompiledTier, "supports", lambda *_: False)
     patch.setattr(parts, "compile_group", lambda *_, **__: None)
-    patch.setattr(engine, "_warm_up", lambda _: None)
+    patch.setattr(engine, "_warm_up", lambda *_: None)
 
 
 class _Error(RuntimeError):

@@ -106,10 +106,10 @@ class CudaEngine:
         self._background = ThreadPoolExecutor(1, "plan")
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
-        _warm_up(self)
-        self._derivatives = self._load_derivatives()  # beside the warm-up it would delay the start
-        # What the first evaluations took, which loaded code, says nothing about later ones.
-        self._chooser = TierChooser(kernels.compile_queue.background)
+        _warm_up(self, Tier.INTERPRETER)
+        # Beside that, the following would delay the start.
+        self._derivatives = self._load_derivatives()
+        self._background.submit(self._warm_up_compiled)
 
     @property
     def multiprocessors(self) -> int:
@@ -241,6 +241,13 @@ class CudaEngine:
 
         return BACKGROUND.submit(load)
 
+    def _warm_up_compiled(self) -> None:
+        """Warm the compiled tier up while the engine serves."""
+        try:
+            _warm_up(self, Tier.COMPILED)
+        except Exception as error:  # memory may be short, and a request that needs it is told
+            _LOG.warning("the compiled tier was not warmed up: %s", error)
+
     def _derivative_tier(self) -> Steps[DerivativeTier]:
         """Return the tier of derivatives once it is loaded."""
         loading = self._derivatives
@@ -343,22 +350,19 @@ def _mode_and_work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[s
     return mode.label + GRADIENT * evaluation.gradient, evaluation.token_rows(layout)
 
 
-def _warm_up(engine: CudaEngine) -> None:
-    """Have Numba load or compile its functions, which takes seconds, before the first request.
+def _warm_up(engine: CudaEngine, tier: Tier) -> None:
+    """Have Numba load or compile the functions of a tier, which takes a part of a second.
 
-    Numba compiles a function at the first call with arguments of some types. So each data type and
-    tier evaluates a program, twice because a repeated batch takes another path.
+    Numba compiles a function at the first call with arguments of some types. So a program of each
+    data type is evaluated, twice because a repeated batch takes another path.
     """
     for dtype in (np.float32, np.float64):
         dataset = Dataset.of(np.ones((1, 1)), np.ones(1), dtype=dtype)
         engine.load(dataset)
         # A copy, because the arrays of a request are writable.
         batch = Batch.of([parse("x1 + p1")], [np.ones(1)]).copy()
-        for tier in (Tier.INTERPRETER, Tier.COMPILED):
-            evaluation = Evaluation(
-                dataset.content_id, batch, loss=Loss.MSE, values=False, tier=tier
-            )
-            outputs = Outputs(None, np.zeros((1, 1)), np.zeros(1, np.uint8), lambda _: None)
-            for _ in range(2):
-                run_to_end(engine.evaluate(evaluation, outputs))
+        evaluation = Evaluation(dataset.content_id, batch, loss=Loss.MSE, values=False, tier=tier)
+        outputs = Outputs(None, np.zeros((1, 1)), np.zeros(1, np.uint8), lambda _: None)
+        for _ in range(2):
+            run_to_end(engine.evaluate(evaluation, outputs))
         engine.unload(dataset.content_id)
