@@ -26,8 +26,8 @@ from warpfit_server.joined_batch import JoinedBatch
 
 #: Most sketches that are remembered since the older ones were: at least half of all.
 _REMEMBERED: Final = 8192
-#: Arrays of a batch that its sketch depends on, and most bytes of each.
-_SKETCHED: Final = ("batch_lengths", "batch_codes", "batch_values")
+#: Arrays of a batch that its sketch depends on, the bytes of an element, and most bytes of each.
+_SKETCHED: Final = (("batch_lengths", 4), ("batch_codes", 1), ("batch_values", 8))
 _MOST_BYTES: Final = 512
 
 
@@ -64,8 +64,10 @@ class Merger:
 
         Two threads that do so at the same time may forget a sketch early, which does no harm.
         """
-        layout, copied = request.problem.segment_layout, request.segment.copied
-        parts = [copied(layout.arrays[name][2], _MOST_BYTES) for name in _SKETCHED]
+        layout, parts = request.problem.segment_layout, []
+        for name, size in _SKETCHED:
+            _, (count,), offset = layout.arrays[name]
+            parts.append(request.segment.copied(offset, min(count * size, _MOST_BYTES)))
         sketch = hash((key, layout.programs, layout.tokens, *parts))
         if sketch in self._sketches:
             return True

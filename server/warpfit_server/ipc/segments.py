@@ -100,7 +100,7 @@ class Segment:
         return int(self.array(np.uint8, (self.size,)).ctypes.data)
 
     def copied(self, offset: int, size: int) -> bytes:
-        """Return some bytes, fewer at the end."""
+        """Return a copy of some bytes."""
         return self._map[offset : offset + size]
 
     def byte(self, offset: int) -> int:

@@ -43,14 +43,16 @@ def engine():
 @pytest.fixture
 def key(engine):
     """Return a function that tells the key of a request for some programs."""
-    merger, pool = Merger(engine), SegmentPool(1 << 20)
+    merger, pool, random = Merger(engine), SegmentPool(1 << 20), np.random.default_rng(1)
 
     def key(batch=BATCH, *, alone=0.0, **options):
         options = {"loss": Loss.MSE, "values": False, **options}
         sent = InFlightRequest.of_evaluation(
             Evaluation(DATASET.content_id, batch, **options), DATASET.layout, "me"
         )
-        sent.write(pool.acquire(sent.segment_layout.nbytes, "me"))
+        segment = pool.acquire(sent.segment_layout.nbytes, "me")
+        segment.view()[:] = random.bytes(segment.size)  # as earlier requests have left it
+        sent.write(segment)
         sent.alone = alone
         return merger.key(Request(None, sent.message(), sent.segment))
 
@@ -107,14 +109,15 @@ def test_nothing_is_merged_on_a_data_set_that_does_not_gain_from_it(key, engine)
     assert key() is None
 
 
-def test_batches_that_come_again_run_by_themselves(key, monkeypatch):
+@pytest.mark.parametrize("programs", [1, 10, 300])
+def test_batches_that_come_again_run_by_themselves(key, monkeypatch, programs):
     monkeypatch.setattr(merging, "_REMEMBERED", 3)
-    assert key(BATCH[:10]) is not None
-    assert key(BATCH[:10]) is None
-    assert key(BATCH[:10], precision=Precision.FAST) is not None
+    assert key(BATCH[:programs]) is not None
+    assert key(BATCH[:programs]) is None
+    assert key(BATCH[:programs], precision=Precision.FAST) is not None
     for first in range(20, 29):  # the oldest are forgotten
         key(BATCH[first : first + 5])
-    assert key(BATCH[:10]) is not None
+    assert key(BATCH[:programs]) is not None
 
 
 def test_what_is_to_be_interpreted_is_merged_however_often_it_comes(key):
