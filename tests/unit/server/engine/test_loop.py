@@ -21,7 +21,7 @@ from warpfit.errors import (
 )
 from warpfit.ir import Batch
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss, Precision, Timings
+from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit_server.engine import loop as loop_module
 from warpfit_server.engine.interface import EngineBrokenError
 from warpfit_server.engine.loop import Loop
@@ -133,7 +133,8 @@ class Front:
 def an_evaluation(*parameters, constant=1.0, **changes):
     """Return an evaluation of one program for each parameter."""
     program = parse(f"p1*x1 + {constant}")
-    fields = {"loss": Loss.SSE, "values": False, **changes}
+    # To be interpreted, so that equal programs may be merged.
+    fields = {"loss": Loss.SSE, "values": False, "tier": Tier.INTERPRETER, **changes}
     batch = Batch.of([program] * len(parameters), [[[one]] for one in parameters])
     return Evaluation(DATA.content_id, batch, **fields)
 
