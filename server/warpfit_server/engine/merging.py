@@ -24,8 +24,10 @@ from warpfit_server.engine.request import Request
 from warpfit_server.ipc.messages import SubmitEvaluation
 from warpfit_server.joined_batch import JoinedBatch
 
-#: Most sketches that are remembered since the older ones were: at least half of all.
+#: Most sketches in a set. When it is full, another one is begun, and the one before is kept.
 _REMEMBERED: Final = 8192
+#: Most tokens of a request that is merged: lowering more of them would be a long step.
+_MOST_TOKENS: Final = 1 << 17
 #: Arrays of a batch that its sketch depends on, the bytes of an element, and most bytes of each.
 _SKETCHED: Final = (("batch_lengths", 4), ("batch_codes", 1), ("batch_values", 8))
 _MOST_BYTES: Final = 512
@@ -35,8 +37,9 @@ class Merger:
     """Tells which requests may be merged; safe to use from threads.
 
     An engine compiles what comes again, or keeps it lowered; to it the batches of merged requests
-    are all new. So a batch that has come before runs by itself. That is told by a sketch, which
-    depends on its first programs, so that the rest of a new batch is read only once.
+    are all new. So a batch that has come before runs by itself, unless it is to be interpreted in
+    any case. That is told by a sketch, which depends on its first programs, so that nobody has to
+    read a new batch twice.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -50,7 +53,7 @@ class Merger:
         if not isinstance(problem, SubmitEvaluation) or not _is_for_losses(problem):
             return None
         layout = problem.segment_layout
-        is_short = layout.token_rows <= self._engine.step_size
+        is_short = layout.token_rows <= self._engine.step_size and layout.tokens <= _MOST_TOKENS
         if not is_short or not self._engine.merges(problem.dataset_id):
             return None
         asked = problem.dataset_id, problem.rows, problem.precision, problem.loss, problem.tier

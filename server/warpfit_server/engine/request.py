@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import WarpfitError
+from warpfit.errors import InternalError, WarpfitError
 from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.scheduler import ScheduledRequest
@@ -40,12 +40,16 @@ class FrontEndConnection:
 
         Raises:
             ResourceExhaustedError: if this process cannot map it; the front end is not told.
+            InternalError: if it is too small for what it should have.
         """
         problem = problem_of(message)
         number = problem.segment
         if descriptors or number not in self.segments:
             self.segments[number] = Segment.received(number, descriptors, problem.size)
-        request = Request(self, message, self.segments[number])
+        segment = self.segments[number]
+        if problem.segment_layout.nbytes > segment.size:  # compiled code would read beyond its end
+            raise InternalError(f"a segment of {segment.size} bytes is too small", "BAD_MESSAGE")
+        request = Request(self, message, segment)
         self.requests.add(request)
         return request
 

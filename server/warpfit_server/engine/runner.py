@@ -83,7 +83,10 @@ class RequestRunner:
         """Evaluate requests with the same `merge_key` as one batch; fill in the losses of each."""
         merged = join(requests)
         losses = np.empty((len(merged.batch), merged.batch.vectors))
-        outputs = Outputs(None, losses, np.zeros(1, dtype=np.uint8), lambda programs: None)
+        # What several callers wait for goes on although one of them has gone.
+        is_lone = len(requests) == 1
+        cancelled = requests[0].cancelled if is_lone else np.zeros(1, dtype=np.uint8)
+        outputs = Outputs(None, losses, cancelled, lambda programs: None)
         timings = yield from without_pauses(self._engine.evaluate(merged, outputs))
         self._finalizer.finalize(merged, self._dataset(merged.dataset_id), outputs)
         hand_out(losses, requests)

@@ -6,9 +6,7 @@ answer is together once all of them are done.
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
-
-from numpy.typing import NDArray
+from typing import Final
 
 from warpfit.errors import WarpfitError
 from warpfit.fitting import FitProgress
@@ -39,10 +37,6 @@ class SplitRequest:
         self._finished = 0
         self._programs = 0  # in the parts that have finished
         self._reported = time.monotonic()
-
-    def array(self, name: str) -> NDArray[Any] | None:
-        """View of a result, final once `next_reply` has returned RequestFinished, or None."""
-        return self.segment_layout.array(name, self.segment)
 
     def shares(self) -> Iterator[tuple[float, Timings]]:
         """Yield the share of the tokens and the timings of each part that has finished."""

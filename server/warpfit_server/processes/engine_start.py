@@ -5,28 +5,37 @@ That takes a fifth of the time that an engine needs until it is ready. So little
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
+from warpfit_server.processes.engine_deaths import out_of_memory_kills
 from warpfit_server.system.compile_cache import engine_environment, usable_cache_directory
 from warpfit_server.system.devices import check_device_memory, resolve_devices
 from warpfit_server.system.resources import raise_descriptor_limit
 from warpfit_server.system.server_directory import ServerDirectory
 from warpfit_server.system.sockets import socket_pair
 
+_LOG: Final = logging.getLogger("warpfit.supervisor")
+
 
 class StartedEngine(NamedTuple):
-    """An engine process, which ends by itself when the socket is closed."""
+    """An engine process, which leads a process group of its own."""
 
     process: subprocess.Popen[bytes]
     end: socket.socket
     """This process's end of the socket to it."""
+    out_of_memory: int
+    """`out_of_memory_kills` before it was started."""
 
 
 class Preparation(NamedTuple):
@@ -47,7 +56,7 @@ def start_engine(config: Config, number: int) -> StartedEngine:
         OSError: if there is no process or no memory left for it.
         ResourceExhaustedError: if this process can open no more files.
     """
-    device = config.engines[number]
+    device, kills = config.engines[number], out_of_memory_kills()
     ours, theirs = socket_pair()
     with ExitStack() as on_failure, theirs:
         on_failure.callback(ours.close)
@@ -62,7 +71,7 @@ def start_engine(config: Config, number: int) -> StartedEngine:
             process_group=0,  # Ctrl-C is for the main process, which drains first
         )
         on_failure.pop_all()
-    return StartedEngine(process, ours)
+    return StartedEngine(process, ours, kills)
 
 
 @contextmanager
@@ -86,13 +95,16 @@ def prepare(config: Config) -> Iterator[Preparation]:
         config = replace(config, cache_dir=place, devices=devices)
         stack.callback(_stop, engines)
         for number in range(len(config.engines)):
-            engines[number] = start_engine(config, number)
+            try:
+                engines[number] = start_engine(config, number)
+            except (OSError, WarpfitError) as error:
+                _LOG.error("an engine process was not started: %s", error)  # its supervisor tries
         yield Preparation(config, str(directory.path), engines)
 
 
 def _stop(engines: dict[int, StartedEngine]) -> None:
-    """End the engine processes that no supervisor has taken."""
-    for process, end in engines.values():
-        end.close()
-        process.kill()
-        process.wait()
+    """End the engine processes that no supervisor has taken, with those that compile for them."""
+    for started in engines.values():
+        started.end.close()
+        os.killpg(started.process.pid, signal.SIGKILL)
+        started.process.wait()

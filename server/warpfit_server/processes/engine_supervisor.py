@@ -309,14 +309,14 @@ class EngineSupervisor:
     def _run_engine(self) -> int:
         """Run one engine process to its end; return its exit status."""
         first = self._first.pop(self.number, None)
-        process, end = first or start_engine(self._config, self.number)
+        process, end, kills = first or start_engine(self._config, self.number)
         channel = Channel(end)
         with self._lock:
             self._process, self._cause, self._spawned = process, "", time.monotonic()
             self._was_ready = False
             self._process_number = next(self._process_numbers)
             self._loads_at_start = set()
-            self._out_of_memory = out_of_memory_kills()
+            self._out_of_memory = kills
         lost: dict[bytes, Future[None]] = {}
         try:
             while True:

@@ -71,6 +71,9 @@ def test_only_the_last_small_batches_are_kept(monkeypatch):
         ([np.ones((1, 2)), np.ones((1, 0))], [2, 0], [1, 1], 1, True),
         ([1.0, 2.0], None, None, None, None),
         ([[1], np.ones((1, 1, 1))], None, None, None, None),
+        ([[np.array([1]), np.array([2])], [[3], [4]]], [1, 1], [1, 2, 3, 4], 2, True),
+        ([[1, np.float64(2)], [10**30]], [2, 1], [1, 2, 1e30], 1, False),
+        ([[1], [10**400]], None, None, None, None),
     ],
 )
 def test_parameter_vectors_of_every_kind(entries, counts, numbers, count, leading_axis):

@@ -98,10 +98,13 @@ def test_requests_for_more_than_losses_and_suspects_run_by_themselves(key, optio
     assert key(**options) is None
 
 
-def test_long_requests_run_by_themselves(key, engine):
+def test_long_requests_run_by_themselves(key, engine, monkeypatch):
     engine.step_size = 8 * BATCH[:20].token_count
     assert key(BATCH[:20]) is not None
     assert key(BATCH[:30]) is None
+    monkeypatch.setattr(merging, "_MOST_TOKENS", BATCH[40:50].token_count)
+    assert key(BATCH[40:50]) is not None
+    assert key(BATCH[60:80], rows=(0, 1)) is None
 
 
 def test_nothing_is_merged_on_a_data_set_that_does_not_gain_from_it(key, engine):

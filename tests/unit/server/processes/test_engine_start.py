@@ -47,6 +47,20 @@ def test_an_engine_that_cannot_be_started_leaves_nothing_open(monkeypatch, tmp_p
     assert [end.fileno() for end in ends] == [-1, -1]
 
 
+def test_a_process_that_cannot_be_started_is_left_to_its_supervisor(monkeypatch, tmp_path):
+    start = engine_start.start_engine
+
+    def fails_once(config, number):
+        if number == 0:
+            raise BlockingIOError("no process is left")
+        return start(config, number)
+
+    monkeypatch.setattr(engine_start, "start_engine", fails_once)
+    config = Config(port=0, devices="cpu:2", threads=1, cache_dir=str(tmp_path))
+    with prepare(config) as prepared:
+        assert list(prepared.engines) == [1]
+
+
 def test_settings_are_checked_before_an_engine_starts(monkeypatch, tmp_path):
     monkeypatch.setattr(engine_start, "start_engine", lambda *_: pytest.fail("it was started"))
     config = Config(devices="cpu", device_memory=1 << 30, cache_dir=str(tmp_path))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cuda.runtime.driver_calls import wait_while_held
 from warpfit_server.engine.interface import Steps
 
 _HOST_TO_DEVICE: Final = 1
@@ -103,18 +102,6 @@ class StreamContext:
             target.ctypes.data, address, target.nbytes, _DEVICE_TO_HOST, self.stream.ptr
         )
 
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        threads: tuple[int, int, int],
-        arguments: Sequence[NDArray[Any]],
-        shared: int = 0,
-    ) -> None:
-        """Launch a CuPy function; each argument is an array of one value, passed by value."""
-        wait_while_held(self.functions)
-        kernel(grid, threads, tuple(map(_as_bytes, arguments)), shared, self.stream)
-
     def download_rows(self, target: NDArray[Any], address: int, pitch: int) -> None:
         """Copy rows that lie ``pitch`` bytes apart to a page-locked array [rows, columns]."""
         width = target.shape[1] * target.itemsize
@@ -161,8 +148,3 @@ class StreamContext:
         """Return the device time between two events that the stream has passed."""
         elapsed = self._cuda.get_elapsed_time(self._events[start], self._events[end])
         return int(elapsed * 1e6)
-
-
-def _as_bytes(argument: NDArray[Any]) -> NDArray[np.void]:
-    """Hide the fields of a struct: CuPy passes it as it is, but takes long to describe fields."""
-    return argument.view(np.dtype((np.void, argument.nbytes)))
