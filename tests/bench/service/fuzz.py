@@ -2,20 +2,22 @@
 
 ``run.py service/fuzz --requests 1000000`` starts a server on loopback and writes
 results/fuzz.json: what came back, by status and reason; how often a process of the server ended;
-how its memory and descriptors grew. It ends with status 1 if a request got an answer that it must
-not get, a process ended, or memory grew.
+how its memory and descriptors grew. Some calls of Evaluate stay open for several requests, each of
+which must bring what it brings alone; they are counted once by status, and by themselves, too. It
+ends with status 1 if a request got an answer that it must not get, a process ended, memory or
+descriptors grew, or something remains in flight.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +25,50 @@ import grpc
 import psutil
 from harness import ServerProcess, save
 
-from support.load.fuzz import FLAGS, Fuzzer, is_fine, outcome
+from support.load.fuzz import FLAGS, LAST_MOVES, Fuzzer, OpenCall, is_fine, outcomes
 from support.servers.rpcs import OWN_CONNECTION, Caller
+from support.servers.server import eventually
+from warpfit_server.tenancy.quotas import Amounts
 
 #: Memory may grow by this much after the first fifth of the requests.
 GROWTH_BYTES = 32 << 20
+#: So may the descriptors, of which segments for answers that come and go are some hundreds.
+GROWTH_DESCRIPTORS = 256
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
 def work(address: str, seed: int, count: int, threads: int, done: Any, out: Any) -> None:
     """Process: send ``count`` requests from several threads."""
-    outcomes: Counter[tuple[str, str, str]] = Counter()
+    seen: Counter[tuple[str, str, str]] = Counter()
+    opened: Counter[str] = Counter()
     wrong: list[str] = []
     lock = threading.Lock()
 
     def send(part: int) -> None:
         channel = grpc.insecure_channel(address, OWN_CONNECTION)
         caller = Caller(channel)
-        fuzzer = Fuzzer(seed * 1000 + part)
-        for turn, request in enumerate(itertools.islice(fuzzer.requests(), count // threads)):
-            found = outcome(caller, request)
-            with lock:
-                outcomes[request.method, *found] += 1
-                if not is_fine(found) and len(wrong) < 20:
-                    wrong.append(f"seed {seed * 1000 + part}, request {turn}: {found}")
-            if turn % 100 == 99:
-                with done.get_lock():
-                    done.value += 100
+        sent, counts = 0, Counter[str]()
+        for turn, request in enumerate(Fuzzer(seed * 1000 + part).requests()):
+            if sent >= count // threads:
+                break
+            sent += request.size
+            with done.get_lock():
+                done.value += request.size
+            for found in outcomes(caller, request, counts):
+                with lock:
+                    seen[request.method, *found] += 1
+                    if not is_fine(found) and len(wrong) < 20:
+                        wrong.append(f"seed {seed * 1000 + part}, request {turn}: {found}")
         channel.close()
+        with lock:
+            opened.update(counts)
 
     parts = [threading.Thread(target=send, args=(part,)) for part in range(threads)]
     for part in parts:
         part.start()
     for part in parts:
         part.join()
-    out.put((dict(outcomes), wrong))
+    out.put((dict(seen), wrong, dict(opened)))
 
 
 def watch(family: list[psutil.Process]) -> dict[str, Any]:
@@ -103,28 +114,46 @@ def run(requests: int, seed: int, processes: int, threads: int) -> dict[str, Any
         for worker in workers:
             worker.join()
         time.sleep(2)
+        with suppress(AssertionError):  # which the result says
+            eventually(lambda: server.in_flight() == Amounts())
+        remaining = server.in_flight()
         alive = server.process.poll() is None and server.engine().pid == family[1].pid
-        samples.append({"requests": sum(sum(r.values()) for r, _ in results), **watch(family)})
-    return summary(results, samples, seed, processes_ended=not alive)
+        samples.append({"requests": done.value, **watch(family)})
+    return summary(results, samples, seed, remaining, processes_ended=not alive)
 
 
 def summary(
-    results: list[Any], samples: list[dict[str, Any]], seed: int, *, processes_ended: bool
+    results: list[Any],
+    samples: list[dict[str, Any]],
+    seed: int,
+    remaining: Amounts,
+    *,
+    processes_ended: bool,
 ) -> dict[str, Any]:
     """Put the figures together."""
-    outcomes = sum((Counter(counted) for counted, _ in results), Counter[tuple[str, ...]]())
+    seen = sum((Counter(counted) for counted, _, _ in results), Counter[tuple[str, ...]]())
+    opened = sum((Counter(counted) for _, _, counted in results), Counter[str]())
+    open_ends = Counter[str]()
     by = [Counter[str](), Counter[str](), Counter[str]()]  # method, status, status with reason
-    for (method, status, reason), count in outcomes.items():
+    for (method, status, reason), count in seen.items():
+        if method == OpenCall.NAME:
+            open_ends[f"{status} {reason}".strip()] += count
         for counter, name in zip(by, (method, status, f"{status} {reason}".strip()), strict=True):
             counter[name] += count
     warm, last = samples[len(samples) // 5], samples[-1]
     return {
         "seed": seed,
-        "requests": sum(outcomes.values()),
+        "requests": samples[-1]["requests"],
         "by_method": dict(by[0]),
         "by_status": dict(by[1].most_common()),
         "by_reason": dict(by[2].most_common()),
-        "not_allowed": [each for _, found in results for each in found],
+        "open_calls": {
+            **{name: opened[name] for name in ("calls", "requests", "answers", "answers_compared")},
+            "by_last_move": {name: opened[name] for name in LAST_MOVES},
+            "by_reason": dict(open_ends.most_common()),
+        },
+        "in_flight_at_the_end": remaining._asdict(),
+        "not_allowed": [each for _, found, _ in results for each in found],
         "crashes": int(processes_ended),
         "internal": by[1]["INTERNAL"] + by[1]["UNKNOWN"],
         "growth_after_a_fifth": {
@@ -137,9 +166,12 @@ def summary(
 
 def is_good(result: dict[str, Any]) -> bool:
     """Tell whether the server came through."""
-    grown = max(x["private_mib"] for x in result["growth_after_a_fifth"].values())
-    flat = grown * 2**20 < GROWTH_BYTES
-    return not (result["not_allowed"] or result["crashes"] or result["internal"]) and flat
+    grown = result["growth_after_a_fifth"].values()
+    flat = max(x["private_mib"] for x in grown) * 2**20 < GROWTH_BYTES
+    flat &= max(x["descriptors"] for x in grown) < GROWTH_DESCRIPTORS
+    remains = any(result["in_flight_at_the_end"].values())
+    wrong = result["not_allowed"] or result["crashes"] or result["internal"]
+    return flat and not (remains or wrong)
 
 
 def main() -> int:

@@ -1,14 +1,18 @@
 """Random requests from a seed, from garbage bytes to valid ones with odd numbers."""
 
 import random
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, ClassVar
 
 import grpc
 import numpy as np
 
-from support.servers.rpcs import METHODS, Caller, X, explained
+from support.servers.rpcs import METHODS, SERVICE, Caller, X, explained
 from warpfit import codec
 from warpfit.dataset import Dataset
 from warpfit.ops import OPERATORS
@@ -26,11 +30,18 @@ ALLOWED = {
     *("OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"),
     *("DEADLINE_EXCEEDED", "CANCELLED"),
 }
-#: Flags that keep each request small.
+#: What a request may get although it gets something else alone: it depends on other requests.
+PASSING = {"DATASET_NOT_FOUND", "TOO_MANY_REQUESTS", "QUEUE_FULL", "MEMORY"}
+#: How a client leaves an open call; if it is silent, the server ends the call.
+LAST_MOVES = ("half_close", "cancel", "silence")
+#: Seconds after which a call that nobody goes on with must have ended, on a machine of any load.
+_PATIENCE = 30.0
+#: Flags that keep each request small, and the limits in the reach of some calls that stay open.
 FLAGS = (
     *("--max-result-bytes", "4MiB", "--max-tokens", "5000", "--max-programs", "200"),
     *("--max-dataset-bytes", "1MiB", "--max-resident-bytes", "256KiB"),
     *("--max-message-bytes", "4MiB", "--max-vectors", "50", "--max-program-tokens", "2000"),
+    *("--max-pending-bytes", "128MiB", "--max-requests", "24"),
 )
 _ODD = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e300, -1e300, 5e-324, np.nan, np.inf, -np.inf, 2.0**53]
 _UNARY = [op.code for op in OPERATORS.values() if op.arity == 1]
@@ -50,6 +61,30 @@ class Request:
     messages: list[bytes]
     timeout: float
 
+    @property
+    def size(self) -> int:
+        """Number of requests."""
+        return 1
+
+
+@dataclass(frozen=True)
+class OpenCall(Request):
+    """Several requests of one call of Evaluate, or of some equal calls at the same time."""
+
+    NAME: ClassVar = "Evaluate, open"
+    """Method of all of them."""
+    dataset: Dataset
+    """That the requests are about that are meant to be right."""
+    moves: list[str | float]
+    """Send a message, read an answer, pause for some seconds; the last is one of `LAST_MOVES`."""
+    width: int
+    """Number of calls."""
+
+    @property
+    def size(self) -> int:
+        """Number of requests."""
+        return self.width * len(self.messages)
+
 
 class Fuzzer:
     """Makes requests; the same seed makes the same ones."""
@@ -65,6 +100,7 @@ class Fuzzer:
             (10, self._garbage),
             (20, self._upload),
             (5, self._small),
+            (10, self._open),
         ]
         weights, functions = zip(*makers, strict=True)
         while True:
@@ -140,6 +176,43 @@ class Fuzzer:
         if request is None:
             request = pb.GetVariablesRequest(content_id=self._content_id()).SerializeToString()
         return self._request(method, [request])
+
+    def _open(self) -> OpenCall:
+        dataset, moves, messages = self._pick(DATASETS), [], []
+        for _ in range(self._random.randrange(16)):
+            if self._random.random() < 0.02:
+                moves.append(self._random.uniform(0.3, 0.9))  # the server waits for about 0.5
+            messages.append(self._message(dataset))
+            moves.append("send")
+            if self._random.random() < 0.7:  # else the next one does not wait for the answer
+                moves.append("read")
+        last = self._random.choices(LAST_MOVES, [6, 3, 1])[0] if messages else LAST_MOVES[0]
+        if last == "cancel":
+            moves.append(self._random.uniform(0, 0.005))  # the answer may be on its way then
+        width = self._pick([2, 2, 4, 4, 10, 10, 30, 140]) if self._random.random() < 0.02 else 1
+        timeout = self._request("", []).timeout
+        timeout = timeout if timeout < 1 else _PATIENCE
+        return OpenCall(OpenCall.NAME, messages, timeout, dataset, [*moves, last], width)
+
+    def _message(self, dataset: Dataset) -> bytes:
+        """Make a request of an open call; most are right and say that another one follows."""
+        kind = self._random.random()
+        if kind < 0.03:
+            return self._random.randbytes(self._pick([0, 1, 7, 300]))
+        if kind < 0.9:
+            programs = pb.Programs(
+                codes=bytes([1, 3, OPERATORS["add"].code]),
+                values=np.array([0.0, self._random.gauss(0, 3), 0.0]).tobytes(),
+                lengths=np.array([3], "<u4").tobytes(),
+                parameter_counts=bytes(4),
+            )
+            loss = self._pick([1, 2, 3, 4]) if dataset.layout.has_target else 0
+            message = pb.EvaluateRequest(programs=programs, loss=loss, values=not loss)
+        else:
+            message = self._evaluation()
+        message.content_id, message.more = dataset.content_id, self._random.random() < 0.95
+        sent = message.SerializeToString()
+        return self._mutate(sent) if kind > 0.97 else sent
 
     # ------------------------------------------------------------------------- their parts
 
@@ -274,14 +347,146 @@ class Fuzzer:
         return self._random.random() < 0.1
 
 
-def outcome(caller: Caller, request: Request) -> tuple[str, str]:
-    """Send a request; return status and reason, which is empty for gRPC's own errors."""
+def outcomes(caller: Caller, request: Request, counts: Counter[str]) -> list[tuple[str, str]]:
+    """Send a request; return status and reason of each call, which is empty for gRPC's own errors.
+
+    What open calls have brought is added to ``counts``. One that went wrong has the status WRONG.
+    """
+    if isinstance(request, OpenCall):
+        return _keep_open(caller, request, counts)
     messages: Any = request.messages if METHODS[request.method][0] else request.messages[0]
     try:
         caller.send(request.method, messages, request.timeout)
     except grpc.RpcError as error:
-        return explained(error)[:2]
-    return "OK", ""
+        return [explained(error)[:2]]
+    return [("OK", "")]
+
+
+class _Kept:
+    """One call that stays open, and the answers that it has brought."""
+
+    def __init__(self, caller: Caller, timeout: float) -> None:
+        self.sent: SimpleQueue[bytes | None] = SimpleQueue()
+        method = caller.channel.stream_stream(
+            SERVICE + "Evaluate", None, pb.EvaluateResponse.FromString
+        )
+        self.rpc = method(iter(self.sent.get, None), timeout=timeout)
+        self.answers: list[tuple[bytes, bool]] = []
+        """Content of each, and whether it says that the server waits for another request."""
+        self.pieces: list[pb.EvaluateResponse] = []
+        """Messages of an answer that is not complete."""
+
+    def read(self) -> bool:
+        """Read an answer; return False if the call has ended instead."""
+        try:
+            for piece in self.rpc:
+                self.pieces.append(piece)
+                if piece.HasField("timings"):
+                    self.answers.append((_content(self.pieces), piece.more))
+                    self.pieces = []
+                    return True
+        except grpc.RpcError:
+            pass
+        return False
+
+    def move(self, move: str | float, messages: Iterator[bytes]) -> None:
+        """Do what a move says."""
+        if move == "send":
+            self.sent.put(next(messages))
+        elif move == "read":
+            self.read()
+        elif move == "cancel":
+            self.rpc.cancel()
+        elif move == "half_close":
+            self.sent.put(None)
+
+
+def _keep_open(caller: Caller, request: OpenCall, counts: Counter[str]) -> list[tuple[str, str]]:
+    """Make open calls, and compare what they bring with what their requests bring alone."""
+    with suppress(grpc.RpcError):  # if there is no room for it now
+        caller.call("UploadVariables", request.dataset)
+    alone = [_alone(caller, message) for message in request.messages]
+    calls = [_Kept(caller, request.timeout) for _ in range(request.width)]
+    messages = [iter(request.messages) for _ in calls]
+    try:
+        for move in request.moves:
+            if isinstance(move, float):
+                time.sleep(move)
+            for call, rest in zip(calls, messages, strict=True):
+                call.move(move, rest)
+        for call in calls:
+            while call.read():
+                pass
+    finally:
+        for call in calls:
+            call.rpc.cancel()
+            call.sent.put(None)
+    counts["calls"] += len(calls)
+    counts[str(request.moves[-1])] += len(calls)
+    counts["requests"] += request.size
+    found = []
+    for call in calls:
+        end = explained(call.rpc)[:2]
+        known = [one for one, _ in zip(alone, call.answers, strict=False) if one[0] == "OK"]
+        counts["answers"] += len(call.answers)
+        counts["answers_compared"] += len(known)
+        fault = _fault(request, alone, call, end)
+        found.append(("WRONG", fault) if fault else end)
+    return found
+
+
+def _alone(caller: Caller, message: bytes) -> tuple[str, str, bytes]:
+    """Send a request in a call of its own; return status, reason and content of the answer."""
+    try:
+        answer = caller.send("Evaluate", message)
+    except grpc.RpcError as error:
+        return (*explained(error)[:2], b"")
+    return "OK", "", _content([pb.EvaluateResponse.FromString(piece) for piece in answer])
+
+
+def _content(pieces: list[pb.EvaluateResponse]) -> bytes:
+    """Return what the messages of an answer say, but for what differs from call to call."""
+    whole = pb.EvaluateResponse()
+    for piece in pieces:
+        whole.MergeFrom(piece)
+    whole.values = b"".join(piece.values for piece in pieces)
+    whole.jacobian = b"".join(piece.jacobian for piece in pieces)
+    for name in ("timings", "offset", "more"):
+        whole.ClearField(name)
+    return whole.SerializeToString(deterministic=True)
+
+
+def _fault(
+    request: OpenCall, alone: list[tuple[str, str, bytes]], call: _Kept, end: tuple[str, str]
+) -> str:
+    """Say what is wrong with what a call has brought; nothing is if this is empty."""
+    status, reason = end
+    answered = len(call.answers)
+    if answered > len(alone):
+        return "there are more answers than requests"
+    for number, (content, more) in enumerate(call.answers):
+        if alone[number][0] == "OK" and content != alone[number][2]:
+            return f"request {number} has another answer than alone"
+        if alone[number][0] != "OK" and alone[number][1] not in PASSING:
+            return f"request {number} has an answer, but alone it gets {alone[number][:2]}"
+        if more and not pb.EvaluateRequest.FromString(request.messages[number]).more:
+            return f"after request {number} the server waits for one that was not announced"
+        if not more and number < answered - 1:
+            return f"after request {number} the server goes on although it said it would not"
+    if status == "OK" and (call.pieces or not answered):
+        return "the call ends with OK before an answer is complete"
+    if status == "CANCELLED" and "cancel" not in request.moves:
+        return "the call is cancelled by nobody"
+    if status == "DEADLINE_EXCEEDED" and request.timeout == _PATIENCE:
+        return "the call does not end"
+    if status in ("OK", "CANCELLED", "DEADLINE_EXCEEDED") or reason in PASSING:
+        return ""
+    if alone and answered == len(alone):
+        return f"the call ends with {end} after all answers"
+    expected = alone[answered][:2] if alone else ("INVALID_ARGUMENT", "NO_MESSAGE")
+    if end != expected and expected[1] not in PASSING:
+        return f"request {answered} ends the call with {end}, but alone it gets {expected}"
+    return ""
 
 
 def is_fine(found: tuple[str, str]) -> bool:

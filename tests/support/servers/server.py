@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import psutil
+
+from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 
 
 class ServerProcess:
@@ -88,6 +91,16 @@ class ServerProcess:
             if "memfd:warpfit" in maps.path:
                 inodes[maps.addr] = maps.size
         return sum(inodes.values())
+
+    def in_flight(self) -> Amounts:
+        """What all calls have in flight, by the table that the processes of the server share."""
+        for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            if "memfd:warpfit-quotas" in str(entry.readlink()):
+                processes, engines = 1 + len(self.front_ends()), len(self.engines())
+                descriptor = os.open(entry, os.O_RDWR | os.O_CLOEXEC)
+                with closing(QuotaTable(descriptor, processes, 0, engines)) as table:
+                    return table.in_flight()
+        raise FileNotFoundError("the server has no table of quotas")
 
     def descriptors(self) -> int:
         """Open file descriptors of the main process."""
