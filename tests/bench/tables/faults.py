@@ -39,7 +39,7 @@ def faults() -> Iterator[str]:
     )
     restart, term = found["server_sigkill"], found["sigterm"]
     calls = sum(soak["soak"]["calls"].values())
-    grown = max(part["private_mib"] for part in fuzz["growth_after_a_fifth"].values())
+    grown = max(part["private_mib"] for part in fuzz["growth_after_half"].values())
 
     def seen(fault: Any) -> str:
         return f"{fault['wrong_answers']}, {fault['failures_after_retry']}"
@@ -73,7 +73,7 @@ the longest call takes {rolling["longest_call_seconds"]:.1f} s |
 {soak["soak"]["engine_restarts"]} restarts | \
 memory grew by {soak["soak"]["growth"]["memory_bytes"] / 1e6:.0f} MB |
 | {fuzz["requests"]:,} fuzzed requests | {fuzz["crashes"]} crashes, {fuzz["internal"]} INTERNAL | \
-memory grew by {grown:.1f} MiB after the first fifth |"""
+memory grew by {grown:.1f} MiB in the second half |"""
 
 
 def faults_ray() -> Iterator[str]:
