@@ -107,7 +107,7 @@ class Request(ScheduledRequest):
 
     @property
     def state(self) -> int:
-        """What the front end reads if this process dies, see `SegmentLayout.state`."""
+        """`QUEUED`, `BEGUN` or `ALONE`; the front end reads it if this process dies."""
         return self.problem.segment_layout.state(self.segment)
 
     @state.setter

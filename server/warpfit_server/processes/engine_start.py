@@ -1,6 +1,7 @@
 """Starts engine processes, the first ones before the modules of the server are imported.
 
-That takes a fifth of the time that an engine needs until it is ready. So little is imported here.
+Importing those takes some tenths of a second, in which the engines start. So this module imports
+little.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class StartedEngine(NamedTuple):
 
 
 class Preparation(NamedTuple):
-    """What a server begins with."""
+    """The settings, the directory and the engine processes that `Server` is made of."""
 
     config: Config
     """With the directory of compiled code, and with the devices."""

@@ -145,7 +145,8 @@ class Admission:
         self._server_quota = Amounts(limits.requests, pending, _UNLIMITED)
         half = Amounts(0, self._tenant_quota.nbytes // 2), Amounts(0, pending // 2)
         self._waiting = Amounts(0, limits.message_bytes), *half
-        """What an idle call counts, and what all those of its tenant and of the server may."""
+        """Bytes of an idle call, and the most bytes of all idle calls of a tenant and of the
+        server."""
 
     def check_rate(self, tenant: str, own: float) -> None:
         """Count a call against the rates, of which ``own`` is the tenant's.

@@ -93,7 +93,7 @@ class ServerProcess:
         return sum(inodes.values())
 
     def in_flight(self) -> Amounts:
-        """What all calls have in flight, by the table that the processes of the server share."""
+        """Return the calls, bytes and engine time in flight, from the server's shared table."""
         for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
             if "memfd:warpfit-quotas" in str(entry.readlink()):
                 processes, engines = 1 + len(self.front_ends()), len(self.engines())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 pytest.importorskip("numba")
 
 from warpfit.dataset import Dataset
+from warpfit.errors import InternalError
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import Closing, LossFunction
@@ -15,9 +18,10 @@ from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine import merging
 from warpfit_server.engine.merging import Merger
-from warpfit_server.engine.request import Request
+from warpfit_server.engine.request import FrontEndConnection, Request
+from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.in_flight_request import InFlightRequest
-from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.ipc.segments import Segment, SegmentPool
 
 DATASET = Dataset.of(np.ones((8, 12)), np.ones(8))
 BATCH = Batch.of(*thesis_mix(1, 400, variables=12))
@@ -33,6 +37,20 @@ class FakeEngine:
 
     def merges(self, dataset_id):
         return dataset_id in self.loaded
+
+
+def test_a_segment_that_is_too_small_for_its_layout_is_refused():
+    sent = InFlightRequest.of_evaluation(
+        Evaluation(DATASET.content_id, BATCH, loss=Loss.MSE, values=False), DATASET.layout, "me"
+    )
+    sent.write(SegmentPool(1 << 20).acquire(sent.segment_layout.nbytes, "me"))
+    small = Segment.create(sent.segment.identifier, sent.segment_layout.nbytes - 1)
+    ours, theirs = Channel.pair()
+    connection = FrontEndConnection(ours)
+    with theirs, pytest.raises(InternalError, match="too small"):
+        connection.receive(sent.message()._replace(size=small.size), [os.dup(small.descriptor)])
+    assert not connection.requests
+    ours.close()
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ _pointer_to_lengths: Final = pointer_to(types.uint32)
 
 
 def list_tables() -> NDArray[np.int64]:
-    """Return an argument block that lists what all batches have in common."""
+    """Return an argument block that lists the tables, which are the same for all batches."""
     block = np.zeros(2 * (ENCODED + len(EncodedArrays._fields)), dtype=np.int64)
     for index, table in zip((LABELS, ARITIES, REWRITES, RULES), _tables(), strict=True):
         block[2 * index : 2 * index + 2] = array_address(table), table.size
@@ -91,7 +91,8 @@ class CodeLayout(NamedTuple):
     largest: int
     """Largest index of an operand in each chunk, or -1 - the first invalid program."""
     options: int
-    """What is requested, whether values are kept, and the number of variables."""
+    """Three words: the bits of the requested derivatives; whether values are kept; and the number
+    of variables."""
     ends: int
     starts: int
     """Index of each program's first token, and the total."""
@@ -199,7 +200,16 @@ def complete(
     sums: NDArray[np.int64],
     pieces: NDArray[np.int64],
 ) -> None:
-    """Fill in what depends on all programs of a batch, once its chunks have run."""
+    """Finish the code of a batch once all chunks have run, and list the pieces to upload.
+
+    Args:
+        block: the argument block.
+        records: of the programs; receives where each begins.
+        products: whether products of derivatives are summed.
+        vectors: parameter vectors of each program.
+        sums: receives the number of sums of each program.
+        pieces: receives address and bytes of each array of the code.
+    """
     address = np.int64(block.ctypes.data)
     instructions, ends = _unsigned(address, ENCODED), words(address, ENDS)
     for index in range(4 * ends[0], 4 * (ends[0] + 1)):

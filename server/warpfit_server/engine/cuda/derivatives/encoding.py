@@ -81,7 +81,7 @@ class DerivativeCode(ProgramRecords):
     * ``constants``: value of each load of a constant, float64.
     """
     memory: NDArray[np.uint8]
-    """What the pieces are parts of."""
+    """Host memory of the batch, which contains the pieces."""
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]

@@ -65,7 +65,7 @@ class DeviceCode:
     vectors: int
     """Parameter vectors of each program."""
     memory: Any
-    """What the addresses or the pieces are in: memory of the device, or of the host."""
+    """Memory that the addresses (on the device) or the pieces (on the host) name: kept alive."""
     addresses: list[int]
     """Addresses of the arrays of `INPUTS` in ``memory``; 0 for those that are uploaded."""
     pieces: NDArray[np.int64]
@@ -174,7 +174,7 @@ def stores_values(wanted: RequestedOutputs) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchDraft:
-    """What is known of the launches of an evaluation before its programs have been lowered."""
+    """The part of a `LaunchPlan` that can be made while the programs are still being lowered."""
 
     variant: Variant
     geometry: DerivativeGeometry
