@@ -139,6 +139,9 @@ static T __ldg(const T* place) {
 static size_t __cvta_generic_to_shared(const void* place) {
   return (const unsigned char*)place - dynamic_shared;
 }
+static void* __cvta_shared_to_generic(size_t place) {
+  return dynamic_shared + place;
+}
 template <typename T, typename N>
 static T atomicAdd(T* place, N number) {
   const T old = *place;

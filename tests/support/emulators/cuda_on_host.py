@@ -17,7 +17,7 @@ _WRAPS = ["-fwrapv", "-ffp-contract=off"]
 _TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 _SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w[\w ]*?) (\w+)\[\];")
 _PTX = re.compile(r'asm(?: volatile)?\(\s*"([^" ]*) [^"]*"([^;]*)\);')
-_OPERAND = re.compile(r'"=?[frd]"\(((?:[^()]|\([^()]*\))*)\)')
+_OPERAND = re.compile(r'"=?[frdl]"\(((?:[^()]|\([^()]*\))*)\)')
 _KERNEL = re.compile(
     r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\((.*?)\)\s*\{', re.DOTALL
 )
@@ -71,18 +71,19 @@ def _statement(ptx: re.Match[str]) -> str:
         target, operand = operands
         return f"{target} = approx(host_{name}, {operand});"
     kind = "float" if instruction.endswith("f32") else "double"
-    if instruction.startswith("ld.shared"):
+    if name == "ld":
         *targets, place = operands
-        pairs = [(target, f"{_at(place, kind)}[{k}]") for k, target in enumerate(targets)]
+        pairs = [(target, f"{_at(place, kind, ptx)}[{k}]") for k, target in enumerate(targets)]
     else:
-        assert instruction.startswith("st.shared"), f"{instruction} is not known here"
+        assert name == "st", f"{instruction} is not known here"
         place, *values = operands
-        pairs = [(f"{_at(place, kind)}[{k}]", value) for k, value in enumerate(values)]
+        pairs = [(f"{_at(place, kind, ptx)}[{k}]", value) for k, value in enumerate(values)]
     return " ".join(f"{target} = {value};" for target, value in pairs)
 
 
-def _at(place: str, kind: str) -> str:
-    return f"(({kind}*)(dynamic_shared + ({place})))"
+def _at(place: str, kind: str, ptx: re.Match[str]) -> str:
+    start = "dynamic_shared + " if "shared" in ptx[1] else ""
+    return f"(({kind}*)({start}({place})))"
 
 
 def kernels_of(source: str) -> dict[str, list[str]]:

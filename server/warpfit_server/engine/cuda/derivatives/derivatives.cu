@@ -3,27 +3,28 @@
 //
 // A block of threads runs one job (a program with one parameter vector) on one block of rows, of
 // which its warps work on separate tiles of 32 * ROWS rows. Blocks are counted from the data set's
-// first row, and each of their sums is added up in one order, however many warps there are. An instruction reads up to three operands (the
-// result of the instruction before is in registers) and may store its result in a level of shared
-// memory; the more levels a program needs, the fewer warps take part. Once a tile's columns
-// (derivatives of the values) are computed, their products are summed:
+// first row, and each of their sums is added up in one order, however many warps there are. The
+// result of an instruction is in registers; it may be stored in a level of shared memory, too. The
+// more levels a program needs, the fewer warps take part. Once a tile's columns (derivatives of the
+// values) are computed, their products are summed:
 //
 //     loss += w l;  sums[k] += w s ck;  products[i, j] += w ci cj
 
-// Instruction: word 0 holds the case label, the source of each operand, and whether to store; words
-// 1 and 2 the indices of a and b; word 3 the level to store to and the index of c, 16 bits each.
-// See encoding.py.
+// Instruction: word 0 holds the case label, the kind of place of each operand, and whether to
+// store; words 1 and 2 the indices of a and b; word 3 the level to store to and the index of c, 16
+// bits each. If a is nowhere, it is the result of the instruction before. See encoding.py.
 #define LABEL_MASK 1023u
-#define SOURCE_A(word) ((word) >> 10 & 7u)
-#define SOURCE_B(word) ((word) >> 13 & 7u)
-#define SOURCE_C(word) ((word) >> 16 & 7u)
-#define STORE (1u << 19)
-// Sources of an operand, and kinds of a place (in its three lowest bits).
+#define KIND_A(word) ((word) >> 10 & 3u)
+#define KIND_B(word) ((word) >> 12 & 3u)
+#define KIND_C(word) ((word) >> 14 & 3u)
+#define STORE (1u << 16)
+// Kinds of places, the two lowest bits of a place; its index is in the others.
 #define NOWHERE 0u
 #define LEVEL 1u
 #define COLUMN 2u
 #define SCALAR 3u
-#define BEFORE 4u  // the result of the instruction before
+// A scalar is repeated, so that it is read like a pack of rows.
+#define SCALAR_BYTES 16
 
 // PROGRAM of encoding.py, field by field.
 struct Program {
@@ -70,7 +71,7 @@ struct Arguments {
   const Load* loads;
   const double* constants;
   const double* parameters;
-  real* scalars;
+  real* scalars;              // each LANES times
   double* losses;             // [jobs of the batch]; null: not wanted, like what follows
   double* gradients;          // as the parameters
   double* variable_gradients; // [jobs, variable count]
@@ -103,44 +104,88 @@ struct Arguments {
   int wants_products;
   int is_squares;             // the slope's place holds half the slope of a square
   int weighs_loss;            // each row loss counts w times
-  int deviation;              // the row loss: 0: the program computes it; 1: (f - y)^2; 2: |f - y|
+  int deviation;              // the row loss: 0: the program computes it; 1: (f - y)^2; 2: |f - y|;
+                              // 3: the square of what is in the slope's place
   int target;                 // column of the target
 };
 
 @OPERATORS@
 
+// Rows are only accessed by these functions. As the compiler does not see what they do, it does not
+// merge cases of the switch, and keeps the result of an instruction in the registers of the one
+// before.
+#if REAL_BYTES == 4
+__device__ __forceinline__ real load_row(const char* place) {
+  real v;
+  asm volatile("ld.f32 %0, [%1];" : "=f"(v) : "l"(place));
+  return v;
+}
+__device__ __forceinline__ Pack load_pack(const char* place) {
+  Pack v;
+  asm volatile("ld.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.lane[0]), "=f"(v.lane[1]), "=f"(v.lane[2]), "=f"(v.lane[3]) : "l"(place));
+  return v;
+}
+#else
+__device__ __forceinline__ real load_row(const char* place) {
+  real v;
+  asm volatile("ld.f64 %0, [%1];" : "=d"(v) : "l"(place));
+  return v;
+}
+__device__ __forceinline__ Pack load_pack(const char* place) {
+  Pack v;
+  asm volatile("ld.v2.f64 {%0, %1}, [%2];" : "=d"(v.lane[0]), "=d"(v.lane[1]) : "l"(place));
+  return v;
+}
+#endif
+
 // Levels are in shared memory, or in global memory if that is too small.
 #if FAR
-typedef unsigned char* Place;
-__device__ __forceinline__ Place place_of(unsigned char* memory) { return memory; }
-__device__ __forceinline__ Pack load_level(Place place) { return *(const Pack*)place; }
-__device__ __forceinline__ void store_level(Place place, const Pack& v) { *(Pack*)place = v; }
+typedef char* Place;
+__device__ __forceinline__ Place place_of(unsigned char* memory) { return (char*)memory; }
+__device__ __forceinline__ const char* address_of(Place place) { return place; }
+__device__ __forceinline__ Pack load_level(Place place) { return load_pack(place); }
+__device__ __forceinline__ void store_level(Place place, const real* v) {
+#pragma unroll
+  for (int j = 0; j < LANES; ++j) ((volatile real*)place)[j] = v[j];
+}
 #else
 typedef unsigned Place;
 __device__ __forceinline__ Place place_of(unsigned char* memory) {
   return (unsigned)__cvta_generic_to_shared(memory);
 }
-__device__ __forceinline__ Pack load_level(Place place) { return load_shared(place); }
-__device__ __forceinline__ void store_level(Place place, const Pack& v) {
-  store_shared(place, v.lane);
+__device__ __forceinline__ const char* address_of(Place place) {
+  return (const char*)__cvta_shared_to_generic(place);
 }
+__device__ __forceinline__ Pack load_level(Place place) { return load_shared(place); }
+__device__ __forceinline__ void store_level(Place place, const real* v) { store_shared(place, v); }
 #endif
+
+// Rows of an operand, in any memory.
+struct Operand {
+  const char* first;  // this lane's first pack
+  unsigned step;      // bytes to its next one
+
+  __device__ __forceinline__ Pack pack(int g) const { return load_pack(first + g * step); }
+  __device__ __forceinline__ real row(int i) const {
+    return load_row(first + i / LANES * step + i % LANES * REAL_BYTES);
+  }
+};
 
 // The tile that a warp works on, as one of its lanes sees it.
 struct Tile {
   const char* variables;  // of the first variable, at this lane's first row
   const char* weights;
-  const real* scalars;
+  const char* scalars;
   Place levels;           // this lane's part of the first level
   unsigned long long stride;
-  bool full;              // no row is left out
   int row;                // this lane's first row
   int first_row;
   int end_row;
 
   __device__ __forceinline__ bool inside(int g, int j) const {
     const int at = row + g * 32 * LANES + j;
-    return full || (at >= first_row && at < end_row);
+    return at >= first_row && at < end_row;
   }
   __device__ __forceinline__ Place level(unsigned index) const {
     return levels + index * (unsigned)LEVEL_BYTES;
@@ -148,15 +193,22 @@ struct Tile {
   __device__ __forceinline__ const char* column(unsigned index) const {
     return variables + index * stride;
   }
-  // One group of rows of a place that is a level or a column.
-  __device__ __forceinline__ Pack group(unsigned place, int g) const {
-    return (place & 7u) == LEVEL ? load_level(level(place >> 3) + g * GROUP_BYTES)
-                                 : load(column(place >> 3) + g * GROUP_BYTES);
+  __device__ __forceinline__ const char* scalar(unsigned index) const {
+    return scalars + index * (unsigned long long)SCALAR_BYTES;
   }
-  // Likewise, with 0 in rows that are left out.
-  __device__ __forceinline__ Pack used(unsigned place, int g) const {
-    Pack pack = group(place, g);
-    if (!full) {
+  __device__ __forceinline__ Operand operand(unsigned kind, unsigned index) const {
+    if (kind == LEVEL) return {address_of(level(index)), GROUP_BYTES};
+    if (kind == COLUMN) return {column(index), GROUP_BYTES};
+    return {scalar(index), 0u};
+  }
+  __device__ __forceinline__ Operand operand(unsigned place) const {
+    return operand(place & 3u, place >> 2);
+  }
+  // One group of rows; if the tile is not PLAIN, with 0 in rows that are left out.
+  template <bool PLAIN>
+  __device__ __forceinline__ Pack used(const Operand& operand, int g) const {
+    Pack pack = operand.pack(g);
+    if (!PLAIN) {
 #pragma unroll
       for (int j = 0; j < LANES; ++j) pack.lane[j] = inside(g, j) ? pack.lane[j] : (real)0;
     }
@@ -164,60 +216,111 @@ struct Tile {
   }
 };
 
-__device__ __forceinline__ void fetch(real (&x)[ROWS], unsigned source, unsigned index,
-                                      const Tile& tile) {
-  if (source == SCALAR) {
-    const real u = __ldg(tile.scalars + index);
-    FOR_EACH_ROW(x[i] = u)
-  } else {
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
-      const Pack pack = tile.group(index << 3 | source, g);
-#pragma unroll
-      for (int j = 0; j < LANES; ++j) x[g * LANES + j] = pack.lane[j];
-    }
+// STATEMENT uses row i of this thread, and u, the same row of an operand of which PACK is group g.
+#define FOR_EACH_ROW_OF(PACK, STATEMENT)                \
+  _Pragma("unroll") for (int g = 0; g < GROUPS; ++g) {  \
+    const Pack pack = PACK;                             \
+    _Pragma("unroll") for (int j = 0; j < LANES; ++j) { \
+      const int i = g * LANES + j;                      \
+      const real u = pack.lane[j];                      \
+      STATEMENT;                                        \
+    }                                                   \
   }
-}
 
-// Cheap operators: all rows unrolled. Others: a loop, because hot code must fit in the instruction
-// cache; registers cannot be indexed, so the rows are rotated.
-#define CHEAP(label, EXPRESSION) \
-  case label: FOR_EACH_ROW(t[i] = EXPRESSION) break;
-#define COSTLY(label, EXPRESSION)                                                   \
-  case label:                                                                       \
-    _Pragma("unroll 1") for (int k = 0; k < ROWS; k += 2) {                         \
-      real r[2];                                                                    \
-      _Pragma("unroll") for (int i = 0; i < 2; ++i) r[i] = EXPRESSION;              \
-      _Pragma("unroll") for (int i = 0; i < ROWS - 2; ++i) {                        \
-        t[i] = t[i + 2];                                                            \
-        u[i] = u[i + 2];                                                            \
-        v[i] = v[i + 2];                                                            \
-      }                                                                             \
-      t[ROWS - 2] = r[0];                                                           \
-      t[ROWS - 1] = r[1];                                                           \
-    }                                                                               \
-    break;
+// Operators of two operands have a case for each kind of b and, behind it, one for the operands the
+// other way round. The cheapest ones have code for every case.
+#define DIRECT_CASES(label, PLACE, LOAD, f)                   \
+  case label: {                                               \
+    const auto place = PLACE;                                 \
+    FOR_EACH_ROW_OF(LOAD(place + g * GROUP_BYTES), t[i] = f(t[i], u)) \
+    break;                                                    \
+  }                                                           \
+  case label + 1: {                                           \
+    const auto place = PLACE;                                 \
+    FOR_EACH_ROW_OF(LOAD(place + g * GROUP_BYTES), t[i] = f(u, t[i])) \
+    break;                                                    \
+  }
+#define DIRECT_2(label, f)                                        \
+  DIRECT_CASES(label, tile.level(now.z), load_level, f)           \
+  DIRECT_CASES(label + 2, tile.column(now.z), load_pack, f)       \
+  case label + 4: {                                               \
+    const real u = load_row(tile.scalar(now.z));                  \
+    FOR_EACH_ROW(t[i] = f(t[i], u))                               \
+    break;                                                        \
+  }                                                               \
+  case label + 5: {                                               \
+    const real u = load_row(tile.scalar(now.z));                  \
+    FOR_EACH_ROW(t[i] = f(u, t[i]))                               \
+    break;                                                        \
+  }
+
+// Other cheap operators: all rows unrolled.
+#define SECOND const Operand second = tile.operand(KIND_B(now.x), now.z);
+#define THIRD const Operand third = tile.operand(KIND_C(now.x), now.w >> 16);
+#define ALL_CASES(label) \
+  case label: case label + 1: case label + 2: case label + 3: case label + 4: case label + 5
+#define SWAPPED(label) ((now.x & LABEL_MASK) - (label) & 1)
+#define CHEAP_1(label, f) \
+  case label: FOR_EACH_ROW(t[i] = f(t[i])) break;
+#define CHEAP_2(label, f)                                   \
+  ALL_CASES(label): {                                       \
+    SECOND                                                  \
+    if (SWAPPED(label)) {                                   \
+      FOR_EACH_ROW_OF(second.pack(g), t[i] = f(u, t[i]))    \
+    } else {                                                \
+      FOR_EACH_ROW_OF(second.pack(g), t[i] = f(t[i], u))    \
+    }                                                       \
+    break;                                                  \
+  }
+#define CHEAP_3(label, f)                                                          \
+  case label: {                                                                    \
+    SECOND THIRD                                                                   \
+    _Pragma("unroll") for (int g = 0; g < GROUPS; ++g) {                           \
+      const Pack b = second.pack(g), c = third.pack(g);                            \
+      _Pragma("unroll") for (int j = 0; j < LANES; ++j)                            \
+        t[g * LANES + j] = f(t[g * LANES + j], b.lane[j], c.lane[j]);              \
+    }                                                                              \
+    break;                                                                         \
+  }
+
+// Costly operators: a loop over the rows, because hot code must fit in the instruction cache. The
+// rows are copied to memory, because registers cannot be indexed.
+#define EACH_ROW_IN_TURN(STATEMENT)                       \
+  FOR_EACH_ROW(rows[i] = t[i])                            \
+  _Pragma("unroll 2") for (int i = 0; i < ROWS; ++i) {    \
+    STATEMENT;                                            \
+  }                                                       \
+  FOR_EACH_ROW(t[i] = rows[i])
+#define COSTLY_1(label, f) \
+  case label: { EACH_ROW_IN_TURN(rows[i] = f(rows[i])) break; }
+#define COSTLY_2(label, f)                                         \
+  ALL_CASES(label): {                                              \
+    SECOND                                                         \
+    const bool swapped = SWAPPED(label);                           \
+    EACH_ROW_IN_TURN(                                              \
+        const real u = second.row(i);                              \
+        rows[i] = f(swapped ? u : rows[i], swapped ? rows[i] : u)) \
+    break;                                                         \
+  }
+#define COSTLY_3(label, f) \
+  case label: {            \
+    SECOND THIRD           \
+    EACH_ROW_IN_TURN(rows[i] = f(rows[i], second.row(i), third.row(i))) \
+    break;                 \
+  }
 
 // Runs the program on one tile; its results are stored in levels.
 __device__ __forceinline__ void run(const uint4* code, unsigned count, const Tile& tile) {
-  real t[ROWS], u[ROWS], v[ROWS];
-  FOR_EACH_ROW(t[i] = 0; u[i] = 0; v[i] = 0)
+  real t[ROWS], rows[ROWS];
+  FOR_EACH_ROW(t[i] = 0)
   uint4 next = __ldg(code);
   for (unsigned left = count; left > 0; --left) {
     const uint4 now = next;
     next = __ldg(++code);
-    const unsigned a = SOURCE_A(now.x), b = SOURCE_B(now.x), c = SOURCE_C(now.x);
-    if (b == BEFORE) {
-      FOR_EACH_ROW(u[i] = t[i])
-    } else if (b) {
-      fetch(u, b, now.z, tile);
+    if (KIND_A(now.x)) {
+      const Operand first = tile.operand(KIND_A(now.x), now.y);
+      FOR_EACH_ROW_OF(first.pack(g), t[i] = u)
     }
-    if (c == BEFORE) {
-      FOR_EACH_ROW(v[i] = t[i])
-    } else if (c) {
-      fetch(v, c, now.w >> 16, tile);
-    }
-    if (a != BEFORE) fetch(t, a, now.y, tile);
     // jump_table.py finds the switch by the comment in this instruction.
     unsigned label;
     asm volatile("mov.b32 %0, %1; // dispatch" : "=r"(label) : "r"(now.x & LABEL_MASK));
@@ -229,12 +332,7 @@ __device__ __forceinline__ void run(const uint4* code, unsigned count, const Til
     if (now.x & STORE) {
       const Place place = tile.level(now.w & 0xffffu);
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
-        Pack pack;
-#pragma unroll
-        for (int j = 0; j < LANES; ++j) pack.lane[j] = t[g * LANES + j];
-        store_level(place + g * GROUP_BYTES, pack);
-      }
+      for (int g = 0; g < GROUPS; ++g) store_level(place + g * GROUP_BYTES, t + g * LANES);
     }
   }
 }
@@ -248,38 +346,39 @@ typedef double Term;
 
 #define SIDE 4  // columns that are multiplied with each other at a time
 
-// Sums over a block of columns: of slope times column, and if wanted the lower triangle of
-// products.
-template <bool PRODUCTS>
+// Sums over WIDTH columns: of slope times column, and if wanted the lower triangle of products.
+template <bool PLAIN, bool PRODUCTS, int WIDTH>
 __device__ __forceinline__ void add_diagonal(const Tile& tile, const unsigned* places, int first,
-                                             int columns, unsigned slope, bool wants_slopes,
+                                             unsigned slope_place, bool wants_slopes,
                                              bool weighs_slope, double* sums, double* products,
                                              int lane) {
-  constexpr int N = PRODUCTS ? 16 : 4;
-  const int width = min(SIDE, columns - first);
+  constexpr int WANTED = PRODUCTS ? WIDTH + WIDTH * (WIDTH + 1) / 2 : WIDTH;
+  constexpr int N = WANTED <= 2 ? WANTED : WANTED <= 4 ? 4 : WANTED <= 8 ? 8 : 16;
+  Operand columns[WIDTH];
+#pragma unroll
+  for (int m = 0; m < WIDTH; ++m) columns[m] = tile.operand(__ldg(places + first + m));
+  const Operand slope = tile.operand(slope_place);
   Term terms[N] = {};
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
-    Pack packs[SIDE], s, w;
+    Pack packs[WIDTH], s, w;
 #pragma unroll
-    for (int m = 0; m < SIDE; ++m)
-      if (m < width) packs[m] = tile.used(__ldg(places + first + m), g);
-    if (wants_slopes) s = tile.used(slope, g);
-    if (tile.weights) w = load(tile.weights + g * GROUP_BYTES);
+    for (int m = 0; m < WIDTH; ++m) packs[m] = tile.used<PLAIN>(columns[m], g);
+    if (wants_slopes) s = tile.used<PLAIN>(slope, g);
+    if (!PLAIN && tile.weights) w = load(tile.weights + g * GROUP_BYTES);
 #pragma unroll
     for (int j = 0; j < LANES; ++j) {
-      const Term weight = tile.weights ? (Term)w.lane[j] : (Term)1;
+      const Term weight = !PLAIN && tile.weights ? (Term)w.lane[j] : (Term)1;
       const Term by = wants_slopes ? (Term)s.lane[j] * (weighs_slope ? weight : (Term)1) : (Term)0;
-      Term c[SIDE];
 #pragma unroll
-      for (int m = 0; m < SIDE; ++m) {
-        if (m >= width) continue;
-        c[m] = (Term)packs[m].lane[j];
-        if (wants_slopes) terms[m] += by * c[m];
+      for (int m = 0; m < WIDTH; ++m) {
+        const Term c = (Term)packs[m].lane[j];
+        if (wants_slopes) terms[m] += by * c;
         if (PRODUCTS) {
-          const Term left = c[m] * weight;
+          const Term left = c * weight;
 #pragma unroll
-          for (int n = 0; n <= m; ++n) terms[SIDE + m * (m + 1) / 2 + n] += left * c[n];
+          for (int n = 0; n <= m; ++n)
+            terms[WIDTH + m * (m + 1) / 2 + n] += left * (Term)packs[n].lane[j];
         }
       }
     }
@@ -290,36 +389,40 @@ __device__ __forceinline__ void add_diagonal(const Tile& tile, const unsigned* p
   const double sum = warp_sums<N>(values, lane);
   const int index = lane / (32 / N);
   if (lane % (32 / N)) return;
-  if (index < width) {
-    sums[first + index] += sum;
-  } else if (index >= SIDE) {
-    const int pair = index - SIDE, m = pair < 1 ? 0 : pair < 3 ? 1 : pair < 6 ? 2 : 3;
-    const int n = pair - m * (m + 1) / 2;
-    const int i = first + m, j = first + n;
-    if (m < width && n <= m) products[i * (i + 1) / 2 + j] += sum;
+  if (index < WIDTH) {
+    sums[first + index] = sum;
+  } else if (PRODUCTS) {
+    const int pair = index - WIDTH, m = pair < 1 ? 0 : pair < 3 ? 1 : pair < 6 ? 2 : 3;
+    const int n = pair - m * (m + 1) / 2, i = first + m, j = first + n;
+    if (m < WIDTH) products[i * (i + 1) / 2 + j] = sum;
   }
 }
 
 // Products of one block of columns with an earlier one.
+template <bool PLAIN>
 __device__ __forceinline__ void add_square(const Tile& tile, const unsigned* places, int first,
                                            int second, int columns, double* products, int lane) {
-  const int height = min(SIDE, columns - first);
+  Operand lefts[SIDE], rights[SIDE];
+#pragma unroll
+  for (int m = 0; m < SIDE; ++m) {
+    lefts[m] = tile.operand(__ldg(places + min(first + m, columns - 1)));
+    rights[m] = tile.operand(__ldg(places + second + m));
+  }
   Term terms[SIDE * SIDE] = {};
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
     Pack left[SIDE], right[SIDE], w;
 #pragma unroll
     for (int m = 0; m < SIDE; ++m) {
-      if (m < height) left[m] = tile.used(__ldg(places + first + m), g);
-      right[m] = tile.used(__ldg(places + second + m), g);
+      left[m] = tile.used<PLAIN>(lefts[m], g);
+      right[m] = tile.used<PLAIN>(rights[m], g);
     }
-    if (tile.weights) w = load(tile.weights + g * GROUP_BYTES);
+    if (!PLAIN && tile.weights) w = load(tile.weights + g * GROUP_BYTES);
 #pragma unroll
     for (int j = 0; j < LANES; ++j) {
-      const Term weight = tile.weights ? (Term)w.lane[j] : (Term)1;
+      const Term weight = !PLAIN && tile.weights ? (Term)w.lane[j] : (Term)1;
 #pragma unroll
       for (int m = 0; m < SIDE; ++m) {
-        if (m >= height) continue;
         const Term by = (Term)left[m].lane[j] * weight;
 #pragma unroll
         for (int n = 0; n < SIDE; ++n) terms[m * SIDE + n] += by * (Term)right[n].lane[j];
@@ -331,40 +434,49 @@ __device__ __forceinline__ void add_square(const Tile& tile, const unsigned* pla
   for (int i = 0; i < SIDE * SIDE; ++i) values[i] = (double)terms[i];
   const double sum = warp_sums<SIDE * SIDE>(values, lane);
   const int i = first + lane / 2 / SIDE, j = second + lane / 2 % SIDE;
-  if (lane % 2 == 0 && i < columns) products[i * (i + 1) / 2 + j] += sum;
+  if (lane % 2 == 0 && i < columns) products[i * (i + 1) / 2 + j] = sum;
 }
 
 // Sum of the row losses of this thread's rows, in float64. Squared and absolute deviations are
 // computed from values and target, as in interpreter.cu; the program has computed other row losses.
+template <bool PLAIN>
 __device__ __forceinline__ double row_losses(const Tile& tile, const Arguments& arguments,
                                              const Program& program) {
-  const bool weighs = arguments.weighs_loss && tile.weights;
+  const bool weighs = !PLAIN && arguments.weighs_loss && tile.weights;
   const int deviation = arguments.deviation;
-  const unsigned place = deviation ? program.result : program.loss;
-  const char* const target = tile.column(arguments.target);
+  const unsigned place = deviation == 0 ? program.loss
+                         : deviation == 3 ? program.slope : program.result;
+  const Operand losses = tile.operand(place);
+  const char* const target = tile.operand(COLUMN, arguments.target).first;
   double sum = 0.0;
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
-    const Pack l = tile.used(place, g);
+    const Pack l = tile.used<PLAIN>(losses, g);
     Pack y, w;
-    if (deviation) y = load(target + g * GROUP_BYTES);
+    if (deviation == 1 || deviation == 2) y = load(target + g * GROUP_BYTES);
     if (weighs) w = load(tile.weights + g * GROUP_BYTES);
 #pragma unroll
     for (int j = 0; j < LANES; ++j) {
       double term = (double)l.lane[j];
       if (deviation) {
-        const double d = difference(l.lane[j], y.lane[j]);
-        term = deviation == 1 ? d * d : fabs(d);
+        const double d = deviation == 3 ? term : difference(l.lane[j], y.lane[j]);
+        term = deviation == 2 ? fabs(d) : d * d;
       }
       const double weight = weighs ? (double)w.lane[j] : 1.0;
-      if (tile.full || tile.inside(g, j)) sum += weight * term;
+      if (PLAIN || tile.inside(g, j)) sum += weight * term;
     }
   }
   return sum;
 }
 
+__device__ __forceinline__ real* scalars_of(const Arguments& arguments, const Program& program,
+                                            int vector) {
+  return arguments.scalars +
+         (program.scalar + (unsigned long long)vector * program.scalars) * LANES;
+}
+
 __device__ __forceinline__ real factor_of(const Entry& entry, const real* scalars) {
-  return entry.factor < 0 ? (real)1 : scalars[entry.factor];
+  return entry.factor < 0 ? (real)1 : scalars[entry.factor * LANES];
 }
 
 // Stores the derivatives of a tile's values by each parameter.
@@ -375,12 +487,12 @@ __device__ void store_jacobian(const Tile& tile, const Arguments& arguments, con
     FOR_EACH_ROW(x[i] = 0)
     for (unsigned k = 0; k < program.entries; ++k) {
       const Entry entry = arguments.entries[program.entry + k];
-      const real factor = factor_of(entry, tile.scalars);
+      const real factor = factor_of(entry, (const real*)tile.scalars);
       if (entry.leaf != (int)parameter || factor == (real)0) continue;
-      const unsigned column = arguments.columns[program.column + entry.column];
+      const Operand column = tile.operand(arguments.columns[program.column + entry.column]);
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
-        const Pack c = tile.group(column, g);
+        const Pack c = column.pack(g);
 #pragma unroll
         for (int j = 0; j < LANES; ++j)
           if (c.lane[j] != (real)0) x[g * LANES + j] += factor * c.lane[j];
@@ -402,50 +514,68 @@ __device__ __forceinline__ unsigned sum_count(const Arguments& arguments, const 
   return 1 + columns + (arguments.wants_products ? columns * (columns + 1) / 2 : 0);
 }
 
-__device__ __forceinline__ void add_sums(const Tile& tile, const Arguments& arguments,
-                                         const Program& program, double* sums, int lane) {
+// Adds a tile to the sums, and to the loss of this lane's rows. A tile is PLAIN if no row is left out
+// and none has a weight.
+template <bool PLAIN>
+__device__ __noinline__ double add_sums(const Tile tile, const Arguments& arguments,
+                                        const Program& program, double* sums, int lane) {
+  const double loss = arguments.wants_loss ? row_losses<PLAIN>(tile, arguments, program) : 0.0;
   const int columns = program.columns;
+  if (!arguments.wants_slopes && !arguments.wants_products) {
+    for (int k = lane; k < columns; k += 32) sums[1 + k] = 0.0;
+    return loss;
+  }
   const unsigned* const places = arguments.columns + program.column;
   double* const slopes = sums + 1;
   double* const products = slopes + columns;
   for (int first = 0; first < columns; first += SIDE) {
+#define ADD_DIAGONAL(PRODUCTS, WIDTH)                                                          \
+  add_diagonal<PLAIN, PRODUCTS, WIDTH>(tile, places, first, program.slope,                     \
+                                       arguments.wants_slopes, arguments.weighs_loss, slopes,  \
+                                       products, lane)
+#define ADD_WIDTH(WIDTH)                                   \
+  if (arguments.wants_products) ADD_DIAGONAL(true, WIDTH); \
+  else ADD_DIAGONAL(false, WIDTH);
+    switch (columns - first) {
+      case 1: ADD_WIDTH(1) break;
+      case 2: ADD_WIDTH(2) break;
+      case 3: ADD_WIDTH(3) break;
+      default: ADD_WIDTH(4)
+    }
     if (arguments.wants_products) {
-      add_diagonal<true>(tile, places, first, columns, program.slope, arguments.wants_slopes,
-                         arguments.weighs_loss, slopes, products, lane);
       for (int second = 0; second < first; second += SIDE)
-        add_square(tile, places, first, second, columns, products, lane);
-    } else {
-      add_diagonal<false>(tile, places, first, columns, program.slope, true,
-                          arguments.weighs_loss, slopes, products, lane);
+        add_square<PLAIN>(tile, places, first, second, columns, products, lane);
     }
   }
+  return loss;
 }
 
-// Runs a job on one tile and adds to the sums, and to the loss of this lane's rows.
+// Runs a job on one tile, of which the sums are.
 __device__ __forceinline__ void add_tile(const Arguments& arguments, const Program& program,
                                          int job, int vector, int number, Place levels,
-                                         double* sums, double& loss, int lane) {
+                                         double* sums, int lane) {
   const int tile_row = number * TILE, offset = tile_row + lane * LANES;
   Tile tile;
   tile.row = offset;
   tile.first_row = arguments.first_row;
   tile.end_row = arguments.end_row;
-  tile.full = tile_row >= arguments.first_row && tile_row + TILE <= arguments.end_row;
   tile.stride = arguments.stride;
   tile.variables = (const char*)(arguments.variables + offset);
   tile.weights = arguments.weights ? (const char*)(arguments.weights + offset) : 0;
-  tile.scalars = arguments.scalars + program.scalar + (unsigned long long)vector * program.scalars;
+  tile.scalars = (const char*)scalars_of(arguments, program, vector);
   tile.levels = levels;
   run(arguments.instructions + program.first, program.count, tile);
-  if (arguments.wants_loss) loss += row_losses(tile, arguments, program);
-  if (arguments.wants_slopes || arguments.wants_products)
-    add_sums(tile, arguments, program, sums, lane);
+  const bool full = tile_row >= arguments.first_row && tile_row + TILE <= arguments.end_row;
+  const double loss = full && !tile.weights ? add_sums<true>(tile, arguments, program, sums, lane)
+                                            : add_sums<false>(tile, arguments, program, sums, lane);
+  const double total = warp_sum(loss);
+  if (lane == 0) sums[0] = total;
   const long long pitch = (long long)arguments.tiles * TILE;
   if (arguments.values) {
     real* const place = arguments.values + (job - arguments.first_job) * pitch + offset;
+    const Operand result = tile.operand(program.result);
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-      *(Pack*)(place + g * 32 * LANES) = tile.group(program.result, g);
+    for (int g = 0; g < GROUPS; ++g) *(Pack*)(place + g * 32 * LANES) = result.pack(g);
   }
   if (arguments.jacobian) {
     const long long row =
@@ -461,52 +591,55 @@ linearise(const __grid_constant__ Arguments arguments) {
   const int vector = job % arguments.vectors;
   const Program& program = arguments.programs[job / arguments.vectors];
   const unsigned count = sum_count(arguments, program);
-  const unsigned sum_bytes = (count * 8 + 15) / 16 * 16;
-  const unsigned own_bytes = sum_bytes + program.levels * LEVEL_BYTES;
-  const int workers = max(1u, min((unsigned)WARPS, arguments.shared_bytes / own_bytes));
+  const unsigned sum_bytes = (count * 8 + 15) / 16 * 16, level_bytes = program.levels * LEVEL_BYTES;
+  // Memory of the block: sums of `rows` tiles, then levels of each warp that takes part.
 #if FAR
-  const unsigned long long need = arguments.warp_bytes;
+  const int rows = WARPS, workers = WARPS;
   unsigned char* const memory =
-      arguments.far + ((unsigned long long)blockIdx.y * gridDim.x + blockIdx.x) * WARPS * need;
+      arguments.far +
+      ((unsigned long long)blockIdx.y * gridDim.x + blockIdx.x) * WARPS * arguments.warp_bytes;
 #else
+  const unsigned size = max((unsigned)arguments.shared_bytes, sum_bytes + level_bytes);
+  const int rows =
+      max(1u, min((unsigned)BLOCK_TILES, min(size / 4, size - level_bytes) / sum_bytes));
+  const unsigned left = size - rows * sum_bytes;
+  const int workers = max(1u, min((unsigned)min(WARPS, rows), left / max(level_bytes, 1u)));
   extern __shared__ __align__(16) unsigned char memory[];
-  const unsigned need = own_bytes;
 #endif
-  double* const sums = (double*)(memory + warp * need);
+  unsigned char* const levels = memory + rows * (unsigned long long)sum_bytes +
+                                warp * (unsigned long long)level_bytes + lane * 16;
+  double* const partials =
+      arguments.partials + (program.sum + (unsigned long long)vector * count) * arguments.blocks +
+      (unsigned long long)blockIdx.x * count;
   // Tiles of the launch; those of the first block may begin before it.
-  const int first_tile =
-      (int)(blockIdx.x * BLOCK_TILES - arguments.first_tile % BLOCK_TILES);
-  const int end_tile = min(first_tile + BLOCK_TILES, arguments.tiles);
-  // A block of rows has WARPS parts. If there are fewer workers, they take several turns.
+  const int first_tile = (int)(blockIdx.x * BLOCK_TILES - arguments.first_tile % BLOCK_TILES);
+  const int begin = max(first_tile, 0), end_tile = min(first_tile + BLOCK_TILES, arguments.tiles);
+  // The sums of tiles are added up in their order, so that the result does not depend on how many
+  // warps take part.
 #pragma unroll 1
-  for (int done = 0; done < WARPS; done += workers) {
-    const int part = done + warp;
-    if (warp < workers && part < WARPS) {
-      for (unsigned k = lane; k < count; k += 32) sums[k] = 0.0;
-      __syncwarp();
-      double loss = 0.0;
+  for (int first = begin; first < end_tile; first += rows) {
+    const int tiles = min(rows, end_tile - first);
 #pragma unroll 1
-      for (int number = first_tile + part; number < end_tile; number += WARPS) {
-        if (number < 0) continue;
-        add_tile(arguments, program, job, vector, number,
-                 place_of(memory + warp * need + sum_bytes + lane * 16), sums, loss, lane);
-      }
-      loss = warp_sum(loss);
-      if (lane == 0) sums[0] = loss;
+    for (int k = warp; warp < workers && k < tiles; k += workers) {
+      double* const sums = (double*)(memory + k * (unsigned long long)sum_bytes);
+      add_tile(arguments, program, job, vector, first + k, place_of(levels), sums, lane);
     }
     __syncthreads();
-    double* const partials =
-        arguments.partials +
-        (program.sum + (unsigned long long)vector * count) * arguments.blocks +
-        (unsigned long long)blockIdx.x * count;
     for (unsigned k = threadIdx.x; k < count; k += blockDim.x) {
-      double sum = done ? partials[k] : 0.0;
-      for (int w = 0; w < min(workers, WARPS - done); ++w)
-        sum += ((const double*)(memory + w * need))[k];
+      double sum = first > begin ? partials[k] : 0.0;
+      for (int tile = 0; tile < tiles; ++tile)
+        sum += ((const double*)(memory + tile * (unsigned long long)sum_bytes))[k];
       partials[k] = sum;
     }
-    if (done + workers < WARPS) __syncthreads();
+    __syncthreads();
   }
+}
+
+__device__ __forceinline__ void store_scalar(real* scalars, unsigned index, real x) {
+  Pack pack;
+#pragma unroll
+  for (int j = 0; j < LANES; ++j) pack.lane[j] = x;
+  *((Pack*)scalars + index) = pack;
 }
 
 // Computes the scalars of every job: parameters, constants, and what depends on them alone. A warp
@@ -515,26 +648,25 @@ extern "C" __global__ void evaluate_scalars(const __grid_constant__ Arguments ar
   const int job = __ldg(arguments.order + blockIdx.x);
   const int vector = job % arguments.vectors;
   const Program& program = arguments.programs[job / arguments.vectors];
-  real* const scalars =
-      arguments.scalars + program.scalar + (unsigned long long)vector * program.scalars;
+  real* const scalars = scalars_of(arguments, program, vector);
   const double* const parameters =
       arguments.parameters + program.parameter + (unsigned long long)vector * program.parameters;
   for (unsigned k = threadIdx.x; k < program.loads; k += 32) {
     const Load load = arguments.loads[program.load + k];
-    scalars[load.scalar] = (real)(load.parameter < 0 ? arguments.constants[program.load + k]
-                                                     : parameters[load.parameter]);
+    store_scalar(scalars, load.scalar,
+                 (real)(load.parameter < 0 ? arguments.constants[program.load + k]
+                                           : parameters[load.parameter]));
   }
   __syncwarp();
   if (threadIdx.x) return;
   for (unsigned k = 0; k < program.prologue_count; ++k) {
     const uint4 now = arguments.instructions[program.prologue + k];
-    real t[1] = {scalars[now.y]};
-    const real u[1] = {scalars[now.z]}, v[1] = {scalars[now.w >> 16]};
-    const int i = 0;
+    real t = scalars[now.y * LANES];
+    const real u = scalars[now.z * LANES], v = scalars[(now.w >> 16) * LANES];
     switch (now.x & LABEL_MASK) {
 @SCALAR_CASES@
     }
-    scalars[now.w & 0xffffu] = t[0];
+    store_scalar(scalars, now.w & 0xffffu, t);
   }
 }
 
@@ -561,8 +693,7 @@ combine(const __grid_constant__ Arguments arguments) {
     }
     return;
   }
-  const real* const scalars =
-      arguments.scalars + program.scalar + (unsigned long long)vector * program.scalars;
+  const real* const scalars = scalars_of(arguments, program, vector);
   const Entry* const entries = arguments.entries + program.entry;
   if (threadIdx.x == 0 && arguments.losses) arguments.losses[job] = one_nan(sums[0]);
   const double* const slopes = sums + 1;

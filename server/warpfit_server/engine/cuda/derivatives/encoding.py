@@ -2,7 +2,8 @@
 
 The code that differentiates, schedules and allocates levels is shared with the CPU engine. The
 encoding adds two things to each instruction: whether an operand is the result of the instruction
-before, which is still in registers, and whether its own result is read from a level later.
+before, which is still in registers, and whether its own result is read from a level later. Only one
+operand of at most two can be in registers; it becomes the first one.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, NONE, RESUL
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import uncounted
 
-#: Sources of an operand, and kinds of a place.
+#: Kinds of a place, in the two lowest bits; an operand that is nowhere is in registers.
+_NOWHERE: Final = 0
 _LEVEL: Final = 1
 _COLUMN: Final = 2
 _SCALAR: Final = 3
-_BEFORE: Final = 4
-_STORE: Final = 1 << 19
-_PLACE_SHIFT: Final = 3
+_KIND_BITS: Final = 2
+#: First bit of the operands' kinds in an instruction, and the bit of a result that is stored.
+_KINDS: Final = 10
+_STORE: Final = 1 << 16
 #: The struct Program of derivatives.cu, field by field; compiled code uses the fields' indices.
 _FIELDS: Final = (
     *("first", "count", "prologue", "prologue_count", "load", "loads", "scalar", "scalars"),
@@ -146,7 +149,7 @@ def encode_program(
     for level in range(slots):
         is_read[level] = False
     is_read[slots] = keeps_values
-    record[_RESULT] = slots << _PLACE_SHIFT | _LEVEL
+    record[_RESULT] = slots << _KIND_BITS | _LEVEL
     for k in range(header.columns):
         place = _read_at_end(lowered.columns[k], slots, is_read)
         out.columns[np.int64(record[_COLUMNS_FIRST]) + k] = place
@@ -210,11 +213,10 @@ def _level(place: int, slots: int) -> Any:
 @uncounted
 def _read_at_end(place: int, slots: int, is_read: Any) -> Any:
     """Translate a place that is read after the program has run, and note that its level is read."""
-    if place & 3 == INPUT:
-        return place >> 2 << _PLACE_SHIFT | _COLUMN
-    level = _level(place, slots)
-    is_read[level] = True
-    return level << _PLACE_SHIFT | _LEVEL
+    found = _place(place, slots)
+    if found & 3 == _LEVEL:
+        is_read[found >> _KIND_BITS] = True
+    return found
 
 
 @uncounted
@@ -238,26 +240,36 @@ def _encode_rows(
     slots: int, is_read: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Encode an instruction on rows; return the index of a third operand."""
-    code = instruction.code
-    word, third = labels[code] | (_STORE if stores else 0), np.int64(0)
-    out[1] = out[2] = 0
-    for k in range(_operands(code, arities)):
-        place = instruction.operands[k]
+    arity, operands = _operands(instruction.code, arities), instruction.operands
+    label = labels[instruction.code]
+    first, second = _place(operands[0], slots), np.int64(0)
+    third = _place(operands[2], slots) if arity > 2 else np.int64(0)
+    if arity > 1:
+        second = _place(operands[1], slots)
+    in_registers = before << _KIND_BITS | _LEVEL
+    if arity == 2:
+        if second == in_registers != first:
+            label, first, second = label + 1, second, first
+        label += 2 * ((second & 3) - _LEVEL)
+    if first == in_registers:
+        first = np.int64(_NOWHERE)
+    word = label | (_STORE if stores else 0)
+    for k, place in enumerate((first, second, third)):
         kind = place & 3
-        index, source = place >> 2, _COLUMN
-        if kind == SCALAR:
-            source = _SCALAR
-        elif kind != INPUT:
-            index, source = _level(place, slots), _LEVEL
-            if index == before:
-                index, source = np.int64(0), _BEFORE
-            else:
-                is_read[index] = True
-        word |= source << (10 + 3 * k)
-        if k < 2:
-            out[1 + k] = index
-        else:
-            third = index
-    out[0] = word
-    out[3] = level | third << 16
-    return third
+        word |= kind << (_KINDS + _KIND_BITS * k)
+        if kind == _LEVEL:
+            is_read[place >> _KIND_BITS] = True
+    out[0], out[1], out[2] = word, first >> _KIND_BITS, second >> _KIND_BITS
+    out[3] = level | third >> _KIND_BITS << 16
+    return third >> _KIND_BITS
+
+
+@uncounted
+def _place(operand: int, slots: int) -> Any:
+    """Return the place of an operand of an instruction on rows."""
+    kind, index = operand & 3, operand >> 2
+    if kind == SCALAR:
+        return index << _KIND_BITS | _SCALAR
+    if kind == INPUT:
+        return index << _KIND_BITS | _COLUMN
+    return _level(operand, slots) << _KIND_BITS | _LEVEL

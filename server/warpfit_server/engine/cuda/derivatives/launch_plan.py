@@ -18,7 +18,7 @@ from warpfit.request import Precision
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.device_calls import new_pieces, place_piece
 from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, PROGRAM, ProgramRecords
-from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, WARPS, template
+from warpfit_server.engine.cuda.derivatives.source import WARPS, block_tiles, template
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -27,8 +27,9 @@ from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Sp
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.row_blocks import levels_between
 
-#: Bytes of rows that a thread works on at a time.
-ROW_BYTES: Final = 32
+#: Bytes of rows that a thread works on at a time. Precise functions are long: their code for more
+#: rows would not fit in the instruction cache.
+_ROW_BYTES: Final = {Mode.FAST: 64, Mode.PRECISE: 32, Mode.DOUBLE: 32}
 #: Most bytes of results that one launch leaves on the device, and their part of its memory.
 _CHUNK_BYTES: Final = 64 << 20
 _CHUNK_SHARE: Final = 1 / 8
@@ -42,7 +43,7 @@ _INSTRUCTION_ROWS: Final = {Mode.FAST: 12e6, Mode.PRECISE: 10e6, Mode.DOUBLE: 4e
 #: Classes of work by which jobs are ordered.
 _CLASSES: Final = 256
 #: Variants of the kernels by their mode.
-VARIANT_OF: Final = {mode: Variant.of(mode, ROW_BYTES) for mode in Mode}
+VARIANT_OF: Final = {mode: Variant.of(mode, _ROW_BYTES[mode]) for mode in Mode}
 #: A job, a sum and a parameter.
 Ends = tuple[int, int, int]
 DERIVATIVE_ARGUMENTS: Final = argument_struct(template("derivatives.cu"), "Arguments")
@@ -52,6 +53,11 @@ _PLACES: Final[Any] = DERIVATIVE_ARGUMENTS.fields
 WORD_OF: Final = {
     name: int(offset) // 8 for name, (kind, offset, *_) in _PLACES.items() if kind.itemsize == 8
 }
+#: What the row loss is, in `DERIVATIVE_ARGUMENTS`, see derivatives.cu.
+_DEVIATIONS: Final = ("", "squared", "absolute")
+_SQUARE_OF_SLOPE: Final = 3
+#: Bytes of a scalar on the device, see derivatives.cu.
+SCALAR_BYTES: Final = 16
 #: Rows of a leaf of statistics.cu, and its numbers.
 LEAF_ROWS: Final = 1024
 NODE_STATISTICS: Final = 14
@@ -110,14 +116,14 @@ class DerivativeGeometry(NamedTuple):
         """Describe the work on some rows."""
         first_tile, first_leaf = rows[0] // variant.tile, rows[0] // LEAF_ROWS
         aligned = first_tile * variant.tile
-        tiles = -(-(rows[1] - aligned) // variant.tile)
+        tiles, own = -(-(rows[1] - aligned) // variant.tile), block_tiles(variant)
         return cls(
             aligned=aligned,
             first_row=rows[0] - aligned,
             end_row=rows[1] - aligned,
             first_tile=first_tile,
             tiles=tiles,
-            blocks=-(-(first_tile + tiles) // BLOCK_TILES) - first_tile // BLOCK_TILES,
+            blocks=-(-(first_tile + tiles) // own) - first_tile // own,
             first_leaf=first_leaf,
             leaves=-(-rows[1] // LEAF_ROWS) - first_leaf,
             pitch=tiles * variant.tile * variant.dtype.itemsize,
@@ -172,6 +178,14 @@ def stores_values(wanted: RequestedOutputs) -> bool:
     return any(output is not None for output in (wanted.values, wanted.reductions, wanted.moments))
 
 
+def squares_slope(mode: Mode, wanted: RequestedOutputs) -> bool:
+    """Return whether losses are computed from half their derivative, so that values need no level.
+
+    In fast mode f - y is rounded to float32 for both.
+    """
+    return mode.is_fast and wanted.is_squares and wanted.needs_loss_derivative
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchDraft:
     """The part of a `LaunchPlan` that can be made while the programs are still being lowered."""
@@ -192,6 +206,8 @@ def draft_launches(
     variant = VARIANT_OF[Mode.of(resident.dataset.layout.dtype, precision)]
     geometry = DerivativeGeometry.of(variant, rows)
     costs, words = _costs(geometry, wanted), _arguments(resident, wanted)
+    if squares_slope(variant.mode, wanted):
+        words.view(DERIVATIVE_ARGUMENTS)["deviation"] = _SQUARE_OF_SLOPE
     return LaunchDraft(variant, geometry, rows[1] - rows[0], costs, words)
 
 
@@ -236,7 +252,7 @@ def plan_launches(
         pieces=pieces,
         order=order,
         chunks=tuple(starmap(DerivativeChunk, chunks[:count].tolist())),
-        scalar_bytes=max(1, scalars * code.vectors) * variant.dtype.itemsize,
+        scalar_bytes=max(1, scalars * code.vectors) * SCALAR_BYTES,
     )
 
 
@@ -273,7 +289,7 @@ def _arguments(resident: ResidentDataset, wanted: RequestedOutputs) -> NDArray[n
     arguments["wants_slopes"] = wanted.needs_loss_derivative
     arguments["wants_products"] = wanted.curvatures is not None
     arguments["is_squares"] = wanted.is_squares
-    arguments["deviation"] = ("", "squared", "absolute").index(wanted.deviation)
+    arguments["deviation"] = _DEVIATIONS.index(wanted.deviation)
     arguments["target"] = layout.variables
     return words
 

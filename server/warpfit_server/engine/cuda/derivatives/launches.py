@@ -28,7 +28,7 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
     LaunchPlan,
     stores_values,
 )
-from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, COMBINE_THREADS, WARPS
+from warpfit_server.engine.cuda.derivatives.source import COMBINE_THREADS, WARPS, block_tiles
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ResidentDataset,
@@ -245,7 +245,7 @@ def _combine_nodes(
         arguments = words.view(DERIVATIVE_ARGUMENTS)
         arguments["partials"], arguments["blocks"] = nodes.address, count
         arguments["pitch"] = width
-        arguments["first_tile"] = nodes.first * BLOCK_TILES
+        arguments["first_tile"] = nodes.first * block_tiles(launch.plan.variant)
         if parents is not None:
             parents.receive(arguments, 0, nodes.rows[0], nodes.length)
         place = array_address(words)
@@ -285,7 +285,7 @@ def _launch_chunk(context: StreamContext, launch: _ChunkLaunch) -> None:
     words.view(np.int32)[_CHUNK_NUMBERS] = *rows, chunk.first_job
     words[WORD_OF["order"]] += 4 * chunk.first_job
     if whole.nodes is not None:
-        block = BLOCK_TILES * plan.variant.tile
+        block = block_tiles(plan.variant) * plan.variant.tile
         start = geometry.aligned + geometry.first_row
         whole.nodes.receive(words.view(DERIVATIVE_ARGUMENTS), 0, start, block)
     kernels, place = whole.kernels, array_address(words)

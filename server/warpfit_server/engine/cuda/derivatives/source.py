@@ -4,45 +4,46 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.rules import CODES, PRODUCT_CODE, partial_kernels
+from warpfit_server.engine.autodiff.rules import CODES, PRODUCT_CODE, arities, partial_kernels
 from warpfit_server.engine.cuda.interpreter.source import (
     Variant,
     device_function,
     is_costly,
+    is_direct,
     operator_functions,
     source_of,
 )
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.precise import precise_calls
 from warpfit_server.engine.cuda.math.prelude import operator_source, render
-from warpfit_server.engine.lowering.lowered import COPY_CODE
 
 #: Warps of a block, and the least blocks of a multiprocessor.
 WARPS: Final = 8
 BLOCKS: Final = 2
-#: Tiles of a block of rows, whose sums are partial sums.
-BLOCK_TILES: Final = 2 * WARPS
+#: Bytes of a column in a block of rows, whose sums are partial sums.
+_BLOCK_BYTES: Final = 16384
 #: Threads of a block that combines the partial sums of a job.
 COMBINE_THREADS: Final = 128
-_OPERANDS: Final = ("t[i]", "u[i]", "v[i]")
+#: Labels of an instruction with two operands.
+FORMS: Final = 6
+_OPERANDS: Final = ("t", "u", "v")
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A case of the switch: a CUDA C++ expression over the operands ``t[i]``, ``u[i]``..."""
+class _Case(NamedTuple):
+    """The case, or cases, of the switch for one device function."""
 
-    expression: str
-    costly: bool = False
+    function: str
+    arity: int
+    macro: str = "CHEAP"
 
 
 def derivative_source(variant: Variant, *, spills: bool = False) -> str:
@@ -51,22 +52,27 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
     If it ``spills``, intermediate results are in global memory, for programs that need more than
     shared memory has.
     """
-    cases = list(enumerate(_cases(variant), start=1))
+    cases = sorted(_cases(variant).items())
     parts = {
         "OPERATORS": [*operator_functions(variant.mode), *_partial_functions(variant.mode)],
         "CASES": [
-            f"      {'COSTLY' if case.costly else 'CHEAP'}({label}, {case.expression})"
-            for label, case in cases
+            f"      {case.macro}_{case.arity}({label}, {case.function})" for label, case in cases
         ],
         "SCALAR_CASES": [
-            f"      case {label}: t[0] = {case.expression}; break;" for label, case in cases
+            f"      case {label}: t = {case.function}({', '.join(_OPERANDS[: case.arity])}); break;"
+            for label, case in cases
         ],
     }
     definitions: dict[str, int | str] = {"FAR": int(spills), "WARPS": WARPS}
-    definitions |= {"BLOCK_TILES": BLOCK_TILES, "COMBINE_THREADS": COMBINE_THREADS}
+    definitions |= {"BLOCK_TILES": block_tiles(variant), "COMBINE_THREADS": COMBINE_THREADS}
     definitions |= {"BLOCKS_AT_LEAST": BLOCKS}
     own = source_of(variant, definitions, template("derivatives.cu"), parts)
     return own + template("statistics.cu")
+
+
+def block_tiles(variant: Variant) -> int:
+    """Return the number of tiles of a block of rows, a power of two."""
+    return _BLOCK_BYTES // (variant.tile * variant.dtype.itemsize)
 
 
 def template(name: str) -> str:
@@ -76,49 +82,59 @@ def template(name: str) -> str:
 
 @cache
 def labels() -> NDArray[np.int64]:
-    """Return the case label of each instruction by code, int64 [CODES]; 0 for other codes.
+    """Return the case label of each instruction by code, int64 [CODES]; 0 if it does nothing.
 
-    Derivatives with the same text share a label.
+    Derivatives with the same text share a label. An instruction with two operands has `FORMS`
+    labels: two for each kind of place of the second one, of which the latter has the operands the
+    other way round.
     """
     table = np.zeros(CODES, dtype=np.int64)
     known: dict[object, int] = {}
-    for code, identity in _instructions():
-        table[code] = known.setdefault(identity, len(known) + 1)
+    end = 1
+    for code, identity, arity in _instructions():
+        if identity not in known:
+            known[identity] = end
+            end += FORMS if arity == 2 else 1
+        table[code] = known[identity]
     return table
 
 
 def case_count() -> int:
     """Return the number of case labels, label 0, which does nothing, included."""
-    return int(labels().max()) + 1
+    last = labels().argmax()
+    return int(labels()[last]) + (FORMS if arities()[last] == 2 else 1)
 
 
-def _instructions() -> Iterator[tuple[int, object]]:
-    """Yield the code of every instruction, and what identifies its case."""
+def _instructions() -> Iterator[tuple[int, object, int]]:
+    """Yield the code of every instruction but copies, what identifies its case, and its arity."""
     for row in OPERATORS.values():
-        yield row.code, row.name
+        yield row.code, row.name, row.arity
     for kernel in partial_kernels():
-        yield kernel.code, (kernel.source, kernel.scaled)
-    yield PRODUCT_CODE, "product"
-    yield COPY_CODE, "copy"
+        yield kernel.code, (kernel.source, kernel.scaled), kernel.arity + kernel.scaled
+    yield PRODUCT_CODE, "product", 2
 
 
-def _cases(variant: Variant) -> list[_Case]:
-    """Return the cases in the order of their labels."""
+def _cases(variant: Variant) -> dict[int, _Case]:
+    """Return the cases by their first labels."""
     table = labels()
     cases: dict[int, _Case] = {}
     for row in OPERATORS.values():
-        operands = ", ".join(_OPERANDS[: row.arity])
-        expression = operator_source(row, variant.mode)
-        cases[int(table[row.code])] = _Case(
-            f"op_{row.name}({operands})", is_costly(expression, variant)
-        )
+        macro = _macro(operator_source(row, variant.mode), row.arity, variant)
+        cases[int(table[row.code])] = _Case(f"op_{row.name}", row.arity, macro)
     for kernel in partial_kernels():
-        operands = ", ".join(_OPERANDS[: kernel.arity + kernel.scaled])
-        costly = is_costly(partial_source(kernel.source, variant.mode), variant)
-        cases.setdefault(int(table[kernel.code]), _Case(f"{kernel.name}({operands})", costly))
-    cases[int(table[PRODUCT_CODE])] = _Case("product(t[i], u[i])")
-    cases[int(table[COPY_CODE])] = _Case("t[i]")
-    return [cases[label] for label in range(1, len(cases) + 1)]
+        arity = kernel.arity + kernel.scaled
+        macro = _macro(partial_source(kernel.source, variant.mode), arity, variant)
+        case = _Case(kernel.name, arity, macro)
+        cases.setdefault(int(table[kernel.code]), case)
+    cases[int(table[PRODUCT_CODE])] = _Case("product", 2, "DIRECT")
+    return cases
+
+
+def _macro(expression: str, arity: int, variant: Variant) -> str:
+    """Return the kind of macro in derivatives.cu that writes the cases of an expression."""
+    if is_costly(expression, variant):
+        return "COSTLY"
+    return "DIRECT" if arity == 2 and is_direct(expression) else "CHEAP"
 
 
 def _partial_functions(mode: Mode) -> Iterator[str]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
-from warpfit.request import Evaluation, Tier, Timings
+from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
 from warpfit_server.engine.autodiff.requested_outputs import (
     RequestedOutputs,
@@ -44,6 +44,7 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
     LaunchPlan,
     draft_launches,
     plan_launches,
+    squares_slope,
     stores_values,
 )
 from warpfit_server.engine.cuda.derivatives.launches import (
@@ -59,6 +60,7 @@ from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering, 
 from warpfit_server.engine.cuda.derivatives.source import BLOCKS, case_count, derivative_source
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ResidentDataset,
@@ -213,7 +215,8 @@ class DerivativeTier:
     ) -> Steps[LaunchPlan]:
         """Plan an evaluation whose code is uploaded together with its parameters."""
         draft = partial(draft_launches, resident, evaluation.precision, rows, wanted)
-        code, drafted = yield from self._lower(resident, evaluation.batch, wanted, draft)
+        lowered = self._lower(resident, evaluation.precision, evaluation.batch, wanted, draft)
+        code, drafted = yield from lowered
         nowhere = [0] * len(INPUTS)
         placed = DeviceCode(code, evaluation.batch.vectors, code.memory, nowhere, code.pieces)
         return plan_launches(self._device, self._shared, drafted, placed)
@@ -231,7 +234,8 @@ class DerivativeTier:
         needs = (rows, evaluation.precision, *outputs, resident.dataset.layout)
         kept = self._kept.of_batch(selection.batch, needs)
         if kept is None:
-            code, _ = yield from self._lower(resident, selection.batch, wanted, lambda: None)
+            given = resident, evaluation.precision, selection.batch, wanted
+            code, _ = yield from self._lower(*given, lambda: None)
             made = _KeptCode(self._keep_on_device(code))
             kept = self._kept.keep(selection.batch, needs, made)
         last, programs = kept.last, selection.programs
@@ -244,6 +248,7 @@ class DerivativeTier:
     def _lower(
         self,
         resident: ResidentDataset,
+        precision: Precision,
         batch: Batch,
         wanted: RequestedOutputs,
         meanwhile: Callable[[], Made],
@@ -253,12 +258,15 @@ class DerivativeTier:
         if wanted.row_loss is not None:
             program = DIFFERENCE if wanted.is_squares else wanted.row_loss
             row_loss = row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
+        keeps_values = stores_values(wanted) or bool(wanted.deviation)
+        if squares_slope(Mode.of(layout.dtype, precision), wanted):
+            keeps_values = stores_values(wanted)
         return self._lowering.lower(
             batch,
             layout.variables,
             row_loss,
             wanted.lowering_flags,
-            keeps_values=stores_values(wanted) or bool(wanted.deviation),
+            keeps_values=keeps_values,
             products=wanted.curvatures is not None,
             meanwhile=meanwhile,
         )

@@ -137,8 +137,7 @@ def _macro(row: Operator, variant: Variant) -> str:
     shape = "UNARY" if row.arity == 1 else "BINARY"
     if is_costly(expression, variant):
         return f"COSTLY_{shape}"
-    short = set(_CALL.findall(expression)) <= _DIRECT and "/" not in expression
-    merged = row.arity == 2 and not short
+    merged = row.arity == 2 and not is_direct(expression)
     return f"MERGED_{shape}" if merged else shape
 
 
@@ -146,6 +145,11 @@ def is_costly(expression: str, variant: Variant) -> bool:
     """Return whether a rendered expression is too long to be unrolled over a thread's rows."""
     short = _SHORT_FLOAT if variant.dtype == np.float32 else _SHORT
     return not set(_CALL.findall(expression)) <= short
+
+
+def is_direct(expression: str) -> bool:
+    """Return whether a rendered expression is so short that each form of it has its own code."""
+    return set(_CALL.findall(expression)) <= _DIRECT and "/" not in expression
 
 
 def _scalar_case(row: Operator, name: str) -> str:

@@ -16,7 +16,13 @@ from warpfit_server.engine.cuda.math.precise import precise_calls, precise_sourc
 #: For a < 0 ``fast_pow`` has the right sign for every whole b in [-2^22, 2^22], and is NaN for
 #: every other b in that range.
 _FAST_HELPERS: Final = r"""
-#define select(condition, x, y) ((condition) ? (x) : (y))
+// Functions, because both values are computed: a branch would cost more.
+__device__ __forceinline__ float select(bool condition, float x, float y) {
+  return condition ? x : y;
+}
+__device__ __forceinline__ double select(bool condition, double x, double y) {
+  return condition ? x : y;
+}
 
 __device__ __forceinline__ float fast_log2(float a) {
   float r;
@@ -66,7 +72,8 @@ __device__ __forceinline__ float fast_pow(float a, float b) {
 #: The product of the chain rule: 0 if a factor is 0, even if the other is not finite.
 _PRODUCT: Final = r"""
 __device__ __forceinline__ REAL product(REAL slope, REAL partial) {
-  return slope != (REAL)0 && partial != (REAL)0 ? slope * partial : (REAL)0;
+  const REAL both = slope * partial;
+  return slope != (REAL)0 && partial != (REAL)0 ? both : (REAL)0;
 }
 """
 
