@@ -394,7 +394,7 @@ __device__ __forceinline__ void add_diagonal(const Tile& tile, const unsigned* p
   } else if (PRODUCTS) {
     const int pair = index - WIDTH, m = pair < 1 ? 0 : pair < 3 ? 1 : pair < 6 ? 2 : 3;
     const int n = pair - m * (m + 1) / 2, i = first + m, j = first + n;
-    if (m < WIDTH) products[i * (i + 1) / 2 + j] = sum;
+    if (m < WIDTH && n <= m) products[i * (i + 1) / 2 + j] = sum;
   }
 }
 
