@@ -262,15 +262,12 @@ struct Tile {
 #define SWAPPED(label) ((now.x & LABEL_MASK) - (label) & 1)
 #define CHEAP_1(label, f) \
   case label: FOR_EACH_ROW(t[i] = f(t[i])) break;
-#define CHEAP_2(label, f)                                   \
-  ALL_CASES(label): {                                       \
-    SECOND                                                  \
-    if (SWAPPED(label)) {                                   \
-      FOR_EACH_ROW_OF(second.pack(g), t[i] = f(u, t[i]))    \
-    } else {                                                \
-      FOR_EACH_ROW_OF(second.pack(g), t[i] = f(t[i], u))    \
-    }                                                       \
-    break;                                                  \
+#define CHEAP_2(label, f)                                                                    \
+  ALL_CASES(label): {                                                                        \
+    SECOND                                                                                   \
+    const bool swapped = SWAPPED(label);                                                     \
+    FOR_EACH_ROW_OF(second.pack(g), t[i] = f(swapped ? u : t[i], swapped ? t[i] : u))        \
+    break;                                                                                   \
   }
 #define CHEAP_3(label, f)                                                          \
   case label: {                                                                    \
@@ -346,6 +343,8 @@ typedef double Term;
 
 #define SIDE 4  // columns that are multiplied with each other at a time
 
+// What follows has short code for tiles that are not PLAIN: with weights, or rows that are left out.
+
 // Sums over WIDTH columns: of slope times column, and if wanted the lower triangle of products.
 template <bool PLAIN, bool PRODUCTS, int WIDTH>
 __device__ __forceinline__ void add_diagonal(const Tile& tile, const unsigned* places, int first,
@@ -359,7 +358,7 @@ __device__ __forceinline__ void add_diagonal(const Tile& tile, const unsigned* p
   for (int m = 0; m < WIDTH; ++m) columns[m] = tile.operand(__ldg(places + first + m));
   const Operand slope = tile.operand(slope_place);
   Term terms[N] = {};
-#pragma unroll
+#pragma unroll (PLAIN ? GROUPS : 1)
   for (int g = 0; g < GROUPS; ++g) {
     Pack packs[WIDTH], s, w;
 #pragma unroll
@@ -409,7 +408,7 @@ __device__ __forceinline__ void add_square(const Tile& tile, const unsigned* pla
     rights[m] = tile.operand(__ldg(places + second + m));
   }
   Term terms[SIDE * SIDE] = {};
-#pragma unroll
+#pragma unroll (PLAIN ? GROUPS : 1)
   for (int g = 0; g < GROUPS; ++g) {
     Pack left[SIDE], right[SIDE], w;
 #pragma unroll
@@ -449,7 +448,7 @@ __device__ __forceinline__ double row_losses(const Tile& tile, const Arguments& 
   const Operand losses = tile.operand(place);
   const char* const target = tile.operand(COLUMN, arguments.target).first;
   double sum = 0.0;
-#pragma unroll
+#pragma unroll (PLAIN ? GROUPS : 1)
   for (int g = 0; g < GROUPS; ++g) {
     const Pack l = tile.used<PLAIN>(losses, g);
     Pack y, w;
@@ -514,8 +513,7 @@ __device__ __forceinline__ unsigned sum_count(const Arguments& arguments, const 
   return 1 + columns + (arguments.wants_products ? columns * (columns + 1) / 2 : 0);
 }
 
-// Adds a tile to the sums, and to the loss of this lane's rows. A tile is PLAIN if no row is left out
-// and none has a weight.
+// Adds a tile to the sums; returns the loss of this lane's rows.
 template <bool PLAIN>
 __device__ __noinline__ double add_sums(const Tile tile, const Arguments& arguments,
                                         const Program& program, double* sums, int lane) {
