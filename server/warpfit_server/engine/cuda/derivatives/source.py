@@ -66,7 +66,8 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
     definitions: dict[str, int | str] = {"FAR": int(spills), "WARPS": WARPS}
     definitions |= {"BLOCK_TILES": block_tiles(variant), "COMBINE_THREADS": COMBINE_THREADS}
     definitions |= {"BLOCKS_AT_LEAST": BLOCKS}
-    own = source_of(variant, definitions, template("derivatives.cu"), parts)
+    text = template("derivatives.cu") + template("linearise.cu")
+    own = source_of(variant, definitions, text, parts)
     return own + template("statistics.cu")
 
 
