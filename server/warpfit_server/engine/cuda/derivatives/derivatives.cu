@@ -308,8 +308,9 @@ struct Tile {
     break;                 \
   }
 
-// Runs the program on one tile; its results are stored in levels.
-__device__ __forceinline__ void run(const uint4* code, unsigned count, const Tile& tile) {
+// Runs the program on one tile; its results are stored in levels. It is not inlined, and the tile is
+// a copy, so that all registers are the loop's.
+__device__ __noinline__ void run(const uint4* code, unsigned count, const Tile tile) {
   real t[ROWS], rows[ROWS];
   FOR_EACH_ROW(t[i] = 0)
   uint4 next = __ldg(code);

@@ -188,11 +188,10 @@ __device__ __forceinline__ unsigned sum_count(const Arguments& arguments, const 
   return 1 + columns + (arguments.wants_products ? columns * (columns + 1) / 2 : 0);
 }
 
-// Sums over all columns. Like sum_tile it is not inlined, because the interpreter's loop would lose
-// registers to it.
+// Sums over all columns.
 template <bool PLAIN, bool PRODUCTS>
-__device__ __noinline__ void sum_columns(const Tile& tile, const Arguments& arguments,
-                                         const Program& program, double* sums, int lane) {
+__device__ __forceinline__ void sum_columns(const Tile& tile, const Arguments& arguments,
+                                            const Program& program, double* sums, int lane) {
   const int columns = program.columns;
   for (int first = 0; first < columns; first += SIDE) {
     switch (columns - first) {
@@ -215,8 +214,8 @@ __device__ __noinline__ void sum_columns(const Tile& tile, const Arguments& argu
 
 // Computes a tile's sums but that of the losses; returns the losses of this lane's rows.
 template <bool PLAIN>
-__device__ __noinline__ double sum_tile(const Tile tile, const Arguments& arguments,
-                                        const Program& program, double* sums, int lane) {
+__device__ __forceinline__ double sum_tile(const Tile& tile, const Arguments& arguments,
+                                           const Program& program, double* sums, int lane) {
   if (arguments.wants_products) {
     sum_columns<PLAIN, true>(tile, arguments, program, sums, lane);
   } else if (arguments.wants_slopes) {
