@@ -1,10 +1,12 @@
-"""Kernels of the CUDA engine, device time alone: interpreter, compiled code, lowering.
+"""Kernels of the CUDA engine, device time alone: interpreter, derivatives, compiled code, lowering.
 
-``run.py gpu/kernels [DIRECTORY] [--parts interpreter compiled lowering] [--repeats N]`` writes
-gpu_interpreter.json, gpu_compiled.json and gpu_lowering.json, into results/ unless a directory is
-given. The work is the random mix with losses. ``interpret_us`` and ``lower_us`` are medians of CUDA
-events around replays of a CUDA graph with ten launches, ``microseconds`` of those around one launch
-of a batch's graph (parameters to the device, all kernels, sums to the host);
+``run.py gpu/kernels [DIRECTORY] [--parts interpreter derivatives compiled lowering] [--repeats N]``
+writes gpu_interpreter.json, gpu_derivatives.json, gpu_compiled.json and gpu_lowering.json, into
+results/ unless a directory is given. The work is the random mix with losses. ``interpret_us`` and
+``lower_us`` are medians of CUDA events around replays of a CUDA graph with ten launches,
+``gradient_us`` of those around all kernels of a batch's losses and gradients, ``microseconds`` of
+those around one launch of a batch's graph (parameters to the device, all kernels, sums to the
+host);
 ``compile_300_expressions_seconds`` is the time from fresh expressions to loaded modules, with
 nothing cached.
 """
@@ -28,6 +30,7 @@ from harness import MODES, outputs_of, save, uniform_data
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
+from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.cuda.interpreter.batch_launch import BatchLaunch
 from warpfit_server.engine.cuda.interpreter.launches import RowTiles, launch_interpreter
@@ -107,6 +110,22 @@ def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
     return {"results": rows}
 
 
+def derivatives(device: CudaDevice, repeats: int) -> dict[str, Any]:
+    """Measure losses with gradients of the interpreter of derivatives."""
+    rows, tier = [], DerivativeTier(device, available_cores(), lambda: None)
+    tier.prepare_all()
+    for mode, count in product(MODES, ROWS):
+        resident = upload(device, uniform_data(count, MODES[mode][0]))
+        asked = evaluation(resident, mode, gradient=True)
+        turns = [tier.evaluate(resident, asked, outputs_of(asked)) for _ in range(repeats + 2)]
+        seconds = float(np.median([run_to_end(turn).compute for turn in turns][2:])) / 1e9
+        rate = len(asked.batch.codes) * count / seconds
+        figures = {"gradient_us": round(seconds * 1e6, 1), "tokens_per_second": rate}
+        rows.append({"mode": mode, "rows": count, **figures})
+        print(rows[-1], flush=True)
+    return {"results": rows}
+
+
 def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
     """Measure repeated batches with new parameters, and compiling of fresh ones."""
     rows, threads, rng = [], available_cores(), np.random.default_rng(2)
@@ -174,7 +193,12 @@ def lowering(device: CudaDevice, repeats: int) -> dict[str, Any]:
     return {"results": rows}
 
 
-PARTS = {"interpreter": interpreter, "compiled": compiled, "lowering": lowering}
+PARTS = {
+    "interpreter": interpreter,
+    "derivatives": derivatives,
+    "compiled": compiled,
+    "lowering": lowering,
+}
 
 
 def main() -> None:
