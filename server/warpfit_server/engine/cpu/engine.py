@@ -71,8 +71,8 @@ _STEP_SECONDS: Final = (0.0015, 0.008)
 _LONG_STEP: Final = 8
 #: Token-rows a second of a thread, until steps have been measured.
 _EXPECTED_RATE: Final = 4e9
-#: Weight of a step in the measured rate, which depends on the machine, on what else it does and on
-#: the requests.
+#: Weight of a step in the measured rate of its function, which depends on the machine, on what else
+#: it does and on the requests.
 _RATE_WEIGHT: Final = 0.2
 #: Tokens that are checked without a pause, which takes less than a millisecond.
 _CHECKED_AT_ONCE: Final = 1 << 17
@@ -97,8 +97,8 @@ class CpuEngine:
         self.threads = threads or available_cores()
         least, most = _STEP_SECONDS
         self._step_seconds = min(max(_THREAD_SECONDS / self.threads, least), most)
-        self._rate = _EXPECTED_RATE * self.threads
-        """Token-rows a second of recent steps."""
+        self._rates: dict[int, float] = {}
+        """Token-rows a second of recent steps, by the function that runs their chunks."""
         # One computes while Python prepares another, unless they had the same core.
         self.steps_in_flight = self.step_threads = min(2, self.threads)
         directory = cache_directory or default_cache_directory()
@@ -112,8 +112,12 @@ class CpuEngine:
 
     @property
     def step_size(self) -> int:
-        """Token-rows that recent steps would have computed in the time of a step."""
-        return int(self._rate * self._step_seconds)
+        """Token-rows of values that recent steps would have computed in the time of a step."""
+        return self._step_size_of(self._code.interpret)
+
+    def _step_size_of(self, function: int) -> int:
+        rate = self._rates.get(function, _EXPECTED_RATE * self.threads)
+        return int(rate * self._step_seconds)
 
     def devices(self) -> list[interface.Device]:
         """Describe the CPU."""
@@ -216,7 +220,8 @@ class CpuEngine:
         longest = _LONG_STEP if self.step_threads > 1 and on_step is None else 1
         stop = 0
         while stop < work.chunks:
-            size = max(1, work.chunks * self.step_size // max(1, work.cut.cost))
+            most = self._step_size_of(work.function)
+            size = max(1, work.chunks * most // max(1, work.cut.cost))
             if size < work.chunks:
                 yield None
             first, end = stop, min(stop + size * longest, work.chunks)
@@ -228,7 +233,8 @@ class CpuEngine:
             if stop - first >= size:  # a shorter step says little
                 done = work.cut.cost * (stop - first) / work.chunks
                 rate = done / (time.perf_counter() - started)
-                self._rate += _RATE_WEIGHT * (rate - self._rate)
+                known = self._rates.setdefault(work.function, rate)
+                self._rates[work.function] = known + _RATE_WEIGHT * (rate - known)
             if on_step is not None:
                 on_step(stop)
 

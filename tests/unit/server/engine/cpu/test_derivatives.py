@@ -106,8 +106,8 @@ def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
 
 
 def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_rate", 1e9)
-    monkeypatch.setattr(engine_module, "_RATE_WEIGHT", 0.0)  # the same size in both passes
+    # The same size in both passes.
+    monkeypatch.setattr(engine, "_step_size_of", lambda function: 16_000_000)
     engine.others_wait(True)
     batch = Batch.of(
         [parse("+".join(f"sin(p{i + 1}*x1)" for i in range(100)))] * 50, [np.ones(100)] * 50
@@ -122,6 +122,25 @@ def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, monkey
     )
     engine.others_wait(False)
     assert many > 5 * few
+
+
+def test_steps_are_as_long_as_those_of_their_kind_were(engine, monkeypatch):
+    """Values are computed faster than derivatives, whose steps would be too long at that rate."""
+    rates = {engine._code.interpret: 1e15}
+    monkeypatch.setattr(engine, "_rates", rates)
+    monkeypatch.setattr(engine_module, "_EXPECTED_RATE", 1e8)
+    data = make_dataset(2_000, "float32")
+    engine.load(data)
+    batch = Batch.of(*thesis_mix(5, 300, variables=4))
+    steps = {}
+    for gradient in (False, True):
+        problem = Evaluation(data.content_id, batch, loss=Loss.MSE, gradient=gradient)
+        outputs = outputs_for(problem, data.layout)
+        steps[gradient] = sum(1 for _ in engine.evaluate(problem, outputs))
+    assert steps[True] > steps[False]
+    assert rates.pop(engine._code.interpret) > 1e14
+    assert len(rates) > 1
+    assert max(rates.values()) < 1e13
 
 
 @pytest.mark.parametrize("gradient", [False, True])
