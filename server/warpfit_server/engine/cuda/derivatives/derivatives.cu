@@ -317,7 +317,7 @@ __device__ __noinline__ void run(const uint4* code, unsigned count, const Tile t
   for (unsigned left = count; left > 0; --left) {
     const uint4 now = next;
     next = __ldg(++code);
-    if (KIND_A(now.x)) {
+    if (KIND_A(now.x) != NOWHERE) {
       const Operand first = tile.operand(KIND_A(now.x), now.y);
       FOR_EACH_ROW_OF(first.pack(g), t[i] = u)
     }

@@ -1,4 +1,7 @@
-// The kernels of programs with derivatives: derivatives.cu, which precedes this, runs the programs.
+// The kernels of programs with derivatives. The interpreter, derivatives.cu, precedes this; what it
+// computes of a tile is summed up here: the losses, slope times column for each column, and products
+// of columns, in this order. A tile is PLAIN if no row is left out and none has a weight; the code for
+// other tiles is kept short.
 
 // In fast mode the products of a thread's own rows are float32; everything else is float64.
 #if FAST
@@ -9,9 +12,7 @@ typedef double Term;
 
 #define SIDE 4  // columns that are multiplied with each other at a time
 
-// What follows has short code for tiles that are not PLAIN: with weights, or rows that are left out.
-
-// The sums of a tile: of the losses, of slope times column for each column, and of the products.
+// Returns the sums of products among the sums of a tile.
 __device__ __forceinline__ double* products_of(const Program& program, double* sums) {
   return sums + 1 + program.columns;
 }
@@ -59,13 +60,13 @@ __device__ __forceinline__ void sum_diagonal(const Tile& tile, const Arguments& 
   for (int i = 0; i < N; ++i) values[i] = (double)terms[i];
   const double sum = warp_sums<N>(values, lane);
   const int index = lane / (32 / N);
-  if (lane % (32 / N)) return;
+  if (lane % (32 / N) || index >= WANTED) return;
   if (index < WIDTH) {
     sums[1 + first + index] = sum;
-  } else if (PRODUCTS) {
+  } else {
     const int pair = index - WIDTH, m = pair < 1 ? 0 : pair < 3 ? 1 : pair < 6 ? 2 : 3;
     const int n = pair - m * (m + 1) / 2, i = first + m, j = first + n;
-    if (m < WIDTH && n <= m) products_of(program, sums)[i * (i + 1) / 2 + j] = sum;
+    products_of(program, sums)[i * (i + 1) / 2 + j] = sum;
   }
 }
 
