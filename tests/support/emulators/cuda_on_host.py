@@ -73,16 +73,18 @@ def _statement(ptx: re.Match[str]) -> str:
     kind = "float" if instruction.endswith("f32") else "double"
     if name == "ld":
         *targets, place = operands
-        pairs = [(target, f"{_at(place, kind, ptx)}[{k}]") for k, target in enumerate(targets)]
+        pairs = [
+            (target, f"{_at(place, kind, instruction)}[{k}]") for k, target in enumerate(targets)
+        ]
     else:
         assert name == "st", f"{instruction} is not known here"
         place, *values = operands
-        pairs = [(f"{_at(place, kind, ptx)}[{k}]", value) for k, value in enumerate(values)]
+        pairs = [(f"{_at(place, kind, instruction)}[{k}]", value) for k, value in enumerate(values)]
     return " ".join(f"{target} = {value};" for target, value in pairs)
 
 
-def _at(place: str, kind: str, ptx: re.Match[str]) -> str:
-    start = "dynamic_shared + " if "shared" in ptx[1] else ""
+def _at(place: str, kind: str, instruction: str) -> str:
+    start = "dynamic_shared + " if "shared" in instruction else ""
     return f"(({kind}*)({start}({place})))"
 
 

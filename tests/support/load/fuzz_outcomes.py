@@ -1,4 +1,4 @@
-"""What random requests bring, and whether they may: alone, or in a call that stays open."""
+"""Send random requests, alone or in a call that stays open, and judge how they end."""
 
 import time
 from collections import Counter

@@ -25,8 +25,6 @@
 #define LEVEL 1u
 #define COLUMN 2u
 #define SCALAR 3u
-// A scalar is repeated, so that it is read like a pack of rows.
-#define SCALAR_BYTES 16
 
 // PROGRAM of encoding.py, field by field.
 struct Program {
@@ -73,7 +71,7 @@ struct Arguments {
   const Load* loads;
   const double* constants;
   const double* parameters;
-  real* scalars;              // each LANES times
+  real* scalars;              // each LANES times, SCALAR_BYTES, so that it is read like a pack of rows
   double* losses;             // [jobs of the batch]; null: not wanted, like what follows
   double* gradients;          // as the parameters
   double* variable_gradients; // [jobs, variable count]
@@ -113,9 +111,9 @@ struct Arguments {
 
 @OPERATORS@
 
-// Rows are only accessed by these functions. As the compiler does not see what they do, it does not
-// merge cases of the switch, and keeps the result of an instruction in the registers of the one
-// before.
+// Operands are read by volatile instructions only, and levels written by them. As the compiler does
+// not see what these do, it does not merge cases of the switch, and the result of an instruction
+// stays in the registers of the one before.
 #if REAL_BYTES == 4
 __device__ __forceinline__ real load_row(const char* place) {
   real v;
@@ -217,17 +215,6 @@ struct Tile {
     return pack;
   }
 };
-
-// STATEMENT uses row i of this thread, and u, the same row of an operand of which PACK is group g.
-#define FOR_EACH_ROW_OF(PACK, STATEMENT)                \
-  _Pragma("unroll") for (int g = 0; g < GROUPS; ++g) {  \
-    const Pack pack = PACK;                             \
-    _Pragma("unroll") for (int j = 0; j < LANES; ++j) { \
-      const int i = g * LANES + j;                      \
-      const real u = pack.lane[j];                      \
-      STATEMENT;                                        \
-    }                                                   \
-  }
 
 // Operators of two operands have a case for each kind of b and, behind it, one for the operands the
 // other way round. The cheapest ones have code for every case.

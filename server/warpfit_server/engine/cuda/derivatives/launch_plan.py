@@ -18,7 +18,12 @@ from warpfit.request import Precision
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.device_calls import new_pieces, place_piece
 from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, PROGRAM, ProgramRecords
-from warpfit_server.engine.cuda.derivatives.source import WARPS, block_tiles, template
+from warpfit_server.engine.cuda.derivatives.source import (
+    SCALAR_BYTES,
+    WARPS,
+    block_tiles,
+    template,
+)
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -35,6 +40,8 @@ _CHUNK_BYTES: Final = 64 << 20
 _CHUNK_SHARE: Final = 1 / 8
 #: Most memory of a warp, which the kernels count in 32 bits.
 _MAX_WARP_BYTES: Final = (1 << 31) - 1
+#: Most memory of the scalars of all parameter vectors.
+_MOST_SCALAR_BYTES: Final = 1 << 30
 #: Most blocks in the second dimension of a grid.
 _MAX_JOBS: Final = 0xFFFF
 #: Instructions x rows of a launch for each multiprocessor: about 2 ms of an H200, after which other
@@ -56,8 +63,6 @@ WORD_OF: Final = {
 #: What the row loss is, in `DERIVATIVE_ARGUMENTS`, see derivatives.cu.
 _DEVIATIONS: Final = ("", "squared", "absolute")
 _SQUARE_OF_SLOPE: Final = 3
-#: Bytes of a scalar on the device, see derivatives.cu.
-SCALAR_BYTES: Final = 16
 #: Rows of a leaf of statistics.cu, and its numbers.
 LEAF_ROWS: Final = 1024
 NODE_STATISTICS: Final = 14
@@ -179,9 +184,9 @@ def stores_values(wanted: RequestedOutputs) -> bool:
 
 
 def squares_slope(mode: Mode, wanted: RequestedOutputs) -> bool:
-    """Return whether losses are computed from half their derivative, so that values need no level.
+    """Return whether losses are squares of the slopes f - y, so that values need no level.
 
-    In fast mode f - y is rounded to float32 for both.
+    In fast mode both are made of f - y rounded to float32.
     """
     return mode.is_fast and wanted.is_squares and wanted.needs_loss_derivative
 
@@ -235,6 +240,8 @@ def plan_launches(
         chunks,
     )
     check_memory(need)
+    scalar_bytes = max(1, scalars * code.vectors) * SCALAR_BYTES
+    _check_scalars(scalar_bytes)
     pieces = code.pieces.copy()
     place_piece(pieces, "order", order)
     spills, words = need > most_shared, draft.words
@@ -252,7 +259,7 @@ def plan_launches(
         pieces=pieces,
         order=order,
         chunks=tuple(starmap(DerivativeChunk, chunks[:count].tolist())),
-        scalar_bytes=max(1, scalars * code.vectors) * SCALAR_BYTES,
+        scalar_bytes=scalar_bytes,
     )
 
 
@@ -273,6 +280,18 @@ def check_memory(need: int) -> None:
             "Split the program, or fit fewer parameters",
             needed=need,
             available=_MAX_WARP_BYTES,
+        )
+
+
+def _check_scalars(size: int) -> None:
+    """Refuse parameter vectors whose scalars take too much of the device's memory."""
+    if size > _MOST_SCALAR_BYTES:
+        raise ResourceExhaustedError(
+            f"constants and parameters of all parameter vectors need {size} bytes of the device",
+            "TOO_MANY_VECTORS",
+            "Send fewer parameter vectors at a time",
+            needed=size,
+            available=_MOST_SCALAR_BYTES,
         )
 
 

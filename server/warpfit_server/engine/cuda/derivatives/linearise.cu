@@ -60,13 +60,14 @@ __device__ __forceinline__ void sum_diagonal(const Tile& tile, const Arguments& 
   for (int i = 0; i < N; ++i) values[i] = (double)terms[i];
   const double sum = warp_sums<N>(values, lane);
   const int index = lane / (32 / N);
-  if (lane % (32 / N) || index >= WANTED) return;
+  if (lane % (32 / N)) return;
   if (index < WIDTH) {
     sums[1 + first + index] = sum;
-  } else {
+  } else if (PRODUCTS) {
     const int pair = index - WIDTH, m = pair < 1 ? 0 : pair < 3 ? 1 : pair < 6 ? 2 : 3;
     const int n = pair - m * (m + 1) / 2, i = first + m, j = first + n;
-    products_of(program, sums)[i * (i + 1) / 2 + j] = sum;
+    // Of N numbers only the first ones are WANTED.
+    if (m < WIDTH && n <= m) products_of(program, sums)[i * (i + 1) / 2 + j] = sum;
   }
 }
 

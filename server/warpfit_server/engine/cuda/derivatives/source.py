@@ -31,6 +31,8 @@ WARPS: Final = 8
 BLOCKS: Final = 2
 #: Bytes of a column in a block of rows, whose sums are partial sums.
 _BLOCK_BYTES: Final = 16384
+#: Bytes of a scalar on the device: those of a pack.
+SCALAR_BYTES: Final = 16
 #: Threads of a block that combines the partial sums of a job.
 COMBINE_THREADS: Final = 128
 #: Labels of an instruction with two operands.
@@ -65,7 +67,7 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
     }
     definitions: dict[str, int | str] = {"FAR": int(spills), "WARPS": WARPS}
     definitions |= {"BLOCK_TILES": block_tiles(variant), "COMBINE_THREADS": COMBINE_THREADS}
-    definitions |= {"BLOCKS_AT_LEAST": BLOCKS}
+    definitions |= {"BLOCKS_AT_LEAST": BLOCKS, "SCALAR_BYTES": SCALAR_BYTES}
     text = template("derivatives.cu") + template("linearise.cu")
     own = source_of(variant, definitions, text, parts)
     return own + template("statistics.cu")

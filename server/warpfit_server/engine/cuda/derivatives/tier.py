@@ -258,15 +258,13 @@ class DerivativeTier:
         if wanted.row_loss is not None:
             program = DIFFERENCE if wanted.is_squares else wanted.row_loss
             row_loss = row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
-        keeps_values = stores_values(wanted) or bool(wanted.deviation)
-        if squares_slope(Mode.of(layout.dtype, precision), wanted):
-            keeps_values = stores_values(wanted)
+        needs_values = not squares_slope(Mode.of(layout.dtype, precision), wanted)
         return self._lowering.lower(
             batch,
             layout.variables,
             row_loss,
             wanted.lowering_flags,
-            keeps_values=keeps_values,
+            keeps_values=stores_values(wanted) or (bool(wanted.deviation) and needs_values),
             products=wanted.curvatures is not None,
             meanwhile=meanwhile,
         )

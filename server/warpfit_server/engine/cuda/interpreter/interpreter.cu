@@ -87,17 +87,6 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
   for (int g = 0; g < GROUPS; ++g) store_shared(top + g * GROUP_BYTES, t + g * LANES);
 }
 
-// STATEMENT uses row i of this thread, and u, the same row of a packed operand.
-#define FOR_EACH_ROW_OF(SOURCE, STATEMENT)              \
-  _Pragma("unroll") for (int g = 0; g < GROUPS; ++g) {  \
-    const Pack pack = SOURCE;                           \
-    _Pragma("unroll") for (int j = 0; j < LANES; ++j) { \
-      const int i = g * LANES + j;                      \
-      const real u = pack.lane[j];                      \
-      STATEMENT;                                        \
-    }                                                   \
-  }
-
 #define VARIABLE load(place + g * GROUP_BYTES)
 #define STACK load_shared(top + g * GROUP_BYTES)
 #define FROM_VARIABLE const char* const place = column(now.y);

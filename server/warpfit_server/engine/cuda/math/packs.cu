@@ -46,6 +46,17 @@ __device__ __forceinline__ void store_shared(unsigned place, const real* v) {
 #define FOR_EACH_ROW(STATEMENT) \
   _Pragma("unroll") for (int i = 0; i < ROWS; ++i) { STATEMENT; }
 
+// STATEMENT uses row i of this thread, and u, the same row of an operand of which PACK is group g.
+#define FOR_EACH_ROW_OF(PACK, STATEMENT)                \
+  _Pragma("unroll") for (int g = 0; g < GROUPS; ++g) {  \
+    const Pack pack = PACK;                             \
+    _Pragma("unroll") for (int j = 0; j < LANES; ++j) { \
+      const int i = g * LANES + j;                      \
+      const real u = pack.lane[j];                      \
+      STATEMENT;                                        \
+    }                                                   \
+  }
+
 // Value minus target, for the built-in losses: in float64, but in fast mode rounded to float32
 // once, a relative error of 2^-24.
 __device__ __forceinline__ double difference(real f, real y) {

@@ -33,12 +33,13 @@ from support.suites.losses import (  # noqa: F401
 )
 from support.suites.losses import test_reductions_and_moments as check_statistics
 from warpfit.dataset import Dataset
-from warpfit.errors import ProgramError
+from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.expressions import reference_engine
 from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES, Closing, LossFunction, huber
+from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.cuda.derivatives import launch_plan, tier
 from warpfit_server.engine.cuda.engine import CudaEngine
@@ -108,6 +109,17 @@ def test_random_programs_node_by_node(engine, dtype):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_passes_of_fits_are_numpys(engine, flavour, loss):
     check_linearisation(engine, loss, loss != "poisson", flavour, 130)
+
+
+def test_scalars_of_too_many_parameter_vectors_are_refused(engine):
+    """A small message with 4,000 constants and 10,000 vectors would take more than a gigabyte."""
+    sums = "".join(f" + {k}.5" for k in range(4_000))
+    batch = Batch.of([parse(f"x1 * (p1{sums})")], [np.ones((10_000, 1))])
+    data = make_dataset(130)
+    asked = Evaluation(data.content_id, batch, loss=Loss.MSE, values=False, gradient=True)
+    with pytest.raises(ResourceExhaustedError) as caught:
+        ask(engine, data, asked)
+    assert caught.value.reason == "TOO_MANY_VECTORS"
 
 
 @pytest.mark.parametrize("gradient", [False, True])
