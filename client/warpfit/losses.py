@@ -213,7 +213,8 @@ def close_gradients(
 ) -> Floats:
     """Turn derivatives of sums, of any shape, into derivatives of losses.
 
-    ``losses`` are those that belong to them, broadcast; ROOT has derivative 0 at loss 0, a kink.
+    ``losses`` are those that belong to them, broadcast, and read for ROOT only, which has
+    derivative 0 at loss 0, a kink.
     """
     if closing is Closing.SUM:
         return gradients

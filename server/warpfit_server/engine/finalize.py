@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.losses import LossFunction, TargetStatistics, close_gradients, close_losses
+from warpfit.losses import (
+    Closing,
+    LossFunction,
+    TargetStatistics,
+    close_gradients,
+    close_losses,
+)
 from warpfit.request import Evaluation
 from warpfit_server.engine.interface import Outputs
 
@@ -100,9 +106,10 @@ def _finalize_gradients(
         gradients = outputs.variable_gradients
         gradients[...] = close_gradients(loss.closing, gradients, losses, statistics)
     if outputs.gradients is not None:
-        batch = evaluation.batch
-        counts = np.repeat(batch.parameter_counts, batch.vectors)
-        losses = np.repeat(outputs.losses.reshape(-1), counts)
+        batch, losses = evaluation.batch, outputs.losses
+        if loss.closing is Closing.ROOT:  # the only one whose derivative depends on the loss
+            counts = np.repeat(batch.parameter_counts, batch.vectors)
+            losses = np.repeat(losses.reshape(-1), counts)
         gradients = outputs.gradients
         gradients[...] = close_gradients(loss.closing, gradients, losses, statistics)
 

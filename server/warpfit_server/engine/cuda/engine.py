@@ -299,8 +299,6 @@ class CudaEngine:
 
     def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> CompiledWork | None:
         """Return the work of compiled kernels if they are loaded and faster; None to interpret."""
-        if not self._compiled.supports(evaluation):
-            return None
         token_hash = fingerprint(evaluation.batch)
         loaded = self._compiled.loaded(resident, evaluation, token_hash)
         mode, token_rows = _mode_and_work(resident, evaluation)
@@ -311,7 +309,8 @@ class CudaEngine:
             len(evaluation.batch),
             loaded=loaded is not None,
         )
-        if decision is Decision.INTERPRET_AND_COMPILE:
+        is_due = decision is Decision.INTERPRET_AND_COMPILE
+        if is_due and self._compiled.supports(evaluation):
             # The memory of the batch's parameters is reused after the answer.
             detached = replace(evaluation, batch=evaluation.batch.without_parameters())
             self._background.submit(self._request_compile, resident, detached)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -80,6 +80,8 @@ _PIECE: Final = 100_000.0
 _CUBES: Final = 500.0
 _THREAD: Final = ThreadPoolExecutor(1, "fit", os.nice, (NICE,))  # on Linux, of it alone
 Result = TypeVar("Result")
+#: Some searches, and the estimated microseconds in which the next step of each is found.
+Piece = tuple[slice, float]
 #: Value of ``cancelled`` when the time is up; whoever cancels the call writes 1.
 _TIME_IS_UP: Final = 2
 
@@ -176,22 +178,18 @@ class _Driver:
                     continue
                 yield None
                 new = yield from self._linearise(curvature=self._is_lm)
-                yield from self._in_pieces(self._active, partial(self._advance, new))
+                yield from self._in_pieces(self._pieces, partial(self._advance, new))
         return (yield from self._result())
 
     def _on_fit_thread(self, do: Callable[[], Result]) -> Steps[Result]:
-        return _on_fit_thread(float(_work(self._active).sum()), do)
+        return _on_fit_thread(sum(microseconds for _, microseconds in self._pieces), do)
 
-    def _in_pieces(self, searches: Searches, do: Callable[[slice], None]) -> Steps[None]:
+    def _in_pieces(self, pieces: Sequence[Piece], do: Callable[[slice], None]) -> Steps[None]:
         """Do what solves systems of equations for some searches after the others."""
-        work = _work(searches)
-        pieces = (np.cumsum(work) / _PIECE).astype(np.int64)
-        edges = [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(work)]
-        for start, stop in pairwise(edges):
-            if start:
+        for some, microseconds in pieces:
+            if some.start:
                 self._check_cancelled()
-            some = slice(start, stop)
-            yield from _on_fit_thread(float(work[some].sum()), partial(do, some))
+            yield from _on_fit_thread(microseconds, partial(do, some))
 
     def _check_cancelled(self) -> None:
         if self._context.cancelled[0]:
@@ -211,7 +209,7 @@ class _Driver:
             copy = partial(np.copyto, self._all.curvature, first.curvatures)
             yield from self._on_fit_thread(copy)
             self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
-        yield from self._in_pieces(self._all, partial(self._advance, first))
+        yield from self._in_pieces(self._pieces, partial(self._advance, first))
         if self._is_undefined(first):
             self._all.counters[:, REASON] = NOT_FINITE
 
@@ -314,7 +312,7 @@ class _Driver:
     def _select(self, places: Integers, searches: Searches) -> None:
         """Go on with some of the searches, given their indices in ``_all``."""
         batch = self._request.problem.batch
-        self._places, self._active = places, searches
+        self._places, self._active, self._pieces = places, searches, _pieces(searches)
         self._active_batch = self._batch[places]
         self._selection = Selection(batch, places // batch.vectors)
 
@@ -374,7 +372,7 @@ class _Driver:
                 outcome.curvature = final.curvatures
             covariance = np.empty(int(outcome.edges[-1, SQUARES]))
             estimate = partial(estimate_covariances, outcome, self._weighed_rows(), covariance)
-            yield from self._in_pieces(outcome, estimate)
+            yield from self._in_pieces(_pieces(outcome), estimate)
             errors = standard_errors(outcome, covariance) if settings.standard_errors else None
         shape = (len(problem.batch), self._request.vectors)
         losses, initial = self._finalize(outcome.numbers[:, (LOSS, INITIAL)].T)
@@ -411,9 +409,12 @@ class _Driver:
         return close_losses(self._loss.closing, sums, self._statistics)
 
 
-def _work(searches: Searches) -> Floats:
-    """Estimate the microseconds in which the next step of each search is found."""
-    return 1.0 + searches.counts.astype(np.float64) ** 3 / _CUBES
+def _pieces(searches: Searches) -> list[Piece]:
+    """Cut searches into pieces of about `_PIECE`."""
+    work = 1.0 + searches.counts.astype(np.float64) ** 3 / _CUBES
+    places = (np.cumsum(work) / _PIECE).astype(np.int64)
+    edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(work)]
+    return [(slice(*edge), float(work[slice(*edge)].sum())) for edge in pairwise(edges)]
 
 
 def _check_sizes(active: Searches, sums: Floats, new: Linearisation) -> None:

@@ -35,9 +35,9 @@ from warpfit_server.engine.native.intrinsics import (
 #: Words of a cache line: words that many threads change have a line of their own.
 _LINE: Final = 8
 #: Words of the head: whether the helpers should end, the address of syscall(2), whether others wait
-#: for the threads; how often something has changed (the helpers sleep on it), and how many helpers
-#: sleep.
-_CLOSED, _SYSCALL, OTHERS_WAIT, _CHANGES, ASLEEP, HEAD_WORDS = 0, 1, 2, 8, 16, 24
+#: for the threads, whether a task is about to begin; how often something has changed (the helpers
+#: sleep on it), and how many helpers sleep.
+_CLOSED, _SYSCALL, OTHERS_WAIT, _EXPECTED, _CHANGES, ASLEEP, HEAD_WORDS = 0, 1, 2, 3, 8, 16, 24
 #: Words of a slot: whether threads may take chunks, the function and the argument block that it is
 #: given, the first chunk, the chunk after the last one, chunks of a piece, what a chunk returned
 #: that ended the task; the next chunk; threads inside; how often the last thread has left (the
@@ -47,6 +47,8 @@ NEXT, INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
 #: Looks at whether the last helper has left before the caller sleeps: some 50 us, the time that it
 #: would take to wake it.
 _LOOKS: Final = 10_000
+#: Looks at whether a task that is expected has begun before a helper sleeps again: some 0.5 ms.
+_LOOKS_AHEAD: Final = 100_000
 #: Longest sleep in seconds, after which a thread looks again.
 _LONG: Final = 10
 #: Number of the futex system call; newer architectures share one.
@@ -67,6 +69,12 @@ def new_words(slots: int) -> NDArray[np.int64]:
 # ------------------------------------------------------------------------------ compiled by Numba
 
 
+def expect(words: Any, helpers: int) -> None:
+    """Wake so many helpers, which takes them as long as much of a short task, before it begins."""
+    words[_EXPECTED] = 1
+    _announce(words, helpers)
+
+
 def begin(words: Any, slot: int, helpers: int) -> None:
     """Let so many helpers run the chunks of a slot that has been filled in, until `finish`.
 
@@ -74,6 +82,7 @@ def begin(words: Any, slot: int, helpers: int) -> None:
     """
     fence()
     words[slot + OPEN] = 1
+    words[_EXPECTED] = 0
     _announce(words, helpers)
 
 
@@ -100,6 +109,10 @@ def help_others(words: Any) -> None:
         for slot in range(HEAD_WORDS, len(words), SLOT_WORDS):
             if words[slot + OPEN] != 0:
                 _work(words, slot)
+        looks = _LOOKS_AHEAD
+        while words[_EXPECTED] != 0 and words[_CHANGES] == seen and looks > 0:
+            fence()
+            looks -= 1
         _add(words, ASLEEP, 1)
         _sleep(words, _CHANGES, seen)
         _add(words, ASLEEP, -1)

@@ -24,6 +24,7 @@ _SLOTS: Final = 4
 class ParallelCode:
     """Compiled functions of `parallel_loop`, by their names there."""
 
+    expect: Any
     begin: Any
     finish: Any
     help_others: Any
@@ -35,6 +36,7 @@ class ParallelCode:
         words, word = types.int64[::1], types.int64
         with cached_in(place) as jit:
             return cls(
+                expect=jit(types.void(words, word), parallel_loop.expect),
                 begin=jit(types.void(words, word, word), parallel_loop.begin),
                 finish=jit(word(words, word), parallel_loop.finish),
                 help_others=jit(types.void(words), parallel_loop.help_others),
@@ -92,6 +94,13 @@ class ParallelLoop:
     def others_wait(self, wait: bool) -> None:
         """Let tasks end after the present piece, or not, from now on; any thread may call this."""
         self._words[parallel_loop.OTHERS_WAIT] = wait
+
+    def expect(self, helpers: int) -> None:
+        """Wake helpers for a task that the caller is about to begin."""
+        helpers = min(self._threads - 1, helpers)
+        if helpers > 0:
+            self._start()
+            self._code.expect(self._words, helpers)
 
     def begin(
         self,

@@ -6,6 +6,7 @@ only lists what is to be uploaded and launched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -75,14 +76,14 @@ class KernelLaunch(NamedTuple):
     """Bytes of shared memory of a block."""
 
 
-def run(context: StreamContext, *launches: KernelLaunch, event: str | None = None) -> None:
-    """Launch kernels one after the other, and record an event behind them.
+def run(context: StreamContext, *launches: KernelLaunch, events: Sequence[str] = ()) -> None:
+    """Launch kernels one after the other, with an event before and one behind them.
 
     Raises:
         CUDADriverError: if the device reports an error.
     """
-    recorded = 0 if event is None else context.event(event).ptr
-    given = context.handle, np.array(launches, dtype=np.int64), recorded
+    begun, computed = [context.event(name).ptr for name in events] or (0, 0)
+    given = context.handle, np.array(launches, dtype=np.int64), begun, computed
     context.check_executed(run_launches(context.functions, *given))
 
 
@@ -91,7 +92,7 @@ def load() -> None:
     word, words, table = types.int64, types.int64[::1], types.int64[:, ::1]
     upload_size.compile((table,))
     upload_pieces.compile((words, word, word, table, types.uint8[::1], word))
-    run_launches.compile((words, word, table, word))
+    run_launches.compile((words, word, table, word, word))
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
@@ -139,16 +140,20 @@ def _aligned(size: int) -> int:
 
 @_compiled  # type: ignore[untyped-decorator]
 def run_launches(
-    driver: NDArray[np.int64], stream: int, launches: NDArray[np.int64], event: int
+    driver: NDArray[np.int64], stream: int, launches: NDArray[np.int64], begun: int, computed: int
 ) -> int:
-    """Launch kernels, rows of `KernelLaunch`, and record an event if it is not 0.
+    """Launch kernels, rows of `KernelLaunch`, between the records of events that are not 0.
 
     Returns the driver's first status but 0, else 0.
     """
+    if begun != 0:
+        status = record(driver, stream, begun)
+        if status != 0:
+            return int(status)
     for index in range(len(launches)):
         kernel, columns, rows, threads, arguments, shared = launches[index]
         struct = carray(_octets(arguments), 1)
         status = launch(driver, stream, kernel, (columns, rows), (threads, 1), shared, struct)
         if status != 0:
             return int(status)
-    return 0 if event == 0 else int(record(driver, stream, event))
+    return 0 if computed == 0 else int(record(driver, stream, computed))

@@ -301,7 +301,7 @@ def _launch_chunk(context: StreamContext, launch: _ChunkLaunch) -> None:
             KernelLaunch(kernels.measure.ptr, blocks, jobs, _STATISTICS_THREADS, place),
             KernelLaunch(kernels.merge_leaves.ptr, jobs, 1, _STATISTICS_THREADS, place),
         ]
-    run(context, *launches, event=f"computed {side}")
+    run(context, *launches, events=(f"begun {side}", f"computed {side}"))
     for name, array, (first, stop) in _large_results(launch):
         staging = _staging(context, launch, name, stop - first)
         offset = geometry.first_row * array.itemsize

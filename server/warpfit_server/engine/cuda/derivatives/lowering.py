@@ -109,6 +109,12 @@ class DerivativeLowering:
         self._loop = ParallelLoop(threads, parallel)
         self._threads = threads
 
+    def expect(self, batch: Batch) -> None:
+        """Wake the helpers for a small batch that is about to be lowered."""
+        tokens = len(batch.codes)
+        if tokens <= _TOKENS_AT_ONCE:
+            self._loop.expect(tokens // _TOKENS_A_THREAD)
+
     def lower(
         self,
         batch: Batch,

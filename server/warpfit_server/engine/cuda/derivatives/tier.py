@@ -134,6 +134,7 @@ class DerivativeTier:
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         started, computed = time.perf_counter_ns(), 0
+        self._lowering.expect(evaluation.batch)
         wanted, batch = requested_outputs(evaluation, outputs), evaluation.batch
         is_cut = outputs.shard is None and not resident.is_streamed
         edges = _part_edges(batch) if is_cut else [0, len(batch)]

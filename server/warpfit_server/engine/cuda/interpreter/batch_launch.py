@@ -142,6 +142,7 @@ class BatchLaunch:
             sums = sums.reshape(nodes, -1)
         if evaluation.values:
             values = context.buffer("values" + side, count * pitch)
+        context.mark("begun" + side)
         self.launch(tiles, jobs, sums, values, side)
         if values:
             first, end = int(one["first_row"]), int(one["end_row"])

@@ -115,10 +115,11 @@ def run_chunks(
         spans: from `cut_rows`.
         chunks: of the jobs.
         cancelled: 1 to raise CancelledError.
-        launch: launches a chunk and marks ``computed {side}`` after its kernels. It is given what
-            has the rows, the number of the span, the chunk, and the side, 0 and 1 in turn: a side's
-            buffers are those of one chunk at a time. It returns what copies the results, which is
-            called when the stream has passed all that was launched.
+        launch: launches a chunk and marks ``begun {side}`` before its kernels and ``computed
+            {side}`` after them. It is given what has the rows, the number of the span, the chunk,
+            and the side, 0 and 1 in turn: a side's buffers are those of one chunk at a time. It
+            returns what copies the results, which is called when the stream has passed all that
+            was launched.
         result_bytes: of all chunks on all rows.
 
     Returns:
@@ -126,13 +127,14 @@ def run_chunks(
     """
     count = len(spans) * len(chunks)
     each, ahead = result_bytes // count, min(1, result_bytes)
+    end = "copied" if result_bytes else "computed"
     pending: list[tuple[int, Callable[[], None]]] = []
     computed = 0
 
     def finish() -> Steps[None]:
         nonlocal computed
         side, copy_results = pending.pop(0)
-        yield from context.reach(f"chunk {side}")
+        yield from context.reach(f"{end} {side}")
         computed += context.nanoseconds(f"begun {side}", f"computed {side}")
         yield from aside(each, copy_results)
 
@@ -142,9 +144,9 @@ def run_chunks(
             if number % len(chunks) == 0:
                 window = yield from next_window()
             side = number % 2
-            context.mark(f"begun {side}")
             pending.append((side, launch(window, node, chunk, side)))
-            context.mark(f"chunk {side}")
+            if result_bytes:
+                context.mark(f"{end} {side}")
             if len(pending) > ahead:
                 yield from finish()
                 if number < count - 1:

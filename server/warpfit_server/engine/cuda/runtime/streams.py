@@ -13,20 +13,25 @@ from warpfit_server.engine.interface import Steps
 
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
-#: cudaErrorNotReady.
+#: cudaSuccess and cudaErrorNotReady.
+_SUCCESS: Final = 0
 _NOT_READY: Final = 600
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Passing:
     """An event that a stream is about to pass; implements `DeviceWork`."""
 
     runtime: Any
     event: Any
+    has_passed: bool = False
+    """Whether `done` has found so, and no failure."""
 
     def done(self) -> bool:
         """Return whether the stream has passed it, or has failed."""
-        return bool(self.runtime.eventQuery(self.event.ptr) != _NOT_READY)
+        status = self.runtime.eventQuery(self.event.ptr)
+        self.has_passed = status == _SUCCESS
+        return bool(status != _NOT_READY)
 
     def result(self) -> None:
         """Wait until the stream has passed it."""
@@ -132,8 +137,10 @@ class StreamContext:
 
     def reach(self, name: str) -> Steps[None]:
         """Wait until the stream has passed the event ``name``; the engine works on meanwhile."""
-        yield _Passing(self._cuda.runtime, self._events[name])
-        self.wait(name)  # raises what has gone wrong
+        passing = _Passing(self._cuda.runtime, self._events[name])
+        yield passing
+        if not passing.has_passed:
+            self.wait(name)  # raises what has gone wrong
 
     def wait(self, name: str) -> None:
         """Block until the stream has passed the event ``name``, if it was ever recorded."""

@@ -39,7 +39,7 @@ def group_of_one(monkeypatch):
 def test_another_process_compiles_into_the_directory(group_of_one, tmp_path, caplog):
     parts.compile_group(tmp_path, "values", 2)
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")}
-    functions = ("begin", "finish", "help_others", "close")
+    functions = ("expect", "begin", "finish", "help_others", "close")
     assert names == {f"parallel_loop.{name}" for name in functions}
     assert caplog.text == ""
     begun = time.time()

@@ -108,8 +108,11 @@ def test_no_more_chunks_run_after_one_was_cancelled_or_failed(loop, ended):
     assert seen[-2:] in ([10, 11], [11, 10])
 
 
-def test_helpers_run_chunks_of_a_caller(code):
+@pytest.mark.parametrize("expects", [False, True])
+def test_helpers_run_chunks_of_a_caller(code, expects):
     loop = ParallelLoop(3, code)
+    if expects:
+        loop.expect(100)
     threads = set()
     together = threading.Barrier(3, timeout=20)
 
@@ -154,9 +157,13 @@ def test_work_without_helpers_starts_no_threads(code):
     loop.close()
 
 
-def test_idle_helpers_sleep(code):
+@pytest.mark.parametrize("expects", [False, True])
+def test_idle_helpers_sleep(code, expects):
+    """Also those that were woken for a task that has not begun."""
     loop = ParallelLoop(3, code)
     run(loop, lambda chunk: FINISHED, 0, 10)
+    if expects:
+        loop.expect(100)
     deadline = time.monotonic() + 10
     while loop._words[parallel_loop.ASLEEP] < 2 and time.monotonic() < deadline:
         time.sleep(0.01)

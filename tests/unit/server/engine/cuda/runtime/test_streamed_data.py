@@ -157,6 +157,7 @@ def sums_of(device, streamed, rows, cancelled=None, log=None, chunks=2, size=0):
         def copy() -> None:
             sums[node, chunk] = buffers[side][0]
 
+        context.mark(f"begun {side}")
         context.launch(kernel)
         context.mark(f"computed {side}")
         if log is not None:
