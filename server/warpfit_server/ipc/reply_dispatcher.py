@@ -19,7 +19,7 @@ from warpfit_server.ipc.messages import Message
 
 #: Seconds that a lone leader polls before it sleeps: an idle core of a virtual machine takes some
 #: 50 to 100 microseconds to wake up.
-_POLL_SECONDS: Final = 0.001
+_POLL_SECONDS: Final = 0.003
 #: What a thread finds in its queue when it becomes the leader.
 _LEAD: Final = object()
 
