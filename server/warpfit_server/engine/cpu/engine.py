@@ -3,7 +3,7 @@
 The simple form:
 
     for each program and parameter vector:
-        for each block of 1,024 rows:
+        for each block of 2,048 rows:
             for each instruction of the program: result[:] = operator(operands[:])
             store the values, add up the loss
 
