@@ -21,10 +21,10 @@ from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.row_blocks import LEAST_LEVEL, Shards, node_rows
 
-#: Of an engine that streams a shard of many rows, in windows of half a node of level 8.
+#: Of an engine that streams a shard of many rows, in windows of half a node of level 7.
 MEMORY = 32 << 20
 #: Rows of float32, level of the shards' nodes, and nodes of the first shard.
-SIZES = {"resident": (70_001, LEAST_LEVEL, 8), "streamed": (1_400_003, 8, 1)}
+SIZES = {"resident": (70_001, LEAST_LEVEL, 8), "streamed": (1_400_003, 7, 1)}
 MIX = Batch.of(*thesis_mix(3, 60, variables=4))
 MODES = [
     ("float32", Precision.FAST),

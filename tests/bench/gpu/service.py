@@ -30,6 +30,7 @@ from warpfit.bench.peers import EvogpPeer
 from warpfit.expressions import reference
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Program
+from warpfit.request import Timings
 
 ROWS = 100_000
 PROGRAMS = 300
@@ -42,36 +43,38 @@ def fresh(
     client: warpfit.Client, data: Any, pool: Pool, calls: int, count: int = PROGRAMS, **options: Any
 ) -> dict[str, Any]:
     """Every call has a batch that the server has not seen."""
-    walls, answers = [], []
+    walls, timings = [], []
     for _ in range(calls):
         # Large batches are flat arrays from the beginning, as a vectorised search has them.
         given = (pool.draw(count),) if count > PROGRAMS else pool.draw_lists(count)
         started = time.perf_counter()
-        answers.append(client.run(data, *given, loss="mse", precision="fast", **options))
+        answer = client.run(data, *given, loss="mse", precision="fast", **options)
         walls.append(time.perf_counter() - started)
+        timings.append(answer.timings)
     skipped = max(1, calls // 15)
-    return {"calls": calls, **percentiles(walls[skipped:]), **server_side(answers[skipped:])}
+    return {"calls": calls, **percentiles(walls[skipped:]), **server_side(timings[skipped:])}
 
 
 def repeated(client: warpfit.Client, data: Any, tier: str, calls: int = 500) -> dict[str, Any]:
     """Every call has the same expressions and new parameters."""
     programs, parameters = thesis_mix(SEED)
     rng = np.random.default_rng(SEED)
-    walls, answers = [], []
+    walls, timings = [], []
     for turn in range(calls + 1):
         moved = [vector * rng.uniform(0.9, 1.1, size=vector.shape) for vector in parameters]
         started = time.perf_counter()
-        answers.append(client.run(data, programs, moved, loss="mse", precision="fast", tier=tier))
+        answer = client.run(data, programs, moved, loss="mse", precision="fast", tier=tier)
         if turn:  # the first call compiles
             walls.append(time.perf_counter() - started)
+            timings.append(answer.timings)
     skipped = max(1, calls // 15)
-    return {**percentiles(walls[skipped:]), **server_side(answers[skipped:])}
+    return {**percentiles(walls[skipped:]), **server_side(timings[skipped:])}
 
 
-def server_side(answers: list[Any]) -> dict[str, float]:
+def server_side(timings: list[Timings]) -> dict[str, float]:
     """Median microseconds of each stage as the server reports them."""
     return {
-        f"{stage}_us": round(statistics.median(getattr(a.timings, stage) for a in answers) / 1e3, 1)
+        f"{stage}_us": round(statistics.median(getattr(each, stage) for each in timings) / 1e3, 1)
         for stage in ("decode", "queue", "copy_in", "compute", "copy_out")
     }
 
