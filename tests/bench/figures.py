@@ -271,6 +271,20 @@ def device() -> Iterator[str]:
     )
 
 
+def gpu_derivatives() -> Iterator[str]:
+    """Device time of losses with their gradients."""
+    times = {
+        (case["mode"], case["rows"]): case["gradient_us"]
+        for case in result("gpu_derivatives_h100")["results"]
+    }
+    rows = [
+        mode + "".join(f" | {times[mode, rows]:,.0f} us" for rows in (10**4, 10**5, 10**6))
+        for mode in dict.fromkeys(mode for mode, _ in times)
+    ]
+    header = "300 expressions, losses and gradients | 10,000 rows | 100,000 rows | 1,000,000 rows"
+    yield from table(header, rows)
+
+
 def gpu_service(name: str = "gpu_service") -> Iterator[str]:
     """Calls of one client through gRPC, and many clients."""
     document, rows = result(name), []
@@ -400,7 +414,16 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
             transport,
             device,
         ),
-        *(gpu_service, gpu_fits, generations, gpu_devices, gpu_streaming, *FAULTS, *CAPACITY),
+        *(
+            gpu_derivatives,
+            gpu_service,
+            gpu_fits,
+            generations,
+            gpu_devices,
+            gpu_streaming,
+            *FAULTS,
+            *CAPACITY,
+        ),
     )
 } | {
     "gpu_service_h100": partial(gpu_service, "gpu_service_h100"),
