@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("numba")
 
 from warpfit_server.engine.cpu.codegen import parts
+from support.servers.server import eventually
 from warpfit_server.engine.native import parallel_loop
 from warpfit_server.engine.native.arguments import CANCELLED, FAILED, FINISHED
 from warpfit_server.engine.native.threads import ParallelLoop
@@ -164,8 +165,6 @@ def test_idle_helpers_sleep(code, expects):
     run(loop, lambda chunk: FINISHED, 0, 10)
     if expects:
         loop.expect(100)
-    deadline = time.monotonic() + 10
-    while loop._words[parallel_loop.ASLEEP] < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert loop._words[parallel_loop.ASLEEP] == 2
+        time.sleep(0.1)  # by then they have woken up
+    eventually(lambda: loop._words[parallel_loop.ASLEEP] == 2)
     loop.close()
