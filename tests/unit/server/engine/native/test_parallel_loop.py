@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("numba")
 
-from warpfit_server.engine.cpu.codegen import parts
 from support.servers.server import eventually
+from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.native import parallel_loop
 from warpfit_server.engine.native.arguments import CANCELLED, FAILED, FINISHED
 from warpfit_server.engine.native.threads import ParallelLoop
