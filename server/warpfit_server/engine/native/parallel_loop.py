@@ -70,7 +70,7 @@ def new_words(slots: int) -> NDArray[np.int64]:
 
 
 def expect(words: Any, helpers: int) -> None:
-    """Wake so many helpers, which takes them as long as much of a short task, before it begins."""
+    """Wake so many helpers for a task that is about to begin, because that takes them a while."""
     words[_EXPECTED] = 1
     _announce(words, helpers)
 
