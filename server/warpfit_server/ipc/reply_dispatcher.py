@@ -17,8 +17,8 @@ from typing import Any, Final
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.messages import Message
 
-#: Seconds that a lone leader polls before it sleeps: an idle core of a virtual machine takes some
-#: 50 to 100 microseconds to wake up.
+#: Seconds that a lone leader polls before it sleeps, longer than most steps: an idle core of a
+#: virtual machine takes some 50 to 100 microseconds to wake up.
 _POLL_SECONDS: Final = 0.003
 #: What a thread finds in its queue when it becomes the leader.
 _LEAD: Final = object()

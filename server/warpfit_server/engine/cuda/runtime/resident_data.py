@@ -115,11 +115,10 @@ def run_chunks(
         spans: from `cut_rows`.
         chunks: of the jobs.
         cancelled: 1 to raise CancelledError.
-        launch: launches a chunk and marks ``begun {side}`` before its kernels and ``computed
-            {side}`` after them. It is given what has the rows, the number of the span, the chunk,
-            and the side, 0 and 1 in turn: a side's buffers are those of one chunk at a time. It
-            returns what copies the results, which is called when the stream has passed all that
-            was launched.
+        launch: marks ``begun {side}``, launches the kernels of a chunk, and marks ``computed
+            {side}``. It is given what has the rows, the number of the span, the chunk, and the
+            side, 0 and 1 in turn: a side's buffers are those of one chunk at a time. It returns
+            what copies the results, called when the stream has passed all that was launched.
         result_bytes: of all chunks on all rows.
 
     Returns:
