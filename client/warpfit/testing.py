@@ -160,7 +160,7 @@ class InProcessServer:
         request.check(dataset.layout)
         reports: list[FitProgress] = []
         context = FitContext(
-            engine=_ReferenceEngine(dataset),  # type: ignore[arg-type]
+            linearise=_ReferenceEngine(dataset).linearise,
             dataset=dataset,
             cancelled=np.zeros(1, dtype=np.uint8),
             report=reports.append if request.settings.progress else None,

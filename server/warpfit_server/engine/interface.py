@@ -55,18 +55,6 @@ def run_to_end(steps: Steps[Result]) -> Result:
             waits_for.result()
 
 
-def without_pauses(steps: Steps[Result]) -> Steps[Result]:
-    """Run steps as one, which ends only where it waits for something."""
-    while True:
-        try:
-            waits_for = next(steps)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-        if waits_for is not None:
-            yield waits_for
-
-
 def timed(steps: Steps[Result]) -> Steps[tuple[Result, int]]:
     """Run steps; return the result and the nanoseconds inside of the steps, without pauses."""
     taken = 0
@@ -90,7 +78,8 @@ def aside(size: int, work: Callable[[], Result]) -> Steps[Result]:
     """
     if size < _MANY_BYTES:
         return work()
-    running = _ThreadWork(_THREADS.submit(work))
+    future = _THREADS.submit(work)
+    running = _ThreadWork(future.done, future.result)
     try:
         yield running
     finally:
@@ -99,19 +88,11 @@ def aside(size: int, work: Callable[[], Result]) -> Steps[Result]:
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _ThreadWork:
+class _ThreadWork(NamedTuple):
     """Work of another thread; implements `DeviceWork`."""
 
-    future: Future[Any]
-
-    def done(self) -> bool:
-        """Return whether the thread is done, or has failed."""
-        return self.future.done()
-
-    def result(self) -> Any:
-        """Wait until the thread is done; return the result."""
-        return self.future.result()
+    done: Callable[[], bool]
+    result: Callable[[], Any]
 
 
 class RowShard(Protocol):
@@ -220,24 +201,6 @@ class EngineBrokenError(Exception):
     """
 
 
-class Evaluator(Protocol):
-    """Evaluates batches, alone or with others; see `Engine`."""
-
-    def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
-        """Evaluate a batch; see `Engine.evaluate`."""
-
-    def linearise(
-        self,
-        evaluation: Evaluation,
-        row_loss: Program,
-        *,
-        curvature: bool,
-        cancelled: NDArray[np.uint8],
-        selection: Selection | None = None,
-    ) -> Steps[Linearisation]:
-        """Compute a pass of a fit; see `Engine.linearise`."""
-
-
 class Engine(Protocol):
     """Evaluates batches on loaded data sets.
 
@@ -246,8 +209,6 @@ class Engine(Protocol):
     ``load`` and ``unload`` may be called from one more thread.
     """
 
-    name: str
-    """``"cpu"`` or ``"cuda"``."""
     steps_in_flight: int
     """Steps that gain from running at the same time."""
     step_threads: int
@@ -265,7 +226,7 @@ class Engine(Protocol):
         While none does, steps may take longer than a request should wait.
         """
 
-    def devices(self) -> list[Device]:
+    def device(self) -> Device:
         """Describe what the engine computes on."""
 
     def load(
@@ -346,21 +307,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop threads and free memory."""
-
-
-__all__ = [
-    "Device",
-    "DeviceWork",
-    "Engine",
-    "EngineBrokenError",
-    "Evaluator",
-    "Linearisation",
-    "Outputs",
-    "RowShard",
-    "Selection",
-    "Steps",
-    "aside",
-    "run_to_end",
-    "timed",
-    "without_pauses",
-]

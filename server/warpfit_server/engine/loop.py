@@ -32,12 +32,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import CancelledError, InternalError, ResourceExhaustedError, WarpfitError
+from warpfit.errors import CancelledError, InternalError, WarpfitError
 from warpfit.request import Timings
 from warpfit_server.engine.interface import DeviceWork, Engine, EngineBrokenError, Steps
 from warpfit_server.engine.isolation import Isolation
 from warpfit_server.engine.peers import PeerLostError
-from warpfit_server.engine.request import FrontEndConnection, Request, problem_of
+from warpfit_server.engine.request import FrontEndConnection, Request
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.engine.scheduler import Scheduler
 from warpfit_server.ipc import messages
@@ -70,7 +70,7 @@ class _Step:
     steps: Steps[Timings]
     began: float
     is_merged: bool
-    """Whether its requests can be merged, even if it has one only."""
+    """Whether its requests can be merged, even if it has one only: it has no pauses then."""
 
 
 class Loop:
@@ -96,7 +96,7 @@ class Loop:
         self._waiting: set[Request] = set()
         """Requests that wait for a future."""
         self._in_flight: dict[_Step, DeviceWork | Future[Any]] = {}
-        """Steps with what they wait for: the device; or a future, if they are merged."""
+        """Steps with what they wait for, which is the device."""
         self._idle = 0
         """Threads that have found nothing to do."""
         self._busy_polling = threading.Lock()
@@ -159,15 +159,11 @@ class Loop:
                 del self._in_flight[step]
         return ended
 
-    def _on_device(self) -> list[DeviceWork]:
-        """Return what the device works on."""
-        return [work for work in self._in_flight.values() if not isinstance(work, Future)]
-
     def _choose(self) -> list[Request]:
         """Take the requests of the next step, if one can begin."""
         with self._lock:
             self._end_wait([request for request in self._waiting if request.is_cancelled])
-            is_full = len(self._on_device()) >= self._engine.steps_in_flight
+            is_full = len(self._in_flight) >= self._engine.steps_in_flight
             self._scheduler.merged_size = self._engine.step_size
             requests = [] if is_full else self._isolation.next()
             self._engine.others_wait(len(self._scheduler) > 0)
@@ -181,7 +177,8 @@ class Loop:
 
     def _wait(self) -> None:
         """Wait for something to do; one thread polls for a while first if no step is running."""
-        if work := self._on_device():
+        if self._in_flight:
+            work = list(self._in_flight.values())
             while not (self._receive(0.0) or any(one.done() for one in work)):
                 if not self._has_many_cores:
                     time.sleep(_DEVICE_SECONDS)
@@ -237,13 +234,11 @@ class Loop:
         match message:
             case messages.UnmapSegment():
                 connection.segments.pop(message.segment, None)
-            case messages.SubmitEvaluation() | messages.SubmitFit():
+            case messages.SubmitEvaluation():
                 try:
                     request = connection.receive(message, descriptors)
-                except ResourceExhaustedError as error:
-                    connection.send(
-                        messages.RequestFinished(problem_of(message).request, error=error)
-                    )
+                except WarpfitError as error:
+                    connection.send(messages.RequestFinished(message.request, error=error))
                     return
                 request.merge_key = self._runner.merge_key(request)
                 request.size = request.token_rows if request.merge_key is not None else 0
@@ -293,7 +288,8 @@ class Loop:
         set_logged_request_id(step.wanted[0].problem.request_id if is_lone else "")
         waits_for: Future[Any] | DeviceWork | None = None
         try:
-            waits_for = next(step.steps)
+            while (waits_for := next(step.steps)) is None and step.is_merged:
+                pass
         except StopIteration as end:
             self._answer(step.wanted, end.value)
             unfinished = []
@@ -304,8 +300,6 @@ class Loop:
             return
         with self._lock:
             self._in_flight[step] = waits_for
-        if isinstance(waits_for, Future):
-            waits_for.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
 
     def _end(
         self, step: _Step, unfinished: list[Request], waits_for: Future[Any] | None = None

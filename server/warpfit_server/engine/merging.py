@@ -49,8 +49,8 @@ class Merger:
 
     def key(self, request: Request) -> Hashable:
         """Return what requests must share to be merged; None if it does not gain from merging."""
-        problem = request.message
-        if not isinstance(problem, SubmitEvaluation) or not _is_for_losses(problem):
+        problem = request.problem
+        if not _is_for_losses(problem):
             return None
         layout = problem.segment_layout
         is_short = layout.token_rows <= self._engine.step_size and layout.tokens <= _MOST_TOKENS
@@ -88,6 +88,7 @@ def _is_for_losses(problem: SubmitEvaluation) -> bool:
         and not problem.outputs
         and not problem.alone
         and problem.part is None
+        and problem.fit is None
         and problem.tier != Tier.COMPILED.name
     )
 

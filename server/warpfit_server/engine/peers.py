@@ -32,7 +32,6 @@ from warpfit.losses import Closing, LossFunction
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.interface import (
     Engine,
-    Evaluator,
     Linearisation,
     Outputs,
     Selection,
@@ -112,7 +111,9 @@ class Peers:
             raise unavailable()
         connection.send(part)
 
-    def evaluator(self, engine: Engine, request: Request, layout: Layout) -> Evaluator:
+    def evaluator(
+        self, engine: Engine, request: Request, layout: Layout
+    ) -> Engine | ShardedEvaluator:
         """Return what evaluates for a request: this engine alone, or with others as well.
 
         Raises:
@@ -129,7 +130,7 @@ class Peers:
 
 
 class ShardedEvaluator:
-    """Evaluates one request on all shards of its rows; implements `interface.Evaluator`."""
+    """Evaluates one request on all shards of its rows, by the methods that an engine has."""
 
     def __init__(self, engine: Engine, peers: Peers, request: Request, layout: Layout) -> None:
         self._engine = engine
@@ -337,14 +338,8 @@ class _PartRequest(InFlightRequest):
         assert evaluation.rows is not None  # those of one engine
         super().__init__(layout, evaluation, evaluation.rows, request.tenant)
         self.alone = request.alone
-        self._part = part
+        self.part = part
         self._on_end = on_end
-
-    def message(self) -> messages.SubmitEvaluation:
-        """Make the message that submits the part."""
-        message = super().message()
-        assert isinstance(message, messages.SubmitEvaluation)
-        return message._replace(part=self._part)
 
     def take(self, entry: object) -> None:
         """Take what the engine has sent, or its loss."""

@@ -69,7 +69,7 @@ class EngineProcess:
         """
         self._loop.start()
         self._stuck_detector.start()
-        self._channel.send(messages.EngineReady(self._engine.name, tuple(self._engine.devices())))
+        self._channel.send(messages.EngineReady(self._engine.device()))
         BACKGROUND.submit(_load_fits, self._cache_directory)
         while True:
             message, descriptors = self._channel.receive()

@@ -15,7 +15,7 @@ from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.scheduler import ScheduledRequest
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
-from warpfit_server.ipc.messages import Reply, Submission, SubmitEvaluation, SubmitFit
+from warpfit_server.ipc.messages import Reply, SubmitEvaluation
 from warpfit_server.ipc.segment_layout import BEGUN
 from warpfit_server.ipc.segments import Segment
 
@@ -35,21 +35,20 @@ class FrontEndConnection:
         self.requests: set[Request] = set()
         """Requests without an answer yet."""
 
-    def receive(self, message: Submission, descriptors: list[int]) -> Request:
+    def receive(self, problem: SubmitEvaluation, descriptors: list[int]) -> Request:
         """Make a request of a message; map its segment if it is a new one.
 
         Raises:
             ResourceExhaustedError: if this process cannot map it; the front end is not told.
             InternalError: if it is too small for what it should have.
         """
-        problem = problem_of(message)
         number = problem.segment
         if descriptors or number not in self.segments:
             self.segments[number] = Segment.received(number, descriptors, problem.size)
         segment = self.segments[number]
         if problem.segment_layout.nbytes > segment.size:  # compiled code would read beyond its end
             raise InternalError(f"a segment of {segment.size} bytes is too small", "BAD_MESSAGE")
-        request = Request(self, message, segment)
+        request = Request(self, problem, segment)
         self.requests.add(request)
         return request
 
@@ -72,14 +71,11 @@ class Request(ScheduledRequest):
     """
 
     def __init__(
-        self, connection: FrontEndConnection, message: Submission, segment: Segment
+        self, connection: FrontEndConnection, problem: SubmitEvaluation, segment: Segment
     ) -> None:
-        problem = problem_of(message)
         super().__init__(problem.tenant)
         self.connection = connection
-        self.message = message
         self.problem = problem
-        """The evaluation, or that of the fit."""
         self.segment = segment
         self.number = problem.request
         self.alone = problem.alone
@@ -115,11 +111,6 @@ class Request(ScheduledRequest):
         self.segment.set_byte(self.problem.segment_layout.flag_offset + 1, state)
 
     @property
-    def is_fit(self) -> bool:
-        """Whether it is a fit."""
-        return isinstance(self.message, SubmitFit)
-
-    @property
     def token_rows(self) -> int:
         """Tokens x parameter vectors x rows of one evaluation."""
         return self.problem.segment_layout.token_rows
@@ -129,8 +120,3 @@ class Request(ScheduledRequest):
         if not self.alone:
             self.state = BEGUN
         self.waited = time.monotonic_ns() - self.problem.submitted
-
-
-def problem_of(message: Submission) -> SubmitEvaluation:
-    """Return an evaluation itself, or that of a fit."""
-    return message.problem if isinstance(message, SubmitFit) else message

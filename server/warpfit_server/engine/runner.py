@@ -13,16 +13,14 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, InternalError
-from warpfit.fitting import FitProgress, FitRequest
+from warpfit.fitting import FitProgress, FitRequest, FitSettings
 from warpfit.request import Timings
 from warpfit_server.engine.finalize import Finalizer, reduce_to_sums
 from warpfit_server.engine.interface import (
     Engine,
-    Evaluator,
     Outputs,
     Steps,
     timed,
-    without_pauses,
 )
 from warpfit_server.engine.merging import Merger, hand_out, join
 from warpfit_server.engine.peers import Peers, ShardedEvaluator
@@ -50,8 +48,8 @@ class RequestRunner:
         engine: Engine,
         datasets: Mapping[bytes, Dataset],
         chunk_bytes: int,
-        cache_directory: Path | None = None,
-        peers: Peers | None = None,
+        cache_directory: Path | None,
+        peers: Peers,
     ) -> None:
         self._engine = engine
         self._datasets = datasets
@@ -63,20 +61,15 @@ class RequestRunner:
 
     def begin(self, request: Request) -> Steps[Timings]:
         """Return the steps of a request; after the last one its results are in its segment."""
-        if isinstance(request.message, messages.SubmitFit):
-            return self._optimize(request, request.message)
+        if request.problem.fit is not None:
+            return self._optimize(request, *request.problem.fit)
         if request.problem.part is not None:
             return self._sum_part(request, request.problem.part)
         return self._evaluate(request)
 
-    def _evaluator(self, request: Request, dataset: Dataset) -> Evaluator:
-        if self._peers is None:
-            return self._engine
-        return self._peers.evaluator(self._engine, request, dataset.layout)
-
     def merge_key(self, request: Request) -> Hashable:
         """Return what requests must share to be merged; None if this one may not be merged."""
-        is_sharded = self._peers is not None and request.problem.dataset_id in self._peers.shards
+        is_sharded = request.problem.dataset_id in self._peers.shards
         return None if is_sharded else self._merger.key(request)
 
     def begin_merged(self, requests: Sequence[Request]) -> Steps[Timings]:
@@ -87,7 +80,7 @@ class RequestRunner:
         is_lone = len(requests) == 1
         cancelled = requests[0].cancelled if is_lone else np.zeros(1, dtype=np.uint8)
         outputs = Outputs(None, losses, cancelled, lambda programs: None)
-        timings = yield from without_pauses(self._engine.evaluate(merged, outputs))
+        timings = yield from self._engine.evaluate(merged, outputs)
         self._finalizer.finalize(merged, self._dataset(merged.dataset_id), outputs)
         hand_out(losses, requests)
         return timings
@@ -98,7 +91,8 @@ class RequestRunner:
         results = request.problem.segment_layout.results(request.segment)
         outputs = _outputs(request, results, self._value_progress(request))
         of_sums, sums = reduce_to_sums(evaluation, outputs)
-        timings = yield from self._evaluator(request, dataset).evaluate(of_sums, sums)
+        evaluator = self._peers.evaluator(self._engine, request, dataset.layout)
+        timings = yield from evaluator.evaluate(of_sums, sums)
         self._finalizer.finalize(
             evaluation,
             dataset,
@@ -129,24 +123,26 @@ class RequestRunner:
         _, compute = yield from timed(steps)
         return Timings(compute=compute)
 
-    def _optimize(self, request: Request, message: messages.SubmitFit) -> Steps[Timings]:
+    def _optimize(
+        self, request: Request, settings: FitSettings, deadline: float | None
+    ) -> Steps[Timings]:
         # Imported on first use, because importing it delays the start of the server.
         from warpfit_server.engine.fit.driver import FitContext, optimize
 
-        problem, segment = message.problem, request.segment
+        problem, segment = request.problem, request.segment
         layout = problem.segment_layout
         bounds: Any = {name: layout.array(name, segment) for name in FIT_SETTING_ARRAYS}
         # Engines keep the lowered programs as long as these arrays live: not in a shared segment.
         evaluation = replace(request.evaluation, batch=request.evaluation.batch.copy())
-        fit = FitRequest(evaluation, replace(message.settings, **bounds))
+        fit = FitRequest(evaluation, replace(settings, **bounds))
         dataset = self._dataset(problem.dataset_id)
-        evaluator = self._evaluator(request, dataset)
+        evaluator = self._peers.evaluator(self._engine, request, dataset.layout)
         context = FitContext(
-            engine=evaluator,
+            linearise=evaluator.linearise,
             dataset=dataset,
             cancelled=request.cancelled,
-            deadline=message.deadline,
-            report=_fit_progress(request, message),
+            deadline=deadline,
+            report=_fit_progress(request) if settings.progress else None,
             cache_directory=self._cache_directory,
         )
         result = yield from optimize(fit, context)
@@ -204,12 +200,8 @@ def _outputs(
     return Outputs(cancelled=request.cancelled, ready=ready, **arrays)
 
 
-def _fit_progress(
-    request: Request, message: messages.SubmitFit
-) -> Callable[[FitProgress], None] | None:
-    """Return what sends progress messages at intervals; None if nobody asked for them."""
-    if not message.settings.progress:
-        return None
+def _fit_progress(request: Request) -> Callable[[FitProgress], None]:
+    """Return what sends progress messages at intervals."""
     reported = time.monotonic()
 
     def report(progress: FitProgress) -> None:

@@ -60,6 +60,8 @@ class InFlightRequest:
     """Label of the device that it was sent to."""
     alone = 0.0
     """Seconds for which nothing may run beside it, if it is a suspect."""
+    part: messages.Part | None = None
+    """Set if an engine sends it that makes the outputs itself."""
     timings: Timings | None = None
     """Timings of the engine, once it has finished without an error."""
     progress: FitProgress | None = None
@@ -155,10 +157,11 @@ class InFlightRequest:
         self.segment = segment
         self._flag = self.segment_layout.cancelled(segment)
 
-    def message(self) -> messages.Submission:
+    def message(self) -> messages.SubmitEvaluation:
         """Make the message that submits the request."""
         evaluation, custom = self.evaluation, self.evaluation.custom_loss
-        problem = messages.SubmitEvaluation(
+        settings = self._fit_settings
+        return messages.SubmitEvaluation(
             request=self.number,
             segment=self.segment.identifier,
             size=self.segment.size,
@@ -174,10 +177,9 @@ class InFlightRequest:
             tenant=self.tenant,
             request_id=logged_request_id(),
             alone=self.alone,
+            part=self.part,
+            fit=None if settings is None else (settings, self._deadline),
         )
-        if self._fit_settings is None:
-            return problem
-        return messages.SubmitFit(problem, self._fit_settings, self._deadline)
 
     def array(self, name: str) -> NDArray[Any] | None:
         """View of a result, final once `next_reply` has returned RequestFinished, or None."""

@@ -69,8 +69,7 @@ class RequestCounters:
 class EngineReady:
     """The engine can take requests."""
 
-    engine: str
-    devices: tuple[Device, ...]
+    device: Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,10 @@ class Part(NamedTuple):
 
 
 class SubmitEvaluation(NamedTuple):
-    """Evaluate the batch in a segment; answered by ValuesReady..., then RequestFinished."""
+    """Evaluate or fit the batch in a segment.
+
+    Answered by messages of progress, ValuesReady or FitProgressed, then RequestFinished.
+    """
 
     request: int
     """Number of the request, which its replies carry."""
@@ -135,6 +137,9 @@ class SubmitEvaluation(NamedTuple):
     """Seconds for which nothing may run beside it, as it may have crashed an engine; 0: no."""
     part: Part | None = None
     """Set if another engine, which sends this, makes the outputs."""
+    fit: tuple[FitSettings, float | None] | None = None
+    """Set if the batch is to be fitted: the settings without their arrays, which are in the
+    segment, and ``time.monotonic()`` at which to stop and return what there is, if ever."""
 
     def evaluation(self, batch: Batch, segment: Segment) -> Evaluation:
         """Return the evaluation of a batch; a custom loss is copied from the segment."""
@@ -152,17 +157,6 @@ class SubmitEvaluation(NamedTuple):
             custom_loss=custom,
             **requested,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitFit:
-    """Fit the batch in a segment; answered by FitProgressed..., then RequestFinished."""
-
-    problem: SubmitEvaluation
-    settings: FitSettings
-    """Without its arrays, which are in the segment."""
-    deadline: float | None
-    """``time.monotonic()`` at which to stop and return what there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,12 +326,11 @@ class Stop:
     """
 
 
-Submission = SubmitEvaluation | SubmitFit
 Reply = ValuesReady | FitProgressed | RequestFinished
 Message = (
     LoadDataset | UnloadDataset | ConnectFrontEnd | RequestCounters | Stop
     | EngineReady | DatasetLoaded | EngineCounters
-    | Submission | UnmapSegment | Reply
+    | SubmitEvaluation | UnmapSegment | Reply
     | FrontEndReady | LeaseDataset | ReturnLease | ReleaseNoticed | RequestConnection
     | RequestLoad | LoadEnded | ProbeResult | MetricsRecorded | InterruptedBatch | ClearedSuspect
     | StartServing | ConnectEngine | DatasetLease | DatasetReleased | SetReadiness | SuspectList
@@ -349,7 +342,7 @@ _LAYOUT: Final = SubmitEvaluation._fields.index("segment_layout")
 
 def pack(message: Message) -> tuple[int, bytes]:
     """Return the kind of a message and its bytes, for `unpack`."""
-    if type(message) is SubmitEvaluation and message.part is None:
+    if type(message) is SubmitEvaluation and message.part is None and message.fit is None:
         plain: Any = list(message)
         plain[_LAYOUT] = tuple(message.segment_layout)
         return _EVALUATION, marshal.dumps(plain)

@@ -129,7 +129,7 @@ class EngineSupervisor:
         """The device, as the last engine process that was ready has described it."""
         if self._ready is None:
             return Device(self.device.kind, label=self.device.label)
-        return replace(self._ready.devices[0], label=self.device.label)
+        return replace(self._ready.device, label=self.device.label)
 
     @property
     def is_ready(self) -> bool:

@@ -53,7 +53,7 @@ def prepared(
     request = FitRequest(problem, FitSettings(**settings))
     request.check(dataset.layout)
     context = FitContext(
-        engine=engine or NumpyEngine(dataset),
+        linearise=(engine or NumpyEngine(dataset)).linearise,
         dataset=dataset,
         cancelled=np.full(1, cancelled, dtype=np.uint8),
         deadline=deadline,

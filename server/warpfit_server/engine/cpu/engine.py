@@ -34,6 +34,7 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
+from warpfit.server_info import Device
 from warpfit_server.engine import interface
 from warpfit_server.engine.autodiff.requested_outputs import (
     RequestedOutputs,
@@ -81,7 +82,6 @@ _CHECKED_AT_ONCE: Final = 1 << 17
 class CpuEngine:
     """Evaluates batches on this machine's CPU; implements `interface.Engine`."""
 
-    name = "cpu"
     steps_share_cores = True
 
     def __init__(self, threads: int | None = None, cache_directory: Path | None = None) -> None:
@@ -119,11 +119,11 @@ class CpuEngine:
         rate = self._rates.get(function, _EXPECTED_RATE * self.threads)
         return int(rate * self._step_seconds)
 
-    def devices(self) -> list[interface.Device]:
+    def device(self) -> Device:
         """Describe the CPU."""
         name = _processor()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return [interface.Device(name=name, threads=self.threads, memory=memory)]
+        return Device(name=name, threads=self.threads, memory=memory)
 
     def load(
         self, dataset: Dataset, rows: tuple[int, int] | None = None, *, streams: bool = True

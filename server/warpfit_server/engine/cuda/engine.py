@@ -24,6 +24,7 @@ from warpfit.errors import DatasetNotFoundError
 from warpfit.ir import Batch, Program
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier, Timings
+from warpfit.server_info import Device
 from warpfit_server.engine.cuda import parts
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier, InterpreterTuning
@@ -40,7 +41,6 @@ from warpfit_server.engine.cuda.runtime.streamed_data import (
 )
 from warpfit_server.engine.cuda.tier_chooser import GRADIENT, Decision, TierChooser
 from warpfit_server.engine.interface import (
-    Device,
     EngineBrokenError,
     Linearisation,
     Outputs,
@@ -73,7 +73,6 @@ class CudaEngine:
         UnavailableError: if CuPy is not installed or the device does not answer.
     """
 
-    name = "cuda"
     steps_in_flight = _STEPS_IN_FLIGHT
     step_threads = 1
     steps_share_cores = False
@@ -111,23 +110,16 @@ class CudaEngine:
         self._derivatives = self._load_derivatives()
         self._background.submit(self._warm_up_compiled)
 
-    @property
-    def multiprocessors(self) -> int:
-        """Multiprocessors of the device."""
-        return self._device.multiprocessors
-
-    def devices(self) -> list[Device]:
+    def device(self) -> Device:
         """Describe the device."""
         major, minor = self._device.compute_capability
-        return [
-            Device(
-                name=self._device.name,
-                memory=self._device.memory,
-                compute_capability=f"{major}.{minor}",
-                driver=self._device.driver,
-                tiers=(Tier.INTERPRETER, Tier.COMPILED),
-            )
-        ]
+        return Device(
+            name=self._device.name,
+            memory=self._device.memory,
+            compute_capability=f"{major}.{minor}",
+            driver=self._device.driver,
+            tiers=(Tier.INTERPRETER, Tier.COMPILED),
+        )
 
     def load(
         self, dataset: Dataset, rows: tuple[int, int] | None = None, *, streams: bool = True

@@ -57,7 +57,7 @@ from warpfit_server.engine.fit.searches import (
     diagonals,
 )
 from warpfit_server.engine.fit.separable import operator_table
-from warpfit_server.engine.interface import Evaluator, Linearisation, Selection, Steps, timed
+from warpfit_server.engine.interface import Linearisation, Selection, Steps, timed
 from warpfit_server.engine.native.compile_processes import NICE
 from warpfit_server.limits import fit_memory
 from warpfit_server.system.resources import give_back_memory
@@ -90,7 +90,8 @@ _TIME_IS_UP: Final = 2
 class FitContext:
     """The surroundings of a fit: engine, data set, cancellation, deadline, progress."""
 
-    engine: Evaluator
+    linearise: Callable[..., Steps[Linearisation]]
+    """`warpfit_server.engine.interface.Engine.linearise` of what evaluates its passes."""
     dataset: Dataset
     cancelled: NDArray[np.uint8]
     """[1]; becomes 1 when the call is cancelled."""
@@ -271,7 +272,7 @@ class _Driver:
         self._check_cancelled()
         started = time.monotonic()
         batch = replace(self._active_batch, parameters=self._active.vectors[TRIAL])
-        linearisation = yield from self._context.engine.linearise(
+        linearisation = yield from self._context.linearise(
             replace(self._problem, batch=batch),
             row_loss or self._loss.row,
             curvature=curvature,

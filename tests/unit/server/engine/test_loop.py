@@ -25,6 +25,7 @@ from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit_server.engine import loop as loop_module
 from warpfit_server.engine.interface import EngineBrokenError
 from warpfit_server.engine.loop import Loop
+from warpfit_server.engine.peers import Peers
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc import messages
@@ -53,7 +54,6 @@ class Work(threading.Event):
 class FakeEngine:
     """An engine that records the sizes of its batches; evaluations wait for ``go``."""
 
-    name = "fake"
     step_size = 1 << 20
 
     def __init__(self, steps_in_flight=1, threads=None):
@@ -106,9 +106,9 @@ class FakeEngine:
 class Front:
     """A front end of a loop."""
 
-    def __init__(self, loop, suspects=None):
+    def __init__(self, loop):
         ours, theirs = Channel.pair()
-        self.link = EngineConnection(SegmentPool(1 << 24), suspects)
+        self.link = EngineConnection(SegmentPool(1 << 24))
         self.link.open(theirs)
         self.connection = FrontEndConnection(ours)
         loop.add(self.connection)
@@ -139,16 +139,23 @@ def an_evaluation(*parameters, constant=1.0, **changes):
     return Evaluation(DATA.content_id, batch, **fields)
 
 
+def a_runner(engine):
+    """Return what runs requests on an engine without peers."""
+    return RequestRunner(
+        engine, {DATA.content_id: DATA}, 1 << 16, None, Peers(0, SegmentPool(0), print)
+    )
+
+
 @pytest.fixture
 def run_loop():
     """Start a loop over an engine."""
     engines, fronts = [], []
 
-    def start(steps_in_flight=1, front_ends=1, suspects=None, threads=None):
+    def start(steps_in_flight=1, front_ends=1, threads=None):
         engine = FakeEngine(steps_in_flight, threads)
-        loop = Loop(engine, RequestRunner(engine, {DATA.content_id: DATA}, 1 << 16))
+        loop = Loop(engine, a_runner(engine))
         loop.start()
-        found = [Front(loop, suspects) for _ in range(front_ends)]
+        found = [Front(loop) for _ in range(front_ends)]
         engines.append(engine)
         fronts.extend(found)
         return (engine, *found)
@@ -317,20 +324,18 @@ class TestDeviceWork:
         engine.device[2].set()
         assert [front.answer(run) for run in (runs[0], runs[2])] == [[0.0], [2.0]]
 
-    def test_merged_requests_wait_for_the_device_and_for_a_future(self, run_loop):
+    def test_merged_requests_wait_for_the_device(self, run_loop):
         engine, front = run_loop(1, threads=1)
         busy = front.start(9.0, constant=ON_DEVICE, values=True)
         wait_until(lambda: engine.device)
-        runs = [front.start(n, constant=constant) for n, constant in enumerate((ON_DEVICE, WAITS))]
+        runs = [front.start(n, constant=constant) for n, constant in enumerate((ON_DEVICE, 1.0))]
         time.sleep(0.05)
         engine.device[0].set()
         assert front.answer(busy) == [9.0]
-        assert front.answer(front.start(5.0, values=True)) == [5.0]  # while they wait for a future
-        engine.promised.set_result(None)
         wait_until(lambda: len(engine.device) == 2)
         engine.device[1].set()
         assert [front.answer(run) for run in runs] == [[0.0], [1.0]]
-        assert engine.batches == [1, 2, 1]
+        assert engine.batches == [1, 2]
 
 
 class TestFailures:

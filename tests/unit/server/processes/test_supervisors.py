@@ -15,6 +15,7 @@ from support.servers.requests import DATA
 from support.servers.server import eventually
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
+from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
@@ -163,7 +164,7 @@ def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(
         return iter(())
 
     supervisor._resident = resident
-    supervisor._serve(channel, messages.EngineReady("cpu", ()))
+    supervisor._serve(channel, messages.EngineReady(Device("a processor")))
     assert seen == [0.0]
     assert supervisor.starting_since is None
     supervisor._lose_engine()
