@@ -21,11 +21,10 @@ from warpfit.request import Evaluation
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.in_flight_request import LOST, InFlightRequest, unavailable
-from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, KnownSuspects
+from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.ipc.reply_dispatcher import ReplyDispatcher
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.system.shortages import shortage
-from warpfit_server.tenancy.tenants import PROBE
 
 #: Seconds after which a front end that cannot send takes the engine for lost.
 _SEND_SECONDS: Final = 5.0
@@ -42,7 +41,6 @@ class EngineConnection:
     def __init__(
         self,
         pool: SegmentPool,
-        suspects: KnownSuspects | None = None,
         *,
         reads_alone: bool = False,
     ) -> None:
@@ -55,7 +53,6 @@ class EngineConnection:
         """Called with what became of requests that were lost, and of suspects."""
         self.may_poll: Callable[[], bool] = lambda: False
         """Tells whether a call that waits may poll for its reply instead of sleeping."""
-        self.suspects = suspects or KnownSuspects()
         self._channel: Channel | None = None
         self._replies: ReplyDispatcher | None = None
         self._process = 0
@@ -114,22 +111,15 @@ class EngineConnection:
             self.on_loss()
 
     def start(self, evaluation: Evaluation, layout: Layout, tenant: str = "") -> InFlightRequest:
-        """Send a checked evaluation.
+        """Send a checked evaluation to this engine, suspect or not, as a probe is.
 
-        The caller holds a lease on the data set, and must close the request that is returned. A
-        probe, which belongs to the tenant `PROBE`, is never a suspect.
+        The caller holds a lease on the data set, and must close the request that is returned.
 
         Raises:
             UnavailableError: if there is no engine.
-            FailedPreconditionError: if engines have died of it.
             ResourceExhaustedError: if there is no memory for batch and results.
         """
-        return self.submit(InFlightRequest.of_evaluation(evaluation, layout, tenant))
-
-    def submit(self, request: InFlightRequest) -> InFlightRequest:
-        """Send a request and return it, as `start` does; if that fails, nothing was sent."""
-        if request.tenant != PROBE:
-            request.alone = self.suspects.check(request.evaluation.dataset_id, request.digest)
+        request = InFlightRequest.of_evaluation(evaluation, layout, tenant)
         segment = self.pool.acquire(request.segment_layout.nbytes, request.tenant)
         try:
             request.write(segment)

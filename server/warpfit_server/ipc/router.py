@@ -18,12 +18,14 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from warpfit.calls.splitting import even_bounds
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.ir import Batch
 from warpfit.request import Precision
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.in_flight_request import InFlightRequest, unavailable
+from warpfit_server.ipc.quarantine import KnownSuspects
 from warpfit_server.ipc.segment_layout import MOST_PARTS
 from warpfit_server.ipc.split_request import SplitRequest, end_parts
 from warpfit_server.row_blocks import Shards
@@ -58,7 +60,7 @@ class Leased(Protocol):
         """Return whether an engine has loaded it, as far as this process knows."""
 
     def load(self, engine: int) -> Future[None]:
-        """Have an engine load it, unless it has.
+        """Have an engine load it, unless the engine has loaded it already.
 
         The future fails with ResourceExhaustedError if the device has no room, with
         FailedPreconditionError if engines have died of the data set, and with UnavailableError if
@@ -70,9 +72,14 @@ class Router:
     """Sends the requests of one front end to engines."""
 
     def __init__(
-        self, connections: Sequence[EngineConnection], labels: Sequence[str], table: QuotaTable
+        self,
+        connections: Sequence[EngineConnection],
+        labels: Sequence[str],
+        table: QuotaTable,
+        suspects: KnownSuspects,
     ) -> None:
         self._connections = connections
+        self._suspects = suspects
         self._labels = labels
         self._table = table
         self._most_polling = available_cores() // _CORES_A_CALL
@@ -94,50 +101,18 @@ class Router:
             ResourceExhaustedError: if there is no memory for batch and results, or no device with
                 room for the data set.
         """
-        if data.shards is not None:
-            return self._start_sharded(request, data, data.shards, nanoseconds)
-        if len(self._connections) == 1:
-            order = [0] if self._connections[0].is_open else []
-            return self._start_whole(request, data, nanoseconds, order)
-        waits = self._waits(data)
-        order = self._order(request.evaluation.batch, waits, nanoseconds)
-        engines = self._idle(order, waits, nanoseconds)
-        batch = request.evaluation.batch
-        count = min(len(engines), nanoseconds // _LEAST_PART, len(batch), MOST_PARTS)
-        if count > 1 and self._may_split(request):
-            return self._start_parts(request, data, nanoseconds, engines[:count])
-        return self._start_whole(request, data, nanoseconds, order)
-
-    def _start_whole(
-        self, request: InFlightRequest, data: Leased, nanoseconds: int, order: Sequence[int]
-    ) -> InFlightRequest:
-        """Send a request to the first engine of some that takes it."""
-
-        def submit(number: int) -> None:
-            self._connections[number].submit(request)
-
-        self._send(request, data, nanoseconds, order, submit)
-        return request
-
-    def _start_parts(
-        self, request: InFlightRequest, data: Leased, nanoseconds: int, engines: Sequence[int]
-    ) -> SplitRequest:
-        """Send parts of a request to some engines, each to another one if its engine is lost."""
-        batch = request.evaluation.batch
-        bounds = equal_bounds(batch, len(engines))
-        pool = self._connections[0].pool
+        batch, pool = request.evaluation.batch, self._connections[0].pool
+        request.alone = self._suspects.check(request.evaluation.dataset_id, request.digest)
         segment = pool.acquire(request.segment_layout.nbytes, request.tenant)
         sent: list[InFlightRequest] = []
         try:
             request.write(segment)
-            for number, part in enumerate(request.split(bounds)):
-                order = [*engines[number:], *engines[:number]]
+            if data.shards is not None:
+                self._send_sharded(request, data, data.shards, nanoseconds)
+                return request
+            for part, order in self._parts(request, data, nanoseconds):
                 share = part.segment_layout.tokens / max(1, len(batch.codes))
-
-                def send(engine: int, part: InFlightRequest = part) -> None:
-                    self._connections[engine].send(part)
-
-                self._send(part, data, int(share * nanoseconds), order, send)
+                self._send(part, data, int(share * nanoseconds), order)
                 sent.append(part)
         except BaseException:
             if sent:
@@ -145,19 +120,35 @@ class Router:
             else:
                 pool.release(segment)
             raise
-        return SplitRequest(request, sent)
+        return request if sent[0] is request else SplitRequest(request, sent)
 
-    def _start_sharded(
+    def _parts(
+        self, request: InFlightRequest, data: Leased, nanoseconds: int
+    ) -> list[tuple[InFlightRequest, list[int]]]:
+        """Return the parts of a request, or all of it, with the engines to try for each in turn."""
+        if len(self._connections) == 1:
+            return [(request, [0] if self._connections[0].is_open else [])]
+        batch, waits = request.evaluation.batch, self._waits(data)
+        order = self._order(batch, waits, nanoseconds)
+        idle = self._idle(order, waits, nanoseconds)
+        count = min(len(idle), nanoseconds // _LEAST_PART, MOST_PARTS)
+        if count < 2 or not _may_split(request):
+            return [(request, order)]
+        bounds = even_bounds(batch.lengths.astype(np.float64), count)
+        if len(bounds) == 2:
+            return [(request, order)]
+        idle = idle[: len(bounds) - 1]
+        parts = enumerate(request.split(bounds))
+        return [(part, [*idle[number:], *idle[:number]]) for number, part in parts]
+
+    def _send_sharded(
         self, request: InFlightRequest, data: Leased, shards: Shards, nanoseconds: int
-    ) -> InFlightRequest:
+    ) -> None:
         """Send a request to the engine that leads it; all that have rows of it must be there."""
-        evaluation = request.evaluation
-        parts = shards.parts(evaluation.row_range(data.layout))
+        parts = shards.parts(request.evaluation.row_range(data.layout))
         outstanding = self._table.work()
-        if self._connections[0].suspects.check(evaluation.dataset_id, request.digest):
-            leader = min(parts)  # suspects that lead each other's peers would wait for each other
-        else:
-            leader = min(parts, key=lambda number: outstanding[number])
+        # Suspects that lead each other's peers would wait for each other.
+        leader = min(parts, key=lambda number: 0 if request.alone else outstanding[number])
         for number in parts:
             if not self._connections[number].is_open:
                 raise unavailable()
@@ -170,19 +161,13 @@ class Router:
             charges.callback(self._charge(number, share))
         request.on_end = charges.close
         try:
-            self._connections[leader].submit(request)
+            self._connections[leader].send(request)
         except BaseException:
             request.on_end()
             raise
-        return request
 
     def _send(
-        self,
-        request: InFlightRequest,
-        data: Leased,
-        nanoseconds: int,
-        order: Sequence[int],
-        send: Callable[[int], None],
+        self, request: InFlightRequest, data: Leased, nanoseconds: int, order: Sequence[int]
     ) -> None:
         """Send a request to the first engine that has or loads the data set, and is there."""
         refusal: ResourceExhaustedError | None = None
@@ -198,7 +183,7 @@ class Router:
             request.device = self._labels[number]
             request.on_end = self._charge(number, nanoseconds)
             try:
-                send(number)
+                self._connections[number].send(request)
             except UnavailableError:  # lost a moment ago
                 request.on_end()
             except BaseException:
@@ -236,14 +221,6 @@ class Router:
         soon = _IDLE_PART * nanoseconds
         return [n for n in order if waits[n] <= soon and self._labels[n] in self.serving]
 
-    def _may_split(self, request: InFlightRequest) -> bool:
-        """Return whether parts of a request give its bits, and it is no suspect."""
-        evaluation = request.evaluation
-        if self._connections[0].suspects.check(evaluation.dataset_id, request.digest):
-            return False
-        # In fast mode one search that leaves the range of float32 has all computed precisely.
-        return not (request.is_fit and evaluation.precision is Precision.FAST)
-
     def _has_idle_cores(self) -> bool:
         """Return whether so few calls are in flight that each may poll for its answer."""
         return self._table.in_flight().calls <= self._most_polling
@@ -254,14 +231,8 @@ class Router:
         return partial(self._table.add_work, number, -nanoseconds)
 
 
-def equal_bounds(batch: Batch, parts: int) -> list[int]:
-    """Return the bounds of ranges of programs with about as many tokens each.
-
-    Args:
-        batch: of at least as many programs as parts.
-        parts: number of ranges, none of which is empty.
-    """
-    starts, numbers = batch.starts, np.arange(1, parts)
-    inner = np.searchsorted(starts, starts[-1] * numbers / parts)
-    inner = numbers + np.maximum.accumulate(np.maximum(inner, numbers) - numbers)  # ascending
-    return [0, *np.minimum(inner, len(batch) - parts + numbers).tolist(), len(batch)]
+def _may_split(request: InFlightRequest) -> bool:
+    """Return whether parts of a request give its bits, and it is no suspect."""
+    # In fast mode one search that leaves the range of float32 has all computed precisely.
+    is_fast_fit = request.is_fit and request.evaluation.precision is Precision.FAST
+    return not (request.alone or is_fast_fit)

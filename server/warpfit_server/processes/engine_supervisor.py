@@ -72,7 +72,7 @@ class EngineSupervisor:
         self.number = number
         self.device = config.engines[number]
         self.quarantine = quarantine
-        self.connection = EngineConnection(pool, quarantine.suspects)
+        self.connection = EngineConnection(pool)
         self.connection.report = self.quarantine.report
         self.connection.on_loss = self._connect
         self.restarts: Counter[str] = Counter()

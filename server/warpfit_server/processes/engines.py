@@ -58,7 +58,9 @@ class Engines:
             for number in range(len(config.engines))
         ]
         labels = [device.label for device in config.engines]
-        self.router = Router([s.connection for s in self.supervisors], labels, table)
+        self.router = Router(
+            [s.connection for s in self.supervisors], labels, table, self.quarantine.suspects
+        )
         """Routes the calls of this process."""
         self._introduced: set[tuple[int, int]] | None = None  # None before any data set is sharded
         self._introducing = threading.Lock()

@@ -270,12 +270,12 @@ class FrontEndProcess:
         self._config = config
         self._suspects = KnownSuspects()
         pool = SegmentPool(config.idle_bytes)
-        self._engines = [EngineConnection(pool, self._suspects) for _ in config.engines]
+        self._engines = [EngineConnection(pool) for _ in config.engines]
         for number, engine in enumerate(self._engines):
             engine.report = self._tell
             engine.on_loss = partial(self._tell, messages.RequestConnection(number))
         labels = [device.label for device in config.engines]
-        self._router = Router(self._engines, labels, quotas)
+        self._router = Router(self._engines, labels, quotas, self._suspects)
         self._probes = [Probe(engine, seed) for engine in self._engines]
         self._probe_now = [threading.Event() for _ in self._engines]
         self._leases = BorrowedLeases(control.send)

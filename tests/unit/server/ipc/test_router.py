@@ -4,8 +4,6 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError, UnavailableError
@@ -14,7 +12,7 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.ipc.in_flight_request import InFlightRequest, unavailable
 from warpfit_server.ipc.quarantine import InterruptedBatch, KnownSuspects, Quarantine
-from warpfit_server.ipc.router import Router, equal_bounds
+from warpfit_server.ipc.router import Router
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.ipc.split_request import SplitRequest
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
@@ -36,14 +34,11 @@ class Connection:
         self.is_lost = False
         self.sent = []
         self.pool = pool
-        self.suspects = KnownSuspects()
 
     def send(self, request):
         if self.is_lost:
             raise unavailable()
         self.sent.append(request)
-
-    submit = send
 
 
 class Data:
@@ -74,7 +69,8 @@ class Front:
         self.connections = [Connection(pool) for _ in range(engines)]
         self.labels = [f"cpu:{number}" for number in range(engines)]
         self.table = QuotaTable.create(2, engines)
-        self.router = Router(self.connections, self.labels, self.table)
+        self.suspects = KnownSuspects()
+        self.router = Router(self.connections, self.labels, self.table, self.suspects)
         self.router.serving = frozenset(self.labels)
 
     def start(self, seed=1, data=None, nanoseconds=MILLISECOND):
@@ -195,27 +191,8 @@ class TestSplitting:
         quarantine = Quarantine()
         quarantine.engine_died(1, is_blamed=True, loading=None, at_start=False)
         quarantine.report(InterruptedBatch(1, DATASET.content_id, whole.digest(), False))
-        front.connections[0].suspects.update(quarantine.current)
+        front.suspects.update(quarantine.current)
         assert isinstance(self.split(front), InFlightRequest)
-
-
-@given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=40), parts=st.integers(2, 8))
-def test_bounds_are_ascending_and_about_equal(lengths, parts):
-    parts = min(parts, len(lengths))
-    total = np.array(lengths)
-    batch = Batch(
-        codes=np.zeros(total.sum(), np.uint8),
-        values=np.zeros(total.sum()),
-        lengths=total.astype(np.uint32),
-        parameter_counts=np.zeros(len(lengths), np.uint32),
-        parameters=np.zeros(0),
-    )
-    bounds = equal_bounds(batch, parts)
-    assert (bounds[0], bounds[-1], len(bounds)) == (0, len(lengths), parts + 1)
-    assert (np.diff(bounds) > 0).all()
-    tokens = np.diff(batch.starts[bounds])
-    if len(lengths) >= 4 * parts:
-        assert tokens.max() <= total.sum() / parts + 2 * total.max() + parts
 
 
 def test_a_lone_engine_that_is_gone_is_not_asked_to_load_anything():
