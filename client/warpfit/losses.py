@@ -139,6 +139,13 @@ class LossFunction:
         return self.closing is Closing.SCORE
 
 
+#: Property of `TargetStatistics` that a closing divides by.
+_DIVISORS: Final = {
+    **dict.fromkeys((Closing.MEAN, Closing.ROOT), "weight"),
+    **dict.fromkeys((Closing.RELATIVE, Closing.SCORE), "variation"),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class TargetStatistics:
     """Statistics of target and weights over the rows of an evaluation, computed when needed."""
@@ -154,6 +161,14 @@ class TargetStatistics:
         assert dataset.target is not None  # the request was checked
         weights = None if dataset.weights is None else dataset.weights[rows]
         return cls(dataset.target[rows], weights)
+
+    def divisor(self, closing: Closing) -> float:
+        """Return what a closing divides sums by; 1 if by nothing."""
+        return 1.0 if closing is Closing.SUM else float(getattr(self, _DIVISORS[closing]))
+
+    def has_divisor(self, closing: Closing) -> bool:
+        """Return whether `divisor` has been computed, which takes a pass over the rows."""
+        return closing is Closing.SUM or _DIVISORS[closing] in vars(self)
 
     @cached_property
     def weight(self) -> float:
@@ -185,15 +200,10 @@ def close_losses(closing: Closing, sums: Floats, statistics: TargetStatistics) -
     if closing is Closing.SUM:
         return sums
     with np.errstate(all="ignore"):
-        divided = np.asarray(sums / _divisor(closing, statistics))
+        divided = np.asarray(sums / statistics.divisor(closing))
         if closing is Closing.ROOT:
             return np.asarray(np.sqrt(divided))
         return np.asarray(1.0 - divided) if closing is Closing.SCORE else divided
-
-
-def _divisor(closing: Closing, statistics: TargetStatistics) -> float:
-    is_mean = closing in (Closing.MEAN, Closing.ROOT)
-    return statistics.weight if is_mean else statistics.variation
 
 
 def coefficients_of_determination(
@@ -204,8 +214,7 @@ def coefficients_of_determination(
         return np.asarray(losses)
     with np.errstate(all="ignore"):
         sums = np.square(losses) if closing is Closing.ROOT else losses
-        sums = sums if closing is Closing.SUM else sums * _divisor(closing, statistics)
-        return np.asarray(1.0 - sums / statistics.variation)
+        return np.asarray(1.0 - sums * statistics.divisor(closing) / statistics.variation)
 
 
 def close_gradients(
@@ -222,7 +231,7 @@ def close_gradients(
         if closing is Closing.ROOT:
             slopes = gradients / (2.0 * statistics.weight * losses)
             return np.where(losses == 0.0, 0.0, slopes)
-        divided = np.asarray(gradients / _divisor(closing, statistics))
+        divided = np.asarray(gradients / statistics.divisor(closing))
         return -divided if closing is Closing.SCORE else divided
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from ctypes import memmove
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -29,14 +30,14 @@ Places = Sequence[tuple[int, int]]
 
 
 def _joined_array(name: str) -> Any:
-    return property(lambda batch: batch._joined()[name])
+    return property(lambda batch: batch._joined[name])
 
 
 class JoinedBatch(Batch):
     """The programs of several batches in turn, which stay where they are.
 
-    The arrays are joined once somebody asks for one: what takes the batches from their places need
-    not read them twice.
+    The arrays are copied together on first access. The CUDA interpreter never needs that, because
+    it reads the batches from their places.
 
     Args:
         parts: places of the arrays of each batch.
@@ -44,10 +45,8 @@ class JoinedBatch(Batch):
         owners: what keeps the memory in place.
     """
 
-    __slots__ = ("_arrays", "_owners", "_sizes", "places")
     places: NDArray[np.int64]
     """Address and bytes of each array of each batch; [batches, arrays, 2]."""
-    _arrays: dict[str, NDArray[Any]] | None
     _owners: Sequence[object]
     _sizes: list[int]
     values, parameters, lengths, parameter_counts, codes = map(_joined_array, BATCH_ARRAYS)
@@ -58,7 +57,6 @@ class JoinedBatch(Batch):
         set_field(self, "vectors", vectors)
         set_field(self, "_owners", owners)
         set_field(self, "_sizes", np.add.reduce(self.places[:, :, 1]).tolist())
-        set_field(self, "_arrays", None)
 
     def __len__(self) -> int:
         """Count the programs."""
@@ -69,14 +67,8 @@ class JoinedBatch(Batch):
         """Tokens of all programs."""
         return self._sizes[CODES]
 
+    @cached_property
     def _joined(self) -> dict[str, NDArray[Any]]:
-        arrays = self._arrays
-        if arrays is None:
-            arrays = self._join()
-            object.__setattr__(self, "_arrays", arrays)
-        return arrays
-
-    def _join(self) -> dict[str, NDArray[Any]]:
         memory = np.empty(sum(self._sizes), np.uint8)
         start, end, arrays = memory.ctypes.data, 0, {}
         for number, (name, dtype) in enumerate(BATCH_ARRAYS.items()):

@@ -1,6 +1,7 @@
 """Size limits of requests, checked before anything is allocated for them.
 
-Every check raises ResourceExhaustedError, which names the limit and the flag that raises it.
+Every check raises ResourceExhaustedError, which names the limit and the flag that
+increases it, if there is one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ _REDUCTIONS: Final = 5
 _TRIANGLES: Final = 3
 _SQUARES: Final = 2
 #: Most sums of an evaluation for which the CPU engine keeps those of several blocks of rows apart
-#: (256 MiB), the rows of a block, and the most blocks.
+#: (256 MiB), the least rows of such a block, and the most blocks.
 MOST_SUMS: Final = 2**25
 _BLOCK_ROWS: Final = 2048
 MOST_BLOCKS: Final = 64

@@ -72,7 +72,7 @@ class Shards(NamedTuple):
         return cls(engines[:count], tuple(bounds), level) if count > 1 else None
 
     def parts(self, rows: tuple[int, int]) -> dict[int, tuple[int, int]]:
-        """Return those of some rows that each engine has, by its number, in ascending order."""
+        """Return which of the given rows each engine has, by its number, in ascending order."""
         start, stop = rows
         return {
             engine: (max(start, first), min(stop, end))

@@ -7,6 +7,7 @@ engines. `warpfit.losses` says what each loss makes of a sum.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -22,11 +23,13 @@ from warpfit.losses import (
     close_losses,
 )
 from warpfit.request import Evaluation
-from warpfit_server.engine.interface import Outputs
+from warpfit_server.engine.interface import Outputs, Steps, aside
 
 Floats = NDArray[np.float64]
 #: Moments of a program and parameter vector, see `Outputs.moments`.
 MOMENTS: Final = 7
+#: Bytes of a row of a target as its statistics are computed.
+_ROW_BYTES: Final = 8
 #: Row ranges of a data set whose statistics are kept.
 _KEPT_RANGES: Final = 256
 
@@ -65,7 +68,7 @@ class Finalizer:
         moments: Floats | None = None,
         scaling: Floats | None = None,
         correlations: Floats | None = None,
-    ) -> None:
+    ) -> Steps[None]:
         """Finalise an evaluation in place.
 
         Args:
@@ -83,7 +86,11 @@ class Finalizer:
             return
         if scaling is not None and moments is not None:
             scaling[...], outputs.losses[...] = scale_linearly(moments)
-        statistics = self._of_rows(dataset, evaluation.row_range(dataset.layout))
+        rows = evaluation.row_range(dataset.layout)
+        statistics = self._of_rows(dataset, rows)
+        if not statistics.has_divisor(loss.closing):
+            pass_over_rows = partial(statistics.divisor, loss.closing)
+            yield from aside((rows[1] - rows[0]) * _ROW_BYTES, pass_over_rows)
         outputs.losses[...] = close_losses(loss.closing, outputs.losses, statistics)
         _finalize_gradients(evaluation, loss, outputs, statistics)
 

@@ -122,7 +122,7 @@ class Loop:
         self._poll.register(descriptor, select.EPOLLIN | self._once)
 
     def flags(self) -> Iterator[tuple[Request, NDArray[np.uint8]]]:
-        """Yield the requests of which a step is running, with their cancellation flags."""
+        """Yield the requests with a running step, and their flags, for the stuck detector."""
         with self._lock:
             running = list(self._running)
         for request in running:

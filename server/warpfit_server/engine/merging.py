@@ -48,7 +48,7 @@ class Merger:
         self._older: set[int] = set()
 
     def key(self, request: Request) -> Hashable:
-        """Return what requests must share to be merged; None if it does not gain from merging."""
+        """Return the key that all requests of a step share; None if this one runs by itself."""
         problem = request.problem
         if not _is_for_losses(problem):
             return None
@@ -70,7 +70,7 @@ class Merger:
         layout, parts = request.problem.segment_layout, []
         for name, size in _SKETCHED:
             _, (count,), offset = layout.arrays[name]
-            parts.append(request.segment.copied(offset, min(count * size, _MOST_BYTES)))
+            parts.append(request.segment.map[offset : offset + min(count * size, _MOST_BYTES)])
         sketch = hash((key, layout.programs, layout.tokens, *parts))
         if sketch in self._sketches:
             return True

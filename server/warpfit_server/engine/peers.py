@@ -184,7 +184,7 @@ class ShardedEvaluator:
 
 
 def _dense_outputs(own: Evaluation, outputs: Outputs, layout: Layout) -> dict[str, Any]:
-    """Allocate this engine's rows of what has rows."""
+    """Allocate this engine's part of the outputs that have a number for each row."""
     start, stop = own.row_range(layout)
     return {
         name: None if whole is None else np.empty((*whole.shape[:-1], stop - start), whole.dtype)

@@ -99,7 +99,7 @@ class Request(ScheduledRequest):
     @property
     def is_cancelled(self) -> bool:
         """Whether nobody waits for the answer; a fit sets the flag to 2 when its time is up."""
-        return self.segment.byte(self.problem.segment_layout.flag_offset) == 1
+        return self.segment.map[self.problem.segment_layout.flag_offset] == 1
 
     @property
     def state(self) -> int:
@@ -108,7 +108,7 @@ class Request(ScheduledRequest):
 
     @state.setter
     def state(self, state: int) -> None:
-        self.segment.set_byte(self.problem.segment_layout.flag_offset + 1, state)
+        self.segment.map[self.problem.segment_layout.flag_offset + 1] = state
 
     @property
     def token_rows(self) -> int:

@@ -81,7 +81,7 @@ class RequestRunner:
         cancelled = requests[0].cancelled if is_lone else np.zeros(1, dtype=np.uint8)
         outputs = Outputs(None, losses, cancelled, lambda programs: None)
         timings = yield from self._engine.evaluate(merged, outputs)
-        self._finalizer.finalize(merged, self._dataset(merged.dataset_id), outputs)
+        yield from self._finalizer.finalize(merged, self._dataset(merged.dataset_id), outputs)
         hand_out(losses, requests)
         return timings
 
@@ -93,7 +93,7 @@ class RequestRunner:
         of_sums, sums = reduce_to_sums(evaluation, outputs)
         evaluator = self._peers.evaluator(self._engine, request, dataset.layout)
         timings = yield from evaluator.evaluate(of_sums, sums)
-        self._finalizer.finalize(
+        yield from self._finalizer.finalize(
             evaluation,
             dataset,
             outputs,

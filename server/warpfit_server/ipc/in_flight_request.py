@@ -239,7 +239,7 @@ class InFlightRequest:
         self.queue.put(entry)
 
     def notice(self, entry: object) -> None:
-        """Take something that the engine has not sent."""
+        """Queue an entry that is not the engine's, and wake the thread that waits for it."""
         self.take(entry)
         if self.replies is not None:
             self.replies.wake(self.queue)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from warpfit.errors import FailedPreconditionError
 from warpfit.fitting import FitSettings
 from warpfit.request import Evaluation
+from warpfit_server.joined_batch import BATCH_ARRAYS
 
 #: Most data sets and batches with a record; the oldest record is dropped first, of suspects before
 #: those in quarantine.
@@ -43,8 +44,6 @@ _MOST_COUNTED: Final = 8
 _TOGETHER_SECONDS: Final = 5.0
 #: Engines whose deaths are remembered, for reports that come late.
 _MOST_DEATHS: Final = 64
-#: Arrays of a batch.
-_ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ def digest(
     ]
     text = repr((options, batch.vectors, custom and custom.closing, settings, sorted(arrays)))
     found = hashlib.sha256(text.encode())
-    parts = [getattr(batch, name) for name in _ARRAYS]
+    parts = [getattr(batch, name) for name in BATCH_ARRAYS]
     parts += [arrays[name] for name in sorted(arrays)]
     if custom is not None:
         parts += [custom.row.codes, custom.row.values]
@@ -204,12 +203,8 @@ class Quarantine:
         self._records: dict[bytes, _Record] = {}
         self._waiting: list[tuple[float, InterruptedBatch]] = []  # for the death of their engine
         self._deaths: dict[int, bool] = {}  # whether what the engine ran is to blame
-        self._current = SuspectList()
-
-    @property
-    def current(self) -> SuspectList:
+        self.current = SuspectList()
         """The list as it is now."""
-        return self._current
 
     def report(self, outcome: InterruptedBatch | ClearedSuspect) -> None:
         """Take in what became of a batch, before or after its engine's death is known."""
@@ -221,8 +216,7 @@ class Quarantine:
                 return
             elif self._deaths[outcome.process]:
                 self._accuse(outcome)
-            known = self._judge()
-        self._publish(known)
+        self._publish()
 
     def engine_died(
         self, process: int, *, is_blamed: bool, loading: bytes | None, at_start: bool
@@ -245,8 +239,7 @@ class Quarantine:
             for since, batch in waiting:
                 if now - since < _TOGETHER_SECONDS and self._deaths[process]:
                     self._accuse(batch)
-            known = self._judge()
-        self._publish(known)
+        self._publish()
 
     def expire(self) -> None:
         """Drop the records of what has not crashed an engine for long."""
@@ -258,8 +251,7 @@ class Quarantine:
                 is_guilty = record.is_guilty(name)
                 if now - record.last > (_QUARANTINE_SECONDS if is_guilty else _SUSPECT_SECONDS):
                     del self._records[name]
-            known = self._judge()
-        self._publish(known)
+        self._publish()
 
     def _accuse(self, batch: InterruptedBatch) -> None:
         for name, is_dataset in ((batch.dataset, True), (batch.batch, False)):
@@ -283,17 +275,14 @@ class Quarantine:
             del self._records[next(iter(self._records)) if oldest == name else oldest]
         return record
 
-    def _judge(self) -> SuspectList | None:
-        """Make a new list; return None if nothing has changed."""
-        guilty = {name for name, record in self._records.items() if record.is_guilty(name)}
-        suspects = {n: record.seconds for n, record in self._records.items() if n not in guilty}
-        now = self._current
-        if suspects == now.suspects and guilty == now.quarantined:
-            return None
-        self._current = SuspectList(now.version + 1, suspects, frozenset(guilty))
-        return self._current
-
-    def _publish(self, known: SuspectList | None) -> None:
-        if known is not None:
-            self.suspects.update(known)
-            self.on_change(known)
+    def _publish(self) -> None:
+        """Make a new list, and publish it if anything has changed."""
+        with self._lock:
+            guilty = {name for name, record in self._records.items() if record.is_guilty(name)}
+            suspects = {n: record.seconds for n, record in self._records.items() if n not in guilty}
+            now = self.current
+            if suspects == now.suspects and guilty == now.quarantined:
+                return
+            known = self.current = SuspectList(now.version + 1, suspects, frozenset(guilty))
+        self.suspects.update(known)
+        self.on_change(known)

@@ -20,7 +20,7 @@ from warpfit_server.ipc.segments import Segment
 from warpfit_server.joined_batch import BATCH_ARRAYS, Places
 
 _ALIGNMENT: Final = 64
-#: Types by name: NumPy takes long to look names up, and pickle to write types.
+#: Types by name: NumPy takes long to look names up.
 _DTYPES: Final = {name: np.dtype(name) for name in ("<f8", "<f4", "<u4", "u1")}
 #: States of a request in the engine, which a front end reads when the engine has died: it waits, it
 #: has begun, or it runs and nothing else does.
@@ -58,7 +58,7 @@ _Array = tuple[str, str, tuple[int, ...]]
 class SegmentLayout(NamedTuple):
     """Types, shapes and offsets of all arrays of one request.
 
-    The front end makes it and sends it along. It has plain values only, which pickle fast.
+    The front end makes it and sends it along. It has plain values only, which `marshal` writes.
     """
 
     programs: int
@@ -203,7 +203,7 @@ class SegmentLayout(NamedTuple):
 
     def state(self, segment: Segment) -> int:
         """Return the request's state: `QUEUED`, `BEGUN` or `ALONE`."""
-        return segment.byte(self.flag_offset + 1)
+        return segment.map[self.flag_offset + 1]
 
     def batch(self, segment: Segment) -> Batch:
         """View of the batch in the segment."""

@@ -40,7 +40,8 @@ class Segment:
         """Bytes."""
         self.owner = ""
         """Tenant whose bytes it may hold."""
-        self._map = mmap.mmap(descriptor, size)
+        self.map = mmap.mmap(descriptor, size)
+        """The mapping, whose single bytes are read in a fraction of the time of an array's."""
         self.descriptor = descriptor  # last: if mapping fails, the caller still owns it
 
     @classmethod
@@ -91,25 +92,13 @@ class Segment:
         count = shape[0] if len(shape) == 1 else math.prod(shape)
         if not count:
             return np.empty(shape, dtype)
-        found = np.frombuffer(self._map, dtype, count, offset)
+        found = np.frombuffer(self.map, dtype, count, offset)
         return found if len(shape) == 1 else found.reshape(shape)
 
     @cached_property
     def address(self) -> int:
         """Address of the mapping in this process, for compiled code."""
         return int(self.array(np.uint8, (self.size,)).ctypes.data)
-
-    def copied(self, offset: int, size: int) -> bytes:
-        """Return a copy of some bytes."""
-        return self._map[offset : offset + size]
-
-    def byte(self, offset: int) -> int:
-        """Return one byte, in a fraction of the time that an array takes."""
-        return self._map[offset]
-
-    def set_byte(self, offset: int, value: int) -> None:
-        """Set one byte."""
-        self._map[offset] = value
 
     def write(self, data: memoryview, offset: int) -> None:
         """Copy bytes into the segment without the page faults that a fresh mapping costs."""
@@ -119,7 +108,7 @@ class Segment:
 
     def view(self) -> memoryview:
         """View of the segment as bytes."""
-        return memoryview(self._map)
+        return memoryview(self.map)
 
     def close(self) -> None:
         """Close descriptor and mapping; with arrays over it, the mapping goes with the last."""
@@ -127,7 +116,7 @@ class Segment:
             os.close(self.descriptor)
             self.descriptor = -1
             with contextlib.suppress(BufferError):
-                self._map.close()
+                self.map.close()
 
     def __del__(self) -> None:
         """Close the descriptor of a segment that nobody closed."""
@@ -137,8 +126,8 @@ class Segment:
 class SegmentPool:
     """Allocates segments and keeps idle ones for reuse.
 
-    A reused segment may hold old bytes of the tenant that it is for, never of another one. Readers
-    must know that what they read was written first; if they are wrong, no other tenant's data show.
+    What is in a segment is undefined until it is written; at worst it is what the same tenant wrote
+    earlier, never another one's data.
 
     At most ``idle_bytes`` are kept.
     """

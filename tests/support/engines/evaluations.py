@@ -49,7 +49,7 @@ class Evaluate:
             ready=self.announced.append,
         )
         timings = run_to_end(self.engine.evaluate(evaluation, outputs))
-        Finalizer().finalize(evaluation, dataset, outputs)
+        run_to_end(Finalizer().finalize(evaluation, dataset, outputs))
         return Result(outputs.values, outputs.losses, timings)
 
     def unload(self) -> None:

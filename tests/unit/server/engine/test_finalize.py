@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from warpfit.dataset import Dataset
 from warpfit.expressions import reference_engine
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
-from warpfit.losses import Closing, LossFunction
+from warpfit.losses import Closing, LossFunction, TargetStatistics
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.finalize import Finalizer, correlation, reduce_to_sums, scale_linearly
-from warpfit_server.engine.interface import Outputs
+from warpfit_server.engine.interface import Outputs, run_to_end
 
 rng = np.random.default_rng(0)
 DATA = Dataset.of(rng.normal(size=(40, 4)), rng.normal(size=40), rng.uniform(0.1, 1, size=40))
@@ -31,7 +32,7 @@ def evaluation(**changes):
 
 def losses_of(finalizer, dataset, sums, **changes):
     outputs = Outputs(None, np.full((7, 2), sums), np.zeros(1, np.uint8), lambda _: None)
-    finalizer.finalize(evaluation(values=False, **changes), dataset, outputs)
+    run_to_end(finalizer.finalize(evaluation(values=False, **changes), dataset, outputs))
     return outputs.losses
 
 
@@ -49,6 +50,24 @@ def test_each_row_range_of_each_data_set_has_its_own_losses(loss):
             }[loss]  # fmt: skip
             got = losses_of(finalizer, dataset, 3.0, loss=loss, rows=rows)
             np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_a_pass_over_many_rows_is_made_once_by_another_thread(monkeypatch):
+    threads = []
+    variation = TargetStatistics.variation.func
+
+    def noted(statistics):
+        threads.append(threading.current_thread())
+        return variation(statistics)
+
+    monkeypatch.setattr(TargetStatistics.variation, "func", noted)
+    finalizer, dataset = Finalizer(), Dataset.of(np.ones((2_000_000, 1)), np.arange(2_000_000.0))
+    changes = {"batch": BATCH, "values": False, "loss": Loss.R2}
+    for _ in range(2):
+        outputs = Outputs(None, np.ones((7, 2)), np.zeros(1, np.uint8), lambda _: None)
+        run_to_end(finalizer.finalize(evaluation(**changes), dataset, outputs))
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 def test_statistics_are_forgotten_with_their_data_set():
@@ -103,7 +122,7 @@ def test_sums_become_the_losses_and_gradients_of_the_reference(closing, row):
         variable_gradients=sums.variable_gradients.copy(),
     )
     assert reduce_to_sums(asked, outputs) == (asked, outputs)
-    Finalizer().finalize(asked, DATA, outputs)
+    run_to_end(Finalizer().finalize(asked, DATA, outputs))
     for name in ("losses", "gradients", "variable_gradients"):
         np.testing.assert_allclose(getattr(outputs, name), getattr(expected, name), rtol=1e-12)
 
