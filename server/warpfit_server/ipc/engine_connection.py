@@ -28,8 +28,9 @@ from warpfit_server.system.shortages import shortage
 
 #: Seconds after which a front end that cannot send takes the engine for lost.
 _SEND_SECONDS: Final = 5.0
-#: A connection that lived for less is renewed after as many seconds, so that nothing spins.
-_SHORTEST_SECONDS: Final = 0.1
+#: Seconds after which another connection is asked for when one is lost. An engine that was killed
+#: is gone by then: the kernel closes its connections a while before it ends, with a GPU 0.2 s.
+_RENEWAL_SECONDS: Final = 1.0
 
 
 class EngineConnection:
@@ -47,8 +48,8 @@ class EngineConnection:
         self.pool = pool
         pool.on_close.append(self._unmap)
         self.on_loss: Callable[[], None] = lambda: None
-        """Called by any thread when the connection is lost, which may happen while the engine
-        lives, and by `renew` if there is none."""
+        """Called by any thread, some time after the connection was lost and by `renew`, if there is
+        none: it may have been lost while the engine lives."""
         self.report: Callable[[InterruptedBatch | ClearedSuspect], None] = lambda outcome: None
         """Called with what became of requests that were lost, and of suspects."""
         self.may_poll: Callable[[], bool] = lambda: False
@@ -164,16 +165,14 @@ class EngineConnection:
 
     def _watch(self, channel: Channel, replies: ReplyDispatcher) -> None:
         """Fail the requests in flight once the engine is gone."""
-        began = time.monotonic()
         replies.watch(reads=self._reads_alone)
         with self._lock:
             is_lost = channel is self._channel
             lost = self._detach()[1] if is_lost else {}
         self._fail(None, lost)
         if is_lost:
-            has_lived = time.monotonic() - began > _SHORTEST_SECONDS
-            time.sleep(0.0 if has_lived else _SHORTEST_SECONDS)
-            self.on_loss()
+            time.sleep(_RENEWAL_SECONDS)
+            self.renew()
 
     def _detach(self) -> tuple[Channel | None, dict[int, InFlightRequest]]:
         """Take the connection away, and what is in flight on it; under the lock."""

@@ -1,4 +1,4 @@
-"""Whether an engine process is ending, and why it has ended."""
+"""Why an engine process has ended."""
 
 import signal
 from pathlib import Path
@@ -14,8 +14,6 @@ UNRELATED_CAUSES: Final = (
     *("cannot_run", "slow_start", "wrong_answer", "no_answer"),
 )
 _VM_STATISTICS: Final = Path("/proc/vmstat")
-#: Place of a process's flags in /proc/PID/stat behind its name, and the kernel's PF_EXITING.
-_FLAGS, _EXITING = 6, 0x4
 
 
 def cause_of_death(code: int) -> str:
@@ -32,16 +30,3 @@ def out_of_memory_kills() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-
-
-def is_ending(process_id: int) -> bool:
-    """Return whether a process ends or has ended; False if the kernel does not say.
-
-    The kernel takes a while, with a GPU a fifth of a second, to close the files of a process that
-    was killed: one after the other, those first that were opened last.
-    """
-    try:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return False
-    return bool(int(stat.rpartition(")")[2].split()[_FLAGS]) & _EXITING)

@@ -35,7 +35,6 @@ from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_deaths import (
     UNRELATED_CAUSES,
     cause_of_death,
-    is_ending,
     out_of_memory_kills,
 )
 from warpfit_server.processes.engine_start import StartedEngine, start_engine
@@ -170,13 +169,11 @@ class EngineSupervisor:
         """Make a connection to the engine; return the process's number and the front end's end.
 
         Raises:
-            UnavailableError: if no engine is ready. One that is ending may have closed the
-                connection before, and not yet the channel.
+            UnavailableError: if no engine is ready.
             ResourceExhaustedError: if this process can open no more files.
         """
         with self._lock:
-            process = self.process_id
-            if self._channel is None or process is None or is_ending(process):
+            if self._channel is None:
                 raise unavailable()
             ours, theirs = socket_pair()
             with theirs:

@@ -1,7 +1,5 @@
 """The supervisors of front-end processes and engine, without processes."""
 
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -12,9 +10,8 @@ import numpy as np
 import pytest
 
 from support.servers.requests import DATA
-from support.servers.server import eventually
 from warpfit.dataset import Layout
-from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
+from warpfit.errors import ResourceExhaustedError, WarpfitError
 from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.ipc import messages
@@ -171,26 +168,3 @@ def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(
     assert time.monotonic() - supervisor.starting_since < 10, "not since it was started"
     channel.close()
     theirs.close()
-
-
-def test_an_engine_that_is_ending_gets_no_new_connection_though_its_channel_is_open():
-    """The kernel closes the files of a killed process one by one, the channel last."""
-    supervisor = EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
-    supervisor._channel, theirs = Channel.pair()
-    # Nobody waits for the process, so that what is left of it keeps its number.
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        supervisor._process = process
-        supervisor.connect()[1].close()
-        process.kill()
-        eventually(lambda: refuses(supervisor))
-        assert process.returncode is None
-    supervisor._channel.close()
-    theirs.close()
-
-
-def refuses(supervisor):
-    try:
-        supervisor.connect()[1].close()
-    except UnavailableError:
-        return True
-    return False
