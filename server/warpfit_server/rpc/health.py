@@ -5,8 +5,8 @@ right answer to a small evaluation (`warpfit_server.processes.watchdog`). The em
 name of the gRPC service mean readiness; the label of a device, such as ``cuda:1``, that of its
 engine.
 
-Health checks need no credentials. So they have limits of their own, on each port; a thread of their
-own, too, have those that watch.
+Health checks need no credentials, so each port limits them separately. Each watching call has a
+thread of its own.
 """
 
 import threading
