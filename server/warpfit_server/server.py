@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.data.files import DataFolder
@@ -23,23 +27,36 @@ from warpfit_server.processes.probe import Probe
 from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.rpc.health import Health, HealthPort
 from warpfit_server.rpc.interceptor import Interceptor
-from warpfit_server.rpc.port import check_free, join_address, listen, make_server
+from warpfit_server.rpc.port import (
+    check_free,
+    join_address,
+    listen,
+    listen_locally,
+    make_server,
+)
 from warpfit_server.rpc.servicer import SERVICE_NAME, MainServicer
 from warpfit_server.rpc.tls import check_exposure
 from warpfit_server.tenancy.quotas import QuotaTable
+
+_LOG: Final = logging.getLogger("warpfit")
+#: Seconds between two looks at what takes too long.
+_TICK: Final = 0.1
 
 
 class Server:
     """A running server; a context manager within that of `prepare`, which yields ``prepared``.
 
-    ``port`` is the port that it listens on.
+    ``port`` is the port that it listens on. Once ``is_stopping``, it waits for no engine to start.
     """
 
-    def __init__(self, prepared: Preparation) -> None:
+    def __init__(
+        self, prepared: Preparation, is_stopping: Callable[[], bool] = lambda: False
+    ) -> None:
         config = prepared.config
+        self._is_stopping = is_stopping
         check_exposure(config)
         # Only this user can open it: the front ends forward calls to a socket in it.
-        self._local_address = f"unix:{prepared.directory}/main"
+        self._local_path = f"{prepared.directory}/main"
         pool, self._recorder = SegmentPool(config.idle_bytes), Recorder()
         self._config = config
         self.quotas = QuotaTable.create(config.processes, len(config.engines))
@@ -55,19 +72,19 @@ class Server:
         ]
         self._probes[0].make_resident(self._datasets, self.engines)
         self._watchdogs = [self._watchdog(s) for s in self.engines.supervisors]
+        self._stopped = threading.Event()
         self._ports: dict[str, HealthPort | MetricsPort] = {}
         self._tracer = make_tracer(config.tracing)
         self._make_service()
 
     def _watchdog(self, supervisor: EngineSupervisor) -> Watchdog:
-        """Make an engine's watchdog; that of the first one also looks after everything else."""
+        """Make an engine's watchdog."""
         watchdog = Watchdog(
             self._config,
             supervisor,
             self._probes[supervisor.number],
             self._health,
             partial(self._front_ends.all_answered_by, supervisor.number),
-            self._tick if supervisor.number == 0 else lambda: None,
         )
         supervisor.on_loss = watchdog.engine_lost
         return watchdog
@@ -90,17 +107,18 @@ class Server:
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.processes > 1)
         self._health.add_to(self._grpc)
         self.port = listen(self._grpc, config, config.port)
-        self._grpc.add_insecure_port(self._local_address)
+        listen_locally(self._grpc, self._local_path)
 
     def __enter__(self) -> Server:
         """Start the engines, the port, the other front ends; return when the server is ready."""
         self._open_ports()
-        self._front_ends.start(self._config.processes - 1, self.port, self._local_address)
-        self.engines.start(self._datasets.leased, self._engine_ready)
+        self._front_ends.start(self._config.processes - 1, self.port, f"unix:{self._local_path}")
+        self.engines.start(self._datasets.leased, self._engine_ready, self._is_stopping)
         self._grpc.start()
         self._front_ends.open()
         for watchdog in self._watchdogs:
             watchdog.start()
+        threading.Thread(target=self._look_forever, name="watchdog", daemon=True).start()
         for watchdog in self._watchdogs:
             watchdog.wait_ready()
         return self
@@ -114,6 +132,7 @@ class Server:
         self._front_ends.stop()
         stopped.wait()
         self._interceptor.workers.close()
+        self._stopped.set()
         for watchdog in self._watchdogs:
             watchdog.stop()
         self._probes[0].close()
@@ -152,7 +171,16 @@ class Server:
         self._front_ends.engine_ready(supervisor.number)
         self._watchdogs[supervisor.number].engine_ready()
 
-    def _tick(self) -> None:
+    def _look_forever(self) -> None:
+        """Act on engines and processes that take too long, and let go of what is out of date."""
+        while not self._stopped.wait(_TICK):
+            for look in (*(watchdog.look for watchdog in self._watchdogs), self._look):
+                try:
+                    look(time.monotonic())
+                except Exception:  # whatever it is, the others are looked at, and it is tried again
+                    _LOG.exception("the server could not look after its processes")
+
+    def _look(self, _now: float) -> None:
         self._front_ends.kill_silent([n for n, w in enumerate(self._watchdogs) if w.answers])
         self.engines.quarantine.expire()
         self._datasets.expire(self._config.lease_seconds)

@@ -69,11 +69,13 @@ class Engines:
         self,
         resident: Callable[[], Iterator[StoredDataset]],
         on_ready: Callable[[EngineSupervisor], None] = lambda supervisor: None,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start all engines, and wait until each is ready or is too late or has failed.
 
         Engines that are not ready are tried again. ``on_ready`` is called with its supervisor
-        whenever an engine process has become ready; see `EngineSupervisor.start`.
+        whenever an engine process has become ready; see `EngineSupervisor.start`. If the server
+        ``is_stopping``, none is waited for.
 
         Raises:
             UnavailableError: if none can run on this machine; the log says why.
@@ -88,8 +90,8 @@ class Engines:
             supervisor.on_request_connection = partial(self._introduce_again, supervisor)
             supervisor.start(resident, partial(ready, supervisor))
         end = time.monotonic() + self._start_seconds
-        started = [s.wait_started(max(0.0, end - time.monotonic())) for s in self.supervisors]
-        if not any(started):
+        started = [supervisor.wait_started(end, is_stopping) for supervisor in self.supervisors]
+        if not any(started) and not is_stopping():
             self.stop()
             raise UnavailableError(
                 "no engine has started",

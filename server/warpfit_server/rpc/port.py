@@ -263,6 +263,22 @@ def listen(server: grpc.Server, config: Config, port: int) -> int:
         raise port_in_use(config.host, port, "--host or --port") from error
 
 
+def listen_locally(server: grpc.Server, path: str) -> None:
+    """Bind a server to a Unix socket as well.
+
+    Raises:
+        UnavailableError: if there can be none of that name.
+    """
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise UnavailableError(
+            f"no socket can be made at {path}",
+            "NO_LOCAL_SOCKET",
+            "Set TMPDIR to a folder with a shorter path: a socket's may have some 100 bytes",
+        ) from error
+
+
 def check_free(host: str, port: int) -> None:
     """Check that no server listens on a port that is about to be shared.
 
