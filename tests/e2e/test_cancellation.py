@@ -190,14 +190,14 @@ def test_before_it_begins(caller, server, data, leaves_nothing, monkeypatch):
     monkeypatch.setattr("warpfit_server.rpc.servicer.check_batch", slow)
     connection = server.engines.supervisors[0].connection
     started = []
-    original = connection.submit
+    original = connection.send
 
     def recorded(request):
         if request.tenant:  # the probe goes the same way
             started.append(request)
         return original(request)
 
-    connection.submit = recorded
+    connection.send = recorded
     try:
         call = start(caller.channel, request(data, ["x1"]), timeout=0.05)
         _end([call], "deadline")

@@ -141,6 +141,11 @@ def test_request_ids_go_in_come_out_and_stand_in_the_log(server, clients, log):
             client.evaluate(data, ["x1 + x9"])
         assert f'"request_id": "{caught.value.request_id}"' in log.read_text()
         assert caught.value.__notes__ == [f"request {caught.value.request_id}"]
+    for _ in range(CLIENTS):  # a call that is forwarded keeps the id that the front end has made
+        with grpc.insecure_channel(server.address, OwnConnection().channel_options()) as channel:
+            _, call = channel.unary_unary(f"{SERVICE}GetServerInfo").with_call(b"", timeout=20)
+        name = dict(call.trailing_metadata())["x-request-id"]
+        eventually(lambda name=name: f'"request_id": "{name}"' in log.read_text())
 
 
 @pytest.mark.parametrize(

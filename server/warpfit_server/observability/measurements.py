@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -74,13 +74,13 @@ class CallRecord:
     tenant: str
     """Owner of the call; the anonymous tenant until the credentials have been checked."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    on_decoded: Callable[[], None] | None = None
-    """Called when the batch of the call has been decoded and checked."""
     received_bytes: int = 0
     """Payload uploaded."""
     programs: int = 0
     tokens: int = 0
     token_rows: int = 0
+    decode: int = 0
+    """Nanoseconds until its batch was decoded and checked."""
     timings: Timings | None = None
     """Timings of the engine, once it has finished."""
     finished: int = 0

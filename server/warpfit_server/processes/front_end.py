@@ -35,7 +35,7 @@ from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
 from warpfit_server.ipc.router import Router
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.observability.calls import Observer, forwarded_metadata
+from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.tracing import make_tracer
@@ -43,13 +43,12 @@ from warpfit_server.processes.probe import Probe
 from warpfit_server.row_blocks import Shards
 from warpfit_server.rpc.health import Health
 from warpfit_server.rpc.interceptor import Interceptor
-from warpfit_server.rpc.port import listen, make_server
+from warpfit_server.rpc.port import Call, listen, make_server
 from warpfit_server.rpc.servicer import SERVICE_NAME, ComputeServicer
 from warpfit_server.system.resources import keep_freed_memory
 from warpfit_server.system.worker_threads import take_short_turns
 from warpfit_server.tenancy.authentication import FORWARDED_METADATA_KEY
 from warpfit_server.tenancy.quotas import QuotaTable
-from warpfit_server.tenancy.tenants import tenant_of
 
 _LOG: Final = logging.getLogger("warpfit.front_end")
 #: Seconds after which a lease is returned that no call uses.
@@ -218,12 +217,13 @@ def forwarding_handlers(address: str) -> dict[str, Any]:
     return handlers
 
 
-def _forwarding(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
-    def handler(request: Any, context: grpc.ServicerContext) -> bytes:
+def _forwarding(method: Any) -> Callable[[Any, Call], bytes]:
+    def handler(request: Any, context: Call) -> bytes:
         remaining = context.time_remaining()
         timeout = remaining if remaining is not None and remaining < _NO_DEADLINE else None
-        tenant = (FORWARDED_METADATA_KEY, tenant_of(context).encode())
-        metadata = (*forwarded_metadata(context), tenant)
+        record = context.record
+        tenant = (FORWARDED_METADATA_KEY, record.tenant.encode())
+        metadata = (*record.trailing, *record.trace.items(), tenant)
         failed: list[Exception] = []
         is_made = threading.Event()
 

@@ -14,6 +14,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from warpfit.errors import UnavailableError
 from warpfit_server.config import Config
+from warpfit_server.observability.measurements import CallRecord
 from warpfit_server.rpc.tls import server_credentials
 
 _LOG: Final = logging.getLogger("warpfit.workers")
@@ -44,6 +45,8 @@ class Call(_server._Context):
     which its own handlers consist of, and its lock only where two fields must agree.
     """
 
+    record: CallRecord
+    """Record of the request that is served, with its tenant; the interceptor sets it."""
     awaits_more = False
     """Whether the caller may send another request; the method sets it."""
 
