@@ -203,5 +203,5 @@ def test_before_it_begins(caller, server, data, leaves_nothing, monkeypatch):
         _end([call], "deadline")
         leaves_nothing()
     finally:
-        del connection.submit
+        del connection.send
     assert not started

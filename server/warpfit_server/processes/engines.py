@@ -26,7 +26,7 @@ from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.ipc.quarantine import Quarantine
-from warpfit_server.ipc.router import Router
+from warpfit_server.ipc.router import Leased, Router
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_start import StartedEngine
 from warpfit_server.processes.engine_supervisor import EngineSupervisor, settled
@@ -246,40 +246,22 @@ class Engines:
             supervisor.stop()
 
     @contextmanager
-    def lease(self, datasets: DatasetStore, key: bytes) -> Iterator[HostLease]:
+    def lease(self, datasets: DatasetStore, key: bytes) -> Iterator[Leased]:
         """Lease a data set of the main process; see `warpfit_server.rpc.servicer.Lease`."""
         with datasets.lease(key) as dataset:
-            yield HostLease(dataset, self)
+            yield Leased(
+                dataset.layout,
+                dataset.shards,
+                lambda number: self.supervisors[number].has(key),
+                partial(self._load, dataset),
+            )
 
+    def _load(self, dataset: StoredDataset, number: int) -> Future[None]:
+        """Have an engine load a data set, unless the data set may have crashed another one.
 
-class HostLease:
-    """A leased data set of the main process; implements `warpfit_server.ipc.router.Leased`."""
-
-    def __init__(self, dataset: StoredDataset, engines: Engines) -> None:
-        self._dataset = dataset
-        self._engines = engines
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the data set."""
-        return self._dataset.layout
-
-    @property
-    def shards(self) -> Shards | None:
-        """Its shards if it is sharded."""
-        return self._dataset.shards
-
-    def has(self, engine: int) -> bool:
-        """Return whether an engine has loaded the data set."""
-        return self._engines.supervisors[engine].has(self._dataset.key)
-
-    def load(self, engine: int) -> Future[None]:
-        """Have an engine load the data set, unless it has.
-
-        The future fails with UnavailableError if the data set may have crashed another engine,
-        which finds out as it starts.
+        That one finds out as it starts.
         """
-        holders, key = self._engines.holders(self._dataset.key), self._dataset.key
-        if holders and engine not in holders and self._engines.quarantine.suspects.is_suspect(key):
+        holders, suspects = self.holders(dataset.key), self.quarantine.suspects
+        if holders and number not in holders and suspects.is_suspect(dataset.key):
             return settled(unavailable())
-        return self._engines.supervisors[engine].load(self._dataset)
+        return self.supervisors[number].load(dataset)

@@ -19,8 +19,9 @@ from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
+from warpfit_server.ipc.router import Leased
 from warpfit_server.observability.measurements import Recorder
-from warpfit_server.processes.engines import Engines, HostLease
+from warpfit_server.processes.engines import Engines
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_ends")
@@ -55,7 +56,7 @@ class _FrontEnd:
     """Moment of the last message, on the monotonic clock, as all moments here."""
     probes: dict[int, _ProbeRecord] = field(default_factory=lambda: defaultdict(_ProbeRecord))
     """Its probes of each engine, by number."""
-    leases: dict[bytes, list[tuple[ExitStack, HostLease]]] = field(default_factory=dict)
+    leases: dict[bytes, list[tuple[ExitStack, Leased]]] = field(default_factory=dict)
     """More than one if it asks again while calls still use a data set that was released."""
     releases: dict[bytes, threading.Event] = field(default_factory=dict)
     """Released data sets; each event is set once the process has taken notice."""

@@ -86,6 +86,23 @@ def test_a_lease_is_asked_for_again_where_a_message_had_no_room():
     assert sent == [messages.LeaseDataset] * 2 + [messages.RequestLoad] * 2
 
 
+def test_an_engine_that_had_no_room_is_asked_again():
+    """However long calls keep the lease."""
+    sent = []
+    leases, answer = BorrowedLeases(sent.append), messages.DatasetLease(b"data", DATA.layout)
+    threading.Timer(0.01, leases.answered, [answer]).start()
+    full = ResourceExhaustedError("no room", "MEMORY")
+    with leases.lease(b"data") as data:
+        for error in (full, full, None):
+            load = data.load(1)
+            assert data.load(1) is load, "one request at a time"
+            assert not data.has(1)
+            leases.load_ended(messages.LoadEnded(1, b"data", error))
+            assert load.exception() is error
+        assert data.has(1)
+    assert sent == [messages.LeaseDataset(b"data"), *[messages.RequestLoad(1, b"data")] * 3]
+
+
 def test_a_new_data_set_does_not_wait_for_an_engine_that_hangs(monkeypatch):
     engines = Engines(Config(devices="cpu:2"), SegmentPool(0), QuotaTable.create(1, 2))
     engines.router.serving = frozenset(["cpu:1"])
