@@ -165,7 +165,7 @@ def test_while_data_are_uploaded(caller, server, leaves_nothing, way):
         message if isinstance(message, bytes) else message.SerializeToString()
         for message in codec.upload_messages(Dataset.of(WIDE + 1), 100_000)
     ]
-    held = server._datasets._held.total()
+    held = server.datasets._held.total()
 
     def half():
         yield from messages[: len(messages) // 2]
@@ -179,7 +179,7 @@ def test_while_data_are_uploaded(caller, server, leaves_nothing, way):
     else:
         assert call.exception().code() is END[way]
     leaves_nothing()
-    assert server._datasets._held.total() == held
+    assert server.datasets._held.total() == held
 
 
 def test_before_it_begins(caller, server, data, leaves_nothing, monkeypatch):
