@@ -131,7 +131,6 @@ class Server:
         self._interceptor.drain()
         self._front_ends.stop()
         stopped.wait()
-        self._interceptor.workers.close()
         self._stopped.set()
         for watchdog in self.watchdogs:
             watchdog.stop()
