@@ -18,7 +18,7 @@ from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitErro
 from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel
+from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
@@ -63,6 +63,19 @@ def test_a_front_end_is_replaced_if_the_engine_answers_only_others(supervisor, f
     assert not killed
     supervisor.kill_silent([0, 1])
     assert killed
+
+
+@pytest.mark.parametrize(
+    "error", [ResourceExhaustedError("no room", "MEMORY"), ChannelClosedError("it is gone")]
+)
+def test_a_release_does_not_fail_because_a_front_end_cannot_be_told(supervisor, front_end, error):
+    def send(*_):
+        raise error
+
+    front_end.control = SimpleNamespace(send=send)
+    began = time.monotonic()
+    supervisor.announce_release(b"data")
+    assert time.monotonic() - began < 1, "no answer can come"
 
 
 def test_a_lease_is_asked_for_again_where_a_message_had_no_room():
