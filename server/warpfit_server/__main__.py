@@ -44,10 +44,11 @@ def _serve(prepared: Preparation, signals: list[int]) -> None:
 
     config = prepared.config
     with (
-        Server(prepared) as server,
+        Server(prepared, is_stopping=lambda: bool(signals)) as server,
         address_file(config.address_file, config.host, server.port),
     ):
-        print(server.describe(), flush=True)
+        if not signals:
+            print(server.describe(), flush=True)
         while not signals:  # polls: a signal to another thread would not end a wait
             time.sleep(_POLL_SECONDS)
         logging.getLogger("warpfit").info("stopping")

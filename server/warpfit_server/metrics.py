@@ -6,6 +6,8 @@ processes map, needs a writable directory, keeps a file for each process that ev
 call about four times as much.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -25,18 +27,17 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.engine.interface import CACHE_EVENTS, CACHE_SIZES, CACHES
-from warpfit_server.observability.gpu_monitor import GpuMonitor
+from warpfit_server.observability.gpu_monitor import GpuUsage, gpu_usages
 from warpfit_server.observability.measurements import (
     BUCKET_BOUNDS,
     CALL_COUNTERS,
     HISTOGRAMS,
     MetricsDelta,
-    Recorder,
 )
-from warpfit_server.processes.engines import Engines
-from warpfit_server.rpc.health import Health
+
+if TYPE_CHECKING:
+    from warpfit_server.server import Server
 
 _PREFIX: Final = "warpfit_"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -45,21 +46,10 @@ _Samples = float | Mapping[Any, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerCollector(Collector):
-    """Collects the server's metrics whenever Prometheus asks for them."""
+    """Collects a server's metrics whenever Prometheus asks for them."""
 
-    recorder: Recorder
-    engines: Engines
-    datasets: DatasetStore
-    health: Health
-    resident_limit: int
-    """Most bytes of all data sets."""
-    processes: Callable[[], Mapping[str, int]]
-    """Returns the process ids by role."""
-    probe_seconds: Callable[[], Mapping[str, float]]
-    """Returns the time that the last health probe of each engine took, by the device's label."""
-    work: Callable[[], Sequence[int]]
-    """Returns the estimated nanoseconds of work that each engine has not finished."""
-    gpus: GpuMonitor
+    server: Server
+    gpus: Callable[[], Sequence[GpuUsage]] = gpu_usages
 
     def render(self, accept: str) -> tuple[str, bytes]:
         """Return type and content of the page for a request's ``Accept`` header."""
@@ -70,7 +60,7 @@ class ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
-        totals = self.recorder.totals()
+        totals = self.server.recorder.totals()
         yield from _call_counters(totals)
         yield from _call_histograms(totals)
         yield _gauge("requests_in_flight", "Calls that run now", totals.in_flight)
@@ -78,31 +68,33 @@ class ServerCollector(Collector):
         yield from self._datasets()
         yield from self._caches()
         yield from self._gpus()
-        yield from _processes(self.processes())
+        yield from _processes(self.server.processes())
 
     def _engine(self) -> Iterator[Metric]:
-        engine = (version("warpfit"), self.engines.engine)
+        engine = (version("warpfit"), self.server.engines.engine)
         yield _gauge("build_info", "Version and engine", {engine: 1.0}, "version", "engine")
-        yield _gauge("ready", "1 if an engine answers rightly", self.health.ready)
-        labels = [(supervisor.device.label,) for supervisor in self.engines.supervisors]
+        yield _gauge("ready", "1 if an engine answers rightly", self.server.health.ready)
+        labels = [(supervisor.device.label,) for supervisor in self.server.engines.supervisors]
         text = "1 if the engine of the device answers rightly"
-        ready = {label: label[0] in self.health.serving for label in labels}
+        ready = {label: label[0] in self.server.health.serving for label in labels}
         yield _gauge("device_ready", text, ready, "device")
         text = "Estimated engine time of the calls that the device has not finished"
-        work = {label: ns / 1e9 for label, ns in zip(labels, self.work(), strict=True)}
+        work = {
+            label: ns / 1e9 for label, ns in zip(labels, self.server.quotas.work(), strict=True)
+        }
         yield _gauge("device_work_seconds", text, work, "device")
         text = "Time that the last health probe of the engine took"
-        probes = {(label,): seconds for label, seconds in self.probe_seconds().items()}
+        probes = {(watchdog.label,): watchdog.probe_seconds for watchdog in self.server.watchdogs}
         yield _gauge("probe_seconds", text, probes, "device")
         text = "Engine processes that ended unasked"
-        yield _counter("engine_restarts", text, self.engines.restarts, "device", "cause")
+        yield _counter("engine_restarts", text, self.server.engines.restarts, "device", "cause")
 
     def _datasets(self) -> Iterator[Metric]:
-        usage = self.datasets.usage()
+        usage = self.server.datasets.usage()
         text = "Bytes of all resident data sets, the health probe's included"
         yield _gauge("resident_bytes", text, usage.nbytes)
         text = "Bytes that resident data sets may have"
-        yield _gauge("resident_limit_bytes", text, self.resident_limit)
+        yield _gauge("resident_limit_bytes", text, self.server.config.limits().resident_bytes)
         text = "Resident data sets, the health probe's included"
         yield _gauge("resident_datasets", text, usage.datasets)
         yield _counter("evictions", "Data sets that had to make room for others", usage.evictions)
@@ -113,7 +105,7 @@ class ServerCollector(Collector):
             for kind in kinds:
                 samples = {
                     (supervisor.device.label, cache): supervisor.counters[name]
-                    for supervisor in self.engines.supervisors
+                    for supervisor in self.server.engines.supervisors
                     for cache in CACHES
                     if (name := f"{cache}_cache_{kind}") in supervisor.counters
                 }
@@ -121,7 +113,7 @@ class ServerCollector(Collector):
                 yield make(f"cache_{kind}", text, samples, "device", "cache")
 
     def _gpus(self) -> Iterator[Metric]:
-        usages = self.gpus.usage()
+        usages = self.gpus()
         for name, text, attribute in (
             ("gpu_memory_used_bytes", "GPU memory in use, by all processes", "memory_used"),
             ("gpu_memory_total_bytes", "GPU memory", "memory_total"),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.data.files import DataFolder
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability.calls import Observer
-from warpfit_server.observability.gpu_monitor import GpuMonitor
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.metrics_port import MetricsPort
 from warpfit_server.observability.tracing import make_tracer
@@ -23,98 +26,113 @@ from warpfit_server.processes.probe import Probe
 from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.rpc.health import Health, HealthPort
 from warpfit_server.rpc.interceptor import Interceptor
-from warpfit_server.rpc.port import check_free, join_address, listen, make_server
+from warpfit_server.rpc.port import (
+    check_free,
+    join_address,
+    listen,
+    listen_locally,
+    make_server,
+)
 from warpfit_server.rpc.servicer import SERVICE_NAME, MainServicer
 from warpfit_server.rpc.tls import check_exposure
 from warpfit_server.tenancy.quotas import QuotaTable
+
+_LOG: Final = logging.getLogger("warpfit")
+#: Seconds between two looks at what takes too long.
+_TICK: Final = 0.1
 
 
 class Server:
     """A running server; a context manager within that of `prepare`, which yields ``prepared``.
 
-    ``port`` is the port that it listens on.
+    ``port`` is the port that it listens on; `ServerCollector` reads the other fields. Once
+    ``is_stopping``, the server waits for no engine to start.
     """
 
-    def __init__(self, prepared: Preparation) -> None:
+    def __init__(
+        self, prepared: Preparation, is_stopping: Callable[[], bool] = lambda: False
+    ) -> None:
         config = prepared.config
+        self._is_stopping = is_stopping
         check_exposure(config)
         # Only this user can open it: the front ends forward calls to a socket in it.
-        self._local_address = f"unix:{prepared.directory}/main"
-        pool, self._recorder = SegmentPool(config.idle_bytes), Recorder()
-        self._config = config
+        self._local_path = f"{prepared.directory}/main"
+        pool, self.recorder = SegmentPool(config.idle_bytes), Recorder()
+        self.config = config
         self.quotas = QuotaTable.create(config.processes, len(config.engines))
         self.engines = Engines(config, pool, self.quotas, prepared.engines)
-        self._datasets = DatasetStore(config.limits(), pool, self.engines.unload)
-        parts = self.engines, self._datasets, self.quotas, self._recorder
+        self.datasets = DatasetStore(config.limits(), pool, self.engines.unload)
+        parts = self.engines, self.datasets, self.quotas, self.recorder
         self._front_ends = FrontEndSupervisor(config, *parts)
         labels = [device.label for device in config.engines]
-        self._health = Health(SERVICE_NAME, labels, self._front_ends.announce_readiness)
+        self.health = Health(SERVICE_NAME, labels, self._front_ends.announce_readiness)
         self._probes = [
             Probe(supervisor.connection, self._front_ends.seed)
             for supervisor in self.engines.supervisors
         ]
-        self._probes[0].make_resident(self._datasets, self.engines)
-        self._watchdogs = [self._watchdog(s) for s in self.engines.supervisors]
+        self._probes[0].make_resident(self.datasets, self.engines)
+        self.watchdogs = [self._watchdog(s) for s in self.engines.supervisors]
+        self._stopped = threading.Event()
         self._ports: dict[str, HealthPort | MetricsPort] = {}
         self._tracer = make_tracer(config.tracing)
         self._make_service()
 
     def _watchdog(self, supervisor: EngineSupervisor) -> Watchdog:
-        """Make an engine's watchdog; that of the first one also looks after everything else."""
+        """Make an engine's watchdog."""
         watchdog = Watchdog(
-            self._config,
+            self.config,
             supervisor,
             self._probes[supervisor.number],
-            self._health,
+            self.health,
             partial(self._front_ends.all_answered_by, supervisor.number),
-            self._tick if supervisor.number == 0 else lambda: None,
         )
         supervisor.on_loss = watchdog.engine_lost
         return watchdog
 
     def _make_service(self) -> None:
         """Make the gRPC service and bind its port."""
-        config = self._config
+        config = self.config
         interceptor = self._interceptor = Interceptor(config, self.quotas, is_main=True)
         servicer = MainServicer(
-            self._datasets,
-            DataFolder(config.data_root, self._datasets),
+            self.datasets,
+            DataFolder(config.data_root, self.datasets),
             self.engines,
             interceptor.admission,
             config.chunk_bytes,
             self._front_ends.announce_release,
         )
         check_free(config.host, config.port)
-        observer = Observer(self._recorder, self._tracer)
+        observer = Observer(self.recorder, self._tracer)
         handlers = interceptor.intercept(servicer.handlers(), observer)
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.processes > 1)
-        self._health.add_to(self._grpc)
+        self.health.add_to(self._grpc)
         self.port = listen(self._grpc, config, config.port)
-        self._grpc.add_insecure_port(self._local_address)
+        listen_locally(self._grpc, self._local_path)
 
     def __enter__(self) -> Server:
         """Start the engines, the port, the other front ends; return when the server is ready."""
         self._open_ports()
-        self._front_ends.start(self._config.processes - 1, self.port, self._local_address)
-        self.engines.start(self._datasets.leased, self._engine_ready)
+        self._front_ends.start(self.config.processes - 1, self.port, f"unix:{self._local_path}")
+        self.engines.start(self.datasets.leased, self._engine_ready, self._is_stopping)
         self._grpc.start()
         self._front_ends.open()
-        for watchdog in self._watchdogs:
+        for watchdog in self.watchdogs:
             watchdog.start()
-        for watchdog in self._watchdogs:
+        threading.Thread(target=self._look_forever, name="watchdog", daemon=True).start()
+        for watchdog in self.watchdogs:
             watchdog.wait_ready()
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Be not ready, then refuse new calls, let those in flight finish in time, stop."""
-        self._health.drain()
-        time.sleep(self._config.notice)  # load balancers take notice
-        stopped = self._grpc.stop(self._config.grace)
+        self.health.drain()
+        time.sleep(self.config.notice)  # load balancers take notice
+        stopped = self._grpc.stop(self.config.grace)
         self._interceptor.drain()
         self._front_ends.stop()
         stopped.wait()
-        self._interceptor.workers.close()
-        for watchdog in self._watchdogs:
+        self._stopped.set()
+        for watchdog in self.watchdogs:
             watchdog.stop()
         self._probes[0].close()
         for port in self._ports.values():
@@ -129,35 +147,35 @@ class Server:
         Raises:
             UnavailableError: if one is taken.
         """
-        config = self._config
+        config = self.config
         if config.health_port is not None:
-            port = HealthPort(self._health, config.health_host, config.health_port)
+            port = HealthPort(self.health, config.health_host, config.health_port)
             self._ports[f"health={join_address(config.health_host, port.port)}"] = port
         if config.metrics_port is not None:
-            collector = ServerCollector(
-                self._recorder,
-                self.engines,
-                self._datasets,
-                self._health,
-                config.limits().resident_bytes,
-                self._processes,
-                lambda: {watchdog.label: watchdog.probe_seconds for watchdog in self._watchdogs},
-                self.quotas.work,
-                GpuMonitor(),
+            page = MetricsPort(
+                ServerCollector(self).render, config.metrics_host, config.metrics_port
             )
-            page = MetricsPort(collector.render, config.metrics_host, config.metrics_port)
             self._ports[f"metrics={join_address(config.metrics_host, page.port)}"] = page
 
     def _engine_ready(self, supervisor: EngineSupervisor) -> None:
         self._front_ends.engine_ready(supervisor.number)
-        self._watchdogs[supervisor.number].engine_ready()
+        self.watchdogs[supervisor.number].engine_ready()
 
-    def _tick(self) -> None:
-        self._front_ends.kill_silent([n for n, w in enumerate(self._watchdogs) if w.answers])
+    def _look_forever(self) -> None:
+        """Act on engines and processes that take too long, and let go of what is out of date."""
+        while not self._stopped.wait(_TICK):
+            for look in (*(watchdog.look for watchdog in self.watchdogs), self._look):
+                try:
+                    look(time.monotonic())
+                except Exception:  # whatever it is, the others are looked at, and it is tried again
+                    _LOG.exception("the server could not look after its processes")
+
+    def _look(self, _now: float) -> None:
+        self._front_ends.kill_silent([n for n, w in enumerate(self.watchdogs) if w.answers])
         self.engines.quarantine.expire()
-        self._datasets.expire(self._config.lease_seconds)
+        self.datasets.expire(self.config.lease_seconds)
 
-    def _processes(self) -> dict[str, int]:
+    def processes(self) -> dict[str, int]:
         """Return the process ids by role."""
         engines = {
             f"engine {supervisor.device.label}": supervisor.process_id
@@ -168,7 +186,7 @@ class Server:
 
     def describe(self) -> str:
         """Return the start-up line: addresses, devices, limits."""
-        limits = self._config.limits()
+        limits = self.config.limits()
         devices = ", ".join(
             f"{device.label} {device.name}"
             + (f" ({device.threads} threads)" if device.threads else "")
@@ -176,8 +194,8 @@ class Server:
             for device in self.engines.devices
         )
         return (
-            f"warpfit listening on {self._config.host}:{self.port}"
-            f" engine={self.engines.engine} [{devices}] front-ends={self._config.processes}"
+            f"warpfit listening on {self.config.host}:{self.port}"
+            f" engine={self.engines.engine} [{devices}] front-ends={self.config.processes}"
             f"{''.join(f' {port}' for port in self._ports)}"
             f" resident<={limits.resident_bytes >> 20}MiB result<={limits.result_bytes >> 20}MiB"
             f" programs<={limits.programs} tokens<={limits.tokens} requests<={limits.requests}"

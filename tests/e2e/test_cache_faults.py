@@ -7,10 +7,12 @@ import time
 from contextlib import contextmanager
 
 import numpy as np
+import psutil
 import pytest
 
 import warpfit
-from support.servers.server import ServerProcess
+from support.load.faults import injected
+from support.servers.server import ServerProcess, eventually, runs
 from warpfit_server.engine.cpu.codegen import loader, parts
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit import compiled
@@ -95,3 +97,17 @@ def test_a_disk_that_cannot_be_written(cache, tmp_path, fault, said):
     assert log.count("compiled code is kept in a temporary directory") == 1
     assert said in log
     assert seconds < 30  # nothing was compiled again
+
+
+def test_a_server_that_stops_soon_after_a_first_start_leaves_no_compilers(cache, tmp_path):
+    for marker in cache.glob("fit-*/*.complete"):
+        marker.unlink()
+    compiling = tmp_path / "compiling"
+    compiling.touch()  # so long do they take
+    with ServerProcess("--cache-dir", str(cache), **injected(f"compiling={compiling}")) as server:
+        engine = server.engine()
+        eventually(lambda: engine.children(recursive=True))
+        compilers = engine.children(recursive=True)
+        assert server.stop() == 0
+    _, alive = psutil.wait_procs(compilers, 5)
+    assert not [process for process in alive if runs(process, "-m")]

@@ -165,7 +165,7 @@ def test_while_data_are_uploaded(caller, server, leaves_nothing, way):
         message if isinstance(message, bytes) else message.SerializeToString()
         for message in codec.upload_messages(Dataset.of(WIDE + 1), 100_000)
     ]
-    held = server._datasets._held.total()
+    held = server.datasets._held.total()
 
     def half():
         yield from messages[: len(messages) // 2]
@@ -179,7 +179,7 @@ def test_while_data_are_uploaded(caller, server, leaves_nothing, way):
     else:
         assert call.exception().code() is END[way]
     leaves_nothing()
-    assert server._datasets._held.total() == held
+    assert server.datasets._held.total() == held
 
 
 def test_before_it_begins(caller, server, data, leaves_nothing, monkeypatch):
@@ -190,18 +190,18 @@ def test_before_it_begins(caller, server, data, leaves_nothing, monkeypatch):
     monkeypatch.setattr("warpfit_server.rpc.servicer.check_batch", slow)
     connection = server.engines.supervisors[0].connection
     started = []
-    original = connection.submit
+    original = connection.send
 
     def recorded(request):
         if request.tenant:  # the probe goes the same way
             started.append(request)
         return original(request)
 
-    connection.submit = recorded
+    connection.send = recorded
     try:
         call = start(caller.channel, request(data, ["x1"]), timeout=0.05)
         _end([call], "deadline")
         leaves_nothing()
     finally:
-        del connection.submit
+        del connection.send
     assert not started

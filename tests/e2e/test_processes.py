@@ -4,6 +4,8 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -20,7 +22,7 @@ from support.load.load import OwnConnection
 from support.servers import health
 from support.servers.long_calls import request
 from support.servers.rpcs import SERVICE
-from support.servers.server import ServerProcess, eventually
+from support.servers.server import ServerProcess, eventually, runs
 from warpfit.cli.main import main
 from warpfit.cli.prometheus_reader import scrape
 
@@ -139,6 +141,11 @@ def test_request_ids_go_in_come_out_and_stand_in_the_log(server, clients, log):
             client.evaluate(data, ["x1 + x9"])
         assert f'"request_id": "{caught.value.request_id}"' in log.read_text()
         assert caught.value.__notes__ == [f"request {caught.value.request_id}"]
+    for _ in range(CLIENTS):  # a call that is forwarded keeps the id that the front end has made
+        with grpc.insecure_channel(server.address, OwnConnection().channel_options()) as channel:
+            _, call = channel.unary_unary(f"{SERVICE}GetServerInfo").with_call(b"", timeout=20)
+        name = dict(call.trailing_metadata())["x-request-id"]
+        eventually(lambda name=name: f'"request_id": "{name}"' in log.read_text())
 
 
 @pytest.mark.parametrize(
@@ -189,6 +196,15 @@ def test_a_port_in_use_is_refused(server, kind, tmp_path):
     with pytest.raises(RuntimeError, match="did not start"):
         ServerProcess("--front-ends", "2", flag, taken, log=log)
     assert f"127.0.0.1:{taken}" in log.read_text()
+
+
+def test_a_temporary_directory_with_a_long_path_is_refused(tmp_path):
+    place, log = tmp_path / ("x" * 100), tmp_path / "log"
+    place.mkdir()
+    with pytest.raises(RuntimeError, match="did not start"):
+        ServerProcess(log=log, TMPDIR=str(place))
+    assert "Set TMPDIR to a folder with a shorter path" in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 # --------------------------------------------------------------------- releases, and sudden ends
@@ -253,3 +269,22 @@ def test_sigterm_lets_calls_finish_whichever_thread_gets_it(tmp_path):
         _, alive = psutil.wait_procs(family, 5)
         assert not alive
     assert not list(tmp_path.iterdir()), "the file with its address is gone, too"
+
+
+def test_sigterm_in_a_first_start_ends_all_that_compile(tmp_path):
+    """Which would take a minute, and be of no use to anybody."""
+    command = [sys.executable, "-m", "warpfit_server", "--port", "0", "--devices", "cpu:2"]
+    cache, compiler = ("--cache-dir", str(tmp_path / "cache")), "warpfit_server.engine.cpu"
+    with subprocess.Popen([*command, *cache], stdout=subprocess.PIPE, text=True) as server:
+        started = psutil.Process(server.pid)
+
+        def is_compiling():
+            words = [" ".join(child.cmdline()) for child in started.children(recursive=True)]
+            return any(compiler in word for word in words)
+
+        eventually(is_compiling)
+        family = started.children(recursive=True)
+        server.terminate()
+        assert server.wait(timeout=8) == 0
+        assert not server.stdout.read(), "it has not said that it listens"
+    eventually(lambda: not any(runs(process, "-m") for process in family))

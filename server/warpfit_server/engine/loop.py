@@ -43,7 +43,7 @@ from warpfit_server.engine.scheduler import Scheduler
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import ChannelClosedError
 from warpfit_server.ipc.in_flight_request import unavailable
-from warpfit_server.observability.logs import set_logged_request_id
+from warpfit_server.observability.logs import LOGGED_REQUEST_ID
 from warpfit_server.system.resources import available_cores
 from warpfit_server.system.shortages import shortage
 from warpfit_server.system.stuck_detector import EXIT_BROKEN
@@ -285,7 +285,7 @@ class Loop:
         """Go on with a step until it waits, or has ended: answer, or queue what is unfinished."""
         unfinished = step.wanted
         is_lone = len(step.wanted) == 1
-        set_logged_request_id(step.wanted[0].problem.request_id if is_lone else "")
+        LOGGED_REQUEST_ID.set(step.wanted[0].problem.request_id if is_lone else "")
         waits_for: Future[Any] | DeviceWork | None = None
         try:
             while (waits_for := next(step.steps)) is None and step.is_merged:

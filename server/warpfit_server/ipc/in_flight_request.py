@@ -29,7 +29,7 @@ from warpfit_server.ipc.segment_layout import (
     SegmentLayout,
 )
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.observability.logs import logged_request_id
+from warpfit_server.observability.logs import LOGGED_REQUEST_ID
 from warpfit_server.system.shortages import TOO_MANY_FILES
 from warpfit_server.tenancy.tenants import PROBE
 
@@ -175,7 +175,7 @@ class InFlightRequest:
             closing=None if custom is None else custom.closing.name,
             outputs=tuple([name for name in ("values", *OUTPUTS) if getattr(evaluation, name)]),
             tenant=self.tenant,
-            request_id=logged_request_id(),
+            request_id=LOGGED_REQUEST_ID.get(),
             alone=self.alone,
             part=self.part,
             fit=None if settings is None else (settings, self._deadline),

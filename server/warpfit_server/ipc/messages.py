@@ -313,7 +313,7 @@ class DatasetReleased(_AboutDataset):
 
 @dataclass(frozen=True, slots=True)
 class SetReadiness:
-    """Sets what health checks on the port answer, and which engines calls go to."""
+    """Set what health checks on the port answer, and which engines calls go to."""
 
     serving: frozenset[str]
     """Labels of the devices that serve."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -45,27 +45,21 @@ _CORES_A_CALL: Final = 8
 _MASK, _MIXER = 2**32 - 1, 2654435761
 
 
-class Leased(Protocol):
+class Leased(NamedTuple):
     """A leased data set, which engines load when a request needs it there."""
 
-    @property
-    def layout(self) -> Layout:
-        """Layout of the data set."""
+    layout: Layout
+    shards: Shards | None
+    """Its shards, each of which one engine loads; None if engines load all of it."""
+    has: Callable[[int], bool]
+    """Returns whether an engine has loaded it, as far as this process knows."""
+    load: Callable[[int], Future[None]]
+    """Has an engine load it, unless the engine has loaded it already.
 
-    @property
-    def shards(self) -> Shards | None:
-        """Its shards, each of which one engine loads; None if engines load all of it."""
-
-    def has(self, engine: int) -> bool:
-        """Return whether an engine has loaded it, as far as this process knows."""
-
-    def load(self, engine: int) -> Future[None]:
-        """Have an engine load it, unless the engine has loaded it already.
-
-        The future fails with ResourceExhaustedError if the device has no room, with
-        FailedPreconditionError if engines have died of the data set, and with UnavailableError if
-        one may have.
-        """
+    The future fails with ResourceExhaustedError if the device has no room, with
+    FailedPreconditionError if engines have died of the data set, and with UnavailableError if one
+    may have.
+    """
 
 
 class Router:

@@ -10,20 +10,13 @@ import logging
 import re
 import secrets
 import time
-from contextvars import ContextVar
 from typing import Any, Final
 
 import grpc
 
 from warpfit.codec import REQUEST_ID_KEY
-from warpfit.request import Timings
-from warpfit_server.observability.logs import LogRateLimiter, set_logged_request_id
-from warpfit_server.observability.measurements import (
-    TRACE_CHARACTERS,
-    TRACE_KEYS,
-    CallRecord,
-    Recorder,
-)
+from warpfit_server.observability.logs import LOGGED_REQUEST_ID, LogRateLimiter
+from warpfit_server.observability.measurements import CallRecord, Recorder
 from warpfit_server.observability.tracing import SpanTracer
 
 _LOG: Final = logging.getLogger("warpfit.requests")
@@ -33,49 +26,6 @@ _ID: Final = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 _ORDINARY: Final = ("OK", "NOT_FOUND", "CANCELLED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
 #: Log lines that the failed calls of a tenant may cause in a process: in a burst, and a second.
 _BURST_LINES, _LINES_A_SECOND = 100, 1.0
-_CURRENT: Final[ContextVar[CallRecord | None]] = ContextVar("call", default=None)
-
-
-def set_current_call(call: CallRecord) -> None:
-    """Let the functions below, and the log lines of this thread, refer to a call."""
-    _CURRENT.set(call)
-    set_logged_request_id(call.request_id)
-
-
-def end_decoding() -> None:
-    """Let the next call be decoded: the current one only waits for the engine from now on."""
-    call = _CURRENT.get()
-    if call is not None and call.on_decoded is not None:
-        call.on_decoded()
-
-
-def record_work(programs: int, tokens: int, token_rows: int) -> None:
-    """Note what the current call asks for: its batch has been decoded and checked."""
-    call = _CURRENT.get()
-    if call is not None:
-        call.programs, call.tokens, call.token_rows = programs, tokens, token_rows
-
-
-def record_answer(timings: Timings) -> None:
-    """Note that the engine has finished the current call."""
-    call = _CURRENT.get()
-    if call is not None:
-        call.timings, call.finished = timings, time.monotonic_ns()
-
-
-def record_upload(size: int) -> None:
-    """Note that the current call has uploaded a data set of ``size`` bytes."""
-    call = _CURRENT.get()
-    if call is not None:
-        call.received_bytes = size
-
-
-def forwarded_metadata(context: grpc.ServicerContext) -> tuple[tuple[str, str], ...]:
-    """Return the metadata entries of a call that go along when another process answers it."""
-    kept = (REQUEST_ID_KEY, *TRACE_KEYS)
-    metadata = dict(context.invocation_metadata())
-    found = ((key, str(metadata[key])) for key in kept if key in metadata)
-    return tuple((key, value) for key, value in found if len(value) <= TRACE_CHARACTERS)
 
 
 class Observer:
@@ -126,7 +76,7 @@ def status_of(context: Any) -> str:
 
 
 def _log(level: int, call: CallRecord, left_out: int = 0) -> None:
-    set_logged_request_id(call.request_id)
+    LOGGED_REQUEST_ID.set(call.request_id)
     fields = {"method": call.method, "status": call.status, "tenant": call.tenant}
     measured: dict[str, Any] = {"seconds": round(call.seconds, 6), "programs": call.programs}
     more = ""

@@ -6,9 +6,8 @@ without a driver there is nothing to report.
 
 import logging
 import os
-import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 _LOG: Final = logging.getLogger("warpfit.gpu")
@@ -28,44 +27,42 @@ class GpuUsage:
     """Share of the last sample period in which a kernel ran, 0 to 1."""
 
 
-class GpuMonitor:
-    """Reads the GPUs that this process may use (``CUDA_VISIBLE_DEVICES``)."""
+def gpu_usages() -> list[GpuUsage]:
+    """Read the GPUs that this process may use (``CUDA_VISIBLE_DEVICES``), by one thread at a time.
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        self._visible = environment.get("CUDA_VISIBLE_DEVICES")
-        self._lock = threading.Lock()
-        self._nvml = _library()
-
-    def usage(self) -> list[GpuUsage]:
-        """Read all visible GPUs; return none without NVML or when it fails."""
-        if self._nvml is None:
-            return []
-        try:
-            with self._lock:
-                return [self._read(handle) for handle in self._handles()]
-        except self._nvml.NVMLError as error:
-            _LOG.debug("NVML: %s", error)
-            return []
-
-    def _handles(self) -> list[Any]:
-        by_index = self._nvml.nvmlDeviceGetHandleByIndex
-        if self._visible is None:
-            return [by_index(index) for index in range(self._nvml.nvmlDeviceGetCount())]
-        names = [name.strip() for name in self._visible.split(",") if name.strip()]
-        by_uuid = self._nvml.nvmlDeviceGetHandleByUUID
-        return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in names]
-
-    def _read(self, handle: Any) -> GpuUsage:
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-        return GpuUsage(
-            gpu=str(self._nvml.nvmlDeviceGetIndex(handle)),
-            name=str(self._nvml.nvmlDeviceGetName(handle)),
-            memory_used=memory.used,
-            memory_total=memory.total,
-            utilisation=self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-        )
+    There are none without NVML or when it fails.
+    """
+    nvml = _library()
+    if nvml is None:
+        return []
+    try:
+        return [_read(nvml, handle) for handle in _handles(nvml)]
+    except nvml.NVMLError as error:
+        _LOG.debug("NVML: %s", error)
+        return []
 
 
+def _handles(nvml: Any) -> list[Any]:
+    by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [by_index(index) for index in range(nvml.nvmlDeviceGetCount())]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in names]
+
+
+def _read(nvml: Any, handle: Any) -> GpuUsage:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return GpuUsage(
+        gpu=str(nvml.nvmlDeviceGetIndex(handle)),
+        name=str(nvml.nvmlDeviceGetName(handle)),
+        memory_used=memory.used,
+        memory_total=memory.total,
+        utilisation=nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+    )
+
+
+@cache
 def _library() -> Any:
     """Load NVML, or return None where it is missing."""
     try:

@@ -9,17 +9,8 @@ from typing import Final
 
 #: Most names whose lines are counted at a time; with more of them all counts begin anew.
 _MOST_NAMES: Final = 10_000
-_REQUEST_ID: Final[ContextVar[str]] = ContextVar("request id", default="")
-
-
-def set_logged_request_id(request_id: str) -> None:
-    """Let the log lines of this thread carry a call's id from now on; "" for none."""
-    _REQUEST_ID.set(request_id)
-
-
-def logged_request_id() -> str:
-    """Return the id of the call that this thread works for, or an empty string."""
-    return _REQUEST_ID.get()
+#: Id of the call that this thread works for, which its log lines carry; "" for none.
+LOGGED_REQUEST_ID: Final[ContextVar[str]] = ContextVar("request id", default="")
 
 
 class LogRateLimiter:
@@ -63,7 +54,7 @@ class _JsonFormatter(logging.Formatter):
             "process": record.process,
             "message": record.getMessage(),
         }
-        request_id = logged_request_id()
+        request_id = LOGGED_REQUEST_ID.get()
         if request_id:
             entry["request_id"] = request_id
         entry |= getattr(record, "fields", {})
@@ -74,7 +65,7 @@ class _JsonFormatter(logging.Formatter):
 
 class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
-        request_id = logged_request_id()
+        request_id = LOGGED_REQUEST_ID.get()
         line = super().formatMessage(record)
         return f"{line} [{request_id}]" if request_id else line
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -52,8 +51,6 @@ HISTOGRAMS: Final[Mapping[str, Family]] = {
 }
 #: Stages of an answered call.
 CALL_STAGES: Final = ("decode", "queue", "copy", "kernel", "encode")
-#: Most counters in a message to the main process, because the length of messages is limited.
-_MOST_SERIES: Final = 500
 #: Calls whose measurements are kept before they are added up.
 _MOST_CALLS: Final = 256
 #: Metadata entries of W3C Trace Context.
@@ -74,13 +71,13 @@ class CallRecord:
     tenant: str
     """Owner of the call; the anonymous tenant until the credentials have been checked."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    on_decoded: Callable[[], None] | None = None
-    """Called when the batch of the call has been decoded and checked."""
     received_bytes: int = 0
     """Payload uploaded."""
     programs: int = 0
     tokens: int = 0
     token_rows: int = 0
+    decode: int = 0
+    """Nanoseconds until its batch was decoded and checked."""
     timings: Timings | None = None
     """Timings of the engine, once it has finished."""
     finished: int = 0
@@ -206,14 +203,11 @@ class Recorder:
                 self._add_up()
 
     def take(self) -> MetricsDelta:
-        """Take out what was recorded, at most as much as fits into a message."""
+        """Take out what was recorded since the last time."""
         with self._lock:
             self._add_up()
-            counts = self._delta.counts
-            first = dict(islice(counts.items(), _MOST_SERIES))
-            taken = MetricsDelta(first, self._delta.buckets, len(self._running))
-            left = {series: counts[series] for series in counts.keys() - first.keys()}
-            self._delta = MetricsDelta(left)
+            taken, self._delta = self._delta, MetricsDelta()
+        taken.in_flight = len(self._running)
         return taken
 
     def add(self, process: int, delta: MetricsDelta) -> None:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -103,9 +103,15 @@ def prepare(config: Config) -> Iterator[Preparation]:
         yield Preparation(config, str(directory.path), engines)
 
 
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill an engine process with those that compile for it, whichever of them still run."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _stop(engines: dict[int, StartedEngine]) -> None:
-    """End the engine processes that no supervisor has taken, with those that compile for them."""
+    """End the engine processes that no supervisor has taken."""
     for started in engines.values():
         started.end.close()
-        os.killpg(started.process.pid, signal.SIGKILL)
+        kill_group(started.process)
         started.process.wait()

@@ -37,7 +37,7 @@ from warpfit_server.processes.engine_deaths import (
     cause_of_death,
     out_of_memory_kills,
 )
-from warpfit_server.processes.engine_start import StartedEngine, start_engine
+from warpfit_server.processes.engine_start import StartedEngine, kill_group, start_engine
 from warpfit_server.system.sockets import socket_pair
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
@@ -50,6 +50,8 @@ _EXIT_SECONDS: Final = 2.0
 #: Most data sets that a new engine has been sent and has not loaded: with more of them, the
 #: messages would fill both directions of the channel.
 _LOADS_AHEAD: Final = 16
+#: Seconds between two looks whether the server stops while its engines start.
+_POLL_SECONDS: Final = 0.1
 
 
 class EngineSupervisor:
@@ -118,9 +120,13 @@ class EngineSupervisor:
         self._on_ready = on_ready
         self._thread.start()
 
-    def wait_started(self, seconds: float) -> bool:
-        """Wait until the first engine process is ready or has ended; return whether it is ready."""
-        self._started.wait(seconds)
+    def wait_started(self, end: float, is_stopping: Callable[[], bool]) -> bool:
+        """Wait until the first engine process is ready or has ended; return whether it is ready.
+
+        The wait ends at the moment ``end`` of ``time.monotonic()``, or when the server stops.
+        """
+        while not (self._started.wait(_POLL_SECONDS) or is_stopping() or time.monotonic() > end):
+            pass
         return self._ready is not None
 
     @property
@@ -232,10 +238,12 @@ class EngineSupervisor:
                 self._tell(messages.UnloadDataset(key))
 
     def begin_stop(self) -> None:
-        """Tell the engine process to end; requests in flight fail."""
+        """Tell the engine process to end, or kill it if it is not ready; requests fail."""
         self._stopping.set()
         with self._lock:
             self._tell(messages.Stop())
+            if self._channel is None and self._process is not None:
+                kill_group(self._process)
 
     def stop(self) -> None:
         """End the engine process and wait until it has."""
@@ -317,6 +325,8 @@ class EngineSupervisor:
             self._process_number = next(self._process_numbers)
             self._loads_at_start = set()
             self._out_of_memory = kills
+            if self._stopping.is_set():  # `begin_stop` has seen another process, or none
+                kill_group(process)
         lost: dict[bytes, Future[None]] = {}
         try:
             while True:
@@ -327,6 +337,8 @@ class EngineSupervisor:
                 process.wait(_EXIT_SECONDS)
         finally:
             channel.close()
+            if self._stopping.is_set():  # else the next engine waits for what is being compiled
+                kill_group(process)
             process.kill()
         code = process.wait()
         if not self._stopping.is_set():

@@ -26,7 +26,7 @@ from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.ipc.quarantine import Quarantine
-from warpfit_server.ipc.router import Router
+from warpfit_server.ipc.router import Leased, Router
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_start import StartedEngine
 from warpfit_server.processes.engine_supervisor import EngineSupervisor, settled
@@ -69,11 +69,13 @@ class Engines:
         self,
         resident: Callable[[], Iterator[StoredDataset]],
         on_ready: Callable[[EngineSupervisor], None] = lambda supervisor: None,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start all engines, and wait until each is ready or is too late or has failed.
 
         Engines that are not ready are tried again. ``on_ready`` is called with its supervisor
-        whenever an engine process has become ready; see `EngineSupervisor.start`.
+        whenever an engine process has become ready; see `EngineSupervisor.start`. If the server
+        ``is_stopping``, none is waited for.
 
         Raises:
             UnavailableError: if none can run on this machine; the log says why.
@@ -88,8 +90,8 @@ class Engines:
             supervisor.on_request_connection = partial(self._introduce_again, supervisor)
             supervisor.start(resident, partial(ready, supervisor))
         end = time.monotonic() + self._start_seconds
-        started = [s.wait_started(max(0.0, end - time.monotonic())) for s in self.supervisors]
-        if not any(started):
+        started = [supervisor.wait_started(end, is_stopping) for supervisor in self.supervisors]
+        if not any(started) and not is_stopping():
             self.stop()
             raise UnavailableError(
                 "no engine has started",
@@ -244,40 +246,22 @@ class Engines:
             supervisor.stop()
 
     @contextmanager
-    def lease(self, datasets: DatasetStore, key: bytes) -> Iterator[HostLease]:
+    def lease(self, datasets: DatasetStore, key: bytes) -> Iterator[Leased]:
         """Lease a data set of the main process; see `warpfit_server.rpc.servicer.Lease`."""
         with datasets.lease(key) as dataset:
-            yield HostLease(dataset, self)
+            yield Leased(
+                dataset.layout,
+                dataset.shards,
+                lambda number: self.supervisors[number].has(key),
+                partial(self._load, dataset),
+            )
 
+    def _load(self, dataset: StoredDataset, number: int) -> Future[None]:
+        """Have an engine load a data set, unless the data set may have crashed another one.
 
-class HostLease:
-    """A leased data set of the main process; implements `warpfit_server.ipc.router.Leased`."""
-
-    def __init__(self, dataset: StoredDataset, engines: Engines) -> None:
-        self._dataset = dataset
-        self._engines = engines
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the data set."""
-        return self._dataset.layout
-
-    @property
-    def shards(self) -> Shards | None:
-        """Its shards if it is sharded."""
-        return self._dataset.shards
-
-    def has(self, engine: int) -> bool:
-        """Return whether an engine has loaded the data set."""
-        return self._engines.supervisors[engine].has(self._dataset.key)
-
-    def load(self, engine: int) -> Future[None]:
-        """Have an engine load the data set, unless it has.
-
-        The future fails with UnavailableError if the data set may have crashed another engine,
-        which finds out as it starts.
+        That one finds out as it starts.
         """
-        holders, key = self._engines.holders(self._dataset.key), self._dataset.key
-        if holders and engine not in holders and self._engines.quarantine.suspects.is_suspect(key):
+        holders, suspects = self.holders(dataset.key), self.quarantine.suspects
+        if holders and number not in holders and suspects.is_suspect(dataset.key):
             return settled(unavailable())
-        return self._engines.supervisors[engine].load(self._dataset)
+        return self.supervisors[number].load(dataset)

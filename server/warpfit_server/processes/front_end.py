@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import grpc
 
-from warpfit.dataset import Layout
 from warpfit.errors import (
     CancelledError,
     ResourceExhaustedError,
@@ -33,23 +33,21 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
-from warpfit_server.ipc.router import Router
+from warpfit_server.ipc.router import Leased, Router
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.observability.calls import Observer, forwarded_metadata
+from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.tracing import make_tracer
 from warpfit_server.processes.probe import Probe
-from warpfit_server.row_blocks import Shards
 from warpfit_server.rpc.health import Health
 from warpfit_server.rpc.interceptor import Interceptor
-from warpfit_server.rpc.port import listen, make_server
+from warpfit_server.rpc.port import Call, listen, make_server
 from warpfit_server.rpc.servicer import SERVICE_NAME, ComputeServicer
 from warpfit_server.system.resources import keep_freed_memory
 from warpfit_server.system.worker_threads import take_short_turns
 from warpfit_server.tenancy.authentication import FORWARDED_METADATA_KEY
 from warpfit_server.tenancy.quotas import QuotaTable
-from warpfit_server.tenancy.tenants import tenant_of
 
 _LOG: Final = logging.getLogger("warpfit.front_end")
 #: Seconds after which a lease is returned that no call uses.
@@ -60,61 +58,20 @@ _NO_DEADLINE: Final = 1e8
 _FORWARDED: Final = ("OpenDataset", "GetVariables", "ReleaseVariables", "GetServerInfo")
 
 
-class _LeasedDataset:
-    """A data set that the main process has leased to this process, or was asked for.
+@dataclass(eq=False, slots=True)
+class _BorrowedLease:
+    """A lease that the main process has given to this process, or was asked for."""
 
-    Implements `warpfit_server.ipc.router.Leased`.
-    """
-
-    layout: Layout
-    """Layout of the data set, once the main process has answered."""
-
-    def __init__(self, key: bytes, request_load: Callable[[int, bytes], Future[None]]) -> None:
-        self.answer: Future[None] = Future()
-        """Done once the main process has answered."""
-        self.is_usable = False
-        """Whether it has leased the data set."""
-        self.shards: Shards | None = None
-        """Its shards if it is sharded, likewise."""
-        self.loaded: set[int] = set()
-        """Engines that have loaded it, as far as this process knows."""
-        self.loads: dict[int, Future[None]] = {}
-        """Engines that were asked to load it."""
-        self.uses = 0
-        self.idle_since = 0.0
-        self.is_released = False
-        """Released by a caller while the main process was asked for it."""
-        self.is_returned = False
-        """Not for new calls; the lease is returned when the last use ends."""
-        self._key = key
-        self._request_load = request_load
-        self._lock = threading.Lock()
-
-    def take(self, lease: messages.DatasetLease, layout: Layout) -> None:
-        """Take the main process's answer."""
-        self.layout, self.shards, self.loaded = layout, lease.shards, set(lease.engines)
-        self.is_usable = True
-        self.answer.set_result(None)
-
-    def has(self, engine: int) -> bool:
-        """Return whether an engine has loaded the data set, as far as this process knows."""
-        return engine in self.loaded
-
-    def load(self, engine: int) -> Future[None]:
-        """Have an engine load the data set, unless it has or has no room."""
-        with self._lock:
-            load = self.loads.get(engine)
-            if load is not None and not (
-                load.done() and isinstance(load.exception(), UnavailableError)
-            ):
-                return load
-            load = self.loads[engine] = self._request_load(engine, self._key)
-        load.add_done_callback(partial(self._ended, engine))
-        return load
-
-    def _ended(self, engine: int, load: Future[None]) -> None:
-        if load.exception() is None:
-            self.loaded.add(engine)
+    answer: Future[Leased] = field(default_factory=Future)
+    """The data set, once the main process has answered."""
+    data: Leased | None = None
+    """The same; calls need not ask the future."""
+    uses: int = 0
+    idle_since: float = 0.0
+    is_released: bool = False
+    """Released by a caller while the main process was asked for it."""
+    is_returned: bool = False
+    """Not for new calls; the lease is returned when the last use ends."""
 
 
 class BorrowedLeases:
@@ -122,57 +79,58 @@ class BorrowedLeases:
 
     def __init__(self, send: Callable[[messages.Message], None]) -> None:
         self._send = send
-        self._leased: dict[bytes, _LeasedDataset] = {}
-        self._loading: dict[tuple[int, bytes], Future[None]] = {}
+        self._leases: dict[bytes, _BorrowedLease] = {}
+        self._loading: dict[tuple[int, bytes], tuple[Future[None], set[int]]] = {}
+        """Loads under way, with the engines that have loaded the data set."""
         self._lock = threading.Lock()
 
     @contextmanager
-    def lease(self, key: bytes) -> Iterator[_LeasedDataset]:
+    def lease(self, key: bytes) -> Iterator[Leased]:
         """Lease a data set, from the main process unless this process has a lease."""
         with self._lock:
-            dataset = self._leased.get(key)
-            if dataset is None:
-                dataset = _LeasedDataset(key, self._request_load)
+            lease = self._leases.get(key)
+            if lease is None:
+                lease = _BorrowedLease()
                 self._send(messages.LeaseDataset(key))  # fails where there is no room for messages
-                self._leased[key] = dataset
-            dataset.uses += 1
+                self._leases[key] = lease
+            lease.uses += 1
         try:
-            if not dataset.is_usable:
-                dataset.answer.result()
-            yield dataset
+            yield lease.data or lease.answer.result()
         finally:
             with self._lock:
-                dataset.uses -= 1
-                dataset.idle_since = time.monotonic()
-                if dataset.is_returned and not dataset.uses:
+                lease.uses -= 1
+                lease.idle_since = time.monotonic()
+                if lease.is_returned and not lease.uses:
                     self._send(messages.ReturnLease(key))
 
-    def answered(self, lease: messages.DatasetLease) -> None:
+    def answered(self, answer: messages.DatasetLease) -> None:
         """Take the main process's answer; after a refusal the next call asks again."""
+        key, layout, loaded = answer.key, answer.layout, set(answer.engines)
         with self._lock:
-            if lease.layout is None:
-                error = lease.error or UnavailableError("the data set cannot be leased")
-                self._leased.pop(lease.key).answer.set_exception(error)
+            if layout is None:
+                error = answer.error or UnavailableError("the data set cannot be leased")
+                self._leases.pop(key).answer.set_exception(error)
                 return
-            dataset = self._leased[lease.key]
-            dataset.take(lease, lease.layout)
-            if dataset.is_released:
-                self._return(lease.key)
+            lease, load = self._leases[key], partial(self._load, key, loaded)
+            lease.data = Leased(layout, answer.shards, loaded.__contains__, load)
+            lease.answer.set_result(lease.data)
+            if lease.is_released:
+                self._return(key)
 
-    def _request_load(self, engine: int, key: bytes) -> Future[None]:
+    def _load(self, key: bytes, loaded: set[int], engine: int) -> Future[None]:
+        """Ask the main process to have an engine load a data set, unless that is under way."""
         with self._lock:
-            future = self._loading.get((engine, key))
-            if future is None:
-                future = Future()
+            if (engine, key) not in self._loading:
                 self._send(messages.RequestLoad(engine, key))
-                self._loading[engine, key] = future
-        return future
+                self._loading[engine, key] = Future(), loaded
+            return self._loading[engine, key][0]
 
     def load_ended(self, message: messages.LoadEnded) -> None:
         """Take notice that an engine has loaded a data set, or cannot."""
         with self._lock:
-            future = self._loading.pop((message.engine, message.key))
+            future, loaded = self._loading.pop((message.engine, message.key))
         if message.error is None:
+            loaded.add(message.engine)
             future.set_result(None)
         else:
             future.set_exception(message.error)
@@ -180,11 +138,11 @@ class BorrowedLeases:
     def released(self, key: bytes) -> None:
         """Let no new call use a data set that a caller has released."""
         with self._lock:
-            dataset = self._leased.get(key)
-            if dataset is not None and dataset.answer.done():
+            lease = self._leases.get(key)
+            if lease is not None and lease.answer.done():
                 self._return(key)
-            elif dataset is not None:
-                dataset.is_released = True  # it is returned once the main process has answered
+            elif lease is not None:
+                lease.is_released = True  # it is returned once the main process has answered
             self._send(messages.ReleaseNoticed(key))
 
     def return_idle(self) -> None:
@@ -193,16 +151,16 @@ class BorrowedLeases:
         with self._lock:
             idle = [
                 key
-                for key, dataset in self._leased.items()
-                if not dataset.uses and dataset.answer.done() and dataset.idle_since < limit
+                for key, lease in self._leases.items()
+                if not lease.uses and lease.answer.done() and lease.idle_since < limit
             ]
             for key in idle:
                 self._return(key)
 
     def _return(self, key: bytes) -> None:
-        dataset = self._leased.pop(key)
-        dataset.is_returned = True
-        if not dataset.uses:
+        lease = self._leases.pop(key)
+        lease.is_returned = True
+        if not lease.uses:
             self._send(messages.ReturnLease(key))
 
 
@@ -218,12 +176,13 @@ def forwarding_handlers(address: str) -> dict[str, Any]:
     return handlers
 
 
-def _forwarding(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
-    def handler(request: Any, context: grpc.ServicerContext) -> bytes:
+def _forwarding(method: Any) -> Callable[[Any, Call], bytes]:
+    def handler(request: Any, context: Call) -> bytes:
         remaining = context.time_remaining()
         timeout = remaining if remaining is not None and remaining < _NO_DEADLINE else None
-        tenant = (FORWARDED_METADATA_KEY, tenant_of(context).encode())
-        metadata = (*forwarded_metadata(context), tenant)
+        record = context.record
+        tenant = (FORWARDED_METADATA_KEY, record.tenant.encode())
+        metadata = (*record.trailing, *record.trace.items(), tenant)
         failed: list[Exception] = []
         is_made = threading.Event()
 

@@ -19,8 +19,9 @@ from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
+from warpfit_server.ipc.router import Leased
 from warpfit_server.observability.measurements import Recorder
-from warpfit_server.processes.engines import Engines, HostLease
+from warpfit_server.processes.engines import Engines
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_ends")
@@ -28,6 +29,8 @@ _LOG: Final = logging.getLogger("warpfit.front_ends")
 _RESTART_SECONDS: Final = 0.5
 #: Longest wait in seconds until a front end takes notice of a release.
 _RELEASE_SECONDS: Final = 2.0
+#: Seconds after which a process that reads no messages is given up.
+_SEND_SECONDS: Final = 5.0
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +56,7 @@ class _FrontEnd:
     """Moment of the last message, on the monotonic clock, as all moments here."""
     probes: dict[int, _ProbeRecord] = field(default_factory=lambda: defaultdict(_ProbeRecord))
     """Its probes of each engine, by number."""
-    leases: dict[bytes, list[tuple[ExitStack, HostLease]]] = field(default_factory=dict)
+    leases: dict[bytes, list[tuple[ExitStack, Leased]]] = field(default_factory=dict)
     """More than one if it asks again while calls still use a data set that was released."""
     releases: dict[bytes, threading.Event] = field(default_factory=dict)
     """Released data sets; each event is set once the process has taken notice."""
@@ -163,11 +166,8 @@ class FrontEndSupervisor:
         told = []
         for front_end in self._serving():
             event = front_end.releases.setdefault(key, threading.Event())
-            try:
-                front_end.control.send(messages.DatasetReleased(key))
-            except ChannelClosedError:
-                continue
-            told.append((front_end, event))
+            if self._tell(front_end, messages.DatasetReleased(key)):
+                told.append((front_end, event))
         for front_end, event in told:
             if not event.wait(_RELEASE_SECONDS):
                 _LOG.warning("front end %d does not answer", front_end.process.pid)
@@ -202,6 +202,7 @@ class FrontEndSupervisor:
 
     def _spawn(self, port: int, main_address: str, number: int) -> _FrontEnd:
         control, theirs = Channel.pair()
+        control.give_up_after(_SEND_SECONDS)
         arguments = (theirs.fileno(), port, main_address, self._quotas.descriptor, number)
         command = (sys.executable, "-m", "warpfit_server.processes.front_end")
         with theirs:
@@ -305,13 +306,16 @@ class FrontEndSupervisor:
 
     def _tell(
         self, front_end: _FrontEnd, message: messages.Message, descriptors: Sequence[int] = ()
-    ) -> None:
+    ) -> bool:
+        """Send a message; return False if that failed, which no caller can help."""
         try:
             front_end.control.send(message, descriptors)
+            return True
         except ChannelClosedError:
             _LOG.debug("front end %d is gone", front_end.process.pid)
         except WarpfitError as error:
             _LOG.error("a message to front end %d failed: %s", front_end.process.pid, error)
+        return False
 
     def _clean_up(self, front_end: _FrontEnd) -> None:
         """Forget a process that has closed its channel, and make sure that it ends."""

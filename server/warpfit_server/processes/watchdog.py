@@ -1,8 +1,9 @@
 """Finds engines that hang, compute wrongly or do not start, and has them replaced.
 
-One thread probes an engine again and again. Another one only compares clocks: it ends readiness of
-the device when a probe has waited longer than ``probe_timeout``, and has the engine replaced when
-one has waited for ``hang_seconds``. So nothing that blocks a probe can hide that it has no answer.
+A thread probes each engine again and again. Another one, of the server, only compares clocks: it
+ends readiness of a device when a probe has waited longer than ``probe_timeout``, and has the engine
+replaced when one has waited for ``hang_seconds``. So nothing that blocks a probe can hide that it
+has no answer.
 """
 
 import logging
@@ -18,15 +19,14 @@ from warpfit_server.processes.probe import Probe
 from warpfit_server.rpc.health import Health
 
 _LOG: Final = logging.getLogger("warpfit.watchdog")
-#: Seconds between two comparisons of the clocks.
-_TICK: Final = 0.1
+#: Seconds between two looks whether a new server is ready.
+_POLL_SECONDS: Final = 0.01
 
 
 class Watchdog:
-    """Keeps readiness true to what one engine does.
+    """Keeps readiness true to what one engine does, as long as `look` is called often.
 
-    ``others_answer`` tells whether the engine answers the other front-end processes; ``on_tick`` is
-    called ten times a second.
+    ``others_answer`` tells whether the engine answers the other front-end processes.
     """
 
     def __init__(
@@ -36,14 +36,12 @@ class Watchdog:
         probe: Probe,
         health: Health,
         others_answer: Callable[[], bool] = lambda: True,
-        on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
         self._probe = probe
         self._health = health
         self._others_answer = others_answer
-        self._on_tick = on_tick
         self.label = supervisor.device.label
         """Names the engine's device."""
         self.answers = False
@@ -55,21 +53,16 @@ class Watchdog:
         self._replaced: float | None = None  # the moment in one of these that led to a replacement
         self._stopping = threading.Event()
         self._wake = threading.Event()
-        self._threads = [
-            threading.Thread(target=target, name=name, daemon=True)
-            for name, target in (("probe", self._probe_forever), ("watchdog", self._look_forever))
-        ]
 
     def start(self) -> None:
         """Begin to probe."""
-        for thread in self._threads:
-            thread.start()
+        threading.Thread(target=self._probe_forever, name="probe", daemon=True).start()
 
     def wait_ready(self) -> None:
         """Wait until the engine answers all processes, does not start, or it is too late."""
         end = time.monotonic() + self._config.probe_timeout
         while not self.serves and self._supervisor.is_ready and time.monotonic() < end:
-            time.sleep(_TICK / 10)
+            time.sleep(_POLL_SECONDS)
             self._publish()
 
     def stop(self) -> None:
@@ -121,11 +114,6 @@ class Watchdog:
         finally:
             self._asked = None
             self._publish()
-
-    def _look_forever(self) -> None:
-        while not self._stopping.wait(_TICK):
-            self.look(time.monotonic())
-            self._on_tick()
 
     def look(self, now: float) -> None:
         """Act on probes, and on starts of the engine, that take too long at ``now``."""

@@ -5,14 +5,14 @@ right answer to a small evaluation (`warpfit_server.processes.watchdog`). The em
 name of the gRPC service mean readiness; the label of a device, such as ``cuda:1``, that of its
 engine.
 
-Health checks need no credentials. So they have limits of their own, on each port; a thread of their
-own, too, have those that watch.
+Health checks need no credentials, so each port limits them separately. Each watching call has a
+thread of its own.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -107,32 +107,11 @@ class Health:
 
     def add_to(self, server: grpc.Server) -> None:
         """Answer health checks on a server that has not started yet."""
-        reading = _CallLimit(_MOST_READING)
-        methods = {
-            "Check": _HealthMethod(self._check, reading),
-            "Watch": _HealthMethod(self._watch, reading, _CallLimit(_MOST_WATCHING)),
-        }
-        handlers = {n: grpc.stream_stream_rpc_method_handler(m) for n, m in methods.items()}
+        handlers = _HealthMethods(self).handlers()
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
 
-    def _check(self, name: str, context: grpc.ServicerContext) -> Iterator[bytes]:
-        status = self.status(name)
-        if status == _Response.SERVICE_UNKNOWN:
-            _refuse(context, grpc.StatusCode.NOT_FOUND, "there is no such service")
-        else:
-            yield _Response(status=status).SerializeToString()
-
-    def _watch(self, name: str, context: grpc.ServicerContext) -> Iterator[bytes]:
-        told: int | None = None
-        while context.is_active():
-            status = self.status(name)
-            if status != told:
-                yield _Response(status=status).SerializeToString()
-                told = status
-            else:
-                self._wait_for_change(name, status)
-
-    def _wait_for_change(self, name: str, status: int) -> None:
+    def wait_for_change(self, name: str, status: int) -> None:
+        """Wait until a service has another status than this one, or for some seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self.status(name) != status, _WATCH_SECONDS)
 
@@ -179,56 +158,70 @@ class _CallLimit:
                 self._calls.pop(address, None)
 
 
-class _HealthMethod:
-    """A method of grpc.health.v1 as a handler for gRPC, which answers for the name of a service.
+class _HealthMethods:
+    """The methods of grpc.health.v1 on one port."""
 
-    ``reading`` limits the calls whose message has not arrived, ``watching`` those that last; it is
-    None where the answer is one message.
-    """
-
-    def __init__(
-        self,
-        answer: Callable[[str, grpc.ServicerContext], Iterator[bytes]],
-        reading: _CallLimit,
-        watching: _CallLimit | None = None,
-    ) -> None:
-        self._answer = answer
-        self._reading = reading
-        self._watching = watching
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        self._reading, self._watching = _CallLimit(_MOST_READING), _CallLimit(_MOST_WATCHING)
         # Twice as many: a call that has made room for another one leaves its thread a moment later.
         self._watchers = Workers(2 * _MOST_WATCHING)
         self._timeouts = ReceiveTimeouts()
 
-    def __call__(self, call: Call) -> None:
+    def handlers(self) -> dict[str, Any]:
+        """Return gRPC's handlers by the name of the method."""
+        methods = {"Check": self._check, "Watch": self._watch}
+        return {
+            name: grpc.stream_stream_rpc_method_handler(partial(self._receive, method))
+            for name, method in methods.items()
+        }
+
+    def _receive(self, method: Callable[[Call, str], None], call: Call) -> None:
         """Have a call answered once its message is there, unless too many wait for theirs."""
         if self._reading.enter(call):
             self._timeouts.begin(call, _CALL_SECONDS, call.cancel)
-            call.receive(partial(self._arrived, call))
+            call.receive(partial(self._arrived, method, call))
         else:
             _refuse_excess(call)
-            call.end()
 
-    def _arrived(self, call: Call, message: bytes | None) -> None:
+    def _arrived(
+        self, method: Callable[[Call, str], None], call: Call, message: bytes | None
+    ) -> None:
         self._timeouts.stop(call)
         self._reading.leave(call)
-        name = _name(message or b"", call)
-        if name is None:
-            call.end()
-        elif self._watching is None:
-            call.end(next(self._answer(name, call), None))
-        elif self._watchers.has_room("") and self._watching.enter(call):
-            self._watchers.start("", self._watch, call, name, self._watching)
+        try:
+            name = str(health_pb2.HealthCheckRequest.FromString(message or b"").service)
+        except DecodeError:
+            _refuse(call, grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
+        else:
+            method(call, name)
+
+    def _check(self, call: Call, name: str) -> None:
+        status = self._health.status(name)
+        if status == _Response.SERVICE_UNKNOWN:
+            _refuse(call, grpc.StatusCode.NOT_FOUND, "there is no such service")
+        else:
+            call.end(_Response(status=status).SerializeToString())
+
+    def _watch(self, call: Call, name: str) -> None:
+        if self._watchers.has_room("") and self._watching.enter(call):
+            self._watchers.start("", self._tell_changes, call, name)
         else:
             _refuse_excess(call)
-            call.end()
 
-    def _watch(self, call: Call, name: str, watching: _CallLimit) -> None:
+    def _tell_changes(self, call: Call, name: str) -> None:
+        told: int | None = None
         try:
-            for message in self._answer(name, call):
-                call.send(message)
+            while call.is_active():
+                status = self._health.status(name)
+                if status != told:
+                    call.send(_Response(status=status).SerializeToString())
+                    told = status
+                else:
+                    self._health.wait_for_change(name, status)
             call.end()
         finally:
-            watching.leave(call)
+            self._watching.leave(call)
 
 
 class HealthPort:
@@ -252,22 +245,14 @@ class HealthPort:
         self._server.stop(None)
 
 
-def _name(message: bytes, context: grpc.ServicerContext) -> str | None:
-    """Read the name of a service; refuse the call and return None if there is none."""
-    try:
-        return str(health_pb2.HealthCheckRequest.FromString(message).service)
-    except DecodeError:
-        _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
-        return None
+def _refuse_excess(call: Call) -> None:
+    _refuse(call, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks at a time")
 
 
-def _refuse_excess(context: grpc.ServicerContext) -> None:
-    _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks at a time")
-
-
-def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) -> None:
-    context.set_code(code)
-    context.set_details(details)
+def _refuse(call: Call, code: grpc.StatusCode, details: str) -> None:
+    call.set_code(code)
+    call.set_details(details)
+    call.end()
 
 
 def _address(context: grpc.ServicerContext) -> str:

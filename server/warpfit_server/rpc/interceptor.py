@@ -33,7 +33,8 @@ from warpfit.errors import (
     ResourceExhaustedError,
 )
 from warpfit_server.config import Config
-from warpfit_server.observability.calls import Observer, set_current_call, status_of
+from warpfit_server.observability.calls import Observer, status_of
+from warpfit_server.observability.logs import LOGGED_REQUEST_ID
 from warpfit_server.observability.measurements import CallRecord
 from warpfit_server.rpc.error_details import fail_call
 from warpfit_server.rpc.port import Call, ReceiveTimeouts
@@ -41,12 +42,10 @@ from warpfit_server.system.worker_threads import Workers
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile
 from warpfit_server.tenancy.quotas import QuotaTable
-from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
-from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits, assign_tenant
+from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits
 
-#: Methods whose messages are batches, and those whose messages may be long.
-_BATCH_METHODS: Final = ("Evaluate", "Optimize")
-_LONG_MESSAGE_METHODS: Final = (*_BATCH_METHODS, "UploadVariables")
+#: Methods whose messages may be long.
+_LONG_MESSAGE_METHODS: Final = ("Evaluate", "Optimize", "UploadVariables")
 #: Most bytes of any other message, and most seconds in which it must arrive.
 _SHORT_MESSAGE, _SHORT_SECONDS = 64 << 10, 5.0
 #: Seconds in which the next request of a call must arrive: a search that breeds for longer can bear
@@ -87,8 +86,6 @@ class Interceptor:
         """Time in which a message must arrive."""
         self.timeouts = ReceiveTimeouts()
         """Time limits of the calls that wait for a message."""
-        self.decoding = TenantSemaphore()
-        """Held by calls while their batch is decoded."""
         self.idle: set[_IdleCall] = set()
         """Calls that wait for another request."""
         self.is_draining = False
@@ -141,7 +138,7 @@ class _InterceptedMethod:
 
         ``nbytes`` are those of its message, at most.
         """
-        record = self.observer.new_call(self.name, call, ANONYMOUS)
+        record = call.record = self.observer.new_call(self.name, call, ANONYMOUS)
         served = _ServedCall(self, self.interceptor, record, call)
         try:
             served.admit(nbytes)
@@ -175,8 +172,6 @@ class _ServedCall:
     """Bytes that are counted for its message."""
     slots: list[int] = field(default_factory=list)
     """Holds a 1 while the call has a slot; `leave_slot` takes it out."""
-    is_decoding: bool = False
-    """Whether it holds the semaphore."""
     is_over: bool = False
     """Whether it has been ended because its message did not arrive."""
 
@@ -193,7 +188,6 @@ class _ServedCall:
             self.call, record.metadata
         )
         record.tenant = tenant
-        assign_tenant(self.call, tenant)
         limits = admission.limits(tenant)
         self.most_bytes = limits.message_bytes
         self.message_seconds = self.interceptor.message_seconds
@@ -237,7 +231,7 @@ class _ServedCall:
 
     def serve(self) -> None:
         """Run the method and send its answer."""
-        set_current_call(self.record)
+        LOGGED_REQUEST_ID.set(self.record.request_id)
         last = None
         try:
             last = self._answer()
@@ -245,7 +239,6 @@ class _ServedCall:
             fail_call(self.call, error, self.record.trailing)
             _clear_tracebacks(error)
         finally:
-            self._end_decoding()
             self.leave_slot(self.reserved)
         if not self.method.forwards:
             self.method.observer.end(self.record, status_of(self.call))
@@ -266,8 +259,6 @@ class _ServedCall:
         handler = self.method.handler
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary
         argument: Any = iter(self._next, None) if handler.request_streaming else self._only()
-        if self.method.name in _BATCH_METHODS:
-            self._begin_decoding()
         answer: Any = behaviour(argument, self.call)
         del argument  # the method alone decides how long the message is kept
         last = self._send_each(answer) if handler.response_streaming else answer
@@ -319,20 +310,6 @@ class _ServedCall:
         self.is_over = True
         fail_call(self.call, _too_late(self.message_seconds), self.record.trailing)
         self.call.end()
-
-    def _begin_decoding(self) -> None:
-        """Wait until few other calls of the tenant are being decoded."""
-        self.interceptor.decoding.acquire(self.record.tenant)
-        self.is_decoding = True
-        self.record.on_decoded = self._end_decoding
-        if not self.call.is_active():  # it may have ended while it waited
-            raise CancelledError("the call has ended", "CANCELLED")
-
-    def _end_decoding(self) -> None:
-        if self.is_decoding:
-            self.is_decoding = False
-            self.record.on_decoded = None  # the record outlives the call
-            self.interceptor.decoding.release(self.record.tenant)
 
     def _send_each(self, answer: Any) -> bytes | None:
         """Send the messages of an answer, and measure the time that making them takes.

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import grpc
@@ -14,6 +14,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from warpfit.errors import UnavailableError
 from warpfit_server.config import Config
+from warpfit_server.observability.measurements import CallRecord
 from warpfit_server.rpc.tls import server_credentials
 
 _LOG: Final = logging.getLogger("warpfit.workers")
@@ -44,6 +45,8 @@ class Call(_server._Context):
     which its own handlers consist of, and its lock only where two fields must agree.
     """
 
+    record: CallRecord
+    """Record of the request that is served, with its tenant; the interceptor sets it."""
     awaits_more = False
     """Whether the caller may send another request; the method sets it."""
 
@@ -152,14 +155,9 @@ class CallStarter(ThreadPoolExecutor):
         return _TAKEN
 
 
-class _Taken:
-    """A future that is done; gRPC asks for the future of each call that it hands over."""
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        callback(self)
-
-
-_TAKEN: Final = _Taken()
+#: What gRPC gets for each call that it hands over: a future that is done.
+_TAKEN: Final[Future[None]] = Future()
+_TAKEN.set_result(None)
 
 
 class ReceiveTimeouts:
@@ -171,8 +169,7 @@ class ReceiveTimeouts:
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, tuple[float, Callable[[], None]]] = {}
-        self._lock = threading.Lock()
-        self._runs = False
+        threading.Thread(target=self._watch, name="receive-timeouts", daemon=True).start()
 
     def begin(self, call: Hashable, seconds: float, end: Callable[[], None]) -> None:
         """Call ``end`` after some seconds, unless `stop` comes first.
@@ -180,22 +177,12 @@ class ReceiveTimeouts:
         ``end`` must not block, and must let the waiting thread go on.
         """
         self._waiting[call] = time.monotonic() + seconds, end
-        if not self._runs:
-            self._start()
 
     def stop(self, call: Hashable) -> bool:
         """Stop waiting for a call; return False if its time was up and it has been ended."""
         return self._waiting.pop(call, None) is not None
 
-    def _start(self) -> None:
-        with self._lock:
-            if self._runs:
-                return
-            self._runs = True
-        threading.Thread(target=self._watch, name="receive-timeouts", daemon=True).start()
-
     def _watch(self) -> None:
-        """End late calls; the thread ends when no call waits, and the next call starts it again."""
         while True:
             time.sleep(_LOOK_SECONDS)
             now = time.monotonic()
@@ -205,10 +192,6 @@ class ReceiveTimeouts:
                         end()
                     except Exception:
                         _LOG.exception("a call could not be ended")
-            with self._lock:
-                if not self._waiting:
-                    self._runs = False
-                    return
 
 
 def make_server(
@@ -261,6 +244,22 @@ def listen(server: grpc.Server, config: Config, port: int) -> int:
         return int(server.add_secure_port(address, credentials))
     except RuntimeError as error:
         raise port_in_use(config.host, port, "--host or --port") from error
+
+
+def listen_locally(server: grpc.Server, path: str) -> None:
+    """Bind a server to a Unix socket as well.
+
+    Raises:
+        UnavailableError: if there can be none of that name.
+    """
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise UnavailableError(
+            f"no socket can be made at {path}",
+            "NO_LOCAL_SOCKET",
+            "Set TMPDIR to a folder with a shorter path: a socket's may have some 100 bytes",
+        ) from error
 
 
 def check_free(host: str, port: int) -> None:

@@ -39,11 +39,11 @@ from warpfit_server.limits import (
     check_result,
     evaluation_memory,
 )
-from warpfit_server.observability import calls
+from warpfit_server.observability.measurements import CallRecord
 from warpfit_server.rpc.port import Call
 from warpfit_server.tenancy.admission import Admission, CallCost
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
-from warpfit_server.tenancy.tenants import key_of, tenant_of
+from warpfit_server.tenancy.tenants import key_of
 
 if TYPE_CHECKING:
     from warpfit_server.processes.engines import Engines
@@ -72,57 +72,70 @@ class ComputeServicer:
         self._router = router
         self._admission = admission
         self._chunk_bytes = chunk_bytes
+        self._decoding = TenantSemaphore()
 
     def handlers(self) -> dict[str, Any]:
         """Return gRPC method handlers by the name of the method."""
         return {
-            "Evaluate": grpc.unary_stream_rpc_method_handler(self.evaluate),
-            "Optimize": grpc.unary_stream_rpc_method_handler(self.optimize),
+            "Evaluate": grpc.unary_stream_rpc_method_handler(partial(self._serve, fits=False)),
+            "Optimize": grpc.unary_stream_rpc_method_handler(partial(self._serve, fits=True)),
         }
-
-    def evaluate(self, message: bytes, context: Call) -> Answer:
-        """Evaluate a batch and stream the answer while the engine still computes."""
-        return self._serve(message, context, fits=False)
-
-    def optimize(self, message: bytes, context: Call) -> Answer:
-        """Fit a batch; stream progress if the request asks for it, then the result."""
-        return self._serve(message, context, fits=True)
 
     def _serve(self, message: bytes, context: Call, *, fits: bool) -> Answer:
         """Decode, check and admit a request, send it to an engine, and stream the answer.
 
-        The message is an OptimizeRequest if it ``fits``, else an EvaluateRequest.
+        The message is an OptimizeRequest if it ``fits``, else an EvaluateRequest. Values are sent
+        while the engine still computes; a fit's progress is sent if the request asks for it.
         """
-        arrived, tenant = time.monotonic_ns(), tenant_of(context)
-        limits = self._admission.limits(tenant)
-        parsed: Any = codec.parse_message(
-            pb.OptimizeRequest if fits else pb.EvaluateRequest, message
-        )
-        context.awaits_more = not fits and parsed.more
-        evaluation, fit = _decode(parsed, tenant, limits, fits=fits)
-        with self._lease(evaluation.dataset_id) as data:
-            size, cost = _check(evaluation, fit, data, limits)
-            nanoseconds = self._admission.costs.estimate(cost)
-            release = self._admission.reserve(tenant, nanoseconds, size, len(message))
-            try:
-                request = _request(evaluation, fit, data.layout, context, tenant)
-                work = request.segment_layout
-                calls.record_work(work.programs, work.tokens, work.token_rows)
-                calls.end_decoding()
-                decode = time.monotonic_ns() - arrived
-                _check_wanted(context)
-                in_flight = self._router.start(request, data, nanoseconds)
-                try:
-                    if not context.add_callback(in_flight.cancel):
-                        in_flight.cancel()
-                    if fits:
-                        return (yield from _stream_fit(in_flight, decode))
-                    return (yield from self._stream_result(in_flight, data.layout, decode))
-                finally:
-                    in_flight.close()
-                    self._learn(in_flight, cost)
-            finally:
-                release()
+        record, admission, is_decoding = context.record, self._admission, True
+        tenant = record.tenant
+        self._decoding.acquire(tenant, partial(_check_wanted, context))
+        try:
+            arrived, limits = time.monotonic_ns(), admission.limits(tenant)
+            parsed: Any = codec.parse_message(
+                pb.OptimizeRequest if fits else pb.EvaluateRequest, message
+            )
+            context.awaits_more = not fits and parsed.more
+            evaluation, fit = _decode(parsed, tenant, limits, fits=fits)
+            with self._lease(evaluation.dataset_id) as data:
+                size, cost = _check(evaluation, fit, data, limits)
+                nanoseconds = admission.costs.estimate(cost)
+                with admission.reserve(tenant, size, message=len(message), nanoseconds=nanoseconds):
+                    if fit is None:
+                        request = InFlightRequest.of_evaluation(evaluation, data.layout, tenant)
+                    else:
+                        stop = _stop_time(fit, context.time_remaining())
+                        request = InFlightRequest.of_fit(fit, data.layout, stop, tenant)
+                    work = request.segment_layout
+                    record.programs, record.tokens = work.programs, work.tokens
+                    record.token_rows = work.token_rows
+                    record.decode = time.monotonic_ns() - arrived
+                    self._decoding.release(tenant)
+                    is_decoding = False
+                    _check_wanted(context)
+                    in_flight = self._router.start(request, data, nanoseconds)
+                    stream = _stream_fit if fits else self._stream_result
+                    answer = stream(in_flight, data.layout, record)
+                    return (yield from self._answer(answer, in_flight, cost, context))
+        finally:
+            if is_decoding:
+                self._decoding.release(tenant)
+
+    def _answer(
+        self,
+        answer: Answer,
+        in_flight: InFlightRequest | SplitRequest,
+        cost: CallCost,
+        context: Call,
+    ) -> Answer:
+        """Stream the answer to a request that is in flight, and close that."""
+        try:
+            if not context.add_callback(in_flight.cancel):
+                in_flight.cancel()
+            return (yield from answer)
+        finally:
+            in_flight.close()
+            self._learn(in_flight, cost)
 
     def _learn(self, in_flight: InFlightRequest | SplitRequest, cost: CallCost) -> None:
         """Let the estimates of further calls follow the time that this one has taken."""
@@ -131,7 +144,7 @@ class ComputeServicer:
             self._admission.costs.observe(part, timings.compute)
 
     def _stream_result(
-        self, in_flight: InFlightRequest | SplitRequest, data: Layout, decode: int
+        self, in_flight: InFlightRequest | SplitRequest, data: Layout, record: CallRecord
     ) -> Answer:
         """Send values in chunks as they become ready, and return the last message with the rest."""
         layout, segment = in_flight.segment_layout, in_flight.segment
@@ -147,7 +160,7 @@ class ComputeServicer:
         while timings is None:
             reply = in_flight.next_reply()
             if isinstance(reply, messages.RequestFinished):
-                timings, ready = _record_answer(in_flight, decode), len(values)
+                timings, ready = _record_answer(in_flight, record), len(values)
             elif isinstance(reply, messages.ValuesReady):  # only whole chunks before the end
                 ready = reply.programs * layout.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
@@ -198,9 +211,9 @@ class MainServicer(ComputeServicer):
             "GetServerInfo": grpc.unary_unary_rpc_method_handler(self.get_server_info),
         }
 
-    def upload_variables(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    def upload_variables(self, requests: Iterator[bytes], context: Call) -> bytes:
         """Receive a data set into shared memory and have the engine load it."""
-        tenant = tenant_of(context)
+        tenant = context.record.tenant
         limits = self._admission.limits(tenant)
         header = next(requests, b"")
         check_header(header, limits)
@@ -221,13 +234,13 @@ class MainServicer(ComputeServicer):
             self._datasets.abandon(upload)
             raise
         self._place(key, whole=first.header.shards == 1)
-        calls.record_upload(layout.nbytes)
+        context.record.received_bytes = layout.nbytes
         return _info(dataset)
 
-    def open_dataset(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def open_dataset(self, message: bytes, context: Call) -> bytes:
         """Read a data set from a file of the server; few calls of a tenant do so at a time."""
         request = codec.parse_message(pb.OpenDatasetRequest, message)
-        tenant, file = tenant_of(context), codec.open_request(request)
+        tenant, file = context.record.tenant, codec.open_request(request)
         limits = self._admission.limits(tenant)
         check_names(file.x, limits)
         check_wanted = partial(_check_wanted, context)
@@ -239,7 +252,7 @@ class MainServicer(ComputeServicer):
                 self._engines.quarantine.suspects.check_dataset(key)
                 with suppress(DatasetNotFoundError), self._datasets.lease(key) as dataset:
                     return _info(dataset, known[1])
-            reserve = partial(self._admission.reserve_bytes, tenant)
+            reserve = partial(self._admission.reserve, tenant)
             dataset, lost_digits = self._folder.read(
                 file, tenant, limits, check_wanted, reserve, self._engines.shards
             )
@@ -247,7 +260,7 @@ class MainServicer(ComputeServicer):
             self._reading.release(tenant)
         self._engines.quarantine.suspects.check_dataset(dataset.key)
         self._place(dataset.key, whole=file.shards == 1)
-        calls.record_upload(dataset.layout.nbytes)
+        context.record.received_bytes = dataset.layout.nbytes
         return _info(dataset, lost_digits)
 
     def _place(self, key: bytes, *, whole: bool) -> None:
@@ -259,31 +272,31 @@ class MainServicer(ComputeServicer):
                 self._datasets.release(key)
                 raise
 
-    def get_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def get_variables(self, message: bytes, context: Call) -> bytes:
         """Describe a data set if it is resident, and renew its lease."""
         request = codec.parse_message(pb.GetVariablesRequest, message)
-        key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
+        key = key_of(context.record.tenant, codec.check_content_id(request.content_id))
         self._engines.quarantine.suspects.check_dataset(key)
         with self._datasets.lease(key) as dataset:
             return _info(dataset)
 
-    def release_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def release_variables(self, message: bytes, context: Call) -> bytes:
         """Release a data set."""
         request = codec.parse_message(pb.ReleaseVariablesRequest, message)
-        key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
+        key = key_of(context.record.tenant, codec.check_content_id(request.content_id))
         self._datasets.release(key)
         self._on_release(key)
         return pb.ReleaseVariablesResponse().SerializeToString()
 
-    def get_server_info(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def get_server_info(self, message: bytes, context: Call) -> bytes:
         """Describe the server."""
         codec.parse_message(pb.GetServerInfoRequest, message)
-        shards = self._datasets.shard_counts(tenant_of(context))
+        shards = self._datasets.shard_counts(context.record.tenant)
         info = ServerInfo(
             version=self._version,
             engine=self._engines.engine,
             devices=self._engines.devices,
-            limits=self._admission.limits(tenant_of(context)),
+            limits=self._admission.limits(context.record.tenant),
             operators=codec.operator_infos(),
             datasets=len(shards),
             sharded_datasets=sum(count > 0 for count in shards),
@@ -322,43 +335,32 @@ def _check(
     return size + values.nbytes * values.flags.owndata, cost
 
 
-def _request(
-    problem: Evaluation,
-    fit: FitRequest | None,
-    layout: Layout,
-    context: grpc.ServicerContext,
-    tenant: str,
-) -> InFlightRequest:
-    """Make the request for the engines of one that has been checked."""
-    if fit is None:
-        return InFlightRequest.of_evaluation(problem, layout, tenant)
-    return InFlightRequest.of_fit(fit, layout, _stop_time(fit, context.time_remaining()), tenant)
-
-
 def _info(dataset: StoredDataset, lost_digits: str = "") -> bytes:
     """Describe a data set."""
     own = dataset.content_id, dataset.layout, lost_digits, dataset.shard_count
     return codec.dataset_info(*own).SerializeToString()
 
 
-def _check_wanted(context: grpc.ServicerContext) -> None:
+def _check_wanted(context: Call) -> None:
     """Raise if the call has ended while it was decoded, so that nothing is started for it."""
     # gRPC itself may not have noticed yet that the deadline has passed.
     if not context.is_active() or context.time_remaining() == 0:
         raise CancelledError("the call has ended", "CANCELLED")
 
 
-def _record_answer(in_flight: InFlightRequest | SplitRequest, decode: int) -> Timings:
+def _record_answer(in_flight: InFlightRequest | SplitRequest, record: CallRecord) -> Timings:
     """Record and return the timings of a call that the engine has finished."""
     assert in_flight.timings is not None  # it has finished
     t = in_flight.timings
     others = t.queue, t.copy_in, t.compute, t.copy_out, t.tier, t.cache_hits
-    timings = Timings(decode, *others, in_flight.device)
-    calls.record_answer(timings)
-    return timings
+    record.timings = Timings(record.decode, *others, in_flight.device)
+    record.finished = time.monotonic_ns()
+    return record.timings
 
 
-def _stream_fit(in_flight: InFlightRequest | SplitRequest, decode: int) -> Answer:
+def _stream_fit(
+    in_flight: InFlightRequest | SplitRequest, _data: Layout, record: CallRecord
+) -> Answer:
     """Send progress, and return the result."""
     while True:
         reply = in_flight.next_reply()
@@ -366,7 +368,7 @@ def _stream_fit(in_flight: InFlightRequest | SplitRequest, decode: int) -> Answe
             yield codec.progress_to_bytes(reply.progress)
         elif isinstance(reply, messages.RequestFinished):
             arrays: Any = in_flight.segment_layout.results(in_flight.segment)
-            timings = _record_answer(in_flight, decode)
+            timings = _record_answer(in_flight, record)
             return codec.fit_to_bytes(FitResult(**arrays, timings=timings))
 
 

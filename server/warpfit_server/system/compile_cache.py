@@ -3,9 +3,9 @@
 Compiled code, and the pickles in which Numba describes it, are executed. So the cache directory
 must be this user's alone at every level, and a file counts only if it is whole, if it belongs to
 this user or to root, and if neither its group nor others may write to it; that is checked on the
-open file, which nobody can exchange any more. An unsafe directory is refused, because somebody has
-to look at it. Everything else is replaced: a server also starts without a cache, and a disk that is
-full or read-only costs one line in the log.
+open file, which nobody can exchange any more. An unsafe directory is refused, because only an
+operator can tell what happened. Everything else is replaced: a server also starts without a cache,
+and a disk that is full or read-only costs one line in the log.
 
 Numba's own cache takes code for current as long as the function's own file has not changed,
 whatever became of the functions that it calls. So Numba gets a directory for exactly these sources.

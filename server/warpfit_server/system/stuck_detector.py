@@ -2,8 +2,8 @@
 
 Long evaluations are legitimate, so their length says nothing. But every engine polls the
 cancellation flag between blocks. An evaluation that goes on for ``--stuck-seconds`` after it was
-cancelled occupies a step for ever, and only a new process helps. Engines that answer no probes are
-the watchdog's, `warpfit_server.processes.watchdog`.
+cancelled occupies a step for ever, and only a new process helps. The watchdog replaces engines that
+do not answer probes (`warpfit_server.processes.watchdog`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Workers:
     def __init__(self, most: int, most_each: int | None = None) -> None:
         self._most = most
         self._most_each = most if most_each is None else most_each
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_Task] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
         self._idle = 0
@@ -50,21 +50,14 @@ class Workers:
         if grows:
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def close(self) -> None:
-        """Let the threads end when no task is left."""
-        with self._lock:
-            threads, self._threads = self._threads, self._most
-        for _ in range(threads):
-            self._tasks.put(None)
-
     def _work(self) -> None:
-        while (found := self._tasks.get()) is not None:
-            owner, task, arguments = found
+        while True:
+            owner, task, arguments = self._tasks.get()
             try:
                 task(*arguments)
             except Exception:
                 _LOG.exception("serving a call failed")
-            del found, task, arguments  # an idle thread keeps nothing of the last call alive
+            del task, arguments  # an idle thread keeps nothing of the last call alive
             with self._lock:
                 self._idle += 1
                 busy = self._busy.pop(owner)

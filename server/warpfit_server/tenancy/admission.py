@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Final, NamedTuple
 
 from warpfit.dataset import Layout
@@ -190,21 +189,19 @@ class Admission:
         """Give back slots of calls in flight, and bytes of their messages."""
         self.quotas.release(tenant, Amounts(slots, nbytes))
 
+    @contextmanager
     def reserve(
-        self, tenant: str, nanoseconds: int, answer: int, message: int
-    ) -> Callable[[], None]:
-        """Count the estimated engine time and the bytes of ``answer`` while a call waits and runs.
+        self, tenant: str, nbytes: int, *, message: int = 0, nanoseconds: int = 0
+    ) -> Iterator[None]:
+        """Count bytes and estimated engine time of a call in a ``with`` block.
 
         The bytes of its ``message`` are counted already.
-
-        Returns:
-            What ends that.
 
         Raises:
             ResourceExhaustedError: if too much is in flight, or the call alone takes more than its
                 tenant may; it would keep all others out while it runs.
         """
-        needed, most = answer + message, self._tenant_quota.nbytes
+        needed, most = nbytes + message, self._tenant_quota.nbytes
         if needed > most and most < self._server_quota.nbytes:
             raise ResourceExhaustedError(
                 f"the call takes {needed} bytes of memory, one tenant may have {most} in flight",
@@ -213,18 +210,12 @@ class Admission:
                 needed=needed,
                 available=most,
             )
-        amount = Amounts(0, answer, min(self._longest_work, nanoseconds))
+        amount = Amounts(0, nbytes, min(self._longest_work, nanoseconds))
         self._acquire(tenant, amount, self._tenant_quota, message)
-        return partial(self.quotas.release, tenant, amount)
-
-    @contextmanager
-    def reserve_bytes(self, tenant: str, nbytes: int) -> Iterator[None]:
-        """Count bytes of memory in a ``with`` block; see `reserve` for the error."""
-        release = self.reserve(tenant, 0, nbytes, 0)
         try:
             yield
         finally:
-            release()
+            self.quotas.release(tenant, amount)
 
     def _acquire(self, tenant: str, amount: Amounts, own: Amounts, held: int = 0) -> None:
         exceeded = self.quotas.acquire(tenant, amount, own, self._server_quota, held)

@@ -9,10 +9,9 @@ A token file has one line for each token, which holds the token's digest only::
 changes, so a token is withdrawn by removing its line. A tenant may have several tokens.
 """
 
-import hmac
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +25,6 @@ _LOG: Final = logging.getLogger("warpfit.auth")
 #: Metadata entry in which a front end names the tenant of a call that it forwards.
 FORWARDED_METADATA_KEY: Final = "warpfit-tenant-bin"
 _SCHEME: Final = "bearer "
-_NO_MATCH: Final = -1
 #: Most bytes of a tenant's name: it stands in every message about its calls, and in the metrics.
 _NAME_BYTES: Final = 128
 
@@ -34,22 +32,13 @@ _NAME_BYTES: Final = 128
 @dataclass(frozen=True, slots=True)
 class _BearerToken:
     tenant: str
-    digest: bytes
     until: datetime | None
-
-
-@dataclass(frozen=True, slots=True)
-class _BearerTokens:
-    all: Sequence[_BearerToken]
-    used: dict[bytes, _BearerToken] = field(default_factory=dict)
-    """Valid tokens that calls have come with, by digest."""
 
 
 class TokenFile:
     """The tokens of a file.
 
-    A token that was valid before is found by its digest. Any other is compared with all tokens in
-    constant time, so that the time does not tell how similar a wrong one is.
+    They are found by their SHA-256, so the time of a look-up tells nothing about a token.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -62,15 +51,14 @@ class TokenFile:
         Raises:
             UnauthenticatedError: if it is unknown or has expired.
         """
-        tokens, digest = self._tokens.get(), token_digest(token)
-        found = tokens.used.get(digest)
+        found = self._tokens.get().get(token_digest(token))
         if found is None:
-            found = tokens.used[digest] = _find(tokens.all, digest)
+            raise _refused("the token is not known to this server", "TOKEN_UNKNOWN")
         if found.until is not None and datetime.now(UTC) >= found.until:
             raise _refused(f"the token was valid until {found.until.isoformat()}", "TOKEN_EXPIRED")
         return found.tenant
 
-    def _read(self) -> _BearerTokens:
+    def _read(self) -> dict[bytes, _BearerToken]:
         try:
             check_secret(self._path)
             lines = self._path.read_text(encoding="utf-8").splitlines()
@@ -81,9 +69,10 @@ class TokenFile:
                 "Check path, permissions and encoding",
             ) from error
         words = ((number, line.split("#")[0].split()) for number, line in enumerate(lines, 1))
-        return _BearerTokens([self._parse(number, line) for number, line in words if line])
+        return dict(self._parse(number, line) for number, line in words if line)
 
-    def _parse(self, number: int, words: Sequence[str]) -> _BearerToken:
+    def _parse(self, number: int, words: Sequence[str]) -> tuple[bytes, _BearerToken]:
+        """Read the words of a line: a token's digest, and whose it is."""
         try:
             tenant, digest = words[0], bytes.fromhex(words[1].removeprefix("sha256:"))
             until = datetime.fromisoformat(words[2]) if len(words) > 2 else None
@@ -97,16 +86,7 @@ class TokenFile:
             ) from None
         if until is not None and until.tzinfo is None:
             until = until.replace(tzinfo=UTC)
-        return _BearerToken(tenant, digest, until)
-
-
-def _find(tokens: Sequence[_BearerToken], digest: bytes) -> _BearerToken:
-    found = _NO_MATCH
-    for index, token in enumerate(tokens):  # no early exit: the time must not tell which matches
-        found = index if hmac.compare_digest(token.digest, digest) else found
-    if found == _NO_MATCH:
-        raise _refused("the token is not known to this server", "TOKEN_UNKNOWN")
-    return tokens[found]
+        return digest, _BearerToken(tenant, until)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,18 +41,7 @@ PROBE: Final = ""
 _SHARE: Final = 0.75
 #: Tenants without a section whose limits are remembered, and keys of data sets.
 _MOST_REMEMBERED: Final = 1000
-_ATTRIBUTE: Final = "_warpfit_tenant"
 _NAMES: Final = frozenset(limit.name for limit in fields(Limits))
-
-
-def tenant_of(context: Any) -> str:
-    """Return the tenant of a call; `ANONYMOUS` before its credentials have been checked."""
-    return str(getattr(context, _ATTRIBUTE, ANONYMOUS))
-
-
-def assign_tenant(context: Any, tenant: str) -> None:
-    """Store the tenant of a call for `tenant_of`."""
-    setattr(context, _ATTRIBUTE, tenant)
 
 
 @lru_cache(_MOST_REMEMBERED)

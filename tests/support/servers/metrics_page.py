@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
+from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import StoreUsage
 from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability.gpu_monitor import GpuUsage
@@ -22,14 +23,14 @@ def collector(
         for label, own in zip(labels, counters, strict=True)
     ]
     restarts = {("cuda:0", "hung"): 2}
-    return ServerCollector(
+    server = SimpleNamespace(
         recorder=recorder or Recorder(),
         engines=SimpleNamespace(engine="cuda", restarts=restarts, supervisors=supervisors),
         datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 100, 3)),
         health=health,
-        resident_limit=1000,
+        config=Config(max_resident_bytes=1000),
         processes=lambda: {"main": 1, "engine": 2**22 + 1},  # no such process
-        probe_seconds=lambda: {"cuda:0": 0.5},
-        work=lambda: [1_500_000_000 * number for number in range(len(labels))],
-        gpus=SimpleNamespace(usage=lambda: list(gpus)),
+        watchdogs=[SimpleNamespace(label="cuda:0", probe_seconds=0.5)],
+        quotas=SimpleNamespace(work=lambda: [1_500_000_000 * n for n in range(len(labels))]),
     )
+    return ServerCollector(server, lambda: gpus)

@@ -50,13 +50,13 @@ def _idle(module) -> None:
 
 
 def _leak(module) -> None:
-    record_answer, kept = module.record_answer, []
+    record_answer, kept = module._record_answer, []
 
-    def faulty(timings):
+    def faulty(*arguments):
         kept.append(b"\1" * int(VALUE))
-        record_answer(timings)
+        return record_answer(*arguments)
 
-    module.record_answer = faulty
+    module._record_answer = faulty
 
 
 def _die() -> None:
@@ -120,7 +120,7 @@ _FAULTS = {
     "deaf": {_ENGINE: _hang},
     "frozen": {_ENGINE: _hang},
     "idle": {_ENGINE: _idle},
-    "leak": {"warpfit_server.observability.calls": _leak},
+    "leak": {"warpfit_server.rpc.servicer": _leak},
 }
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from warpfit_server.observability import gpu_monitor
-from warpfit_server.observability.gpu_monitor import GpuMonitor
+from warpfit_server.observability.gpu_monitor import gpu_usages
 
 
 class NvmlError(Exception):
@@ -37,8 +37,10 @@ def fake_nvml():
 )
 def test_only_visible_gpus_are_read(monkeypatch, visible, gpus):
     monkeypatch.setattr(gpu_monitor, "_library", fake_nvml)
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    usages = GpuMonitor(environment).usage()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    usages = gpu_usages()
     assert [usage.gpu for usage in usages] == list(gpus)
     assert all(usage.memory_used == 100 + int(usage.gpu) for usage in usages)
     assert all(usage.utilisation == 0.25 for usage in usages)

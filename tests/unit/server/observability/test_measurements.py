@@ -74,17 +74,6 @@ def test_an_observation_falls_into_the_bucket_that_bounds_it(seconds):
     assert index == 0 or seconds > BUCKET_BOUNDS[index - 1]
 
 
-def test_a_message_is_bounded_and_the_rest_comes_later():
-    recorder = Recorder()
-    for number in range(1200):
-        recorder.end(ended(str(number)))
-    sizes = []
-    while counts := recorder.take().counts:
-        sizes.append(len(counts))
-    assert sum(sizes) == 1200
-    assert max(sizes) <= 500
-
-
 def test_calls_of_a_process_that_died_are_not_in_flight():
     recorder = Recorder()
     recorder.begin(ended())

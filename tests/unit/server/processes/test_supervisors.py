@@ -15,7 +15,7 @@ from warpfit.errors import ResourceExhaustedError, WarpfitError
 from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel
+from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
@@ -62,6 +62,19 @@ def test_a_front_end_is_replaced_if_the_engine_answers_only_others(supervisor, f
     assert killed
 
 
+@pytest.mark.parametrize(
+    "error", [ResourceExhaustedError("no room", "MEMORY"), ChannelClosedError("it is gone")]
+)
+def test_a_release_does_not_fail_because_a_front_end_cannot_be_told(supervisor, front_end, error):
+    def send(*_):
+        raise error
+
+    front_end.control = SimpleNamespace(send=send)
+    began = time.monotonic()
+    supervisor.announce_release(b"data")
+    assert time.monotonic() - began < 1, "no answer can come"
+
+
 def test_a_lease_is_asked_for_again_where_a_message_had_no_room():
     """Calls would wait for ever for an answer to what was never sent."""
     sent = []
@@ -81,6 +94,23 @@ def test_a_lease_is_asked_for_again_where_a_message_had_no_room():
             leased.load(0)
         leased.load(0)
     assert sent == [messages.LeaseDataset] * 2 + [messages.RequestLoad] * 2
+
+
+def test_an_engine_that_had_no_room_is_asked_again():
+    """However long calls keep the lease."""
+    sent = []
+    leases, answer = BorrowedLeases(sent.append), messages.DatasetLease(b"data", DATA.layout)
+    threading.Timer(0.01, leases.answered, [answer]).start()
+    full = ResourceExhaustedError("no room", "MEMORY")
+    with leases.lease(b"data") as data:
+        for error in (full, full, None):
+            load = data.load(1)
+            assert data.load(1) is load, "one request at a time"
+            assert not data.has(1)
+            leases.load_ended(messages.LoadEnded(1, b"data", error))
+            assert load.exception() is error
+        assert data.has(1)
+    assert sent == [messages.LeaseDataset(b"data"), *[messages.RequestLoad(1, b"data")] * 3]
 
 
 def test_a_new_data_set_does_not_wait_for_an_engine_that_hangs(monkeypatch):

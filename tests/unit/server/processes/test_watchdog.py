@@ -1,5 +1,6 @@
 """The watchdog, with a clock and probes of the test's own."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit_server.config import Config
 from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.rpc.health import Health
+from warpfit_server.server import Server
 
 
 class Watched:
@@ -120,3 +122,21 @@ def test_the_server_is_ready_only_when_every_process_answers():
     watched.others_answer = True
     watched.watchdog.look(0.0)
     assert watched.health.ready
+
+
+def test_an_error_in_one_look_ends_neither_the_others_nor_the_next_one(caplog):
+    stopped, looks = threading.Event(), []
+
+    def fail(now):
+        looks.append("failed")
+        raise OSError("whatever it is")
+
+    def look(now):
+        looks.append("looked")
+        if len(looks) == 4:
+            stopped.set()
+
+    watchdogs = [SimpleNamespace(look=fail)]
+    Server._look_forever(SimpleNamespace(_stopped=stopped, watchdogs=watchdogs, _look=look))
+    assert looks == ["failed", "looked"] * 2
+    assert "could not look after" in caplog.text

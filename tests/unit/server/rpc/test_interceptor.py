@@ -4,26 +4,30 @@ import gc
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import grpc
 import numpy as np
 import pytest
 
-from support.servers.rpcs import OWN_CONNECTION, bearer, detail_of
+from support.servers.requests import DATA
+from support.servers.rpcs import OWN_CONNECTION, bearer, detail_of, evaluate_request
 from support.servers.server import eventually
 from support.servers.tokens import tenants_file, token_file
 from warpfit import codec
 from warpfit.errors import UnavailableError
 from warpfit_server.config import Config
-from warpfit_server.observability import calls
 from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.rpc.interceptor import Interceptor
 from warpfit_server.rpc.port import Call, listen, make_server
+from warpfit_server.rpc.servicer import ComputeServicer
+from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
+from warpfit_server.tenancy.tenants import TenantLimits
 
 KINDS = {
     "Evaluate": grpc.unary_stream_rpc_method_handler,
@@ -249,36 +253,56 @@ class TestAnswers:
 class TestDecoding:
     """At most two calls of a tenant are decoded at a time."""
 
-    def test_a_call_that_waits_for_the_engine_is_not_decoding(self, start):
-        go, decoded = threading.Event(), threading.Semaphore(0)
+    MESSAGE = evaluate_request(DATA.content_id).SerializeToString()
 
-        def behaviour(message, context):
-            calls.end_decoding()
+    @staticmethod
+    def servicer(gate, router=None):
+        """A servicer whose calls pass a gate while they are decoded."""
+
+        @contextmanager
+        def lease(key):
+            gate.begun.append(key)
+            gate.open.wait(10)
+            yield SimpleNamespace(layout=DATA.layout, shards=None)
+
+        config = Config()
+        tenants = TenantLimits(config.limits(), None, shared=False)
+        admission = Admission(config, tenants, QuotaTable.create(1))
+        return ComputeServicer(lease, router, admission, config.chunk_bytes)
+
+    def test_a_call_that_waits_for_the_engine_is_not_decoding(self, start):
+        go, decoded, gate = threading.Event(), threading.Semaphore(0), Gate()
+
+        def send(*_):
             decoded.release()
             go.wait(10)
-            yield message
+            raise UnavailableError("there is no engine")
 
-        front_end = start(behaviour)
-        running = [front_end.call(b"x") for _ in range(6)]
+        gate.open.set()
+        servicer = self.servicer(gate, SimpleNamespace(start=send))
+        front_end = start(partial(servicer._serve, fits=False))
+        running = [front_end.call(self.MESSAGE) for _ in range(6)]
         for _ in running:
             assert decoded.acquire(timeout=10)
         go.set()
-        assert {outcome(call)[0] for call in running} == {"OK"}
+        assert {outcome(call)[0] for call in running} == {"UNAVAILABLE"}
+        assert not servicer._decoding._inside
 
     def test_a_call_that_ended_while_it_waited_is_not_decoded(self, start):
         gate = Gate()
-        front_end = start(gate)
-        running = [front_end.call(bytes([number])) for number in range(3)]
-        waiting = front_end.interceptor.decoding._waiting
-        eventually(lambda: len(gate.begun) == 2 and len(waiting.get("default", ())) == 1)
-        (late,) = {b"\0", b"\1", b"\2"} - set(gate.begun)
-        running[late[0]].cancel()
-        eventually(lambda: front_end.quotas.in_flight().calls == 2)  # the server knows
+        servicer = self.servicer(gate)
+        front_end = start(partial(servicer._serve, fits=False))
+        running = [front_end.call(self.MESSAGE) for _ in range(2)]
+        eventually(lambda: len(gate.begun) == 2)
+        late = front_end.call(self.MESSAGE)
+        eventually(lambda: servicer._decoding._waiting)
+        late.cancel()
+        eventually(lambda: front_end.ended() == {("Evaluate", "CANCELLED", "default"): 1})
         gate.open.set()
         for call in running:
             outcome(call)
-        eventually(lambda: not front_end.interceptor.decoding._inside)
-        assert late not in gate.begun
+        eventually(lambda: not servicer._decoding._inside)
+        assert len(gate.begun) == 2
 
 
 def echo_and_await_more(message, context):
@@ -355,9 +379,3 @@ class TestObservation:
         assert used[0] == given[0]
         assert len(set(used)) == len(used)
         assert not set(used[1:]) & set(given)
-
-    def test_forwarded_metadata_are_id_and_trace_but_no_credentials(self):
-        metadata = (("x-request-id", "7"), ("traceparent", "00-1-2-3"), ("authorization", "secret"))
-        context = SimpleNamespace(invocation_metadata=lambda: metadata)
-        forwarded = calls.forwarded_metadata(context)
-        assert forwarded == (("x-request-id", "7"), ("traceparent", "00-1-2-3"))

@@ -36,13 +36,3 @@ def test_a_thread_survives_a_task_that_fails(caplog):
     workers.start("a", done.set)
     assert done.wait(10)
     assert "serving a call failed" in caplog.text
-
-
-def test_threads_end_when_the_workers_are_closed():
-    workers, found = Workers(2), []
-    done = threading.Event()
-    workers.start("a", lambda: (found.append(threading.current_thread()), done.set()))
-    assert done.wait(10)
-    workers.close()
-    found[0].join(10)
-    assert not found[0].is_alive()

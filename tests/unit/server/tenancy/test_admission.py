@@ -33,7 +33,7 @@ def enter(admission, tenant):
 def reserve(admission, rows=1, tenant="a"):
     layout = Layout(np.dtype("<f4"), 1, rows, has_target=True)
     cost = CallCost.of_evaluation(PROBLEM, layout)
-    return admission.reserve(tenant, admission.costs.estimate(cost), 1, 0)
+    return admission.reserve(tenant, 1, nanoseconds=admission.costs.estimate(cost))
 
 
 class TestSlots:
@@ -81,7 +81,7 @@ class TestSlots:
         with ExitStack() as held:
             for _ in range(2):
                 enter(admission, "a")
-                held.callback(reserve(admission, rows=10**8))  # 0.03 s each
+                held.enter_context(reserve(admission, rows=10**8))  # 0.03 s each
             moments = []
             for _ in range(8):
                 with pytest.raises(ResourceExhaustedError) as caught:
@@ -105,34 +105,40 @@ class TestQueue:
         admission = make_admission(max_queue_seconds=1.0)
         with ExitStack() as held:
             for _ in range(2):  # each takes hours, and counts as half of the queue
-                held.callback(reserve(admission, rows=10**14))
+                held.enter_context(reserve(admission, rows=10**14))
             assert admission.quotas.in_flight("a").engine_ns == 10**9
             with pytest.raises(ResourceExhaustedError, match="of this tenant"):
-                held.callback(reserve(admission, rows=10**6))
+                held.enter_context(reserve(admission, rows=10**6))
             for _ in range(2):
-                held.callback(reserve(admission, rows=10**14, tenant="b"))
+                held.enter_context(reserve(admission, rows=10**14, tenant="b"))
 
     @pytest.mark.parametrize("shared", [True, False])
     def test_a_call_may_fill_the_memory_only_where_nobody_else_wants_it(self, shared):
         admission = make_admission(shared=shared, max_pending_bytes=100)
         if shared:
-            with pytest.raises(ResourceExhaustedError) as caught:
-                admission.reserve("a", 1, 70, 6)
+            with (
+                pytest.raises(ResourceExhaustedError) as caught,
+                admission.reserve("a", 70, message=6),
+            ):
+                pass
             assert (caught.value.reason, caught.value.retry_after) == ("RESULT_TOO_LARGE", None)
             assert (caught.value.needed, caught.value.available) == (76, 75)
-        admission.reserve("a", 1, 70 if shared else 200, 5)
-        with nullcontext() if shared else pytest.raises(ResourceExhaustedError, match="too many"):
-            admission.reserve("b", 1, 20, 5)
+        too_many = pytest.raises(ResourceExhaustedError, match="too many")
+        with (
+            admission.reserve("a", 70 if shared else 200, message=5),
+            nullcontext() if shared else too_many,
+            admission.reserve("b", 20, message=5),
+        ):
+            pass
 
     def test_one_long_call_leaves_half_of_the_queue_to_its_tenant(self):
         admission = make_admission(max_queue_seconds=1.0)
-        for rows in (10**14, 10**9):
-            reserve(admission, rows=rows)
-        assert 0.5e9 < admission.quotas.in_flight("a").engine_ns <= 1e9
+        with reserve(admission, rows=10**14), reserve(admission, rows=10**9):
+            assert 0.5e9 < admission.quotas.in_flight("a").engine_ns <= 1e9
 
     def test_a_call_that_fails_gives_its_reservation_back(self):
         admission = make_admission()
-        with pytest.raises(ValueError, match="x"), admission.reserve_bytes("a", 1):
+        with pytest.raises(ValueError, match="x"), admission.reserve("a", 1):
             assert admission.quotas.in_flight().nbytes == 1
             raise ValueError("x")
         assert admission.quotas.in_flight() == Amounts()
@@ -142,9 +148,8 @@ class TestQueue:
         fit = FitRequest(PROBLEM, FitSettings(max_iterations=2**32 - 1))
         layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
         nanoseconds = admission.costs.estimate(CallCost.of_fit(fit, layout))
-        release = admission.reserve("a", nanoseconds, 1, 0)
-        assert admission.quotas.in_flight().engine_ns == 30 * 10**9
-        release()
+        with admission.reserve("a", 1, nanoseconds=nanoseconds):
+            assert admission.quotas.in_flight().engine_ns == 30 * 10**9
         assert admission.quotas.in_flight() == Amounts()
         assert CallCostModel().estimate(CallCost("fit", 1e30)) == 2**50
 

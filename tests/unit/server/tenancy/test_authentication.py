@@ -73,26 +73,13 @@ class TestTokens:
         assert tokens.tenant(made[0][0]) == "a"
         assert "chmod 600" in caplog.text
 
-    def test_a_token_is_compared_with_all_until_it_was_found(self, tmp_path, monkeypatch):
-        made = [new_token(f"t{index}") for index in range(20)]
-        tokens = TokenFile(self._file(tmp_path, "\n".join(line for _, line in made)))
-        compared = []
-        monkeypatch.setattr(
-            "hmac.compare_digest", lambda a, b: bool(compared.append(a)) or bytes(a) == bytes(b)
-        )
-        for _ in range(2):
-            assert tokens.tenant(made[3][0]) == "t3"
-        assert len(compared) == len(made)
-        for _ in range(2):  # a wrong one is never remembered
-            with pytest.raises(UnauthenticatedError):
-                tokens.tenant("wrong")
-        assert len(compared) == 3 * len(made)
-
     def test_a_token_whose_line_was_removed_is_refused(self, tmp_path):
         made = [new_token("a"), new_token("b", days=1)]
         path = self._file(tmp_path, "\n".join(f"{line}  # note" for _, line in made))
         tokens = TokenFile(path)
         assert [tokens.tenant(token) for token, _ in made * 2] == ["a", "b"] * 2
+        with pytest.raises(UnauthenticatedError, match="not known"):
+            tokens.tenant("wrong")
         path.write_text(made[1][1])
         tokens._tokens._next = 0.0  # it looks again
         assert tokens.tenant(made[1][0]) == "b"
