@@ -8,7 +8,7 @@ operand of at most two can be in registers; it becomes the first one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from warpfit_server.engine.autodiff.differentiate import (
 )
 from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, NONE, RESULT, SCALAR
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import OWN_ARRAYS, reader, words
+from warpfit_server.engine.native.arguments import OWN_ARRAYS, array_address, reader, words
 from warpfit_server.engine.native.intrinsics import uncounted
 
 #: Kinds of a place, in the two lowest bits; an operand that is nowhere is in registers.
@@ -65,30 +65,20 @@ INPUTS: Final = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ProgramRecords:
-    """The records of a lowered batch, which the host needs to launch it."""
-
-    programs: NDArray[np.void]
-    """Records of the struct Program, [programs]."""
-    sums: NDArray[np.int64]
-    """Number of sums over the rows for each job of a program, [programs]."""
-
-    def select(self, programs: NDArray[np.int64]) -> ProgramRecords:
-        """Return the records of some programs with one parameter vector each."""
-        records, sums = self.programs[programs], self.sums[programs]
-        fill_starts(records, sums, 1)
-        return ProgramRecords(records, sums)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DerivativeCode(ProgramRecords):
+class DerivativeCode:
     """A lowered batch without its parameters, as the kernels of derivatives.cu read it.
 
     What belongs to one program is contiguous; the programs are in any order.
     """
 
+    programs: NDArray[np.void]
+    """Records of the struct Program, [programs]."""
+    sums: NDArray[np.int64]
+    """Number of sums over the rows for each job of a program, [programs]."""
+    vectors: int
+    """Parameter vectors of each program."""
     pieces: NDArray[np.int64]
-    """Where the arrays of `INPUTS` are, but for ``order`` and ``parameters``; see `device_calls`.
+    """Arrays that are uploaded with the parameters, see `new_pieces`:
 
     * ``instructions``: uint32 [instructions + 1, 4]; the kernel prefetches the last one, padding;
     * ``columns``: place of each column, uint32;
@@ -96,8 +86,32 @@ class DerivativeCode(ProgramRecords):
     * ``loads``: scalar, and parameter or -1, int32 [loads, 2];
     * ``constants``: value of each load of a constant, float64.
     """
-    memory: EncodedArrays
-    """Arrays that contain the pieces."""
+    memory: Any
+    """What the pieces (on the host) or the addresses (on the device) name: kept alive."""
+    addresses: NDArray[np.int64]
+    """Addresses of the arrays of `INPUTS` on the device; 0 for those that are uploaded."""
+
+    @property
+    def jobs(self) -> int:
+        """Programs times parameter vectors."""
+        return len(self.programs) * self.vectors
+
+    def select(self, programs: NDArray[np.int64]) -> DerivativeCode:
+        """Return the code, which is on the device, of some programs with one vector each."""
+        records, sums, pieces = self.programs[programs], self.sums[programs], new_pieces()
+        fill_starts(records, sums, 1)
+        place_piece(pieces, "programs", records)
+        return replace(self, programs=records, sums=sums, vectors=1, pieces=pieces)
+
+
+def new_pieces() -> NDArray[np.int64]:
+    """Return a table with an address and a number of bytes for each array of `INPUTS`, all 0."""
+    return np.zeros((len(INPUTS), 2), dtype=np.int64)
+
+
+def place_piece(pieces: NDArray[np.int64], name: str, array: NDArray[Any]) -> None:
+    """Note where a contiguous array is, which must outlive the pieces."""
+    pieces[INPUTS.index(name)] = array_address(array), array.nbytes
 
 
 def allocate(tokens: int, programs: int, loss_tokens: int) -> EncodedArrays:

@@ -35,10 +35,10 @@ from warpfit_server.engine.autodiff.differentiate import (
     source_of,
 )
 from warpfit_server.engine.cuda.derivatives import device_calls, encoding, launch_plan
-from warpfit_server.engine.cuda.derivatives.device_calls import new_pieces
 from warpfit_server.engine.cuda.derivatives.encoding import (
     COUNTS,
     ENCODED,
+    INPUTS,
     LABELS,
     LARGEST,
     PARAMETERS,
@@ -50,6 +50,7 @@ from warpfit_server.engine.cuda.derivatives.encoding import (
     complete,
     encode_program,
     largest_index,
+    new_pieces,
 )
 from warpfit_server.engine.cuda.derivatives.source import labels
 from warpfit_server.engine.cuda.interpreter.device_lowering import raise_invalid_program
@@ -174,7 +175,8 @@ class DerivativeLowering:
             largest = max(largest, found)
         _check_index(largest)
         complete(block, records, products, batch.vectors, sums, pieces)
-        return DerivativeCode(records, sums, pieces, encoded), made
+        uploaded = pieces, encoded, np.zeros(len(INPUTS), np.int64)
+        return DerivativeCode(records, sums, batch.vectors, *uploaded), made
 
     def _cut(self, tokens: int, chunks: int) -> list[tuple[int, int]]:
         """Cut the chunks into steps, each of which has some for every thread."""
