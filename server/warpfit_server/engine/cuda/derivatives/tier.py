@@ -184,9 +184,8 @@ class DerivativeTier:
         selection: Selection | None = None,
     ) -> Steps[int]:
         """Evaluate on all rows, or on nodes of them in turn; return the device's nanoseconds."""
-        has_large_results = wanted.values is not None or wanted.jacobian is not None
         most = resident.window_rows
-        if has_large_results or stores_values(wanted):
+        if wanted.jacobian is not None or stores_values(wanted):
             most = min(most, _MOST_VALUES)
         layout, shard = resident.dataset.layout, wanted.shard
         rows = evaluation.row_range(layout)
@@ -231,17 +230,18 @@ class DerivativeTier:
         selection: Selection,
     ) -> Steps[LaunchPlan]:
         """Plan an evaluation of selected programs, whose code is on the device."""
+        precision = evaluation.precision
+
+        def make(batch: Batch) -> Steps[_KeptCode]:
+            code, _ = yield from self._lower(resident, precision, batch, wanted, lambda: None)
+            return _KeptCode(self._keep_on_device(code))
+
         outputs = (wanted.row_loss, wanted.curvatures is not None)
-        needs = (rows, evaluation.precision, *outputs, resident.dataset.layout)
-        kept = self._kept.of_batch(selection.batch, needs)
-        if kept is None:
-            given = resident, evaluation.precision, selection.batch, wanted
-            code, _ = yield from self._lower(*given, lambda: None)
-            made = _KeptCode(self._keep_on_device(code))
-            kept = self._kept.keep(selection.batch, needs, made)
+        needs = (rows, precision, *outputs, resident.dataset.layout)
+        kept = yield from self._kept.by_batch(selection.batch, needs, make)
         last, programs = kept.last, selection.programs
         if last is None or last[0] is not programs:
-            draft = draft_launches(resident, evaluation.precision, rows, wanted)
+            draft = draft_launches(resident, precision, rows, wanted)
             plan = plan_launches(self._device, self._shared, draft, kept.code.select(programs))
             last = kept.last = programs, plan
         return last[1]
