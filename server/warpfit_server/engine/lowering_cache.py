@@ -42,31 +42,23 @@ class LoweringCache(Generic[Made]):
     ) -> Steps[Made]:
         """Return what was made of the same object, or make it; cached as long as that lives.
 
+        A batch that exceeds the limit is cached, too, and alone: every pass of a fit needs it, and
+        the limit on the memory of fits allows for it.
+
         Args:
             batch: in memory of its own; its parameters do not matter.
             needs: what the result depends on beside the programs.
             make: makes it in steps; the result must not refer to the batch.
         """
-        known = self.of_batch(batch, needs)
-        return self.keep(batch, needs, (yield from make(batch))) if known is None else known
-
-    def of_batch(self, batch: Batch, needs: tuple[Hashable, ...]) -> Made | None:
-        """Return what `keep` was given for the same object, if it is still there."""
-        with self._lock:
-            known = self._kept.get((id(batch), *needs))
-        return None if known is None else known[1]
-
-    def keep(self, batch: Batch, needs: tuple[Hashable, ...], made: Made) -> Made:
-        """Cache what was made of a batch as long as that lives; return it. See `by_batch`.
-
-        A batch that exceeds the limit is cached, too, and alone: every pass of a fit needs it, and
-        the limit on the memory of fits allows for it.
-        """
         key = (id(batch), *needs)
         with self._lock:
+            known = self._kept.get(key)
+        if known is not None:
+            return known[1]
+        made = yield from make(batch)
+        with self._lock:
             self._kept[key] = min(len(batch.codes), _MOST_TOKENS), made
-        if key in self._kept:
-            weakref.finalize(batch, self._forget, key).atexit = False
+        weakref.finalize(batch, self._forget, key).atexit = False
         return made
 
     def by_programs(

@@ -113,10 +113,15 @@ ARITIES, REWRITES, RULES, REQUESTED, ENDS = range(LOSS_VALUES + 1, LOSS_VALUES +
 AFTER_SOURCE: Final = ENDS + 1
 
 
-def source_arrays(batch: Batch, loss: RowLossTokens, requested: int) -> tuple[NDArray[Any], ...]:
-    """Return arrays of an argument block for `source_of`; the last one are the ends."""
+def source_arrays(
+    batch: Batch, loss: RowLossTokens, requested: int, *options: int
+) -> tuple[NDArray[Any], ...]:
+    """Return arrays of an argument block for `source_of`; the last one are the ends.
+
+    The options follow the requested bits, for the caller's own code.
+    """
     tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values), batch.starts
-    flags, ends = np.array([requested]), np.zeros(4, dtype=np.int64)
+    flags, ends = np.array([requested, *options], np.int64), np.zeros(4, np.int64)
     return (*tokens, *loss, *tables(), flags, ends)
 
 
@@ -138,7 +143,7 @@ class Source(NamedTuple):
     rewrites: Any
     rules: Any
     requested: Any
-    """Bits of `backward_pass`, int64 [1]."""
+    """Bits of `backward_pass`, and the options of `source_arrays`, int64 [1 + options]."""
     ends: Any
     """Ends of what all threads have appended: instructions, loads, columns and entries."""
 

@@ -7,13 +7,12 @@ only lists what is to be uploaded and launched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numba import carray, types
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cuda.derivatives.encoding import INPUTS
 from warpfit_server.engine.cuda.runtime.driver_calls import launch, record, upload
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.native import numba_cache
@@ -24,16 +23,6 @@ _ALIGNMENT: Final = 256
 _compiled = numba_cache.njit(nogil=True)
 _octets: Final = pointer_to(types.uint8)
 _words: Final = pointer_to(types.int64)
-
-
-def new_pieces() -> NDArray[np.int64]:
-    """Return address and number of bytes of each array of `encoding.INPUTS`: none of them yet."""
-    return np.zeros((len(INPUTS), 2), dtype=np.int64)
-
-
-def place_piece(pieces: NDArray[np.int64], name: str, array: NDArray[Any]) -> None:
-    """Note where a contiguous array is, which must outlive the pieces."""
-    pieces[INPUTS.index(name)] = array_address(array), array.nbytes
 
 
 def upload_inputs(
@@ -50,7 +39,7 @@ def upload_inputs(
         address: of the device memory.
         size: of the device memory.
         pieces: to copy.
-        fields: a word for each of `INPUTS`; those of empty pieces stay as they are.
+        fields: a word for each of `encoding.INPUTS`; those of empty pieces stay as they are.
 
     Raises:
         CUDADriverError: if the device reports an error.

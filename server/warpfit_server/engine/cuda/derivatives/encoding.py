@@ -8,16 +8,24 @@ operand of at most two can be in registers; it becomes the first one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import from_dtype, types
 from numpy.typing import NDArray
 
-from warpfit_server.engine.autodiff.differentiate import LoweringWorkspace, Source, reserve
+from warpfit_server.engine.autodiff.differentiate import (
+    AFTER_SOURCE,
+    ENDS,
+    LoweringWorkspace,
+    Source,
+    node_capacity,
+    reserve,
+)
 from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, NONE, RESULT, SCALAR
 from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.arguments import OWN_ARRAYS, array_address, reader, words
 from warpfit_server.engine.native.intrinsics import uncounted
 
 #: Kinds of a place, in the two lowest bits; an operand that is nowhere is in registers.
@@ -42,7 +50,12 @@ PROGRAM: Final = np.dtype(
 _FIRST, _COUNT, _PROLOGUE, _PROLOGUE_COUNT, _LOAD, _LOADS, _, _SCALARS = range(8)
 _COLUMNS_FIRST, _COLUMNS, _ENTRY, _ENTRIES, _LOSS, _SLOPE, _LEVELS = range(8, 15)
 PARAMETERS, _RESULT = 16, 17
-
+RECORD_WORDS: Final = PROGRAM.itemsize // 4
+# Arrays of an argument block before those of `source_of`: the largest index of an operand in
+# each chunk, or -1 - the first invalid program; the numbers of parameters; the case labels.
+# Behind those of `source_of`: `EncodedArrays`.
+LARGEST, COUNTS, LABELS = range(OWN_ARRAYS)
+ENCODED: Final = AFTER_SOURCE
 
 #: Arrays that are uploaded, by the fields with which the struct Arguments of derivatives.cu begins.
 INPUTS: Final = (
@@ -52,30 +65,20 @@ INPUTS: Final = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ProgramRecords:
-    """The records of a lowered batch, which the host needs to launch it."""
-
-    programs: NDArray[np.void]
-    """Records of the struct Program, [programs]."""
-    sums: NDArray[np.int64]
-    """Number of sums over the rows for each job of a program, [programs]."""
-
-    def select(self, programs: NDArray[np.int64]) -> ProgramRecords:
-        """Return the records of some programs with one parameter vector each."""
-        records, sums = self.programs[programs], self.sums[programs]
-        fill_starts(records, sums, 1)
-        return ProgramRecords(records, sums)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DerivativeCode(ProgramRecords):
+class DerivativeCode:
     """A lowered batch without its parameters, as the kernels of derivatives.cu read it.
 
     What belongs to one program is contiguous; the programs are in any order.
     """
 
+    programs: NDArray[np.void]
+    """Records of the struct Program, [programs]."""
+    sums: NDArray[np.int64]
+    """Number of sums over the rows for each job of a program, [programs]."""
+    vectors: int
+    """Parameter vectors of each program."""
     pieces: NDArray[np.int64]
-    """Where the arrays of `INPUTS` are, but for ``order`` and ``parameters``; see `device_calls`.
+    """Arrays that are uploaded with the parameters, see `new_pieces`:
 
     * ``instructions``: uint32 [instructions + 1, 4]; the kernel prefetches the last one, padding;
     * ``columns``: place of each column, uint32;
@@ -83,8 +86,45 @@ class DerivativeCode(ProgramRecords):
     * ``loads``: scalar, and parameter or -1, int32 [loads, 2];
     * ``constants``: value of each load of a constant, float64.
     """
-    memory: NDArray[np.uint8]
-    """Host memory of the batch, which contains the pieces."""
+    memory: Any
+    """What the pieces (on the host) or the addresses (on the device) name: kept alive."""
+    addresses: NDArray[np.int64]
+    """Addresses of the arrays of `INPUTS` on the device; 0 for those that are uploaded."""
+
+    @property
+    def jobs(self) -> int:
+        """Programs times parameter vectors."""
+        return len(self.programs) * self.vectors
+
+    def select(self, programs: NDArray[np.int64]) -> DerivativeCode:
+        """Return the code, which is on the device, of some programs with one vector each."""
+        records, sums, pieces = self.programs[programs], self.sums[programs], new_pieces()
+        fill_starts(records, sums, 1)
+        place_piece(pieces, "programs", records)
+        return replace(self, programs=records, sums=sums, vectors=1, pieces=pieces)
+
+
+def new_pieces() -> NDArray[np.int64]:
+    """Return a table with an address and a number of bytes for each array of `INPUTS`, all 0."""
+    return np.zeros((len(INPUTS), 2), dtype=np.int64)
+
+
+def place_piece(pieces: NDArray[np.int64], name: str, array: NDArray[Any]) -> None:
+    """Note where a contiguous array is, which must outlive the pieces."""
+    pieces[INPUTS.index(name)] = array_address(array), array.nbytes
+
+
+def allocate(tokens: int, programs: int, loss_tokens: int) -> EncodedArrays:
+    """Make room for the code of a batch; pages that nobody writes take none."""
+    capacity = node_capacity(tokens, programs, loss_tokens)
+    return EncodedArrays(
+        np.empty((capacity + 1, 4), np.uint32),
+        np.empty(programs * RECORD_WORDS, np.uint32),
+        np.empty(tokens, np.uint32),
+        np.empty((2 * tokens, 3), np.int32),
+        np.empty((capacity, 2), np.int32),
+        np.empty(capacity),
+    )
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -114,6 +154,9 @@ def load() -> None:
     records, numbers = types.Array(from_dtype(PROGRAM), 1, "C"), types.int64[::1]
     count_sums.compile((records, types.boolean, numbers))
     fill_starts.compile((records, numbers, types.int64))
+    largest_index.compile((numbers, types.int64, types.int64))
+    pieces = types.int64[:, ::1]
+    complete.compile((numbers, records, types.boolean, types.int64, numbers, pieces))
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
@@ -129,6 +172,56 @@ class EncodedArrays(NamedTuple):
     entries: Any
     loads: Any
     constants: Any
+
+
+_unsigned: Final = reader(types.uint32)
+#: Index in `INPUTS` of each of `EncodedArrays`.
+_PIECES: Final = tuple(map(INPUTS.index, EncodedArrays._fields))
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def largest_index(block: NDArray[np.int64], first: int, stop: int) -> int:
+    """Return the largest index in some chunks that have run, or -1 - the first invalid program."""
+    largest, found = words(np.int64(block.ctypes.data), LARGEST), np.int64(0)
+    for chunk in range(first, stop):
+        if largest[chunk] < 0:
+            return int(largest[chunk])
+        found = max(found, largest[chunk])
+    return int(found)
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def complete(
+    block: NDArray[np.int64],
+    records: NDArray[np.void],
+    products: bool,
+    vectors: int,
+    sums: NDArray[np.int64],
+    pieces: NDArray[np.int64],
+) -> None:
+    """Finish the code of a batch once all chunks have run, and list the pieces to upload.
+
+    Args:
+        block: the argument block.
+        records: of the programs; receives where each begins.
+        products: whether products of derivatives are summed.
+        vectors: parameter vectors of each program.
+        sums: receives the number of sums of each program.
+        pieces: receives address and bytes of each array of the code.
+    """
+    address = np.int64(block.ctypes.data)
+    instructions, ends = _unsigned(address, ENCODED), words(address, ENDS)
+    for index in range(4 * ends[0], 4 * (ends[0] + 1)):
+        instructions[index] = 0
+    count_sums(records, products, sums)
+    fill_starts(records, sums, vectors)
+    sizes = (
+        16 * (ends[0] + 1), len(records) * records.itemsize, 4 * ends[2], 12 * ends[3],
+        8 * ends[1], 8 * ends[1],
+    )  # fmt: skip
+    for index in range(len(_PIECES)):
+        piece = _PIECES[index]
+        pieces[piece, 0], pieces[piece, 1] = block[2 * (ENCODED + index)], sizes[index]
 
 
 @uncounted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import starmap
 from typing import Any, Final, NamedTuple
@@ -16,8 +16,12 @@ from warpfit.errors import ResourceExhaustedError
 from warpfit.losses import mentions_weight
 from warpfit.request import Precision
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
-from warpfit_server.engine.cuda.derivatives.device_calls import new_pieces, place_piece
-from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, PROGRAM, ProgramRecords
+from warpfit_server.engine.cuda.derivatives.encoding import (
+    INPUTS,
+    PROGRAM,
+    DerivativeCode,
+    place_piece,
+)
 from warpfit_server.engine.cuda.derivatives.source import (
     SCALAR_BYTES,
     WARPS,
@@ -66,33 +70,6 @@ _SQUARE_OF_SLOPE: Final = 3
 #: Rows of a leaf of statistics.cu, and its numbers.
 LEAF_ROWS: Final = 1024
 NODE_STATISTICS: Final = 14
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceCode:
-    """A batch's code, on the device or to be uploaded."""
-
-    records: ProgramRecords
-    vectors: int
-    """Parameter vectors of each program."""
-    memory: Any
-    """Memory that the addresses (on the device) or the pieces (on the host) name: kept alive."""
-    addresses: list[int]
-    """Addresses of the arrays of `INPUTS` in ``memory``; 0 for those that are uploaded."""
-    pieces: NDArray[np.int64]
-    """Arrays that are uploaded with the parameters, see `device_calls`."""
-
-    @property
-    def jobs(self) -> int:
-        """Programs times parameter vectors."""
-        return len(self.records.programs) * self.vectors
-
-    def select(self, programs: NDArray[np.int64]) -> DeviceCode:
-        """Return the code of some programs with one parameter vector each."""
-        records = self.records.select(programs)
-        pieces = new_pieces()
-        place_piece(pieces, "programs", records.programs)
-        return replace(self, records=records, pieces=pieces)
 
 
 class DerivativeGeometry(NamedTuple):
@@ -160,7 +137,7 @@ class DerivativeChunk(NamedTuple):
 class LaunchPlan:
     """Everything about the launches of an evaluation that its parameters do not change."""
 
-    code: DeviceCode
+    code: DerivativeCode
     variant: Variant
     spills: bool
     """Whether intermediate results are in global memory, because shared memory is too small."""
@@ -217,7 +194,7 @@ def draft_launches(
 
 
 def plan_launches(
-    device: CudaDevice, shared: tuple[int, int], draft: LaunchDraft, code: DeviceCode
+    device: CudaDevice, shared: tuple[int, int], draft: LaunchDraft, code: DerivativeCode
 ) -> LaunchPlan:
     """Plan the launches of a draft, whose arguments become those of the plan.
 
@@ -227,8 +204,8 @@ def plan_launches(
     order, chunks = np.empty(code.jobs, dtype=np.uint32), np.empty((code.jobs, 6), dtype=np.int64)
     usual, most_shared = shared
     need, scalars, count = plan_jobs(
-        code.records.programs,
-        code.records.sums,
+        code.programs,
+        code.sums,
         code.vectors,
         variant.tile * variant.dtype.itemsize,
         draft.costs,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.device_calls import KernelLaunch, run
+from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     DERIVATIVE_ARGUMENTS,
     LEAF_ROWS,
@@ -24,7 +25,6 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
     WORD_OF,
     DerivativeChunk,
     DerivativeGeometry,
-    DeviceCode,
     LaunchPlan,
     stores_values,
 )
@@ -123,10 +123,10 @@ class RowNodes:
         return context.pinned("nodes", 8 * count * width).view(np.float64).reshape(count, width)
 
 
-def node_numbers(wanted: RequestedOutputs, code: DeviceCode) -> tuple[int, int]:
+def node_numbers(wanted: RequestedOutputs, code: DerivativeCode) -> tuple[int, int]:
     """Return how many sums, and numbers of statistics, of a node are wanted."""
     has_sums = any(getattr(wanted, name) is not None for name in SUMS)
-    sums = int(code.records.sums.sum()) * code.vectors
+    sums = int(code.sums.sum()) * code.vectors
     has_statistics = wanted.reductions is not None or wanted.moments is not None
     return sums * has_sums, code.jobs * NODE_STATISTICS * has_statistics
 

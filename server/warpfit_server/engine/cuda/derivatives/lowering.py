@@ -31,30 +31,28 @@ from warpfit_server.engine.autodiff.differentiate import (
     RowLossTokens,
     differentiate_program,
     new_workspace,
+    source_arrays,
     source_of,
 )
-from warpfit_server.engine.cuda.derivatives import code_memory, device_calls, encoding, launch_plan
-from warpfit_server.engine.cuda.derivatives.code_memory import (
-    CHUNK,
+from warpfit_server.engine.cuda.derivatives import device_calls, encoding, launch_plan
+from warpfit_server.engine.cuda.derivatives.encoding import (
     COUNTS,
     ENCODED,
+    INPUTS,
     LABELS,
     LARGEST,
-    OPTIONS,
-    RECORD_WORDS,
-    complete,
-    describe,
-    largest_index,
-    lay_out,
-)
-from warpfit_server.engine.cuda.derivatives.device_calls import new_pieces
-from warpfit_server.engine.cuda.derivatives.encoding import (
     PARAMETERS,
     PROGRAM,
+    RECORD_WORDS,
     DerivativeCode,
     EncodedArrays,
+    allocate,
+    complete,
     encode_program,
+    largest_index,
+    new_pieces,
 )
+from warpfit_server.engine.cuda.derivatives.source import labels
 from warpfit_server.engine.cuda.interpreter.device_lowering import raise_invalid_program
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.lowering import graph, lower, lowered, schedule
@@ -67,7 +65,7 @@ from warpfit_server.engine.native import (
 from warpfit_server.engine.native.arguments import (
     FAILED,
     FINISHED,
-    array_address,
+    argument_block,
     floats,
     reader,
     words,
@@ -77,6 +75,8 @@ from warpfit_server.engine.native.threads import ParallelCode, ParallelLoop, Par
 from warpfit_server.engine.validate import program_is_valid
 from warpfit_server.system import compile_cache
 
+#: Programs of a chunk.
+_CHUNK: Final = 5
 #: Tokens for each helper, which take about as long as waking it.
 _TOKENS_A_THREAD: Final = 500
 #: Tokens of a batch up to which the calling thread helps and waits: 0.2 ms on 16 cores. With more
@@ -105,7 +105,6 @@ class DerivativeLowering:
     def __init__(self, directory: Path, threads: int) -> None:
         self._lower, parallel = load(directory)
         self._address = address_of(self._lower)
-        self._tables = code_memory.list_tables()
         self._loop = ParallelLoop(threads, parallel)
         self._threads = threads
 
@@ -145,26 +144,27 @@ class DerivativeLowering:
             MemoryError: if there is not enough.
             ResourceExhaustedError: if a program is too large to encode.
         """
-        tokens, programs, loss_tokens = len(batch.codes), len(batch), len(row_loss.codes)
-        arrays = batch.codes, batch.values, batch.lengths, batch.parameter_counts, *row_loss
-        held = tuple(map(np.ascontiguousarray, arrays))
-        places = lay_out(tokens, programs, loss_tokens)
-        memory = np.empty(places.end, dtype=np.uint8)
-        addresses = map(array_address, (*held, memory))
-        options = requested, keeps_values, min(variables, INDEX_LIMIT)
-        given = *addresses, tokens, programs, loss_tokens, *options
-        block = self._tables.copy()
-        describe(np.array(given, dtype=np.int64), block)
+        tokens, programs = len(batch.codes), len(batch)
+        chunk_count = -(-programs // _CHUNK)
+        encoded = allocate(tokens, programs, len(row_loss.codes))
+        arrays = (  # in the order of `encoding` and `source_arrays`; the block needs them alive
+            np.zeros(chunk_count, np.int64),
+            np.ascontiguousarray(batch.parameter_counts),
+            labels(),
+            *source_arrays(batch, row_loss, requested, keeps_values, min(variables, INDEX_LIMIT)),
+            *encoded,
+        )
+        block = argument_block(arrays)
         largest = 0
-        for chunks in self._cut(tokens, -(-programs // CHUNK)):
+        for chunks in self._cut(tokens, chunk_count):
             if chunks[0]:
                 yield None
             task = self._begin(block, chunks, tokens)
             try:
                 if chunks[0] == 0:  # the helpers need as long to wake up
                     made = meanwhile()
-                    records = memory[places.programs :][: programs * PROGRAM.itemsize].view(PROGRAM)
-                    sums, pieces = np.empty(programs, dtype=np.int64), new_pieces()
+                    records = encoded.programs.view(PROGRAM)
+                    sums, pieces = np.empty(programs, np.int64), new_pieces()
                 if tokens > _TOKENS_AT_ONCE:
                     yield task
             finally:
@@ -175,7 +175,8 @@ class DerivativeLowering:
             largest = max(largest, found)
         _check_index(largest)
         complete(block, records, products, batch.vectors, sums, pieces)
-        return DerivativeCode(records, sums, pieces, memory), made
+        uploaded = pieces, encoded, np.zeros(len(INPUTS), np.int64)
+        return DerivativeCode(records, sums, batch.vectors, *uploaded), made
 
     def _cut(self, tokens: int, chunks: int) -> list[tuple[int, int]]:
         """Cut the chunks into steps, each of which has some for every thread."""
@@ -194,13 +195,13 @@ class DerivativeLowering:
 
 def directory_name() -> str:
     """Return the name of the directory, in that of all compiled code, for these sources."""
-    modules = *_SOURCES, encoding, code_memory
+    modules = *_SOURCES, encoding
     return f"derivatives-{numba_cache.fingerprint(modules, __file__)}"
 
 
 def load(directory: Path) -> tuple[Any, ParallelCode]:
     """Load the compiled code from disk, or compile it (about 15 s) and store it."""
-    for module in (encoding, code_memory, launch_plan, device_calls):
+    for module in (encoding, launch_plan, device_calls):
         module.load()
     place = directory / directory_name()
     parallel = ParallelCode.load(place)
@@ -236,10 +237,10 @@ def lower_chunk(block: int, chunk: int) -> Any:
         _signed(block, ENCODED + 4).reshape((-1, 2)),
         floats(block, ENCODED + 5),
     )
-    options, case_labels = words(block, OPTIONS), words(block, LABELS)
-    keeps_values, variables, counts = options[0] != 0, options[1], _unsigned(block, COUNTS)
-    first = chunk * CHUNK
-    stop = min(first + CHUNK, len(source.starts) - 1)
+    case_labels, counts = words(block, LABELS), _unsigned(block, COUNTS)
+    keeps_values, variables = source.requested[1] != 0, source.requested[2]
+    first = chunk * _CHUNK
+    stop = min(first + _CHUNK, len(source.starts) - 1)
     largest: Any = np.int64(0)
     try:
         workspace = new_workspace(source, first, stop)

@@ -30,17 +30,19 @@ from warpfit_server.engine.autodiff.requested_outputs import (
 )
 from warpfit_server.engine.cuda.derivatives.device_calls import (
     KernelLaunch,
-    new_pieces,
-    place_piece,
     run,
     upload_inputs,
     upload_size,
 )
-from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, DerivativeCode, ProgramRecords
+from warpfit_server.engine.cuda.derivatives.encoding import (
+    INPUTS,
+    DerivativeCode,
+    new_pieces,
+    place_piece,
+)
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     VARIANT_OF,
     WORD_OF,
-    DeviceCode,
     LaunchPlan,
     draft_launches,
     plan_launches,
@@ -95,7 +97,7 @@ VARIANTS: Final = tuple(VARIANT_OF.values())
 class _KeptCode:
     """The code of a fit on the device, and the plan of the programs that were selected last."""
 
-    code: DeviceCode
+    code: DerivativeCode
     last: tuple[NDArray[np.int64], LaunchPlan] | None = None
 
 
@@ -182,9 +184,8 @@ class DerivativeTier:
         selection: Selection | None = None,
     ) -> Steps[int]:
         """Evaluate on all rows, or on nodes of them in turn; return the device's nanoseconds."""
-        has_large_results = wanted.values is not None or wanted.jacobian is not None
         most = resident.window_rows
-        if has_large_results or stores_values(wanted):
+        if wanted.jacobian is not None or stores_values(wanted):
             most = min(most, _MOST_VALUES)
         layout, shard = resident.dataset.layout, wanted.shard
         rows = evaluation.row_range(layout)
@@ -218,9 +219,7 @@ class DerivativeTier:
         draft = partial(draft_launches, resident, evaluation.precision, rows, wanted)
         lowered = self._lower(resident, evaluation.precision, evaluation.batch, wanted, draft)
         code, drafted = yield from lowered
-        nowhere = [0] * len(INPUTS)
-        placed = DeviceCode(code, evaluation.batch.vectors, code.memory, nowhere, code.pieces)
-        return plan_launches(self._device, self._shared, drafted, placed)
+        return plan_launches(self._device, self._shared, drafted, code)
 
     def _selected_plan(
         self,
@@ -231,17 +230,18 @@ class DerivativeTier:
         selection: Selection,
     ) -> Steps[LaunchPlan]:
         """Plan an evaluation of selected programs, whose code is on the device."""
+        precision = evaluation.precision
+
+        def make(batch: Batch) -> Steps[_KeptCode]:
+            code, _ = yield from self._lower(resident, precision, batch, wanted, lambda: None)
+            return _KeptCode(self._keep_on_device(code))
+
         outputs = (wanted.row_loss, wanted.curvatures is not None)
-        needs = (rows, evaluation.precision, *outputs, resident.dataset.layout)
-        kept = self._kept.of_batch(selection.batch, needs)
-        if kept is None:
-            given = resident, evaluation.precision, selection.batch, wanted
-            code, _ = yield from self._lower(*given, lambda: None)
-            made = _KeptCode(self._keep_on_device(code))
-            kept = self._kept.keep(selection.batch, needs, made)
+        needs = (rows, precision, *outputs, resident.dataset.layout)
+        kept = yield from self._kept.by_batch(selection.batch, needs, make)
         last, programs = kept.last, selection.programs
         if last is None or last[0] is not programs:
-            draft = draft_launches(resident, evaluation.precision, rows, wanted)
+            draft = draft_launches(resident, precision, rows, wanted)
             plan = plan_launches(self._device, self._shared, draft, kept.code.select(programs))
             last = kept.last = programs, plan
         return last[1]
@@ -270,7 +270,7 @@ class DerivativeTier:
             meanwhile=meanwhile,
         )
 
-    def _keep_on_device(self, code: DerivativeCode) -> DeviceCode:
+    def _keep_on_device(self, code: DerivativeCode) -> DerivativeCode:
         """Copy code to device memory of its own, but for the records, which are selected."""
         pieces, addresses = code.pieces.copy(), np.zeros(len(INPUTS), dtype=np.int64)
         pieces[INPUTS.index("programs")] = 0
@@ -278,8 +278,7 @@ class DerivativeTier:
         memory = self._device.allocate(size)
         with self._device.stream() as context:
             upload_inputs(context, int(memory.ptr), size, pieces, addresses)
-        records = ProgramRecords(code.programs.copy(), code.sums)
-        return DeviceCode(records, 1, memory, addresses.tolist(), new_pieces())
+        return replace(code, pieces=new_pieces(), memory=memory, addresses=addresses)
 
     def _prepare(self, plan: LaunchPlan) -> Steps[DerivativeKernels]:
         """Return the kernels of an evaluation; those that spill are loaded when first needed."""

@@ -107,15 +107,7 @@ def raise_invalid_program(batch: Batch, program: int, variables: int) -> None:
         ProgramError: for the first bad token.
         ResourceExhaustedError: if a variable's index is too large.
     """
-    start, stop = batch.starts[program : program + 2]
-    one = Batch(
-        batch.codes[start:stop],
-        batch.values[start:stop],
-        batch.lengths[program : program + 1],
-        parameter_counts=batch.parameter_counts[program : program + 1],
-        parameters=batch.program_parameters(program).reshape(-1),
-        vectors=batch.vectors,
-    )
+    one = batch[program : program + 1]
     try:
         one.check(variables)
     except ProgramError as error:

@@ -69,9 +69,9 @@ def code_of(code: DerivativeCode, index: int) -> list[np.ndarray]:
     record = code.programs[index]
 
     def part(name: str, words: int, first: str, count: str) -> np.ndarray:
+        rows = getattr(code.memory, name).view(np.uint32).reshape(-1, words)
         address, size = code.pieces[INPUTS.index(name)]
-        start = int(address) - code.memory.ctypes.data
-        rows = code.memory[start : start + int(size)].view(np.uint32).reshape(-1, words)
+        assert (address, size <= rows.nbytes) == (rows.ctypes.data, True)
         return rows[int(record[first]) :][: int(record[count])]
 
     return [
