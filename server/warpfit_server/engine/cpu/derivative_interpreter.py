@@ -13,7 +13,7 @@ The simple form, for one instance (program and parameter vector):
         curvature[p, q] += d1 d2 products[k1, k2]
 
 All sums are float64: over the lanes of a block, then over blocks in the order of `sum_tree`.
-The loss has spans of its own, the same whatever else is summed, so that its bits are the same, too.
+The bits of the loss do not depend on what else is summed, because the tree of sums is fixed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from warpfit_server.engine.cpu.interpreter import (
     Memory,
     address_of,
     aligned,
-    divide,
     inputs_of,
-    measure,
-    memory_bytes,
+    new_memory,
     run_body,
     run_prologue,
     scalars_of,
@@ -110,9 +108,10 @@ def linearise_chunk(block: int, chunk: int) -> int:
             _of_span(floats(block, _REDUCTIONS), spans, span).reshape((-1, statistics.REDUCTIONS)),
             np.zeros((context.levels, count, statistics.MOMENTS)),
         )  # fmt: skip
-        finished = _linearise(
-            inputs, inputs_of(block, _ROW_LOSS), sums, instances, rows, octets(block, CANCEL_FLAG),
-        )  # fmt: skip
+        row_loss = inputs_of(block, _ROW_LOSS)
+        memory = new_memory(inputs, instances, row_loss_bytes(context, row_loss))
+        cancelled = octets(block, CANCEL_FLAG)
+        finished = _run(inputs, row_loss, sums, memory, instances, rows, cancelled)
         found[:] = node_sums(sums.sums)
         if count:
             found_moments[instances.start : instances.stop] = statistics.node_moments(sums.moments)
@@ -128,25 +127,11 @@ def _of_span(values: Any, spans: int, span: int) -> Any:
 
 
 @inlined
-def _linearise(
-    inputs: Inputs, row_loss: Inputs, sums: ChunkSums, instances: Any, rows: Any, cancelled: Any
-) -> bool:
-    """Run instances over rows; return whether they were finished."""
-    starts, slots = measure(inputs, instances.start, instances.stop)
-    own_bytes = memory_bytes(inputs, starts, slots)
-    loss_bytes = row_loss_bytes(inputs.context[0], row_loss) + SCALAR_WIDTH
-    array = np.empty(own_bytes + loss_bytes, dtype=np.uint8)
-    memory = divide(inputs, array, instances.start, starts, slots)
-    finished = _run(inputs, row_loss, sums, memory, instances, rows, cancelled)
-    # Compiled code frees an array after its last use, and addresses do not count as one.
-    return finished and array.size > 0
-
-
-@inlined
 def _run(
     inputs: Inputs, row_loss: Inputs, sums: ChunkSums, memory: Memory, instances: Any, rows: Any,
     cancelled: Any,
 ) -> bool:  # fmt: skip
+    """Run instances over rows; return whether they were finished."""
     context, loss_memory = inputs.context[0], memory.spare + memory.slot_bytes
     begin_row_loss(context, row_loss, loss_memory)
     columns = 1
