@@ -275,10 +275,10 @@ class CpuEngine:
         plan = lowered.plan(dataset, evaluation, requested, level, programs)
         run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested)
         if shard is not None:
-            shard.begin(run.width)
+            shard.begin(run.nodes.shape[1])
         yield from self._evaluate_in_steps(run.summing(), requested, evaluation.batch.vectors)
         if shard is not None:
-            nodes = yield from shard.join(run.nodes())
+            nodes = yield from shard.join(run.nodes)
             if nodes is None:
                 return
             run.extend(nodes, shard.rows)

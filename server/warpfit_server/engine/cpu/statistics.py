@@ -179,7 +179,7 @@ carry_moments, node_moments = tree_of(_merge_up)
 
 @inlined
 def merge_spans(moments: Any, first: int) -> None:
-    """Merge moments of spans, [spans, instances, MOMENTS], into the first's by the tree of sums.
+    """Merge moments of spans, [spans, instances * MOMENTS], into the first's by the tree of sums.
 
     ``first`` is the number of the first span on its level.
     """
@@ -191,8 +191,9 @@ def merge_spans(moments: Any, first: int) -> None:
             parent = (first + index) // (2 * width) * (2 * width)
             into = max(parent - first, 0)
             if (first + index) % width == 0 and into < index:
-                for instance in range(moments.shape[1]):
-                    _merge(moments[into, instance], moments[index, instance])
+                for begin in range(0, moments.shape[1], MOMENTS):
+                    end = begin + MOMENTS
+                    _merge(moments[into, begin:end], moments[index, begin:end])
         width *= 2
 
 
