@@ -194,7 +194,7 @@ class CpuEngine:
         return dataset
 
     def _evaluate_in_steps(
-        self, work: ChunkedWork, outputs: interface.Outputs | RequestedOutputs, vectors: int
+        self, work: ChunkedWork, outputs: interface.Outputs, vectors: int
     ) -> interface.Steps[None]:
         """Run all chunks, and announce the values that are final after each step."""
         announced = 0
