@@ -21,7 +21,6 @@ from warpfit_server.engine.autodiff.differentiate import (
     LOSS_CODES,
     LOSS_VALUES,
     REQUESTED,
-    REWRITES,
     RULES,
     STARTS,
     VALUES,
@@ -61,7 +60,7 @@ _pointer_to_lengths: Final = pointer_to(types.uint32)
 def list_tables() -> NDArray[np.int64]:
     """Return an argument block that lists the tables, which are the same for all batches."""
     block = np.zeros(2 * (ENCODED + len(EncodedArrays._fields)), dtype=np.int64)
-    for index, table in zip((LABELS, ARITIES, REWRITES, RULES), _tables(), strict=True):
+    for index, table in zip((LABELS, ARITIES, RULES), _tables(), strict=True):
         block[2 * index : 2 * index + 2] = array_address(table), table.size
     return block
 
