@@ -176,7 +176,7 @@ class Population(Sequence[Program]):
             token_checks.check_structure(self.codes, self.values, self.starts)
 
     def _chosen(self, programs: slice | NDArray[np.int64]) -> Population:
-        tokens = _pieces(self.starts, programs)
+        tokens = pieces(self.starts, programs)
         return Population(self.codes[tokens], self.values[tokens], self.lengths[programs])
 
 
@@ -255,7 +255,7 @@ class Batch(Population):
         return Batch(
             *(tokens.codes, tokens.values, tokens.lengths),
             parameter_counts=self.parameter_counts[programs],
-            parameters=self.parameters[_pieces(self.parameter_starts, programs)],
+            parameters=self.parameters[pieces(self.parameter_starts, programs)],
             vectors=self.vectors,
         )
 
@@ -304,7 +304,7 @@ def _starts(lengths: NDArray[Any]) -> NDArray[np.int64]:
     return starts
 
 
-def _pieces(
+def pieces(
     starts: NDArray[np.int64], chosen: slice | NDArray[np.int64]
 ) -> slice | NDArray[np.int64]:
     """Return the place of the chosen pieces in a flat array, given where each piece starts."""

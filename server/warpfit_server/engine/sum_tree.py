@@ -11,13 +11,13 @@ batch. Sums of nodes that were computed apart are put together by `sum_nodes`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.engine.native.intrinsics import inlined
-from warpfit_server.row_blocks import RADIX
 
 
 def sum_nodes(nodes: NDArray[np.float64], first: int) -> NDArray[np.float64]:
@@ -32,12 +32,9 @@ def sum_nodes(nodes: NDArray[np.float64], first: int) -> NDArray[np.float64]:
     """
     with np.errstate(all="ignore"):
         while len(nodes) > 1:
-            before, behind = first % RADIX, -(first + len(nodes)) % RADIX
-            groups = np.pad(nodes, ((before, behind), (0, 0)))
-            nodes, *others = (groups[child::RADIX] for child in range(RADIX))
-            for other in others:
-                nodes = nodes + other
-            first //= RADIX
+            pairs = np.pad(nodes, ((first % 2, (first + len(nodes)) % 2), (0, 0)))
+            nodes = pairs[::2] + pairs[1::2]
+            first //= 2
     # Which of two NaNs a sum keeps, with its sign, is up to NumPy.
     is_nan = np.isnan(nodes[0])
     return np.where(is_nan, np.nan, nodes[0]) if is_nan.any() else nodes[0]
@@ -51,27 +48,44 @@ def parent_nodes(nodes: NDArray[np.float64], first: int, levels: int) -> NDArray
     return np.stack([sum_nodes(group, int(number)) for group, number in groups])
 
 
-@inlined
-def carry(sums: Any, blocks: int) -> None:
-    """Add the sums of nodes that are complete to those of the level above.
+def tree_of(move_up: Callable[[Any, int], None]) -> tuple[Any, Any]:
+    """Return two functions of compiled code, which add up blocks that come in their order.
+
+    Of each level there is one node, the one that is not complete.
 
     Args:
-        sums: sums of the node of each level that is not complete, [levels, sums].
-        blocks: number of the next block.
+        move_up: called with ``nodes``, [levels, ...], and a level; it adds the node of that level
+            to the one above and empties it.
+
+    Returns:
+        ``carry(nodes, blocks)``, which moves up what is complete before block number ``blocks``,
+        and ``top(nodes)``, which returns the node on the highest level, whether or not it is
+        complete.
     """
-    level = 0
-    while blocks % RADIX == 0 and level + 1 < len(sums):
-        for index in range(sums.shape[1]):
-            sums[level + 1, index] += sums[level, index]
-            sums[level, index] = 0.0
-        blocks //= RADIX
-        level += 1
+
+    @inlined
+    def carry(nodes: Any, blocks: int) -> None:
+        level = 0
+        while blocks % 2 == 0 and level + 1 < len(nodes):
+            move_up(nodes, level)
+            blocks //= 2
+            level += 1
+
+    @inlined
+    def top(nodes: Any) -> Any:
+        for level in range(len(nodes) - 1):
+            move_up(nodes, level)
+        return nodes[len(nodes) - 1]
+
+    return carry, top
 
 
 @inlined
-def node_sums(sums: Any) -> Any:
-    """Return the sums of the node on the highest level, whether or not it is complete."""
-    for level in range(len(sums) - 1):
-        for index in range(sums.shape[1]):
-            sums[level + 1, index] += sums[level, index]
-    return sums[len(sums) - 1]
+def _add(sums: Any, level: int) -> None:
+    for index in range(sums.shape[1]):
+        sums[level + 1, index] += sums[level, index]
+        sums[level, index] = 0.0
+
+
+#: For sums, [levels, sums].
+carry, node_sums = tree_of(_add)

@@ -40,9 +40,8 @@ from warpfit_server.engine.lowering.graph import (
     constant_node,
     new_graph,
     number_tokens,
-    power_rewrites,
 )
-from warpfit_server.engine.lowering.lower import longest_program, rewrites_of
+from warpfit_server.engine.lowering.lower import longest_program
 from warpfit_server.engine.lowering.schedule import (
     Scratch,
     emit_copy,
@@ -109,7 +108,7 @@ def no_row_loss() -> RowLossTokens:
 
 # Arrays of an argument block, in the order of `source_arrays`.
 CODES, VALUES, STARTS, LOSS_CODES, LOSS_VALUES = range(OWN_ARRAYS, OWN_ARRAYS + 5)
-ARITIES, REWRITES, RULES, REQUESTED, ENDS = range(LOSS_VALUES + 1, LOSS_VALUES + 6)
+ARITIES, RULES, REQUESTED, ENDS = range(LOSS_VALUES + 1, LOSS_VALUES + 5)
 AFTER_SOURCE: Final = ENDS + 1
 
 
@@ -128,7 +127,7 @@ def source_arrays(
 @cache
 def tables() -> tuple[NDArray[Any], ...]:
     """Return what lowering reads of the operator table."""
-    return arities().astype(np.int64), power_rewrites(), rules()
+    return arities().astype(np.int64), rules()
 
 
 class Source(NamedTuple):
@@ -140,7 +139,6 @@ class Source(NamedTuple):
     loss_codes: Any
     loss_values: Any
     arities: Any
-    rewrites: Any
     rules: Any
     requested: Any
     """Bits of `backward_pass`, and the options of `source_arrays`, int64 [1 + options]."""
@@ -163,8 +161,8 @@ def source_of(block: int) -> Source:
     return Source(
         octets(block, CODES), floats(block, VALUES), words(block, STARTS),
         octets(block, LOSS_CODES), floats(block, LOSS_VALUES), words(block, ARITIES),
-        rewrites_of(block, REWRITES), words(block, RULES).reshape((-1, RULE_COLUMNS)),
-        words(block, REQUESTED), words(block, ENDS),
+        words(block, RULES).reshape((-1, RULE_COLUMNS)), words(block, REQUESTED),
+        words(block, ENDS),
     )  # fmt: skip
 
 
@@ -173,20 +171,14 @@ def new_workspace(source: Source, start: int, stop: int) -> LoweringWorkspace:
     """Allocate the memory to lower each program of a range."""
     tokens = longest_program(source.starts, start, stop) + len(source.loss_codes)
     capacity = _NODES_A_TOKEN * tokens + _MORE_NODES
-    program = lowered.Lowered(
-        np.empty(1, dtype=lowered.HEADER),
-        np.empty(capacity, dtype=lowered.INSTRUCTION),
-        np.empty(capacity, dtype=lowered.LOAD),
-        np.empty(tokens, dtype=np.int64),
-        np.empty(2 * tokens, dtype=lowered.ENTRY),
-    )
     state = backward_pass.Pass(
-        new_graph(capacity, tokens, source.arities, source.rewrites), source.rules,
+        new_graph(capacity, tokens, source.arities), source.rules,
         np.empty(1, dtype=np.int64),
         np.empty(capacity, dtype=np.int64), np.empty(capacity, dtype=np.int64),
         np.empty(capacity, dtype=np.int64), np.empty(capacity, dtype=np.int64),
         np.empty(capacity, dtype=np.int64),
     )  # fmt: skip
+    program = lowered.allocate(1, capacity, capacity, tokens)
     return LoweringWorkspace(state, new_scratch(capacity), program)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -14,28 +13,17 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, LossFunction
 from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff import backward_pass
-from warpfit_server.engine.interface import Linearisation, Outputs, RowShard
+from warpfit_server.engine.interface import Linearisation, Outputs
 
-Floats = NDArray[np.float64]
 _OUTPUTS: Final = tuple(each.name for each in fields(Outputs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RequestedOutputs:
+class RequestedOutputs(Outputs):
     """Arrays to fill, None for what is not requested; see `Outputs` and `Linearisation`."""
 
     row_loss: Program | None = None
-    values: NDArray[Any] | None = None
-    losses: Floats | None = None
-    gradients: Floats | None = None
-    curvatures: Floats | None = None
-    jacobian: NDArray[Any] | None = None
-    variable_gradients: Floats | None = None
-    reductions: Floats | None = None
-    moments: Floats | None = None
-    cancelled: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(1, dtype=np.uint8))
-    ready: Callable[[int], None] = lambda programs: None
-    shard: RowShard | None = None
+    curvatures: NDArray[np.float64] | None = None
 
     @property
     def lowering_flags(self) -> int:
@@ -115,4 +103,6 @@ def linearisation_outputs(
         curvatures=np.empty(triangles) if curvature else None,
     )
     arrays = {each.name: getattr(found, each.name) for each in fields(found)}
-    return found, RequestedOutputs(row_loss, **arrays, **given)
+    return found, RequestedOutputs(
+        values=None, ready=lambda programs: None, row_loss=row_loss, **arrays, **given
+    )

@@ -21,7 +21,7 @@ from warpfit_server.engine.lowering import lower
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.arguments import RANGE, argument_block
 from warpfit_server.limits import MOST_BLOCKS, MOST_SUMS
-from warpfit_server.row_blocks import RADIX, block_rows, node_rows
+from warpfit_server.row_blocks import block_rows, node_rows
 
 #: Token-rows of a chunk: some 0.2 ms, after which a thread can turn to another tenant's work.
 _LEAST_CHUNK: Final = 500_000
@@ -32,8 +32,8 @@ _MANY_CHUNKS: Final = 128
 #: that is read from memory once. With two, a million rows take 17 % longer.
 _INSTANCES_A_CHUNK: Final = 8
 _MOST_FOR_INSTANCES: Final = 4_000_000
-#: Tokens that a thread lowers at a time, and token-rows that take about as long as lowering one,
-#: without and with derivatives.
+#: Tokens that a thread lowers at a time, and token-rows that take about as long as lowering one
+#: token, without and with derivatives.
 _TOKENS_A_CHUNK: Final = 1000
 _COST_OF_LOWERING: Final = 500
 _COST_OF_DERIVATIVES: Final = 1500
@@ -104,7 +104,7 @@ def span_level(rows: tuple[int, int], layout: Layout, sums: int) -> int:
     (start, stop), level = rows, 1
     length, most = node_rows(layout, level), min(MOST_BLOCKS, max(1, MOST_SUMS // max(1, sums)))
     while -(-stop // length) - start // length > most:
-        level, length = level + 1, RADIX * length
+        level, length = level + 1, 2 * length
     return level
 
 

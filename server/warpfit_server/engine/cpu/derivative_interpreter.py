@@ -13,7 +13,7 @@ The simple form, for one instance (program and parameter vector):
         curvature[p, q] += d1 d2 products[k1, k2]
 
 All sums are float64: over the lanes of a block, then over blocks in the order of `sum_tree`.
-The loss has spans of its own, the same whatever else is summed, so that its bits are the same, too.
+The bits of the loss do not depend on what else is summed, because the tree of sums is fixed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from warpfit_server.engine.cpu.interpreter import (
     Memory,
     address_of,
     aligned,
-    divide,
     inputs_of,
-    measure,
-    memory_bytes,
+    new_memory,
     run_body,
     run_prologue,
     scalars_of,
@@ -68,8 +66,8 @@ from warpfit_server.engine.sum_tree import carry, node_sums
 # Arrays of an argument block after the inputs.
 _ROW_LOSS: Final = OWN_ARRAYS + INPUT_ARRAYS
 _DOTS: Final = _ROW_LOSS + INPUT_ARRAYS
-_STARTS, _SUMS, _REDUCTIONS, _MOMENTS, _NODES = range(_DOTS + 1, _DOTS + 6)
-_TOTALS, _GRADIENTS, _VARIABLE_GRADIENTS, _CURVATURES, _TRIANGLES = range(_NODES + 1, _NODES + 6)
+_STARTS, _NODES, _NODE_RANGE, _TOTALS = range(_DOTS + 1, _DOTS + 5)
+_GRADIENTS, _VARIABLE_GRADIENTS, _CURVATURES, _TRIANGLES = range(_TOTALS + 1, _TOTALS + 5)
 #: Sums that each instance begins with: of the row losses and of the values.
 LOSS_SUM, VALUE_SUM, COLUMN_SUMS = range(3)
 
@@ -94,25 +92,27 @@ class ChunkSums(NamedTuple):
 def linearise_chunk(block: int, chunk: int) -> int:
     """Run a range of instances over a span of rows; see `arguments`.
 
-    Sums, reductions and moments of an argument block have spans as their first dimension.
+    The nodes of an argument block, [spans, numbers], are the sums of all instances, their
+    reductions and their moments.
     """
     instances, rows, span = chunk_ranges(block, chunk)
-    spans = len(ranges(block, SPANS))
     inputs, starts = inputs_of(block, OWN_ARRAYS), words(block, _STARTS)
-    found = _of_span(floats(block, _SUMS), spans, span)
-    found = found[starts[instances.start] : starts[instances.stop]]
-    found_moments = _of_span(floats(block, _MOMENTS), spans, span).reshape((-1, statistics.MOMENTS))
+    context = inputs.context[0]
+    node = floats(block, _NODES).reshape((len(ranges(block, SPANS)), -1))[span]
+    first_moment = _first_moment(context, starts)
+    found = node[starts[instances.start] : starts[instances.stop]]
+    found_moments = node[first_moment:].reshape((-1, statistics.MOMENTS))
     try:
-        context = inputs.context[0]
         count = (instances.stop - instances.start) * (context.wants_moments != 0)
         sums = ChunkSums(
             words(block, _DOTS), starts, np.zeros((context.levels, len(found))),
-            _of_span(floats(block, _REDUCTIONS), spans, span).reshape((-1, statistics.REDUCTIONS)),
+            node[starts[-1] : first_moment].reshape((-1, statistics.REDUCTIONS)),
             np.zeros((context.levels, count, statistics.MOMENTS)),
         )  # fmt: skip
-        finished = _linearise(
-            inputs, inputs_of(block, _ROW_LOSS), sums, instances, rows, octets(block, CANCEL_FLAG),
-        )  # fmt: skip
+        row_loss = inputs_of(block, _ROW_LOSS)
+        memory = new_memory(inputs, instances, row_loss_bytes(context, row_loss))
+        cancelled = octets(block, CANCEL_FLAG)
+        finished = _run(inputs, row_loss, sums, memory, instances, rows, cancelled)
         found[:] = node_sums(sums.sums)
         if count:
             found_moments[instances.start : instances.stop] = statistics.node_moments(sums.moments)
@@ -122,24 +122,10 @@ def linearise_chunk(block: int, chunk: int) -> int:
 
 
 @inlined
-def _of_span(values: Any, spans: int, span: int) -> Any:
-    count = len(values) // spans
-    return values[span * count : (span + 1) * count]
-
-
-@inlined
-def _linearise(
-    inputs: Inputs, row_loss: Inputs, sums: ChunkSums, instances: Any, rows: Any, cancelled: Any
-) -> bool:
-    """Run instances over rows; return whether they were finished."""
-    starts, slots = measure(inputs, instances.start, instances.stop)
-    own_bytes = memory_bytes(inputs, starts, slots)
-    loss_bytes = row_loss_bytes(inputs.context[0], row_loss) + SCALAR_WIDTH
-    array = np.empty(own_bytes + loss_bytes, dtype=np.uint8)
-    memory = divide(inputs, array, instances.start, starts, slots)
-    finished = _run(inputs, row_loss, sums, memory, instances, rows, cancelled)
-    # Compiled code frees an array after its last use, and addresses do not count as one.
-    return finished and array.size > 0
+def _first_moment(context: Any, starts: Any) -> int:
+    """Return the index of the first moment among the numbers of a node."""
+    reductions = context.instances if context.wants_reductions else 0
+    return int(starts[-1] + reductions * statistics.REDUCTIONS)
 
 
 @inlined
@@ -147,6 +133,7 @@ def _run(
     inputs: Inputs, row_loss: Inputs, sums: ChunkSums, memory: Memory, instances: Any, rows: Any,
     cancelled: Any,
 ) -> bool:  # fmt: skip
+    """Run instances over rows; return whether they were finished."""
     context, loss_memory = inputs.context[0], memory.spare + memory.slot_bytes
     begin_row_loss(context, row_loss, loss_memory)
     columns = 1
@@ -315,12 +302,15 @@ def combine_chunk(block: int, chunk: int) -> int:
     those of the first one.
     """
     instances, _, _ = chunk_ranges(block, chunk)
-    nodes = words(block, _NODES)
-    moments = floats(block, _MOMENTS).reshape((nodes[1], -1, statistics.MOMENTS))
-    statistics.merge_spans(moments[:, instances.start : instances.stop], nodes[0])
+    inputs, starts = inputs_of(block, OWN_ARRAYS), words(block, _STARTS)
+    node_range = words(block, _NODE_RANGE)
+    moments = floats(block, _NODES).reshape((node_range[1], -1))
+    moments = moments[:, _first_moment(inputs.context[0], starts) :]
+    start, stop = statistics.MOMENTS * instances.start, statistics.MOMENTS * instances.stop
+    statistics.merge_spans(moments[:, start:stop], node_range[0])
     try:
         _combine(
-            inputs_of(block, OWN_ARRAYS), instances, words(block, _STARTS), floats(block, _TOTALS),
+            inputs, instances, starts, floats(block, _TOTALS),
             floats(block, _GRADIENTS), floats(block, _VARIABLE_GRADIENTS),
             floats(block, _CURVATURES), words(block, _TRIANGLES),
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -152,16 +151,13 @@ class DerivativeRun:
         self._requested = requested
         self._code, self._cut, self._layout = code, plan.cut, layout
         self._rows = evaluation.row_range(layout)
-        count = len(plan.sizes)
         starts = np.concatenate([[0], np.cumsum(plan.sizes)])
-        self._sums = np.zeros((spans, int(starts[-1])))
-        self._totals = np.empty(int(starts[-1]))
-        self._starts = starts[:-1]
-        has_reductions, has_moments = (
-            array is not None for array in (requested.reductions, requested.moments)
-        )
-        self._reductions = np.zeros((spans, count * has_reductions, REDUCTIONS))
-        self._moments = np.zeros((spans, count * has_moments, MOMENTS))
+        self._starts, self._totals = starts[:-1], np.empty(int(starts[-1]))
+        reductions = len(plan.sizes) * REDUCTIONS * (requested.reductions is not None)
+        moments = len(plan.sizes) * MOMENTS * (requested.moments is not None)
+        self._first_moment = len(self._totals) + reductions
+        self.nodes = np.zeros((spans, self._first_moment + moments))
+        """What has been summed up of each node of the rows: sums, reductions and moments."""
 
         kernels = code.kernels[Flavour.of(layout, evaluation.precision)]
         self._triangles = _triangle_starts(batch)
@@ -183,14 +179,14 @@ class DerivativeRun:
 
     def combining(self) -> chunked_work.ChunkedWork:
         """Return the work that makes derivatives and moments of the sums over all rows."""
-        self._totals[:] = sum_nodes(self._sums, self._first_node)
+        self._totals[:] = sum_nodes(self.nodes[:, : len(self._totals)], self._first_node)
         for array in self._gradients:
             array.fill(0.0)
         return self._work(self._code.combine, self._cut.without_rows(len(self._totals)))
 
     def _work(self, function: int, cut: chunked_work.Cut) -> chunked_work.ChunkedWork:
-        nodes = np.array([self._first_node, len(self._sums)])
-        sums = self._sums, self._reductions, self._moments, nodes, self._totals
+        node_range = np.array([self._first_node, len(self.nodes)])
+        sums = self.nodes, node_range, self._totals
         arguments = (*self._inputs, *sums, *self._gradients, self._triangles)
         return chunked_work.ChunkedWork(function, arguments, cut, self._requested.cancelled)
 
@@ -204,29 +200,9 @@ class DerivativeRun:
     def _first_node(self) -> int:
         return chunked_work.first_node(self._rows, self._layout, self._cut.level)
 
-    @property
-    def _widths(self) -> list[int]:
-        """Numbers of each node: sums, reductions and moments."""
-        return [math.prod(each.shape[1:]) for each in (self._sums, self._reductions, self._moments)]
-
-    @property
-    def width(self) -> int:
-        """Numbers of each node, see `nodes`."""
-        return sum(self._widths)
-
-    def nodes(self) -> NDArray[np.float64]:
-        """Return what has been summed up of each node of the rows, [nodes, width]."""
-        spans = len(self._sums)
-        rest = self._reductions.reshape(spans, -1), self._moments.reshape(spans, -1)
-        return np.concatenate([self._sums, *rest], axis=1)
-
     def extend(self, nodes: NDArray[np.float64], rows: tuple[int, int]) -> None:
-        """Take the numbers of the nodes of more rows, as `nodes` returns them, for one's own."""
-        sums, reductions, moments = np.split(nodes, np.cumsum(self._widths)[:-1], axis=1)
-        count = len(nodes)
-        self._rows, self._sums = rows, np.ascontiguousarray(sums)
-        self._reductions = np.ascontiguousarray(reductions).reshape(count, -1, REDUCTIONS)
-        self._moments = np.ascontiguousarray(moments).reshape(count, -1, MOMENTS)
+        """Take the nodes of more rows for one's own."""
+        self.nodes, self._rows = np.ascontiguousarray(nodes), rows
 
     def finish(self) -> None:
         """Fill the other outputs, once `combining` has run."""
@@ -235,10 +211,12 @@ class DerivativeRun:
             requested.losses.reshape(-1)[:] = self._totals[self._starts + LOSS_SUM]
         if requested.reductions is not None:
             totals = self._totals[self._starts + VALUE_SUM]
-            found: NDArray[Any] = merge_reductions(totals, self._reductions, stop - start)
+            parts = self.nodes[:, len(self._totals) : self._first_moment]
+            parts = parts.reshape(len(parts), -1, REDUCTIONS)
+            found: NDArray[Any] = merge_reductions(totals, parts, stop - start)
             requested.reductions.reshape(found.shape)[:] = found
         if requested.moments is not None:
-            found = from_zero(self._moments[0])
+            found = from_zero(self.nodes[0, self._first_moment :].reshape(-1, MOMENTS))
             requested.moments.reshape(found.shape)[:] = found
 
 

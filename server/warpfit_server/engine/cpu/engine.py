@@ -194,7 +194,7 @@ class CpuEngine:
         return dataset
 
     def _evaluate_in_steps(
-        self, work: ChunkedWork, outputs: interface.Outputs | RequestedOutputs, vectors: int
+        self, work: ChunkedWork, outputs: interface.Outputs, vectors: int
     ) -> interface.Steps[None]:
         """Run all chunks, and announce the values that are final after each step."""
         announced = 0
@@ -275,10 +275,10 @@ class CpuEngine:
         plan = lowered.plan(dataset, evaluation, requested, level, programs)
         run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested)
         if shard is not None:
-            shard.begin(run.width)
+            shard.begin(run.nodes.shape[1])
         yield from self._evaluate_in_steps(run.summing(), requested, evaluation.batch.vectors)
         if shard is not None:
-            nodes = yield from shard.join(run.nodes())
+            nodes = yield from shard.join(run.nodes)
             if nodes is None:
                 return
             run.extend(nodes, shard.rows)

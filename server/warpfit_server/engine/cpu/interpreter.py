@@ -99,8 +99,13 @@ def inputs_of(block: int, index: int) -> Any:
 
 
 class Memory(NamedTuple):
-    """Addresses of working memory for a range of instances, in compiled code."""
+    """Working memory for a range of instances, in compiled code: an array, and addresses in it.
 
+    Compiled code frees an array after its last use, and addresses do not count as one: they are
+    valid as long as a caller has the tuple.
+    """
+
+    array: Any
     first: int
     """The first instance."""
     scalars: int
@@ -118,8 +123,9 @@ def interpret_chunk(block: int, chunk: int) -> int:
     losses = floats(block, _LOSSES)
     count = len(losses) // len(ranges(block, SPANS))
     try:
-        finished = _interpret(
-            inputs_of(block, OWN_ARRAYS), instances, rows, octets(block, CANCEL_FLAG),
+        inputs = inputs_of(block, OWN_ARRAYS)
+        finished = _run(
+            inputs, new_memory(inputs, instances, 0), instances, rows, octets(block, CANCEL_FLAG),
             losses[span * count : (span + 1) * count],
         )  # fmt: skip
     except Exception:  # compiled code tells exceptions apart no further: memory is short
@@ -128,24 +134,14 @@ def interpret_chunk(block: int, chunk: int) -> int:
 
 
 @inlined
-def _interpret(inputs: Inputs, instances: Any, rows: Any, cancelled: Any, losses: Any) -> bool:
+def _run(
+    inputs: Inputs, memory: Memory, instances: Any, rows: Any, cancelled: Any, losses: Any
+) -> bool:
     """Run a range of instances over a range of rows; return whether they were finished.
 
     ``cancelled``, uint8 [1], is polled between blocks; ``losses`` gets each instance's sum of loss
     terms, float64 [instances of the batch].
     """
-    starts, slots = measure(inputs, instances.start, instances.stop)
-    array = np.empty(memory_bytes(inputs, starts, slots), dtype=np.uint8)
-    memory = divide(inputs, array, instances.start, starts, slots)
-    finished = _run(inputs, memory, instances, rows, cancelled, losses)
-    # Compiled code frees an array after its last use, and addresses do not count as one.
-    return finished and array.size > 0
-
-
-@inlined
-def _run(
-    inputs: Inputs, memory: Memory, instances: Any, rows: Any, cancelled: Any, losses: Any
-) -> bool:
     context = inputs.context[0]
     first = instances.start
     sums = np.zeros((context.levels, instances.stop - first))
@@ -170,35 +166,22 @@ def _run(
 
 
 @inlined
-def measure(inputs: Inputs, start: int, stop: int) -> Any:
-    """Return the first scalar of each instance of a range, and the most slots that one needs."""
-    starts = np.empty(stop - start + 1, dtype=np.int64)
-    starts[0] = 0
-    slots = 0
-    for instance in range(start, stop):
-        header = inputs.lowered.headers[instance // inputs.context[0].vectors]
-        starts[instance - start + 1] = starts[instance - start] + header.scalars
-        slots = max(slots, header.slots)
-    return starts, slots
-
-
-@inlined
-def memory_bytes(inputs: Inputs, starts: Any, slots: int) -> int:
-    """Return the bytes of `Memory`, with those that are lost by its alignment."""
-    context = inputs.context[0]
-    slot_bytes = context.block_rows * context.item_bytes
-    return int((starts[-1] + 1) * SCALAR_WIDTH + (slots + 1) * slot_bytes)
-
-
-@inlined
-def divide(inputs: Inputs, array: Any, first: int, starts: Any, slots: int) -> Memory:
-    """Divide the bytes of an array among scalars and slots."""
-    context = inputs.context[0]
-    slot_bytes = context.block_rows * context.item_bytes
+def new_memory(inputs: Inputs, instances: Any, more: int) -> Memory:
+    """Allocate memory for a range of instances, and ``more`` bytes of the caller's own."""
+    context, first = inputs.context[0], instances.start
+    starts = np.zeros(instances.stop - first + 1, dtype=np.int64)
+    most_slots = 0
+    for index in range(instances.stop - first):
+        header = inputs.lowered.headers[(first + index) // context.vectors]
+        starts[index + 1] = starts[index] + header.scalars
+        most_slots = max(most_slots, header.slots)
+    scalar_bytes, slot_bytes = starts[-1] * SCALAR_WIDTH, context.block_rows * context.item_bytes
+    size = SCALAR_WIDTH + scalar_bytes + (most_slots + 1) * slot_bytes + more
+    array = np.empty(size, dtype=np.uint8)
     scalars = aligned(array)
-    slot_memory = scalars + starts[-1] * SCALAR_WIDTH
-    spare = slot_memory + slots * slot_bytes
-    return Memory(first, scalars, starts, slot_memory, slot_bytes, spare)
+    slots = scalars + scalar_bytes
+    spare = slots + most_slots * slot_bytes
+    return Memory(array, first, scalars, starts, slots, slot_bytes, spare)
 
 
 @inlined

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from warpfit_server.engine.native.arguments import pointer32, pointer64
 from warpfit_server.engine.native.intrinsics import inlined
-from warpfit_server.row_blocks import RADIX
+from warpfit_server.engine.sum_tree import tree_of
 
 Floats = NDArray[np.float64]
 #: Sums that are added side by side, so that one addition need not wait for the other.
@@ -167,36 +167,19 @@ def _merge(moments: Any, block: Any) -> None:
 
 
 @inlined
-def carry_moments(moments: Any, blocks: int) -> None:
-    """Merge the moments of nodes that are complete into those of the level above.
-
-    ``moments`` are of the node of each level that is not complete, [levels, instances, MOMENTS].
-    """
-    level = 0
-    while blocks % RADIX == 0 and level + 1 < len(moments):
-        _carry_level(moments, level)
-        blocks //= RADIX
-        level += 1
-
-
-@inlined
-def node_moments(moments: Any) -> Any:
-    """Return the moments of the node on the highest level, whether or not it is complete."""
-    for level in range(len(moments) - 1):
-        _carry_level(moments, level)
-    return moments[len(moments) - 1]
-
-
-@inlined
-def _carry_level(moments: Any, level: int) -> None:
+def _merge_up(moments: Any, level: int) -> None:
     for instance in range(moments.shape[1]):
         _merge(moments[level + 1, instance], moments[level, instance])
         moments[level, instance] = 0.0
 
 
+#: For moments, [levels, instances, MOMENTS].
+carry_moments, node_moments = tree_of(_merge_up)
+
+
 @inlined
 def merge_spans(moments: Any, first: int) -> None:
-    """Merge moments of spans, [spans, instances, MOMENTS], into the first's by the tree of sums.
+    """Merge moments of spans, [spans, instances * MOMENTS], into the first's by the tree of sums.
 
     ``first`` is the number of the first span on its level.
     """
@@ -205,12 +188,13 @@ def merge_spans(moments: Any, first: int) -> None:
     # Two neighbours may have no ancestor in common but the root.
     while first // width != last // width:
         for index in range(1, len(moments)):
-            parent = (first + index) // (width * RADIX) * (width * RADIX)
+            parent = (first + index) // (2 * width) * (2 * width)
             into = max(parent - first, 0)
             if (first + index) % width == 0 and into < index:
-                for instance in range(moments.shape[1]):
-                    _merge(moments[into, instance], moments[index, instance])
-        width *= RADIX
+                for begin in range(0, moments.shape[1], MOMENTS):
+                    end = begin + MOMENTS
+                    _merge(moments[into, begin:end], moments[index, begin:end])
+        width *= 2
 
 
 def from_zero(moments: Floats) -> Floats:

@@ -26,7 +26,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit_server.engine.fit.common import ends, find_moving, parts_of, within
 from warpfit_server.engine.fit.searches import (
     BEST,
     BEST_LOSS,
@@ -59,6 +58,10 @@ from warpfit_server.engine.fit.searches import (
     Integers,
     SearchLimits,
     X,
+    ends,
+    find_moving,
+    parts_of,
+    within,
 )
 from warpfit_server.engine.fit.triangles import all_finite, are_usable, dot, factorise, solve
 from warpfit_server.engine.native.intrinsics import inlined

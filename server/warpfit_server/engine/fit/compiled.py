@@ -17,7 +17,6 @@ from numba import types
 from warpfit.fitting import Method
 from warpfit_server.engine.fit import (
     bfgs,
-    common,
     levenberg_marquardt,
     searches,
     separable,
@@ -34,7 +33,7 @@ _LOG: Final = logging.getLogger("warpfit.fit")
 METHODS: Final = (Method.LM, Method.BFGS)
 #: Modules that shape the code.
 _SOURCES: Final = (
-    *(bfgs, common, levenberg_marquardt, searches, separable, triangles, intrinsics, compile_cache),
+    *(bfgs, levenberg_marquardt, searches, separable, triangles, intrinsics, compile_cache),
 )
 _LOCK: Final = threading.Lock()
 _LOADED: Final[dict[tuple[Method, Path | None], CompiledMethod]] = {}

@@ -27,14 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import CancelledError, InternalError
+from warpfit.errors import CancelledError
 from warpfit.fitting import FitProgress, FitRequest, FitResult, Method
 from warpfit.ir import Program
 from warpfit.losses import SQUARES as SQUARED_DIFFERENCES
 from warpfit.losses import TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Precision, Timings
 from warpfit_server.engine.fit import compiled
-from warpfit_server.engine.fit.batches import begin_searches, one_vector_each
 from warpfit_server.engine.fit.covariance import estimate_covariances, standard_errors
 from warpfit_server.engine.fit.levenberg_marquardt import workspace
 from warpfit_server.engine.fit.searches import (
@@ -55,6 +54,7 @@ from warpfit_server.engine.fit.searches import (
     SearchLimits,
     X,
     diagonals,
+    one_vector_each,
 )
 from warpfit_server.engine.fit.separable import operator_table
 from warpfit_server.engine.interface import Linearisation, Selection, Steps, timed
@@ -72,8 +72,9 @@ _SMALL_IN_FLOAT32: Final = 1e-28
 _SMALL_IN_FLOAT64: Final = 1e-280
 #: Bytes of a fit after which the allocator returns free memory to the system.
 _LARGE_FIT: Final = 2**25
-#: Microseconds of the work beside passes that is done by another thread, and of a piece of that,
-#: after which other fits have their turn, and a cancelled one ends.
+#: Work between passes that takes longer than this many microseconds is done by another thread. It
+#: is cut into pieces of `_PIECE` microseconds, so that other fits get their turn and a cancelled
+#: fit ends soon.
 _MUCH_WORK: Final = 2_000.0
 _PIECE: Final = 100_000.0
 #: Such work takes about a microsecond for each search, and as much for so many cubes of parameters.
@@ -163,7 +164,7 @@ class _Driver:
         self._problem = request.problem
         self._batch = one_vector_each(request.problem.batch)
         """The program of each search."""
-        self._all = begin_searches(request, self._batch, dtype)
+        self._all = Searches.begin(request, self._batch, dtype)
         self._select(np.arange(len(self._all)), self._all)
         self._workspace = workspace(int(self._all.counts.max(initial=0)))
         self._pass_seconds = 0.0
@@ -286,7 +287,6 @@ class _Driver:
         """Judge the trials of some searches, and propose the next ones."""
         active = self._active
         sums, advance = np.ascontiguousarray(new.losses).reshape(-1), self._code.advance
-        _check_sizes(active, sums, new)
         edges = active.edges[some.start : some.stop + 1]
         own = active.numbers[some], active.counters[some]
         state, sums = (edges, active.vectors, *own, active.curvature), sums[some]
@@ -416,17 +416,3 @@ def _pieces(searches: Searches) -> list[Piece]:
     places = (np.cumsum(work) / _PIECE).astype(np.int64)
     edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(work)]
     return [(slice(*edge), float(work[slice(*edge)].sum())) for edge in pairwise(edges)]
-
-
-def _check_sizes(active: Searches, sums: Floats, new: Linearisation) -> None:
-    """Refuse arrays that compiled code would read beyond the end of."""
-    expected = [len(active), active.vectors.shape[1]]
-    sizes = [len(sums), len(new.gradients)]
-    if new.curvatures is not None:
-        expected.append(len(active.curvature))
-        sizes.append(len(new.curvatures))
-    if sizes != expected:
-        raise InternalError(
-            f"the engine returned {sizes} sums, derivatives and curvatures for {expected}",
-            "ENGINE_FAILURE",
-        )

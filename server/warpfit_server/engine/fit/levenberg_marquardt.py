@@ -39,7 +39,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.engine.fit import triangles
-from warpfit_server.engine.fit.common import ends, find_moving, parts_of, within
 from warpfit_server.engine.fit.searches import (
     BEFORE,
     CORRECTING,
@@ -64,6 +63,10 @@ from warpfit_server.engine.fit.searches import (
     Integers,
     SearchLimits,
     X,
+    ends,
+    find_moving,
+    parts_of,
+    within,
 )
 from warpfit_server.engine.native.intrinsics import inlined
 

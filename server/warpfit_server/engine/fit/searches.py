@@ -12,7 +12,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.fitting import REASONS, Reason
+from warpfit.fitting import REASONS, FitRequest, Reason
+from warpfit.ir import Batch, Population, pieces
+from warpfit_server.engine.native.intrinsics import inlined
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -100,25 +102,38 @@ class Searches:
     """BFGS: estimate of the inverse of the second derivatives; [Q], else empty."""
 
     @classmethod
-    def begin(
-        cls, counts: Integers, start: Floats, lower: Floats, upper: Floats, free: NDArray[Any]
-    ) -> Searches:
-        """Set searches up at their starts, moved into the bounds.
+    def begin(cls, request: FitRequest, batch: Batch, dtype: np.dtype[Any]) -> Searches:
+        """Set the searches of a request up at their starts; ``batch`` has one program for each.
 
-        ``counts`` are the parameters of each search, [S]; the others are of each parameter, [P].
+        Starts are moved into the bounds. The range of ``dtype``, the data set's, bounds every
+        parameter, because a program can have a finite loss where a parameter is infinite: a search
+        that steps beyond the range ends inside it.
         """
-        edges = _edges(counts)
+        settings, problem = request.settings, request.problem.batch
+        programs = np.repeat(np.arange(len(problem)), problem.vectors)
+        places = pieces(problem.parameter_starts // problem.vectors, programs)
+
+        def for_each_start(given: NDArray[Any] | None, default: float) -> Floats:
+            of_all = np.full(len(batch.parameters), default)
+            return of_all if given is None else given[places].astype(np.float64)
+
+        largest = float(np.finfo(dtype).max)
+        lower = for_each_start(settings.lower, -np.inf).clip(-largest, largest)
+        upper = for_each_start(settings.upper, np.inf).clip(-largest, largest)
+        free = for_each_start(settings.fixed, 0.0) == 0.0
+        start = batch.parameters.astype(np.float64)
+        edges = _edges(batch.parameter_counts.astype(np.int64))
         vectors = np.zeros((_VECTORS, len(start)))
         vectors[X] = vectors[TRIAL] = np.where(free, np.clip(start, lower, upper), start)
         vectors[LOWER], vectors[UPPER], vectors[FREE] = lower, upper, free
-        numbers = np.zeros((len(counts), _NUMBERS))
+        numbers = np.zeros((len(batch), _NUMBERS))
         numbers[:, (LOSS, INITIAL)] = np.nan
         numbers[:, BEST_LOSS] = np.inf
         return cls(
             edges=edges,
             vectors=vectors,
             numbers=numbers,
-            counters=np.zeros((len(counts), _COUNTERS), dtype=np.int64),
+            counters=np.zeros((len(batch), _COUNTERS), dtype=np.int64),
             curvature=np.zeros(int(edges[-1, PAIRS])),
             inverse=np.empty(0),
         )
@@ -173,6 +188,16 @@ class Searches:
         self.curvature[np.repeat(mask, pairs(self.counts))] = searches.curvature
 
 
+def one_vector_each(batch: Batch) -> Batch:
+    """Repeat each program for each of its parameter vectors."""
+    if batch.vectors == 1:
+        return batch
+    programs = np.repeat(np.arange(len(batch)), batch.vectors)
+    repeated = Population(batch.codes, batch.values, batch.lengths)[programs]
+    tokens = repeated.codes, repeated.values, repeated.lengths
+    return Batch(*tokens, batch.parameter_counts[programs], batch.parameters)
+
+
 def pairs(counts: Integers) -> Integers:
     """Return the sizes of the lower triangles of matrices with so many columns."""
     return counts * (counts + 1) // 2
@@ -190,3 +215,53 @@ def _edges(counts: Integers) -> Integers:
     edges = np.zeros((len(counts) + 1, 3), dtype=np.int64)
     np.cumsum(np.stack([counts, pairs(counts), counts * counts], axis=1), axis=0, out=edges[1:])
     return edges
+
+
+@inlined
+def parts_of(
+    s: int,
+    edges: Integers,
+    vectors: Floats,
+    numbers: Floats,
+    counters: Integers,
+    gradients: Floats,
+) -> Any:
+    """Return views of the vectors, numbers, counters and new gradient of search ``s``."""
+    begin, end = edges[s, PARAMETERS], edges[s + 1, PARAMETERS]
+    return vectors[:, begin:end], numbers[s], counters[s], gradients[begin:end]
+
+
+@inlined
+def find_moving(vector: Floats, point: int, slope: Floats, moving: Any) -> None:
+    """Find the parameters that take part in the next step: free, and not pushed out of a bound.
+
+    Args:
+        vector: `Searches.vectors` of one search, [:, n].
+        point: row of ``vector`` with the parameters that the step begins at.
+        slope: gradient there, [n].
+        moving: receives the answer, bool [n].
+    """
+    for i in range(vector.shape[1]):
+        x = vector[point, i]
+        below = x <= vector[LOWER, i] and slope[i] > 0.0
+        above = x >= vector[UPPER, i] and slope[i] < 0.0
+        moving[i] = vector[FREE, i] != 0.0 and not below and not above
+
+
+@inlined
+def within(vector: Floats, i: int, value: float, limits: SearchLimits) -> float:
+    """Round a value of parameter ``i`` as the engine does, and move it into the bounds."""
+    if limits.single:
+        value = float(np.float32(value))
+    inside: float = min(max(value, vector[LOWER, i]), vector[UPPER, i])
+    return inside
+
+
+@inlined
+def ends(counter: Integers, steepest: float, tolerance: float, limits: SearchLimits) -> bool:
+    """End a search at a point where the loss is flat, or whose iterations are used up."""
+    if steepest <= tolerance:
+        counter[REASON] = GRADIENT
+    elif counter[ITERATIONS] >= limits.iterations:
+        counter[REASON] = ITERATIONS_USED
+    return bool(counter[REASON] != RUNNING)

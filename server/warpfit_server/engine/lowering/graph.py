@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from warpfit.ops import CONSTANT, OPERATORS
 from warpfit_server.engine.lowering.lowered import NONE
@@ -17,7 +16,9 @@ from warpfit_server.engine.native import intrinsics
 
 #: Code of a token in a row loss that is the result of the program before it.
 PREDICTION: Final = 0
-_POWER_CODE: Final = OPERATORS["pow"].code
+_POWER_CODE, _SQUARE_CODE, _CUBE_CODE, _INVERSE_CODE = (
+    OPERATORS[name].code for name in ("pow", "square", "cube", "inv")
+)
 #: Code; numbers of the operands (of a leaf, the index, or the bits of the constant, comes first);
 #: slots that the node needs (0 for leaves and scalars); uses that are left; location; whether the
 #: instruction is there.
@@ -28,8 +29,6 @@ NODE: Final = np.dtype(
         *((name, np.int64) for name in ("slots", "uses", "location", "emitted")),
     ]
 )
-#: An operator that equals the power with a constant exponent.
-REWRITE: Final = np.dtype([("exponent", np.float64), ("code", np.int64)])
 
 
 class Graph(NamedTuple):
@@ -45,17 +44,10 @@ class Graph(NamedTuple):
     stack: Any
     arities: Any
     """Number of operands by code, int64."""
-    rewrites: Any
-
-
-def power_rewrites() -> NDArray[np.void]:
-    """Return the rewrites of powers: of the constant exponents 2, 3 and -1."""
-    rows = [(2.0, "square"), (3.0, "cube"), (-1.0, "inv")]
-    return np.array([(exponent, OPERATORS[name].code) for exponent, name in rows], dtype=REWRITE)
 
 
 @intrinsics.inlined
-def new_graph(nodes: int, tokens: int, arities: Any, rewrites: Any) -> Graph:
+def new_graph(nodes: int, tokens: int, arities: Any) -> Graph:
     """Allocate a graph for programs of so many nodes and tokens at most."""
     return Graph(
         np.empty(nodes, dtype=NODE),
@@ -64,7 +56,6 @@ def new_graph(nodes: int, tokens: int, arities: Any, rewrites: Any) -> Graph:
         np.zeros(1, dtype=np.int64),
         np.empty(tokens, dtype=np.int64),
         arities,
-        rewrites,
     )
 
 
@@ -108,7 +99,7 @@ def number_tokens(graph: Graph, codes: Any, values: Any, prediction: Any) -> Any
             third = stack[height + 2] if arity > 2 else third
         else:
             value = values[token]
-            first = intrinsics.bits_of_float(value) if code == CONSTANT else np.int64(value)
+            first = np.float64(value).view(np.int64) if code == CONSTANT else np.int64(value)
         if code == _POWER_CODE:
             code, second = _rewrite_power(graph, second)
         stack[height] = find_node(graph, code, first, second, third)
@@ -118,20 +109,23 @@ def number_tokens(graph: Graph, codes: Any, values: Any, prediction: Any) -> Any
 
 @intrinsics.uncounted
 def _rewrite_power(graph: Graph, exponent: Any) -> Any:
-    """Return code and second operand of a power, or of what equals it."""
+    """Return code and second operand of a power, or of the operator that equals it."""
     if graph.nodes[exponent].code == CONSTANT:
-        value = intrinsics.float_of_bits(graph.nodes[exponent].operands[0])
-        for rewrite in graph.rewrites:
-            if rewrite.exponent == value:
-                return rewrite.code, np.int64(NONE)
+        value = np.int64(graph.nodes[exponent].operands[0]).view(np.float64)
+        if value == 2.0:
+            return np.int64(_SQUARE_CODE), np.int64(NONE)
+        if value == 3.0:
+            return np.int64(_CUBE_CODE), np.int64(NONE)
+        if value == -1.0:
+            return np.int64(_INVERSE_CODE), np.int64(NONE)
     return np.int64(_POWER_CODE), exponent
 
 
 @intrinsics.uncounted
 def constant_node(graph: Graph, value: float) -> Any:
     """Return the node of a constant."""
-    none = np.int64(NONE)
-    return find_node(graph, np.int64(CONSTANT), intrinsics.bits_of_float(value), none, none)
+    bits, none = np.float64(value).view(np.int64), np.int64(NONE)
+    return find_node(graph, np.int64(CONSTANT), bits, none, none)
 
 
 @intrinsics.uncounted

@@ -22,13 +22,7 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES
-from warpfit_server.engine.lowering.graph import (
-    REWRITE,
-    clear,
-    new_graph,
-    number_tokens,
-    power_rewrites,
-)
+from warpfit_server.engine.lowering.graph import clear, new_graph, number_tokens
 from warpfit_server.engine.lowering.lowered import NONE, Lowered, lowered_of
 from warpfit_server.engine.lowering.schedule import emit_prologue, emit_result, new_scratch
 from warpfit_server.engine.native.arguments import (
@@ -38,15 +32,13 @@ from warpfit_server.engine.native.arguments import (
     chunk_ranges,
     floats,
     octets,
-    reader,
     words,
 )
 from warpfit_server.engine.native.intrinsics import inlined
 
-rewrites_of: Final = reader(REWRITE)
-_TABLES: Final = ARITIES.astype(np.int64), power_rewrites()
+_WIDE_ARITIES: Final = ARITIES.astype(np.int64)
 #: Arrays of an argument block, in the order of `lowering_arrays`.
-_CODES, _VALUES, _STARTS, _ARITIES, _REWRITES, _LOWERED = range(OWN_ARRAYS, OWN_ARRAYS + 6)
+_CODES, _VALUES, _STARTS, _ARITIES, _LOWERED = range(OWN_ARRAYS, OWN_ARRAYS + 5)
 
 
 def lowering_arrays(batch: Batch, out: Lowered) -> tuple[NDArray[Any], ...]:
@@ -58,7 +50,7 @@ def lowering_arrays(batch: Batch, out: Lowered) -> tuple[NDArray[Any], ...]:
             load for each token.
     """
     tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
-    return (*tokens, batch.starts, *_TABLES, *out)
+    return (*tokens, batch.starts, _WIDE_ARITIES, *out)
 
 
 def lower_chunk(block: int, chunk: int) -> int:
@@ -67,8 +59,7 @@ def lower_chunk(block: int, chunk: int) -> int:
     try:
         _lower(
             octets(block, _CODES), floats(block, _VALUES), words(block, _STARTS),
-            words(block, _ARITIES), rewrites_of(block, _REWRITES), lowered_of(block, _LOWERED),
-            programs,
+            words(block, _ARITIES), lowered_of(block, _LOWERED), programs,
         )  # fmt: skip
     except Exception:  # compiled code tells exceptions apart no further: memory is short
         return FAILED
@@ -76,11 +67,9 @@ def lower_chunk(block: int, chunk: int) -> int:
 
 
 @inlined
-def _lower(
-    codes: Any, values: Any, starts: Any, arities: Any, rewrites: Any, out: Lowered, programs: Any
-) -> None:
+def _lower(codes: Any, values: Any, starts: Any, arities: Any, out: Lowered, programs: Any) -> None:
     longest = longest_program(starts, programs.start, programs.stop)
-    graph, scratch = new_graph(longest, longest, arities, rewrites), new_scratch(longest)
+    graph, scratch = new_graph(longest, longest, arities), new_scratch(longest)
     for program in range(programs.start, programs.stop):
         start, stop = starts[program], starts[program + 1]
         clear(graph, stop - start)

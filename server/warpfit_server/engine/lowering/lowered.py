@@ -64,6 +64,7 @@ class Lowered(NamedTuple):
     """ENTRY records."""
 
 
+@inlined
 def allocate(programs: int, instructions: int, loads: int, tokens: int = 0) -> Lowered:
     """Allocate arrays for so many programs, instructions and loads, and derivatives of tokens."""
     return Lowered(

@@ -15,7 +15,7 @@ import numpy as np
 from warpfit.ops import CONSTANT, PARAMETER, VARIABLE
 from warpfit_server.engine.lowering import lowered
 from warpfit_server.engine.lowering.graph import Graph
-from warpfit_server.engine.native.intrinsics import float_of_bits, inlined, uncounted
+from warpfit_server.engine.native.intrinsics import inlined, uncounted
 
 
 class Scratch(NamedTuple):
@@ -59,7 +59,7 @@ def emit_prologue(graph: Graph, scratch: Scratch, out: lowered.Lowered, header: 
             load = out.loads[header.first_load + header.loads]
             load.scalar = header.scalars
             load.parameter = node.operands[0] if code == PARAMETER else lowered.NONE
-            load.value = float_of_bits(node.operands[0])
+            load.value = np.int64(node.operands[0]).view(np.float64)
             header.loads += 1
             _locate_scalar(node, header)
         elif _is_scalar(graph, node):

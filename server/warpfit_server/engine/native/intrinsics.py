@@ -51,21 +51,6 @@ def pointer_to(kind: Any) -> Any:
     return convert
 
 
-def _bit_cast(source: Any, target: Any) -> Any:
-    @compiled_intrinsic
-    def convert(typing_context: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.bitcast(arguments[0], context.get_value_type(target))
-
-        return target(source), generate
-
-    return convert
-
-
-bits_of_float = _bit_cast(types.float64, types.int64)
-float_of_bits = _bit_cast(types.int64, types.float64)
-
-
 @compiled_intrinsic
 def fence(typing_context: Any) -> Any:
     """Make what was written before visible to other threads before anything is read after it."""

@@ -269,4 +269,5 @@ def _steps(tree: ast.AST) -> int:
 
 
 def integer(value: int) -> ir.Constant:
+    """Return a constant of 64 bits."""
     return ir.Constant(I64, value)

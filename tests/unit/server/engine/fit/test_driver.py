@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from support.engines.fits import fit
 from support.engines.numpy_engine import NumpyEngine
 from support.engines.strategies import programs
-from warpfit import InternalError, Reason, parse
+from warpfit import Reason, parse
 from warpfit.dataset import Dataset
 from warpfit.expressions.printing import to_text
 from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import Method
 from warpfit.losses import Loss, LossFunction, gaussian, huber
 from warpfit_server.engine.fit import compiled
-from warpfit_server.engine.interface import Linearisation
 
 rng = np.random.default_rng(3)
 X = rng.uniform(0.5, 2.0, size=(60, 2))
@@ -172,19 +171,6 @@ def test_a_start_that_is_not_finite_is_never_the_best():
     found = fit(data, ["p1"], [[[1.0], [1.5]]], loss=loss, max_iterations=3)
     assert found.start[0] == 1
     assert np.isfinite(found.loss[0])
-
-
-class ForgetfulEngine(NumpyEngine):
-    """Returns one derivative too few."""
-
-    def linearise(self, *arguments, **options):
-        full = yield from super().linearise(*arguments, **options)
-        return Linearisation(full.losses, full.gradients[:-1], full.curvatures)
-
-
-def test_arrays_of_the_wrong_size_are_an_internal_error():
-    with pytest.raises(InternalError, match="the engine returned"):
-        fit(DATA, [MODEL], [START], engine=ForgetfulEngine(DATA))
 
 
 # -------------------------------------------------------------------------- reasons to end
