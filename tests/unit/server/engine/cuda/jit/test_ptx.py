@@ -102,6 +102,17 @@ def test_every_operator_assembles(number: int) -> None:
         assert all(name.encode() in cubin for name in kernels)
 
 
+@pytest.mark.parametrize("mode", Mode)
+def test_derivatives_of_literal_powers_assemble(mode: Mode) -> None:
+    """That of the first power is a constant."""
+    inner = Program.apply("mul", Program.variable(0), Program.parameter(0))
+    powers = [Program.apply("pow", inner, Program.constant(exponent)) for exponent in POWERS]
+    output = Output(loss="squares", gradient=True, rows=1)
+    device_library = build(mode, 90, derivatives=True)
+    text = ptx.module(device_library, output, {"evaluate": shapes_of(*powers, gradient=True)})
+    assert linker.link(text, 90, device_library.functions)
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
