@@ -172,7 +172,7 @@ def make_plan(
     firsts = tuple(_cut_groups(shapes, counts, grid.group_size))
     groups = [shapes[first:stop] for first, stop in pairwise((*firsts, len(shapes)))]
     keys = tuple(kernels.key(mode, output, group) for group in groups)
-    work = np.add.reduceat(kernels.work(mode, shapes), firsts)
+    work = np.add.reduceat(kernels.work(mode, output, shapes), firsts)
     name = hashlib.blake2b("\0".join(key.text for key in keys).encode(), digest_size=16)
     return KernelPlan(
         batch=batch.without_parameters(),

@@ -83,29 +83,19 @@ class KernelStore:
         self.compile_queue = CompileQueue(threads)
         # Not a thread of the queue: those have a low priority, and launches wait for this one.
         self._loader = ThreadPoolExecutor(1, "load")
-        self._libraries: dict[tuple[Mode, bool], DeviceLibrary] = {}
         self._lock = threading.Lock()
         self._writer_lock = threading.Lock()
 
-    def library(self, mode: Mode, *, derivatives: bool = False) -> DeviceLibrary:
-        """Return the device library of a mode, which is built on the first call."""
-        with self._lock:
-            known = self._libraries.get((mode, derivatives))
-            if known is None:
-                known = library.build(mode, self._device.architecture, derivatives=derivatives)
-                self._libraries[mode, derivatives] = known
-            return known
-
     def key(self, mode: Mode, output: Output, shapes: tuple[Shape, ...]) -> KernelKey:
         """Return the key of the kernel that evaluates a group of expressions."""
-        device_library = self.library(mode, derivatives=output.gradient)
-        return KernelKey(mode, output, shapes, kernel_key(device_library, output, shapes))
+        text = kernel_key(self._library(mode, output), output, shapes)
+        return KernelKey(mode, output, shapes, text)
 
-    def work(self, mode: Mode, shapes: Sequence[Shape]) -> NDArray[np.float64]:
+    def work(self, mode: Mode, output: Output, shapes: Sequence[Shape]) -> NDArray[np.float64]:
         """Estimate the instructions for a row of each expression; [expressions]."""
         lengths = {
             token: _CALL_WORK if template.function else len(template.instructions)
-            for token, template in self.library(mode).templates.items()
+            for token, template in self._library(mode, output).templates.items()
         }
         return np.array(
             [
@@ -178,6 +168,10 @@ class KernelStore:
         with self._lock:
             self._cache.clear()
 
+    def _library(self, mode: Mode, output: Output) -> DeviceLibrary:
+        """Return the device library of a mode; the first call takes some tenths of a second."""
+        return library.build(mode, self._device.architecture, derivatives=output.gradient)
+
     def _cubin(self, key: KernelKey) -> bytes:
         """Return machine code, from disk if it is there; runs in a thread of the queue."""
         cubin = self.disk.get(key.text)
@@ -210,7 +204,7 @@ class KernelStore:
             done.set_result(kernels)
 
     def _compile(self, key: KernelKey) -> bytes:
-        device_library = self.library(key.mode, derivatives=key.output.gradient)
+        device_library = self._library(key.mode, key.output)
         # PTX is written in Python: several writers would only delay evaluations by Python's lock.
         with self._writer_lock:
             text = ptx.module(device_library, key.output, {_ENTRY: key.shapes})

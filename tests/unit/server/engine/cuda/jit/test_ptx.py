@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,7 +35,6 @@ OUTPUTS = (
 )
 
 
-@cache
 def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
     return library.build(mode, architecture, derivatives=derivatives)
 
