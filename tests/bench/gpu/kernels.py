@@ -17,6 +17,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -129,9 +130,9 @@ def derivatives(device: CudaDevice, repeats: int) -> dict[str, Any]:
 def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
     """Measure repeated batches with new parameters, and compiling of fresh ones."""
     rows, threads, rng = [], available_cores(), np.random.default_rng(2)
-    kernels = KernelStore(device, threads)
+    kernels, planner = KernelStore(device, threads), ThreadPoolExecutor(1)
     for mode, count in product(MODES, ROWS[1:]):
-        tier = CompiledTier(device, kernels)
+        tier = CompiledTier(device, kernels, planner)
         resident = upload(device, uniform_data(count, MODES[mode][0]))
         asked, times = evaluation(resident, mode, tier=Tier.COMPILED), []
         for _ in range(2 * repeats):
@@ -144,7 +145,7 @@ def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
         figures |= {"microseconds": round(seconds * 1e6, 1), "token_rows_per_second": rate}
         rows.append(figures)
         print(rows[-1], flush=True)
-    seconds_to_compile = {mode: compile_seconds(device, kernels, mode) for mode in MODES}
+    seconds_to_compile = {mode: compile_seconds(device, kernels, planner, mode) for mode in MODES}
     return {
         "compiler_threads": threads,
         "compile_300_expressions_seconds": seconds_to_compile,
@@ -152,9 +153,11 @@ def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
     }
 
 
-def compile_seconds(device: CudaDevice, kernels: KernelStore, mode: str) -> float:
+def compile_seconds(
+    device: CudaDevice, kernels: KernelStore, planner: Executor, mode: str
+) -> float:
     """From 300 fresh expressions to loaded modules, the device library already built."""
-    tier, times = CompiledTier(device, kernels), []
+    tier, times = CompiledTier(device, kernels, planner), []
     resident = upload(device, uniform_data(1000, MODES[mode][0]))
     for seed in range(7, 11):
         fresh, started = evaluation(resident, mode, seed, tier=Tier.COMPILED), time.perf_counter()

@@ -99,16 +99,15 @@ class CudaEngine:
         self._interpreter.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
         kernels = KernelStore(self._device, self._threads)
-        self._compiled = CompiledTier(self._device, kernels)
+        self._planner = ThreadPoolExecutor(1, "plan")
+        self._compiled = CompiledTier(self._device, kernels, self._planner)
         self._chooser = TierChooser(kernels.compile_queue.background)
-        # Planning the kernels of a batch takes Python time for which its answer should not wait.
-        self._background = ThreadPoolExecutor(1, "plan")
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
         _warm_up(self, Tier.INTERPRETER)
         # Beside that, the following would delay the start.
         self._derivatives = self._load_derivatives()
-        self._background.submit(self._warm_up_compiled)
+        self._warming = BACKGROUND.submit(self._warm_up_compiled)
 
     def device(self) -> Device:
         """Describe the device."""
@@ -207,7 +206,9 @@ class CudaEngine:
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
-        self._background.shutdown(cancel_futures=True)
+        if not self._warming.cancel():
+            self._warming.result()
+        self._planner.shutdown(cancel_futures=True)
         self._compiled.close()
         if not self._derivatives.cancel() and self._derivatives.exception() is None:
             self._derivatives.result().forget()
@@ -305,7 +306,7 @@ class CudaEngine:
         if is_due and self._compiled.supports(evaluation):
             # The memory of the batch's parameters is reused after the answer.
             detached = replace(evaluation, batch=evaluation.batch.without_parameters())
-            self._background.submit(self._request_compile, resident, detached)
+            self._planner.submit(self._request_compile, resident, detached)
         return loaded if decision is Decision.COMPILED else None
 
     def _request_compile(self, resident: ResidentDataset, evaluation: Evaluation) -> None:
