@@ -1,14 +1,13 @@
-"""One CUDA device: its memory, modules and streams, through CuPy.
+"""One CUDA device: its memory and streams, through CuPy.
 
 CuPy is imported when a `CudaDevice` is made, so that the package can be imported without it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit_server.engine.cuda.runtime.driver_calls import driver_functions
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.system import compile_cache
 from warpfit_server.system.compile_cache import check_private, default_cache_directory
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -160,16 +158,6 @@ class CudaDevice:
                 context.release()
         self._pool.free_all_blocks()
 
-    def load(self, key: Sequence[str], build: Callable[[], bytes]) -> Any:
-        """Load the machine code that ``build`` returns, or the same from the disk cache.
-
-        ``key`` holds everything that the code depends on.
-        """
-        self.use()
-        module = self.cupy.cuda.function.Module()
-        module.load(cached_cubin(self.cache_directory, key, build))
-        return module
-
     def lock_pages(self, array: NDArray[Any]) -> Callable[[], None]:
         """Page-lock an array of the host, so that streams copy from it at the full rate.
 
@@ -215,12 +203,6 @@ class CudaDevice:
         self.trim()
         with self._lock:
             self._idle.clear()
-
-
-def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]) -> bytes:
-    """Return machine code from disk, stored under a hash of ``key``, or build and store it."""
-    name = hashlib.sha256("\0".join(key).encode()).hexdigest()
-    return compile_cache.find_or_make(directory / "cubin" / f"{name}.cubin", build)
 
 
 def _import_cupy() -> Any:
