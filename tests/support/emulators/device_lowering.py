@@ -62,7 +62,7 @@ class Lowered:
 
     def are_invalid(self) -> NDArray[np.bool_]:
         """Return whether the lowering found each program invalid."""
-        return (self.programs[:, 3] & bytecode.UNSOUND) != 0
+        return (self.programs[:, 3] & bytecode.INVALID) != 0
 
     def slot_counts(self) -> NDArray[np.uint32]:
         """Slots of each program."""

@@ -58,10 +58,9 @@ _STEPS_IN_FLIGHT: Final = 2
 
 
 class CudaEngine:
-    """Evaluates batches on one CUDA device; safe to call from several threads.
+    """Evaluates batches on the first visible CUDA device; safe to call from several threads.
 
     Args:
-        device: CUDA device number.
         memory_limit: bytes of device memory to use; None for 90% of the engine's share.
         memory_share: part of the device's memory that is for this engine.
         cache_directory: where compiled code is kept; None for the user's cache directory.
@@ -79,7 +78,6 @@ class CudaEngine:
 
     def __init__(
         self,
-        device: int = 0,
         memory_limit: int | None = None,
         cache_directory: Path | None = None,
         tuning: InterpreterTuning | None = None,
@@ -87,7 +85,7 @@ class CudaEngine:
         memory_share: float = 1.0,
     ) -> None:
         self._threads = threads or available_cores()
-        self._device = CudaDevice(device, memory_limit, cache_directory, memory_share)
+        self._device = CudaDevice(memory_limit, cache_directory, memory_share)
         # Requests are merged only as far as one launch of the interpreter computes them.
         self.step_size = max_interpreted_token_rows(Mode.FAST, self._device.multiprocessors)
         started = time.perf_counter()
@@ -287,7 +285,7 @@ class CudaEngine:
     def _translate(self, error: Exception) -> Exception:
         """Translate an error of the device: a lack of memory, or one after which it is unusable."""
         if self._device.is_out_of_memory(error):
-            return self._device.out_of_memory()
+            return self._device.no_room()
         return EngineBrokenError(str(error))
 
     def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> CompiledWork | None:

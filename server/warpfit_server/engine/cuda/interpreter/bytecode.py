@@ -32,7 +32,7 @@ SLOT_LEVELS: Final = 16
 SLOTS_MASK: Final = (1 << 20) - 1
 NEED_SHIFT: Final = 20
 NEED_MASK: Final = 31
-UNSOUND: Final = 1 << 31
+INVALID: Final = 1 << 31
 #: Flag in the order of programs: this one needs more stack levels than a warp has.
 DEEP: Final = 1 << 31
 #: Flag in the order of programs: some program of the launch is invalid, so none is interpreted.

@@ -3,7 +3,7 @@
 `lower_programs` checks raw postfix tokens and writes the interpreter's instructions;
 `order_programs` sorts the programs for the launches of the interpreter, and reports the first
 invalid program. The interpreter is launched at once after them: what its launch depends on is
-bounded by `batch_layout.bound_batch`, so that the host does not wait in between.
+bounded by `batch_layout.pack`, so that the host does not wait in between.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MOST_PENDING: Final = 32
 _SHARED_NAMES: Final = (
     *("LOAD_VARIABLE", "LOAD_SLOT", "PUSH", "INDEX_SHIFT", "SLOT_LEVELS"),
     *("FROM_VARIABLE", "FROM_SLOT", "FROM_STACK", "NEED_SHIFT", "NEED_MASK"),
-    *("UNSOUND", "DEEP", "SKIPPED"),
+    *("INVALID", "DEEP", "SKIPPED"),
 )
 
 
@@ -175,7 +175,7 @@ def order_arguments(batch: Any, layout: BatchLayout) -> Any:
     one = arguments[0]
     one.programs = batch.address + layout.programs
     one.order = batch.address + layout.order
-    one.unsound = batch.first_invalid
+    one.invalid = batch.first_invalid
     one.count = batch.programs
     one.group = batch.group
     one.levels = batch.levels - batch.scratch

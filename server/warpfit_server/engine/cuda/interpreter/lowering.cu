@@ -26,12 +26,12 @@ struct __align__(8) Node {
 #define ATOM_KIND (VARIABLE_KIND | INVARIANT_KIND)
 #define HEIGHT_MASK 0x1fu
 
-// A lowered program. An invalid (unsound) one has no instructions and no slots.
+// A lowered program. An invalid one has no instructions and no slots.
 struct __align__(16) Program {
   unsigned first;   // index of the first instruction
   unsigned count;   // number of instructions, without the one that ends the program
   unsigned slot;    // index of the first row-invariant slot
-  unsigned traits;  // number of slots, NEED_SHIFT, UNSOUND
+  unsigned traits;  // number of slots, NEED_SHIFT, INVALID
 };
 
 // device_lowering.py packs the fields as they are declared here.
@@ -54,7 +54,7 @@ struct LowerArguments {
 struct OrderArguments {
   const Program* programs;  // [programs]
   unsigned* order;          // [programs]
-  unsigned* unsound;        // first invalid program of each group, or NONE; [groups]
+  unsigned* invalid;        // first invalid program of each group, or NONE; [groups]
   int count;                // programs
   int group;                // programs of a group
   int levels;               // stack levels that a warp has
@@ -263,7 +263,7 @@ __device__ __forceinline__ void lower_program(const LowerArguments& arguments, N
   const unsigned slot = first_slot(start, program), end = start + program + count + 1;
   Writer writer = {arguments.instructions + end, arguments.slots + slot,         0, start,
                    parameter * arguments.vectors, parameters};
-  unsigned traits = UNSOUND;
+  unsigned traits = INVALID;
   if (measure(nodes, count, parameters)) {
     write_code(nodes, count, writer);
     const unsigned kind = kind_of(nodes[count - 1]);
@@ -328,16 +328,16 @@ order_programs(const __grid_constant__ OrderArguments arguments) {
   extern __shared__ Node shared_nodes[];
   unsigned* counts = (unsigned*)shared_nodes;
   unsigned* sums = counts + BUCKETS;
-  unsigned* const unsound = sums + BUCKETS;
+  unsigned* const invalid = sums + BUCKETS;
   const unsigned first = blockIdx.x * arguments.group, count = arguments.count;
   const unsigned end = first + arguments.group < count ? first + arguments.group : count;
   for (unsigned bucket = threadIdx.x; bucket < BUCKETS; bucket += blockDim.x) counts[bucket] = 0;
-  if (threadIdx.x == 0) *unsound = NONE;
+  if (threadIdx.x == 0) *invalid = NONE;
   __syncthreads();
   for (unsigned program = first + threadIdx.x; program < end; program += blockDim.x) {
     const Program record = arguments.programs[program];
     atomicAdd(counts + bucket_of(record, arguments.levels), 1u);
-    if (record.traits & UNSOUND) atomicMin(unsound, program);
+    if (record.traits & INVALID) atomicMin(invalid, program);
   }
   __syncthreads();
   // Ends of the buckets: prefix sums, over twice as many buckets in each round.
@@ -349,12 +349,12 @@ order_programs(const __grid_constant__ OrderArguments arguments) {
     sums = counts;
     counts = summed;
   }
-  const unsigned skipped = *unsound == NONE ? 0 : SKIPPED;
+  const unsigned skipped = *invalid == NONE ? 0 : SKIPPED;
   for (unsigned program = first + threadIdx.x; program < end; program += blockDim.x) {
     const Program record = arguments.programs[program];
     const unsigned place = atomicSub(counts + bucket_of(record, arguments.levels), 1u) - 1;
     const unsigned flags = (is_deep(record, arguments.levels) ? DEEP : 0) | skipped;
     arguments.order[first + place] = program | flags;
   }
-  if (threadIdx.x == 0) arguments.unsound[blockIdx.x] = *unsound;
+  if (threadIdx.x == 0) arguments.invalid[blockIdx.x] = *invalid;
 }

@@ -33,8 +33,8 @@ _SUM_THREADS: Final = 128
 def graph_source() -> CudaSource:
     """Return the kernel that adds up each job's partial sums, and that which copies the inputs.
 
-    A kernel reads the inputs from the host's memory, because the device's copy engine works in order:
-    there they would wait behind the rows of streamed data sets.
+    A kernel reads the inputs from the host's memory, because the device's copy engine works in
+    order: there they would wait behind the rows of streamed data sets.
     """
     words = {name: offset // 8 for name, offset in kernel_interface.ARGUMENT_OFFSETS.items()}
     source = f"""{sum_tree()}

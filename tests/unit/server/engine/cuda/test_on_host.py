@@ -196,6 +196,21 @@ def test_a_fit_finds_the_parameters(engine):
     np.testing.assert_allclose(found.parameters[0], [1.5, -0.7], rtol=1e-6)
 
 
+def test_both_memories_are_named_where_cuda_does_not_say_which_is_short(engine, monkeypatch):
+    cuda, data = engine._device.cupy.cuda, make_dataset(100)
+    engine.load(data)
+
+    def refuse(_):
+        raise cuda.runtime.CUDARuntimeError(2)
+
+    monkeypatch.setattr(engine._device, "_idle", [])
+    monkeypatch.setattr(cuda, "alloc_pinned_memory", refuse)
+    with pytest.raises(ResourceExhaustedError, match=r"device has .* page-locked") as failure:
+        Evaluate(engine)(data, [Program.variable(0)])
+    assert failure.value.needed is None
+    assert failure.value.available > 0
+
+
 def test_an_invalid_program_is_named(engine):
     good, bad = Program.variable(0), Program.variable(7)
     with pytest.raises(ProgramError) as failure:

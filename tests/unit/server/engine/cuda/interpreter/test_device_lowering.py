@@ -164,7 +164,7 @@ def check_invalid(batch):
             )
             assert refused.value.expression == index
             first, count, _, traits = found.programs[index].tolist()
-            assert (count, traits) == (0, bytecode.UNSOUND)
+            assert (count, traits) == (0, bytecode.INVALID)
             assert found.instructions[first].tolist() == [bytecode.END, 0]
         else:
             check_program(found, index)
