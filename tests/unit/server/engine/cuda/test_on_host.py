@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -194,6 +195,22 @@ def test_a_fit_finds_the_parameters(engine):
     engine.load(data)
     found = fit(data, ["p1 * exp(p2 * x1)"], [[1.0, 0.1]], engine=engine)
     np.testing.assert_allclose(found.parameters[0], [1.5, -0.7], rtol=1e-6)
+
+
+def test_the_tier_chooser_observes_no_time_of_other_requests(engine, batch, monkeypatch):
+    data, elsewhere, observed = make_dataset(ROWS), 0, []
+    engine.load(data)
+    asked = Evaluation(data.content_id, Batch.of(*batch), values=False, loss=Loss.MSE)
+    outputs = outputs_for(asked, data.layout)
+    run_to_end(engine.evaluate(asked, outputs))  # compiles kernels
+    clocks = time.perf_counter_ns, time.perf_counter
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: clocks[0]() + 10**9 * elsewhere)
+    monkeypatch.setattr(time, "perf_counter", lambda: clocks[1]() + elsewhere)
+    monkeypatch.setattr(engine._chooser, "observe", lambda *given: observed.append(given[-1]))
+    for _ in engine.evaluate(asked, outputs):
+        elsewhere += 1_000
+    assert elsewhere > 0
+    assert 0 < observed[0] < 1_000
 
 
 def test_both_memories_are_named_where_cuda_does_not_say_which_is_short(engine, monkeypatch):
