@@ -91,9 +91,8 @@ def launch_lowered(lowered: BatchLaunch, *work: Any) -> None:
 
 def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
     """Measure the interpreter's kernel alone, on lowered programs."""
-    rows = []
+    rows, tier = [], InterpreterTier(device)
     for mode, count in product(MODES, ROWS):
-        tier = InterpreterTier(device)
         resident = upload(device, uniform_data(count, MODES[mode][0]))
         asked = evaluation(resident, mode)
         variant, jobs = tier.variant(resident, asked, count), len(asked.batch)

@@ -192,10 +192,10 @@ def lower_on_device(
         first_invalid = first_invalid.view(np.uint32)
         given = context.handle, address, first_invalid, variables, group, levels
         numbers = as_record(_numbers(batch, *given))
-        blocks = 8 * device.multiprocessors
+        warps = 32 * device.multiprocessors
         handles = {name: kernel.ptr for name, kernel in kernels.items()}
         others = dict.fromkeys(LaunchLimits._fields, 0)
-        limits = as_record(LaunchLimits(**others | handles | {"lowering_blocks": blocks}))
+        limits = as_record(LaunchLimits(**others | handles | {"resident_warps": warps}))
         context.check_executed(_lower(context.functions, limits, numbers, layout))
         context.download(staging, address)
         context.stream.synchronize()

@@ -27,7 +27,7 @@ from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit.server_info import Device
 from warpfit_server.engine.cuda import parts
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
-from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier, InterpreterTuning
+from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_plan import fingerprint
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier, CompiledWork
@@ -65,7 +65,6 @@ class CudaEngine:
         memory_limit: bytes of device memory to use; None for 90% of the engine's share.
         memory_share: part of the device's memory that is for this engine.
         cache_directory: where compiled code is kept; None for the user's cache directory.
-        tuning: how the interpreter lays work out; None for the measured best.
         threads: threads that compile kernels, and that lower derivatives; None for one a core.
             At most half of them run background jobs.
 
@@ -81,7 +80,6 @@ class CudaEngine:
         self,
         memory_limit: int | None = None,
         cache_directory: Path | None = None,
-        tuning: InterpreterTuning | None = None,
         threads: int | None = None,
         memory_share: float = 1.0,
     ) -> None:
@@ -94,8 +92,7 @@ class CudaEngine:
         # Beside what the engine waits for: `_load_derivatives` finds it compiled, or waits for it.
         BACKGROUND.submit(parts.compile_group, "derivatives", *where, self._threads, urgent=False)
         parts.compile_group("values", *where, self._threads)
-        self._interpreter = InterpreterTier(self._device, tuning)
-        self._interpreter.prepare_all()
+        self._interpreter = InterpreterTier(self._device)
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
         kernels = KernelStore(self._device, self._threads)
         self._planner = ThreadPoolExecutor(1, "plan")

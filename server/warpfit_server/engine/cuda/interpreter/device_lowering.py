@@ -42,9 +42,9 @@ _ORDER_BYTES: Final = 8 * 1024 + 8
 #: Most tokens that a block of ``lower_programs`` keeps in shared memory, and the bytes of each.
 MAX_SHARED_TOKENS: Final = 4096
 _NODE_BYTES: Final = 8
-#: Blocks of ``lower_programs`` for each multiprocessor among which a small batch is divided: the
-#: fewer programs a warp has, the fewer different branches it takes.
-BLOCKS_A_MULTIPROCESSOR: Final = 8
+#: Resident warps for each block of ``lower_programs`` among which a small batch is divided: the
+#: fewer programs a block has, the fewer different branches its warp takes.
+_WARPS_A_BLOCK: Final = 4
 #: Bits of a row of the operator table, next to the label.
 _ARITY_SHIFT: Final = 10
 _IS_KNOWN, _IS_VARIABLE, _IS_PARAMETER = 1 << 12, 1 << 13, 1 << 14
@@ -186,9 +186,10 @@ def order_arguments(batch: Any, layout: BatchLayout) -> Any:
 def launch_lowering(driver: Any, kernels: Any, batch: Any, layout: BatchLayout) -> int:
     """Launch the lowering of a batch that has been uploaded; return the driver's status.
 
-    A small batch is divided among ``kernels.lowering_blocks`` blocks.
+    A small batch is divided among more blocks than it needs.
     """
-    share = min(_LOWER_THREADS, -(-batch.programs // kernels.lowering_blocks))
+    blocks = kernels.resident_warps // _WARPS_A_BLOCK
+    share = min(_LOWER_THREADS, -(-batch.programs // blocks))
     room = min(MAX_SHARED_TOKENS, share * batch.longest)
     grid, threads = (-(-batch.programs // share), 1), (_LOWER_THREADS, 1)
     arguments = lower_arguments(batch, layout, share, room)

@@ -44,6 +44,8 @@ SLOT_ARGUMENTS: Final = argument_struct(TEMPLATE, "SlotArguments")
 #: Threads of a block of ``sum_partials`` and of ``evaluate_slots``.
 _SUM_THREADS: Final = 128
 _SLOT_THREADS: Final = (32, 4)
+#: Most programs that a warp runs one after the other.
+_PROGRAMS_A_WARP: Final = 2
 #: Most blocks in the second dimension of a grid.
 _MAX_GRID_Y: Final = 0xFFFF
 #: Shared memory of a block that every device grants without asking, less the job counter.
@@ -65,12 +67,8 @@ class LaunchLimits(NamedTuple):
     """Shared memory of one stack level of a warp."""
     max_warps: int
     """Most warps of a block."""
-    programs_per_warp: int
-    """Most programs that a warp runs one after the other."""
     resident_warps: int
     """Warps that the device runs at a time."""
-    lowering_blocks: int
-    """Blocks among which the lowering of a small batch is divided."""
 
 
 class RowTiles(NamedTuple):
@@ -306,7 +304,7 @@ def launch_interpreter(
     """Launch the interpreter for some jobs, as `run_jobs`; return the driver's status."""
     layout = lay_out(batch.tokens, batch.programs, batch.parameters)
     rounds = max(1, count * tiles.tiles // kernels.resident_warps)
-    rounds = min(kernels.programs_per_warp, rounds)
+    rounds = min(_PROGRAMS_A_WARP, rounds)
     group = max(batch.warps * rounds, -(-count // _MAX_GRID_Y))
     arguments = np.zeros(1, INTERPRETER_ARGUMENTS)
     one = arguments[0]

@@ -9,10 +9,7 @@ pytest.importorskip("numba")
 from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds
 
-LIMITS = launches.LaunchLimits(
-    *[0] * 5, level_bytes=2048, max_warps=2, programs_per_warp=2, resident_warps=32 * 132,
-    lowering_blocks=8 * 132,
-)  # fmt: skip
+LIMITS = launches.LaunchLimits(*[0] * 5, level_bytes=2048, max_warps=2, resident_warps=32 * 132)
 
 
 @pytest.mark.parametrize("warps", [1, 2, 3, 8])
