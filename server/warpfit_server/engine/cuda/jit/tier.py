@@ -220,8 +220,7 @@ class CompiledTier:
         # A kernel has at most one block of threads for each block of rows.
         most = -(-(start % block + min(chunk, stop - start)) // block)
         total = plan.layout.blocks * self._device.multiprocessors
-        with self._lock:
-            key = plan.name, vectors, plan.blocks(vectors, most, total)
+        key = plan.name, vectors, plan.blocks(vectors, most, total)
         return CompiledWork(plan, resident, evaluation, start, stop, chunk, block, key)
 
     def _capture(self, key: GraphKey, plan: KernelPlan) -> Steps[CapturedGraph]:
