@@ -229,9 +229,5 @@ def _when_all_done(jobs: Sequence[Future[Any]], then: Callable[[], object]) -> N
 
 def kernel_key(device_library: DeviceLibrary, output: Output, shapes: tuple[Shape, ...]) -> str:
     """Return a hash of everything that a kernel's machine code depends on, for a file name."""
-    digest = hashlib.blake2b(digest_size=20)
-    digest.update(device_library.key)
-    digest.update(f"{ptx.GENERATION} {output} {linker.version()}".encode())
-    for shape in shapes:
-        digest.update(shape.key)
-    return digest.hexdigest()
+    text = f"{ptx.GENERATION} {output} {linker.version()} {shapes}".encode()
+    return hashlib.blake2b(device_library.key + text, digest_size=20).hexdigest()
