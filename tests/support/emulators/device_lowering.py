@@ -165,7 +165,7 @@ def _slot_labels() -> frozenset[int]:
 
 
 def _takes_slot(low: int) -> bool:
-    return low & (1 << bytecode.LABEL_BITS) - 1 in _slot_labels()
+    return low & bytecode.LABEL_MASK in _slot_labels()
 
 
 def lower_on_device(

@@ -11,6 +11,7 @@ from warpfit.ops import OPERATORS
 
 #: Word 0 of an instruction: case label, flags, and the index of a leaf to load before the case.
 LABEL_BITS: Final = 10
+LABEL_MASK: Final = (1 << LABEL_BITS) - 1
 LOAD_VARIABLE: Final = 1 << 10
 LOAD_SLOT: Final = 1 << 11
 PUSH: Final = 1 << 12
@@ -40,9 +41,15 @@ SKIPPED: Final = 1 << 30
 
 _CASES: Final = {1: 1, 2: 6, 3: 1}
 #: Case label of the instruction that ends a program; label 0 does nothing.
-END: Final = 1 + sum(_CASES[row.arity] for row in OPERATORS.values())
+END_LABEL: Final = 1 + sum(_CASES[row.arity] for row in OPERATORS.values())
 #: Number of case labels.
-CASES: Final = END + 1
+CASES: Final = END_LABEL + 1
+
+
+def definitions() -> str:
+    """Return the numbers of this module as definitions of the same names in CUDA C++."""
+    numbers = {k: v for k, v in globals().items() if k.isupper() and isinstance(v, int)}
+    return "".join(f"#define {name} {number}u\n" for name, number in numbers.items())
 
 
 def labels() -> NDArray[np.int64]:

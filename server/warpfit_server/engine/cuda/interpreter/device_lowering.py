@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from warpfit.errors import InternalError, ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, PARAMETER, VARIABLE
-from warpfit_server.engine.cuda.interpreter import bytecode
-from warpfit_server.engine.cuda.interpreter.bytecode import INDEX_LIMIT, labels
+from warpfit_server.engine.cuda.interpreter.bytecode import INDEX_LIMIT, definitions, labels
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -51,26 +50,19 @@ _IS_KNOWN, _IS_VARIABLE, _IS_PARAMETER = 1 << 12, 1 << 13, 1 << 14
 _compiled = numba_cache.njit(nogil=True)
 #: Most operands whose code is still to be written: one for each stack level.
 _MOST_PENDING: Final = 32
-#: Constants of bytecode.py that lowering.cu uses under the same names.
-_SHARED_NAMES: Final = (
-    *("LOAD_VARIABLE", "LOAD_SLOT", "PUSH", "INDEX_SHIFT", "SLOT_LEVELS"),
-    *("FROM_VARIABLE", "FROM_SLOT", "FROM_STACK", "NEED_SHIFT", "NEED_MASK"),
-    *("INVALID", "DEEP", "SKIPPED"),
-)
 
 
 def lowering_source() -> CudaSource:
     """Return the source of the lowering kernels."""
-    numbers = {name: getattr(bytecode, name) for name in _SHARED_NAMES}
-    numbers |= {"LABEL_MASK": (1 << bytecode.LABEL_BITS) - 1, "END_LABEL": bytecode.END}
-    numbers |= {"ARITY_SHIFT": _ARITY_SHIFT, "IS_KNOWN": _IS_KNOWN}
+    numbers = {"ARITY_SHIFT": _ARITY_SHIFT, "IS_KNOWN": _IS_KNOWN}
     numbers |= {"IS_VARIABLE": _IS_VARIABLE, "IS_PARAMETER": _IS_PARAMETER, "NONE": ALL_VALID}
     numbers |= {"LOWER_THREADS": _LOWER_THREADS, "ORDER_THREADS": _ORDER_THREADS}
     numbers |= {"MOST_PENDING": _MOST_PENDING}
     defines = [f"#define {name} {number}u\n" for name, number in numbers.items()]
     rows = ", ".join(f"{row}u" for row in _operator_table().tolist())
     table = f"__device__ const unsigned OPERATOR_TABLE[256] = {{{rows}}};\n"
-    return CudaSource("".join(defines) + table + _SOURCE, ("--std=c++17",))
+    text = "".join([definitions(), *defines, table, _SOURCE])
+    return CudaSource(text, ("--std=c++17",))
 
 
 def _operator_table() -> NDArray[np.uint32]:

@@ -9,12 +9,7 @@
 #define WARPS_AT_MOST 8
 
 // Instruction: word 0 holds the case label, flags and the index of a leaf to load first; word 1 the
-// index of the second operand. See bytecode.py.
-#define LABEL_MASK 1023u
-#define LOAD_VARIABLE (1u << 10)
-#define LOAD_SLOT (1u << 11)
-#define PUSH (1u << 12)
-#define INDEX_SHIFT 13
+// index of the second operand. The definitions are those of bytecode.py.
 
 struct Program {
   unsigned first;  // index of the first instruction
@@ -89,21 +84,21 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
 
 #define VARIABLE load(place + g * GROUP_BYTES)
 #define STACK load_shared(top + g * GROUP_BYTES)
-#define FROM_VARIABLE const char* const place = column(now.y);
-#define FROM_SLOT const real u = __ldg(slots + now.y);
-#define FROM_STACK top -= LEVEL_BYTES;
+#define READ_VARIABLE const char* const place = column(now.y);
+#define READ_SLOT const real u = __ldg(slots + now.y);
+#define READ_STACK top -= LEVEL_BYTES;
 
 // Cheap operators: all rows unrolled in registers, one case for each source of the other operand.
 #define UNARY(f, label) \
   case label: FOR_EACH_ROW(t[i] = f(t[i])) break;
 
 #define BINARY(f, label)                                                                     \
-  case label + 0: { FROM_VARIABLE FOR_EACH_ROW_OF(VARIABLE, t[i] = f(t[i], u)) break; }      \
-  case label + 1: { FROM_VARIABLE FOR_EACH_ROW_OF(VARIABLE, t[i] = f(u, t[i])) break; }      \
-  case label + 2: { FROM_SLOT FOR_EACH_ROW(t[i] = f(t[i], u)) break; }                       \
-  case label + 3: { FROM_SLOT FOR_EACH_ROW(t[i] = f(u, t[i])) break; }                       \
-  case label + 4: { FROM_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(t[i], u)) break; }            \
-  case label + 5: { FROM_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(u, t[i])) break; }
+  case label + 0: { READ_VARIABLE FOR_EACH_ROW_OF(VARIABLE, t[i] = f(t[i], u)) break; }      \
+  case label + 1: { READ_VARIABLE FOR_EACH_ROW_OF(VARIABLE, t[i] = f(u, t[i])) break; }      \
+  case label + 2: { READ_SLOT FOR_EACH_ROW(t[i] = f(t[i], u)) break; }                       \
+  case label + 3: { READ_SLOT FOR_EACH_ROW(t[i] = f(u, t[i])) break; }                       \
+  case label + 4: { READ_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(t[i], u)) break; }            \
+  case label + 5: { READ_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(u, t[i])) break; }
 
 // Longer operators: one body for each order of the operands, because hot code must fit in the
 // instruction cache.
@@ -112,9 +107,9 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
   case label + 5: {                                                                       \
     const unsigned form = (now.x & LABEL_MASK) - (label);                                 \
     real other[ROWS];                                                                     \
-    if (form < 2) { FROM_VARIABLE FOR_EACH_ROW_OF(VARIABLE, other[i] = u) }               \
-    else if (form < 4) { FROM_SLOT FOR_EACH_ROW(other[i] = u) }                           \
-    else { FROM_STACK FOR_EACH_ROW_OF(STACK, other[i] = u) }                              \
+    if (form < 2) { READ_VARIABLE FOR_EACH_ROW_OF(VARIABLE, other[i] = u) }               \
+    else if (form < 4) { READ_SLOT FOR_EACH_ROW(other[i] = u) }                           \
+    else { READ_STACK FOR_EACH_ROW_OF(STACK, other[i] = u) }                              \
     if (form & 1) { FOR_EACH_ROW(t[i] = f(other[i], t[i])) }                              \
     else { FOR_EACH_ROW(t[i] = f(t[i], other[i])) }                                       \
     break;                                                                                \
@@ -144,11 +139,11 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     const unsigned form = (now.x & LABEL_MASK) - (label);                                 \
     unsigned other = top + LEVEL_BYTES;                                                   \
     if (form < 2) {                                                                       \
-      FROM_VARIABLE                                                                       \
+      READ_VARIABLE                                                                       \
       _Pragma("unroll") for (int g = 0; g < GROUPS; ++g)                                  \
         store_shared(other + g * GROUP_BYTES, VARIABLE.lane);                             \
     } else if (form < 4) {                                                                \
-      FROM_SLOT                                                                           \
+      READ_SLOT                                                                           \
       Step same;                                                                          \
       _Pragma("unroll") for (int j = 0; j < STEP; ++j) same.lane[j] = u;                  \
       for (int at = first_step; at < first_step + LEVEL_BYTES; at += STEP_BYTES)          \

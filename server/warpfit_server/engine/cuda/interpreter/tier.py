@@ -21,8 +21,6 @@ from warpfit_server.engine.cuda.interpreter.batch_launch import (
     Jobs,
     Staging,
 )
-from warpfit_server.engine.cuda.interpreter.bytecode import CASES
-from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.device_lowering import load_lowering
 from warpfit_server.engine.cuda.interpreter.launches import LaunchLimits, RowTiles
 from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
@@ -137,7 +135,7 @@ class InterpreterTier:
         """Return the kernels of a variant, which are loaded on the first call."""
         kernels = self._kernels.get(variant)
         if kernels is None:
-            module = interpreter_switch(variant).load(self._device)
+            module = source.interpreter_source(variant).load(self._device)
             names = "interpret", "evaluate_slots", "sum_partials"
             functions = {name: module.get_function(name) for name in names} | self._lowering
             limits = as_record(self._limits(variant, functions))
@@ -243,8 +241,3 @@ class ChunkResults:
             nodes, first = (yield from shard.join(mine)), shard.rows[0]
         if losses is not None and nodes is not None:
             losses[...] = sum_nodes(nodes, first // length).reshape(losses.shape)
-
-
-def interpreter_switch(variant: source.Variant) -> CudaSource:
-    """Return the source of the kernels of one variant, with its options."""
-    return CudaSource(source.interpreter_source(variant), variant.options, CASES)
