@@ -1,7 +1,10 @@
 """A store of compiled kernels by key: loaded, on disk, or made by the compiler, once each.
 
 Kernels that are requested together are compiled by many threads, and loaded together once all are
-compiled; see `runtime.modules`.
+compiled. The driver loads a module only when the device is idle, and delays launches meanwhile.
+Modules loaded one by one would each wait for the launches since the last one, and delay further
+launches in turn. So launches are held back in `driver_calls` until all modules are loaded: one wait
+for the device, and then some 0.1 ms a module.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileQueue
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.modules import load_modules
+from warpfit_server.engine.cuda.runtime.driver_calls import LAUNCHES_HELD, LOAD_MODULE
+from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.intrinsics import call_c
 from warpfit_server.system.compile_cache import CacheCounters, DiskCache
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -231,3 +236,45 @@ def kernel_key(device_library: DeviceLibrary, output: Output, shapes: tuple[Shap
     """Return a hash of everything that a kernel's machine code depends on, for a file name."""
     text = f"{ptx.GENERATION} {output} {linker.version()} {shapes}".encode()
     return hashlib.blake2b(device_library.key + text, digest_size=20).hexdigest()
+
+
+def load_modules(device: CudaDevice, cubins: Sequence[bytes]) -> list[Any]:
+    """Load machine code; only one thread of a device at a time may call this.
+
+    Returns:
+        CuPy modules in the order of ``cubins``, unloaded when they are dropped.
+
+    Raises:
+        CUDADriverError: if one cannot be loaded, for example for want of device memory; the
+            others are unloaded then.
+    """
+    device.use()
+    images = np.array([np.frombuffer(cubin, np.uint8).ctypes.data for cubin in cubins], np.int64)
+    handles = np.zeros(len(cubins), dtype=np.uint64)
+    status = _load(device.functions, images, handles)
+    cuda = device.cupy.cuda
+    modules = [cuda.function.Module() for _ in cubins]
+    for module, handle in zip(modules, handles.tolist(), strict=True):
+        module.ptr = handle
+    if status:
+        raise cuda.driver.CUDADriverError(status)
+    return modules
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _load(
+    functions: NDArray[np.int64], images: NDArray[np.int64], handles: NDArray[np.uint64]
+) -> int:
+    """Fill in handles, which stay 0 from the first failure on; return the driver's status.
+
+    Compiled, because Python code would wait for Python's lock while all launches are held back.
+    """
+    status = 0
+    functions[LAUNCHES_HELD] = 1
+    for number in range(len(images)):
+        handle = np.int64(handles.ctypes.data) + 8 * number
+        status = call_c(functions[LOAD_MODULE], (handle, images[number]))
+        if status != 0:
+            break
+    functions[LAUNCHES_HELD] = 0
+    return int(status)
