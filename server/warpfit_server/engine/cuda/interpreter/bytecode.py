@@ -1,7 +1,11 @@
-"""Encoding of the interpreter's instructions, which lowering.cu writes and interpreter.cu reads."""
+"""Encoding of the interpreter's instructions, which lowering.cu writes and interpreter.cu reads.
+
+Both sources begin with these numbers and with batch.cu, which declares a batch on the device.
+"""
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import Final
 
 import numpy as np
@@ -44,12 +48,15 @@ _CASES: Final = {1: 1, 2: 6, 3: 1}
 END_LABEL: Final = 1 + sum(_CASES[row.arity] for row in OPERATORS.values())
 #: Number of case labels.
 CASES: Final = END_LABEL + 1
+#: Declarations of a batch on the device.
+BATCH_SOURCE: Final = resources.files(__package__).joinpath("batch.cu").read_text()
 
 
-def definitions() -> str:
-    """Return the numbers of this module as definitions of the same names in CUDA C++."""
+def header() -> str:
+    """Return the numbers of this module as definitions of the same names, and `BATCH_SOURCE`."""
     numbers = {k: v for k, v in globals().items() if k.isupper() and isinstance(v, int)}
-    return "".join(f"#define {name} {number}u\n" for name, number in numbers.items())
+    definitions = [f"#define {name} {number}u\n" for name, number in numbers.items()]
+    return "".join(definitions) + BATCH_SOURCE
 
 
 def labels() -> NDArray[np.int64]:

@@ -106,7 +106,7 @@ def interpreter_source(variant: Variant) -> CudaSource:
         "CASES": [f"        {_macro(r, variant)}(op_{r.name}, {table[r.code]})" for r in rows],
         "SCALAR_CASES": [_scalar_case(row, f"op_{row.name}") for row in rows],
     }
-    template = bytecode.definitions() + TEMPLATE
+    template = bytecode.header() + TEMPLATE
     text = source_of(variant, {"BLOCKS_AT_LEAST": blocks}, template, parts)
     return CudaSource(text, variant.options, bytecode.CASES)
 

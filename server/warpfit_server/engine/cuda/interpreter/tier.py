@@ -22,7 +22,7 @@ from warpfit_server.engine.cuda.interpreter.batch_launch import (
     Staging,
 )
 from warpfit_server.engine.cuda.interpreter.device_lowering import load_lowering
-from warpfit_server.engine.cuda.interpreter.launches import LaunchLimits, RowTiles
+from warpfit_server.engine.cuda.interpreter.launches import LaunchLimits, cut_tiles
 from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import as_record
@@ -106,7 +106,7 @@ class InterpreterTier:
                 window: ResidentDataset, number: int, jobs: Jobs, side: int
             ) -> Callable[[], None]:
                 given = window, spans[number], evaluation.loss, kernels.variant, level
-                tiles = as_record(RowTiles.of(*given))
+                tiles = cut_tiles(*given)
                 staging = lowered.launch_chunk(tiles, evaluation, jobs, f" {side}")
                 return partial(results.copy, number, jobs, staging)
 
@@ -157,13 +157,13 @@ class InterpreterTier:
     def _tiles(
         self, resident: ResidentDataset, rows: Span, loss: Loss | None, variant: source.Variant
     ) -> NDArray[Any]:
-        """Return a record of `RowTiles`, which is kept for the next launch on the same rows."""
+        """Return what `cut_tiles` does, which is kept for the next launch on the same rows."""
         key = rows, loss, variant
         tiles = resident.row_tiles.get(key)
         if tiles is None:
             if len(resident.row_tiles) >= _KEPT_TILES:
                 resident.row_tiles.clear()
-            tiles = resident.row_tiles[key] = as_record(RowTiles.of(resident, rows, loss, variant))
+            tiles = resident.row_tiles[key] = cut_tiles(resident, rows, loss, variant)
         return tiles
 
     @property
