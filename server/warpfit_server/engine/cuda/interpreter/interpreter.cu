@@ -1,6 +1,6 @@
-// The bytecode interpreter. source.py completes the text: the types, the prelude and batch.cu precede
-// it, and the three names between at signs are replaced by the operators' functions and the two
-// switches.
+// The bytecode interpreter. source.py completes the text: the types, the prelude and batch.cu
+// precede it, and the three names between at signs are replaced by the operators' functions and the
+// two switches.
 //
 // A warp runs a job (a program with one parameter vector) on one tile of 32 * ROWS rows, so every
 // branch is uniform and the rows share the decoding. The top of the stack is in registers, the rest
