@@ -14,24 +14,29 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Program
 from warpfit.request import Loss, Precision, Tier
-from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
+from warpfit_server.engine.cuda.interpreter import tier
+from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math import modes
+from warpfit_server.engine.cuda.math.modes import Mode
 
 X = [Program.variable(index) for index in range(3)]
 P = [Program.parameter(index) for index in range(3)]
 DTYPES = [np.float32, np.float64]
 
 
-@pytest.mark.parametrize("rows", [None, 4, 8, 16])
+@pytest.mark.parametrize("row_bytes", [None, 16, 32, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_programs_node_by_node(tuned, dtype, rows):
-    run = tuned(InterpreterTuning(rows=rows and rows * 4 // np.dtype(dtype).itemsize))
-    check_node_by_node(run, dtype, roots=60, tokens=60)
+def test_random_programs_node_by_node(evaluate: Evaluate, monkeypatch, dtype, row_bytes):
+    mode = Mode.of(np.dtype(dtype), Precision.PRECISE)
+    if row_bytes:
+        variant = Variant.of(mode, row_bytes)
+        monkeypatch.setitem(tier._VARIANTS_OF, mode, (variant, variant))
+    check_node_by_node(evaluate, dtype, roots=60, tokens=60)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk_bytes", [InterpreterTuning().chunk_bytes, 100_000])
-def test_pieces_make_no_difference(evaluate: Evaluate, tuned, monkeypatch, dtype, chunk_bytes):
+@pytest.mark.parametrize("chunk_bytes", [tier._CHUNK_BYTES, 100_000])
+def test_pieces_make_no_difference(evaluate: Evaluate, monkeypatch, dtype, chunk_bytes):
     """Large work goes to the device piece by piece, also where its sums would take much memory."""
     programs, vectors = thesis_mix(4, 100)
     vectors = [np.stack([vector, 2 * vector]) for vector in vectors]
@@ -42,7 +47,8 @@ def test_pieces_make_no_difference(evaluate: Evaluate, tuned, monkeypatch, dtype
     options = {"values": False, "loss": Loss.MSE, "tier": Tier.INTERPRETER}
     whole = evaluate(dataset, programs, vectors, **options)
     monkeypatch.setattr(modes, "_TOKEN_ROWS", dict.fromkeys(modes._TOKEN_ROWS, 1_000_000))
-    cut = tuned(InterpreterTuning(chunk_bytes=chunk_bytes))(dataset, programs, vectors, **options)
+    monkeypatch.setattr(tier, "_CHUNK_BYTES", chunk_bytes)
+    cut = evaluate(dataset, programs, vectors, **options)
     np.testing.assert_array_equal(cut.losses, whole.losses)
 
 
@@ -95,19 +101,19 @@ def test_losses_computed_together_have_the_bits_of_those_computed_alone(evaluate
 
 @pytest.mark.parametrize("chunk", [1 << 12, 1 << 16])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_larger_than_a_chunk(evaluate: Evaluate, tuned, dtype, chunk):
+def test_results_larger_than_a_chunk(evaluate: Evaluate, monkeypatch, dtype, chunk):
     rng = np.random.default_rng(1)
     data = rng.normal(size=(3, 5000)).astype(dtype)
     dataset = Dataset.of(data.T, data[0], dtype=dtype)
     programs = [Program.apply("mul", x, P[0]) for x in X] * 5
     vectors = [rng.normal(size=(3, 1))] * 15
     whole = evaluate(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
-    pieces = tuned(InterpreterTuning(chunk_bytes=chunk))
-    cut = pieces(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
+    monkeypatch.setattr(tier, "_CHUNK_BYTES", chunk)
+    cut = evaluate(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
     np.testing.assert_array_equal(cut.values, whole.values)
     np.testing.assert_array_equal(cut.losses, whole.losses)
-    assert pieces.announced == sorted(pieces.announced)
-    assert pieces.announced[-1] == 15
+    assert evaluate.announced == sorted(evaluate.announced)
+    assert evaluate.announced[-1] == 15
 
 
 def test_fast_mode_leaves_float64_precise(evaluate: Evaluate):
@@ -133,19 +139,3 @@ def test_out_of_memory_is_reported_and_survived(engine):
         np.testing.assert_array_equal(got, np.tile(data, (4, 1, 1)))
     finally:
         small.close()
-
-
-@pytest.fixture
-def tuned(engine):
-    """Make an `Evaluate` whose interpreter is laid out differently."""
-    from warpfit_server.engine.cuda.engine import CudaEngine
-
-    engines: list[CudaEngine] = []
-
-    def make(tuning: InterpreterTuning) -> Evaluate:
-        engines.append(CudaEngine(tuning=tuning))
-        return Evaluate(engines[-1])
-
-    yield make
-    for made in engines:
-        made.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,9 +14,11 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.request import Loss, Precision, Tier
-from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
+from warpfit_server.engine.cuda.interpreter import tier as interpreter
+from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
 from warpfit_server.engine.cuda.math import modes
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.sum_tree import sum_nodes
 
@@ -49,15 +52,20 @@ def test_interpreted_losses_do_not_depend_on_the_rows_of_a_thread(
 ):
     dataset, (programs, vectors) = mixed_data(dtype, weights=weights), thesis_mix(3, 40)
     options = {"precision": precision, "tier": Tier.INTERPRETER, "rows": span, "values": False}
-    fewest = 16 // np.dtype(dtype).itemsize
-    widths = [fewest, 2 * fewest, *([4 * fewest] if precision is Precision.FAST else [])]
-    tunings = [InterpreterTuning(rows=rows) for rows in widths]
-    tunings.append(InterpreterTuning(chunk_bytes=40_000, warps=1, jobs_per_warp=1))
+    mode, tier = Mode.of(np.dtype(dtype), precision), evaluate.engine._interpreter
+    layouts = [(16, 32 << 20, 2), (32, 32 << 20, 2), (16, 40_000, 1)]
+    layouts += [(64, 32 << 20, 2)] if mode.is_fast else []
     for loss in (Loss.SSE, Loss.MAE):
         whole = evaluate(dataset, programs, vectors, loss=loss, **options).losses
-        for tuning in tunings:
+        for row_bytes, chunk_bytes, warps in layouts:
+            variant = Variant.of(mode, row_bytes)
+            kernels = tier.prepare(variant)
+            record = kernels.record.copy()
+            record["max_warps"] = warps
             with monkeypatch.context() as patch:
-                patch.setattr(evaluate.engine._interpreter, "_tuning", tuning)
+                patch.setitem(interpreter._VARIANTS_OF, mode, (variant, variant))
+                patch.setattr(interpreter, "_CHUNK_BYTES", chunk_bytes)
+                patch.setitem(tier._kernels, variant, replace(kernels, record=record))
                 got = evaluate(dataset, programs, vectors, loss=loss, **options).losses
             np.testing.assert_array_equal(got, whole)
         alone = [

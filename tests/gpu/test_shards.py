@@ -17,7 +17,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.cuda.derivatives import launch_plan
-from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
+from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.row_blocks import LEAST_LEVEL, Shards, node_rows
 
@@ -78,9 +78,7 @@ def test_many_programs_in_one_launch_and_in_several(
     """Many of them are not numbers, and infinite sums make others that are none."""
     data, shards, precision = case
     monkeypatch.setattr(launch_plan, "_CHUNK_BYTES", chunk_bytes)
-    for engine in engines:
-        tuning = InterpreterTuning(chunk_bytes=chunk_bytes)
-        monkeypatch.setattr(engine._interpreter, "_tuning", tuning)
+    monkeypatch.setattr(interpreter, "_CHUNK_BYTES", chunk_bytes)
     asked = evaluation(data, MIX, precision, **REQUESTS[wanted])
     check_evaluation(engines, data, shards, asked)
 

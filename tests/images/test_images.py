@@ -28,13 +28,12 @@ WARM_SECONDS = 60
 #: Loads what the CUDA engine takes from wheels, and compiles a kernel, which needs no GPU.
 COMPILE = """
 import cuda.bindings.driver, cupy, pynvml
-from warpfit_server.engine.cuda.interpreter.tier import interpreter_switch
-from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink, nvrtc
 
 print(nvrtc.version(), nvjitlink.version())
-print(len(interpreter_switch(Variant(Mode.PRECISE, 4)).compile(90)))
+print(len(interpreter_source(Variant(Mode.PRECISE, 4)).compile(90)))
 """
 
 

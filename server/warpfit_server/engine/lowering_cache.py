@@ -102,7 +102,7 @@ class LoweringCache(Generic[Made]):
     def _content(self, batch: Batch) -> Hashable:
         content = self._contents.get(batch)
         if content is None:
-            content = self._contents[batch] = _content(batch)
+            content = self._contents[batch] = content_of(batch)
         return content
 
     def _forget(self, key: Hashable) -> None:
@@ -114,7 +114,7 @@ def _size(entry: tuple[int, object]) -> int:
     return max(_LEAST_TOKENS, entry[0])
 
 
-def _content(batch: Batch) -> tuple[bytes, ...]:
+def content_of(batch: Batch) -> tuple[bytes, ...]:
     """Return the arrays of the programs as bytes.
 
     Bytes compare without giving Python's lock up; NumPy would wait for it behind other threads.

@@ -17,6 +17,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -33,13 +34,11 @@ from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.cuda.interpreter.batch_launch import BatchLaunch
-from warpfit_server.engine.cuda.interpreter.launches import RowTiles, launch_interpreter
+from warpfit_server.engine.cuda.interpreter.launches import as_jobs, cut_tiles, launch_interpreter
 from warpfit_server.engine.cuda.interpreter.tier import VARIANTS, InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
-from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.driver_calls import as_record
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import run_to_end
@@ -76,32 +75,31 @@ def evaluation(resident: ResidentDataset, mode: str, seed: int = 1, **options: A
 
 
 @numba.njit
-def interpret(driver: Any, kernels: Any, numbers: Any, rows: Any, count: int, partials: int) -> int:
-    """Launch the interpreter's kernel for all jobs on tiles of rows."""
-    return launch_interpreter(driver, kernels[0], numbers[0], rows[0], 0, count, partials, 0)
+def interpret(driver: Any, stream: int, kernels: Any, batch: Any, rows: Any, jobs: Any) -> int:
+    """Launch the interpreter's kernel for jobs on tiles of rows."""
+    return launch_interpreter(driver, stream, kernels[0], batch, rows, jobs)
 
 
 def launch_lowered(lowered: BatchLaunch, *work: Any) -> None:
     """Launch the interpreter's kernel on a lowered batch."""
     context = lowered.context
-    given = context.functions, lowered.kernels.record, lowered.numbers
+    given = context.functions, context.handle, lowered.kernels.record, lowered.record
     context.check_executed(interpret(*given, *work))
 
 
 def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
     """Measure the interpreter's kernel alone, on lowered programs."""
-    rows = []
+    rows, tier = [], InterpreterTier(device)
     for mode, count in product(MODES, ROWS):
-        tier = InterpreterTier(device)
         resident = upload(device, uniform_data(count, MODES[mode][0]))
         asked = evaluation(resident, mode)
         variant, jobs = tier.variant(resident, asked, count), len(asked.batch)
         with device.stream() as context:
-            tiles = RowTiles.of(resident, (0, count), asked.loss, variant)
+            tiles = cut_tiles(resident, (0, count), asked.loss, variant)
             given = context, tier.prepare(variant), asked.batch, 10, jobs
             lowered = run_to_end(BatchLaunch.begin(*given))
-            partials = context.buffer("partials", jobs * tiles.tiles * 8)
-            kernel = partial(launch_lowered, lowered, as_record(tiles), jobs, partials)
+            partials = context.buffer("partials", jobs * int(tiles["count"][0]) * 8)
+            kernel = partial(launch_lowered, lowered, tiles, as_jobs((0, jobs), 0, partials))
             seconds = device_time(context, kernel, repeats)
         rate = len(asked.batch.codes) * count / seconds
         figures = {"interpret_us": round(seconds * 1e6, 2), "tokens_per_second": rate}
@@ -129,9 +127,9 @@ def derivatives(device: CudaDevice, repeats: int) -> dict[str, Any]:
 def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
     """Measure repeated batches with new parameters, and compiling of fresh ones."""
     rows, threads, rng = [], available_cores(), np.random.default_rng(2)
-    kernels = KernelStore(device, threads)
+    kernels, planner = KernelStore(device, threads), ThreadPoolExecutor(1)
     for mode, count in product(MODES, ROWS[1:]):
-        tier = CompiledTier(device, kernels)
+        tier = CompiledTier(device, kernels, planner)
         resident = upload(device, uniform_data(count, MODES[mode][0]))
         asked, times = evaluation(resident, mode, tier=Tier.COMPILED), []
         for _ in range(2 * repeats):
@@ -144,7 +142,7 @@ def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
         figures |= {"microseconds": round(seconds * 1e6, 1), "token_rows_per_second": rate}
         rows.append(figures)
         print(rows[-1], flush=True)
-    seconds_to_compile = {mode: compile_seconds(device, kernels, mode) for mode in MODES}
+    seconds_to_compile = {mode: compile_seconds(device, kernels, planner, mode) for mode in MODES}
     return {
         "compiler_threads": threads,
         "compile_300_expressions_seconds": seconds_to_compile,
@@ -152,9 +150,11 @@ def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
     }
 
 
-def compile_seconds(device: CudaDevice, kernels: KernelStore, mode: str) -> float:
+def compile_seconds(
+    device: CudaDevice, kernels: KernelStore, planner: Executor, mode: str
+) -> float:
     """From 300 fresh expressions to loaded modules, the device library already built."""
-    tier, times = CompiledTier(device, kernels), []
+    tier, times = CompiledTier(device, kernels, planner), []
     resident = upload(device, uniform_data(1000, MODES[mode][0]))
     for seed in range(7, 11):
         fresh, started = evaluation(resident, mode, seed, tier=Tier.COMPILED), time.perf_counter()
@@ -164,15 +164,15 @@ def compile_seconds(device: CudaDevice, kernels: KernelStore, mode: str) -> floa
 
 
 @numba.njit
-def lower(driver: Any, kernels: Any, numbers: Any, layout: BatchLayout) -> int:
+def lower(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
     """Launch the kernel that lowers a batch."""
-    return device_lowering.launch_lowering(driver, kernels[0], numbers[0], layout)
+    return device_lowering.launch_lowering(driver, stream, kernels[0], batch)
 
 
 def launch_lowering(lowered: BatchLaunch) -> None:
     """Launch the lowering of a batch that lies on the device."""
-    context, layout = lowered.context, BatchLayout.of(lowered.batch)
-    given = context.functions, lowered.kernels.record, lowered.numbers, layout
+    context = lowered.context
+    given = context.functions, context.handle, lowered.kernels.record, lowered.record
     context.check_executed(lower(*given))
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from warpfit.ir import Batch
 from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
-from warpfit_server.engine.cuda.interpreter.launches import BatchNumbers, LaunchLimits
+from warpfit_server.engine.cuda.interpreter.launches import LaunchLimits, new_batch
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, pack, places_of
 from warpfit_server.engine.cuda.runtime.driver_calls import as_record
 
@@ -62,7 +62,7 @@ class Lowered:
 
     def are_invalid(self) -> NDArray[np.bool_]:
         """Return whether the lowering found each program invalid."""
-        return (self.programs[:, 3] & bytecode.UNSOUND) != 0
+        return (self.programs[:, 3] & bytecode.INVALID) != 0
 
     def slot_counts(self) -> NDArray[np.uint32]:
         """Slots of each program."""
@@ -118,16 +118,14 @@ def lower_on_host(
     first_invalid = np.zeros(-(-len(batch) // group), dtype=np.uint32)
     pack(places_of(batch), np.zeros(256, np.uint8), memory)
     before = memory[: layout.uploaded].copy()
-    numbers = _numbers(batch, 0, address, first_invalid, variables, group, levels)
-    blocks = -(-len(batch) // share)
-    lower = device_lowering.lower_arguments(numbers, layout, share, room)
-    order = device_lowering.order_arguments(numbers, layout)
-    for kernel, count, threads, one in (
-        ("lower_programs", blocks, max(share, 4), lower),
-        ("order_programs", len(first_invalid), 4, order),
+    record = _record(batch, address, first_invalid, variables, group, levels)
+    record["share"], record["room"] = share, room
+    for kernel, count, threads in (
+        ("lower_programs", -(-len(batch) // share), max(share, 4)),
+        ("order_programs", len(first_invalid), 4),
     ):
         sizes = (count, 1, 1), (threads, 1, 1)
-        assert launch_on_host(library, kernel, *sizes, [one.ctypes.data], 8 * room + (1 << 15))
+        assert launch_on_host(library, kernel, *sizes, [record.ctypes.data], 8 * room + (1 << 15))
     np.testing.assert_array_equal(memory[: layout.uploaded], before)
     start = address - guarded.ctypes.data
     assert np.all(guarded[:start] == GARBAGE)
@@ -135,19 +133,19 @@ def lower_on_host(
     return Lowered(batch, memory, layout, first_invalid)
 
 
-def _numbers(
+def _record(
     batch: Batch,
-    stream: int,
     address: int,
     first_invalid: NDArray[np.uint32],
     variables: int,
     group: int,
     levels: int,
-) -> BatchNumbers:
-    places = stream, address, 0, first_invalid.ctypes.data
+) -> NDArray[Any]:
     counts = len(batch.codes), len(batch), len(batch.parameters), batch.vectors
-    longest = int(batch.lengths.max())
-    return BatchNumbers(*places, *counts, variables, longest, group, warps=1, levels=levels)
+    record = new_batch(counts, variables, address, 0, first_invalid.ctypes.data)
+    record["longest"], record["group"] = batch.lengths.max(), group
+    record["warps"], record["levels"] = 1, levels
+    return record
 
 
 def _aligned(guarded: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
@@ -165,7 +163,7 @@ def _slot_labels() -> frozenset[int]:
 
 
 def _takes_slot(low: int) -> bool:
-    return low & (1 << bytecode.LABEL_BITS) - 1 in _slot_labels()
+    return low & bytecode.LABEL_MASK in _slot_labels()
 
 
 def lower_on_device(
@@ -190,23 +188,21 @@ def lower_on_device(
         group = group or len(batch)
         first_invalid = context.pinned("first invalid", 4 * -(-len(batch) // group))
         first_invalid = first_invalid.view(np.uint32)
-        given = context.handle, address, first_invalid, variables, group, levels
-        numbers = as_record(_numbers(batch, *given))
-        blocks = 8 * device.multiprocessors
+        record = _record(batch, address, first_invalid, variables, group, levels)
+        warps = 32 * device.multiprocessors
         handles = {name: kernel.ptr for name, kernel in kernels.items()}
         others = dict.fromkeys(LaunchLimits._fields, 0)
-        limits = as_record(LaunchLimits(**others | handles | {"lowering_blocks": blocks}))
-        context.check_executed(_lower(context.functions, limits, numbers, layout))
+        limits = as_record(LaunchLimits(**others | handles | {"resident_warps": warps}))
+        context.check_executed(_lower(context.functions, context.handle, limits, record))
         context.download(staging, address)
         context.stream.synchronize()
         return Lowered(batch, staging.copy(), layout, first_invalid.copy())
 
 
 @numba.njit
-def _lower(driver: Any, limits: Any, numbers: Any, layout: BatchLayout) -> int:
-    batch = numbers[0]
-    status = device_lowering.launch_lowering(driver, limits[0], batch, layout)
-    return status or device_lowering.launch_order(driver, limits[0], batch, layout)
+def _lower(driver: Any, stream: int, limits: Any, record: Any) -> int:
+    status = device_lowering.launch_lowering(driver, stream, limits[0], record)
+    return status or device_lowering.launch_order(driver, stream, limits[0], record)
 
 
 def check_order(found: Lowered, group: int, levels: int) -> None:

@@ -107,15 +107,18 @@ def test_each_architecture_is_compiled_without_a_gpu(started, tmp_path, capsys):
     assert "compute capability 9.0" in capsys.readouterr().out
 
 
-def test_an_engine_finds_what_a_part_has_compiled(tmp_path):
+@pytest.mark.parametrize("part", ["lowering", "graph kernels"])
+def test_an_engine_finds_what_a_part_has_compiled(tmp_path, monkeypatch, part):
     cuda = pytest.importorskip("warpfit_server.engine.cuda.parts")
+    from warpfit_server.engine.cuda.interpreter.compile import CudaSource
     from warpfit_server.engine.cuda.interpreter.device_lowering import lowering_source
-    from warpfit_server.engine.cuda.runtime.device import cached_cubin
+    from warpfit_server.engine.cuda.jit.graph import graph_source
 
     (tmp_path / "cubin").mkdir(mode=0o700)
-    cuda._run(tmp_path / "cubin", "90/values/lowering")
-    found = cached_cubin(tmp_path, lowering_source().key(90), lambda: pytest.fail("built again"))
-    assert len(found) > 1000
+    cuda._run(tmp_path / "cubin", f"90/values/{part}")
+    source = {"lowering": lowering_source, "graph kernels": graph_source}[part]()
+    monkeypatch.setattr(CudaSource, "compile", lambda *_: pytest.fail("compiled again"))
+    assert len(source.cached(90, tmp_path)) > 1000
 
 
 @pytest.mark.parametrize("text", ["", "9.0", "ninety", "8", "90,", "-90", "1000"])

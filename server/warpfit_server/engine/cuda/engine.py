@@ -27,7 +27,7 @@ from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit.server_info import Device
 from warpfit_server.engine.cuda import parts
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
-from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier, InterpreterTuning
+from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_plan import fingerprint
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier, CompiledWork
@@ -48,6 +48,7 @@ from warpfit_server.engine.interface import (
     Selection,
     Steps,
     run_to_end,
+    timed,
 )
 from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.system.resources import available_cores
@@ -58,14 +59,12 @@ _STEPS_IN_FLIGHT: Final = 2
 
 
 class CudaEngine:
-    """Evaluates batches on one CUDA device; safe to call from several threads.
+    """Evaluates batches on the first visible CUDA device; safe to call from several threads.
 
     Args:
-        device: CUDA device number.
         memory_limit: bytes of device memory to use; None for 90% of the engine's share.
         memory_share: part of the device's memory that is for this engine.
         cache_directory: where compiled code is kept; None for the user's cache directory.
-        tuning: how the interpreter lays work out; None for the measured best.
         threads: threads that compile kernels, and that lower derivatives; None for one a core.
             At most half of them run background jobs.
 
@@ -79,15 +78,13 @@ class CudaEngine:
 
     def __init__(
         self,
-        device: int = 0,
         memory_limit: int | None = None,
         cache_directory: Path | None = None,
-        tuning: InterpreterTuning | None = None,
         threads: int | None = None,
         memory_share: float = 1.0,
     ) -> None:
         self._threads = threads or available_cores()
-        self._device = CudaDevice(device, memory_limit, cache_directory, memory_share)
+        self._device = CudaDevice(memory_limit, cache_directory, memory_share)
         # Requests are merged only as far as one launch of the interpreter computes them.
         self.step_size = max_interpreted_token_rows(Mode.FAST, self._device.multiprocessors)
         started = time.perf_counter()
@@ -95,20 +92,18 @@ class CudaEngine:
         # Beside what the engine waits for: `_load_derivatives` finds it compiled, or waits for it.
         BACKGROUND.submit(parts.compile_group, "derivatives", *where, self._threads, urgent=False)
         parts.compile_group("values", *where, self._threads)
-        self._interpreter = InterpreterTier(self._device, tuning)
-        self._interpreter.prepare_all()
+        self._interpreter = InterpreterTier(self._device)
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
         kernels = KernelStore(self._device, self._threads)
-        self._compiled = CompiledTier(self._device, kernels)
+        self._planner = ThreadPoolExecutor(1, "plan")
+        self._compiled = CompiledTier(self._device, kernels, self._planner)
         self._chooser = TierChooser(kernels.compile_queue.background)
-        # Planning the kernels of a batch takes Python time for which its answer should not wait.
-        self._background = ThreadPoolExecutor(1, "plan")
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
         _warm_up(self, Tier.INTERPRETER)
         # Beside that, the following would delay the start.
         self._derivatives = self._load_derivatives()
-        self._background.submit(self._warm_up_compiled)
+        self._warming = BACKGROUND.submit(self._warm_up_compiled)
 
     def device(self) -> Device:
         """Describe the device."""
@@ -207,7 +202,9 @@ class CudaEngine:
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
-        self._background.shutdown(cancel_futures=True)
+        if not self._warming.cancel():
+            self._warming.result()
+        self._planner.shutdown(cancel_futures=True)
         self._compiled.close()
         if not self._derivatives.cancel() and self._derivatives.exception() is None:
             self._derivatives.result().forget()
@@ -261,18 +258,19 @@ class CudaEngine:
         if evaluation.gradient and tier is not Tier.COMPILED:
             interpreter = yield from self._derivative_tier()
         work = resident, evaluation, outputs
-        started = time.perf_counter()
         if tier is Tier.COMPILED:
-            timings = yield from self._compiled.evaluate(*work, compiled)
+            steps = self._compiled.evaluate(*work, compiled)
         else:
-            timings = yield from interpreter.evaluate(*work)
+            steps = interpreter.evaluate(*work)
+        timings, host_time = yield from timed(steps)
         # What waited for a compiler, or for rows, says nothing about the rates of the tiers. Only
         # batches that it chooses for need the chooser: new ones are many, and always interpreted.
         waited = resident.is_streamed or outputs.shard is not None
         is_known = tier is Tier.INTERPRETER or timings.cache_hits
         if evaluation.tier is Tier.AUTO and not waited and is_known:
             mode, token_rows = _mode_and_work(resident, evaluation)
-            seconds = time.perf_counter() - started
+            # Other requests have their steps in between, whose time is none of the tier's.
+            seconds = 1e-9 * (host_time + timings.compute)
             self._chooser.observe(tier, mode, token_rows, seconds)
         return timings
 
@@ -286,7 +284,7 @@ class CudaEngine:
     def _translate(self, error: Exception) -> Exception:
         """Translate an error of the device: a lack of memory, or one after which it is unusable."""
         if self._device.is_out_of_memory(error):
-            return self._device.out_of_memory()
+            return self._device.no_room()
         return EngineBrokenError(str(error))
 
     def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> CompiledWork | None:
@@ -305,7 +303,7 @@ class CudaEngine:
         if is_due and self._compiled.supports(evaluation):
             # The memory of the batch's parameters is reused after the answer.
             detached = replace(evaluation, batch=evaluation.batch.without_parameters())
-            self._background.submit(self._request_compile, resident, detached)
+            self._planner.submit(self._request_compile, resident, detached)
         return loaded if decision is Decision.COMPILED else None
 
     def _request_compile(self, resident: ResidentDataset, evaluation: Evaluation) -> None:

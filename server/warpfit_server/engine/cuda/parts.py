@@ -21,8 +21,8 @@ from warpfit_server.engine.cuda.derivatives import tier as derivatives
 from warpfit_server.engine.cuda.interpreter import device_lowering, launches
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
-from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.jit import shapes
+from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
+from warpfit_server.engine.cuda.jit import graph, shapes
 from warpfit_server.engine.native import compile_processes, numba_cache
 
 
@@ -41,7 +41,8 @@ _DERIVATIVES: Final = dict(zip(derivatives.VARIANTS, (5.2, 11.8, 7.7), strict=Tr
 _KERNELS: Final = {
     "values": {
         "lowering": (1.0, device_lowering.lowering_source),
-        **_variants(interpreter.interpreter_switch, _INTERPRETERS),
+        "graph kernels": (0.3, graph.graph_source),
+        **_variants(interpreter_source, _INTERPRETERS),
     },
     "derivatives": _variants(partial(derivatives.derivative_switch, spills=False), _DERIVATIVES),
     "spilling": _variants(partial(derivatives.derivative_switch, spills=True), _DERIVATIVES),

@@ -42,7 +42,7 @@ class TierCost:
     """Cost of one tier in one mode of arithmetic."""
 
     launch: float
-    """Seconds of a minimal evaluation, the work of the host included."""
+    """Seconds of a minimal evaluation: of the engine's thread and of the device."""
     rate: float
     """Token-rows a second."""
 
@@ -145,7 +145,10 @@ class TierChooser:
             return Decision.INTERPRET_AND_COMPILE if pays else Decision.INTERPRET
 
     def observe(self, tier: Tier, mode: str, token_rows: int, seconds: float) -> None:
-        """Correct the cost of a tier by a finished evaluation."""
+        """Correct the cost of a tier by a finished evaluation.
+
+        ``seconds`` are those of the engine's thread plus those of the device, without waiting.
+        """
         with self._lock:
             if tier is Tier.COMPILED:
                 self._compiled.add(mode)

@@ -22,6 +22,12 @@ def inlined(function: _Function) -> _Function:
     return cast(_Function, register_jitable(error_model="numpy", no_cfunc_wrapper=True)(function))
 
 
+@inlined
+def aligned(size: int, unit: int) -> int:
+    """Round a size up to a multiple of a unit."""
+    return -(-size // unit) * unit
+
+
 def uncounted(function: _Function) -> _Function:
     """Make a function that allocates nothing callable from compiled code.
 

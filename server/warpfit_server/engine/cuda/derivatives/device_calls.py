@@ -17,7 +17,7 @@ from warpfit_server.engine.cuda.runtime.driver_calls import launch, record, uplo
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import array_address
-from warpfit_server.engine.native.intrinsics import inlined, pointer_to
+from warpfit_server.engine.native.intrinsics import aligned, pointer_to
 
 _ALIGNMENT: Final = 256
 _compiled = numba_cache.njit(nogil=True)
@@ -92,7 +92,7 @@ def upload_size(pieces: NDArray[np.int64]) -> int:
     """Return how many bytes `upload_pieces` uploads."""
     size = np.int64(0)
     for index in range(len(pieces)):
-        size += _aligned(pieces[index, 1])
+        size += aligned(pieces[index, 1], _ALIGNMENT)
     return int(size)
 
 
@@ -118,13 +118,8 @@ def upload_pieces(
         for octet in range(size):
             target[octet] = source[octet]
         places[index] = address + offset
-        offset += _aligned(size)
+        offset += aligned(size, _ALIGNMENT)
     return int(upload(driver, stream, address, staging, len(staging)))
-
-
-@inlined
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 @_compiled  # type: ignore[untyped-decorator]

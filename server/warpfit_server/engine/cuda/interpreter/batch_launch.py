@@ -19,8 +19,9 @@ from warpfit_server.engine.cuda.interpreter.device_lowering import (
     raise_invalid_program,
 )
 from warpfit_server.engine.cuda.interpreter.launches import (
-    BatchNumbers,
+    as_jobs,
     lower,
+    new_batch,
     prepare,
     run_jobs,
 )
@@ -31,7 +32,6 @@ from warpfit_server.engine.cuda.runtime.batch_layout import (
     max_slots,
     places_of,
 )
-from warpfit_server.engine.cuda.runtime.driver_calls import as_record
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Steps, aside
 from warpfit_server.engine.native.arguments import array_address
@@ -65,8 +65,8 @@ class BatchLaunch:
     batch: Batch
     variables: int
     """Variables of the data set."""
-    numbers: NDArray[Any]
-    """Record of `BatchNumbers`."""
+    record: NDArray[Any]
+    """Record of `launches.BATCH`."""
     first_invalid: NDArray[np.uint32]
     """First invalid program of each group, or `ALL_VALID`; known once the batch is lowered."""
 
@@ -92,14 +92,14 @@ class BatchLaunch:
         size = max_slots(*counts[:2]) * batch.vectors * kernels.variant.dtype.itemsize
         slots = context.buffer("slots", max(1, size))
         first_invalid = context.pinned("first invalid", 4 * counts[1]).view(np.uint32)
-        places = context.handle, address, slots, array_address(first_invalid)
-        numbers = as_record(BatchNumbers(*places, *counts, variables))
-        given = arrays, kernels.flags, staging, kernels.record, numbers, max_jobs
+        record = new_batch(counts, variables, address, slots, array_address(first_invalid))
+        given = arrays, kernels.flags, staging, kernels.record, record, max_jobs
         yield from aside(layout.uploaded, partial(prepare, *given))
-        check_length(int(numbers["longest"][0]))
+        check_length(int(record["longest"][0]))
+        device = context.functions, context.handle
         started = context.event("started").ptr
-        context.check_executed(lower(context.functions, staging, kernels.record, numbers, started))
-        return cls(context, kernels, batch, variables, numbers, first_invalid)
+        context.check_executed(lower(*device, staging, kernels.record, record, started))
+        return cls(context, kernels, batch, variables, record, first_invalid)
 
     def check(self) -> None:
         """Check that all programs could be lowered, once the stream has passed that.
@@ -108,7 +108,7 @@ class BatchLaunch:
             ProgramError: for the first bad token.
             ResourceExhaustedError: if a variable's index is too large to encode.
         """
-        groups = -(-len(self.batch) // int(self.numbers["group"][0]))
+        groups = -(-len(self.batch) // int(self.record["group"][0]))
         program = min(self.first_invalid[:groups].tolist())
         if program != ALL_VALID:
             raise_invalid_program(self.batch, program, self.variables)
@@ -123,18 +123,19 @@ class BatchLaunch:
         """
         context, partials, target = self.context, 0, 0
         if sums is not None:
-            size = 8 * jobs[1] * int(tiles["tiles"][0])
+            size = 8 * jobs[1] * int(tiles["count"][0])
             partials, target = context.buffer("partials" + side, size), array_address(sums)
-        places = partials, target, values, context.event("computed" + side).ptr
-        given = context.functions, self.kernels.record, self.numbers, tiles, *jobs, *places
-        context.check_executed(run_jobs(*given))
+        device = context.functions, context.handle
+        given = self.kernels.record, self.record, tiles, as_jobs(jobs, values, partials)
+        computed = context.event("computed" + side).ptr
+        context.check_executed(run_jobs(*device, *given, target, computed))
 
     def launch_chunk(
         self, tiles: NDArray[Any], evaluation: Evaluation, jobs: Jobs, side: str
     ) -> Staging:
         """Launch some jobs and the copies of their results; see `resident_data.run_chunks`."""
         context, variant, count, one = self.context, self.kernels.variant, jobs[1], tiles[0]
-        pitch = int(one["tiles"]) * variant.tile * variant.dtype.itemsize
+        pitch = int(one["count"]) * variant.tile * variant.dtype.itemsize
         values, sums, staging = 0, None, None
         if evaluation.loss is not None:
             nodes = int(one["nodes"])

@@ -1,7 +1,11 @@
-"""Encoding of the interpreter's instructions, which lowering.cu writes and interpreter.cu reads."""
+"""Encoding of the interpreter's instructions, which lowering.cu writes and interpreter.cu reads.
+
+Both sources begin with these numbers and with batch.cu, which declares a batch on the device.
+"""
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import Final
 
 import numpy as np
@@ -11,6 +15,7 @@ from warpfit.ops import OPERATORS
 
 #: Word 0 of an instruction: case label, flags, and the index of a leaf to load before the case.
 LABEL_BITS: Final = 10
+LABEL_MASK: Final = (1 << LABEL_BITS) - 1
 LOAD_VARIABLE: Final = 1 << 10
 LOAD_SLOT: Final = 1 << 11
 PUSH: Final = 1 << 12
@@ -32,7 +37,7 @@ SLOT_LEVELS: Final = 16
 SLOTS_MASK: Final = (1 << 20) - 1
 NEED_SHIFT: Final = 20
 NEED_MASK: Final = 31
-UNSOUND: Final = 1 << 31
+INVALID: Final = 1 << 31
 #: Flag in the order of programs: this one needs more stack levels than a warp has.
 DEEP: Final = 1 << 31
 #: Flag in the order of programs: some program of the launch is invalid, so none is interpreted.
@@ -40,9 +45,18 @@ SKIPPED: Final = 1 << 30
 
 _CASES: Final = {1: 1, 2: 6, 3: 1}
 #: Case label of the instruction that ends a program; label 0 does nothing.
-END: Final = 1 + sum(_CASES[row.arity] for row in OPERATORS.values())
+END_LABEL: Final = 1 + sum(_CASES[row.arity] for row in OPERATORS.values())
 #: Number of case labels.
-CASES: Final = END + 1
+CASES: Final = END_LABEL + 1
+#: Declarations of a batch on the device.
+BATCH_SOURCE: Final = resources.files(__package__).joinpath("batch.cu").read_text()
+
+
+def header() -> str:
+    """Return the numbers of this module as definitions of the same names, and `BATCH_SOURCE`."""
+    numbers = {k: v for k, v in globals().items() if k.isupper() and isinstance(v, int)}
+    definitions = [f"#define {name} {number}u\n" for name, number in numbers.items()]
+    return "".join(definitions) + BATCH_SOURCE
 
 
 def labels() -> NDArray[np.int64]:

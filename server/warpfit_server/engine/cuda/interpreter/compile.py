@@ -1,11 +1,13 @@
 """Compiling and loading of kernels from CUDA C++."""
 
+import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from warpfit_server.engine.cuda.interpreter.jump_table import with_jump_table
 from warpfit_server.engine.cuda.runtime import nvjitlink, nvrtc
-from warpfit_server.engine.cuda.runtime.device import CudaDevice, cached_cubin
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.system import compile_cache
 
 
 class CudaSource(NamedTuple):
@@ -31,9 +33,13 @@ class CudaSource(NamedTuple):
 
     def cached(self, architecture: int, directory: Path) -> bytes:
         """Return the machine code from a cache directory, or compile and store it."""
-        return cached_cubin(directory, self.key(architecture), lambda: self.compile(architecture))
+        name = hashlib.sha256("\0".join(self.key(architecture)).encode()).hexdigest()
+        place = directory / "cubin" / f"{name}.cubin"
+        return compile_cache.find_or_make(place, lambda: self.compile(architecture))
 
     def load(self, device: CudaDevice) -> Any:
         """Load the machine code for a device from its cache, or compile it; return a module."""
-        architecture = device.architecture
-        return device.load(self.key(architecture), lambda: self.compile(architecture))
+        device.use()
+        module = device.cupy.cuda.function.Module()
+        module.load(self.cached(device.architecture, device.cache_directory))
+        return module

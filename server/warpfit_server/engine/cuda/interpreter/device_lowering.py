@@ -3,7 +3,7 @@
 `lower_programs` checks raw postfix tokens and writes the interpreter's instructions;
 `order_programs` sorts the programs for the launches of the interpreter, and reports the first
 invalid program. The interpreter is launched at once after them: what its launch depends on is
-bounded by `batch_layout.bound_batch`, so that the host does not wait in between.
+bounded by `batch_layout.pack`, so that the host does not wait in between.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ from numpy.typing import NDArray
 from warpfit.errors import InternalError, ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, PARAMETER, VARIABLE
-from warpfit_server.engine.cuda.interpreter import bytecode
-from warpfit_server.engine.cuda.interpreter.bytecode import INDEX_LIMIT, labels
+from warpfit_server.engine.cuda.interpreter.bytecode import INDEX_LIMIT, header, labels
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
-from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.driver_calls import argument_struct, launch
-from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.cuda.runtime.driver_calls import launch
 from warpfit_server.engine.native.intrinsics import inlined
 
 #: Most tokens of a program. A longer one may need more stack levels than fit the shared memory
@@ -32,8 +29,6 @@ MAX_PROGRAM_TOKENS: Final = 1 << 18
 #: What ``order_programs`` reports for a group without an invalid program.
 ALL_VALID: Final = 0xFFFFFFFF
 _SOURCE: Final = resources.files(__package__).joinpath("lowering.cu").read_text()
-LOWER_ARGUMENTS: Final = argument_struct(_SOURCE, "LowerArguments")
-ORDER_ARGUMENTS: Final = argument_struct(_SOURCE, "OrderArguments")
 #: Threads of a block of each kernel.
 _LOWER_THREADS: Final = 32
 _ORDER_THREADS: Final = 1024
@@ -42,35 +37,27 @@ _ORDER_BYTES: Final = 8 * 1024 + 8
 #: Most tokens that a block of ``lower_programs`` keeps in shared memory, and the bytes of each.
 MAX_SHARED_TOKENS: Final = 4096
 _NODE_BYTES: Final = 8
-#: Blocks of ``lower_programs`` for each multiprocessor among which a small batch is divided: the
-#: fewer programs a warp has, the fewer different branches it takes.
-BLOCKS_A_MULTIPROCESSOR: Final = 8
+#: Resident warps for each block of ``lower_programs`` among which a small batch is divided: the
+#: fewer programs a block has, the fewer different branches its warp takes.
+_WARPS_A_BLOCK: Final = 4
 #: Bits of a row of the operator table, next to the label.
 _ARITY_SHIFT: Final = 10
 _IS_KNOWN, _IS_VARIABLE, _IS_PARAMETER = 1 << 12, 1 << 13, 1 << 14
-_compiled = numba_cache.njit(nogil=True)
 #: Most operands whose code is still to be written: one for each stack level.
 _MOST_PENDING: Final = 32
-#: Constants of bytecode.py that lowering.cu uses under the same names.
-_SHARED_NAMES: Final = (
-    *("LOAD_VARIABLE", "LOAD_SLOT", "PUSH", "INDEX_SHIFT", "SLOT_LEVELS"),
-    *("FROM_VARIABLE", "FROM_SLOT", "FROM_STACK", "NEED_SHIFT", "NEED_MASK"),
-    *("UNSOUND", "DEEP", "SKIPPED"),
-)
 
 
 def lowering_source() -> CudaSource:
     """Return the source of the lowering kernels."""
-    numbers = {name: getattr(bytecode, name) for name in _SHARED_NAMES}
-    numbers |= {"LABEL_MASK": (1 << bytecode.LABEL_BITS) - 1, "END_LABEL": bytecode.END}
-    numbers |= {"ARITY_SHIFT": _ARITY_SHIFT, "IS_KNOWN": _IS_KNOWN}
+    numbers = {"ARITY_SHIFT": _ARITY_SHIFT, "IS_KNOWN": _IS_KNOWN}
     numbers |= {"IS_VARIABLE": _IS_VARIABLE, "IS_PARAMETER": _IS_PARAMETER, "NONE": ALL_VALID}
     numbers |= {"LOWER_THREADS": _LOWER_THREADS, "ORDER_THREADS": _ORDER_THREADS}
     numbers |= {"MOST_PENDING": _MOST_PENDING}
     defines = [f"#define {name} {number}u\n" for name, number in numbers.items()]
     rows = ", ".join(f"{row}u" for row in _operator_table().tolist())
     table = f"__device__ const unsigned OPERATOR_TABLE[256] = {{{rows}}};\n"
-    return CudaSource("".join(defines) + table + _SOURCE, ("--std=c++17",))
+    text = "".join([header(), *defines, table, _SOURCE])
+    return CudaSource(text, ("--std=c++17",))
 
 
 def _operator_table() -> NDArray[np.uint32]:
@@ -133,64 +120,28 @@ def load_lowering(device: CudaDevice) -> dict[str, Any]:
     return {name: module.get_function(name) for name in ("lower_programs", "order_programs")}
 
 
-@_compiled  # type: ignore[untyped-decorator]
-def lower_arguments(batch: Any, layout: BatchLayout, share: int, room: int) -> Any:
-    """Return the argument of ``lower_programs``: blocks have so many programs, and shared tokens.
+@inlined
+def launch_lowering(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
+    """Launch the lowering of a batch that has been uploaded; return the driver's status.
 
-    ``batch`` has the fields of `launches.BatchNumbers`.
+    A small batch is divided among more blocks than it needs. ``batch`` is a record of
+    `launches.BATCH`.
     """
-    arguments = np.zeros(1, LOWER_ARGUMENTS)
-    one = arguments[0]
-    one.codes = batch.address + layout.codes
-    one.values = batch.address + layout.values
-    one.starts = batch.address + layout.starts
-    one.parameter_starts = batch.address + layout.parameter_starts
-    one.instructions = batch.address + layout.instructions
-    one.programs = batch.address + layout.programs
-    one.slots = batch.address + layout.slots
-    one.scratch = batch.address + layout.scratch
-    one.variables = min(batch.variables, INDEX_LIMIT)
-    one.vectors = batch.vectors
-    one.count = batch.programs
-    one.share = share
-    one.room = room
-    return arguments
+    one, blocks = batch[0], kernels.resident_warps // _WARPS_A_BLOCK
+    share = min(_LOWER_THREADS, -(-one.count // blocks))
+    room = min(MAX_SHARED_TOKENS, share * one.longest)
+    one.share, one.room = share, room
+    grid, threads = (-(-one.count // share), 1), (_LOWER_THREADS, 1)
+    kernel, shared = kernels.lower_programs, _NODE_BYTES * room
+    return launch(driver, stream, kernel, grid, threads, shared, batch)
 
 
-@_compiled  # type: ignore[untyped-decorator]
-def order_arguments(batch: Any, layout: BatchLayout) -> Any:
-    """Return the argument of ``order_programs``.
+@inlined
+def launch_order(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
+    """Launch the sorting of the programs of a lowered batch in groups; return the status.
 
     It writes the first invalid program of each group, or `ALL_VALID`, to page-locked memory.
     """
-    arguments = np.zeros(1, ORDER_ARGUMENTS)
-    one = arguments[0]
-    one.programs = batch.address + layout.programs
-    one.order = batch.address + layout.order
-    one.unsound = batch.first_invalid
-    one.count = batch.programs
-    one.group = batch.group
-    one.levels = batch.levels - batch.scratch
-    return arguments
-
-
-@inlined
-def launch_lowering(driver: Any, kernels: Any, batch: Any, layout: BatchLayout) -> int:
-    """Launch the lowering of a batch that has been uploaded; return the driver's status.
-
-    A small batch is divided among ``kernels.lowering_blocks`` blocks.
-    """
-    share = min(_LOWER_THREADS, -(-batch.programs // kernels.lowering_blocks))
-    room = min(MAX_SHARED_TOKENS, share * batch.longest)
-    grid, threads = (-(-batch.programs // share), 1), (_LOWER_THREADS, 1)
-    arguments = lower_arguments(batch, layout, share, room)
-    kernel, shared = kernels.lower_programs, _NODE_BYTES * room
-    return launch(driver, batch.stream, kernel, grid, threads, shared, arguments)
-
-
-@inlined
-def launch_order(driver: Any, kernels: Any, batch: Any, layout: BatchLayout) -> int:
-    """Launch the sorting of the programs of a lowered batch in groups; return the status."""
-    grid, threads = (-(-batch.programs // batch.group), 1), (_ORDER_THREADS, 1)
-    arguments, kernel = order_arguments(batch, layout), kernels.order_programs
-    return launch(driver, batch.stream, kernel, grid, threads, _ORDER_BYTES, arguments)
+    one, kernel = batch[0], kernels.order_programs
+    grid, threads = (-(-one.count // one.group), 1), (_ORDER_THREADS, 1)
+    return launch(driver, stream, kernel, grid, threads, _ORDER_BYTES, batch)

@@ -1,5 +1,6 @@
-// The bytecode interpreter. source.py completes the text: the types and the prelude precede it, and
-// the three names between at signs are replaced by the operators' functions and the two switches.
+// The bytecode interpreter. source.py completes the text: the types, the prelude and batch.cu
+// precede it, and the three names between at signs are replaced by the operators' functions and the
+// two switches.
 //
 // A warp runs a job (a program with one parameter vector) on one tile of 32 * ROWS rows, so every
 // branch is uniform and the rows share the decoding. The top of the stack is in registers, the rest
@@ -9,42 +10,30 @@
 #define WARPS_AT_MOST 8
 
 // Instruction: word 0 holds the case label, flags and the index of a leaf to load first; word 1 the
-// index of the second operand. See bytecode.py.
-#define LABEL_MASK 1023u
-#define LOAD_VARIABLE (1u << 10)
-#define LOAD_SLOT (1u << 11)
-#define PUSH (1u << 12)
-#define INDEX_SHIFT 13
+// index of the second operand. The definitions are those of bytecode.py.
 
-struct Program {
-  unsigned first;  // index of the first instruction
-  unsigned count;  // number of instructions, without the one that ends the program
-  unsigned slot;   // index of the first row-invariant slot
-  unsigned traits; // number of slots, and more: see lowering.cu
-};
-
-// launches.py packs the fields as they are declared here.
-struct Arguments {
-  const uint2* instructions;
-  const Program* programs;
-  const unsigned* order;      // programs, longest first in each launch, and flags; [programs]
-  const real* slots;          // [vectors, slots]
+// Rows of a data set, cut into tiles; launches.py fills in the fields of this and of Jobs.
+struct Tiles {
   const real* variables;      // [variables, stride], at the first row of the first tile
   const real* target;         // null: no losses; likewise at the first row of the first tile
   const real* weights;        // null: 1 for every row
-  real* values;               // null: no values; [jobs, tiles * TILE]
-  double* partials;           // [jobs, tiles]
-  long long slot_count;       // slots for each vector
   unsigned long long stride;  // bytes between variables
+  long long first_tile;       // counted from the data set's first row
   int first_row;              // rows of the first tile to leave out
   int end_row;                // end of the rows, counted from the first row of the first tile
-  int tiles;
-  int jobs;
-  int first_job;
-  int jobs_per_block;
-  int vectors;
-  int levels;                 // stack levels for each warp
+  int count;
+  int node_levels;            // levels of the tree of sums above tiles to add up
+  int nodes;                  // nodes that have some of the rows at the last of them
   int absolute;               // losses of |f - y| instead of (f - y)^2
+};
+
+// Jobs of a launch.
+struct Jobs {
+  real* values;      // null: no values; [jobs, tiles * TILE]
+  double* partials;  // [jobs, tiles]
+  int first;
+  int count;
+  int per_block;
 };
 
 @OPERATORS@
@@ -89,21 +78,21 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
 
 #define VARIABLE load(place + g * GROUP_BYTES)
 #define STACK load_shared(top + g * GROUP_BYTES)
-#define FROM_VARIABLE const char* const place = column(now.y);
-#define FROM_SLOT const real u = __ldg(slots + now.y);
-#define FROM_STACK top -= LEVEL_BYTES;
+#define READ_VARIABLE const char* const place = column(now.y);
+#define READ_SLOT const real u = __ldg(slots + now.y);
+#define READ_STACK top -= LEVEL_BYTES;
 
 // Cheap operators: all rows unrolled in registers, one case for each source of the other operand.
 #define UNARY(f, label) \
   case label: FOR_EACH_ROW(t[i] = f(t[i])) break;
 
 #define BINARY(f, label)                                                                     \
-  case label + 0: { FROM_VARIABLE FOR_EACH_ROW_OF(VARIABLE, t[i] = f(t[i], u)) break; }      \
-  case label + 1: { FROM_VARIABLE FOR_EACH_ROW_OF(VARIABLE, t[i] = f(u, t[i])) break; }      \
-  case label + 2: { FROM_SLOT FOR_EACH_ROW(t[i] = f(t[i], u)) break; }                       \
-  case label + 3: { FROM_SLOT FOR_EACH_ROW(t[i] = f(u, t[i])) break; }                       \
-  case label + 4: { FROM_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(t[i], u)) break; }            \
-  case label + 5: { FROM_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(u, t[i])) break; }
+  case label + 0: { READ_VARIABLE FOR_EACH_ROW_OF(VARIABLE, t[i] = f(t[i], u)) break; }      \
+  case label + 1: { READ_VARIABLE FOR_EACH_ROW_OF(VARIABLE, t[i] = f(u, t[i])) break; }      \
+  case label + 2: { READ_SLOT FOR_EACH_ROW(t[i] = f(t[i], u)) break; }                       \
+  case label + 3: { READ_SLOT FOR_EACH_ROW(t[i] = f(u, t[i])) break; }                       \
+  case label + 4: { READ_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(t[i], u)) break; }            \
+  case label + 5: { READ_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(u, t[i])) break; }
 
 // Longer operators: one body for each order of the operands, because hot code must fit in the
 // instruction cache.
@@ -112,9 +101,9 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
   case label + 5: {                                                                       \
     const unsigned form = (now.x & LABEL_MASK) - (label);                                 \
     real other[ROWS];                                                                     \
-    if (form < 2) { FROM_VARIABLE FOR_EACH_ROW_OF(VARIABLE, other[i] = u) }               \
-    else if (form < 4) { FROM_SLOT FOR_EACH_ROW(other[i] = u) }                           \
-    else { FROM_STACK FOR_EACH_ROW_OF(STACK, other[i] = u) }                              \
+    if (form < 2) { READ_VARIABLE FOR_EACH_ROW_OF(VARIABLE, other[i] = u) }               \
+    else if (form < 4) { READ_SLOT FOR_EACH_ROW(other[i] = u) }                           \
+    else { READ_STACK FOR_EACH_ROW_OF(STACK, other[i] = u) }                              \
     if (form & 1) { FOR_EACH_ROW(t[i] = f(other[i], t[i])) }                              \
     else { FOR_EACH_ROW(t[i] = f(t[i], other[i])) }                                       \
     break;                                                                                \
@@ -144,11 +133,11 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     const unsigned form = (now.x & LABEL_MASK) - (label);                                 \
     unsigned other = top + LEVEL_BYTES;                                                   \
     if (form < 2) {                                                                       \
-      FROM_VARIABLE                                                                       \
+      READ_VARIABLE                                                                       \
       _Pragma("unroll") for (int g = 0; g < GROUPS; ++g)                                  \
         store_shared(other + g * GROUP_BYTES, VARIABLE.lane);                             \
     } else if (form < 4) {                                                                \
-      FROM_SLOT                                                                           \
+      READ_SLOT                                                                           \
       Step same;                                                                          \
       _Pragma("unroll") for (int j = 0; j < STEP; ++j) same.lane[j] = u;                  \
       for (int at = first_step; at < first_step + LEVEL_BYTES; at += STEP_BYTES)          \
@@ -180,14 +169,14 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
 
 // Sums of the loss terms of this thread's rows in each group, in float64.
 template <bool ABSOLUTE, bool PLAIN>
-__device__ __forceinline__ void add_terms(const real (&t)[ROWS], const Arguments& arguments,
+__device__ __forceinline__ void add_terms(const real (&t)[ROWS], const Tiles& tiles,
                                           long long row, double (&sums)[GROUPS]) {
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
     long long first = row + g * 32 * LANES;
-    Pack y = load(arguments.target + first);
+    Pack y = load(tiles.target + first);
     Pack w;
-    if (!PLAIN && arguments.weights) w = load(arguments.weights + first);
+    if (!PLAIN && tiles.weights) w = load(tiles.weights + first);
     double sum = 0.0;
 #pragma unroll
     for (int j = 0; j < LANES; ++j) {
@@ -196,9 +185,9 @@ __device__ __forceinline__ void add_terms(const real (&t)[ROWS], const Arguments
         sum = ABSOLUTE ? sum + fabs(d) : fma(d, d, sum);
       } else {
         // Without weights the bits are those of the plain form.
-        bool inside = first + j >= arguments.first_row && first + j < arguments.end_row;
-        double by = arguments.weights ? (double)w.lane[j] : ABSOLUTE ? 1.0 : d;
-        double term = ABSOLUTE ? fabs(d) : arguments.weights ? d * d : d;
+        bool inside = first + j >= tiles.first_row && first + j < tiles.end_row;
+        double by = tiles.weights ? (double)w.lane[j] : ABSOLUTE ? 1.0 : d;
+        double term = ABSOLUTE ? fabs(d) : tiles.weights ? d * d : d;
         if (inside) sum = fma(by, term, sum);
       }
     }
@@ -207,45 +196,46 @@ __device__ __forceinline__ void add_terms(const real (&t)[ROWS], const Arguments
 }
 
 // Sum of a tile's loss terms.
-__device__ __forceinline__ double tile_loss(const real (&t)[ROWS], const Arguments& arguments,
+__device__ __forceinline__ double tile_loss(const real (&t)[ROWS], const Tiles& tiles,
                                             long long tile_row, int lane) {
-  bool full = tile_row >= arguments.first_row && tile_row + TILE <= arguments.end_row;
+  bool full = tile_row >= tiles.first_row && tile_row + TILE <= tiles.end_row;
   long long row = tile_row + lane * LANES;
   double sums[GROUPS];
-  if (full && !arguments.weights) {
-    if (arguments.absolute) add_terms<true, true>(t, arguments, row, sums);
-    else add_terms<false, true>(t, arguments, row, sums);
+  if (full && !tiles.weights) {
+    if (tiles.absolute) add_terms<true, true>(t, tiles, row, sums);
+    else add_terms<false, true>(t, tiles, row, sums);
   } else {
-    if (arguments.absolute) add_terms<true, false>(t, arguments, row, sums);
-    else add_terms<false, false>(t, arguments, row, sums);
+    if (tiles.absolute) add_terms<true, false>(t, tiles, row, sums);
+    else add_terms<false, false>(t, tiles, row, sums);
   }
   return group_sum(sums, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS_AT_MOST, BLOCKS_AT_LEAST)
-interpret(const __grid_constant__ Arguments arguments) {
+interpret(const __grid_constant__ Batch batch, const __grid_constant__ Tiles tiles,
+          const __grid_constant__ Jobs jobs) {
   extern __shared__ __align__(16) unsigned char shared[];
   int* const next_job = (int*)shared;
   const int lane = threadIdx.x % 32;
   const unsigned bottom = (unsigned)__cvta_generic_to_shared(shared) + 16 + lane * 16 +
-                          (threadIdx.x / 32) * arguments.levels * LEVEL_BYTES;
+                          (threadIdx.x / 32) * batch.levels * LEVEL_BYTES;
   const int first_step = lane * (STEP * REAL_BYTES - 16);
-  const int first = arguments.first_job + blockIdx.y * arguments.jobs_per_block;
-  const int end = min(first + arguments.jobs_per_block, arguments.first_job + arguments.jobs);
+  const int first = jobs.first + blockIdx.y * jobs.per_block;
+  const int end = min(first + jobs.per_block, jobs.first + jobs.count);
   const long long tile_row = (long long)blockIdx.x * TILE;
-  const char* const variables = (const char*)(arguments.variables + tile_row) + lane * 16;
+  const char* const variables = (const char*)(tiles.variables + tile_row) + lane * 16;
   const auto column = [&](unsigned index) {
-    return variables + index * arguments.stride;
+    return variables + index * tiles.stride;
   };
 
   const auto program_at = [&](int position) {
-    return arguments.vectors == 1 ? position : position / arguments.vectors;
+    return batch.vectors == 1 ? position : position / batch.vectors;
   };
 
   if (threadIdx.x == 0) *next_job = first;
   __syncthreads();
   // Programs that need more levels than a warp has come first, and use all levels of the block.
-  const unsigned flags = __ldg(arguments.order + program_at(first));
+  const unsigned flags = __ldg(batch.order + program_at(first));
   if ((flags & SKIPPED) || ((flags & DEEP) && threadIdx.x >= 32)) return;
   for (;;) {
     int position = 0;
@@ -253,12 +243,12 @@ interpret(const __grid_constant__ Arguments arguments) {
     position = __shfl_sync(FULL, position, 0);
     if (position >= end) break;
     const int place = program_at(position);
-    const int vector = position - place * arguments.vectors;
-    const int program = __ldg(arguments.order + place) & ~(DEEP | SKIPPED);
-    const int job = program * arguments.vectors + vector;
-    const uint4 record = __ldg((const uint4*)arguments.programs + program);
-    const real* const slots = arguments.slots + vector * arguments.slot_count + record.z;
-    const uint2* code = arguments.instructions + record.x;
+    const int vector = position - place * batch.vectors;
+    const int program = __ldg(batch.order + place) & ~(DEEP | SKIPPED);
+    const int job = program * batch.vectors + vector;
+    const uint4 record = __ldg((const uint4*)batch.programs + program);
+    const real* const slots = (const real*)batch.results + vector * batch.slot_count + record.z;
+    const uint2* code = batch.instructions + record.x;
     unsigned top = bottom;
     real t[ROWS];
 #pragma unroll
@@ -291,9 +281,8 @@ interpret(const __grid_constant__ Arguments arguments) {
       }
     }
   finished:
-    if (arguments.values) {
-      real* place = arguments.values +
-                    (long long)(job - arguments.first_job) * arguments.tiles * TILE + tile_row +
+    if (jobs.values) {
+      real* place = jobs.values + (long long)(job - jobs.first) * tiles.count * TILE + tile_row +
                     lane * LANES;
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
@@ -303,11 +292,10 @@ interpret(const __grid_constant__ Arguments arguments) {
         *(Pack*)(place + g * 32 * LANES) = v;
       }
     }
-    if (arguments.target) {
-      double sum = tile_loss(t, arguments, tile_row, lane);
+    if (tiles.target) {
+      double sum = tile_loss(t, tiles, tile_row, lane);
       if (lane == 0) {
-        arguments.partials[(long long)(job - arguments.first_job) * arguments.tiles + blockIdx.x] =
-            sum;
+        jobs.partials[(long long)(job - jobs.first) * tiles.count + blockIdx.x] = sum;
       }
     }
   }
@@ -315,25 +303,13 @@ interpret(const __grid_constant__ Arguments arguments) {
 
 // Computes the row-invariant subtrees, the slots, for each parameter vector. A warp runs the
 // postfix tokens of one program's slots; with many vectors its lanes run the same slot.
-struct SlotArguments {
-  const unsigned char* codes;   // [tokens]
-  const double* values;         // [tokens]
-  const double* parameters;     // for each program [vectors, count]
-  const Program* programs;
-  const uint4* slots;           // first token, end, first parameter, parameters
-  real* results;                // [vectors, slot_count]
-  long long slot_count;
-  int count;                    // programs
-  int vectors;
-};
-
-__device__ __forceinline__ real run_slot(const SlotArguments& arguments, uint4 record, int vector) {
-  const double* parameters = arguments.parameters + record.z + (long long)vector * record.w;
+__device__ __forceinline__ real run_slot(const Batch& batch, uint4 record, int vector) {
+  const double* parameters = batch.parameters + record.z + (long long)vector * record.w;
   real stack[SLOT_LEVELS];
   int height = 0;
   for (unsigned token = record.x; token < record.y; ++token) {
-    const unsigned code = arguments.codes[token];
-    const double value = arguments.values[token];
+    const unsigned code = batch.codes[token];
+    const double value = batch.values[token];
     switch (code) {
       case 2: stack[height++] = (real)parameters[(int)value]; break;
       case 3: stack[height++] = (real)value; break;
@@ -343,17 +319,17 @@ __device__ __forceinline__ real run_slot(const SlotArguments& arguments, uint4 r
   return stack[0];
 }
 
-extern "C" __global__ void evaluate_slots(const __grid_constant__ SlotArguments arguments) {
+extern "C" __global__ void evaluate_slots(const __grid_constant__ Batch batch) {
   const int program = blockIdx.x * blockDim.y + threadIdx.y;
-  if (program >= arguments.count) return;
-  const uint4 record = __ldg((const uint4*)arguments.programs + program);
-  const long long work = (long long)(record.w & SLOTS_MASK) * arguments.vectors;
+  if (program >= batch.count) return;
+  const uint4 record = __ldg((const uint4*)batch.programs + program);
+  const long long work = (long long)(record.w & SLOTS_MASK) * batch.vectors;
   long long item = (long long)blockIdx.y * 32 + threadIdx.x;
   for (; item < work; item += 32ll * gridDim.y) {
-    const int slot = (int)(item / arguments.vectors);
-    const int vector = (int)(item - (long long)slot * arguments.vectors);
-    arguments.results[vector * arguments.slot_count + record.z + slot] =
-        run_slot(arguments, arguments.slots[record.z + slot], vector);
+    const int slot = (int)(item / batch.vectors);
+    const int vector = (int)(item - (long long)slot * batch.vectors);
+    ((real*)batch.results)[vector * batch.slot_count + record.z + slot] =
+        run_slot(batch, batch.slots[record.z + slot], vector);
   }
 }
 

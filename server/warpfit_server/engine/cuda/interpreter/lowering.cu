@@ -1,6 +1,6 @@
 // Lowering of a batch from postfix tokens to the interpreter's instructions. device_lowering.py
-// prepends the constants of bytecode.py and the operator table. The tests compile the same text for
-// the host, so it uses nothing but standard C++ and CUDA's keywords.
+// prepends the constants of bytecode.py, batch.cu and the operator table. The tests compile the
+// same text for the host, so it uses nothing but standard C++ and CUDA's keywords.
 //
 // A thread lowers a program in two passes over its tokens. The first goes forward. The size of a
 // subtree determines where its operands end, so that no stack is needed, and the stack levels that
@@ -26,40 +26,6 @@ struct __align__(8) Node {
 #define ATOM_KIND (VARIABLE_KIND | INVARIANT_KIND)
 #define HEIGHT_MASK 0x1fu
 
-// A lowered program. An invalid (unsound) one has no instructions and no slots.
-struct __align__(16) Program {
-  unsigned first;   // index of the first instruction
-  unsigned count;   // number of instructions, without the one that ends the program
-  unsigned slot;    // index of the first row-invariant slot
-  unsigned traits;  // number of slots, NEED_SHIFT, UNSOUND
-};
-
-// device_lowering.py packs the fields as they are declared here.
-struct LowerArguments {
-  const unsigned char* codes;         // [tokens]
-  const double* values;               // [tokens]
-  const unsigned* starts;             // first token of each program, and the total; [programs + 1]
-  const unsigned* parameter_starts;   // likewise of parameters, with one vector each
-  uint2* instructions;                // program p: from starts[p] + p on, one more than tokens
-  Program* programs;                  // [programs]
-  uint4* slots;                       // first token, end, first parameter, parameters
-  Node* scratch;                      // [tokens]
-  unsigned variables;
-  unsigned vectors;
-  int count;                          // programs
-  int share;                          // programs of a block
-  int room;                           // tokens that shared memory has room for
-};
-
-struct OrderArguments {
-  const Program* programs;  // [programs]
-  unsigned* order;          // [programs]
-  unsigned* unsound;        // first invalid program of each group, or NONE; [groups]
-  int count;                // programs
-  int group;                // programs of a group
-  int levels;               // stack levels that a warp has
-};
-
 // First of the slots reserved for a program: two for three tokens, as many as there would be leaves
 // if every operator had three operands.
 __device__ __forceinline__ unsigned first_slot(unsigned start, unsigned program) {
@@ -75,13 +41,13 @@ __device__ __forceinline__ unsigned size_of(const Node& node) {
 __device__ __forceinline__ unsigned maximum(unsigned a, unsigned b) { return a > b ? a : b; }
 
 // Looks tokens up in the operator table; leaves with an invalid index get no row.
-__device__ __forceinline__ void read_tokens(const LowerArguments& arguments, Node* nodes,
+__device__ __forceinline__ void read_tokens(const Batch& batch, Node* nodes,
                                             unsigned first, unsigned end) {
 #pragma unroll 4
   for (unsigned token = first + threadIdx.x; token < end; token += blockDim.x) {
-    const unsigned row = OPERATOR_TABLE[arguments.codes[token]];
-    const double value = arguments.values[token];
-    const double bound = row & IS_VARIABLE ? (double)arguments.variables : 2147483648.0;
+    const unsigned row = OPERATOR_TABLE[batch.codes[token]];
+    const double value = batch.values[token];
+    const double bound = row & IS_VARIABLE ? (double)batch.variables : 2147483648.0;
     const bool is_index = value >= 0.0 && value < bound && value == (double)(unsigned)value;
     Node node = {0, row};
     if (row & (IS_VARIABLE | IS_PARAMETER)) {
@@ -254,16 +220,16 @@ __device__ __forceinline__ void write_code(Node* nodes, unsigned count, Writer& 
   }
 }
 
-__device__ __forceinline__ void lower_program(const LowerArguments& arguments, Node* nodes,
+__device__ __forceinline__ void lower_program(const Batch& batch, Node* nodes,
                                               unsigned program) {
-  const unsigned start = arguments.starts[program];
-  const unsigned count = arguments.starts[program + 1] - start;
-  const unsigned parameter = arguments.parameter_starts[program];
-  const unsigned parameters = arguments.parameter_starts[program + 1] - parameter;
+  const unsigned start = batch.starts[program];
+  const unsigned count = batch.starts[program + 1] - start;
+  const unsigned parameter = batch.parameter_starts[program];
+  const unsigned parameters = batch.parameter_starts[program + 1] - parameter;
   const unsigned slot = first_slot(start, program), end = start + program + count + 1;
-  Writer writer = {arguments.instructions + end, arguments.slots + slot,         0, start,
-                   parameter * arguments.vectors, parameters};
-  unsigned traits = UNSOUND;
+  Writer writer = {batch.instructions + end, batch.slots + slot,         0, start,
+                   parameter * batch.vectors, parameters};
+  unsigned traits = INVALID;
   if (measure(nodes, count, parameters)) {
     write_code(nodes, count, writer);
     const unsigned kind = kind_of(nodes[count - 1]);
@@ -271,30 +237,30 @@ __device__ __forceinline__ void lower_program(const LowerArguments& arguments, N
   } else {
     write(writer, END_LABEL, 0);
   }
-  const unsigned first = (unsigned)(writer.place - arguments.instructions);
-  arguments.programs[program] = {first, end - 1 - first, slot, traits};
+  const unsigned first = (unsigned)(writer.place - batch.instructions);
+  batch.programs[program] = {first, end - 1 - first, slot, traits};
 }
 
-__device__ __forceinline__ void lower_share(const LowerArguments& arguments, Node* nodes,
+__device__ __forceinline__ void lower_share(const Batch& batch, Node* nodes,
                                             unsigned first, unsigned end) {
-  const unsigned start = arguments.starts[first];
-  read_tokens(arguments, nodes, start, arguments.starts[end]);
+  const unsigned start = batch.starts[first];
+  read_tokens(batch, nodes, start, batch.starts[end]);
   __syncthreads();
   const unsigned program = first + threadIdx.x;
-  if (program < end) lower_program(arguments, nodes + (arguments.starts[program] - start), program);
+  if (program < end) lower_program(batch, nodes + (batch.starts[program] - start), program);
 }
 
 // A block lowers consecutive programs, with their tokens in shared memory if they fit.
 extern "C" __global__ void __launch_bounds__(LOWER_THREADS)
-lower_programs(const __grid_constant__ LowerArguments arguments) {
+lower_programs(const __grid_constant__ Batch batch) {
   extern __shared__ Node shared_nodes[];
-  const unsigned first = blockIdx.x * arguments.share, count = arguments.count;
-  const unsigned end = first + arguments.share < count ? first + arguments.share : count;
-  const unsigned start = arguments.starts[first];
-  if (arguments.starts[end] - start <= (unsigned)arguments.room) {
-    lower_share(arguments, shared_nodes, first, end);
+  const unsigned first = blockIdx.x * batch.share, count = batch.count;
+  const unsigned end = first + batch.share < count ? first + batch.share : count;
+  const unsigned start = batch.starts[first];
+  if (batch.starts[end] - start <= (unsigned)batch.room) {
+    lower_share(batch, shared_nodes, first, end);
   } else {
-    lower_share(arguments, arguments.scratch + start, first, end);
+    lower_share(batch, batch.scratch + start, first, end);
   }
 }
 
@@ -324,20 +290,21 @@ __device__ __forceinline__ unsigned bucket_of(const Program& program, int levels
 // a block a group. Marks programs that need more levels than a warp has, and reports the first
 // invalid program; of a group with one, no program will be run. Shared memory: ORDER_BYTES.
 extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
-order_programs(const __grid_constant__ OrderArguments arguments) {
+order_programs(const __grid_constant__ Batch batch) {
   extern __shared__ Node shared_nodes[];
+  const int levels = batch.levels - batch.scratch_levels;
   unsigned* counts = (unsigned*)shared_nodes;
   unsigned* sums = counts + BUCKETS;
-  unsigned* const unsound = sums + BUCKETS;
-  const unsigned first = blockIdx.x * arguments.group, count = arguments.count;
-  const unsigned end = first + arguments.group < count ? first + arguments.group : count;
+  unsigned* const invalid = sums + BUCKETS;
+  const unsigned first = blockIdx.x * batch.group, count = batch.count;
+  const unsigned end = first + batch.group < count ? first + batch.group : count;
   for (unsigned bucket = threadIdx.x; bucket < BUCKETS; bucket += blockDim.x) counts[bucket] = 0;
-  if (threadIdx.x == 0) *unsound = NONE;
+  if (threadIdx.x == 0) *invalid = NONE;
   __syncthreads();
   for (unsigned program = first + threadIdx.x; program < end; program += blockDim.x) {
-    const Program record = arguments.programs[program];
-    atomicAdd(counts + bucket_of(record, arguments.levels), 1u);
-    if (record.traits & UNSOUND) atomicMin(unsound, program);
+    const Program record = batch.programs[program];
+    atomicAdd(counts + bucket_of(record, levels), 1u);
+    if (record.traits & INVALID) atomicMin(invalid, program);
   }
   __syncthreads();
   // Ends of the buckets: prefix sums, over twice as many buckets in each round.
@@ -349,12 +316,12 @@ order_programs(const __grid_constant__ OrderArguments arguments) {
     sums = counts;
     counts = summed;
   }
-  const unsigned skipped = *unsound == NONE ? 0 : SKIPPED;
+  const unsigned skipped = *invalid == NONE ? 0 : SKIPPED;
   for (unsigned program = first + threadIdx.x; program < end; program += blockDim.x) {
-    const Program record = arguments.programs[program];
-    const unsigned place = atomicSub(counts + bucket_of(record, arguments.levels), 1u) - 1;
-    const unsigned flags = (is_deep(record, arguments.levels) ? DEEP : 0) | skipped;
-    arguments.order[first + place] = program | flags;
+    const Program record = batch.programs[program];
+    const unsigned place = atomicSub(counts + bucket_of(record, levels), 1u) - 1;
+    const unsigned flags = (is_deep(record, levels) ? DEEP : 0) | skipped;
+    batch.order[first + place] = program | flags;
   }
-  if (threadIdx.x == 0) arguments.unsound[blockIdx.x] = *unsound;
+  if (threadIdx.x == 0) batch.invalid[blockIdx.x] = *invalid;
 }

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS, Operator
 from warpfit_server.engine.cuda.interpreter import bytecode
+from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.prelude import operator_source, packs, prelude
 from warpfit_server.engine.cuda.runtime.batch_layout import COSTLY, TERNARY
@@ -95,37 +96,29 @@ def device_function(name: str, operands: Iterable[str], expression: str) -> str:
     return f"__device__ __forceinline__ real {name}({parameters}) {{ return {expression}; }}"
 
 
-def interpreter_source(variant: Variant) -> str:
-    """Return the complete CUDA C++ source of one variant."""
+def interpreter_source(variant: Variant) -> CudaSource:
+    """Return the kernels of one variant."""
     table, rows = bytecode.labels(), OPERATORS.values()
     # The least blocks of 256 threads a multiprocessor bound the registers.
     blocks = 4 if variant.rows * variant.dtype.itemsize <= 64 else 2
-    definitions: dict[str, int | str] = {"SLOT_LEVELS": bytecode.SLOT_LEVELS}
-    definitions |= {
-        name: f"{getattr(bytecode, name)}u" for name in ("SLOTS_MASK", "DEEP", "SKIPPED")
-    }
-    definitions |= {"END_LABEL": bytecode.END, "BLOCKS_AT_LEAST": blocks}
     parts = {
         "OPERATORS": operator_functions(variant.mode),
         "CASES": [f"        {_macro(r, variant)}(op_{r.name}, {table[r.code]})" for r in rows],
         "SCALAR_CASES": [_scalar_case(row, f"op_{row.name}") for row in rows],
     }
-    return source_of(variant, definitions, TEMPLATE, parts)
-
-
-def costly_codes(variant: Variant) -> NDArray[np.bool_]:
-    """Return whether an operator needs scratch levels of the stack, by wire code; bool [256]."""
-    table = np.zeros(256, dtype=np.bool_)
-    for row in OPERATORS.values():
-        expression = operator_source(row, variant.mode)
-        table[row.code] = row.arity == 3 or is_costly(expression, variant)
-    return table
+    template = bytecode.header() + TEMPLATE
+    text = source_of(variant, {"BLOCKS_AT_LEAST": blocks}, template, parts)
+    return CudaSource(text, variant.options, bytecode.CASES)
 
 
 def operator_flags(variant: Variant) -> NDArray[np.uint8]:
     """Return the flags of `runtime.batch_layout` by wire code; uint8 [256]."""
-    flags = costly_codes(variant).astype(np.uint8) * np.uint8(COSTLY)
-    flags[[row.code for row in OPERATORS.values() if row.arity == 3]] |= TERNARY
+    flags = np.zeros(256, dtype=np.uint8)
+    for row in OPERATORS.values():
+        if row.arity == 3:
+            flags[row.code] = COSTLY | TERNARY
+        elif is_costly(operator_source(row, variant.mode), variant):
+            flags[row.code] = COSTLY
     return flags
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -20,13 +21,8 @@ from warpfit_server.engine.cuda.interpreter.batch_launch import (
     Jobs,
     Staging,
 )
-from warpfit_server.engine.cuda.interpreter.bytecode import CASES
-from warpfit_server.engine.cuda.interpreter.compile import CudaSource
-from warpfit_server.engine.cuda.interpreter.device_lowering import (
-    BLOCKS_A_MULTIPROCESSOR,
-    load_lowering,
-)
-from warpfit_server.engine.cuda.interpreter.launches import LaunchLimits, RowTiles
+from warpfit_server.engine.cuda.interpreter.device_lowering import load_lowering
+from warpfit_server.engine.cuda.interpreter.launches import LaunchLimits, cut_tiles
 from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import as_record
@@ -44,38 +40,21 @@ from warpfit_server.engine.interface import Outputs, Steps
 from warpfit_server.engine.sum_tree import parent_nodes, sum_nodes
 from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
 
-#: Bytes of rows that a thread works on at a time: few for little work, more for much.
-_LEAST_BYTES: Final = 16
-_MOST_BYTES: Final = {Mode.FAST: 64, Mode.PRECISE: 32, Mode.DOUBLE: 32}
-#: Variants of the kernels that `InterpreterTier.variant` chooses from.
-VARIANTS: Final = tuple(
-    source.Variant.of(mode, row_bytes)
-    for mode, most in _MOST_BYTES.items()
-    for row_bytes in (_LEAST_BYTES, most)
-)
+#: Variants of the kernels by mode: for little work, with few rows a thread, and for much.
+_VARIANTS_OF: Final = {
+    mode: (source.Variant.of(mode, 16), source.Variant.of(mode, most))
+    for mode, most in ((Mode.FAST, 64), (Mode.PRECISE, 32), (Mode.DOUBLE, 32))
+}
+VARIANTS: Final = tuple(chain(*_VARIANTS_OF.values()))
 #: Warps that a multiprocessor runs at a time, and threads that fill it.
 _RESIDENT_WARPS: Final = 32
 _FULL_THREADS: Final = 32 * _RESIDENT_WARPS
 #: Most jobs of one launch.
 _MAX_JOBS: Final = 1 << 18
+#: Most bytes of values, or of partial sums, that one launch leaves on the device.
+_CHUNK_BYTES: Final = 32 << 20
 #: Ranges of rows of a data set for which tiles are kept.
 _KEPT_TILES: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class InterpreterTuning:
-    """Launch parameters of the interpreter; the defaults are the measured best."""
-
-    rows: int | None = None
-    """Rows a thread; None chooses by the size of the evaluation."""
-    warps: int | None = None
-    """Warps a block, at most 8, each with a program of its own on the block's rows. None for 2 in
-    fast mode and 1 otherwise: precise functions are long, and two programs use more of them at a
-    time than the instruction cache holds."""
-    jobs_per_warp: int = 2
-    """Most programs that a warp runs one after the other."""
-    chunk_bytes: int = 32 << 20
-    """Most bytes of values, or of partial sums, that one launch leaves on the device."""
 
 
 class InterpreterTier:
@@ -86,14 +65,12 @@ class InterpreterTier:
     precision and number of rows a thread.
     """
 
-    def __init__(self, device: CudaDevice, tuning: InterpreterTuning | None = None) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._tuning = tuning or InterpreterTuning()
         self._kernels: dict[source.Variant, InterpreterKernels] = {}
         self._lowering = load_lowering(device)
-        self._variants = {mode: self._choices(mode) for mode in Mode}
-        most = int(device.memory_limit * RESULTS_SHARE)
-        self._chunk_bytes = min(self._tuning.chunk_bytes, most)
+        for variant in VARIANTS:
+            self.prepare(variant)
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
@@ -129,7 +106,7 @@ class InterpreterTier:
                 window: ResidentDataset, number: int, jobs: Jobs, side: int
             ) -> Callable[[], None]:
                 given = window, spans[number], evaluation.loss, kernels.variant, level
-                tiles = as_record(RowTiles.of(*given))
+                tiles = cut_tiles(*given)
                 staging = lowered.launch_chunk(tiles, evaluation, jobs, f" {side}")
                 return partial(results.copy, number, jobs, staging)
 
@@ -148,32 +125,17 @@ class InterpreterTier:
     ) -> source.Variant:
         """Choose the variant of the kernels for an evaluation, of which a launch has some rows."""
         mode = Mode.of(resident.dataset.layout.dtype, evaluation.precision)
-        few, most = self._variants[mode]
+        few, most = _VARIANTS_OF[mode]
         # More rows a thread share the decoding of an instruction, but leave fewer warps.
         threads = _FULL_THREADS * self._device.multiprocessors
         is_much = len(evaluation.batch) * evaluation.batch.vectors * rows >= most.rows * threads
         return most if is_much else few
 
-    def _choices(self, mode: Mode) -> tuple[source.Variant, source.Variant]:
-        """Return the variants for little and for much work."""
-        rows = self._tuning.rows
-        if rows is None:
-            few, most = (source.Variant.of(mode, n) for n in (_LEAST_BYTES, _MOST_BYTES[mode]))
-            return few, most
-        tuned = source.Variant(mode, max(rows, _LEAST_BYTES // mode.dtype.itemsize))
-        return tuned, tuned
-
-    def prepare_all(self) -> None:
-        """Load every variant that `variant` chooses."""
-        for variants in self._variants.values():
-            for variant in variants:
-                self.prepare(variant)
-
     def prepare(self, variant: source.Variant) -> InterpreterKernels:
         """Return the kernels of a variant, which are loaded on the first call."""
         kernels = self._kernels.get(variant)
         if kernels is None:
-            module = interpreter_switch(variant).load(self._device)
+            module = source.interpreter_source(variant).load(self._device)
             names = "interpret", "evaluate_slots", "sum_partials"
             functions = {name: module.get_function(name) for name in names} | self._lowering
             limits = as_record(self._limits(variant, functions))
@@ -183,27 +145,30 @@ class InterpreterTier:
         return kernels
 
     def _limits(self, variant: source.Variant, functions: Mapping[str, Any]) -> LaunchLimits:
-        count = self._device.multiprocessors
         return LaunchLimits(
             level_bytes=variant.tile * variant.dtype.itemsize,
-            max_warps=self._tuning.warps or (2 if variant.mode.is_fast else 1),
-            programs_per_warp=self._tuning.jobs_per_warp,
-            resident_warps=_RESIDENT_WARPS * count,
-            lowering_blocks=BLOCKS_A_MULTIPROCESSOR * count,
+            # Each has a program of its own on the block's rows. Precise functions are long, and two
+            # programs use more of them at a time than the instruction cache holds.
+            max_warps=2 if variant.mode.is_fast else 1,
+            resident_warps=_RESIDENT_WARPS * self._device.multiprocessors,
             **{name: function.ptr for name, function in functions.items()},
         )
 
     def _tiles(
         self, resident: ResidentDataset, rows: Span, loss: Loss | None, variant: source.Variant
     ) -> NDArray[Any]:
-        """Return a record of `RowTiles`, which is kept for the next launch on the same rows."""
+        """Return what `cut_tiles` does, which is kept for the next launch on the same rows."""
         key = rows, loss, variant
         tiles = resident.row_tiles.get(key)
         if tiles is None:
             if len(resident.row_tiles) >= _KEPT_TILES:
                 resident.row_tiles.clear()
-            tiles = resident.row_tiles[key] = as_record(RowTiles.of(resident, rows, loss, variant))
+            tiles = resident.row_tiles[key] = cut_tiles(resident, rows, loss, variant)
         return tiles
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return min(_CHUNK_BYTES, int(self._device.memory_limit * RESULTS_SHARE))
 
     def _rows_at_a_time(self, resident: ResidentDataset, evaluation: Evaluation) -> int:
         """Return the most rows of a launch, a power of two: a job's values must fit the device."""
@@ -215,7 +180,7 @@ class InterpreterTier:
     def _most_jobs(self, evaluation: Evaluation, variant: source.Variant, rows: int) -> int:
         """Return how many jobs of an evaluation a launch has on so many rows.
 
-        Their results fit in ``chunk_bytes``. No launch of several jobs has more token-rows than
+        Their results fit in `_CHUNK_BYTES`. No launch of several jobs has more token-rows than
         others should wait for.
         """
         batch = evaluation.batch
@@ -276,8 +241,3 @@ class ChunkResults:
             nodes, first = (yield from shard.join(mine)), shard.rows[0]
         if losses is not None and nodes is not None:
             losses[...] = sum_nodes(nodes, first // length).reshape(losses.shape)
-
-
-def interpreter_switch(variant: source.Variant) -> CudaSource:
-    """Return the source of the kernels of one variant, with its options."""
-    return CudaSource(source.interpreter_source(variant), variant.options, CASES)

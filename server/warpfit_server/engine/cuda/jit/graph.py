@@ -30,14 +30,14 @@ _COPY_BYTES: Final = 16
 _SUM_THREADS: Final = 128
 
 
-def _source() -> str:
+def graph_source() -> CudaSource:
     """Return the kernel that adds up each job's partial sums, and that which copies the inputs.
 
-    A kernel reads them from the host's memory, because the device's copy engine works in order:
-    there they would wait behind the rows of streamed data sets.
+    A kernel reads the inputs from the host's memory, because the device's copy engine works in
+    order: there they would wait behind the rows of streamed data sets.
     """
     words = {name: offset // 8 for name, offset in kernel_interface.ARGUMENT_OFFSETS.items()}
-    return f"""{sum_tree()}
+    source = f"""{sum_tree()}
 extern "C" __global__ void sum_partials(const long long *request, double *sums, int warps) {{
   const long long count = request[{words["block_count"]}] * warps;
   double *own = (double *)request[{words["partials"]}] + blockIdx.x * count;
@@ -49,6 +49,7 @@ extern "C" __global__ void copy_inputs(const int4 *source, int4 *target, int cou
   if (index < count) target[index] = source[index];
 }}
 """
+    return CudaSource(source, NVRTC_PRECISE)
 
 
 #: Identifies a graph: hash of its kernels' keys, parameter vectors, blocks of each kernel.
@@ -59,7 +60,7 @@ class GraphCapturer:
     """Captures graphs on a device; the streams and a kernel are used by one capture at a time."""
 
     def __init__(self, device: CudaDevice) -> None:
-        module = CudaSource(_source(), NVRTC_PRECISE).load(device)
+        module = graph_source().load(device)
         self.sum_partials = module.get_function("sum_partials")
         """Kernel that adds partial sums up."""
         self.copy_inputs = module.get_function("copy_inputs")

@@ -315,7 +315,8 @@ class _Converter:
     def _prune(self, result: Operand) -> Template:
         """Drop instructions that the result does not need, and renumber the values."""
         if isinstance(result, str):
-            result = self._emit("mov.b32" if "0d" not in result else "mov.b64", "r", [result])
+            kind = "d" if result.startswith("0d") else "r"
+            result = self._emit(f"mov.{CLASSES[kind]}", kind, [result])
         needed = {result}
         for index in range(len(self.instructions) - 1, -1, -1):
             if index + self.arity in needed:

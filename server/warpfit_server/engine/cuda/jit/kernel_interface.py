@@ -15,8 +15,8 @@ ARGUMENT_OFFSETS: Final = {
         (
             "variables",  # address of the matrix at the first row of the first block
             "stride",  # lines of `LINE_BYTES` from one variable to the next, below 2^32
-            "target",  # likewise
-            "weights",  # likewise
+            "target",  # address of the target at that row
+            "weights",  # address of the weights at that row
             "head",  # rows between the first block's first row and the first row of the range
             "stop",  # rows from the first block's first row to the end of the range, below 2^31
             "block_rows",  # rows of a block, a power of two; see `block_rows`

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
@@ -21,6 +20,7 @@ from warpfit_server.engine.cuda.jit.kernel_store import KernelKey, KernelStore
 from warpfit_server.engine.cuda.jit.shapes import BatchShapes, Shape, shapes_of_batch
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.lowering_cache import content_of
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.validate import check_tokens
 
@@ -28,8 +28,6 @@ from warpfit_server.engine.validate import check_tokens
 _MAX_SUMS: Final = 24
 #: Most expressions of a batch that get a kernel each.
 _MAX_SINGLE: Final = 4
-#: Distributions of blocks that a plan caches.
-_CACHED_BLOCKS: Final = 64
 #: Most tokens of a fused kernel, for each expression that it may hold.
 _GROUP_TOKENS: Final = 40
 #: Captured graphs, and kernel plans, that are kept.
@@ -84,20 +82,12 @@ def best_layout(mode: Mode, codes: NDArray[np.uint8], *, gradient: bool = False)
     return _CHEAP_LAYOUT if cheap else _LAYOUTS[mode]
 
 
-def split_in_proportion(total: int, shares: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Split ``total`` into whole numbers in proportion to ``shares``, by the largest remainders."""
-    exact = total * shares
-    parts = np.floor(exact).astype(np.int64)
-    parts[np.argsort(parts - exact, kind="stable")[: total - int(parts.sum())]] += 1
-    return parts
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPlan:
     """The kernels of a batch, and where each puts its sums."""
 
-    batch: Batch
-    """The batch that was planned, without its parameters."""
+    content: tuple[bytes, ...]
+    """Tokens of the batch that was planned, from `content_of`."""
     shapes: BatchShapes
     mode: Mode
     output: Output
@@ -111,33 +101,18 @@ class KernelPlan:
     """Share of each kernel in the work of a row; [kernels]."""
     name: bytes
     """Hash of the keys."""
-    _blocks: LRUCache[tuple[int, int], tuple[int, ...]] = field(
-        default_factory=lambda: LRUCache(_CACHED_BLOCKS)
-    )
 
     def is_for(self, batch: Batch) -> bool:
         """Return whether a batch has the same tokens; its parameters may differ."""
-        own = self.batch
-        return (
-            len(own) == len(batch)
-            and len(own.codes) == len(batch.codes)
-            and not differ(own.lengths, batch.lengths)
-            and not differ(own.parameter_counts, batch.parameter_counts)
-            and not differ(own.codes, batch.codes)
-            and not differ(own.values.view(np.uint64), batch.values.view(np.uint64))
-        )
+        return self.content == content_of(batch)
 
     def blocks(self, vectors: int, most: int, total: int) -> tuple[int, ...]:
         """Return the blocks of each kernel, at most ``most``, by its share of the work.
 
-        ``total`` are those of all kernels and vectors that the device should have. Only one thread
-        at a time may call this.
+        ``total`` are those of all kernels and vectors that the device should have.
         """
-        known = self._blocks.get((vectors, most))
-        if known is None:
-            shared = split_in_proportion(max(1, total // vectors), self.shares)
-            known = self._blocks[vectors, most] = tuple(np.clip(shared, 1, most).tolist())
-        return known
+        shared = np.rint(max(1, total // vectors) * self.shares)
+        return tuple(np.minimum(np.maximum(shared, 1), most).astype(int).tolist())
 
 
 def make_plan(
@@ -172,10 +147,10 @@ def make_plan(
     firsts = tuple(_cut_groups(shapes, counts, grid.group_size))
     groups = [shapes[first:stop] for first, stop in pairwise((*firsts, len(shapes)))]
     keys = tuple(kernels.key(mode, output, group) for group in groups)
-    work = np.add.reduceat(kernels.work(mode, shapes), firsts)
+    work = np.add.reduceat(kernels.work(mode, output, shapes), firsts)
     name = hashlib.blake2b("\0".join(key.text for key in keys).encode(), digest_size=16)
     return KernelPlan(
-        batch=batch.without_parameters(),
+        content=content_of(batch),
         shapes=batch_shapes,
         mode=mode,
         output=output,
@@ -213,18 +188,6 @@ def _sum_kind(loss: Loss | None) -> str:
     if loss is None:
         return ""
     return "absolute" if loss is Loss.MAE else "squares"
-
-
-@numba_cache.njit()  # type: ignore[untyped-decorator]
-def differ(ours: NDArray[Any], others: NDArray[Any]) -> bool:
-    """Return whether two arrays of integers, equally long, differ.
-
-    It holds Python's lock: getting that back may take longer than comparing.
-    """
-    difference = ours.dtype.type(0)
-    for index in range(len(ours)):
-        difference |= ours[index] ^ others[index]
-    return bool(difference != 0)
 
 
 def fingerprint(batch: Batch) -> int:

@@ -1,7 +1,10 @@
 """A store of compiled kernels by key: loaded, on disk, or made by the compiler, once each.
 
 Kernels that are requested together are compiled by many threads, and loaded together once all are
-compiled; see `runtime.modules`.
+compiled. The driver loads a module only when the device is idle, and delays launches meanwhile.
+Modules loaded one by one would each wait for the launches since the last one, and delay further
+launches in turn. So launches are held back in `driver_calls` until all modules are loaded: one wait
+for the device, and then some 0.1 ms a module.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileQueue
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.modules import load_modules
+from warpfit_server.engine.cuda.runtime.driver_calls import LAUNCHES_HELD, LOAD_MODULE
+from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.intrinsics import call_c
 from warpfit_server.system.compile_cache import CacheCounters, DiskCache
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -83,29 +88,19 @@ class KernelStore:
         self.compile_queue = CompileQueue(threads)
         # Not a thread of the queue: those have a low priority, and launches wait for this one.
         self._loader = ThreadPoolExecutor(1, "load")
-        self._libraries: dict[tuple[Mode, bool], DeviceLibrary] = {}
         self._lock = threading.Lock()
         self._writer_lock = threading.Lock()
 
-    def library(self, mode: Mode, *, derivatives: bool = False) -> DeviceLibrary:
-        """Return the device library of a mode, which is built on the first call."""
-        with self._lock:
-            known = self._libraries.get((mode, derivatives))
-            if known is None:
-                known = library.build(mode, self._device.architecture, derivatives=derivatives)
-                self._libraries[mode, derivatives] = known
-            return known
-
     def key(self, mode: Mode, output: Output, shapes: tuple[Shape, ...]) -> KernelKey:
         """Return the key of the kernel that evaluates a group of expressions."""
-        device_library = self.library(mode, derivatives=output.gradient)
-        return KernelKey(mode, output, shapes, kernel_key(device_library, output, shapes))
+        text = kernel_key(self._library(mode, output), output, shapes)
+        return KernelKey(mode, output, shapes, text)
 
-    def work(self, mode: Mode, shapes: Sequence[Shape]) -> NDArray[np.float64]:
+    def work(self, mode: Mode, output: Output, shapes: Sequence[Shape]) -> NDArray[np.float64]:
         """Estimate the instructions for a row of each expression; [expressions]."""
         lengths = {
             token: _CALL_WORK if template.function else len(template.instructions)
-            for token, template in self.library(mode).templates.items()
+            for token, template in self._library(mode, output).templates.items()
         }
         return np.array(
             [
@@ -178,6 +173,10 @@ class KernelStore:
         with self._lock:
             self._cache.clear()
 
+    def _library(self, mode: Mode, output: Output) -> DeviceLibrary:
+        """Return the device library of a mode; the first call takes some tenths of a second."""
+        return library.build(mode, self._device.architecture, derivatives=output.gradient)
+
     def _cubin(self, key: KernelKey) -> bytes:
         """Return machine code, from disk if it is there; runs in a thread of the queue."""
         cubin = self.disk.get(key.text)
@@ -210,7 +209,7 @@ class KernelStore:
             done.set_result(kernels)
 
     def _compile(self, key: KernelKey) -> bytes:
-        device_library = self.library(key.mode, derivatives=key.output.gradient)
+        device_library = self._library(key.mode, key.output)
         # PTX is written in Python: several writers would only delay evaluations by Python's lock.
         with self._writer_lock:
             text = ptx.module(device_library, key.output, {_ENTRY: key.shapes})
@@ -235,9 +234,47 @@ def _when_all_done(jobs: Sequence[Future[Any]], then: Callable[[], object]) -> N
 
 def kernel_key(device_library: DeviceLibrary, output: Output, shapes: tuple[Shape, ...]) -> str:
     """Return a hash of everything that a kernel's machine code depends on, for a file name."""
-    digest = hashlib.blake2b(digest_size=20)
-    digest.update(device_library.key)
-    digest.update(f"{ptx.GENERATION} {output} {linker.version()}".encode())
-    for shape in shapes:
-        digest.update(shape.key)
-    return digest.hexdigest()
+    text = f"{ptx.GENERATION} {output} {linker.version()} {shapes}".encode()
+    return hashlib.blake2b(device_library.key + text, digest_size=20).hexdigest()
+
+
+def load_modules(device: CudaDevice, cubins: Sequence[bytes]) -> list[Any]:
+    """Load machine code; only one thread of a device at a time may call this.
+
+    Returns:
+        CuPy modules in the order of ``cubins``, unloaded when they are dropped.
+
+    Raises:
+        CUDADriverError: if one cannot be loaded, for example for want of device memory; the
+            others are unloaded then.
+    """
+    device.use()
+    images = np.array([np.frombuffer(cubin, np.uint8).ctypes.data for cubin in cubins], np.int64)
+    handles = np.zeros(len(cubins), dtype=np.uint64)
+    status = _load(device.functions, images, handles)
+    cuda = device.cupy.cuda
+    modules = [cuda.function.Module() for _ in cubins]
+    for module, handle in zip(modules, handles.tolist(), strict=True):
+        module.ptr = handle
+    if status:
+        raise cuda.driver.CUDADriverError(status)
+    return modules
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _load(
+    functions: NDArray[np.int64], images: NDArray[np.int64], handles: NDArray[np.uint64]
+) -> int:
+    """Fill in handles, which stay 0 from the first failure on; return the driver's status.
+
+    Compiled, because Python code would wait for Python's lock while all launches are held back.
+    """
+    status = 0
+    functions[LAUNCHES_HELD] = 1
+    for number in range(len(images)):
+        handle = np.int64(handles.ctypes.data) + 8 * number
+        status = call_c(functions[LOAD_MODULE], (handle, images[number]))
+        if status != 0:
+            break
+    functions[LAUNCHES_HELD] = 0
+    return int(status)

@@ -5,8 +5,8 @@ The constants and parameters of an expression become inputs, which its kernel re
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -52,8 +52,6 @@ class Shape:
     operands: tuple[int, ...]
     inputs: int
     """Number of inputs."""
-    key: bytes
-    """16-byte BLAKE2b hash of the tokens, and of ``wanted`` if it is not empty."""
     wanted: tuple[int, ...] = ()
     """Inputs by which derivatives are wanted, ascending."""
 
@@ -83,8 +81,7 @@ class BatchShapes:
         shapes = []
         for shape, start in zip(self.shapes, self.input_starts.tolist(), strict=False):
             flags = self.sources.from_parameter[start : start + shape.inputs]
-            key = hashlib.blake2b(shape.key + flags.tobytes(), digest_size=16).digest()
-            shapes.append(replace(shape, key=key, wanted=tuple(np.flatnonzero(flags).tolist())))
+            shapes.append(replace(shape, wanted=tuple(np.flatnonzero(flags).tolist())))
         return replace(self, shapes=tuple(shapes))
 
     def parameter_places(self, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -153,7 +150,7 @@ def shapes_of_batch(batch: Batch) -> BatchShapes:
     codes = np.where(batch.codes == CONSTANT, np.uint8(PARAMETER), batch.codes)
     starts = np.zeros(len(batch) + 1, dtype=np.int64)
     np.cumsum(np.bincount(program[~literal], minlength=len(batch)), out=starts[1:])
-    shapes = _shapes(codes[~literal], operands[~literal].astype("<u4"), starts, input_starts)
+    shapes = _shapes(codes[~literal], operands[~literal], starts, input_starts)
     return BatchShapes(
         shapes=shapes,
         input_starts=input_starts,
@@ -194,16 +191,12 @@ def _number_inputs(
 
 def _shapes(
     codes: NDArray[np.uint8],
-    operands: NDArray[np.uint32],
+    operands: NDArray[np.int64],
     starts: NDArray[np.int64],
     input_starts: NDArray[np.int64],
 ) -> tuple[Shape, ...]:
-    code_bytes, operand_list, operand_bytes = codes.tobytes(), operands.tolist(), operands.tobytes()
-    bounds = starts.tolist()
-    inputs = np.diff(input_starts).tolist()
-    shapes = []
-    for start, stop, count in zip(bounds, bounds[1:], inputs, strict=False):
-        piece = code_bytes[start:stop]
-        digest = hashlib.blake2b(piece + operand_bytes[4 * start : 4 * stop], digest_size=16)
-        shapes.append(Shape(piece, tuple(operand_list[start:stop]), count, digest.digest()))
-    return tuple(shapes)
+    code_bytes, operand_list, inputs = codes.tobytes(), operands.tolist(), np.diff(input_starts)
+    return tuple(
+        Shape(code_bytes[start:stop], tuple(operand_list[start:stop]), count)
+        for (start, stop), count in zip(pairwise(starts.tolist()), inputs.tolist(), strict=True)
+    )

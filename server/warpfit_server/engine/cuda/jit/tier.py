@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Hashable, Mapping
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -83,11 +84,17 @@ class CompiledTier:
 
     `loaded` returns whether all kernels of an evaluation are loaded; `request_compile` has missing
     ones compiled in the background; `evaluate` compiles them first if it must.
+
+    Args:
+        device: to evaluate on.
+        kernels: keeps the compiled kernels.
+        planner: plans kernels, which takes Python time for each expression.
     """
 
-    def __init__(self, device: CudaDevice, kernels: KernelStore) -> None:
+    def __init__(self, device: CudaDevice, kernels: KernelStore, planner: Executor) -> None:
         self._device = device
         self._kernels = kernels
+        self._planner = planner
         self._capturer = GraphCapturer(device)
         self._lock = threading.Lock()
         self._idle_graphs = IdleGraphs()
@@ -107,9 +114,8 @@ class CompiledTier:
 
         ``token_hash`` is the `fingerprint` of its batch.
         """
-        with self._lock:
-            plan = self._plans.get(plan_key(resident, evaluation, token_hash))
-        if plan is None or not plan.is_for(evaluation.batch):
+        plan = self._known_plan(resident, evaluation, token_hash)
+        if plan is None:
             return None
         work = self._cut(plan, resident, evaluation)
         with self._lock:
@@ -138,7 +144,13 @@ class CompiledTier:
         check_cancelled(outputs.cancelled)
         if work is None:
             self._check_supported(evaluation)
-            work = self._cut(self.plan(resident, evaluation), resident, evaluation)
+            plan = self._known_plan(resident, evaluation, fingerprint(evaluation.batch))
+            if plan is None:
+                planning = self._planner.submit(self.plan, resident, evaluation)
+                yield planning
+                self._device.use()
+                plan = planning.result()
+            work = self._cut(plan, resident, evaluation)
         with self._lock:
             graph = self._idle_graphs.take(work.key)
         is_hit = graph is not None or self._kernels.are_loaded(work.plan.keys)
@@ -174,14 +186,19 @@ class CompiledTier:
     def plan(self, resident: ResidentDataset, evaluation: Evaluation) -> KernelPlan:
         """Return the plan of an evaluation, from the cache if it is there."""
         token_hash = fingerprint(evaluation.batch)
-        key = plan_key(resident, evaluation, token_hash)
-        with self._lock:
-            plan = self._plans.get(key)
-        if plan is None or not plan.is_for(evaluation.batch):
+        plan = self._known_plan(resident, evaluation, token_hash)
+        if plan is None:
             plan = make_plan(self._kernels, resident, evaluation)
             with self._lock:
-                self._plans[key] = plan
+                self._plans[plan_key(resident, evaluation, token_hash)] = plan
         return plan
+
+    def _known_plan(
+        self, resident: ResidentDataset, evaluation: Evaluation, token_hash: int
+    ) -> KernelPlan | None:
+        with self._lock:
+            plan = self._plans.get(plan_key(resident, evaluation, token_hash))
+        return plan if plan is not None and plan.is_for(evaluation.batch) else None
 
     def _check_supported(self, evaluation: Evaluation) -> None:
         if not self.supports(evaluation):
@@ -203,8 +220,7 @@ class CompiledTier:
         # A kernel has at most one block of threads for each block of rows.
         most = -(-(start % block + min(chunk, stop - start)) // block)
         total = plan.layout.blocks * self._device.multiprocessors
-        with self._lock:
-            key = plan.name, vectors, plan.blocks(vectors, most, total)
+        key = plan.name, vectors, plan.blocks(vectors, most, total)
         return CompiledWork(plan, resident, evaluation, start, stop, chunk, block, key)
 
     def _capture(self, key: GraphKey, plan: KernelPlan) -> Steps[CapturedGraph]:

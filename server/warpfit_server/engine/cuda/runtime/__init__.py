@@ -1,1 +1,1 @@
-"""The CUDA device: memory, streams, driver calls, modules, compilers and resident data."""
+"""The CUDA device: memory, streams, driver calls, compilers and resident data."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import array_address, pointer64
-from warpfit_server.engine.native.intrinsics import inlined, pointer_to
+from warpfit_server.engine.native.intrinsics import aligned, inlined, pointer_to
 from warpfit_server.joined_batch import (
     BATCH_ARRAYS,
     CODES,
@@ -90,25 +90,20 @@ def max_slots(tokens: int, programs: int) -> int:
 @_compiled  # type: ignore[untyped-decorator]
 def lay_out(tokens: int, programs: int, parameters: int) -> BatchLayout:
     """Lay out a batch by its number of tokens, programs, and parameters in all vectors."""
-    parameter_starts = _aligned(4 * (programs + 1))
+    parameter_starts = aligned(4 * (programs + 1), _ALIGNMENT)
     values = 2 * parameter_starts
-    numbers = values + _aligned(8 * tokens)
-    codes = numbers + _aligned(8 * parameters)
-    records = codes + _aligned(tokens)
-    order = records + _aligned(16 * programs)
-    slots = order + _aligned(4 * programs)
-    instructions = slots + _aligned(16 * max_slots(tokens, programs))
-    scratch = instructions + _aligned(8 * (tokens + programs + READ_AHEAD))
-    end = scratch + _aligned(8 * tokens)
+    numbers = values + aligned(8 * tokens, _ALIGNMENT)
+    codes = numbers + aligned(8 * parameters, _ALIGNMENT)
+    records = codes + aligned(tokens, _ALIGNMENT)
+    order = records + aligned(16 * programs, _ALIGNMENT)
+    slots = order + aligned(4 * programs, _ALIGNMENT)
+    instructions = slots + aligned(16 * max_slots(tokens, programs), _ALIGNMENT)
+    scratch = instructions + aligned(8 * (tokens + programs + READ_AHEAD), _ALIGNMENT)
+    end = scratch + aligned(8 * tokens, _ALIGNMENT)
     return BatchLayout(
         *(0, parameter_starts, values, numbers, codes, records),
         *(records, order, slots, instructions, scratch, end),
     )
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class BatchBounds(NamedTuple):

@@ -1,14 +1,13 @@
-"""One CUDA device: its memory, modules and streams, through CuPy.
+"""One CUDA device: its memory and streams, through CuPy.
 
 CuPy is imported when a `CudaDevice` is made, so that the package can be imported without it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -18,13 +17,14 @@ from numpy.typing import NDArray
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit_server.engine.cuda.runtime.driver_calls import driver_functions
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.system import compile_cache
 from warpfit_server.system.compile_cache import check_private, default_cache_directory
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Share of the device's memory that is used by default; the driver needs the rest.
 _DEFAULT_SHARE: Final = 0.9
 _ERROR_OUT_OF_MEMORY: Final = 2
+#: Number of the device; ``CUDA_VISIBLE_DEVICES`` says which one that is.
+_DEVICE: Final = 0
 #: Bytes of each block's shared memory that CUDA reserves.
 _RESERVED_BYTES: Final = 1024
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
@@ -32,38 +32,35 @@ _DYNAMIC_SHARED_SIZE: Final = 8
 
 
 class CudaDevice:
-    """A device with its memory pool and its stream contexts.
+    """The first visible device with its memory pool and its stream contexts.
 
     Args:
-        index: CUDA device number.
         memory_limit: bytes for data sets, results and scratch; None for 90% of ``share``.
         cache_directory: where compiled code is kept; None for `default_cache_directory`.
         share: part of the device's memory that is for this process.
 
     Raises:
-        UnavailableError: if CuPy is not installed or no such device answers.
+        UnavailableError: if CuPy is not installed or the device does not answer.
         InvalidArgumentError: if others could have written to the cache directory.
     """
 
     def __init__(
         self,
-        index: int = 0,
         memory_limit: int | None = None,
         cache_directory: Path | None = None,
         share: float = 1.0,
     ) -> None:
         self.cupy = _import_cupy()
-        self.index = index
         self.cache_directory = cache_directory or default_cache_directory()
         check_private(self.cache_directory)
         runtime = self.cupy.cuda.runtime
         try:
-            runtime.setDevice(index)
-            properties = runtime.getDeviceProperties(index)
+            runtime.setDevice(_DEVICE)
+            properties = runtime.getDeviceProperties(_DEVICE)
             self.driver = _version(runtime.driverGetVersion())
         except runtime.CUDARuntimeError as error:
             raise UnavailableError(
-                f"CUDA device {index} does not answer: {error}",
+                f"the CUDA device does not answer: {error}",
                 "NO_CUDA_DEVICE",
                 "Check nvidia-smi, or run with --devices cpu",
             ) from error
@@ -90,15 +87,6 @@ class CudaDevice:
         """Return whether one of `errors` means nothing but a lack of memory."""
         return getattr(error, "status", None) == _ERROR_OUT_OF_MEMORY
 
-    def out_of_memory(self) -> ResourceExhaustedError:
-        """Return the error for a lack of memory inside CUDA, for example for a graph."""
-        return ResourceExhaustedError(
-            f"the device has {self.available()} bytes left, too few for CUDA's own needs",
-            "DEVICE_MEMORY",
-            "Ask for fewer programs, parameter vectors or rows a call, or unload data sets",
-            available=self.available(),
-        )
-
     @property
     def architecture(self) -> int:
         """Compute capability as one number: 90 for 9.0."""
@@ -107,7 +95,7 @@ class CudaDevice:
 
     def shared_bytes(self, blocks: int) -> int:
         """Return the bytes of shared memory of a block, if ``blocks`` share a multiprocessor."""
-        attributes = self.cupy.cuda.Device(self.index).attributes
+        attributes = self.cupy.cuda.Device(_DEVICE).attributes
         each = attributes["MaxSharedMemoryPerMultiprocessor"] // blocks - _RESERVED_BYTES
         return int(min(each, attributes["MaxSharedMemoryPerBlockOptin"])) // 16 * 16
 
@@ -118,7 +106,7 @@ class CudaDevice:
     def use(self) -> None:
         """Make this the calling thread's current device; CUDA requires it once in each thread."""
         if not getattr(self._thread, "uses", False):
-            self.cupy.cuda.runtime.setDevice(self.index)
+            self.cupy.cuda.runtime.setDevice(_DEVICE)
             self._thread.uses = True
 
     def allocate(self, size: int) -> Any:
@@ -137,14 +125,25 @@ class CudaDevice:
         except out_of_memory as error:
             raise self.no_room(size) from error
 
-    def no_room(self, size: int) -> ResourceExhaustedError:
-        """Return the error for memory that is too little for so many bytes."""
+    def no_room(self, size: int | None = None) -> ResourceExhaustedError:
+        """Return the error for memory that is too little for so many bytes.
+
+        None is for what CUDA allocates itself, such as a graph or page-locked memory; it does not
+        say which memory was short.
+        """
+        available = self.available()
+        short = f"the device has {available} bytes left where {size} are needed"
+        if size is None:
+            short = (
+                f"CUDA lacks memory: the device has {available} bytes left, and the host perhaps "
+                "none that can be page-locked"
+            )
         return ResourceExhaustedError(
-            f"the device has {self.available()} bytes left where {size} are needed",
+            short,
             "DEVICE_MEMORY",
             "Ask for fewer programs, parameter vectors or rows a call, or unload data sets",
             needed=size,
-            available=self.available(),
+            available=available,
         )
 
     def available(self) -> int:
@@ -159,16 +158,6 @@ class CudaDevice:
             for context in self._idle:
                 context.release()
         self._pool.free_all_blocks()
-
-    def load(self, key: Sequence[str], build: Callable[[], bytes]) -> Any:
-        """Load the machine code that ``build`` returns, or the same from the disk cache.
-
-        ``key`` holds everything that the code depends on.
-        """
-        self.use()
-        module = self.cupy.cuda.function.Module()
-        module.load(cached_cubin(self.cache_directory, key, build))
-        return module
 
     def lock_pages(self, array: NDArray[Any]) -> Callable[[], None]:
         """Page-lock an array of the host, so that streams copy from it at the full rate.
@@ -215,12 +204,6 @@ class CudaDevice:
         self.trim()
         with self._lock:
             self._idle.clear()
-
-
-def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]) -> bytes:
-    """Return machine code from disk, stored under a hash of ``key``, or build and store it."""
-    name = hashlib.sha256("\0".join(key).encode()).hexdigest()
-    return compile_cache.find_or_make(directory / "cubin" / f"{name}.cubin", build)
 
 
 def _import_cupy() -> Any:

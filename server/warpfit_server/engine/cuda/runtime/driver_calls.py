@@ -74,8 +74,8 @@ def _record_type(names: tuple[str, ...]) -> np.dtype[Any]:
 @inlined
 def upload(functions: Any, stream: int, address: int, source: Any, size: int) -> int:
     """Copy page-locked host memory to the device; return the driver's status."""
-    data = np.int64(source.ctypes.data)
-    return call_c(functions[UPLOAD], (address, data, np.int64(size), stream))  # type: ignore[no-any-return]
+    places = np.int64(address), np.int64(source.ctypes.data)
+    return call_c(functions[UPLOAD], (*places, np.int64(size), stream))  # type: ignore[no-any-return]
 
 
 @inlined
@@ -92,9 +92,17 @@ def launch(
 
     ``arguments`` are records, each of which is an argument by value.
     """
+    places = np.int64(arguments.ctypes.data) + arguments.itemsize * np.arange(len(arguments))
+    return launch_at(functions, stream, kernel, grid, threads, shared, places)
+
+
+@inlined
+def launch_at(
+    functions: Any, stream: int, kernel: int, grid: Any, threads: Any, shared: int, places: Any
+) -> int:
+    """Launch a kernel as `launch` does, given the address of each argument."""
     while functions[LAUNCHES_HELD] != 0:
         call_c(functions[SLEEP], (np.int64(POLL_MICROSECONDS),))
-    places = np.int64(arguments.ctypes.data) + arguments.itemsize * np.arange(len(arguments))
     sizes = (grid[0], grid[1], np.int64(1), threads[0], threads[1], np.int64(1), np.int64(shared))
     pointers = np.int64(places.ctypes.data)
     return call_launch(functions[LAUNCH], (kernel, *sizes, stream, pointers, np.int64(0)))  # type: ignore[no-any-return]

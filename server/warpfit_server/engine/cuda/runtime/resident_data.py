@@ -1,4 +1,4 @@
-"""Data sets in device memory, and the interface of the tiers that evaluate batches on them."""
+"""Data sets in device memory, and the launches of a tier on windows of their rows."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def run_chunks(
         Nanoseconds of the kernels.
     """
     count = len(spans) * len(chunks)
-    each, ahead = result_bytes // count, min(1, result_bytes)
+    each, ahead = result_bytes // count, 1 if result_bytes else 0
     end = "copied" if result_bytes else "computed"
     pending: list[tuple[int, Callable[[], None]]] = []
     computed = 0

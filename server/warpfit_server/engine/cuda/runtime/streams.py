@@ -45,7 +45,6 @@ class StreamContext:
         cuda: ``cupy.cuda``.
         functions: from `driver_calls.driver_functions`.
         allocate: `CudaDevice.allocate`.
-
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class StreamContext:
 
         Raises:
             ResourceExhaustedError: if the device has no room.
-
         """
         held = self._buffers.get(name)
         if held is None or held.mem.size < size:

@@ -12,13 +12,12 @@ import pytest
 from support.emulators.cuda_on_host import compile_for_host
 from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, PROGRAM
-from warpfit_server.engine.cuda.interpreter import device_lowering, launches
+from warpfit_server.engine.cuda.interpreter import launches
 
 STRUCTS = [
-    ("interpreter/interpreter.cu", "Arguments", launches.INTERPRETER_ARGUMENTS),
-    ("interpreter/interpreter.cu", "SlotArguments", launches.SLOT_ARGUMENTS),
-    ("interpreter/lowering.cu", "LowerArguments", device_lowering.LOWER_ARGUMENTS),
-    ("interpreter/lowering.cu", "OrderArguments", device_lowering.ORDER_ARGUMENTS),
+    ("interpreter/batch.cu", "Batch", launches.BATCH),
+    ("interpreter/interpreter.cu", "Tiles", launches.TILES),
+    ("interpreter/interpreter.cu", "Jobs", launches.JOBS),
     ("derivatives/derivatives.cu", "Arguments", launch_plan.DERIVATIVE_ARGUMENTS),
     ("derivatives/derivatives.cu", "Program", PROGRAM),
     ("derivatives/statistics.cu", "StatisticsArguments", launch_plan.STATISTICS_ARGUMENTS),

@@ -9,8 +9,8 @@ pytest.importorskip("cuda.bindings.nvjitlink")
 
 from warpfit_server.engine.cuda.derivatives.tier import derivative_switch
 from warpfit_server.engine.cuda.interpreter import device_lowering
-from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.interpreter.tier import interpreter_switch
+from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
+from warpfit_server.engine.cuda.jit.graph import graph_source
 from warpfit_server.engine.cuda.math.modes import Mode
 
 FAST = Variant(Mode.FAST, 4)
@@ -30,10 +30,13 @@ DIFFERENTIATED = {
 
 @pytest.mark.parametrize("architecture", sorted({*INTERPRETED, *DIFFERENTIATED}))
 def test_kernels_assemble(architecture):
-    sources = [(device_lowering.lowering_source(), ("lower_programs", "order_programs"))]
+    sources = [
+        (device_lowering.lowering_source(), ("lower_programs", "order_programs")),
+        (graph_source(), ("sum_partials", "copy_inputs")),
+    ]
     if architecture in INTERPRETED:
         kernels = ("interpret", "evaluate_slots", "sum_partials")
-        sources.append((interpreter_switch(INTERPRETED[architecture]), kernels))
+        sources.append((interpreter_source(INTERPRETED[architecture]), kernels))
     if architecture in DIFFERENTIATED:
         variant, spills = DIFFERENTIATED[architecture]
         kernels = ("linearise", "evaluate_scalars", "combine", "measure")

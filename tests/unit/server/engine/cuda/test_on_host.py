@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -43,7 +44,7 @@ from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.cuda.derivatives import launch_plan, tier
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
+from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.math import modes
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.interface import Outputs, run_to_end
@@ -54,10 +55,10 @@ ROWS = 5_003
 
 @pytest.fixture(scope="module")
 def engines():
-    """Two engines on one device, of which the second launches in small pieces."""
+    """Two engines on one device."""
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
-        made = [CudaEngine(threads=2), CudaEngine(tuning=InterpreterTuning(chunk_bytes=1 << 15))]
+        made = [CudaEngine(threads=2), CudaEngine(threads=2)]
         yield made
         for engine in made:
             engine.close()
@@ -82,13 +83,16 @@ def batch():
 @pytest.mark.parametrize(
     ("dtype", "precision"), [("float64", Precision.PRECISE), ("float32", Precision.FAST)]
 )
-def test_values_and_losses_are_numpys_in_any_pieces(engines, batch, dtype, precision):
+def test_values_and_losses_are_numpys_in_any_pieces(engine, batch, monkeypatch, dtype, precision):
     data = make_dataset(ROWS, dtype, weights=True)
     options = {"loss": Loss.MSE, "precision": precision, "rows": (700, 4_900)}
-    whole, pieces = (Evaluate(engine)(data, *batch, **options) for engine in engines)
+    whole = Evaluate(engine)(data, *batch, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter, "_CHUNK_BYTES", 1 << 15)
+        pieces = Evaluate(engine)(data, *batch, **options)
     np.testing.assert_array_equal(pieces.values, whole.values)
     np.testing.assert_array_equal(pieces.losses, whole.losses)
-    alone = Evaluate(engines[0])(data, *batch, values=False, **options)
+    alone = Evaluate(engine)(data, *batch, values=False, **options)
     np.testing.assert_array_equal(alone.losses, whole.losses)
     rows, tolerance = slice(700, 4_900), 1e-9 if dtype == "float64" else 1e-2
     for index, (program, vector) in enumerate(zip(*batch, strict=True)):
@@ -139,7 +143,8 @@ def test_statistics_are_numpys(engine, rows):
 
 
 @pytest.mark.parametrize("wanted", REQUESTS)
-def test_shards_have_the_bits_of_one_engine(engines, wanted):
+def test_shards_have_the_bits_of_one_engine(engines, monkeypatch, wanted):
+    monkeypatch.setattr(interpreter, "_CHUNK_BYTES", 1 << 15)
     data = make_dataset(ROWS, weights=True)
     evaluation = Evaluation(
         data.content_id, Batch.of(*smooth_programs()), **{"values": False} | REQUESTS[wanted]
@@ -194,6 +199,37 @@ def test_a_fit_finds_the_parameters(engine):
     engine.load(data)
     found = fit(data, ["p1 * exp(p2 * x1)"], [[1.0, 0.1]], engine=engine)
     np.testing.assert_allclose(found.parameters[0], [1.5, -0.7], rtol=1e-6)
+
+
+def test_the_tier_chooser_observes_no_time_of_other_requests(engine, batch, monkeypatch):
+    data, elsewhere, observed = make_dataset(ROWS), 0, []
+    engine.load(data)
+    asked = Evaluation(data.content_id, Batch.of(*batch), values=False, loss=Loss.MSE)
+    outputs = outputs_for(asked, data.layout)
+    run_to_end(engine.evaluate(asked, outputs))  # compiles kernels
+    clocks = time.perf_counter_ns, time.perf_counter
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: clocks[0]() + 10**9 * elsewhere)
+    monkeypatch.setattr(time, "perf_counter", lambda: clocks[1]() + elsewhere)
+    monkeypatch.setattr(engine._chooser, "observe", lambda *given: observed.append(given[-1]))
+    for _ in engine.evaluate(asked, outputs):
+        elsewhere += 1_000
+    assert elsewhere > 0
+    assert 0 < observed[0] < 1_000
+
+
+def test_both_memories_are_named_where_cuda_does_not_say_which_is_short(engine, monkeypatch):
+    cuda, data = engine._device.cupy.cuda, make_dataset(100)
+    engine.load(data)
+
+    def refuse(_):
+        raise cuda.runtime.CUDARuntimeError(2)
+
+    monkeypatch.setattr(engine._device, "_idle", [])
+    monkeypatch.setattr(cuda, "alloc_pinned_memory", refuse)
+    with pytest.raises(ResourceExhaustedError, match=r"device has .* page-locked") as failure:
+        Evaluate(engine)(data, [Program.variable(0)])
+    assert failure.value.needed is None
+    assert failure.value.available > 0
 
 
 def test_an_invalid_program_is_named(engine):

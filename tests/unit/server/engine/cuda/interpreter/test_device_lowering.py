@@ -57,7 +57,7 @@ def check_program(found: Lowered, index: int) -> None:
     for head in found.instructions[first : first + count, 0].tolist():
         level += bool(head & bytecode.PUSH)
         highest = max(highest, level)
-        level -= POPS.get(head & (1 << bytecode.LABEL_BITS) - 1, 0)
+        level -= POPS.get(head & bytecode.LABEL_MASK, 0)
     assert (level, highest) == (0, found.needs()[index])
     slots = {leaf for _, *leaves in found.code(index) for leaf in leaves if type(leaf) is tuple}
     assert found.slot_counts()[index] == len(slots)
@@ -164,8 +164,8 @@ def check_invalid(batch):
             )
             assert refused.value.expression == index
             first, count, _, traits = found.programs[index].tolist()
-            assert (count, traits) == (0, bytecode.UNSOUND)
-            assert found.instructions[first].tolist() == [bytecode.END, 0]
+            assert (count, traits) == (0, bytecode.INVALID)
+            assert found.instructions[first].tolist() == [bytecode.END_LABEL, 0]
         else:
             check_program(found, index)
     np.testing.assert_array_equal(found.are_invalid(), expected)

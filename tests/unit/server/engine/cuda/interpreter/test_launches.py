@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 pytest.importorskip("numba")
@@ -9,10 +10,14 @@ pytest.importorskip("numba")
 from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds
 
-LIMITS = launches.LaunchLimits(
-    *[0] * 5, level_bytes=2048, max_warps=2, programs_per_warp=2, resident_warps=32 * 132,
-    lowering_blocks=8 * 132,
-)  # fmt: skip
+LIMITS = launches.LaunchLimits(*[0] * 5, level_bytes=2048, max_warps=2, resident_warps=32 * 132)
+
+
+def configured(limits, bounds, max_jobs, programs, vectors):
+    """Return the record of a batch whose launches are configured."""
+    record = launches.new_batch((9, programs, 0, vectors), 1, 0, 0, 0)
+    launches.configure_launch(record, limits, bounds, max_jobs)
+    return record.view(np.recarray)[0]
 
 
 @pytest.mark.parametrize("warps", [1, 2, 3, 8])
@@ -22,19 +27,19 @@ LIMITS = launches.LaunchLimits(
 def test_one_warp_has_room_for_any_program(warps, levels, usual, costly):
     bounds = BatchBounds(9, levels, typical_levels=min(usual, levels), costly=costly)
     limits = LIMITS._replace(max_warps=warps)
-    config = launches.configure_launch(limits, bounds, 300, 300, 1)
-    most = levels + config.scratch
-    assert config.scratch == 2 * costly
+    config = configured(limits, bounds, 300, 300, 1)
+    most = levels + config.scratch_levels
+    assert config.scratch_levels == 2 * costly
     assert 1 <= config.warps <= warps
     assert config.warps * config.levels >= most
-    assert config.levels >= bounds.typical_levels + config.scratch
+    assert config.levels >= bounds.typical_levels + config.scratch_levels
     assert config.warps * config.levels * limits.level_bytes <= 48 * 1024 - 16
     assert config.group == 300
 
 
 def test_launches_of_part_of_a_program_are_not_sorted():
     bounds = BatchBounds(longest=9, levels=6, typical_levels=2, costly=False)
-    config = launches.configure_launch(LIMITS, bounds, 7, 3, 10)
+    config = configured(LIMITS, bounds, 7, 3, 10)
     assert (config.group, config.levels) == (1, 6)
-    config = launches.configure_launch(LIMITS, bounds, 25, 3, 10)
+    config = configured(LIMITS, bounds, 25, 3, 10)
     assert (config.group, config.levels) == (2, 3)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings")
 
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.jit.kernel_plan import best_layout, fingerprint, split_in_proportion
+from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, best_layout, fingerprint
 from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.lowering_cache import content_of
 
 
-@given(st.integers(1, 5000), st.lists(st.floats(0.01, 100), min_size=1, max_size=300))
-def test_parts_add_up_and_are_off_by_less_than_one(total, weights):
-    shares = np.array(weights) / np.sum(weights)
-    parts = split_in_proportion(total, shares)
-    assert parts.sum() == total
-    assert np.all(np.abs(parts - total * shares) < 1 + 1e-9)
+def test_kernels_get_blocks_by_their_work():
+    plan = KernelPlan(**dict.fromkeys([one.name for one in fields(KernelPlan)]))
+    plan = replace(plan, shares=np.array([0.001, 0.4, 0.599]))
+    assert plan.blocks(vectors=1, most=1000, total=100) == (1, 40, 60)
+    assert plan.blocks(vectors=10, most=5, total=100) == (1, 4, 5)
+    assert plan.blocks(vectors=1000, most=5, total=100) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -34,14 +35,15 @@ def test_layouts_fit_a_multiprocessor(mode):
         assert layout.threads >= layout.group_size  # a thread stores at most one sum
 
 
-def test_fingerprints_depend_on_tokens_and_not_on_parameters():
+@pytest.mark.parametrize("identify", [fingerprint, content_of])
+def test_batches_are_known_by_their_tokens_and_not_by_parameters(identify):
     programs, parameters = thesis_mix(1, 50)
-    seen = {fingerprint(Batch.of(*thesis_mix(seed, 50))) for seed in range(12)}
+    seen = {identify(Batch.of(*thesis_mix(seed, 50))) for seed in range(12)}
     assert len(seen) == 12
     batch = Batch.of(programs, parameters)
     moved = Batch.of(programs, [vector + 1.0 for vector in parameters])
-    assert fingerprint(batch) == fingerprint(moved)
+    assert identify(batch) == identify(moved)
     x, c = Program.variable(0), Program.constant
     close = [Program.apply("add", x, c(0.0)), Program.apply("add", x, c(-0.0))]
     close += [Program.apply("sub", x, c(0.0)), Program.apply("add", c(0.0), x)]
-    assert len({fingerprint(Batch.of([program])) for program in close}) == 4
+    assert len({identify(Batch.of([program])) for program in close}) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 pytest.importorskip("cuda.bindings")
 
 from warpfit_server.engine.cuda.jit import kernel_store
+from warpfit_server.engine.cuda.jit.kernel_interface import Output
+from warpfit_server.engine.cuda.math.modes import Mode
 
 
 @pytest.fixture
@@ -42,7 +45,8 @@ class TestKernelStore:
             return int(key.text).to_bytes(4, "little")
 
         monkeypatch.setattr(kernel_store.KernelStore, "_compile", compile_key)
-        store = kernel_store.KernelStore(SimpleNamespace(cache_directory=tmp_path), threads=4)
+        device = SimpleNamespace(cache_directory=tmp_path, architecture=90)
+        store = kernel_store.KernelStore(device, threads=4)
         yield store
         store.close()
 
@@ -88,6 +92,25 @@ class TestKernelStore:
         assert store.counters()["module_cache_evictions"] == 4
         assert store.find(wanted[4:]) is not None
         assert store.find(wanted[:4]) is None
+
+    def test_a_library_that_is_being_built_delays_nobody_else(self, store, monkeypatch):
+        built = threading.Event()
+
+        def build(*_, **__):
+            self.begun.set()
+            built.wait(10)
+            return SimpleNamespace(key=b"")
+
+        monkeypatch.setattr(kernel_store.library, "build", build)
+        with ThreadPoolExecutor() as threads:
+            key = threads.submit(store.key, Mode.FAST, Output(), ())
+            assert self.begun.wait(10)
+            looking = threads.submit(store.are_loaded, self.keys("1"))
+            try:
+                assert looking.result(5) is False
+                assert not key.done()
+            finally:
+                built.set()
 
     def test_closing_ends_pending_requests(self, store):
         self.gates["1"] = threading.Event()
