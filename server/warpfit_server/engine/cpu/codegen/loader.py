@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import logging
 import time
 from dataclasses import dataclass
@@ -132,7 +131,7 @@ def _link_derivatives(kernels: KernelSet, code: bytes) -> KernelSet:
 
 def _link(code: bytes) -> Any:
     """Link an object file; return the execution engine that owns its code."""
-    library = ctypes.CDLL(ctypes.util.find_library("m"))
+    library = ctypes.CDLL(None)  # Python itself is linked with the functions of C's math.h
     for function in sorted(ops.KERNEL_FUNCTIONS - {"abs", "digamma"}):
         pointer = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
         llvm.add_symbol(function, pointer)
