@@ -31,6 +31,7 @@ from warpfit_server.engine.lowering.graph import (
 )
 from warpfit_server.engine.lowering.lowered import NONE, Lowered, lowered_of
 from warpfit_server.engine.lowering.schedule import emit_prologue, emit_result, new_scratch
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
     FAILED,
     FINISHED,
@@ -61,6 +62,7 @@ def lowering_arrays(batch: Batch, out: Lowered) -> tuple[NDArray[Any], ...]:
     return (*tokens, batch.starts, *_TABLES, *out)
 
 
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def lower_chunk(block: int, chunk: int) -> int:
     """Lower a range of programs; see `arguments`."""
     programs, _, _ = chunk_ranges(block, chunk)
