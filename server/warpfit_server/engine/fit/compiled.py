@@ -40,6 +40,6 @@ def _load_bfgs() -> None:
 
 #: What other processes compile: seconds that it takes, and what loads it.
 PARTS: Final[dict[str, tuple[float, Callable[[], None]]]] = {
-    "lm": (8.0, _load_levenberg_marquardt),
-    "bfgs": (6.0, _load_bfgs),
+    "lm": (4.6, _load_levenberg_marquardt),
+    "bfgs": (6.5, _load_bfgs),
 }
