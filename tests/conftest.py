@@ -6,7 +6,7 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-from warpfit_server.system.compile_cache import default_cache_directory, engine_environment
+from warpfit_server.system.compile_cache import engine_environment
 
 pytest.register_assert_rewrite("support.suites.derivatives", "support.suites.losses")
 
@@ -41,10 +41,7 @@ def pytest_sessionstart() -> None:
     """
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         return  # it collects the tests, and so compiles every module's bytecode for the others
-    from warpfit_server.engine.cpu.codegen import loader
-    from warpfit_server.engine.fit import compiled
+    from warpfit_server.engine.cpu.codegen import parts
     from warpfit_server.system.resources import available_cores
 
-    directory = default_cache_directory()
-    loader.precompile(directory, available_cores())
-    compiled.precompile(directory)
+    parts.precompile(available_cores())

@@ -83,16 +83,13 @@ def _architectures(text: str) -> tuple[int, ...]:
 
 def _jobs(directory: Path, architectures: Sequence[int]) -> _Jobs:
     """Yield names and functions of what is to be compiled."""
-    from warpfit_server.engine.fit import compiled
-
     if architectures:
-        from warpfit_server.engine.cuda import parts
+        from warpfit_server.engine.cuda import parts as cuda
 
         for architecture in architectures:
             name = f"the CUDA engine for compute capability {architecture / 10}"
-            yield name, lambda a=architecture: parts.precompile(directory, a, available_cores())  # type: ignore[misc]
+            yield name, lambda a=architecture: cuda.precompile(directory, a, available_cores())  # type: ignore[misc]
     else:
-        from warpfit_server.engine.cpu.codegen import loader
+        from warpfit_server.engine.cpu.codegen import parts as cpu
 
-        yield "the CPU engine", lambda: loader.precompile(directory, available_cores())
-    yield "fits", lambda: compiled.precompile(directory)
+        yield "the CPU engine", lambda: cpu.precompile(available_cores())

@@ -13,15 +13,14 @@ import pytest
 import warpfit
 from support.load.faults import injected
 from support.servers.server import ServerProcess, eventually, runs
-from warpfit_server.engine.cpu.codegen import loader, parts
-from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.fit import compiled
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.native.numba_cache import host_tag
 from warpfit_server.system.compile_cache import default_cache_directory, numba_directory
 from warpfit_server.system.resources import available_cores
 
 X = np.arange(6.0).reshape(3, 2)
-#: A part of the CPU engine that compiles in a second.
-SMALL_PART = "cpu_parallel.close"
+#: Functions that compile in a second.
+SMALL = ("validate.tokens_are_valid", "parallel_loop.close")
 
 
 @contextmanager
@@ -40,12 +39,9 @@ def mounted(place, options):
 def cache(tmp_path):
     """A copy of what engines have kept of exactly these sources."""
     place, warm = tmp_path / "cache", default_cache_directory()
-    loader.precompile(warm, available_cores())
-    compiled.precompile(warm)
-    CpuEngine(1).close()
+    parts.precompile(available_cores())
     place.mkdir(mode=0o700)
-    for kept in (parts.directory_of(warm), numba_directory(warm), compiled._place(warm)):
-        shutil.copytree(kept, place / kept.name)
+    shutil.copytree(numba_directory(warm), place / numba_directory(warm).name)
     return place
 
 
@@ -65,9 +61,8 @@ def serve(cache, log):
 def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
     """Of each kind, empty ones and halves: Numba's index and data, an object file."""
     damaged = [
-        *cache.glob("numba-*/*/*"),
-        *cache.glob(f"cpu-*/*/{SMALL_PART}*"),
-        *cache.glob("cpu-*/float64-precise.o"),
+        *(path for name in SMALL for path in cache.glob(f"numba-*/*/{name}-*")),
+        *cache.glob(f"numba-*/float64-precise-{host_tag()}.o"),
     ]
     assert {path.suffix for path in damaged} == {".nbi", ".nbc", ".o"}
     for number, path in enumerate(damaged):

@@ -17,9 +17,8 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Loss, as_loss
 from warpfit.request import Evaluation
-from warpfit_server.engine.cpu.codegen import loader, parts
-from warpfit_server.engine.fit import compiled
-from warpfit_server.system.compile_cache import default_cache_directory
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.system.compile_cache import default_cache_directory, numba_directory
 from warpfit_server.system.resources import available_cores
 
 rng = np.random.default_rng(12)
@@ -191,11 +190,10 @@ def test_evaluations_do_not_wait_while_the_fit_code_is_compiled(tmp_path):
     cache, compiling = tmp_path / "cache", tmp_path / "compiling"
     cache.mkdir(mode=0o700)
     warm = default_cache_directory()
-    loader.precompile(warm, available_cores())
-    compiled.precompile(warm)
-    for kept in (parts.directory_of(warm), compiled._place(warm)):
-        shutil.copytree(kept, cache / kept.name)
-    for marker in cache.glob("fit-*/*.complete"):
+    parts.precompile(available_cores())
+    kept = cache / numba_directory(warm).name
+    shutil.copytree(numba_directory(warm), kept)
+    for marker in kept.glob("derivatives-*.complete"):
         marker.unlink()
     compiling.touch()
     environment = {"WARPFIT_CACHE_DIR": str(cache), **injected(f"compiling={compiling}")}

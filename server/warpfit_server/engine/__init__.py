@@ -29,7 +29,8 @@ def create_engine(
             all cores.
         memory_share: part of the GPU's memory that is for this engine.
         device_memory: bytes of the GPU's memory to use; None for most of it.
-        cache_directory: where compiled code is kept.
+        cache_directory: where code for GPUs is kept; None for the user's cache directory. What
+            Numba compiles is kept where `compile_cache.engine_environment` says.
 
     Raises:
         WarpfitError: if the engine cannot run on this machine.
@@ -37,7 +38,7 @@ def create_engine(
     if kind == "cpu":
         from warpfit_server.engine.cpu.engine import CpuEngine
 
-        return CpuEngine(threads=threads, cache_directory=cache_directory)
+        return CpuEngine(threads=threads)
     # The driver takes a third of a second for it, in which the modules below are imported.
     threading.Thread(target=_make_context, name="context", daemon=True).start()
     try:

@@ -284,7 +284,8 @@ class Engine(Protocol):
         """Compute sums of a row loss, their gradients and, if requested, curvatures in one pass.
 
         The driver of fits calls it for every pass with one vector for each program. Programs drop
-        out when their searches end, and nothing else changes but the parameters.
+        out when their searches end, and nothing else changes but the parameters. Once a pass has
+        ended, the compiled code of the fit methods is loaded, too.
 
         Args:
             evaluation: names a checked batch, data set, rows, precision and tier; its requested

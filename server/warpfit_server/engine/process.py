@@ -10,10 +10,8 @@ import logging
 import os
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 from warpfit.dataset import Dataset
@@ -22,7 +20,6 @@ from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.interface import Engine
 from warpfit_server.engine.loop import Loop
-from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.engine.peers import Peers
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
@@ -30,7 +27,6 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.observability.logs import configure_logging
-from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import keep_freed_memory
 from warpfit_server.system.shortages import shortage, too_many_files
 from warpfit_server.system.stuck_detector import EXIT_CANNOT_RUN, StuckDetector
@@ -54,10 +50,7 @@ class EngineProcess:
         self._channel = channel
         self._datasets: dict[bytes, Dataset] = {}
         self._peers = Peers(number, SegmentPool(config.idle_bytes), self._request_connection)
-        self._cache_directory = config.cache_path
-        runner = RequestRunner(
-            engine, self._datasets, config.chunk_bytes, config.cache_path, self._peers
-        )
+        runner = RequestRunner(engine, self._datasets, config.chunk_bytes, self._peers)
         self._loop = Loop(engine, runner)
         self._stuck_detector = StuckDetector(config.stuck_seconds, self._loop.flags)
 
@@ -70,7 +63,6 @@ class EngineProcess:
         self._loop.start()
         self._stuck_detector.start()
         self._channel.send(messages.EngineReady(self._engine.device()))
-        BACKGROUND.submit(_load_fits, self._cache_directory)
         while True:
             message, descriptors = self._channel.receive()
             match message:
@@ -133,28 +125,6 @@ class EngineProcess:
             self._channel.send(messages.RequestConnection(engine))
 
 
-def _compile_fits(cache_directory: Path) -> None:
-    """Have the code of fits compiled beside that of the engine, unless that has been done."""
-    from warpfit_server.engine.fit import compiled
-
-    try:
-        compiled.precompile(cache_directory, urgent=False)
-    except Exception:  # `_load_fits` tries again
-        _LOG.exception("the code of fits was not compiled")
-
-
-def _load_fits(cache_directory: Path | None) -> None:
-    """Load the compiled code of fits before the first one is requested."""
-    # Imported here, because importing it delays the start of the server.
-    from warpfit_server.engine.fit import compiled
-
-    try:
-        for method in compiled.METHODS:
-            compiled.load(method, cache_directory)
-    except Exception:  # the first fit tries again, and its caller gets the error
-        _LOG.exception("the code of fits was not loaded")
-
-
 def main(arguments: Sequence[str]) -> None:
     """Run an engine process; `EngineSupervisor` starts it.
 
@@ -168,8 +138,6 @@ def main(arguments: Sequence[str]) -> None:
     keep_freed_memory()
     channel = Channel(socket.socket(fileno=int(descriptor)))
     device = config.engines[int(number)]
-    cache_directory = config.cache_path or default_cache_directory()
-    threading.Thread(target=_compile_fits, args=(cache_directory,), daemon=True).start()
     try:
         engine = create_engine(
             device.kind,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -39,7 +38,6 @@ class RequestRunner:
         engine: that computes.
         datasets: that the engine has loaded, by content id.
         chunk_bytes: least size of final values that is worth a progress message.
-        cache_directory: where the compiled code of fits is kept.
         peers: the other engines, which have rows of sharded data sets.
     """
 
@@ -48,13 +46,11 @@ class RequestRunner:
         engine: Engine,
         datasets: Mapping[bytes, Dataset],
         chunk_bytes: int,
-        cache_directory: Path | None,
         peers: Peers,
     ) -> None:
         self._engine = engine
         self._datasets = datasets
         self._chunk_bytes = chunk_bytes
-        self._cache_directory = cache_directory
         self._peers = peers
         self._finalizer = Finalizer()
         self._merger = Merger(engine)
@@ -143,7 +139,6 @@ class RequestRunner:
             cancelled=request.cancelled,
             deadline=deadline,
             report=_fit_progress(request) if settings.progress else None,
-            cache_directory=self._cache_directory,
         )
         result = yield from optimize(fit, context)
         for name, array in layout.results(segment).items():

@@ -39,6 +39,17 @@ _NOT_COPIED: Final = shutil.ignore_patterns("kernels", "cupy", ".*", "*.lock")
 _MAGIC: Final = b"warpfit.code.1\n"
 _DIGEST_BYTES: Final = 32
 _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+#: What compiled code takes functions, constants or types from; types also from CUDA C++.
+_SERVER_SOURCES: Final = (
+    *(f"engine/{name}" for name in ("native", "lowering", "autodiff", "fit", "cpu", "cuda")),
+    *(f"engine/{name}.py" for name in ("sum_tree", "validate", "finalize")),
+    *("limits.py", "row_blocks.py", "joined_batch.py", "system/compile_cache.py"),
+)
+_CLIENT_SOURCES: Final = (
+    *("ir.py", "ops.py", "fitting.py", "losses.py", "request.py"),
+    *("expressions/special.py", "expressions/token_checks.py"),
+)
+_SUFFIXES: Final = (".py", ".cu")
 #: Share of its bound to which a directory shrinks, so that not every write removes files.
 _LOW_WATER: Final = 0.8
 
@@ -144,10 +155,11 @@ def numba_directory(cache_directory: Path) -> Path:
 
 
 def fingerprint(sources: Iterable[Path]) -> str:
-    """Hash Python files, and all those below directories, by name and content."""
+    """Hash files, and all sources in Python and CUDA C++ below directories, by name and content."""
     found = hashlib.sha256()
     for source in sources:
-        for path in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
+        below = (path for path in source.rglob("*") if path.suffix in _SUFFIXES)
+        for path in sorted(below) if source.is_dir() else [source]:
             content = path.read_bytes()
             found.update(f"{path.relative_to(source.parent)} {len(content)} ".encode())
             found.update(content)
@@ -156,10 +168,8 @@ def fingerprint(sources: Iterable[Path]) -> str:
 
 def _sources() -> Iterator[Path]:
     """Everything that compiled code takes functions, constants or types from."""
-    server, client = Path(__file__).parents[1], Path(warpfit.__file__).parent
-    yield server / "engine"
-    yield Path(__file__)
-    yield from (client / name for name in ("ir.py", "ops.py", "expressions/token_checks.py"))
+    yield from (Path(__file__).parents[1] / name for name in _SERVER_SOURCES)
+    yield from (Path(warpfit.__file__).parent / name for name in _CLIENT_SOURCES)
 
 
 def _home() -> Path:

@@ -10,12 +10,14 @@ from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction
 from warpfit.request import Evaluation, Precision
+from warpfit_server.engine.fit import compiled
 from warpfit_server.engine.fit.driver import FitContext, optimize
 from warpfit_server.engine.interface import run_to_end
 
 
 def fit(dataset: Dataset, texts, starts, **options) -> Fit:
     """Fit texts from starts, with the options of `prepared`."""
+    compiled.load()  # as an engine does before its first pass ends
     request, context = prepared(dataset, texts, starts, **options)
     result = run_to_end(optimize(request, context))
     return Fit.of(result, request)

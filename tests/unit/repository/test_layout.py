@@ -36,7 +36,7 @@ ORDERS = {
     ],
     "warpfit_server.engine": [
         *("native", "sum_tree", "lowering", "interface", "lowering_cache", "validate", "finalize"),
-        *("autodiff", "cpu", "cuda", "fit"),
+        *("autodiff", "fit", "cpu", "cuda"),
     ],
     "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit"],
     "warpfit": [

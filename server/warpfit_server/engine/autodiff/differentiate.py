@@ -50,6 +50,7 @@ from warpfit_server.engine.lowering.schedule import (
     new_scratch,
     schedule,
 )
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
     FAILED,
     FINISHED,
@@ -182,6 +183,7 @@ def new_workspace(source: Source, start: int, stop: int) -> LoweringWorkspace:
     return LoweringWorkspace(state, new_scratch(capacity), program)
 
 
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def differentiate_chunk(block: int, chunk: int) -> int:
     """Lower a range of programs with their derivatives; see `arguments`.
 

@@ -45,6 +45,7 @@ from warpfit_server.engine.cpu.row_loss import (
     row_loss_bytes,
 )
 from warpfit_server.engine.lowering.lowered import NONE
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
     CANCEL_FLAG,
     CANCELLED,
@@ -89,6 +90,7 @@ class ChunkSums(NamedTuple):
     """[levels, instances of the chunk, MOMENTS]."""
 
 
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def linearise_chunk(block: int, chunk: int) -> int:
     """Run a range of instances over a span of rows; see `arguments`.
 
@@ -294,6 +296,7 @@ def _read_factor(scalar: int, scalars: int, item_bytes: int) -> float:
     return float(carray(pointer64(scalars + scalar * SCALAR_WIDTH), 1)[0])
 
 
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def combine_chunk(block: int, chunk: int) -> int:
     """Turn what `linearise_chunk` has summed up of a range of instances into what is requested.
 

@@ -14,17 +14,29 @@ from warpfit.ir import Batch
 from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff.backward_pass import LOSS
-from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
+from warpfit_server.engine.autodiff.differentiate import (
+    differentiate_chunk,
+    no_row_loss,
+    row_loss_tokens,
+)
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cpu import chunked_work
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
-from warpfit_server.engine.cpu.codegen.loader import CompiledDerivatives
-from warpfit_server.engine.cpu.derivative_interpreter import COLUMN_SUMS, LOSS_SUM, VALUE_SUM
+from warpfit_server.engine.cpu.codegen.loader import Kernels
+from warpfit_server.engine.cpu.derivative_interpreter import (
+    COLUMN_SUMS,
+    LOSS_SUM,
+    VALUE_SUM,
+    combine_chunk,
+    linearise_chunk,
+)
 from warpfit_server.engine.cpu.interpreter import Inputs
 from warpfit_server.engine.cpu.row_loss import row_loss_inputs
 from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
 from warpfit_server.engine.interface import Outputs, Steps
+from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
+from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.sum_tree import sum_nodes
 
 #: What row losses are computed with.
@@ -101,7 +113,6 @@ class LoweredDerivatives:
 
 
 def lower_derivatives(
-    code: CompiledDerivatives,
     run: Callable[[chunked_work.ChunkedWork], Steps[None]],
     layout: Layout,
     batch: Batch,
@@ -115,13 +126,13 @@ def lower_derivatives(
     # The losses themselves are computed apart, in float64.
     flags = requested.lowering_flags & ~LOSS
     work, lowered = chunked_work.differentiation_work(
-        code.differentiate, batch, tokens, flags, requested.cancelled
+        address_of(differentiate_chunk), batch, tokens, flags, requested.cancelled
     )
     yield from run(work)
     row_loss = allocate(0, 0, 0)
     if loss is not None and not requested.deviation:
         work, row_loss = chunked_work.lowering_work(
-            code.lower, Batch.of([loss]), requested.cancelled
+            address_of(lower_chunk), Batch.of([loss]), requested.cancelled
         )
         yield from run(work)
     return LoweredDerivatives(lowered, row_loss)
@@ -141,7 +152,7 @@ class DerivativeRun:
 
     def __init__(
         self,
-        code: CompiledDerivatives,
+        kernels: Kernels,
         plan: DerivativePlan,
         dataset: Dataset,
         evaluation: Evaluation,
@@ -149,7 +160,7 @@ class DerivativeRun:
     ) -> None:
         batch, layout, spans = evaluation.batch, dataset.layout, len(plan.cut.spans)
         self._requested = requested
-        self._code, self._cut, self._layout = code, plan.cut, layout
+        self._cut, self._layout = plan.cut, layout
         self._rows = evaluation.row_range(layout)
         starts = np.concatenate([[0], np.cumsum(plan.sizes)])
         self._starts, self._totals = starts[:-1], np.empty(int(starts[-1]))
@@ -159,30 +170,29 @@ class DerivativeRun:
         self.nodes = np.zeros((spans, self._first_moment + moments))
         """What has been summed up of each node of the rows: sums, reductions and moments."""
 
-        kernels = code.kernels[Flavour.of(layout, evaluation.precision)]
+        own, wide = kernels[Flavour.of(layout, evaluation.precision)], kernels[_WIDE]
         self._triangles = _triangle_starts(batch)
         suffix = "_weighted" if layout.has_weights and plan.weighs_loss else ""
         context = _context(dataset, evaluation, requested, plan.cut.level)
         context["weighs_loss"] = plan.weighs_loss
         if requested.deviation:
-            context["loss_kernel"] = kernels.losses[requested.deviation + suffix]
+            context["loss_kernel"] = own.losses[requested.deviation + suffix]
         parameters = np.ascontiguousarray(batch.parameters), batch.parameter_starts
-        inputs = Inputs(context, kernels.addresses, *parameters, plan.lowered)
-        wide = code.kernels[_WIDE]
+        inputs = Inputs(context, own.addresses, *parameters, plan.lowered)
         sum_kernel = wide.losses["given" + suffix] if len(plan.row_loss.headers) else 0
         row_loss = row_loss_inputs(wide.addresses, sum_kernel, plan.row_loss)
-        self._inputs = (*inputs.arrays(), *row_loss.arrays(), kernels.dots, starts)
+        self._inputs = (*inputs.arrays(), *row_loss.arrays(), own.dots, starts)
 
     def summing(self) -> chunked_work.ChunkedWork:
         """Return the work that runs the programs over the rows and adds up."""
-        return self._work(self._code.linearise, self._cut)
+        return self._work(address_of(linearise_chunk), self._cut)
 
     def combining(self) -> chunked_work.ChunkedWork:
         """Return the work that makes derivatives and moments of the sums over all rows."""
         self._totals[:] = sum_nodes(self.nodes[:, : len(self._totals)], self._first_node)
         for array in self._gradients:
             array.fill(0.0)
-        return self._work(self._code.combine, self._cut.without_rows(len(self._totals)))
+        return self._work(address_of(combine_chunk), self._cut.without_rows(len(self._totals)))
 
     def _work(self, function: int, cut: chunked_work.Cut) -> chunked_work.ChunkedWork:
         node_range = np.array([self._first_node, len(self.nodes)])

@@ -53,14 +53,15 @@ from warpfit_server.engine.cpu.chunked_work import (
 )
 from warpfit_server.engine.cpu.codegen import loader
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
-from warpfit_server.engine.cpu.interpreter import Inputs
+from warpfit_server.engine.cpu.interpreter import Inputs, interpret_chunk
+from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
+from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.threads import ParallelLoop
 from warpfit_server.engine.sum_tree import sum_nodes
 from warpfit_server.engine.validate import are_valid, check_tokens
-from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
 #: Seconds of all threads together that a step should take if a request arrives meanwhile, which
@@ -84,15 +85,13 @@ class CpuEngine:
 
     steps_share_cores = True
 
-    def __init__(self, threads: int | None = None, cache_directory: Path | None = None) -> None:
+    def __init__(self, threads: int | None = None) -> None:
         """Load the compiled code; the very first start on a machine compiles it.
 
         The code of derivatives is loaded, or compiled, while the engine serves.
 
         Args:
             threads: how many threads one evaluation may use; None for `available_cores`.
-            cache_directory: where compiled code is kept; None for WARPFIT_CACHE_DIR or the user's
-                cache directory. It may be read-only, shared or missing.
         """
         self.threads = threads or available_cores()
         least, most = _STEP_SECONDS
@@ -101,19 +100,18 @@ class CpuEngine:
         """Token-rows a second of recent steps, by the function that runs their chunks."""
         # One computes while Python prepares another, unless they had the same core.
         self.steps_in_flight = self.step_threads = min(2, self.threads)
-        directory = cache_directory or default_cache_directory()
-        self._code = loader.load(directory, processes=self.threads)
-        self._directory = directory
+        self._kernels = loader.load(self.threads)
+        self._interpret, self._lower = address_of(interpret_chunk), address_of(lower_chunk)
         self._derivatives = self._load_derivatives()
         self._datasets: dict[bytes, Dataset] = {}
-        self._loop = ParallelLoop(self.threads, self._code.parallel, NICE)
+        self._loop = ParallelLoop(self.threads, NICE)
         self._programs: LoweringCache[_LoweredPrograms] = LoweringCache()
         self._derived: LoweringCache[derivatives.LoweredDerivatives] = LoweringCache()
 
     @property
     def step_size(self) -> int:
         """Token-rows of values that recent steps would have computed in the time of a step."""
-        return self._step_size_of(self._code.interpret)
+        return self._step_size_of(self._interpret)
 
     def _step_size_of(self, function: int) -> int:
         rate = self._rates.get(function, _EXPECTED_RATE * self.threads)
@@ -238,8 +236,8 @@ class CpuEngine:
             if on_step is not None:
                 on_step(stop)
 
-    def _derivative_code(self) -> interface.Steps[loader.CompiledDerivatives]:
-        """Return the code of derivatives, which is loaded after the engine has begun to serve."""
+    def _derivative_kernels(self) -> interface.Steps[loader.Kernels]:
+        """Return the kernels for derivatives, which are loaded after the engine began to serve."""
         loading = self._derivatives
         if loading.done() and loading.exception() is not None:  # memory may have been short
             loading = self._derivatives = self._load_derivatives()
@@ -247,8 +245,8 @@ class CpuEngine:
             yield loading
         return loading.result()
 
-    def _load_derivatives(self) -> Future[loader.CompiledDerivatives]:
-        return BACKGROUND.submit(loader.load_derivatives, self._directory, self._code, self.threads)
+    def _load_derivatives(self) -> Future[loader.Kernels]:
+        return BACKGROUND.submit(loader.load_derivatives, self._kernels, self.threads)
 
     def _differentiate(
         self,
@@ -258,14 +256,14 @@ class CpuEngine:
         selection: interface.Selection | None = None,
     ) -> interface.Steps[None]:
         """Evaluate with derivatives, custom losses or statistics."""
-        code = yield from self._derivative_code()
+        kernels = yield from self._derivative_kernels()
         shard, layout = requested.shard, dataset.layout
         level = None if shard is None else shard.level
         whole = evaluation.batch if selection is None else selection.batch
 
         def lower(batch: Batch) -> interface.Steps[derivatives.LoweredDerivatives]:
             yield from _check(whole, layout.variables)
-            given = code, self._run_in_steps, layout, batch, requested
+            given = self._run_in_steps, layout, batch, requested
             return (yield from derivatives.lower_derivatives(*given))
 
         key = derivatives.lowering_key(dataset, evaluation, requested, level)
@@ -273,7 +271,7 @@ class CpuEngine:
         programs = None if selection is None else selection.programs
         lowered = yield from find(whole, key, lower)
         plan = lowered.plan(dataset, evaluation, requested, level, programs)
-        run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested)
+        run = derivatives.DerivativeRun(kernels, plan, dataset, evaluation, requested)
         if shard is not None:
             shard.begin(run.nodes.shape[1])
         yield from self._evaluate_in_steps(run.summing(), requested, evaluation.batch.vectors)
@@ -297,12 +295,12 @@ class CpuEngine:
 
         def lower(programs: Batch) -> interface.Steps[_LoweredPrograms]:
             yield from _check(batch, layout.variables)
-            work, lowered = lowering_work(self._code.lower, programs, outputs.cancelled)
+            work, lowered = lowering_work(self._lower, programs, outputs.cancelled)
             yield from self._run_in_steps(work)
             return _LoweredPrograms(programs, lowered)
 
         programs = yield from self._programs.by_programs(batch, (layout.variables,), lower)
-        kernels = self._code.kernels[Flavour.of(layout, evaluation.precision)]
+        kernels = self._kernels[Flavour.of(layout, evaluation.precision)]
         rows, shard = evaluation.row_range(layout), outputs.shard
         cells = len(batch) * batch.vectors
         level = span_level(rows, layout, cells) if shard is None else shard.level
@@ -317,7 +315,7 @@ class CpuEngine:
         parameters = np.ascontiguousarray(batch.parameters), batch.parameter_starts
         inputs = Inputs(context, kernels.addresses, *parameters, programs.lowered)
         arrays = (*inputs.arrays(), sums)
-        work = ChunkedWork(self._code.interpret, arrays, cut, outputs.cancelled)
+        work = ChunkedWork(self._interpret, arrays, cut, outputs.cancelled)
         yield from self._evaluate_in_steps(work, outputs, batch.vectors)
         nodes: NDArray[np.float64] | None = sums
         if shard is not None:

@@ -23,6 +23,7 @@ from numba import carray
 from numpy.typing import NDArray
 
 from warpfit_server.engine.lowering.lowered import NONE, Lowered, lowered_of
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
     CANCEL_FLAG,
     CANCELLED,
@@ -117,6 +118,7 @@ class Memory(NamedTuple):
     """A slot for results that nobody wants; then comes memory of the caller's own."""
 
 
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def interpret_chunk(block: int, chunk: int) -> int:
     """Run a range of instances over a span of rows; see `arguments`."""
     instances, rows, span = chunk_ranges(block, chunk)

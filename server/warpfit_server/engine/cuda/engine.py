@@ -40,6 +40,7 @@ from warpfit_server.engine.cuda.runtime.streamed_data import (
     must_stream,
 )
 from warpfit_server.engine.cuda.tier_chooser import GRADIENT, Decision, TierChooser
+from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.interface import (
     EngineBrokenError,
     Linearisation,
@@ -213,7 +214,10 @@ class CudaEngine:
         self._device.close()
 
     def _load_derivatives(self) -> Future[DerivativeTier]:
-        """Load the tier of derivatives while the engine serves; the first time it is compiled."""
+        """Load the tier of derivatives, and the code of fits, while the engine serves.
+
+        The first time on a machine they are compiled.
+        """
 
         def load() -> DerivativeTier:
             started = time.perf_counter()
@@ -224,6 +228,7 @@ class CudaEngine:
             compile_spilling = partial(parts.compile_group, "spilling", *given, urgent=False)
             tier = DerivativeTier(self._device, self._threads, compile_spilling)
             tier.prepare_all()
+            fits.load()
             _LOG.info("derivatives ready after %.2f s", time.perf_counter() - started)
             BACKGROUND.submit(compile_spilling)  # so that no caller has to wait for that
             return tier

@@ -23,6 +23,7 @@ from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
 from warpfit_server.engine.cuda.jit import graph, shapes
+from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.native import compile_processes, numba_cache
 
 
@@ -47,14 +48,14 @@ _KERNELS: Final = {
     "derivatives": _variants(partial(derivatives.derivative_switch, spills=False), _DERIVATIVES),
     "spilling": _variants(partial(derivatives.derivative_switch, spills=True), _DERIVATIVES),
 }
-#: Functions that Numba compiles, by group: seconds, and what loads them from a cache directory.
-_HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[Path], object]]]]] = {
+#: Functions that Numba compiles, by group: seconds, and what loads them.
+_HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[], object]]]]] = {
     "values": {
-        "check": (0.8, lambda _: validate.load()),
-        "launches": (5.0, lambda _: launches.load()),
-        "graphs": (2.0, lambda _: shapes.load()),
+        "check": (0.8, validate.load),
+        "launches": (5.0, launches.load),
+        "graphs": (2.0, shapes.load),
     },
-    "derivatives": {"host lowering": (15.0, derivative_lowering.load)},
+    "derivatives": {"host lowering": (15.0, derivative_lowering.load), **fits.PARTS},
     "spilling": {},
 }
 #: Names of what is compiled together, in the order of need. A start needs "values".
@@ -89,7 +90,7 @@ def precompile(directory: Path, architecture: int, processes: int) -> None:
 def _fingerprint(architecture: int) -> str:
     """Return a hash of what shapes the code of all groups."""
     sources = [source() for group in _KERNELS.values() for _, source in group.values()]
-    host = numba_cache.default_directory().name, derivative_lowering.directory_name()
+    host = numba_cache.default_directory().name, numba_cache.host_tag()
     text = "\0".join([*host, *(word for source in sources for word in source.key(architecture))])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -98,7 +99,7 @@ def _run(place: Path, name: str) -> None:
     """Compile the part ``architecture/group/name`` for the cache of which a folder is given."""
     architecture, group, part = name.split("/")
     if part in _HOST_CODE[group]:
-        _HOST_CODE[group][part][1](place.parent)
+        _HOST_CODE[group][part][1]()
     else:
         _KERNELS[group][part][1]().cached(int(architecture), place.parent)
 

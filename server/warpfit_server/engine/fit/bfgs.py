@@ -64,6 +64,7 @@ from warpfit_server.engine.fit.searches import (
     within,
 )
 from warpfit_server.engine.fit.triangles import all_finite, are_usable, dot, factorise, solve
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined
 
 #: Constants of the weak Wolfe conditions.
@@ -77,6 +78,7 @@ _RIDGE: Final = 1e-3
 _CURVED: Final = 1e-10
 
 
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def advance(
     edges: Integers,
     vectors: Floats,

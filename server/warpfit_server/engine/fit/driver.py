@@ -6,7 +6,8 @@ The simple form:
         evaluate loss, gradient and curvature of all trial points in one pass of the engine
         judge each trial and propose the next one (`levenberg_marquardt`, `bfgs`)
 
-Searches that have ended drop out of the batch, so that they cost no more.
+Searches that have ended drop out of the batch, so that they cost no more. Engines load the compiled
+code of the methods with that of derivatives (`compiled`), for which the first pass waits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
@@ -33,9 +33,8 @@ from warpfit.ir import Program
 from warpfit.losses import SQUARES as SQUARED_DIFFERENCES
 from warpfit.losses import TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Precision, Timings
-from warpfit_server.engine.fit import compiled
+from warpfit_server.engine.fit import bfgs, levenberg_marquardt
 from warpfit_server.engine.fit.covariance import estimate_covariances, standard_errors
-from warpfit_server.engine.fit.levenberg_marquardt import workspace
 from warpfit_server.engine.fit.searches import (
     EVALUATIONS,
     INITIAL,
@@ -56,7 +55,7 @@ from warpfit_server.engine.fit.searches import (
     diagonals,
     one_vector_each,
 )
-from warpfit_server.engine.fit.separable import operator_table
+from warpfit_server.engine.fit.separable import mark_linear, operator_table
 from warpfit_server.engine.interface import Linearisation, Selection, Steps, timed
 from warpfit_server.engine.native.compile_processes import NICE
 from warpfit_server.limits import fit_memory
@@ -100,8 +99,6 @@ class FitContext:
     """``time.monotonic()`` at which to stop with the best parameters so far; None for never."""
     report: Callable[[FitProgress], None] | None = None
     """Called between passes."""
-    cache_directory: Path | None = None
-    """Directory of the compiled code of the methods."""
 
 
 def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
@@ -116,7 +113,6 @@ def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
 
 
 def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
-    yield compiled.load_in_background(request.method, context.cache_directory)
     try:
         batch = request.problem.batch
         work = float(batch.vectors * len(batch))
@@ -158,7 +154,6 @@ class _Driver:
             request.settings.max_iterations,
             dtype.itemsize == 4,
         )
-        self._code = compiled.load(request.method, context.cache_directory)
         self._rows = slice(*request.problem.row_range(context.dataset.layout))
         self._statistics = TargetStatistics.of_rows(context.dataset, self._rows)
         self._problem = request.problem
@@ -166,7 +161,7 @@ class _Driver:
         """The program of each search."""
         self._all = Searches.begin(request, self._batch, dtype)
         self._select(np.arange(len(self._all)), self._all)
-        self._workspace = workspace(int(self._all.counts.max(initial=0)))
+        self._workspace = levenberg_marquardt.workspace(int(self._all.counts.max(initial=0)))
         self._pass_seconds = 0.0
 
     def run(self) -> Steps[FitResult]:
@@ -238,7 +233,7 @@ class _Driver:
     def _mark_linear(self) -> None:
         """Find the parameters that programs are linear in; the engine has checked the tokens."""
         batch = self._batch
-        self._code.mark_linear(
+        mark_linear(
             np.ascontiguousarray(batch.codes),
             np.ascontiguousarray(batch.values),
             batch.starts,
@@ -286,15 +281,15 @@ class _Driver:
     def _advance(self, new: Linearisation, some: slice) -> None:
         """Judge the trials of some searches, and propose the next ones."""
         active = self._active
-        sums, advance = np.ascontiguousarray(new.losses).reshape(-1), self._code.advance
+        sums = np.ascontiguousarray(new.losses).reshape(-1)
         edges = active.edges[some.start : some.stop + 1]
         own = active.numbers[some], active.counters[some]
         state, sums = (edges, active.vectors, *own, active.curvature), sums[some]
         if self._is_lm:
             evaluated = (sums, new.gradients, new.curvatures)
-            advance(*state, *evaluated, self._limits, self._workspace)
+            levenberg_marquardt.advance(*state, *evaluated, self._limits, self._workspace)
         else:
-            advance(*state, active.inverse, sums, new.gradients, self._limits)
+            bfgs.advance(*state, active.inverse, sums, new.gradients, self._limits)
 
     def _drop_finished(self) -> bool:
         """Keep the outcomes of ended searches, shrink the batch if it pays; False if all ended."""

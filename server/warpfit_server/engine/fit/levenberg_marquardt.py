@@ -68,6 +68,7 @@ from warpfit_server.engine.fit.searches import (
     parts_of,
     within,
 )
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined
 
 #: First damping, relative to the diagonal of the curvature.
@@ -122,6 +123,8 @@ def workspace(longest: int) -> Workspace:
     )
 
 
+# It allocates nothing, so that references need not be counted.
+@numba_cache.njit(nogil=True, error_model="numpy", _nrt=False)  # type: ignore[untyped-decorator]
 def advance(
     edges: Integers,
     vectors: Floats,

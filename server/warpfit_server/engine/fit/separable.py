@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import FIRST_OPERATOR, OPERATORS, PARAMETER
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined
 
 Floats = NDArray[np.float64]
@@ -54,6 +55,7 @@ def _operands_read(derivative: str, operand: int) -> int:
     return sum(1 << place for place, name in enumerate("abc") if name in names)
 
 
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def mark_linear(
     codes: NDArray[np.uint8],
     values: Floats,

@@ -25,6 +25,7 @@ from warpfit.ops import ARITIES
 from warpfit_server.engine.lowering.graph import clear, new_graph, number_tokens
 from warpfit_server.engine.lowering.lowered import NONE, Lowered, lowered_of
 from warpfit_server.engine.lowering.schedule import emit_prologue, emit_result, new_scratch
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
     FAILED,
     FINISHED,
@@ -53,6 +54,7 @@ def lowering_arrays(batch: Batch, out: Lowered) -> tuple[NDArray[Any], ...]:
     return (*tokens, batch.starts, _WIDE_ARITIES, *out)
 
 
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def lower_chunk(block: int, chunk: int) -> int:
     """Lower a range of programs; see `arguments`."""
     programs, _, _ = chunk_ranges(block, chunk)

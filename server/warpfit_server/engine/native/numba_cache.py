@@ -7,21 +7,20 @@ disk does too, and what anybody may have written is executed. Here the same pick
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
 import pickle
-import threading
-from collections.abc import Callable, Iterable, Iterator
+import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 import llvmlite
 import llvmlite.binding as llvm
 import numba
+from numba import types
 from numba.core import caching
+from numba.core.compiler_lock import global_compiler_lock
 from numba.np import linalg
 
 from warpfit_server.system import compile_cache
@@ -35,15 +34,14 @@ def _no_blas() -> None:
 # Numba imports SciPy, if there is one, only to look for BLAS: a fifth of the time of a start.
 linalg.ensure_blas = _no_blas
 
-_LOCK: Final = threading.Lock()
+#: The types of a function that runs a chunk; see `arguments`.
+_CHUNK: Final = types.int64(types.int64, types.int64)
 
 
-def njit(signature: Any = None, **options: Any) -> Any:
-    """Return a decorator that compiles a function and caches its code on disk.
+def njit(**options: Any) -> Any:
+    """Return a decorator for functions that are compiled at calls, and whose code is kept on disk.
 
-    Args:
-        signature: compile at once for these types, and for no others; None compiles at calls.
-        **options: of ``numba.njit``, but for ``cache``.
+    Its options are those of ``numba.njit``, but for ``cache``.
     """
 
     def decorate(function: Any) -> Any:
@@ -51,9 +49,6 @@ def njit(signature: Any = None, **options: Any) -> Any:
         if numba.config.DISABLE_JIT:
             return compiled
         compiled._cache = _SealedCache(function)
-        if signature is not None:
-            compiled.compile(signature)
-            compiled.disable_compile()
         return compiled
 
     return decorate
@@ -67,8 +62,7 @@ class _Locator(caching.UserProvidedCacheLocator):  # type: ignore[misc]
 
     def __init__(self, function: Any, source: str) -> None:
         super().__init__(function, source)
-        place = Path(numba.config.CACHE_DIR or _own_directory())
-        self._cache_path = str(place / function.__module__)
+        self._cache_path = str(default_directory() / function.__module__)
 
     def get_source_stamp(self) -> str:
         """Return nothing: each version of the sources has a directory of its own."""
@@ -125,23 +119,23 @@ class _SealedCache(caching.FunctionCache):  # type: ignore[misc]
         )
 
 
-@contextlib.contextmanager
-def cached_in(directory: Path) -> Iterator[Callable[..., Any]]:
-    """Yield a compiler ``jit(signature, function, **options)`` that caches code in a directory."""
+def load(function: Any, signature: Any) -> None:
+    """Load the code of a function of `njit`, or compile it and try to store it.
 
-    def jit(signature: Any, function: Any, **options: Any) -> Any:
-        options = {"nogil": True, "error_model": "numpy", **options}
-        return njit(signature, **options)(function)
-
-    with _LOCK:
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(directory)
-        try:
-            yield jit
-        finally:
-            numba.config.CACHE_DIR = before
+    Calls convert their arguments to the types of the signature from then on, and never compile.
+    """
+    with global_compiler_lock:
+        function.disable_compile(False)
+        function.compile(signature)
+        function.disable_compile()
 
 
+def load_chunk_function(function: Any) -> None:
+    """Load the code of a function that runs a chunk, see `arguments`, as `load` does."""
+    load(function, _CHUNK)
+
+
+@functools.cache
 def address_of(function: Any) -> int:
     """Return the address at which C code may call a compiled function."""
     (compiled,) = function.overloads.values()
@@ -149,19 +143,17 @@ def address_of(function: Any) -> int:
     return int(compiled.library.get_pointer_to_function(name))
 
 
-def fingerprint(modules: Iterable[ModuleType], *files: str) -> str:
-    """Return a hash of what shapes compiled code: sources, compilers, and this very processor."""
-    digest = hashlib.sha256()
-    for file in (*(str(module.__file__) for module in modules), __file__, *files):
-        digest.update(Path(file).read_bytes())
+@functools.cache
+def host_tag() -> str:
+    """Return a hash of the compilers and of this very processor, for which they compile."""
     host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    for text in (llvmlite.__version__, numba.__version__, llvm.get_process_triple(), *host):
-        digest.update(text.encode() + b"\0")
-    return digest.hexdigest()[:32]
+    compilers = sys.implementation.cache_tag, llvmlite.__version__, numba.__version__
+    text = "\0".join([*host, *compilers, llvm.get_process_triple()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def default_directory() -> Path:
-    """Return where code is cached of functions that are compiled outside of `cached_in`."""
+    """Return where code is kept that was compiled of exactly these sources."""
     named = os.environ.get("NUMBA_CACHE_DIR")
     return Path(named) if named else _own_directory()
 

@@ -20,8 +20,10 @@ import platform
 from typing import Any, Final
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import FINISHED
 from warpfit_server.engine.native.intrinsics import (
     add_atomically,
@@ -54,6 +56,7 @@ _LONG: Final = 10
 #: Number of the futex system call; newer architectures share one.
 _FUTEX: Final = {"x86_64": 202}.get(platform.machine(), 98)
 _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
+_compiled = numba_cache.njit(nogil=True, error_model="numpy")
 
 
 def new_words(slots: int) -> NDArray[np.int64]:
@@ -66,15 +69,27 @@ def new_words(slots: int) -> NDArray[np.int64]:
     return words
 
 
+def load() -> None:
+    """Load the compiled functions below, or compile them."""
+    words, word = types.int64[::1], types.int64
+    numba_cache.load(expect, types.void(words, word))
+    numba_cache.load(begin, types.void(words, word, word))
+    numba_cache.load(finish, word(words, word))
+    numba_cache.load(help_others, types.void(words))
+    numba_cache.load(close, types.void(words))
+
+
 # ------------------------------------------------------------------------------ compiled by Numba
 
 
+@_compiled  # type: ignore[untyped-decorator]
 def expect(words: Any, helpers: int) -> None:
     """Wake so many helpers for a task that is about to begin, because that takes them a while."""
     words[_EXPECTED] = 1
     _announce(words, helpers)
 
 
+@_compiled  # type: ignore[untyped-decorator]
 def begin(words: Any, slot: int, helpers: int) -> None:
     """Let so many helpers run the chunks of a slot that has been filled in, until `finish`.
 
@@ -86,6 +101,7 @@ def begin(words: Any, slot: int, helpers: int) -> None:
     _announce(words, helpers)
 
 
+@_compiled  # type: ignore[untyped-decorator]
 def finish(words: Any, slot: int) -> int:
     """Run the chunks of a slot that nobody has taken; return how the task ended once it has."""
     _work(words, slot)
@@ -99,6 +115,7 @@ def finish(words: Any, slot: int) -> int:
         _sleep(words, slot + _EMPTIED, seen)
 
 
+@_compiled  # type: ignore[untyped-decorator]
 def help_others(words: Any) -> None:
     """Work on every open slot until `close` is called; the body of a helper thread."""
     while True:
@@ -118,6 +135,7 @@ def help_others(words: Any) -> None:
         _add(words, ASLEEP, -1)
 
 
+@_compiled  # type: ignore[untyped-decorator]
 def close(words: Any) -> None:
     """Let the helpers end."""
     words[_CLOSED] = 1

@@ -5,43 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from warpfit_server.engine.native import parallel_loop
 from warpfit_server.engine.native.arguments import FAILED, FINISHED, array_address
-from warpfit_server.engine.native.numba_cache import cached_in
 
 #: Tasks that helpers work on at a time; further ones run on their caller's thread alone.
 _SLOTS: Final = 4
-
-
-@dataclass(frozen=True, eq=False)
-class ParallelCode:
-    """Compiled functions of `parallel_loop`, by their names there."""
-
-    expect: Any
-    begin: Any
-    finish: Any
-    help_others: Any
-    close: Any
-
-    @classmethod
-    def load(cls, place: Path) -> ParallelCode:
-        """Load the functions from a directory, or compile and store them there."""
-        words, word = types.int64[::1], types.int64
-        with cached_in(place) as jit:
-            return cls(
-                expect=jit(types.void(words, word), parallel_loop.expect),
-                begin=jit(types.void(words, word, word), parallel_loop.begin),
-                finish=jit(word(words, word), parallel_loop.finish),
-                help_others=jit(types.void(words), parallel_loop.help_others),
-                close=jit(types.void(words), parallel_loop.close),
-            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,13 +50,11 @@ class ParallelLoop:
 
     Args:
         threads: how many compute at the same time for one caller, the caller included.
-        code: compiled functions.
         niceness: of the helper threads, on Linux.
     """
 
-    def __init__(self, threads: int, code: ParallelCode, niceness: int = 0) -> None:
+    def __init__(self, threads: int, niceness: int = 0) -> None:
         self._threads = threads
-        self._code = code
         self._niceness = niceness
         self._words = parallel_loop.new_words(_SLOTS)
         first, size = parallel_loop.HEAD_WORDS, parallel_loop.SLOT_WORDS
@@ -100,7 +71,7 @@ class ParallelLoop:
         helpers = min(self._threads - 1, helpers)
         if helpers > 0:
             self._start()
-            self._code.expect(self._words, helpers)
+            parallel_loop.expect(self._words, helpers)
 
     def begin(
         self,
@@ -135,12 +106,12 @@ class ParallelLoop:
         task = function, array_address(block), first, stop, piece or stop - first, FINISHED
         words[place + parallel_loop.NEXT] = first
         words[place + parallel_loop.FUNCTION : place + parallel_loop.ENDED + 1] = task
-        self._code.begin(words, place, max(0, helpers))
+        parallel_loop.begin(words, place, max(0, helpers))
         return ParallelTask(self, words, place, helpers > 0)
 
     def finish(self, words: NDArray[np.int64], slot: int) -> int:
         """Do what `ParallelTask.result` does."""
-        ended, stop = self._code.finish(words, slot), int(words[slot + parallel_loop.NEXT])
+        ended, stop = parallel_loop.finish(words, slot), int(words[slot + parallel_loop.NEXT])
         if words is self._words:
             with self._lock:
                 self._free.append(slot)
@@ -150,7 +121,7 @@ class ParallelLoop:
 
     def close(self) -> None:
         """End the helper threads; nothing may be running any more."""
-        self._code.close(self._words)
+        parallel_loop.close(self._words)
         for thread in self._helpers:
             thread.join()
 
@@ -164,4 +135,4 @@ class ParallelLoop:
 
     def _help(self) -> None:
         os.nice(self._niceness)  # of this thread alone, on Linux
-        self._code.help_others(self._words)
+        parallel_loop.help_others(self._words)

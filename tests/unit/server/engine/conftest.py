@@ -1,7 +1,5 @@
 """Engines of one process share the compiled code, which takes a second to load."""
 
-from functools import cache
-
 import pytest
 
 from warpfit_server.engine.cpu.codegen import loader
@@ -11,5 +9,16 @@ from warpfit_server.engine.cpu.codegen import loader
 def loaded_once():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("load", "load_derivatives"):
-            patch.setattr(loader, name, cache(getattr(loader, name)))
+            patch.setattr(loader, name, _once(getattr(loader, name)))
         yield
+
+
+def _once(load):
+    found = []
+
+    def load_once(*arguments):
+        if not found:
+            found.append(load(*arguments))
+        return found[0]
+
+    return load_once

@@ -141,9 +141,7 @@ def an_evaluation(*parameters, constant=1.0, **changes):
 
 def a_runner(engine):
     """Return what runs requests on an engine without peers."""
-    return RequestRunner(
-        engine, {DATA.content_id: DATA}, 1 << 16, None, Peers(0, SegmentPool(0), print)
-    )
+    return RequestRunner(engine, {DATA.content_id: DATA}, 1 << 16, Peers(0, SegmentPool(0), print))
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """The compile cache: its directory, and files that are whole and this user's alone."""
 
+import ast
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import warpfit
 from warpfit.errors import InvalidArgumentError
 from warpfit_server.system import compile_cache
 from warpfit_server.system.compile_cache import (
@@ -64,22 +66,41 @@ def test_an_engine_keeps_code_below_the_cache_whatever_the_environment_says(monk
     ("change", "is_other"),
     [
         (lambda root: (root / "inner" / "two.py").write_text("two = 3"), True),
+        (lambda root: (root / "inner" / "kernel.cu").write_text("struct B {};"), True),
         (lambda root: (root / "three.py").write_text(""), True),
         (lambda root: (root / "one.py").rename(root / "eins.py"), True),
         (lambda root: (root / "one.py").unlink(), True),
         (lambda root: (root / "notes.txt").write_text("x"), False),
         (lambda root: (root / "one.py").touch(), False),
     ],
-    ids=["content", "more", "name", "less", "no source", "time"],
+    ids=["content", "CUDA", "more", "name", "less", "no source", "time"],
 )
 def test_the_fingerprint_is_of_names_and_contents_of_sources(tmp_path, change, is_other):
     (tmp_path / "inner").mkdir()
     (tmp_path / "one.py").write_text("one = 1")
     (tmp_path / "inner" / "two.py").write_text("two = 2")
+    (tmp_path / "inner" / "kernel.cu").write_text("struct A {};")
     before = fingerprint([tmp_path])
     assert fingerprint([tmp_path]) == before
     change(tmp_path)
     assert (fingerprint([tmp_path]) != before) is is_other
+
+
+def test_sources_take_constants_of_other_sources_only():
+    """So that compiled code, in which constants are frozen, changes its directory with them."""
+    roots = Path(warpfit.__file__).parents[1], Path(compile_cache.__file__).parents[2]
+    sources = set()
+    for path in compile_cache._sources():
+        assert path.exists()
+        sources |= set(path.rglob("*.py")) if path.is_dir() else {path}
+    unseen = set()
+    for node in (node for path in sources for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("warpfit"):
+            place = str(node.module).replace(".", "/") + ".py"
+            is_source = any(root / place in sources for root in roots)
+            constants = [alias.name for alias in node.names if alias.name.isupper()]
+            unseen |= set() if is_source else {f"{node.module}.{name}" for name in constants}
+    assert not unseen
 
 
 # -------------------------------------------------------------------- safety of the directory

@@ -13,20 +13,15 @@ the engine goes on with other requests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from warpfit import ops
 from warpfit.errors import ResourceExhaustedError
-from warpfit.expressions import token_checks
 from warpfit.expressions.token_checks import INDEX_LIMIT
 from warpfit.ir import Batch
-from warpfit_server.engine import validate
-from warpfit_server.engine.autodiff import backward_pass, differentiate, rules
 from warpfit_server.engine.autodiff.differentiate import (
     RowLossTokens,
     differentiate_program,
@@ -55,13 +50,7 @@ from warpfit_server.engine.cuda.derivatives.encoding import (
 from warpfit_server.engine.cuda.derivatives.source import labels
 from warpfit_server.engine.cuda.interpreter.device_lowering import raise_invalid_program
 from warpfit_server.engine.interface import Steps
-from warpfit_server.engine.lowering import graph, lower, lowered, schedule
-from warpfit_server.engine.native import (
-    arguments,
-    intrinsics,
-    numba_cache,
-    parallel_loop,
-)
+from warpfit_server.engine.native import numba_cache, parallel_loop
 from warpfit_server.engine.native.arguments import (
     FAILED,
     FINISHED,
@@ -71,9 +60,8 @@ from warpfit_server.engine.native.arguments import (
     words,
 )
 from warpfit_server.engine.native.numba_cache import address_of
-from warpfit_server.engine.native.threads import ParallelCode, ParallelLoop, ParallelTask
+from warpfit_server.engine.native.threads import ParallelLoop, ParallelTask
 from warpfit_server.engine.validate import program_is_valid
-from warpfit_server.system import compile_cache
 
 #: Programs of a chunk.
 _CHUNK: Final = 5
@@ -86,11 +74,6 @@ _TOKENS_AT_ONCE: Final = 16_000
 _TOKENS_A_STEP: Final = 20_000
 #: Largest index in 16 bits.
 _INDEX_LIMIT: Final = 1 << 16
-#: Modules that the compiled code depends on.
-_SOURCES: Final = (
-    *(ops, compile_cache, intrinsics, arguments, parallel_loop, graph, lowered),
-    *(schedule, lower, rules, backward_pass, differentiate, token_checks, validate),
-)
 Made = TypeVar("Made")
 
 
@@ -98,14 +81,13 @@ class DerivativeLowering:
     """Checks batches and lowers them with their derivatives; safe to use from several threads.
 
     Args:
-        directory: where compiled code is kept.
         threads: that lower one batch, the calling one included.
     """
 
-    def __init__(self, directory: Path, threads: int) -> None:
-        self._lower, parallel = load(directory)
-        self._address = address_of(self._lower)
-        self._loop = ParallelLoop(threads, parallel)
+    def __init__(self, threads: int) -> None:
+        load()
+        self._address = address_of(lower_chunk)
+        self._loop = ParallelLoop(threads)
         self._threads = threads
 
     def expect(self, batch: Batch) -> None:
@@ -193,20 +175,11 @@ class DerivativeLowering:
         return self._loop.begin(self._address, block, *chunks, helpers)
 
 
-def directory_name() -> str:
-    """Return the name of the directory, in that of all compiled code, for these sources."""
-    modules = *_SOURCES, encoding
-    return f"derivatives-{numba_cache.fingerprint(modules, __file__)}"
-
-
-def load(directory: Path) -> tuple[Any, ParallelCode]:
+def load() -> None:
     """Load the compiled code from disk, or compile it (about 15 s) and store it."""
-    for module in (encoding, launch_plan, device_calls):
+    for module in (encoding, launch_plan, device_calls, parallel_loop):
         module.load()
-    place = directory / directory_name()
-    parallel = ParallelCode.load(place)
-    with numba_cache.cached_in(place) as jit:
-        return jit(types.int64(types.int64, types.int64), lower_chunk), parallel
+    numba_cache.load_chunk_function(lower_chunk)
 
 
 def _check_index(largest: int) -> None:
@@ -226,6 +199,7 @@ _unsigned: Final = reader(types.uint32)
 _signed: Final = reader(types.int32)
 
 
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def lower_chunk(block: int, chunk: int) -> Any:
     """Lower the programs of a chunk; see `arguments`."""
     source = source_of(block)

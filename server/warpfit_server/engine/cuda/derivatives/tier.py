@@ -120,7 +120,7 @@ class DerivativeTier:
         self._spilling: dict[Variant, Future[DerivativeKernels]] = {}
         self._kept: LoweringCache[_KeptCode] = LoweringCache()
         """Code of fits, which stays on the device from pass to pass."""
-        self._lowering = DerivativeLowering(device.cache_directory, threads)
+        self._lowering = DerivativeLowering(threads)
 
     @cached_property
     def _shared(self) -> tuple[int, int]:

@@ -126,7 +126,7 @@ def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, monkey
 
 def test_steps_are_as_long_as_those_of_their_kind_were(engine, monkeypatch):
     """Values are computed faster than derivatives, whose steps would be too long at that rate."""
-    rates = {engine._code.interpret: 1e15}
+    rates = {engine._interpret: 1e15}
     monkeypatch.setattr(engine, "_rates", rates)
     monkeypatch.setattr(engine_module, "_EXPECTED_RATE", 1e8)
     data = make_dataset(2_000, "float32")
@@ -138,7 +138,7 @@ def test_steps_are_as_long_as_those_of_their_kind_were(engine, monkeypatch):
         outputs = outputs_for(problem, data.layout)
         steps[gradient] = sum(1 for _ in engine.evaluate(problem, outputs))
     assert steps[True] > steps[False]
-    assert rates.pop(engine._code.interpret) > 1e14
+    assert rates.pop(engine._interpret) > 1e14
     assert len(rates) > 1
     assert max(rates.values()) < 1e13
 

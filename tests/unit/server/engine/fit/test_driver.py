@@ -14,9 +14,7 @@ from warpfit import Reason, parse
 from warpfit.dataset import Dataset
 from warpfit.expressions.printing import to_text
 from warpfit.expressions.workload import thesis_mix
-from warpfit.fitting import Method
 from warpfit.losses import Loss, LossFunction, gaussian, huber
-from warpfit_server.engine.fit import compiled
 
 rng = np.random.default_rng(3)
 X = rng.uniform(0.5, 2.0, size=(60, 2))
@@ -335,27 +333,3 @@ def test_float32_parameters_are_what_the_engine_computed_with():
     data = Dataset.of(X, NOISY, dtype="float32")
     p = fit(data, [MODEL], [START]).parameters[0]
     np.testing.assert_array_equal(p, p.astype(np.float32).astype(float))
-
-
-# --------------------------------------------------------------------------- compiled code
-
-
-@pytest.fixture
-def loading(monkeypatch, tmp_path):
-    """Load a method's code from an empty directory; list its files when they are to be read."""
-    compiled._LOADED.clear()
-    found = []
-
-    def note(method, place):
-        found.append(sorted(path.name.split("-")[0] for path in place.rglob("*.nbc")))
-        return method
-
-    monkeypatch.setattr(compiled, "_compile", note)
-    yield lambda method: (compiled.load(method, tmp_path), found[-1])
-    compiled._LOADED.clear()
-
-
-def test_the_code_is_compiled_here_if_no_other_process_can(loading, monkeypatch, caplog):
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    assert loading(Method.LM) == (Method.LM, [])
-    assert "a process that compiled lm ended with 1" in caplog.text

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from warpfit.fitting import Method
-from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.fit import compiled
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.system.resources import available_cores
 
 #: Fits or evaluates in a process of its own; prints what is counted for that, and how much more
 #: memory than before was resident at most, and soon afterwards; in MiB.
@@ -87,9 +86,7 @@ print(counted, most, left)
 @pytest.fixture(scope="module", autouse=True)
 def compiled_code():
     """Compile to disk, so that the processes below load it."""
-    CpuEngine(threads=1).close()
-    for method in (Method.LM, Method.BFGS):
-        compiled.load(method)
+    parts.precompile(available_cores())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ from support.engines.strategies import programs
 from warpfit import parse
 from warpfit.expressions import reference
 from warpfit.ir import Batch
+from warpfit_server.engine.fit import compiled
 from warpfit_server.engine.fit.separable import mark_linear, operator_table
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    compiled.load()
 
 
 def linear(*drawn):

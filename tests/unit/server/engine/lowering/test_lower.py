@@ -14,12 +14,12 @@ from warpfit_server.engine.autodiff.backward_pass import (
     LOSS,
     LOSS_DERIVATIVE,
 )
-from warpfit_server.engine.autodiff.differentiate import row_loss_tokens
+from warpfit_server.engine.autodiff.differentiate import differentiate_chunk, row_loss_tokens
 from warpfit_server.engine.cpu.chunked_work import differentiation_work, lowering_work
-from warpfit_server.engine.cpu.codegen import loader
+from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.lowering.lowered import Lowered
+from warpfit_server.engine.native.numba_cache import address_of, load_chunk_function
 from warpfit_server.engine.native.threads import ParallelLoop
-from warpfit_server.system.compile_cache import default_cache_directory
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 
@@ -27,19 +27,19 @@ X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 @pytest.fixture(scope="module")
 def lower():
     """Lower a batch, with derivatives or without, on so many threads."""
-    code = loader.load(default_cache_directory())
-    derivatives = loader.load_derivatives(default_cache_directory(), code, 1)
+    for function in (lower_chunk, differentiate_chunk):
+        load_chunk_function(function)
     row_loss = row_loss_tokens(DIFFERENCE, 10, weighted=False)
     requested = BY_PARAMETERS | BY_VARIABLES | LOSS | LOSS_DERIVATIVE
 
     def run(batch: Batch, *, differentiated: bool = False, threads: int = 1) -> Lowered:
         flag = np.zeros(1, np.uint8)
         if differentiated:
-            given = (derivatives.differentiate, batch, row_loss, requested, flag)
+            given = (address_of(differentiate_chunk), batch, row_loss, requested, flag)
             work, lowered = differentiation_work(*given)
         else:
-            work, lowered = lowering_work(code.lower, batch, flag)
-        loop = ParallelLoop(threads, code.parallel)
+            work, lowered = lowering_work(address_of(lower_chunk), batch, flag)
+        loop = ParallelLoop(threads)
         helpers = work.helpers(0, work.chunks)
         loop.begin(work.function, work.block, 0, work.chunks, helpers).result()
         loop.close()

@@ -10,23 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from warpfit_server.engine.native.numba_cache import njit
+from warpfit_server.engine.native.numba_cache import load, njit
 
 
 def add_one(number):
     return number + 1
 
 
+def compiled(function=add_one):
+    """Load the code of a function that takes and returns an integer."""
+    made = njit()(function)
+    load(made, "int64(int64)")
+    return made
+
+
 @pytest.fixture
 def place(monkeypatch, tmp_path):
     """The directory where Numba keeps code."""
-    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "numba"))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
     return tmp_path / "numba"
 
 
 def test_a_function_is_compiled_once_and_its_files_are_private(place):
-    assert njit("int64(int64)")(add_one)(1) == 2
-    again = njit("int64(int64)")(add_one)
+    assert compiled()(1) == 2
+    again = compiled()
     assert again(1) == 2
     assert sum(again.stats.cache_hits.values()) == 1
     kept = [path for path in place.rglob("*") if path.is_file()]
@@ -36,10 +43,10 @@ def test_a_function_is_compiled_once_and_its_files_are_private(place):
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
 def test_a_file_that_others_may_write_is_not_unpickled(place, suffix):
-    njit("int64(int64)")(add_one)
+    compiled()
     (path,) = place.rglob(f"*{suffix}")
     path.chmod(0o666)
-    again = njit("int64(int64)")(add_one)
+    again = compiled()
     assert again(1) == 2
     assert not again.stats.cache_hits
 
@@ -55,7 +62,7 @@ def test_a_copy_of_the_sources_uses_the_same_code(place, tmp_path):
         spec = importlib.util.spec_from_file_location("sources", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        copies.append(njit("int64(int64)")(module.double))
+        copies.append(compiled(module.double))
     assert [sum(copy.stats.cache_hits.values()) for copy in copies] == [0, 1]
     assert [copy(21) for copy in copies] == [42, 42]
 

@@ -14,24 +14,16 @@ import pytest
 pytest.importorskip("numba")
 
 from support.servers.server import eventually
-from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.native import parallel_loop
 from warpfit_server.engine.native.arguments import CANCELLED, FAILED, FINISHED
 from warpfit_server.engine.native.threads import ParallelLoop
-from warpfit_server.system.compile_cache import usable_cache_directory
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
-@pytest.fixture(scope="module")
-def code():
-    with usable_cache_directory(None) as kept:
-        return parts.PARTS["parallel"].load(parts.directory_of(kept))
-
-
 @pytest.fixture(params=[1, 2, 5])
-def loop(request, code):
-    loop = ParallelLoop(request.param, code)
+def loop(request):
+    loop = ParallelLoop(request.param)
     yield loop
     loop.close()
     assert not any(thread.is_alive() for thread in loop._helpers)
@@ -110,8 +102,8 @@ def test_no_more_chunks_run_after_one_was_cancelled_or_failed(loop, ended):
 
 
 @pytest.mark.parametrize("expects", [False, True])
-def test_helpers_run_chunks_of_a_caller(code, expects):
-    loop = ParallelLoop(3, code)
+def test_helpers_run_chunks_of_a_caller(expects):
+    loop = ParallelLoop(3)
     if expects:
         loop.expect(100)
     threads = set()
@@ -128,8 +120,8 @@ def test_helpers_run_chunks_of_a_caller(code, expects):
 
 
 @pytest.mark.parametrize(("ended", "chunks"), [(FINISHED, [6]), (CANCELLED, [1, 2])])
-def test_helpers_run_chunks_while_the_caller_does_other_things(code, ended, chunks):
-    loop, go, seen = ParallelLoop(3, code), threading.Event(), Counter()
+def test_helpers_run_chunks_while_the_caller_does_other_things(ended, chunks):
+    loop, go, seen = ParallelLoop(3), threading.Event(), Counter()
 
     def chunk(number):
         go.wait(20)
@@ -151,17 +143,17 @@ def test_helpers_run_chunks_while_the_caller_does_other_things(code, ended, chun
     loop.close()
 
 
-def test_work_without_helpers_starts_no_threads(code):
-    loop = ParallelLoop(4, code)
+def test_work_without_helpers_starts_no_threads():
+    loop = ParallelLoop(4)
     run(loop, lambda chunk: FINISHED, 0, 10, helpers=0)
     assert not loop._helpers
     loop.close()
 
 
 @pytest.mark.parametrize("expects", [False, True])
-def test_idle_helpers_sleep(code, expects):
+def test_idle_helpers_sleep(expects):
     """Also those that were woken for a task that has not begun."""
-    loop = ParallelLoop(3, code)
+    loop = ParallelLoop(3)
     run(loop, lambda chunk: FINISHED, 0, 10)
     if expects:
         loop.expect(100)

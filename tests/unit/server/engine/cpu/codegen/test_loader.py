@@ -1,8 +1,7 @@
-"""The CPU engine's compiled code on disk: damage, read-only directories, loading in background."""
+"""The CPU engine's compiled code, which is loaded in the background but for values."""
 
 from __future__ import annotations
 
-import shutil
 import threading
 from dataclasses import replace
 
@@ -12,34 +11,24 @@ import pytest
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss
-from warpfit_server.engine.cpu.codegen import loader, parts
+from warpfit_server.engine.cpu.codegen import loader
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Outputs, run_to_end
-from warpfit_server.system.compile_cache import default_cache_directory
 
 X1, P1 = Program.variable(0), Program.parameter(0)
 DATA = Dataset.of(np.linspace(0.1, 3, 100)[:, None], np.ones(100), dtype="float64")
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """A copy of all that the engine has compiled."""
-    directory = default_cache_directory()
-    loader.load_derivatives(directory, loader.load(directory), 1)
-    kept = parts.directory_of(directory)
-    shutil.copytree(kept, tmp_path / kept.name)
-    return tmp_path
-
-
-def test_values_do_not_wait_for_the_code_of_derivatives(cache, monkeypatch):
+def test_values_do_not_wait_for_the_code_of_derivatives(monkeypatch):
     """At a first start it is compiled when the engine serves already."""
-    is_compiled = threading.Event()
+    load, is_compiled = loader.load_derivatives, threading.Event()
 
-    def compile_group(place, group, processes, *, urgent=True):
-        assert group == "values" or is_compiled.wait(60)
+    def load_later(*arguments):
+        assert is_compiled.wait(60)
+        return load(*arguments)
 
-    monkeypatch.setattr(parts, "compile_group", compile_group)
-    engine = CpuEngine(1, cache)
+    monkeypatch.setattr(loader, "load_derivatives", load_later)
+    engine = CpuEngine(1)
     engine.load(DATA)
     batch = Batch.of([Program.apply("mul", X1, P1)], [np.array([2.0])])
     evaluation = Evaluation(DATA.content_id, batch, loss=Loss.MSE, values=False, gradient=True)
@@ -60,8 +49,8 @@ def test_values_do_not_wait_for_the_code_of_derivatives(cache, monkeypatch):
     engine.close()
 
 
-def test_code_of_derivatives_that_failed_to_load_is_loaded_again(cache, monkeypatch):
-    """A short lack of memory does not end all gradients of the engine."""
+def test_code_of_derivatives_that_failed_to_load_is_loaded_again(monkeypatch):
+    """A short lack of memory does not end all gradients and fits of the engine."""
     load, failures = loader.load_derivatives, [MemoryError()]
     somebody_waits = threading.Event()
 
@@ -72,11 +61,11 @@ def test_code_of_derivatives_that_failed_to_load_is_loaded_again(cache, monkeypa
         return load(*arguments)
 
     monkeypatch.setattr(loader, "load_derivatives", fails_once)
-    engine = CpuEngine(1, cache)
-    waiting = engine._derivative_code()
+    engine = CpuEngine(1)
+    waiting = engine._derivative_kernels()
     next(waiting)
     somebody_waits.set()
     with pytest.raises(MemoryError):
         run_to_end(waiting)
-    assert run_to_end(engine._derivative_code()).kernels
+    assert run_to_end(engine._derivative_kernels())
     engine.close()

@@ -27,7 +27,6 @@ from warpfit_server.engine.cuda.derivatives import lowering as lowering_module
 from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.interface import Steps, run_to_end
-from warpfit_server.system.compile_cache import default_cache_directory
 
 VARIABLES = 10
 #: Row loss, whether it has weights, and requested bits of fits, gradients, Jacobians and losses.
@@ -42,12 +41,12 @@ WORK = {
 
 @pytest.fixture(scope="module")
 def alone():
-    return DerivativeLowering(default_cache_directory(), threads=1)
+    return DerivativeLowering(threads=1)
 
 
 @pytest.fixture(scope="module")
 def shared():
-    return DerivativeLowering(default_cache_directory(), threads=4)
+    return DerivativeLowering(threads=4)
 
 
 def lower(lowering: DerivativeLowering, batch: Batch, work: str, **options) -> DerivativeCode:

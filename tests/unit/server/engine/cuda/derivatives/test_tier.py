@@ -14,7 +14,6 @@ from warpfit.ir import Batch
 from warpfit_server.engine.cuda.derivatives import tier as tier_module
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.system.compile_cache import default_cache_directory
 
 
 def test_kernels_for_programs_that_spill_are_loaded_by_another_thread(monkeypatch):
@@ -29,7 +28,7 @@ def test_kernels_for_programs_that_spill_are_loaded_by_another_thread(monkeypatc
         return outcome
 
     monkeypatch.setattr(DerivativeTier, "_load", load)
-    device = SimpleNamespace(cache_directory=default_cache_directory())
+    device = SimpleNamespace()
     tier = DerivativeTier(device, 1, lambda: compiled.wait(20))
     plan = SimpleNamespace(variant="any", spills=True)
     first, second = tier._prepare(plan), tier._prepare(plan)
