@@ -95,7 +95,7 @@ def test_a_disk_that_cannot_be_written(cache, tmp_path, fault, said):
 
 
 def test_a_server_that_stops_soon_after_a_first_start_leaves_no_compilers(cache, tmp_path):
-    for marker in cache.glob("fit-*/*.complete"):
+    for marker in cache.glob("numba-*/derivatives-*.complete"):
         marker.unlink()
     compiling = tmp_path / "compiling"
     compiling.touch()  # so long do they take

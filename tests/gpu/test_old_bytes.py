@@ -6,6 +6,7 @@ before anything is computed. Whatever reads a byte that it has not written gives
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,14 +32,20 @@ ROWS = (1, 33, 6145)
 _DEVICE_BYTES = 256 << 20
 #: Streams; work that comes one after the other takes fewer.
 _STREAMS = 4
-#: Sizes of blocks of pinned memory, and how many of each.
+#: Sizes of blocks of pinned memory, and of the pieces of device memory that warming up has left;
+#: and how many of each.
 _PINNED_SIZES = tuple(1 << power for power in range(9, 25))
+_PIECE_SIZES = tuple(1 << power for power in range(9, 22))
 _PINNED_BLOCKS = 3
+_PIECES = 16
 
 
 def fill(engine: CudaEngine, pattern: int) -> None:
     """Fill with a pattern the memory that the engine's next streams will be given."""
     device = engine._device
+    for loading in (engine._warming, engine._derivatives):  # they would use the memory meanwhile
+        loading.result()
+    gc.collect()
     device.trim()
     device._idle.clear()  # new streams find nothing that these have kept
     device.cupy.get_default_pinned_memory_pool().free_all_blocks()
@@ -47,6 +54,11 @@ def fill(engine: CudaEngine, pattern: int) -> None:
     for block in held:
         np.frombuffer(block, np.uint8)[:] = pattern
     del block, held
+    set_bytes, pieces = device.cupy.cuda.runtime.memset, []
+    for size in (size for size in reversed(_PIECE_SIZES) for _ in range(_PIECES)):
+        pieces.append(device.allocate(size))
+        set_bytes(pieces[-1].ptr, pattern, size)
+    del pieces
     with ExitStack() as streams:
         for _ in range(_STREAMS):
             context = streams.enter_context(device.stream())
@@ -139,8 +151,8 @@ def test_the_memory_is_what_an_engine_gets(engine, pattern):
     fresh = CudaEngine()
     fill(fresh, pattern)
     for size in (4096, 1 << 20):
-        for memory in remains(fresh, size):
-            assert (memory == pattern).all()
+        for kind, memory in zip(("device", "pinned"), remains(fresh, size), strict=True):
+            assert (memory == pattern).all(), f"{kind} memory, {size} bytes"
     fresh.close()
 
 
