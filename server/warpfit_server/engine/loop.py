@@ -219,8 +219,8 @@ class Loop:
                 continue
             connection = self._connections[descriptor]
             try:
-                for message, descriptors in connection.channel.receive_waiting():
-                    self._handle(connection, message, descriptors)
+                for message, file in connection.channel.receive_waiting():
+                    self._handle(connection, message, file)
             except ChannelClosedError:
                 self._drop(descriptor, connection)
             else:
@@ -229,14 +229,14 @@ class Loop:
         return bool(found)
 
     def _handle(
-        self, connection: FrontEndConnection, message: messages.Message, descriptors: list[int]
+        self, connection: FrontEndConnection, message: messages.Message, descriptor: int | None
     ) -> None:
         match message:
             case messages.UnmapSegment():
                 connection.segments.pop(message.segment, None)
             case messages.SubmitEvaluation():
                 try:
-                    request = connection.receive(message, descriptors)
+                    request = connection.receive(message, descriptor)
                 except WarpfitError as error:
                     connection.send(messages.RequestFinished(message.request, error=error))
                     return

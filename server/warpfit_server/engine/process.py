@@ -64,19 +64,19 @@ class EngineProcess:
         self._stuck_detector.start()
         self._channel.send(messages.EngineReady(self._engine.device()))
         while True:
-            message, descriptors = self._channel.receive()
+            message, descriptor = self._channel.receive()
             match message:
                 case messages.Stop():
                     return
-                case messages.ConnectFrontEnd() if descriptors:
-                    channel = Channel(socket.socket(fileno=descriptors[0]))
+                case messages.ConnectFrontEnd() if descriptor is not None:
+                    channel = Channel(socket.socket(fileno=descriptor))
                     self._loop.add(FrontEndConnection(channel))
                 case messages.ConnectEngine():
-                    self._connect(message, descriptors)
+                    self._connect(message, descriptor)
                 case messages.ConnectFrontEnd():  # the front end notices, and asks again
                     _LOG.error("a connection was lost: too many open files")
                 case messages.LoadDataset():
-                    self._load(message, descriptors)
+                    self._load(message, descriptor)
                 case messages.UnloadDataset():
                     self._engine.unload(message.key)
                     self._datasets.pop(message.key, None)
@@ -86,10 +86,10 @@ class EngineProcess:
                 case _:
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 
-    def _load(self, message: messages.LoadDataset, descriptors: Sequence[int]) -> None:
+    def _load(self, message: messages.LoadDataset, descriptor: int | None) -> None:
         error: WarpfitError | None = None
         try:
-            segment = Segment.received(message.segment, descriptors, message.size)
+            segment = Segment.received(message.segment, descriptor, message.size)
             layout = message.layout
             matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
             segment.close()  # the matrix keeps the mapping
@@ -109,12 +109,12 @@ class EngineProcess:
                 raise
         self._channel.send(messages.DatasetLoaded(message.key, error))
 
-    def _connect(self, message: messages.ConnectEngine, descriptors: Sequence[int]) -> None:
+    def _connect(self, message: messages.ConnectEngine, descriptor: int | None) -> None:
         """Use a connection to another engine."""
         try:
-            if not descriptors:
+            if descriptor is None:
                 raise too_many_files()
-            end = socket.socket(fileno=descriptors[0])
+            end = socket.socket(fileno=descriptor)
             self._peers.connect(message.engine, message.process, end)
         except WarpfitError as error:  # requests on sharded data sets fail meanwhile
             _LOG.error("no connection to engine %d: %s", message.engine, error)

@@ -35,7 +35,7 @@ class FrontEndConnection:
         self.requests: set[Request] = set()
         """Requests without an answer yet."""
 
-    def receive(self, problem: SubmitEvaluation, descriptors: list[int]) -> Request:
+    def receive(self, problem: SubmitEvaluation, descriptor: int | None) -> Request:
         """Make a request of a message; map its segment if it is a new one.
 
         Raises:
@@ -43,8 +43,8 @@ class FrontEndConnection:
             InternalError: if it is too small for what it should have.
         """
         number = problem.segment
-        if descriptors or number not in self.segments:
-            self.segments[number] = Segment.received(number, descriptors, problem.size)
+        if descriptor is not None or number not in self.segments:
+            self.segments[number] = Segment.received(number, descriptor, problem.size)
         segment = self.segments[number]
         if problem.segment_layout.nbytes > segment.size:  # compiled code would read beyond its end
             raise InternalError(f"a segment of {segment.size} bytes is too small", "BAD_MESSAGE")

@@ -1,8 +1,8 @@
 """Channels: messages and file descriptors over a stream socket between two processes of the server.
 
-A message is sent as the number of its bytes, 32 bits, the number of its file descriptors and its
-kind, 16 bits each, then what `warpfit_server.ipc.messages.pack` makes of it. A message over the
-limit, which is far above what messages need, fails alone: nothing of it is sent.
+A message is sent as the number of its bytes, 32 bits, the number of its file descriptors, which is
+0 or 1, and its kind, 16 bits each, then what `warpfit_server.ipc.messages.pack` makes of it. A
+message over the limit, which is far above what messages need, fails alone: nothing of it is sent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from warpfit.errors import InternalError
@@ -24,14 +24,12 @@ from warpfit_server.system.sockets import socket_pair
 
 #: Longest message in bytes.
 MOST_BYTES: Final = 16 << 20
-#: Most descriptors that travel with a message; the kernel's own limit is 253.
-MOST_DESCRIPTORS: Final = 16
 _HEADER: Final = struct.Struct("=IHH")
 _READ_BYTES: Final = 64 << 10
 #: Flags of recvmsg as plain numbers, because those of the enum take ten times as long.
 _DONT_WAIT, _CLOSE_ON_EXEC = int(socket.MSG_DONTWAIT), int(socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED: Final = int(socket.MSG_CTRUNC)
-_ANCILLARY_BYTES: Final = socket.CMSG_LEN(253 * array("i").itemsize)
+_ANCILLARY_BYTES: Final = socket.CMSG_LEN(array("i").itemsize)
 
 
 class ChannelClosedError(Exception):
@@ -45,8 +43,8 @@ class Channel:
         self._socket = end
         self._sending = threading.Lock()
         self._received = bytearray()
-        self._descriptors: deque[list[int]] = deque()
-        """Received descriptors, one list for each message that has some."""
+        self._descriptors: deque[int | None] = deque()
+        """Received descriptors, for each message that has one; None if none could be opened."""
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -63,24 +61,24 @@ class Channel:
         timer = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timer)
 
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message and file descriptors.
+    def send(self, message: Message, descriptor: int | None = None) -> None:
+        """Send a message, and perhaps a file descriptor.
 
         Raises:
             ChannelClosedError: if the other end is gone, or has not read for too long.
             InternalError: if the message is too long; nothing was sent.
             ResourceExhaustedError: if the system has no room for it; nothing was sent.
         """
-        self._send(_framed(message, len(descriptors)), descriptors)
+        self._send(_framed(message, int(descriptor is not None)), descriptor)
 
     def send_all(self, messages: Iterable[Message]) -> None:
         """Send messages in one go, as `send` does."""
         self._send(b"".join([_framed(message) for message in messages]))
 
-    def receive(self) -> tuple[Message, list[int]]:
-        """Wait for the next message; return it with its file descriptors.
+    def receive(self) -> tuple[Message, int | None]:
+        """Wait for the next message; return it with its file descriptor if it has one.
 
-        Descriptors are left out if this process can open no more files.
+        The descriptor is left out if this process can open no more files.
 
         Raises:
             ChannelClosedError: if the other end is gone.
@@ -89,7 +87,7 @@ class Channel:
             self._read(0)
         return found
 
-    def receive_waiting(self) -> list[tuple[Message, list[int]]]:
+    def receive_waiting(self) -> list[tuple[Message, int | None]]:
         """Return the messages that have arrived, without waiting.
 
         Raises:
@@ -115,13 +113,15 @@ class Channel:
         self.shut()
         self._socket.close()
         while self._descriptors:
-            _close(self._descriptors.popleft())
+            if (descriptor := self._descriptors.popleft()) is not None:
+                os.close(descriptor)
 
-    def _send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, data: bytes, descriptor: int | None = None) -> None:
         with self._sending:
             sent = 0
             try:
-                sent = self._send_first(data, descriptors)
+                if descriptor is not None:
+                    sent = socket.send_fds(self._socket, [data], [descriptor])
                 while sent < len(data):
                     sent += self._socket.send(memoryview(data)[sent:])
             except OSError as error:
@@ -129,11 +129,6 @@ class Channel:
                 if lacking is None:
                     self.shut()  # part of the data may have been sent
                 raise lacking or ChannelClosedError(str(error)) from error
-
-    def _send_first(self, data: bytes, descriptors: Sequence[int]) -> int:
-        if descriptors:
-            return socket.send_fds(self._socket, [data], list(descriptors))
-        return self._socket.send(data)
 
     def _read(self, flags: int) -> bool:
         """Receive into the buffer; return whether there may be more."""
@@ -147,15 +142,15 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
         if not data:
             raise ChannelClosedError("end of stream")
-        # The kernel ends a read after bytes that came with descriptors, which are one message's.
+        # The kernel ends a read after bytes that came with a descriptor, which are one message's.
         was_cut = bool(ancillary or flagged & _TRUNCATED)
         if was_cut:
-            self._descriptors.append(_descriptors(ancillary))
+            self._descriptors.append(array("i", ancillary[0][2])[0] if ancillary else None)
         self._received += data
         return was_cut or len(data) == _READ_BYTES
 
-    def _next(self) -> tuple[Message, list[int]] | None:
-        """Take a whole message out of the buffer; its descriptors have come with its first byte."""
+    def _next(self) -> tuple[Message, int | None] | None:
+        """Take a whole message out of the buffer; its descriptor has come with its first byte."""
         received = self._received
         if len(received) < _HEADER.size:
             return None
@@ -166,31 +161,14 @@ class Channel:
         with memoryview(received) as view:
             message = unpack(kind, view[_HEADER.size : end])
         del received[:end]
-        descriptors = self._descriptors.popleft() if count else []
-        if len(descriptors) < count:  # this process can open no more files
-            _close(descriptors)
-            descriptors = []
-        return message, descriptors
-
-
-def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    found = array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(content[: len(content) - len(content) % found.itemsize])
-    return list(found)
-
-
-def _close(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+        return message, self._descriptors.popleft() if count else None
 
 
 def _framed(message: Message, descriptors: int = 0) -> bytes:
     kind, data = pack(message)
-    if len(data) > MOST_BYTES or descriptors > MOST_DESCRIPTORS:
+    if len(data) > MOST_BYTES:
         raise InternalError(
-            f"a message of {len(data)} bytes and {descriptors} descriptors is too long",
+            f"a message of {len(data)} bytes is too long",
             "MESSAGE_TOO_LONG",
             "Report it as a bug",
         )

@@ -148,11 +148,11 @@ class EngineConnection:
             if channel is None:
                 raise unavailable()
             request.number, request.process = next(self._numbers), self._process
-            descriptors = [] if identifier in self._mapped else [request.segment.descriptor]
+            descriptor = None if identifier in self._mapped else request.segment.descriptor
             self._mapped.add(identifier)
             self._in_flight[request.number] = request
         with suppress(ChannelClosedError):  # the reader finds this request lost like all others
-            channel.send(request.message(), descriptors)
+            channel.send(request.message(), descriptor)
 
     def _deliver(self, reply: messages.Message) -> None:
         """Hand a reply to the request that it is for."""

@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Final
 
@@ -69,20 +69,20 @@ class Segment:
             ) from error
 
     @classmethod
-    def received(cls, identifier: int, descriptors: Sequence[int], size: int) -> Segment:
+    def received(cls, identifier: int, descriptor: int | None, size: int) -> Segment:
         """Map a segment that another process has sent.
 
-        ``descriptors`` is empty if this process had no room for what came with the message.
+        ``descriptor`` is None if this process had no room for what came with the message.
 
         Raises:
             ResourceExhaustedError: if this process can open no more files, or has no memory left.
         """
-        if not descriptors:
+        if descriptor is None:
             raise too_many_files()
         try:
-            return cls(identifier, descriptors[0], size)
+            return cls(identifier, descriptor, size)
         except OSError as error:
-            os.close(descriptors[0])
+            os.close(descriptor)
             raise shortage(error) or error from error
 
     def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> NDArray[Any]:

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -184,7 +184,7 @@ class EngineSupervisor:
             ours, theirs = socket_pair()
             with theirs:
                 try:
-                    self._channel.send(messages.ConnectFrontEnd(), [theirs.fileno()])
+                    self._channel.send(messages.ConnectFrontEnd(), theirs.fileno())
                 except BaseException as error:
                     ours.close()
                     if isinstance(error, ChannelClosedError):
@@ -195,7 +195,7 @@ class EngineSupervisor:
     def introduce(self, engine: int, process: int, end: socket.socket) -> None:
         """Give the engine its end of a connection to another engine, and that one's process."""
         with self._lock, end:
-            self._tell(messages.ConnectEngine(engine, process), [end.fileno()])
+            self._tell(messages.ConnectEngine(engine, process), end.fileno())
 
     @property
     def process_number(self) -> int:
@@ -273,7 +273,7 @@ class EngineSupervisor:
         where = segment.identifier, segment.size, dataset.shards, streams
         load = messages.LoadDataset(dataset.key, layout, *where)
         try:
-            channel.send(load, [segment.descriptor])
+            channel.send(load, segment.descriptor)
         except ChannelClosedError:
             future.set_result(None)  # the next engine loads it as it starts
         except WarpfitError as error:
@@ -282,11 +282,11 @@ class EngineSupervisor:
             future.set_exception(error)
         return future
 
-    def _tell(self, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
+    def _tell(self, message: messages.Message, descriptor: int | None = None) -> None:
         """Send to the engine if there is one; a dying engine need not get it."""
         if self._channel is not None:
             try:
-                self._channel.send(message, descriptors)
+                self._channel.send(message, descriptor)
             except (ChannelClosedError, WarpfitError) as error:
                 _LOG.warning("the engine was not sent %s: %s", type(message).__name__, error)
 
@@ -347,7 +347,7 @@ class EngineSupervisor:
             future.set_result(None)  # the next engine loads it as it starts
         return code
 
-    def _handle(self, channel: Channel, message: messages.Message, descriptors: list[int]) -> None:
+    def _handle(self, channel: Channel, message: messages.Message, descriptor: int | None) -> None:
         match message:
             case messages.EngineReady():
                 self._serve(channel, message)
@@ -358,7 +358,7 @@ class EngineSupervisor:
             case messages.RequestConnection():
                 self.on_request_connection(message.engine)
             case _:
-                _LOG.error("unexpected message %s with %d files", message, len(descriptors))
+                _LOG.error("unexpected message %s with file %s", message, descriptor)
 
     def _serve(self, channel: Channel, ready: messages.EngineReady) -> None:
         """Give its data sets and this process's connection to a new engine."""

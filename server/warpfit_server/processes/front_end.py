@@ -265,10 +265,10 @@ class FrontEndProcess:
         self._grpc.start()
         self._control.send(messages.FrontEndReady())
         while True:
-            message, descriptors = self._control.receive()
+            message, descriptor = self._control.receive()
             match message:
                 case messages.ConnectEngine():
-                    self._connect(message, descriptors)
+                    self._connect(message, descriptor)
                 case messages.DatasetLease():
                     self._leases.answered(message)
                 case messages.LoadEnded():
@@ -294,12 +294,12 @@ class FrontEndProcess:
         if self._tracer is not None:
             self._tracer.close()
 
-    def _connect(self, message: messages.ConnectEngine, descriptors: Sequence[int]) -> None:
-        if not descriptors:  # this process can open no more files; the probe asks again
+    def _connect(self, message: messages.ConnectEngine, descriptor: int | None) -> None:
+        if descriptor is None:  # this process can open no more files; the probe asks again
             _LOG.error("the engine's connection was lost: too many open files")
             return
         try:
-            end = socket.socket(fileno=descriptors[0])
+            end = socket.socket(fileno=descriptor)
             self._engines[message.engine].open(end, message.process)
         except ResourceExhaustedError as error:
             _LOG.error("no connection to the engine: %s", error)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -298,18 +298,18 @@ class FrontEndSupervisor:
             return  # the front end asks again
         with end:
             message = messages.ConnectEngine(engine, process)
-            self._tell(front_end, message, [end.fileno()])
+            self._tell(front_end, message, end.fileno())
 
     def _tell_all(self, message: messages.Message) -> None:
         for front_end in self._serving():
             self._tell(front_end, message)
 
     def _tell(
-        self, front_end: _FrontEnd, message: messages.Message, descriptors: Sequence[int] = ()
+        self, front_end: _FrontEnd, message: messages.Message, descriptor: int | None = None
     ) -> bool:
         """Send a message; return False if that failed, which no caller can help."""
         try:
-            front_end.control.send(message, descriptors)
+            front_end.control.send(message, descriptor)
             return True
         except ChannelClosedError:
             _LOG.debug("front end %d is gone", front_end.process.pid)
