@@ -31,6 +31,7 @@ from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
+from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.system.stuck_detector import EXIT_BROKEN
 
@@ -346,6 +347,15 @@ class TestFailures:
         assert living.answer(living.start(3.0)) == [3.0]
         wait_until(lambda: not dying.connection.requests)
         assert engine.steps < STEPS
+
+    def test_a_segment_that_is_too_small_fails_its_request_only(self, run_loop):
+        _, front = run_loop()
+        run = InFlightRequest.of_evaluation(an_evaluation(1.0), DATA.layout)
+        run.write(front.link.pool.acquire(run.segment_layout.nbytes))
+        run.segment_layout = run.segment_layout._replace(nbytes=run.segment.size + 1)
+        front.link.send(run)
+        assert isinstance(front.answer(run), InternalError)
+        assert front.answer(front.start(2.0)) == [2.0]
 
     @pytest.mark.parametrize("count", [1, 3])
     def test_a_broken_engine_ends_the_process(self, held, monkeypatch, count):

@@ -48,7 +48,7 @@ def test_a_segment_that_is_too_small_for_its_layout_is_refused():
     ours, theirs = Channel.pair()
     connection = FrontEndConnection(ours)
     with theirs, pytest.raises(InternalError, match="too small"):
-        connection.receive(sent.message()._replace(size=small.size), [os.dup(small.descriptor)])
+        connection.receive(sent.message()._replace(size=small.size), os.dup(small.descriptor))
     assert not connection.requests
     ours.close()
 
