@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ import warpfit
 from support.load.load import OwnConnection
 from support.servers import health
 from support.servers.long_calls import request
-from support.servers.rpcs import SERVICE
+from support.servers.rpcs import OWN_CONNECTION, SERVICE
 from support.servers.server import ServerProcess, eventually, runs
 from warpfit.cli.main import main
 from warpfit.cli.prometheus_reader import scrape
@@ -268,6 +269,40 @@ def test_sigterm_lets_calls_finish_whichever_thread_gets_it(tmp_path):
         _, alive = psutil.wait_procs(family, 5)
         assert not alive
     assert not list(tmp_path.iterdir()), "the file with its address is gone, too"
+
+
+def test_sigterm_lets_calls_begin_to_use_a_data_set():
+    """Which a front end has to ask the main process for, while it ends itself."""
+    with (
+        ServerProcess("--front-ends", "2", "--grace", "30") as server,
+        warpfit.connect(server.address) as client,
+        ExitStack() as stack,
+    ):
+        message, has_stopped = request(client.upload(X), ["x1"]), threading.Event()
+
+        def messages():
+            has_stopped.wait()
+            yield message
+
+        calls = []
+        while len(calls) < CLIENTS or len(processes_with_connections(server)) < 2:
+            channel = stack.enter_context(grpc.insecure_channel(server.address, OWN_CONNECTION))
+            calls.append(channel.stream_stream(SERVICE + "Evaluate")(messages(), timeout=60))
+            eventually(lambda: server.in_flight().calls == len(calls))
+        server.process.terminate()
+        eventually(lambda: not is_listening(server.address))
+        has_stopped.set()
+        assert all([list(call) for call in calls])
+        assert server.process.wait(timeout=15) == 0
+
+
+def is_listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port))).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def test_sigterm_in_a_first_start_ends_all_that_compile(tmp_path):

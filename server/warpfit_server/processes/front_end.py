@@ -256,7 +256,7 @@ class FrontEndProcess:
         listen(self._grpc, config, port)
 
     def run(self) -> None:
-        """Serve until the main process says Stop or is gone."""
+        """Serve until the main process is gone, or the process ends because it says Stop."""
         threading.Thread(target=self._report_forever, daemon=True).start()
         for number in range(len(self._engines)):
             threading.Thread(
@@ -281,8 +281,8 @@ class FrontEndProcess:
                     self._health.set_serving(message.serving)
                     self._router.serving = message.serving
                 case messages.Stop():
-                    self._stop()
-                    return
+                    # Beside this loop: calls in flight may need more answers of the main process.
+                    threading.Thread(target=self._stop, name="stop", daemon=True).start()
                 case _:
                     raise UnavailableError(f"unexpected message {message}", "BAD_MESSAGE")
 
@@ -290,9 +290,10 @@ class FrontEndProcess:
         stopped = self._grpc.stop(self._config.grace)
         self._interceptor.drain()
         stopped.wait()
-        self._control.send(messages.MetricsRecorded(self._recorder.take()))
+        self._tell(messages.MetricsRecorded(self._recorder.take()))
         if self._tracer is not None:
             self._tracer.close()
+        _end()
 
     def _connect(self, message: messages.ConnectEngine, descriptor: int | None) -> None:
         if descriptor is None:  # this process can open no more files; the probe asks again
@@ -348,6 +349,10 @@ def main(arguments: Sequence[str]) -> None:
         FrontEndProcess(control, config, int(port), main_address, quotas, start.seed).run()
     except ChannelClosedError:
         _LOG.info("the main process is gone")
+        _end()
+
+
+def _end() -> None:
     logging.shutdown()
     os._exit(0)
 
