@@ -278,8 +278,8 @@ class Account:
 
     def cores(self) -> dict[str, float]:
         """Cores that were busy with what, on average; the engine comes last of the family."""
-        *doors, engine, generator = (self._cpu / self._wall).tolist()
-        named = {"front_ends": sum(doors), "engine": engine, "generator": generator}
+        *front_ends, engine, generator = (self._cpu / self._wall).tolist()
+        named = {"front_ends": sum(front_ends), "engine": engine, "generator": generator}
         return {name: round(cores, 3) for name, cores in named.items()}
 
     def _used(self) -> Any:

@@ -35,7 +35,7 @@ def faults() -> Iterator[str]:
     found = result("faults")["faults"]
     soak, fuzz = result("soak"), result("fuzz")
     kill, two, stop = (
-        found[f"engine_{name}"] for name in ("sigkill", "sigkill_two_doors", "sigstop")
+        found[f"engine_{name}"] for name in ("sigkill", "sigkill_two_front_ends", "sigstop")
     )
     restart, term = found["server_sigkill"], found["sigterm"]
     calls = sum(soak["soak"]["calls"].values())
