@@ -147,9 +147,10 @@ class InterpreterTier:
     def _limits(self, variant: source.Variant, functions: Mapping[str, Any]) -> LaunchLimits:
         return LaunchLimits(
             level_bytes=variant.tile * variant.dtype.itemsize,
-            # Each has a program of its own on the block's rows. Precise functions are long, and two
-            # programs use more of them at a time than the instruction cache holds.
-            max_warps=2 if variant.mode.is_fast else 1,
+            # Each has a program of its own on the block's rows, whose variables the first one to
+            # read them brings closer for the others. Precise functions are long, and two programs
+            # use more of them at a time than the instruction cache holds.
+            max_warps=3 if variant.mode.is_fast else 1,
             resident_warps=_RESIDENT_WARPS * self._device.multiprocessors,
             **{name: function.ptr for name, function in functions.items()},
         )
