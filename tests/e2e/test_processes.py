@@ -296,6 +296,15 @@ def test_sigterm_lets_calls_begin_to_use_a_data_set():
         assert server.process.wait(timeout=15) == 0
 
 
+def test_sigterm_ends_a_front_end_that_has_just_started():
+    with ServerProcess("--front-ends", "2", "--grace", "30") as server:
+        (old,) = server.front_ends()
+        old.kill()
+        eventually(lambda: any(new.pid != old.pid for new in server.front_ends()))
+        server.process.terminate()
+        assert server.process.wait(timeout=15) == 0
+
+
 def is_listening(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:

@@ -245,6 +245,8 @@ class FrontEndSupervisor:
                 for supervisor in self._engines.supervisors:
                     self._connect(front_end, supervisor.number)
                 self._tell(front_end, messages.SetReadiness(self._engines.router.serving))
+                if self._stopping.is_set():  # which `stop` tells those that serve
+                    self._tell(front_end, messages.Stop())
             case messages.RequestConnection():
                 self._connect(front_end, message.engine)
             case messages.RequestLoad():
