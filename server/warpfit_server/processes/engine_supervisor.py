@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -98,6 +98,8 @@ class EngineSupervisor:
         self._cause = ""  # why this process has killed the engine
         self._out_of_memory = 0
         self._loads: dict[bytes, Future[None]] = {}
+        # Those that the engine has not answered, in its order; some may be unloaded again.
+        self._unanswered: deque[tuple[bytes, Future[None]]] = deque()
         self._wanted: set[bytes] = set()  # data sets that the next engine process loads, too
         self._loads_at_start: set[bytes] = set()
         self._started = threading.Event()
@@ -274,6 +276,7 @@ class EngineSupervisor:
         load = messages.LoadDataset(dataset.key, layout, *where)
         try:
             channel.send(load, segment.descriptor)
+            self._unanswered.append((dataset.key, future))  # `_settle_load` waits for the lock
         except ChannelClosedError:
             future.set_result(None)  # the next engine loads it as it starts
         except WarpfitError as error:
@@ -327,7 +330,7 @@ class EngineSupervisor:
             self._out_of_memory = kills
             if self._stopping.is_set():  # `begin_stop` has seen another process, or none
                 kill_group(process)
-        lost: dict[bytes, Future[None]] = {}
+        lost: list[tuple[bytes, Future[None]]] = []
         try:
             while True:
                 self._handle(channel, *channel.receive())
@@ -335,6 +338,10 @@ class EngineSupervisor:
             lost = self._lose_engine()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_EXIT_SECONDS)
+        except BaseException:
+            for _, future in self._lose_engine():
+                future.set_result(None)
+            raise
         finally:
             channel.close()
             if self._stopping.is_set():  # else the next engine waits for what is being compiled
@@ -342,8 +349,8 @@ class EngineSupervisor:
             process.kill()
         code = process.wait()
         if not self._stopping.is_set():
-            self._record_death(code, next(iter(lost), None))  # it loads them in their order
-        for future in lost.values():
+            self._record_death(code, lost[0][0] if lost else None)  # it loads them in their order
+        for _, future in lost:
             future.set_result(None)  # the next engine loads it as it starts
         return code
 
@@ -382,16 +389,14 @@ class EngineSupervisor:
     def _loads_ahead(self) -> int:
         """Return how many data sets the engine has been sent and has not loaded."""
         with self._lock:
-            return sum(not future.done() for future in self._loads.values())
+            return len(self._unanswered)
 
     def _settle_load(self, message: messages.DatasetLoaded) -> None:
         with self._lock:
-            future = self._loads.get(message.key)
-            if message.error is not None:
-                self._loads.pop(message.key, None)
+            _, future = self._unanswered.popleft()  # the engine answers each, in their order
+            if message.error is not None and self._loads.get(message.key) is future:
+                del self._loads[message.key]
                 self._wanted.discard(message.key)
-        if future is None:
-            return
         if message.error is None:
             future.set_result(None)
         else:
@@ -399,14 +404,16 @@ class EngineSupervisor:
             _LOG.warning("data set %s on %s: %s", name, self.device.label, message.error)
             future.set_exception(message.error)
 
-    def _lose_engine(self) -> dict[bytes, Future[None]]:
+    def _lose_engine(self) -> list[tuple[bytes, Future[None]]]:
         """Go on without an engine; return the data sets that it had not loaded yet, in order."""
         with self._lock:
             self._channel, self._serves, self._spawned = None, False, time.monotonic()
-            loads, self._loads = self._loads, {}
+            lost = list(self._unanswered)
+            self._unanswered.clear()
+            self._loads.clear()
         self.connection.shut()
         self.on_loss()
-        return {key: future for key, future in loads.items() if not future.done()}
+        return lost
 
     def _record_death(self, code: int, loading: bytes | None) -> None:
         """Count why an engine has ended, and let the quarantine know what it was loading."""

@@ -198,3 +198,43 @@ def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(
     assert time.monotonic() - supervisor.starting_since < 10, "not since it was started"
     channel.close()
     theirs.close()
+
+
+class TestLoads:
+    """Loads of an engine that is asked to forget a data set while it loads that."""
+
+    ROOM = ResourceExhaustedError("no room", "MEMORY")
+
+    @pytest.fixture
+    def dataset(self):
+        segment = SegmentPool(0).create(DATA.layout.nbytes)
+        return SimpleNamespace(key=b"data", layout=DATA.layout, segment=segment, shards=None)
+
+    @pytest.fixture
+    def supervisor(self):
+        config = Config(devices="cpu")
+        supervisor = EngineSupervisor(config, 0, SegmentPool(0), Quarantine(), count(1))
+        channel, theirs = Channel.pair()
+        supervisor._channel = channel
+        with theirs:
+            yield supervisor
+        channel.close()
+
+    @pytest.mark.parametrize("error", [None, ROOM])
+    def test_an_answer_is_that_of_its_own_load(self, supervisor, dataset, error):
+        first = supervisor.load(dataset)
+        supervisor.unload(b"data")
+        second = supervisor.load(dataset)
+        supervisor._settle_load(messages.DatasetLoaded(b"data", error))
+        assert first.exception(timeout=0) is error, "those that wait for it go on"
+        assert not second.done()
+        assert not supervisor.has(b"data")
+        supervisor._settle_load(messages.DatasetLoaded(b"data", None))
+        assert second.result(timeout=0) is None
+        assert supervisor.has(b"data")
+
+    def test_all_that_wait_go_on_when_the_engine_is_lost(self, supervisor, dataset):
+        loads = [supervisor.load(dataset)]
+        supervisor.unload(b"data")
+        loads.append(supervisor.load(dataset))
+        assert supervisor._lose_engine() == [(b"data", load) for load in loads]
