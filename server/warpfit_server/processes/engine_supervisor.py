@@ -94,6 +94,7 @@ class EngineSupervisor:
         self._ready: messages.EngineReady | None = None  # of the last engine that was ready
         self._was_ready = False  # the current one
         self._spawned = 0.0
+        self._has_data = False  # it has been sent all data sets
         self._serves = False  # with its data sets
         self._cause = ""  # why this process has killed the engine
         self._out_of_memory = 0
@@ -177,11 +178,11 @@ class EngineSupervisor:
         """Make a connection to the engine; return the process's number and the front end's end.
 
         Raises:
-            UnavailableError: if no engine is ready.
+            UnavailableError: if no engine is ready and has been sent its data sets.
             ResourceExhaustedError: if this process can open no more files.
         """
         with self._lock:
-            if self._channel is None:
+            if self._channel is None or not self._has_data:
                 raise unavailable()
             ours, theirs = socket_pair()
             with theirs:
@@ -381,6 +382,7 @@ class EngineSupervisor:
             self._loads_at_start.add(dataset.key)
             self.load(dataset)
         # The engine serves the connection after all earlier messages: after the data sets.
+        self._has_data = True
         self._connect()
         self._on_ready()
         self._serves = True
@@ -407,7 +409,8 @@ class EngineSupervisor:
     def _lose_engine(self) -> list[tuple[bytes, Future[None]]]:
         """Go on without an engine; return the data sets that it had not loaded yet, in order."""
         with self._lock:
-            self._channel, self._serves, self._spawned = None, False, time.monotonic()
+            self._channel, self._spawned = None, time.monotonic()
+            self._has_data = self._serves = False
             lost = list(self._unanswered)
             self._unanswered.clear()
             self._loads.clear()

@@ -11,7 +11,7 @@ import pytest
 
 from support.servers.requests import DATA
 from warpfit.dataset import Layout
-from warpfit.errors import ResourceExhaustedError, WarpfitError
+from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
 from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.ipc import messages
@@ -196,6 +196,24 @@ def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(
     assert supervisor.starting_since is None
     supervisor._lose_engine()
     assert time.monotonic() - supervisor.starting_since < 10, "not since it was started"
+    channel.close()
+    theirs.close()
+
+
+def test_nobody_is_connected_to_an_engine_that_lacks_data_sets():
+    """It would say that they are not resident; front ends that have lost it ask again and again."""
+    supervisor = EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
+    channel, theirs = Channel.pair()
+
+    def resident():
+        with pytest.raises(UnavailableError):
+            supervisor.connect()
+        yield from ()
+
+    supervisor._resident = resident
+    supervisor._serve(channel, messages.EngineReady(Device("a processor")))
+    supervisor.connect()[1].close()
+    supervisor._lose_engine()
     channel.close()
     theirs.close()
 
