@@ -72,7 +72,10 @@ class Call(_server._Context):
             message = event.batch_operations[0].message()
             with state.condition:
                 finished = _possibly_finish_call(state, _RECEIVE_MESSAGE_TOKEN)
-            deliver(message)
+            try:
+                deliver(message)
+            except Exception:  # which would end the port's own thread
+                _LOG.exception("a message could not be delivered")
             return finished
 
         with state.condition:

@@ -48,7 +48,13 @@ class Workers:
                 self._idle -= 1  # below zero for tasks that wait
         self._tasks.put((owner, task, arguments))
         if grows:
-            threading.Thread(target=self._work, name=name, daemon=True).start()
+            try:
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+            except RuntimeError as error:  # the system has no more; another thread takes the task
+                _LOG.error("no new thread for calls: %s", error)
+                with self._lock:
+                    self._threads -= 1
+                    self._idle -= 1
 
     def _work(self) -> None:
         while True:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from queue import SimpleQueue
 
 from warpfit_server.system.worker_threads import Workers
 
@@ -36,3 +37,26 @@ def test_a_thread_survives_a_task_that_fails(caplog):
     workers.start("a", done.set)
     assert done.wait(10)
     assert "serving a call failed" in caplog.text
+
+
+def test_a_task_is_done_although_the_system_has_no_more_threads(monkeypatch):
+    """And nothing is raised on the thread that serves the port, which would end it."""
+    workers, done = Workers(2), SimpleQueue()
+    workers.start("", done.put, 1)
+    assert done.get(timeout=5) == 1
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    time.sleep(0.01)
+    blocked = threading.Event()
+    workers.start("", blocked.wait)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    workers.start("", done.put, 2)
+    assert done.empty()
+    blocked.set()
+    assert done.get(timeout=5) == 2
+    monkeypatch.undo()
+    for number in range(10):
+        workers.start("", done.put, number)
+    assert sorted(done.get(timeout=5) for _ in range(10)) == list(range(10))
