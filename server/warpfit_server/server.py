@@ -129,6 +129,7 @@ class Server:
         time.sleep(self.config.notice)  # load balancers take notice
         stopped = self._grpc.stop(self.config.grace)
         self._interceptor.drain()
+        self.health.close()
         self._front_ends.stop()
         stopped.wait()
         self._stopped.set()

@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import warpfit
 from support.load.load import OwnConnection
@@ -302,6 +303,23 @@ def test_sigterm_ends_a_front_end_that_has_just_started():
         old.kill()
         eventually(lambda: any(new.pid != old.pid for new in server.front_ends()))
         server.process.terminate()
+        assert server.process.wait(timeout=15) == 0
+
+
+def test_sigterm_does_not_wait_for_those_that_watch_its_health():
+    with (
+        ServerProcess("--front-ends", "2", "--grace", "30") as server,
+        ExitStack() as stack,
+    ):
+        heard = []
+        while len(heard) < CLIENTS or len(processes_with_connections(server)) < 2:
+            channel = stack.enter_context(grpc.insecure_channel(server.address, OWN_CONNECTION))
+            stub = health_pb2_grpc.HealthStub(channel)
+            heard.append(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
+            assert next(heard[-1]).status == health_pb2.HealthCheckResponse.SERVING
+        server.process.terminate()
+        for watched in heard:
+            assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert server.process.wait(timeout=15) == 0
 
 

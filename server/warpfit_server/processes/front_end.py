@@ -289,6 +289,7 @@ class FrontEndProcess:
     def _stop(self) -> None:
         stopped = self._grpc.stop(self._config.grace)
         self._interceptor.drain()
+        self._health.close()
         stopped.wait()
         self._tell(messages.MetricsRecorded(self._recorder.take()))
         if self._tracer is not None:

@@ -69,6 +69,8 @@ class Health:
         self.serving: frozenset[str] = frozenset()
         """Labels of the devices that answer calls."""
         self._draining = False
+        self.is_closed = False
+        """Whether calls that watch are ended."""
 
     @property
     def ready(self) -> bool:
@@ -95,6 +97,12 @@ class Health:
             self._draining = True
             self.set_serving(frozenset())
 
+    def close(self) -> None:
+        """End the calls that watch, for which a server that stops would wait."""
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify_all()
+
     def status(self, name: str) -> int:
         """Return the status of a service, SERVICE_UNKNOWN if there is none of that name."""
         if name in self._devices:
@@ -113,7 +121,9 @@ class Health:
     def wait_for_change(self, name: str, status: int) -> None:
         """Wait until a service has another status than this one, or for some seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self.status(name) != status, _WATCH_SECONDS)
+            self._changed.wait_for(
+                lambda: self.is_closed or self.status(name) != status, _WATCH_SECONDS
+            )
 
 
 class _CallLimit:
@@ -217,6 +227,8 @@ class _HealthMethods:
                 if status != told:
                     call.send(_Response(status=status).SerializeToString())
                     told = status
+                elif self._health.is_closed:
+                    break
                 else:
                     self._health.wait_for_change(name, status)
             call.end()
