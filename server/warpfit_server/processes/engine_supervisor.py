@@ -47,6 +47,8 @@ _LONGEST_PAUSE: Final = 30.0
 _SPAWN_PAUSE: Final = 1.0
 #: Seconds that an engine has to log why it ends, after it has closed its channel.
 _EXIT_SECONDS: Final = 2.0
+#: Seconds that an engine has to end when the server stops.
+_STOP_SECONDS: Final = 10.0
 #: Most data sets that a new engine has been sent and has not loaded: with more of them, the
 #: messages would fill both directions of the channel.
 _LOADS_AHEAD: Final = 16
@@ -252,7 +254,10 @@ class EngineSupervisor:
         """End the engine process and wait until it has."""
         self.begin_stop()
         if self._thread.is_alive():
-            self._thread.join(timeout=10)
+            self._thread.join(_STOP_SECONDS)
+        if self._thread.is_alive() and self._process is not None:  # it hangs
+            kill_group(self._process)
+            self._thread.join(_STOP_SECONDS)
 
     def _connect(self) -> None:
         """Open this process's connection, if there is an engine."""

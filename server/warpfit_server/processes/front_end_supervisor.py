@@ -178,6 +178,10 @@ class FrontEndSupervisor:
         self._tell_all(messages.Stop())
         for thread in self._threads:
             thread.join(self._config.grace + 5)
+        with self._lock:
+            hanging = list(self._front_ends)
+        for front_end in hanging:
+            front_end.process.kill()
 
     def _serving(self) -> list[_FrontEnd]:
         with self._lock:

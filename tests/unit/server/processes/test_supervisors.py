@@ -1,5 +1,7 @@
 """The supervisors of front-end processes and engine, without processes."""
 
+import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import Future
@@ -18,6 +20,7 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.processes import engine_supervisor
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.front_end import BorrowedLeases
@@ -216,6 +219,25 @@ def test_nobody_is_connected_to_an_engine_that_lacks_data_sets():
     supervisor._lose_engine()
     channel.close()
     theirs.close()
+
+
+def test_a_front_end_that_hangs_does_not_outlive_the_server(supervisor, front_end, killed):
+    front_end.control = SimpleNamespace(send=lambda *_: None)
+    supervisor.stop()
+    assert killed
+
+
+def test_an_engine_that_hangs_does_not_outlive_the_server(monkeypatch):
+    monkeypatch.setattr(engine_supervisor, "_STOP_SECONDS", 0.1)
+    supervisor = EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
+    channel, theirs = Channel.pair()
+    with subprocess.Popen(["sleep", "60"], process_group=0) as process, theirs:
+        supervisor._process, supervisor._channel = process, channel
+        supervisor._thread = threading.Thread(target=process.wait)
+        supervisor._thread.start()
+        supervisor.stop()
+        assert process.poll() == -signal.SIGKILL
+    channel.close()
 
 
 class TestLoads:
