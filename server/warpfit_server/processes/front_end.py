@@ -66,6 +66,8 @@ class _BorrowedLease:
     """The data set, once the main process has answered."""
     data: Leased | None = None
     """The same; calls need not ask the future."""
+    loaded: set[int] = field(default_factory=set)
+    """Engines that have loaded the data set."""
     uses: int = 0
     idle_since: float = 0.0
     is_released: bool = False
@@ -112,6 +114,7 @@ class BorrowedLeases:
                 self._leases.pop(key).answer.set_exception(error)
                 return
             lease, load = self._leases[key], partial(self._load, key, loaded)
+            lease.loaded = loaded
             lease.data = Leased(layout, answer.shards, loaded.__contains__, load)
             lease.answer.set_result(lease.data)
             if lease.is_released:
@@ -144,6 +147,12 @@ class BorrowedLeases:
             elif lease is not None:
                 lease.is_released = True  # it is returned once the main process has answered
             self._send(messages.ReleaseNoticed(key))
+
+    def engine_started(self, engine: int) -> None:
+        """Ask again whether an engine has loaded data sets: a new process may have had no room."""
+        with self._lock:
+            for lease in self._leases.values():
+                lease.loaded.discard(engine)
 
     def return_idle(self) -> None:
         """Return leases that no call has used for a while."""
@@ -300,6 +309,7 @@ class FrontEndProcess:
         if descriptor is None:  # this process can open no more files; the probe asks again
             _LOG.error("the engine's connection was lost: too many open files")
             return
+        self._leases.engine_started(message.engine)
         try:
             end = socket.socket(fileno=descriptor)
             self._engines[message.engine].open(end, message.process)

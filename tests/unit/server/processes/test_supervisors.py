@@ -116,6 +116,20 @@ def test_an_engine_that_had_no_room_is_asked_again():
     assert sent == [messages.LeaseDataset(b"data"), *[messages.RequestLoad(1, b"data")] * 3]
 
 
+def test_a_new_engine_process_is_asked_whether_it_has_a_data_set():
+    sent = []
+    leases, answer = BorrowedLeases(sent.append), messages.DatasetLease(b"data", DATA.layout, (0,))
+    threading.Timer(0.01, leases.answered, [answer]).start()
+    with leases.lease(b"data") as data:
+        assert data.has(0)
+        leases.engine_started(0)
+        assert not data.has(0)
+        load = data.load(0)
+        leases.load_ended(messages.LoadEnded(0, b"data", None))
+        assert load.done() and data.has(0)
+    assert sent == [messages.LeaseDataset(b"data"), messages.RequestLoad(0, b"data")]
+
+
 def test_a_new_data_set_does_not_wait_for_an_engine_that_hangs(monkeypatch):
     engines = Engines(Config(devices="cpu:2"), SegmentPool(0), QuotaTable.create(1, 2))
     engines.router.serving = frozenset(["cpu:1"])
