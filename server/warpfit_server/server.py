@@ -70,7 +70,7 @@ class Server:
             Probe(supervisor.connection, self._front_ends.seed)
             for supervisor in self.engines.supervisors
         ]
-        self._probes[0].make_resident(self.datasets, self.engines)
+        self._probed = self._probes[0].make_resident(self.datasets, self.engines)
         self.watchdogs = [self._watchdog(s) for s in self.engines.supervisors]
         self._stopped = threading.Event()
         self._ports: dict[str, HealthPort | MetricsPort] = {}
@@ -85,6 +85,7 @@ class Server:
             self._probes[supervisor.number],
             self.health,
             partial(self._front_ends.all_answered_by, supervisor.number),
+            partial(supervisor.load, self._probed),
         )
         supervisor.on_loss = watchdog.engine_lost
         return watchdog

@@ -14,7 +14,7 @@ from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Tier
 from warpfit.server_info import Limits
-from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.processes.engines import Engines
@@ -46,8 +46,8 @@ class Probe:
         self._expected = evaluate_program(program, dataset.variables, [_PARAMETER])
         self._lease = ExitStack()
 
-    def make_resident(self, datasets: DatasetStore, engines: Engines) -> None:
-        """Upload the data set, once for all processes, and let every engine load it.
+    def make_resident(self, datasets: DatasetStore, engines: Engines) -> StoredDataset:
+        """Upload the data set, once for all processes, and let every engine load it; return it.
 
         Raises:
             ResourceExhaustedError: if there is no memory for it.
@@ -60,6 +60,7 @@ class Probe:
         resident = self._lease.enter_context(datasets.lease(upload.key))
         for supervisor in engines.supervisors:
             supervisor.load(resident).result()
+        return resident
 
     def ask(self) -> bool:
         """Evaluate, however long it takes; return whether the values are right.

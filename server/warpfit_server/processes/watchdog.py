@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from warpfit.errors import ResourceExhaustedError, WarpfitError
+from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.probe import Probe
@@ -26,7 +26,8 @@ _POLL_SECONDS: Final = 0.01
 class Watchdog:
     """Keeps readiness true to what one engine does, as long as `look` is called often.
 
-    ``others_answer`` tells whether the engine answers the other front-end processes.
+    ``others_answer`` tells whether the engine answers the other front-end processes; ``load_again``
+    has the engine load the probe's data set, for which it may have had no room as it started.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Watchdog:
         probe: Probe,
         health: Health,
         others_answer: Callable[[], bool] = lambda: True,
+        load_again: Callable[[], object] = lambda: None,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
         self._probe = probe
         self._health = health
         self._others_answer = others_answer
+        self._load_again = load_again
         self.label = supervisor.device.label
         """Names the engine's device."""
         self.answers = False
@@ -106,6 +109,8 @@ class Watchdog:
             if not isinstance(error, ResourceExhaustedError):
                 self._failing = self._failing or started
             self.answers = False
+            if isinstance(error, DatasetNotFoundError):
+                self._load_again()
         else:
             self.probe_seconds = time.monotonic() - started
             self._failing = None

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from warpfit.errors import ResourceExhaustedError, UnavailableError
+from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, UnavailableError
 from warpfit_server.config import Config
 from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.rpc.health import Health
@@ -16,7 +16,7 @@ class Watched:
     """A watchdog, the readiness that it publishes and the replacements that it asks for."""
 
     def __init__(self, starting_since=None):
-        self.replaced = []
+        self.replaced, self.loads = [], []
         self.others_answer = True
         self.health = Health("service", ["cpu:0"])
         self.health.set_device("cpu:0", True)
@@ -27,7 +27,8 @@ class Watched:
             ask_counters=lambda: None,
         )
         config = Config(probe_timeout=3.0, hang_seconds=10.0, start_seconds=60.0)
-        self.watchdog = Watchdog(config, supervisor, None, self.health, lambda: self.others_answer)
+        others, load = lambda: self.others_answer, lambda: self.loads.append("probe")
+        self.watchdog = Watchdog(config, supervisor, None, self.health, others, load)
         self.watchdog.answers = True
 
     def probe(self, outcome):
@@ -69,6 +70,14 @@ def test_a_wrong_answer_replaces_the_engine():
     watched.probe(False)
     assert not watched.health.ready
     assert watched.replaced == ["wrong_answer"]
+
+
+def test_an_engine_that_had_no_room_for_the_probes_data_set_is_given_it_again():
+    watched = Watched()
+    watched.probe(UnavailableError("the engine is restarting"))
+    assert not watched.loads
+    watched.probe(DatasetNotFoundError())
+    assert watched.loads == ["probe"]
 
 
 def test_readiness_comes_back_with_the_next_answer():
