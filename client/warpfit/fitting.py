@@ -47,10 +47,14 @@ class Reason(StrEnum):
     NOT_FINITE = "not_finite"
     """The search could not begin: loss or derivatives at the start are NaN, infinite, or so small
     that their squares are 0, or no row has a weight. The parameters are the start."""
+    STALLED = "stalled"
+    """The search cannot make progress, but the first-order condition of a minimum does not hold:
+    the gradient along parameters that may move is not small. Another start, fewer parameters or
+    float64 data may help."""
 
     @property
     def converged(self) -> bool:
-        """Whether the search ended by itself, not by a limit or by numbers that are not finite."""
+        """Whether the search ended at a point that the tests of convergence accept."""
         return self in (Reason.GRADIENT, Reason.STEP, Reason.LOSS)
 
 

@@ -57,6 +57,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_ITERATIONS: _ClassVar[Reason]
     REASON_DEADLINE: _ClassVar[Reason]
     REASON_NOT_FINITE: _ClassVar[Reason]
+    REASON_STALLED: _ClassVar[Reason]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT64: DType
@@ -87,6 +88,7 @@ REASON_LOSS: Reason
 REASON_ITERATIONS: Reason
 REASON_DEADLINE: Reason
 REASON_NOT_FINITE: Reason
+REASON_STALLED: Reason
 
 class DatasetLayout(_message.Message):
     __slots__ = ("dtype", "variables", "rows", "has_target", "has_weights", "names")

@@ -27,6 +27,7 @@ LOSS_CHANGE: Final = REASONS.index(Reason.LOSS) + 1
 ITERATIONS_USED: Final = REASONS.index(Reason.ITERATIONS) + 1
 DEADLINE: Final = REASONS.index(Reason.DEADLINE) + 1
 NOT_FINITE: Final = REASONS.index(Reason.NOT_FINITE) + 1
+STALLED: Final = REASONS.index(Reason.STALLED) + 1
 
 # Rows of ``Searches.vectors``.
 X: Final = 0  # best parameters so far

@@ -111,6 +111,14 @@ def test_reasons_and_wire_codes_agree():
     assert list(Reason) == list(REASONS)
 
 
+def test_a_search_that_a_limit_or_a_stall_ended_has_not_converged():
+    assert {reason for reason in Reason if reason.converged} == {
+        Reason.GRADIENT,
+        Reason.STEP,
+        Reason.LOSS,
+    }
+
+
 @pytest.mark.parametrize(
     "result",
     [
