@@ -6,7 +6,7 @@ from support.engines.numpy_engine import NumpyEngine
 from warpfit import parse
 from warpfit.calls.results import Fit
 from warpfit.dataset import Dataset
-from warpfit.fitting import FitRequest, FitSettings, Method
+from warpfit.fitting import Accuracy, FitRequest, FitSettings, Method, Tolerances
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction
 from warpfit.request import Evaluation, Precision
@@ -21,6 +21,17 @@ def fit(dataset: Dataset, texts, starts, **options) -> Fit:
     request, context = prepared(dataset, texts, starts, **options)
     result = run_to_end(optimize(request, context))
     return Fit.of(result, request)
+
+
+def tight(accuracy: Accuracy, dtype="float64") -> dict[str, float]:
+    """Return the settings that an accuracy stands for."""
+    limits = Tolerances.of(np.dtype(dtype), accuracy)
+    return {
+        "gradient_tolerance": limits.gradient,
+        "step_tolerance": limits.step,
+        "loss_tolerance": limits.loss,
+        "max_iterations": accuracy.max_iterations,
+    }
 
 
 def prepared(

@@ -25,6 +25,7 @@ import math
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit_server.engine.fit.searches import (
     BEST,
@@ -89,14 +90,18 @@ def advance(
     new_sums: Floats,
     new_gradients: Floats,
     limits: SearchLimits,
+    cancelled: NDArray[np.uint8],
 ) -> None:
     """Judge the evaluated trials of all searches, and propose the next ones; see `Searches`.
 
     Row TRIAL of ``vectors`` holds the evaluated trials, with their sums of row losses [S] and
     gradients [P], and then the next ones. The first call reads the curvatures at the starts, and
-    the column STIFFNESS of ``numbers``.
+    the column STIFFNESS of ``numbers``. Another thread that writes another number than 0 to
+    ``cancelled`` [1] ends this early.
     """
     for s in range(len(numbers)):
+        if cancelled[0]:
+            return
         if counters[s, REASON] != RUNNING:
             continue
         state = (edges, vectors, numbers, counters)
@@ -109,7 +114,7 @@ def advance(
             curvature = curvatures[edges[s, PAIRS] : edges[s + 1, PAIRS]]
             turning = are_usable(new_sums[s], gradient, curvature)
             if turning:
-                _begin_inverse(vector, number, counter, curvature, inverse)
+                _begin_inverse(vector, number, counter, curvature, inverse, cancelled)
             else:
                 counter[REASON] = NOT_FINITE
         else:
@@ -244,7 +249,12 @@ def _place_trial(vector: Floats, length: float, limits: SearchLimits) -> bool:
 
 @inlined
 def _begin_inverse(
-    vector: Floats, number: Floats, counter: Integers, curvature: Floats, inverse: Floats
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    curvature: Floats,
+    inverse: Floats,
+    cancelled: NDArray[np.uint8],
 ) -> None:
     """Invert the damped curvature at the start, scaled to a unit diagonal."""
     n = vector.shape[1]
@@ -258,7 +268,7 @@ def _begin_inverse(
         for j in range(i):
             system[row + j] = curvature[row + j] / (scale[i] * scale[j])
         system[row + i] = 1.0 + _RIDGE
-    if not factorise(system, 0, n, n):
+    if not factorise(system, 0, n, n, cancelled):
         _reset_inverse(vector, number, counter, inverse)
         return
     column = np.empty(n)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 import numba
+import numpy as np
 from numba import types
 
 from warpfit_server.engine.fit import bfgs, levenberg_marquardt, separable
@@ -25,7 +26,7 @@ def load() -> None:
 
 
 def _load_levenberg_marquardt() -> None:
-    space = numba.typeof(levenberg_marquardt.workspace(1))
+    space = numba.typeof(levenberg_marquardt.workspace(1, np.zeros(1, dtype=np.uint8)))
     numba_cache.load(levenberg_marquardt.advance, types.void(*_STATE, space))
     codes = types.Array(types.uint8, 1, "C", readonly=True)
     values = types.Array(types.float64, 1, "C", readonly=True)
@@ -35,7 +36,7 @@ def _load_levenberg_marquardt() -> None:
 
 
 def _load_bfgs() -> None:
-    numba_cache.load(bfgs.advance, types.void(*_STATE))
+    numba_cache.load(bfgs.advance, types.void(*_STATE, types.uint8[::1]))
 
 
 #: What other processes compile: seconds that it takes, and what loads it.

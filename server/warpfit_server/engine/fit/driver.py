@@ -161,7 +161,8 @@ class _Driver:
         """The program of each search."""
         self._all = Searches.begin(request, self._batch, dtype)
         self._select(np.arange(len(self._all)), self._all)
-        self._workspace = levenberg_marquardt.workspace(int(self._all.counts.max(initial=0)))
+        longest = int(self._all.counts.max(initial=0))
+        self._workspace = levenberg_marquardt.workspace(longest, context.cancelled)
         self._pass_seconds = 0.0
 
     def run(self) -> Steps[FitResult]:
@@ -289,7 +290,8 @@ class _Driver:
             evaluated = (sums, new.gradients, new.curvatures)
             levenberg_marquardt.advance(*state, *evaluated, self._limits, self._workspace)
         else:
-            bfgs.advance(*state, active.inverse, sums, new.gradients, self._limits)
+            evaluated = (active.inverse, sums, new.gradients)
+            bfgs.advance(*state, *evaluated, self._limits, self._context.cancelled)
 
     def _drop_finished(self) -> bool:
         """Keep the outcomes of ended searches, shrink the batch if it pays; False if all ended."""

@@ -75,6 +75,9 @@ from warpfit_server.engine.native.intrinsics import inlined
 _FIRST_DAMPING: Final = 0.1
 #: Least factor by which an accepted step lowers the damping.
 _FASTEST_DECREASE: Final = 0.1
+#: Least damping. Without it hundreds of good steps make the damping 0, and 0 stays 0 however many
+#: refused steps multiply it.
+_LEAST_DAMPING: Final = 1e-18
 #: Decay of an earlier scale with every step.
 _SCALE_DECAY: Final = 0.9
 #: Least share of a step's decrease that a correction of linear parameters must promise.
@@ -87,7 +90,8 @@ _LEAST_GAIN: Final = 0.25
 _RIDGE: Final = 1e-14
 #: Least relative part of a column outside the span of the linear parameters' columns.
 _INDEPENDENT: Final = 1e-13
-#: Attempts to make a system positive definite by more damping.
+#: Attempts to make a system positive definite, or a trial a new one, by more damping. The factors
+#: grow, so that a few of them lead from the least damping to more than the curvature.
 _ATTEMPTS: Final = 100
 
 
@@ -108,9 +112,11 @@ class Workspace(NamedTuple):
     """Right-hand side of the normal equations, then their solution, [n]."""
     system: Floats
     """Matrix of the normal equations, then its factor, [n (n + 1) / 2]."""
+    cancelled: NDArray[np.uint8]
+    """[1]; another thread writes another number than 0 to end what is being computed."""
 
 
-def workspace(longest: int) -> Workspace:
+def workspace(longest: int, cancelled: NDArray[np.uint8]) -> Workspace:
     """Allocate scratch memory for searches of at most ``longest`` parameters."""
     return Workspace(
         np.empty(longest, dtype=np.bool_),
@@ -120,6 +126,7 @@ def workspace(longest: int) -> Workspace:
         np.empty(longest),
         np.empty(longest),
         np.empty(longest * (longest + 1) // 2),
+        cancelled,
     )
 
 
@@ -139,10 +146,14 @@ def advance(
 ) -> None:
     """Judge the evaluated trials of all searches, and propose the next ones; see `Searches`.
 
+    Where ``space.cancelled`` ends this early, the best parameters so far are kept.
+
     Row TRIAL of ``vectors`` holds the evaluated trials, with their sums of squares [S], gradients
     [P] and J^T W J [T], and then the next ones.
     """
     for s in range(len(numbers)):
+        if space.cancelled[0]:
+            return
         if counters[s, REASON] != RUNNING:
             continue
         state = (edges, vectors, numbers, counters)
@@ -234,7 +245,8 @@ def _judge(
     if better:
         if predicted > 0.0:
             surprise = 2.0 * actual / predicted - 1.0
-            number[DAMPING] *= max(_FASTEST_DECREASE, 1.0 - surprise**3)
+            factor = max(_FASTEST_DECREASE, 1.0 - surprise**3)
+            number[DAMPING] = max(factor * number[DAMPING], _LEAST_DAMPING)
         number[GROWTH] = 2.0
     else:
         _damp(number)
@@ -267,7 +279,8 @@ def _propose(
         return
     for i in range(n):
         vector[SCALE, i] *= _SCALE_DECAY
-    while True:
+    length, size, is_new = 0.0, 0.0, False
+    for _ in range(_ATTEMPTS):
         _step(curvature, vector[SLOPE], vector, number, space)
         length, size, is_new = 0.0, 0.0, False
         for i in range(n):
@@ -278,9 +291,11 @@ def _propose(
             length += diagonal * (trial - vector[X, i]) ** 2
             size += diagonal * vector[X, i] ** 2
         # Many good steps leave so little damping that twice as much gives the refused trial again.
-        if is_new or not length > 0.0 or number[DAMPING] > 1.0:
+        if space.cancelled[0] or is_new or not length > 0.0 or number[DAMPING] > 1.0:
             break
         _damp(number)
+    if space.cancelled[0]:
+        return
     # Written so that a step of NaN ends the search, too.
     if not (math.sqrt(length) > limits.step * math.sqrt(size) and is_new):
         counter[REASON] = STEP
@@ -318,8 +333,10 @@ def _step(
     system = space.system[: n * (n + 1) // 2]
     ridge = _RIDGE
     for _ in range(_ATTEMPTS):
+        if space.cancelled[0]:
+            return
         _fill(system, curvature, order, unit, ridge)
-        if not triangles.factorise(system, 0, linear, n):
+        if not triangles.factorise(system, 0, linear, n, space.cancelled):
             ridge *= 10.0
             continue
         for i in range(linear, n):
@@ -327,7 +344,7 @@ def _step(
             own = max(system[row + i], _INDEPENDENT) * unit[i] * unit[i]
             vector[SCALE, place] = max(vector[SCALE, place], own)
             system[row + i] += number[DAMPING] * vector[SCALE, place] / unit[i] / unit[i]
-        if triangles.factorise(system, linear, n, n):
+        if triangles.factorise(system, linear, n, n, space.cancelled):
             break
         _damp(number)
     triangles.solve(system, b)

@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 
 @inlined
-def factorise(a: Floats, first: int, stop: int, n: int) -> bool:
+def factorise(a: Floats, first: int, stop: int, n: int, cancelled: NDArray[np.uint8]) -> bool:
     """Replace columns of a symmetric matrix by those of its Cholesky factor.
 
     The rest, from column ``stop`` on, becomes the Schur complement of the columns before it.
@@ -26,13 +26,15 @@ def factorise(a: Floats, first: int, stop: int, n: int) -> bool:
         first: first column to replace.
         stop: end of the columns to replace.
         n: size of the matrix.
+        cancelled: [1]; another number than 0 ends the factorisation.
 
     Returns:
-        False if the matrix is not positive definite; what ``a`` holds is then undefined.
+        False if the matrix is not positive definite, or it was cancelled; what ``a`` holds is then
+        undefined.
     """
     for j in range(first, stop):
         pivot = a[j * (j + 1) // 2 + j]
-        if not (pivot > 0.0 and math.isfinite(pivot)):
+        if cancelled[0] or not (pivot > 0.0 and math.isfinite(pivot)):
             return False
         root = math.sqrt(pivot)
         a[j * (j + 1) // 2 + j] = root

@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 import time
 
+import numba
 import numpy as np
 import pytest
 
-from support.engines.fits import fit
+from support.engines.fits import fit, tight
 from support.engines.numpy_engine import NumpyEngine
 from warpfit import CancelledError, Reason
 from warpfit.dataset import Dataset
-from warpfit_server.engine.fit import driver
+from warpfit.fitting import Accuracy
+from warpfit_server.engine.fit import driver, triangles
+from warpfit_server.engine.fit.searches import EVALUATIONS
 
 X = np.random.default_rng(3).uniform(0.5, 2.0, size=(60, 2))
 EXACT = Dataset.of(X, 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1], dtype="float64")
@@ -100,6 +103,43 @@ def test_much_work_beside_passes_is_done_by_another_thread(monkeypatch, method, 
     for name in ("loss", "iterations", "reason"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     np.testing.assert_array_equal(found.parameters[0], expected.parameters[0])
+
+
+@pytest.mark.parametrize("accuracy", Accuracy)
+@pytest.mark.parametrize("degree", [1, 4, 6])
+def test_a_linear_fit_that_gets_no_better_ends(accuracy, degree):
+    """Hundreds of good steps once made the damping 0, and a loop that doubled it had no end."""
+    x = np.linspace(500, 505, 80)
+    z = (x - 502.5) / 2.5
+    y = 1 + z - z**2 / 2 + 0.3 * z**3 - 0.2 * z**4 + 0.01 * np.sin(50 * x)
+    data = Dataset.of(x[:, None], y, dtype="float64")
+    text = " + ".join(["p1", *(f"p{k + 1}*x1^{k}" for k in range(1, degree + 1))])
+    found = fit(data, [text], [np.ones(degree + 1)], **tight(accuracy))
+    assert found.iterations[0] <= accuracy.max_iterations
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_steps_look_at_the_flag_of_cancellation(monkeypatch, method):
+    """A flag that is set while a step is computed leaves searches as they were."""
+    advance = driver._Driver._advance
+
+    def cancelled_meanwhile(self, new, some):
+        if counters := self._active.counters[some, EVALUATIONS].max():
+            self._context.cancelled[0] = 1
+        before = self._active.vectors.copy()
+        advance(self, new, some)
+        assert bool(counters) == np.array_equal(before, self._active.vectors)
+
+    monkeypatch.setattr(driver._Driver, "_advance", cancelled_meanwhile)
+    with pytest.raises(CancelledError):
+        fit(EXACT, [MODEL] * 3, [START] * 3, method=method)
+
+
+def test_a_factorisation_looks_at_the_flag_of_cancellation():
+    matrix = np.array([2.0, 1.0, 2.0])
+    factorise = numba.njit(triangles.factorise)
+    assert factorise(matrix.copy(), 0, 2, 2, np.zeros(1, dtype=np.uint8))
+    assert not factorise(matrix.copy(), 0, 2, 2, np.ones(1, dtype=np.uint8))
 
 
 def test_a_fit_with_a_deadline_can_be_cancelled():
