@@ -67,18 +67,16 @@ def front_page() -> Iterator[str]:
 
 def generation_times() -> list[tuple[str, float]]:
     """Seconds of one generation, 300 expressions x 100,000 rows, by who evaluates it."""
-    cells = {cell["key"]: cell for cell in result("bench_gpu")["cells"]}
-    scenario = "interpreter/fast/losses/fresh/100000x300x10-50/1v/1w"
-    peers = [
-        (f"{name}, {cores}", f"peer/{name}/{scenario}")
-        for name, cores in (("NumPy", "1 CPU core"), ("pyoperon", "16 CPU cores"))
-    ]
-    ours = [("warpfit, 16 CPU cores", f"evaluate/cpu/{scenario}")]
-    slow = [(name, cells[key]["wall"]["median"]) for name, key in [*peers, *ours]]
-    service = result("gpu_service")
-    evogp = service["EvoGP"]["300 x 100000"]["p50_ms"] / 1e3
-    h200 = service["one client"]["fresh 300 x 100000"]["p50_ms"] / 1e3
-    return [*slow, ("EvoGP, H200", evogp), ("warpfit, H200", h200)]
+    service = result("gpu_service_h100")
+    processors, evogp = service["CPU"], service["EvoGP"]["300 x 100000"]
+    names = {
+        "NumPy, 1 CPU core": processors["NumPy, one core"],
+        f"pyoperon, {processors['cores']} CPU cores": processors["pyoperon, all cores"],
+        f"warpfit, {processors['cores']} CPU cores": processors["warpfit, all cores"],
+        "EvoGP, H100": evogp,
+        "warpfit, H100": service["one client"]["fresh 300 x 100000"],
+    }
+    return [(name, case["p50_ms"] / 1e3) for name, case in names.items()]
 
 
 def plot() -> str:

@@ -37,7 +37,6 @@ _LOSSES: Final = "a name, or an expression over f, y, w and d"
 _DELEGATED: Final = {
     "serve": ("warpfit_server.__main__", "run a server; see `warpfit serve --help`"),
     "precompile": ("warpfit_server.precompile", "compile what a first start would compile"),
-    "bench": ("warpfit.bench.command", "measure this machine, or load a running server"),
     "search": ("warpfit.cli.search", "search formulas for a column of a CSV file"),
     "ray": ("warpfit.cli.ray_command", "run servers on the nodes of a Ray cluster"),
 }

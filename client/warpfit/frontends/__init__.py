@@ -108,6 +108,6 @@ def _unknown(kind: type) -> InvalidArgumentError:
         f"{kind.__name__} is no expression",
         "UNKNOWN_EXPRESSION_TYPE",
         "Give text, a Program, a SymPy expression, a DEAP PrimitiveTree or a gplearn program; "
-        "for pyoperon, PySR and Kozax warpfit.frontends has converters",
+        "for pyoperon and PySR warpfit.frontends has converters",
         "expressions",
     )

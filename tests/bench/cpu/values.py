@@ -16,10 +16,8 @@ from typing import Any
 
 import numpy as np
 from harness import medians_in_turn, outputs_of, save
+from peers import AGREEMENT, Job, PyoperonPeer, Table, agreement
 
-from warpfit.bench.batches import Table
-from warpfit.bench.measure import AGREEMENT, agreement
-from warpfit.bench.peers import Job, PyoperonPeer
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.expressions.workload import THESIS_OPERATORS, thesis_mix

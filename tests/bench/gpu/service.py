@@ -4,8 +4,9 @@
 results/gpu_service.json. Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10
 variables, float32, fast mode. Fresh batches are drawn from a pool of programs, so that no batch
 comes again within a run. Where EvoGP is installed it evaluates such trees in the program's own
-process, from trees and data that are on the device. ``--devices cpu`` and ``--seconds`` try the
-program without a GPU.
+process, from trees and data that are on the device. NumPy on one core, pyoperon and warpfit's CPU
+engine on all of them evaluate a generation of the same mix, too. ``--devices cpu`` and
+``--seconds`` try the program without a GPU.
 """
 
 from __future__ import annotations
@@ -21,12 +22,10 @@ from typing import Any
 
 import numpy as np
 from harness import SEED, ServerProcess, percentiles, save, seconds_of, start_up_seconds
+from peers import EvogpPeer, NumpyPeer, PyoperonPeer, Table, agreement
 
 import warpfit
 from support.load.worker_processes import Pool, Workers, table, throughput
-from warpfit.bench.batches import Table
-from warpfit.bench.measure import agreement
-from warpfit.bench.peers import EvogpPeer
 from warpfit.expressions import reference
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Program
@@ -133,6 +132,24 @@ def evogp(calls: int) -> dict[str, Any]:
     return content
 
 
+def cpu_peers(rounds: int) -> dict[str, Any]:
+    """Seconds of one generation on this machine's processors: NumPy, pyoperon, warpfit's engine."""
+    given = Table(*table(ROWS))
+    programs, parameters = Pool(SEED).draw_lists(PROGRAMS)
+    bound = list(map(Program.bind, programs, parameters))
+    expected = reference.evaluate(bound, given.X[:1_000].T)
+    content: dict[str, Any] = {"cores": os.cpu_count()}
+    for name, peer in (("NumPy, one core", NumpyPeer), ("pyoperon, all cores", PyoperonPeer)):
+        job = peer(given, os.cpu_count() or 1).prepare(bound)
+        walls = seconds_of(job.run, rounds, warm_up=1)
+        share = agreement(job.values(1_000), expected)
+        content[name] = {"values_within_1_percent": share, **percentiles(walls)}
+    with ServerProcess(devices="cpu") as server, warpfit.connect(server.address) as client:
+        data = client.upload(*given)
+        content["warpfit, all cores"] = fresh(client, data, Pool(SEED), 3 * rounds)
+    return content
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
@@ -156,6 +173,7 @@ def main() -> None:
             content["sustained"] = [run(count) for count in counts]
     if find_spec("evogp"):
         content["EvoGP"] = evogp(max(3, int(60 * options.scale)))
+    content["CPU"] = cpu_peers(max(2, int(10 * options.scale)))
     content["start_up_seconds"] = start_up_seconds(options.devices)
     save("gpu_service", content, options.directory)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 READMES = (
-    *("README.md", "client/README.md", "client/warpfit/bench/README.md", "server/README.md"),
+    *("README.md", "client/README.md", "server/README.md"),
     *("server/OPERATING.md", "server/SECURITY.md", "tests/bench/README.md"),
     *("proto/README.md", "deploy/README.md"),
 )

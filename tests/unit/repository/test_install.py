@@ -12,7 +12,7 @@ from support.repository.required_packages import required_packages
 #: Loaded by none of the imports below: each costs tens of milliseconds or more.
 HEAVY = {
     *("grpc", "google", "numba", "llvmlite", "scipy", "sklearn", "pandas", "sympy", "deap"),
-    *("gplearn", "pyoperon", "jax", "kozax", "matplotlib", "tqdm", "asyncio", "warpfit_server"),
+    *("gplearn", "pyoperon", "jax", "matplotlib", "tqdm", "asyncio", "warpfit_server"),
 }
 
 
@@ -34,7 +34,7 @@ def test_a_client_installs_fewer_than_five_packages():
     [
         "import warpfit; warpfit.parse('x1 + sin(p1)')._repr_latex_()",
         "import warpfit.frontends",
-        "import warpfit.frontends.deap, warpfit.frontends.gplearn, warpfit.frontends.kozax",
+        "import warpfit.frontends.deap, warpfit.frontends.gplearn",
         "import warpfit.frontends.operon, warpfit.frontends.pysr",
     ],
 )

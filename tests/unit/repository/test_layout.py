@@ -41,7 +41,7 @@ ORDERS = {
     "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit"],
     "warpfit": [
         *("errors", "expressions", "frontends", "formulas", "codec", "transport", "calls"),
-        *("sklearn", "bench", "cli"),
+        *("sklearn", "cli"),
     ],
 }
 

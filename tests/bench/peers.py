@@ -1,26 +1,32 @@
 """Other libraries that evaluate expressions, each on the same batches as warpfit.
 
 A peer is made of the data and the number of threads. ``prepare`` turns programs without parameters
-into whatever the library evaluates, and is timed apart; its job is one evaluation of all programs
-on all rows. A peer says which module it ``needs``, the ``engine`` that it is compared with, and its
-``output``: "losses", or "values" in memory, which it is not charged for reducing; warpfit is.
+into whatever the library evaluates; its job is one evaluation of all programs on all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.bench.batches import Table
-from warpfit.expressions.workload import THESIS_OPERATORS
 from warpfit.frontends.operon import to_operon_infix
 from warpfit.ir import Program
-from warpfit.ops import OPERATORS, VARIABLE, Operator
+from warpfit.ops import VARIABLE, Operator
+
+#: Share of all values that must agree with the float64 reference. The others come from expressions
+#: that overflow float32 or magnify its rounding errors.
+AGREEMENT = 0.95
+
+
+class Table(NamedTuple):
+    """Variables X [rows, variables] and target y [rows]."""
+
+    X: NDArray[Any]
+    y: NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +41,6 @@ class Job:
 
 class NumpyPeer:
     """NumPy in float32: the definitions of the operators, one array operation each."""
-
-    needs, engine, output = "numpy", "cpu", "losses"
-    notes = "one array operation for each operator, one thread"
 
     def __init__(self, table: Table, threads: int) -> None:
         """Keep the columns contiguous."""
@@ -69,9 +72,6 @@ class NumpyPeer:
 class PyoperonPeer:
     """pyoperon's ``EvaluateTrees`` in float32 on all threads."""
 
-    needs, engine, output = "pyoperon", "cpu", "values"
-    notes = "EvaluateTrees into a preallocated matrix; all threads"
-
     def __init__(self, table: Table, threads: int) -> None:
         """Keep the array alive, which `pyoperon.Dataset` does not."""
         import pyoperon
@@ -96,58 +96,6 @@ class PyoperonPeer:
         return Job(lambda: values(0), values)
 
 
-class GplearnPeer:
-    """gplearn's own programs, with functions that protect nothing."""
-
-    needs, engine, output = "gplearn", "cpu", "values"
-    notes = "its programs with unprotected NumPy functions, one thread; float64 from constants on"
-
-    def __init__(self, table: Table, threads: int) -> None:
-        """Make the functions."""
-        from gplearn.functions import _Function
-
-        self._X = np.asfortranarray(table.X)
-        rows = [OPERATORS[name] for name in THESIS_OPERATORS]
-        self._functions = {row.name: _Function(row.numpy, row.name, row.arity) for row in rows}
-
-    def prepare(self, programs: list[Program]) -> Job:
-        """Translate to its prefix lists."""
-        made = list(map(self._translate, programs))
-
-        @np.errstate(all="ignore")
-        def evaluate(X: NDArray[Any]) -> list[NDArray[Any]]:
-            return [np.asarray(program.execute(X)) for program in made]
-
-        @np.errstate(all="ignore")
-        def values(first: int) -> NDArray[Any]:
-            return np.stack(evaluate(self._X[:first])).astype(np.float32)
-
-        return Job(lambda: evaluate(self._X), values)
-
-    def _translate(self, program: Program) -> Any:
-        from gplearn._program import _Program
-
-        def leaf(code: int, value: float) -> list[Any]:
-            return [int(value) if code == VARIABLE else value]
-
-        def operator(op: Operator, operands: list[list[Any]]) -> list[Any]:
-            return [self._functions[op.name], *(node for nodes in operands for node in nodes)]
-
-        return _Program(
-            function_set=list(self._functions.values()),
-            arities={},
-            init_depth=(2, 6),
-            init_method="half and half",
-            n_features=self._X.shape[1],
-            const_range=(-5.0, 5.0),
-            metric=None,
-            p_point_replace=0.05,
-            parsimony_coefficient=0.0,
-            random_state=None,
-            program=program.fold(leaf, operator),
-        )
-
-
 class EvogpPeer:
     """EvoGP's CUDA interpreter, mean squared errors on the device.
 
@@ -157,9 +105,6 @@ class EvogpPeer:
     power and root, so that values disagree and nothing is timed. Codes of operators differ between
     versions and are asked of the installed one.
     """
-
-    needs, engine, output = "evogp", "cuda", "losses"
-    notes = "SR_fitness with its automatic choice of mode"
 
     def __init__(self, table: Table, threads: int) -> None:
         """Copy the data to the device."""
@@ -202,17 +147,9 @@ def evogp_nodes(program: Program) -> list[tuple[float, int, int]]:
     return program.fold(leaf, operator)
 
 
-Peer = NumpyPeer | PyoperonPeer | GplearnPeer | EvogpPeer
-PEERS: Final[Mapping[str, type[Peer]]] = {
-    "NumPy": NumpyPeer,
-    "pyoperon": PyoperonPeer,
-    "gplearn": GplearnPeer,
-    "EvoGP": EvogpPeer,
-}
-
-
-def installed(engine: str) -> tuple[list[str], list[str]]:
-    """Return the names of an engine's peers that are installed, and of those that are not."""
-    needs = {name: peer.needs for name, peer in PEERS.items() if peer.engine == engine}
-    names = [name for name, module in needs.items() if find_spec(module)]
-    return names, [name for name in needs if name not in names]
+def agreement(values: NDArray[Any], expected: NDArray[np.float64]) -> float:
+    """Return the share of values within 1% of the reference in their type, or special alike."""
+    with np.errstate(all="ignore"):
+        rounded = expected.astype(values.dtype)
+        close = np.isclose(values, rounded, rtol=0.01, atol=1e-30, equal_nan=True)
+    return float(close.mean())
