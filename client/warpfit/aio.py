@@ -62,7 +62,7 @@ def _no_thread(seconds: float) -> DeadlineExceededError:
 
 
 class AsyncUploadedDataset(DatasetHandle):
-    """Handle that releases the data set when its ``async with`` block ends."""
+    """Handle that gives the data set back when its ``async with`` block ends."""
 
     _client: AsyncClient
 

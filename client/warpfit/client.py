@@ -30,7 +30,7 @@ from warpfit.transport.settings import RetryPolicy, TransportConfig
 
 
 class UploadedDataset(DatasetHandle):
-    """Handle that releases the data set when its ``with`` block ends."""
+    """Handle that gives the data set back when its ``with`` block ends; see `Client.release`."""
 
     _client: Client
 
@@ -85,9 +85,10 @@ class Client:
                 (callable(bytes_done, bytes_total), or True for a tqdm bar).
 
         Returns:
-            A handle, which is also a context manager that releases the data set. Of more than
-            32 MiB it keeps no copy but reads X again when the data set must be sent again, so X
-            must not change while the handle is in use.
+            A handle, which is also a context manager that gives the data set back: others that have
+            uploaded the same content keep it. Of more than 32 MiB it keeps no copy but reads X
+            again when the data set must be sent again, so X must not change while the handle is in
+            use.
 
         Raises:
             InvalidArgumentError: if shapes do not fit, a column is not there, a cell is missing or
@@ -281,9 +282,25 @@ class Client:
             found = task.proceed(self.optimize(data, *found, **task.fit_options()))
         return found
 
-    def release(self, data: DatasetHandle) -> None:
-        """Release a data set; the handle stays usable, the next evaluation uploads it again."""
-        self._operations.release(data)
+    def release(self, data: DatasetHandle, *, everywhere: bool = False) -> None:
+        """Give a data set back, which the end of a handle's ``with`` block does, too.
+
+        Whoever uploads the same content shares one data set. So this takes it from nobody: it tells
+        the server that this caller does not need it. What no call uses after that makes room before
+        all other data sets, and is found at once by an upload that comes earlier. The handle stays
+        usable, and uploads again what is gone.
+
+        Args:
+            data: a handle that `upload` of this or another client has returned.
+            everywhere: whether to remove the data set at once, whoever uses it. Their handles
+                upload it again, but for those without numbers (from a pickle), whose calls end in
+                DatasetNotFoundError.
+
+        Raises:
+            UnavailableError: if the server stays away; only with ``everywhere``, because a server
+                that is away has nothing to keep.
+        """
+        self._operations.release(data, everywhere=everywhere)
 
     def info(self, timeout: float | None = None) -> ServerInfo:
         """Return the server's version, engine, devices, limits and operator table."""
@@ -298,7 +315,7 @@ class Client:
         return self._operations.wait_ready(timeout)
 
     def close(self) -> None:
-        """Close the connection; data sets stay resident until they are released or evicted."""
+        """Close the connection; data sets stay resident until they are evicted."""
         self._operations.attempts.transport.close()
 
     def __enter__(self) -> Self:

@@ -122,7 +122,9 @@ class InProcessServer:
         yield codec.dataset_info(dataset.content_id, dataset.layout)
 
     def _release(self, message: Any) -> Iterator[Any]:
-        del self._datasets[self._dataset(message.content_id).content_id]
+        dataset = self._dataset(message.content_id)
+        if message.everywhere:  # otherwise others may use it, and there is room
+            del self._datasets[dataset.content_id]
         yield codec.release_response()
 
     def _info(self, _: Any) -> Iterator[Any]:

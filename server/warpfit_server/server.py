@@ -114,7 +114,7 @@ class Server:
         """Start the engines, the port, the other front ends; return when the server is ready."""
         self._open_ports()
         self._front_ends.start(self.config.processes - 1, self.port, f"unix:{self._local_path}")
-        self.engines.start(self.datasets.leased, self._engine_ready, self._is_stopping)
+        self.engines.start(self.datasets.pinned, self._engine_ready, self._is_stopping)
         self._grpc.start()
         self._front_ends.open()
         for watchdog in self.watchdogs:

@@ -127,7 +127,7 @@ def test_the_loss_of_an_engine_fails_a_split_call_and_the_next_one_works(pair):
         with pytest.raises(UnavailableError):
             client.run(data, *batch, loss="mse")
         timer.join()
-        client.release(data)
+        client.release(data, everywhere=True)
         small = client.upload(X, Y)
         assert client.run(small, *batch, loss="mse").timings.device == "cpu:0"
         eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": True})

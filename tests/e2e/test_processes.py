@@ -221,7 +221,7 @@ def test_every_process_sees_a_release_and_its_memory_comes_back(server, clients)
     # Connections may hold a little memory each for the next batch.
     much = before + wide.nbytes // 2
     assert server.shared_memory() > much
-    clients[0].release(data)
+    clients[0].release(data, everywhere=True)
     eventually(lambda: server.shared_memory() <= much)
     message = request(data, ["x1"])
     for _ in range(CLIENTS):

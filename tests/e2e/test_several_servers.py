@@ -43,7 +43,7 @@ def test_a_large_batch_is_split_and_gives_the_same_bits(fleet):
         with pytest.raises(warpfit.ProgramError, match="expression 59, token 0") as caught:
             all_of_them.evaluate(data, [*texts[:59], "x9 + x1"], [*starts[:59], []])
         assert "x9" in str(caught.value)
-        all_of_them.release(data)
+        all_of_them.release(data, everywhere=True)
         for server in fleet.servers:
             with warpfit.connect(server.address) as client:
                 assert client.info().engine == "cpu"

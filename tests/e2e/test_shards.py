@@ -72,7 +72,7 @@ def test_a_server_says_what_is_sharded_and_what_it_refuses(client, server):
         few = client.upload(X[:100], Y[:100], shards=3)  # of one node
         assert shards_of(server, few) == 0
         assert client.run(data, *BATCH, loss="mse", rows=(0, 99)).timings.device.count("cpu") == 1
-        client.release(few)
+        client.release(few, everywhere=True)
     assert client.info().sharded_datasets == 0
 
 
@@ -131,7 +131,7 @@ def test_an_engine_that_is_killed_under_load_costs_no_answer_and_no_call(server)
         for thread in threads:
             thread.join()
         assert not any(wrong)
-        client.release(data)
+        client.release(data, everywhere=True)
 
 
 def test_a_call_fails_as_unavailable_while_an_engine_of_its_rows_is_away(server):

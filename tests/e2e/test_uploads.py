@@ -104,12 +104,12 @@ def test_a_server_opens_a_file_of_its_own(reader: ServerProcess, root: Path):
         data = client.open("deep/table.parquet", x=["a", "b"], y="t")
         assert (data.content_id, data.layout) == (uploaded.content_id, uploaded.layout)
         assert client.open("deep/table.parquet", y="t").content_id == data.content_id
-        client.release(data)  # the next call has the server read the file again
+        client.release(data, everywhere=True)  # the next call has the server read the file again
         assert client.evaluate(data, "a - a + b - b", loss="mse") == 2.5**2
         with ThreadPoolExecutor(8) as pool:
             opened = pool.map(lambda _: client.open("deep/table.parquet", y="b"), range(8))
         assert len({each.content_id for each in opened}) == 1
-        client.release(data)
+        client.release(data, everywhere=True)
         (root / "deep" / "table.parquet").rename(root / "deep" / "kept.parquet")
         parquet.write_table(
             pa.table({**COLUMNS_OF_FILE, "a": np.ones(5000)}), root / "deep" / "table.parquet"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,12 @@ from warpfit.transport.call import Call, Cancellation, Transport, UploadStream
 from warpfit.transport.connection import Connection
 from warpfit.transport.servers import NOBODY_THERE, Server, Servers
 
-#: How often one attempt uploads a data set again that the server has evicted meanwhile.
-_MOST_UPLOADS: Final = 3
+#: Most uploads of a data set for one call, which a server evicts each time before the call comes:
+#: some minutes of many callers that share too little memory.
+_MOST_UPLOADS: Final = 300
+#: Longest pause in seconds before another one; each is random, so that one of the callers that take
+#: the memory from each other comes through.
+_UPLOAD_PAUSE: Final = 1.0
 #: Seconds for which a first call waits where nobody listens, unless the caller says otherwise.
 _FIRST_CONTACT_SECONDS: Final = 1.5
 #: Errors that another server may not have.
@@ -27,6 +32,8 @@ _ELSEWHERE: Final = (
     errors.ResourceExhaustedError,
     errors.DatasetNotFoundError,
 )
+#: Not the module's own functions, whose seed decides the searches of callers.
+_RANDOM: Final = random.SystemRandom()
 _log = logging.getLogger("warpfit")
 T = TypeVar("T")
 
@@ -101,7 +108,10 @@ class Attempts:
     def on_data(
         self, server: Server, call: Call, retries: Retries, dataset: ClientDataset, work: int
     ) -> Any:
-        """Call a method that needs a data set, and upload the data set if it is not resident."""
+        """Call a method that needs a data set, and upload the data set if it is not resident.
+
+        That is repeated while uploads succeed: others may evict or remove the data set each time.
+        """
         uploads = 0
         while True:
             left = retries.deadline.remaining()
@@ -113,10 +123,16 @@ class Attempts:
                     raise
                 raise _no_answer(server, seconds) from error
             except errors.DatasetNotFoundError:
-                uploads += 1
-                if uploads > _MOST_UPLOADS:
-                    raise
+                if uploads:
+                    pause = min(_UPLOAD_PAUSE, 0.01 * 2.0 ** min(uploads, 16)) * _RANDOM.random()
+                    left = retries.deadline.remaining()
+                    if uploads >= _MOST_UPLOADS:
+                        raise
+                    if left is not None and pause >= left:
+                        raise _evicted_too_soon(uploads, retries.deadline) from None
+                    self.sleep(pause)
                 self.send(server, dataset, retries, silent)
+                uploads += 1
 
     def send(
         self, server: Server, dataset: ClientDataset, retries: Retries, report: Progress
@@ -226,6 +242,15 @@ def _no_answer(server: Server, seconds: float) -> errors.UnavailableError:
         f"{server.address} has not answered within {seconds:g} s",
         "NO_ANSWER",
         "Check that the server runs and that the network lets its port pass",
+    )
+
+
+def _evicted_too_soon(uploads: int, deadline: Deadline) -> errors.DeadlineExceededError:
+    return errors.DeadlineExceededError(
+        f"no answer within {deadline.timeout:g} s; the data set was uploaded {uploads} times, and "
+        "evicted each time before the call came",
+        "DEADLINE_EXCEEDED",
+        "Raise timeout=, or start the server with a higher --max-resident-bytes",
     )
 
 

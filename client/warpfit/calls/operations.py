@@ -34,7 +34,7 @@ from warpfit.transport.call import Call, Cancellation, Transport
 from warpfit.transport.connection import Connection
 from warpfit.transport.servers import Server, Servers
 
-#: Longest time in seconds that one of several servers may take to release a data set.
+#: Longest time in seconds that a server may take to release a data set where it is not a must.
 _RELEASE_SECONDS: Final = 5.0
 
 
@@ -109,11 +109,12 @@ class ClientOperations:
 
         return self._over_servers("Optimize", request, data, in_parts)
 
-    def release(self, data: DatasetHandle) -> None:
-        """Release a data set at all servers; nothing happens if it is not resident."""
-        call = Call("ReleaseVariables", codec.release_message(checked_handle(data).dataset))
+    def release(self, data: DatasetHandle, *, everywhere: bool) -> None:
+        """Give a data set back, or remove it for all; nothing happens where it is not resident."""
+        dataset = checked_handle(data).dataset
+        call = Call("ReleaseVariables", codec.release_message(dataset, everywhere=everywhere))
         servers = self.attempts.servers
-        if not servers.is_several:
+        if everywhere and not servers.is_several:
             with suppress(DatasetNotFoundError):
                 self._somewhere(call, self._retries(None))
             return
@@ -122,7 +123,8 @@ class ClientOperations:
             with suppress(DatasetNotFoundError):
                 self.attempts.call(server, call, _RELEASE_SECONDS)
 
-        # What a server holds that is away is evicted some time.
+        # What a server holds that is away is evicted some time. So a caller that has done its work
+        # does not wait for a server only to tell it that.
         homes = servers.homes(data.content_id, data.layout.nbytes)
         self.attempts.at_each(homes, release, Deadline(None))
 

@@ -93,9 +93,11 @@ def get_message(dataset: ClientDataset) -> pb.GetVariablesRequest:
     return pb.GetVariablesRequest(content_id=dataset.content_id)
 
 
-def release_message(dataset: ClientDataset) -> pb.ReleaseVariablesRequest:
+def release_message(
+    dataset: ClientDataset, *, everywhere: bool = False
+) -> pb.ReleaseVariablesRequest:
     """Encode the request of ReleaseVariables."""
-    return pb.ReleaseVariablesRequest(content_id=dataset.content_id)
+    return pb.ReleaseVariablesRequest(content_id=dataset.content_id, everywhere=everywhere)
 
 
 def release_response() -> pb.ReleaseVariablesResponse:

@@ -159,10 +159,12 @@ class GetVariablesRequest(_message.Message):
     def __init__(self, content_id: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseVariablesRequest(_message.Message):
-    __slots__ = ("content_id",)
+    __slots__ = ("content_id", "everywhere")
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EVERYWHERE_FIELD_NUMBER: _ClassVar[int]
     content_id: bytes
-    def __init__(self, content_id: _Optional[bytes] = ...) -> None: ...
+    everywhere: bool
+    def __init__(self, content_id: _Optional[bytes] = ..., everywhere: bool = ...) -> None: ...
 
 class ReleaseVariablesResponse(_message.Message):
     __slots__ = ()

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,7 +17,7 @@ from warpfit_server.data.upload import Upload
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.limits import check_limit
 from warpfit_server.row_blocks import Shards
-from warpfit_server.tenancy.tenants import ANONYMOUS
+from warpfit_server.tenancy.tenants import ANONYMOUS, PROBE
 
 _LOG: Final = logging.getLogger("warpfit.datasets")
 #: Most data sets that are resident at a time, and descriptors of the process for each of them: a
@@ -25,6 +25,10 @@ _LOG: Final = logging.getLogger("warpfit.datasets")
 _MOST_DATASETS, _FILES_EACH = 2048, 8
 #: Memory that a variable's name takes beside its characters.
 _NAME_BYTES: Final = 64
+#: Seconds without use after which a data set that was given back leaves the devices.
+_DEVICE_SECONDS: Final = 5.0
+#: Seconds after which an upload is tried again that had no room beside what is in use.
+_RETRY_SECONDS: Final = 0.2
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +46,11 @@ class StoredDataset:
     uses: int = 0
     """Calls that use it now; it is not evicted before they end."""
     last_use: float = field(default_factory=time.monotonic)
-    released: bool = False
+    is_given_back: bool = False
+    """Whether a caller has ended its use and no call has used it since; it is evicted first."""
+    is_unloaded: bool = False
+    """Whether engines have been told to forget it since it was given back."""
+    is_removed: bool = False
     """Whether new calls cannot use it any more; it is removed when the last use ends."""
     shards: Shards | None = None
     """Set if each of several engines computes on some of the rows."""
@@ -67,24 +75,28 @@ class StoreUsage:
 class DatasetStore:
     """Owns the resident data sets: leases, budgets, eviction of the least recently used.
 
+    Callers that upload the same content share one data set. Nobody counts them: a caller that
+    gives a data set back merely says that it does not need it, and the next use takes that back.
+    What was given back stays resident like anything else, leaves the devices after some seconds,
+    and is evicted before all else. So a caller takes nothing from another one, and one that dies
+    without a word keeps nothing.
+
     An upload takes memory as its bytes arrive, and evicts others for bytes that have arrived, not
     for those that its header announces: those count against its own tenant's budget only.
 
     An upload that needs room evicts, in this order: data sets of its own tenant while that is over
     its own budget; those of tenants that hold more than an equal share of the server's budget; any
     others, unless its own tenant holds more than such a share. Among these the one used least
-    recently goes first. Data sets in use stay. ``on_removal`` is called with the key of each data
-    set that is removed.
+    recently goes first, and what was given back before the rest. Data sets in use stay. ``unload``
+    is called with the key of each data set that the engines are to forget.
     """
 
-    def __init__(
-        self, limits: Limits, pool: SegmentPool, on_removal: Callable[[bytes], None]
-    ) -> None:
+    def __init__(self, limits: Limits, pool: SegmentPool, unload: Callable[[bytes], None]) -> None:
         self._limits = limits
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._least_cost = limits.resident_bytes // min(_MOST_DATASETS, files // _FILES_EACH)
         self._pool = pool
-        self._on_removal = on_removal
+        self._unload = unload
         self._lock = threading.Lock()
         self._resident: dict[bytes, StoredDataset] = {}
         self._held: Counter[str] = Counter()  # bytes of each tenant, resident and arrived
@@ -97,63 +109,76 @@ class DatasetStore:
             return StoreUsage(len(self._resident), self._held.total(), self._evictions)
 
     def shard_counts(self, tenant: str) -> list[int]:
-        """Return the number of shards of each resident data set of a tenant, 0 for whole ones."""
-        with self._lock:
-            own = [d for d in self._resident.values() if d.tenant == tenant and not d.released]
-            return [dataset.shard_count for dataset in own]
+        """Return the number of shards of each data set of a tenant, 0 for whole ones.
 
-    def leased(self) -> Iterator[StoredDataset]:
-        """Yield every resident data set, each with a lease while the caller has it."""
+        Those that were given back do not count.
+        """
+        with self._lock:
+            own = [d for d in self._resident.values() if d.tenant == tenant]
+            return [d.shard_count for d in own if not (d.is_given_back or d.is_removed)]
+
+    def pinned(self) -> Iterator[StoredDataset]:
+        """Yield every resident data set, each pinned while the caller has it; not a use."""
         with self._lock:
             keys = list(self._resident)
         for key in keys:
-            try:
-                with self.lease(key) as dataset:
-                    yield dataset
-            except DatasetNotFoundError:
-                continue  # removed since the list was made
+            with suppress(DatasetNotFoundError), self._pin(key) as dataset:
+                yield dataset
 
     @contextmanager
     def lease(self, key: bytes) -> Iterator[StoredDataset]:
-        """Keep a data set resident inside the ``with`` block.
+        """Use a data set, which stays resident inside the ``with`` block.
+
+        Raises:
+            DatasetNotFoundError: if it is not resident.
+        """
+        with self._pin(key) as dataset:
+            _mark_used(dataset)
+            try:
+                yield dataset
+            finally:
+                _mark_used(dataset)  # also if it was given back meanwhile: another caller needs it
+
+    def give_back(self, key: bytes) -> None:
+        """Take note that a caller does not need a data set any more; others may still use it.
 
         Raises:
             DatasetNotFoundError: if it is not resident.
         """
         with self._lock:
-            dataset = self._find(key)
-            dataset.uses += 1
-            dataset.last_use = time.monotonic()
-        try:
-            yield dataset
-        finally:
-            with self._lock:
-                dataset.uses -= 1
-                dataset.last_use = time.monotonic()
-                if dataset.released and not dataset.uses:
-                    self._remove(dataset)
+            self._find(key).is_given_back = True
+
+    def remove(self, key: bytes) -> None:
+        """Remove a data set, whoever uses it: as soon as the calls that use it now have ended.
+
+        Raises:
+            DatasetNotFoundError: if it is not resident.
+        """
+        with self._lock:
+            self._remove_soon(self._find(key))
 
     def expire(self, seconds: float) -> None:
-        """Remove data sets that have not been used for some time."""
-        limit = time.monotonic() - seconds
+        """Remove data sets that have not been used for some time.
+
+        Those that were given back leave the devices much earlier, unless they are sharded.
+        """
+        now = time.monotonic()
         with self._lock:
-            old = [d for d in self._resident.values() if not d.uses and d.last_use < limit]
+            idle = [dataset for dataset in self._resident.values() if not dataset.uses]
+            old = [dataset for dataset in idle if dataset.last_use < now - seconds]
             for dataset in old:
                 self._remove(dataset)
+            for dataset in idle:
+                if (
+                    dataset.is_given_back
+                    and not dataset.is_unloaded
+                    and dataset.shards is None
+                    and dataset.last_use < now - _DEVICE_SECONDS
+                ):
+                    dataset.is_unloaded = True
+                    self._unload(dataset.key)
         if old:
             _LOG.info("%d data sets were removed after %g s without use", len(old), seconds)
-
-    def release(self, key: bytes) -> None:
-        """Remove a data set as soon as no call uses it.
-
-        Raises:
-            DatasetNotFoundError: if it is not resident.
-        """
-        with self._lock:
-            dataset = self._find(key)
-            dataset.released = True
-            if not dataset.uses:
-                self._remove(dataset)
 
     def begin(
         self,
@@ -167,7 +192,8 @@ class DatasetStore:
         An empty ``content_id`` takes the content as it is; the server's limits are the default.
 
         Raises:
-            ResourceExhaustedError: if the data set is over a limit, or the budget is in use.
+            ResourceExhaustedError: if the data set is over a limit, or the budget is in use; with a
+                time to retry after if there would be room with no call and no upload in flight.
         """
         limits = limits or self._limits
         check_limit(limits, "dataset_bytes", layout.nbytes)
@@ -177,8 +203,9 @@ class DatasetStore:
         with self._lock:
             try:
                 self._victims(cost + self._announced[tenant], tenant, budget)
-            except BaseException:
+            except BaseException as error:
                 segment.close()
+                self._advise(error, cost, tenant, budget)
                 raise
             self._announced[tenant] += cost
         return Upload(layout, content_id, tenant, segment, cost, budget)
@@ -195,14 +222,20 @@ class DatasetStore:
         upload.add(data)
 
     def abandon(self, upload: Upload) -> None:
-        """Give the memory of an unfinished upload back."""
+        """Give the memory of an upload back, unless that is over."""
+        if upload.is_over:
+            return
+        upload.is_over = True
         upload.close()
         with self._lock:
             self._held[upload.tenant] -= upload.reserved
             self._announced[upload.tenant] -= upload.cost - upload.reserved
 
-    def commit(self, upload: Upload, shards: Shards | None = None) -> StoredDataset:
+    @contextmanager
+    def commit(self, upload: Upload, shards: Shards | None = None) -> Iterator[StoredDataset]:
         """Make a finished upload resident; if its content already is, the older copy stays.
+
+        It is in use inside the ``with`` block. An error there removes it, unless it is older.
 
         Raises:
             InvalidArgumentError: if bytes are missing or the digest does not match.
@@ -214,15 +247,59 @@ class DatasetStore:
         fresh = StoredDataset(*own, shards=shards)
         with self._lock:
             dataset = self._resident.setdefault(upload.key, fresh)
-            dataset.released = False
-            dataset.last_use = time.monotonic()
-        if dataset is not fresh:
-            self.abandon(upload)
-        return dataset
+            dataset.is_removed = False
+            dataset.uses += 1
+        upload.is_over = dataset is fresh
+        self.abandon(upload)
+        _mark_used(dataset)
+        try:
+            yield dataset
+        except BaseException:
+            with self._lock:
+                if dataset is fresh:
+                    self._remove_soon(dataset)
+            raise
+        finally:
+            self._end_use(dataset)
+
+    def evict_for_device(self, tenant: str) -> int:
+        """Evict one data set, because a tenant's upload has no room on any device.
+
+        Returns:
+            Bytes of the data set; 0 if there is none that may be evicted for this tenant.
+        """
+        with self._lock:
+            for dataset in self._by_share(self._idle(), tenant, 0):
+                if not dataset.is_unloaded:
+                    self._remove(dataset)
+                    self._evictions += 1
+                    return dataset.layout.nbytes
+        return 0
+
+    @contextmanager
+    def _pin(self, key: bytes) -> Iterator[StoredDataset]:
+        with self._lock:
+            dataset = self._find(key)
+            dataset.uses += 1
+        try:
+            yield dataset
+        finally:
+            self._end_use(dataset)
+
+    def _end_use(self, dataset: StoredDataset) -> None:
+        with self._lock:
+            dataset.uses -= 1
+            if dataset.is_removed and not dataset.uses:
+                self._remove(dataset)
 
     def _reserve(self, upload: Upload, size: int) -> None:
         with self._lock:
-            for dataset in self._victims(size, upload.tenant, upload.budget):
+            try:
+                victims = self._victims(size, upload.tenant, upload.budget)
+            except BaseException as error:
+                self._advise(error, upload.cost, upload.tenant, upload.budget)
+                raise
+            for dataset in victims:
                 self._remove(dataset)
                 self._evictions += 1
             self._held[upload.tenant] += size
@@ -233,15 +310,20 @@ class DatasetStore:
 
     def _find(self, key: bytes) -> StoredDataset:
         dataset = self._resident.get(key)
-        if dataset is None or dataset.released:
+        if dataset is None or dataset.is_removed:
             raise DatasetNotFoundError
         return dataset
+
+    def _remove_soon(self, dataset: StoredDataset) -> None:
+        dataset.is_removed = True
+        if not dataset.uses:
+            self._remove(dataset)
 
     def _remove(self, dataset: StoredDataset) -> None:
         del self._resident[dataset.key]
         self._held[dataset.tenant] -= self._cost(dataset.layout)
         dataset.segment.close()
-        self._on_removal(dataset.key)
+        self._unload(dataset.key)
 
     def _cost(self, layout: Layout) -> int:
         names = sum(_NAME_BYTES + len(name) for name in layout.names)
@@ -257,7 +339,7 @@ class DatasetStore:
         over = self._held.total() + needed - self._limits.resident_bytes
         if over_own <= 0 and over <= 0:
             return []
-        idle = sorted((d for d in self._resident.values() if not d.uses), key=lambda d: d.last_use)
+        idle = self._idle()
         own = [dataset for dataset in idle if dataset.tenant == tenant]
         victims = self._first(own, over_own, needed, tells_available=True)
         freed = sum(self._cost(dataset.layout) for dataset in victims)
@@ -293,13 +375,37 @@ class DatasetStore:
             )
         return chosen
 
+    def _idle(self) -> list[StoredDataset]:
+        """Return the data sets that no call uses, in the order in which they are evicted."""
+        idle = [dataset for dataset in self._resident.values() if not dataset.uses]
+        return sorted(idle, key=lambda dataset: (not dataset.is_given_back, dataset.last_use))
+
+    def _advise(self, error: BaseException, cost: int, tenant: str, own_budget: int) -> None:
+        """Have an upload tried again that would have room if nothing were in use or arriving."""
+        resident = list(self._resident.values())
+        callers = [dataset for dataset in resident if dataset.tenant != PROBE]
+        evictable = self._by_share(callers, tenant, cost)
+        resident_bytes, evictable_bytes = (
+            sum(self._cost(dataset.layout) for dataset in some) for some in (resident, evictable)
+        )
+        room = self._limits.resident_bytes - resident_bytes + evictable_bytes
+        if isinstance(error, ResourceExhaustedError) and cost <= min(room, own_budget):
+            error.retry_after = _RETRY_SECONDS
+
     def _by_share(self, idle: list[StoredDataset], tenant: str, needed: int) -> list[StoredDataset]:
         """Put data sets of tenants that hold more than an equal share first.
 
-        Those of others are left out if the tenant itself holds more than its share.
+        Those of others are left out if the tenant itself holds more than its share. What was given
+        back comes first, whoever holds it.
         """
         held = self._held + Counter({tenant: needed})  # tenants that hold anything
         share = self._limits.resident_bytes / len(held)
         if held[tenant] > share:
-            return [dataset for dataset in idle if held[dataset.tenant] > share]
-        return sorted(idle, key=lambda dataset: held[dataset.tenant] <= share)
+            idle = [d for d in idle if d.is_given_back or held[d.tenant] > share]
+        return sorted(idle, key=lambda d: not d.is_given_back and held[d.tenant] <= share)
+
+
+def _mark_used(dataset: StoredDataset) -> None:
+    """Take note that somebody needs a data set that is in use."""
+    dataset.last_use = time.monotonic()
+    dataset.is_given_back = dataset.is_unloaded = False

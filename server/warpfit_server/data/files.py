@@ -75,6 +75,7 @@ class DataFolder:
         limits: Limits,
         check_wanted: Callable[[], None],
         reserve: Callable[[int], AbstractContextManager[None]],
+        place: Callable[[StoredDataset], None] = lambda dataset: None,
         divide: Callable[[Layout, int], Shards | None] = lambda layout, shards: None,
     ) -> tuple[StoredDataset, str]:
         """Read columns of a file and make them resident.
@@ -85,6 +86,7 @@ class DataFolder:
             limits: of the tenant; they are checked before numbers are read.
             check_wanted: called between blocks; raises an error if the call has ended.
             reserve: counts bytes of memory while the file is decompressed.
+            place: has engines load the data set.
             divide: divides the rows into as many shards as the file's request asks for.
 
         Returns:
@@ -108,7 +110,7 @@ class DataFolder:
                 columns = ParquetColumns(_path_of(descriptor))
                 table = open_table(columns, file.y or None, file.weights or None, file.x or None)
                 with reserve(min(max(0, columns.group_bytes), _MOST_PAGE_BYTES)):
-                    found = self._store_table(table, file, tenant, limits, check, divide)
+                    found = self._store_table(table, file, tenant, limits, check, place, divide)
             except InvalidArgumentError as error:
                 if error.reason != "BAD_FILE":
                     raise
@@ -125,6 +127,7 @@ class DataFolder:
         tenant: str,
         limits: Limits,
         check: Callable[[], None],
+        place: Callable[[StoredDataset], None],
         divide: Callable[[Layout, int], Shards | None],
     ) -> tuple[StoredDataset, str]:
         layout = table.layout(None, file.dtype)
@@ -138,7 +141,9 @@ class DataFolder:
                 rounding.check(block.numbers, block.given, block.first, block.start)
                 self._store.add(upload, block.numbers.reshape(-1).data.cast("B"))
             check()
-            return self._store.commit(upload, shards), rounding.lost_digits()
+            with self._store.commit(upload, shards) as dataset:
+                place(dataset)
+            return dataset, rounding.lost_digits()
         except BaseException:
             self._store.abandon(upload)
             raise

@@ -29,6 +29,8 @@ class Upload:
     """Bytes that its tenant may hold."""
     reserved: int = 0
     """Bytes that it counts for now."""
+    is_over: bool = False
+    """Whether its memory has been given back, or is that of a resident data set."""
     _received: int = 0
 
     def __post_init__(self) -> None:

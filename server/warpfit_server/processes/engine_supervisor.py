@@ -118,7 +118,7 @@ class EngineSupervisor:
     ) -> None:
         """Start the engine process; returns at once.
 
-        ``resident`` yields the resident data sets, leased; ``on_ready`` is called whenever an
+        ``resident`` yields the resident data sets, pinned; ``on_ready`` is called whenever an
         engine process has become ready.
         """
         self._resident = resident

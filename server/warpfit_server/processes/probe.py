@@ -56,8 +56,7 @@ class Probe:
         # The limits of callers do not hold for the probe.
         upload = datasets.begin(dataset.layout, dataset.content_id, PROBE, Limits())
         datasets.add(upload, dataset.matrix.data.cast("B"))
-        datasets.commit(upload)
-        resident = self._lease.enter_context(datasets.lease(upload.key))
+        resident = self._lease.enter_context(datasets.commit(upload))
         for supervisor in engines.supervisors:
             supervisor.load(resident).result()
         return resident

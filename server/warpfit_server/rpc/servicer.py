@@ -19,7 +19,11 @@ import grpc
 
 from warpfit import codec
 from warpfit.dataset import Layout
-from warpfit.errors import CancelledError, DatasetNotFoundError, WarpfitError
+from warpfit.errors import (
+    CancelledError,
+    DatasetNotFoundError,
+    ResourceExhaustedError,
+)
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Limits, ServerInfo
@@ -229,11 +233,11 @@ class MainServicer(ComputeServicer):
         try:
             for message in requests:
                 self._datasets.add(upload, codec.upload_data(message))
-            dataset = self._datasets.commit(upload, shards)
+            with self._datasets.commit(upload, shards) as dataset:
+                self._place(dataset, whole=first.header.shards == 1)
         except BaseException:
             self._datasets.abandon(upload)
             raise
-        self._place(key, whole=first.header.shards == 1)
         context.record.received_bytes = layout.nbytes
         return _info(dataset)
 
@@ -253,24 +257,28 @@ class MainServicer(ComputeServicer):
                 with suppress(DatasetNotFoundError), self._datasets.lease(key) as dataset:
                     return _info(dataset, known[1])
             reserve = partial(self._admission.reserve, tenant)
+            place = partial(self._place, whole=file.shards == 1)
             dataset, lost_digits = self._folder.read(
-                file, tenant, limits, check_wanted, reserve, self._engines.shards
+                file, tenant, limits, check_wanted, reserve, place, self._engines.shards
             )
         finally:
             self._reading.release(tenant)
-        self._engines.quarantine.suspects.check_dataset(dataset.key)
-        self._place(dataset.key, whole=file.shards == 1)
         context.record.received_bytes = dataset.layout.nbytes
         return _info(dataset, lost_digits)
 
-    def _place(self, key: bytes, *, whole: bool) -> None:
-        """Have engines load a data set that has come, or release it."""
-        with self._datasets.lease(key) as dataset:
+    def _place(self, dataset: StoredDataset, *, whole: bool) -> None:
+        """Have engines load a data set that has come, evicting others where no device has room."""
+        self._engines.quarantine.suspects.check_dataset(dataset.key)
+        size, evicted = dataset.layout.nbytes, 0
+        while True:
             try:
-                self._engines.place(dataset, whole=whole)
-            except WarpfitError:
-                self._datasets.release(key)
-                raise
+                return self._engines.place(dataset, whole=whole)
+            except ResourceExhaustedError as error:
+                is_enough = evicted >= 2 * size * len(self._engines.supervisors)
+                freed = 0 if is_enough else self._datasets.evict_for_device(dataset.tenant)
+                if error.reason != "DEVICE_MEMORY" or not freed:
+                    raise
+                evicted += freed
 
     def get_variables(self, message: bytes, context: Call) -> bytes:
         """Describe a data set if it is resident, and renew its lease."""
@@ -281,11 +289,15 @@ class MainServicer(ComputeServicer):
             return _info(dataset)
 
     def release_variables(self, message: bytes, context: Call) -> bytes:
-        """Release a data set."""
+        """Take note that a caller does not need a data set any more, or remove it for all."""
         request = codec.parse_message(pb.ReleaseVariablesRequest, message)
         key = key_of(context.record.tenant, codec.check_content_id(request.content_id))
-        self._datasets.release(key)
-        self._on_release(key)
+        if request.everywhere:
+            self._datasets.remove(key)
+            self._on_release(key)
+        else:
+            self._on_release(key)  # before: a front end that keeps it unused does not need it
+            self._datasets.give_back(key)
         return pb.ReleaseVariablesResponse().SerializeToString()
 
     def get_server_info(self, message: bytes, context: Call) -> bytes:

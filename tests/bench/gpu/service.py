@@ -107,7 +107,7 @@ def one_client(client: warpfit.Client, scale: float) -> dict[str, Any]:
             for tier in ("compiled", "interpreter", "auto"):
                 turns = calls(2000 if tier == "auto" else 300)
                 content[f"repeated {tier}"] = repeated(client, data, tier, turns)
-        client.release(data)
+        client.release(data, everywhere=True)
     return content
 
 

@@ -157,7 +157,8 @@ def uploads(client: warpfit.Client, front_end: psutil.Process) -> dict[str, Any]
         attempts.send(next(iter(attempts.servers)), dataset, retries, silent)
         seconds.append(time.perf_counter() - started)
         work.append(cpu_seconds(front_end) - cpu)
-        client.release(warpfit.calls.dataset_handle.DatasetHandle(dataset))
+        handle = warpfit.calls.dataset_handle.DatasetHandle(dataset)
+        client.release(handle, everywhere=True)
     size = X.nbytes
     found = {"bytes": size, "ready": rates(size, ready), **described(size, seconds, work)}
     for figure, choose in (("gb_s", statistics.median), ("best_gb_s", min)):

@@ -249,7 +249,7 @@ def _cut_upload(address: str, number: int) -> bool:
         threading.Timer(0.3, lambda: setattr(proxy, "up", Spoil())).start()
         data = client.upload(X, dtype="float64")
         got = client.evaluate(data, ["x1"], rows=slice(0, 5), timeout=20)
-        client.release(data)
+        client.release(data, everywhere=True)
         return bool(np.array_equal(got[:, 0], X[:5, 0])) and proxy.connections > 1
 
 

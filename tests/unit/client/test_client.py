@@ -9,6 +9,8 @@ import pytest
 import warpfit
 from support.servers.client_examples import EXPRESSIONS, PARAMETERS, X, Y, expected_values
 from support.servers.loopback import serve
+from warpfit.calls import attempts
+from warpfit.calls.attempts import Attempts
 from warpfit.transport.settings import TransportConfig
 
 
@@ -133,12 +135,44 @@ def test_progress_true_without_tqdm_says_so(client, monkeypatch):
         client.upload(X, progress=True)
 
 
-def test_a_with_block_releases_the_data_set(client, server):
+def test_a_with_block_gives_back_and_the_owner_removes(client, server):
     with client.upload(X) as data:
         assert server.holds(data.content_id)
         assert "60 rows x 3 variables" in repr(data)
+    assert server.calls[-1] == "ReleaseVariables"
+    assert server.holds(data.content_id), "others may use the same content"
+    client.release(data, everywhere=True)
     assert not server.holds(data.content_id)
-    client.release(data)  # a second release is no error
+    for everywhere in (False, True):
+        client.release(data, everywhere=everywhere)  # a second release is no error
+
+
+def test_a_with_block_ends_in_peace_where_the_server_is_away(client, server):
+    with client.upload(X):
+        server.fail(1000)
+    assert server.calls.count("ReleaseVariables") == 1, "it is not worth waiting for"
+
+
+def test_a_data_set_that_is_evicted_again_and_again_is_uploaded_again(client, server, monkeypatch):
+    data, pauses = client.upload(X), []
+    monkeypatch.setattr(Attempts, "sleep", lambda _, seconds: pauses.append(seconds))
+    evaluate, evictions = server._methods["Evaluate"], iter(range(20))
+
+    def evict(message):
+        if next(evictions, None) is not None:
+            server.forget()
+        return evaluate(message)
+
+    monkeypatch.setitem(server._methods, "Evaluate", evict)
+    np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
+    assert len(pauses) == 19, "between uploads"
+    assert max(pauses) <= 1
+    monkeypatch.setattr(attempts, "_MOST_UPLOADS", 5)
+    evictions = iter(range(10**6))
+    with pytest.raises(warpfit.DatasetNotFoundError):
+        client.evaluate(data, "x1")
+    with pytest.raises(warpfit.DeadlineExceededError, match="evicted each time"):
+        client.evaluate(data, "x1", timeout=1e-3)
 
 
 @pytest.mark.parametrize(

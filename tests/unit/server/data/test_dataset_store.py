@@ -34,6 +34,11 @@ def make_store(sets):
     return DatasetStore(limits, SegmentPool(0), removed.append), removed
 
 
+def commit(store, upload):
+    with store.commit(upload):
+        pass
+
+
 def numbered(number):
     return Dataset.of(np.full((10, 4), number), np.arange(10.0))
 
@@ -46,7 +51,8 @@ def put(store, dataset, tenant=ANONYMOUS, own_sets=1000):
     upload = store.begin(dataset.layout, dataset.content_id, tenant, limits)
     for chunk in dataset.chunks(64):
         store.add(upload, chunk)
-    return store.commit(upload)
+    with store.commit(upload) as resident:
+        return resident
 
 
 def test_eviction_makes_room_but_not_for_data_sets_in_use():
@@ -72,7 +78,7 @@ def test_bad_weights_are_refused(dtype, weight):
     upload = store.begin(bad.layout, bad.content_id)
     store.add(upload, next(bad.chunks(1 << 20)))
     with pytest.raises(InvalidArgumentError, match="row 5") as caught:
-        store.commit(upload)
+        commit(store, upload)
     assert caught.value.reason == "BAD_WEIGHT"
     store.abandon(upload)
     assert store.usage().datasets == store.usage().nbytes == 0
@@ -89,7 +95,7 @@ def test_announced_bytes_evict_nothing():
         store.add(upload, chunk)
         assert removed == [key(DATA, "a")]
         assert store.usage().nbytes <= 2 * SIZE
-    store.commit(upload)
+    commit(store, upload)
     assert removed == [key(DATA, "a")]
 
 
@@ -132,17 +138,154 @@ def test_a_tenant_over_its_share_evicts_no_tenant_below():
     assert removed == [key(DATA, "greedy")], "its own"
 
 
-def test_release_waits_for_the_last_use():
+def test_what_is_full_for_a_moment_only_is_tried_again():
+    store, _ = make_store(2)
+    put(store, DATA)
+    put(store, OTHERS[0])
+    with (
+        store.lease(key(DATA)),
+        store.lease(key(OTHERS[0])),
+        pytest.raises(ResourceExhaustedError) as caught,
+    ):
+        put(store, OTHERS[1])
+    assert caught.value.retry_after > 0
+    upload = store.begin(OTHERS[1].layout, OTHERS[1].content_id)
+    other = store.begin(numbered(2).layout, numbered(2).content_id)
+    with pytest.raises(ResourceExhaustedError) as caught:
+        store.begin(numbered(3).layout, numbered(3).content_id)
+    assert caught.value.retry_after > 0, "once the uploads that are announced have come"
+    store.abandon(upload)
+    store.abandon(other)
+    large = Dataset.of(np.zeros((30, 4)), np.zeros(30))
+    with pytest.raises(ResourceExhaustedError) as caught:
+        store.begin(large.layout, large.content_id)
+    assert caught.value.retry_after is None, "it never fits"
+    with pytest.raises(ResourceExhaustedError) as caught:
+        put(store, OTHERS[0], tenant="a", own_sets=0.5)
+    assert caught.value.retry_after is None, "it never fits into the tenant's budget"
+
+
+def test_a_tenant_over_its_share_is_not_told_to_wait_for_others_below_theirs():
+    store, _ = make_store(4)
+    for number, tenant in enumerate(("modest", "b", "c")):
+        put(store, numbered(number), tenant)
+    large = Dataset.of(np.zeros((20, 4)), np.zeros(20))
+    with pytest.raises(ResourceExhaustedError) as caught:
+        store.begin(large.layout, large.content_id, "greedy")
+    assert caught.value.retry_after is None
+
+
+def test_what_was_given_back_stays_and_is_evicted_first():
+    store, removed = make_store(3)
+    keys = [put(store, numbered(number)).key for number in range(3)]
+    store.give_back(keys[1])
+    store.give_back(keys[2])
+    assert removed == []
+    with store.lease(keys[2]):  # another caller has the same content
+        pass
+    assert store.shard_counts(ANONYMOUS) == [0, 0]
+    put(store, numbered(3))
+    assert removed == [keys[1]]
+    put(store, numbered(4))
+    assert removed == keys[1::-1], "then the one that was used least recently"
+    with pytest.raises(DatasetNotFoundError):
+        store.give_back(keys[1])
+
+
+def test_what_is_given_back_while_another_call_uses_it_counts_as_used():
+    store, removed = make_store(2)
+    first = put(store, numbered(0)).key
+    put(store, numbered(1))
+    with store.lease(first):
+        store.give_back(first)
+    put(store, numbered(2))
+    with store.lease(first):
+        assert removed == [key(numbered(1))]
+
+
+def test_what_another_tenant_gave_back_makes_room_for_one_over_its_share():
+    store, removed = make_store(4)
+    back, kept = (put(store, numbered(number), "a").key for number in range(2))
+    store.give_back(back)
+    for number in range(3):
+        put(store, numbered(number), "greedy")
+    assert removed == [back]
+    put(store, numbered(7), "greedy")
+    with store.lease(kept):
+        assert removed[1:] == [key(numbered(0), "greedy")]
+
+
+def test_what_was_given_back_leaves_the_devices_and_is_found_again(monkeypatch):
+    store, unloaded = make_store(3)
+    back, used = (put(store, numbered(number)).key for number in range(2))
+    store.give_back(back)
+    store.expire(1000)
+    assert unloaded == []
+    monkeypatch.setattr("warpfit_server.data.dataset_store._DEVICE_SECONDS", 0.0)
+    for _ in range(3):
+        store.expire(1000)
+    assert unloaded == [back], "once"
+    with store.lease(back), store.lease(used):
+        store.expire(1000)
+    store.expire(1000)
+    assert unloaded == [back]
+    assert store.usage().datasets == 2
+
+
+def test_a_device_without_room_evicts_in_the_same_order_and_nothing_in_use():
+    store, removed = make_store(8)
+    first, second, third = (put(store, numbered(number)).key for number in range(3))
+    store.give_back(second)
+    with store.lease(third):
+        assert [store.evict_for_device(ANONYMOUS) for _ in range(3)] == [SIZE, SIZE, 0]
+    assert removed == [second, first]
+
+
+def test_a_failure_to_place_an_upload_leaves_nothing_behind():
+    store, removed = make_store(5000)
+
+    def fail():
+        upload = store.begin(DATA.layout, DATA.content_id)
+        store.add(upload, DATA.matrix.data.cast("B"))
+        try:
+            with store.commit(upload):
+                raise ResourceExhaustedError("no device has room", "DEVICE_MEMORY")
+        except ResourceExhaustedError:
+            store.abandon(upload)
+
+    fail()
+    assert removed == [key(DATA)]
+    assert store.usage().datasets == store.usage().nbytes == 0
+    put(store, DATA)
+    fail()  # the older copy serves others
+    assert (store.usage().datasets, len(removed)) == (1, 1)
+    store.remove(key(DATA))
+    assert store.usage().nbytes == 0
+
+
+def test_an_upload_is_in_use_until_its_end_whoever_removes_it():
+    store, removed = make_store(1)
+    upload = store.begin(DATA.layout, DATA.content_id)
+    store.add(upload, DATA.matrix.data.cast("B"))
+    with store.commit(upload):
+        with pytest.raises(ResourceExhaustedError):
+            put(store, OTHERS[0])
+        store.remove(key(DATA))
+        assert removed == []
+    assert removed == [key(DATA)]
+
+
+def test_removal_waits_for_the_last_use():
     store, removed = make_store(5000)
     put(store, DATA)
     with store.lease(key(DATA)):
-        store.release(key(DATA))
+        store.remove(key(DATA))
         assert removed == []
         with pytest.raises(DatasetNotFoundError), store.lease(key(DATA)):
             pass
     assert removed == [key(DATA)]
     with pytest.raises(DatasetNotFoundError):
-        store.release(key(DATA))
+        store.remove(key(DATA))
 
 
 def test_a_tenant_evicts_its_own_data_sets():
