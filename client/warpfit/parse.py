@@ -210,7 +210,8 @@ class _Reader:
     def __init__(self, parser: Parser, text: str) -> None:
         self.parser = parser
         self.text = text
-        self.tokens = [*TOKEN.findall(text), "", ""]
+        # White space at the end is no token's, and the search would begin anew at each character.
+        self.tokens = [*TOKEN.findall(text.rstrip()), "", ""]
         self.at = 0
         self.codes: list[int] = []
         self.values: list[float] = []
@@ -420,7 +421,7 @@ class _Reader:
 
     def _fail(self, message: str, reason: str, remedy: str, token: int | None = None) -> NoReturn:
         """Raise the error of a token of the text, by default the one that was read last."""
-        places = [match.start(1) for match in TOKEN.finditer(self.text)]
+        places = [match.start(1) for match in TOKEN.finditer(self.text.rstrip())]
         position = [*places, len(self.text)][self.at - 1 if token is None else token]
         raise ParseError(message, reason, remedy, text=self.text, position=position)
 

@@ -24,8 +24,14 @@ _MOST_FRONT_ENDS: Final = 16
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _LAST_PORT: Final = 65_535
 #: Default of the most connections of a front-end process: this part of its file descriptors, but
-#: no more than this.
-_CONNECTIONS_PART, _MOST_CONNECTIONS = 0.5, 4096
+#: no more than this. A quarter is for data sets, and the rest for calls in flight and all else.
+_CONNECTIONS_PART, _MOST_CONNECTIONS = 0.4, 4096
+#: Part of the descriptors for idle result memory of all front ends, most of which each engine has
+#: mapped, and those that a segment takes. Only some sizes are in use at a time.
+_IDLE_PART, _IDLE_FILES, _MOST_IDLE = 1 / 8, 2, 256
+#: Default of the memory for results that all processes keep: no more than this, and no more than
+#: this part of the memory.
+_IDLE_BYTES, _IDLE_MEMORY_PART = 512 << 20, 16
 
 
 def parse_bytes(text: str) -> int:
@@ -113,7 +119,11 @@ class Config:
     stuck_seconds: float = _option(120.0, "seconds that a cancelled request may take to stop")
     start_seconds: float = _option(600.0, "seconds that an engine may take to start")
     chunk_bytes: int = _option(1 << 20, "bytes of values in one message of an answer")
-    idle_bytes: int = _option(512 << 20, "result memory kept for reuse")
+    idle_bytes: int | None = _option(
+        None,
+        "result memory that all front ends together keep for reuse (default: 512 MiB, but at most "
+        "a sixteenth of the memory)",
+    )
     max_message_bytes: int = _option(
         _LIMITS.message_bytes,
         "one message; also at most an eighth of --max-pending-bytes, but 4 MiB are always allowed",
@@ -131,7 +141,7 @@ class Config:
     max_requests: int = _option(_LIMITS.requests, "calls in flight, in all front ends")
     max_connections: int | None = _option(
         None,
-        "connections of each front end (default: half of its file descriptors, at most 4,096)",
+        "connections of each front end (default: 2 of 5 file descriptors, at most 4,096)",
     )
     max_rows: int = _option(_LIMITS.rows, "rows of a data set")
     max_loss_tokens: int = _option(_LIMITS.loss_tokens, "tokens in a caller's own loss function")
@@ -173,6 +183,16 @@ class Config:
         """Most connections of one front-end process."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return self.max_connections or min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_PART))
+
+    @property
+    def idle_pool(self) -> tuple[int, int]:
+        """Bytes and segments of result memory that each front end keeps for reuse at most."""
+        total = self.idle_bytes
+        if total is None:
+            total = min(_IDLE_BYTES, available_memory() // _IDLE_MEMORY_PART)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        segments = min(_MOST_IDLE, int(files * _IDLE_PART) // _IDLE_FILES)
+        return total // self.processes, max(1, segments // self.processes)
 
     @property
     def has_tenants(self) -> bool:

@@ -57,7 +57,7 @@ class Server:
         check_exposure(config)
         # Only this user can open it: the front ends forward calls to a socket in it.
         self._local_path = f"{prepared.directory}/main"
-        pool, self.recorder = SegmentPool(config.idle_bytes), Recorder()
+        pool, self.recorder = SegmentPool(*config.idle_pool), Recorder()
         self.config = config
         self.quotas = QuotaTable.create(config.processes, len(config.engines))
         self.engines = Engines(config, pool, self.quotas, prepared.engines)

@@ -171,6 +171,10 @@ def _open_below(root: Path, name: str, opened: ExitStack) -> int:
     Raises:
         OSError, ValueError: if there is none.
     """
+    # A name that leads out of the folder and in again would tell what is on its way: folders above,
+    # and in /proc who runs what.
+    if name.startswith("/") or ".." in name.split("/"):
+        raise FileNotFoundError
     # O_PATH finds a file without opening it: a FIFO would wait, and a device may act.
     place = os.open(root / name, os.O_PATH | os.O_CLOEXEC)
     opened.callback(os.close, place)

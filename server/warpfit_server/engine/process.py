@@ -49,7 +49,7 @@ class EngineProcess:
         self._engine = engine
         self._channel = channel
         self._datasets: dict[bytes, Dataset] = {}
-        self._peers = Peers(number, SegmentPool(config.idle_bytes), self._request_connection)
+        self._peers = Peers(number, SegmentPool(*config.idle_pool), self._request_connection)
         runner = RequestRunner(engine, self._datasets, config.chunk_bytes, self._peers)
         self._loop = Loop(engine, runner)
         self._stuck_detector = StuckDetector(config.stuck_seconds, self._loop.flags)

@@ -80,10 +80,12 @@ class Segment:
         if descriptor is None:
             raise too_many_files()
         try:
-            return cls(identifier, descriptor, size)
+            segment = cls(identifier, descriptor, size)
         except OSError as error:
             os.close(descriptor)
             raise shortage(error) or error from error
+        segment.close_descriptor()  # nobody sends it on
+        return segment
 
     def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> NDArray[Any]:
         """View of the segment as an array, C order."""
@@ -112,15 +114,19 @@ class Segment:
 
     def close(self) -> None:
         """Close descriptor and mapping; with arrays over it, the mapping goes with the last."""
+        self.close_descriptor()
+        with contextlib.suppress(BufferError):
+            self.map.close()
+
+    def close_descriptor(self) -> None:
+        """Close the descriptor alone; Python's mapping keeps one of its own."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-            with contextlib.suppress(BufferError):
-                self.map.close()
 
     def __del__(self) -> None:
         """Close the descriptor of a segment that nobody closed."""
-        self.close()
+        self.close_descriptor()
 
 
 class SegmentPool:
@@ -129,13 +135,16 @@ class SegmentPool:
     What is in a segment is undefined until it is written; at worst it is what the same tenant wrote
     earlier, never another one's data.
 
-    At most ``idle_bytes`` are kept.
+    At most ``idle_bytes`` in ``idle_segments`` are kept, each of which takes two descriptors here
+    and one in each engine. Those that have not been used for longest go first.
     """
 
-    def __init__(self, idle_bytes: int) -> None:
+    def __init__(self, idle_bytes: int, idle_segments: int = 64) -> None:
         self._most_idle_bytes = idle_bytes
+        self._most_idle = idle_segments
         self._lock = threading.Lock()
-        self._idle: dict[int, list[Segment]] = {}
+        self._idle: dict[Segment, None] = {}
+        """In the order in which they were released."""
         self._idle_bytes = 0
         self._next = 0
         self.on_close: list[Callable[[Segment], None]] = []
@@ -155,32 +164,65 @@ class SegmentPool:
     def _reuse(self, capacity: int, owner: str) -> Segment | None:
         """Take an idle segment, one of the same owner if there is one."""
         with self._lock:
-            idle = self._idle.get(capacity)
-            if not idle:
+            # The last one is likely to be in a cache.
+            fitting = [segment for segment in reversed(self._idle) if segment.size == capacity]
+            if not fitting:
                 return None
-            self._idle_bytes -= capacity
-            for index in range(len(idle) - 1, -1, -1):  # the last one is likely to be in a cache
-                if idle[index].owner == owner:
-                    return idle.pop(index)
-            return idle.pop()
+            found = next((each for each in fitting if each.owner == owner), fitting[0])
+            self._take(found)
+            return found
 
     def create(self, size: int) -> Segment:
-        """Return a fresh, zeroed segment of exactly ``size`` bytes that will not be reused."""
+        """Return a fresh, zeroed segment of exactly ``size`` bytes that will not be reused.
+
+        Idle segments make room for it if this process can open no more files, or has no memory.
+
+        Raises:
+            ResourceExhaustedError: if there is no room all the same.
+        """
         with self._lock:
             self._next += 1
             identifier = self._next
-        return Segment.create(identifier, size)
+        try:
+            return Segment.create(identifier, size)
+        except ResourceExhaustedError:
+            if not self.trim():
+                raise
+            return Segment.create(identifier, size)
+
+    def trim(self) -> bool:
+        """Close all idle segments; return whether there were any."""
+        return self._close_down_to(0, 0)
 
     def release(self, segment: Segment, *, is_clean: bool = True) -> None:
-        """Take a segment back; close it if enough are idle.
+        """Take a segment back; close others if too much is idle.
 
         It ``is_clean`` if no other process writes to it any more; if not, it is closed.
         """
+        if not is_clean or segment.size > self._most_idle_bytes:
+            self._close(segment)
+            return
         with self._lock:
-            if is_clean and self._idle_bytes + segment.size <= self._most_idle_bytes:
-                self._idle_bytes += segment.size
-                self._idle.setdefault(segment.size, []).append(segment)
-                return
+            self._idle[segment] = None
+            self._idle_bytes += segment.size
+        self._close_down_to(self._most_idle, self._most_idle_bytes)
+
+    def _close_down_to(self, count: int, nbytes: int) -> bool:
+        with self._lock:
+            closed = []
+            while len(self._idle) > count or self._idle_bytes > nbytes:
+                closed.append(next(iter(self._idle)))
+                self._take(closed[-1])
+        for segment in closed:
+            self._close(segment)
+        return bool(closed)
+
+    def _take(self, segment: Segment) -> None:
+        """Count a segment no longer as idle; under the lock."""
+        del self._idle[segment]
+        self._idle_bytes -= segment.size
+
+    def _close(self, segment: Segment) -> None:
         segment.close()
         for forget in self.on_close:
             forget(segment)

@@ -5,7 +5,6 @@ The id goes back in the trailing metadata, stands in every log line of the call,
 the engine process, and travels with a call that is forwarded to another process.
 """
 
-import itertools
 import logging
 import re
 import secrets
@@ -37,15 +36,13 @@ class Observer:
         self._recorder = recorder
         self._tracer = tracer
         self._lines = LogRateLimiter(_BURST_LINES, _LINES_A_SECOND)
-        self._numbers = itertools.count()
-        self._prefix = secrets.token_hex(6)
 
     def new_call(self, method: str, context: grpc.ServicerContext, tenant: str) -> CallRecord:
         """Make the record of a call that has arrived, and give the call its id."""
         metadata = dict(context.invocation_metadata())
         name = metadata.get(REQUEST_ID_KEY)
         if not isinstance(name, str) or _ID.fullmatch(name) is None:
-            name = f"{self._prefix}{next(self._numbers):04x}"
+            name = secrets.token_hex(8)  # a number would tell how many calls others make
         call = CallRecord(method, name, time.monotonic_ns(), tenant, metadata)
         context.set_trailing_metadata(call.trailing)
         return call

@@ -1,14 +1,25 @@
-"""Log lines as text or JSON; every line of a call carries the call's id."""
+"""Log lines as text or JSON; every line of a call carries the call's id.
+
+Much of what is logged has been chosen by callers, some of whom nobody knows: names in certificates,
+metadata, texts of errors. So no place in the code writes more than a few lines a second, and what
+would end a line, or do something to a terminal, is written as an escape sequence.
+"""
 
 import json
 import logging
+import os
 import threading
 import time
 from contextvars import ContextVar
-from typing import Final
+from typing import Any, Final
 
 #: Most names whose lines are counted at a time; with more of them all counts begin anew.
 _MOST_NAMES: Final = 10_000
+#: Lines that one place in the code may write in a process: in a burst, and a second.
+_BURST_LINES, _LINES_A_SECOND = 200, 2.0
+#: gRPC's logger that gets a traceback for each header that is not UTF-8, which callers without
+#: credentials can send thousands of a second. Such headers are read as Latin-1 and do no harm.
+_GRPC_LOGGER: Final = "grpc._cython.cygrpc"
 #: Id of the call that this thread works for, which its log lines carry; "" for none.
 LOGGED_REQUEST_ID: Final[ContextVar[str]] = ContextVar("request id", default="")
 
@@ -44,6 +55,32 @@ class LogRateLimiter:
             return left_out
 
 
+class _PlaceLimit(logging.Filter):
+    """Leaves out lines of a place in the code that writes too many; those for debugging stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = LogRateLimiter(_BURST_LINES, _LINES_A_SECOND)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.INFO:
+            return True
+        left_out = self._lines.take(f"{record.name}:{record.lineno}", time.monotonic())
+        if left_out:
+            record.msg = f"{record.getMessage()} (after {left_out} such lines that were left out)"
+            record.args = None
+        return left_out is not None
+
+
+def printable(text: str) -> str:
+    """Return a text on one line: control characters, line ends and the like are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -66,16 +103,29 @@ class _JsonFormatter(logging.Formatter):
 class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         request_id = LOGGED_REQUEST_ID.get()
+        record.message = printable(record.message)
         line = super().formatMessage(record)
         return f"{line} [{request_id}]" if request_id else line
 
+    def formatException(self, ei: Any) -> str:  # noqa: N802 (logging's name)
+        # Indented, so that no line of it looks like one of the log's own.
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"    {printable(line)}" for line in lines)
+
 
 def configure_logging(level: str, style: str) -> None:
-    """Log to standard error from ``level`` on, as ``text`` or ``json`` lines."""
+    """Log to standard error from ``level`` on, as ``text`` or ``json`` lines.
+
+    gRPC's own lines, of which each failed handshake causes some, are left out in this process and
+    its children unless the environment has ``GRPC_VERBOSITY``; gRPC reads it as it is imported.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler()
     handler.setFormatter(
         _JsonFormatter()
         if style == "json"
         else _TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     )
+    handler.addFilter(_PlaceLimit())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger(_GRPC_LOGGER).setLevel(logging.CRITICAL)

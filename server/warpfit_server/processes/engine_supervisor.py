@@ -38,6 +38,7 @@ from warpfit_server.processes.engine_deaths import (
     out_of_memory_kills,
 )
 from warpfit_server.processes.engine_start import StartedEngine, kill_group, start_engine
+from warpfit_server.system.shortages import DescriptorReserve
 from warpfit_server.system.sockets import socket_pair
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
@@ -52,6 +53,8 @@ _STOP_SECONDS: Final = 10.0
 #: Most data sets that a new engine has been sent and has not loaded: with more of them, the
 #: messages would fill both directions of the channel.
 _LOADS_AHEAD: Final = 16
+#: Descriptors that are kept for starting an engine process and connecting to it.
+_RESERVED_FILES: Final = 12
 #: Seconds between two looks whether the server stops while its engines start.
 _POLL_SECONDS: Final = 0.1
 
@@ -87,6 +90,7 @@ class EngineSupervisor:
         self.on_request_connection: Callable[[int], None] = lambda engine: None
         """Called with the number of another engine when this one has lost its connection to it."""
         self._config = config
+        self._reserve = DescriptorReserve(_RESERVED_FILES)
         self._lock = threading.Lock()
         self._process_numbers = process_numbers
         self._first = {} if started is None else started
@@ -186,7 +190,8 @@ class EngineSupervisor:
         with self._lock:
             if self._channel is None or not self._has_data:
                 raise unavailable()
-            ours, theirs = socket_pair()
+            with self._reserve.lent():
+                ours, theirs = socket_pair()
             with theirs:
                 try:
                     self._channel.send(messages.ConnectFrontEnd(), theirs.fileno())
@@ -326,7 +331,8 @@ class EngineSupervisor:
     def _run_engine(self) -> int:
         """Run one engine process to its end; return its exit status."""
         first = self._first.pop(self.number, None)
-        process, end, kills = first or start_engine(self._config, self.number)
+        with self._reserve.lent():  # also a server whose descriptors are all in use replaces it
+            process, end, kills = first or start_engine(self._config, self.number)
         channel = Channel(end)
         with self._lock:
             self._process, self._cause, self._spawned = process, "", time.monotonic()

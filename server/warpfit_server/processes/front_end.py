@@ -237,7 +237,7 @@ class FrontEndProcess:
         self._control = control
         self._config = config
         self._suspects = KnownSuspects()
-        pool = SegmentPool(config.idle_bytes)
+        pool = SegmentPool(*config.idle_pool)
         self._engines = [EngineConnection(pool) for _ in config.engines]
         for number, engine in enumerate(self._engines):
             engine.report = self._tell

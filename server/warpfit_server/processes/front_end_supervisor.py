@@ -22,9 +22,12 @@ from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.ipc.router import Leased
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.processes.engines import Engines
+from warpfit_server.system.shortages import DescriptorReserve
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_ends")
+#: Descriptors that are kept for starting a front-end process.
+_RESERVED_FILES: Final = 12
 #: Seconds after which a process that has ended is started again.
 _RESTART_SECONDS: Final = 0.5
 #: Longest wait in seconds until a front end takes notice of a release.
@@ -86,6 +89,7 @@ class FrontEndSupervisor:
         self.seed = secrets.randbits(64)
         """Seed of the probe, which is the same in all processes."""
         self._config = config
+        self._reserve = DescriptorReserve(_RESERVED_FILES)
         self._engines = engines
         engines.quarantine.on_change = self._tell_all
         self._datasets = datasets
@@ -205,17 +209,18 @@ class FrontEndSupervisor:
             self._stopping.wait(_RESTART_SECONDS)
 
     def _spawn(self, port: int, main_address: str, number: int) -> _FrontEnd:
-        control, theirs = Channel.pair()
-        control.give_up_after(_SEND_SECONDS)
-        arguments = (theirs.fileno(), port, main_address, self._quotas.descriptor, number)
         command = (sys.executable, "-m", "warpfit_server.processes.front_end")
-        with theirs:
-            process = subprocess.Popen(
-                [*command, *map(str, arguments), self._config.to_json()],
-                pass_fds=[theirs.fileno(), self._quotas.descriptor],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is for the main process, which drains first
-            )
+        with self._reserve.lent():
+            control, theirs = Channel.pair()
+            control.give_up_after(_SEND_SECONDS)
+            arguments = (theirs.fileno(), port, main_address, self._quotas.descriptor, number)
+            with theirs:
+                process = subprocess.Popen(
+                    [*command, *map(str, arguments), self._config.to_json()],
+                    pass_fds=[theirs.fileno(), self._quotas.descriptor],
+                    stdin=subprocess.DEVNULL,
+                    process_group=0,  # Ctrl-C is for the main process, which drains first
+                )
         return _FrontEnd(process, control)
 
     def _run(self, front_end: _FrontEnd, started: threading.Event) -> None:

@@ -9,6 +9,7 @@ Health checks need no credentials, so each port limits them separately. Each wat
 thread of its own.
 """
 
+import resource
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
@@ -36,16 +37,12 @@ _MOST_READING, _MOST_WATCHING = 8, 64
 _CALL_SECONDS: Final = 1.0
 #: Seconds after which a watching call looks whether its client has gone.
 _WATCH_SECONDS: Final = 5.0
-#: Options of the plain port. Clients have to connect again after a minute, so that connections that
-#: nobody needs do not keep others out.
-_PORT_OPTIONS: Final = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 4096),
-    ("grpc.max_concurrent_streams", 16),
-    ("grpc.max_allowed_incoming_connections", 256),
-    ("grpc.server_handshake_timeout_ms", 5000),
-    ("grpc.max_connection_age_ms", 60_000),
-)
+#: Milliseconds that TLS and the first frames of a connection to the plain port may take, without a
+#: call and in all: so connections that nobody needs do not keep others out.
+_HANDSHAKE_MS, _IDLE_MS, _AGE_MS = 1000, 2000, 60_000
+#: Most connections of the plain port: this part of the process's file descriptors, but no more than
+#: this. Whoever wants to shut it has to make all of them again every two seconds.
+_CONNECTIONS_PART, _MOST_CONNECTIONS = 1 / 8, 4096
 
 _Response = health_pb2.HealthCheckResponse
 
@@ -244,7 +241,7 @@ class HealthPort:
     """
 
     def __init__(self, health: Health, host: str, port: int) -> None:
-        self._server = grpc.server(CallStarter(), options=list(_PORT_OPTIONS))
+        self._server = grpc.server(CallStarter(), options=_port_options())
         health.add_to(self._server)
         try:
             self.port = self._server.add_insecure_port(join_address(host, port))
@@ -255,6 +252,20 @@ class HealthPort:
     def stop(self) -> None:
         """Close the port."""
         self._server.stop(None)
+
+
+def _port_options() -> list[tuple[str, int]]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_PART))
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", 4096),
+        ("grpc.max_concurrent_streams", 16),
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
+        ("grpc.max_connection_age_ms", _AGE_MS),
+    ]
 
 
 def _refuse_excess(call: Call) -> None:

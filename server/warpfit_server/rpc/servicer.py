@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
@@ -118,7 +119,7 @@ class ComputeServicer:
                     is_decoding = False
                     _check_wanted(context)
                     in_flight = self._router.start(request, data, nanoseconds)
-                    stream = _stream_fit if fits else self._stream_result
+                    stream = self._stream_fit if fits else self._stream_result
                     answer = stream(in_flight, data.layout, record)
                     return (yield from self._answer(answer, in_flight, cost, context))
         finally:
@@ -164,7 +165,7 @@ class ComputeServicer:
         while timings is None:
             reply = in_flight.next_reply()
             if isinstance(reply, messages.RequestFinished):
-                timings, ready = _record_answer(in_flight, record), len(values)
+                timings, ready = self._record_answer(in_flight, record), len(values)
             elif isinstance(reply, messages.ValuesReady):  # only whole chunks before the end
                 ready = reply.programs * layout.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
@@ -179,6 +180,35 @@ class ComputeServicer:
             message = b""
             yield from codec.value_pieces(jacobian, 0, self._chunk_bytes, jacobian=True)
         return message + codec.result_end(losses, timings, present)
+
+    def _stream_fit(
+        self, in_flight: InFlightRequest | SplitRequest, _data: Layout, record: CallRecord
+    ) -> Answer:
+        """Send progress, and return the result."""
+        while True:
+            reply = in_flight.next_reply()
+            if isinstance(reply, messages.FitProgressed):
+                yield codec.progress_to_bytes(reply.progress)
+            elif isinstance(reply, messages.RequestFinished):
+                arrays: Any = in_flight.segment_layout.results(in_flight.segment)
+                timings = self._record_answer(in_flight, record)
+                return codec.fit_to_bytes(FitResult(**arrays, timings=timings))
+
+    def _record_answer(
+        self, in_flight: InFlightRequest | SplitRequest, record: CallRecord
+    ) -> Timings:
+        """Record the timings of a call that the engine has finished; return what its caller gets.
+
+        Where there are several tenants none learns whether kernels were compiled already: another
+        one may have had them compiled.
+        """
+        assert in_flight.timings is not None  # it has finished
+        t = in_flight.timings
+        others = t.queue, t.copy_in, t.compute, t.copy_out, t.tier, t.cache_hits
+        record.timings = told = Timings(record.decode, *others, in_flight.device)
+        record.finished = time.monotonic_ns()
+        hides = self._admission.is_shared and told.cache_hits
+        return replace(told, cache_hits=0) if hides else told
 
 
 class MainServicer(ComputeServicer):
@@ -358,30 +388,6 @@ def _check_wanted(context: Call) -> None:
     # gRPC itself may not have noticed yet that the deadline has passed.
     if not context.is_active() or context.time_remaining() == 0:
         raise CancelledError("the call has ended", "CANCELLED")
-
-
-def _record_answer(in_flight: InFlightRequest | SplitRequest, record: CallRecord) -> Timings:
-    """Record and return the timings of a call that the engine has finished."""
-    assert in_flight.timings is not None  # it has finished
-    t = in_flight.timings
-    others = t.queue, t.copy_in, t.compute, t.copy_out, t.tier, t.cache_hits
-    record.timings = Timings(record.decode, *others, in_flight.device)
-    record.finished = time.monotonic_ns()
-    return record.timings
-
-
-def _stream_fit(
-    in_flight: InFlightRequest | SplitRequest, _data: Layout, record: CallRecord
-) -> Answer:
-    """Send progress, and return the result."""
-    while True:
-        reply = in_flight.next_reply()
-        if isinstance(reply, messages.FitProgressed):
-            yield codec.progress_to_bytes(reply.progress)
-        elif isinstance(reply, messages.RequestFinished):
-            arrays: Any = in_flight.segment_layout.results(in_flight.segment)
-            timings = _record_answer(in_flight, record)
-            return codec.fit_to_bytes(FitResult(**arrays, timings=timings))
 
 
 def _stop_time(request: FitRequest, remaining: float | None) -> float | None:

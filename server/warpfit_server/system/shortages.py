@@ -1,6 +1,9 @@
 """Errors for what the operating system has run out of: file descriptors and memory."""
 
 import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from warpfit.errors import ResourceExhaustedError
@@ -35,3 +38,34 @@ def shortage(error: BaseException) -> ResourceExhaustedError | None:
             retry_after=_RETRY_SECONDS,
         )
     return None
+
+
+class DescriptorReserve:
+    """Descriptors that are kept for what must be done also when the process has no others left."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._held: list[int] = []
+        self._fill()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the ``with`` block have them; those that it leaves are kept again."""
+        with suppress(IndexError):  # another thread has lent some
+            while True:
+                os.close(self._held.pop())
+        try:
+            yield
+        finally:
+            self._fill()
+
+    def close(self) -> None:
+        """Keep none any longer."""
+        self._count = 0
+        with self.lent():
+            pass
+
+    def _fill(self) -> None:
+        with suppress(OSError):  # there are none; next time perhaps
+            while len(self._held) < self._count:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

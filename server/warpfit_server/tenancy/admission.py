@@ -24,6 +24,8 @@ from warpfit_server.tenancy.tenants import TenantLimits
 #: Shortest and longest time between the retries of two refused calls, in seconds.
 _SHORTEST_RETRY: Final = 0.02
 _LONGEST_RETRY: Final = 1.0
+#: Factor between the lengths of running calls that a refused caller can tell apart.
+_RETRY_STEP: Final = 2.0
 #: Largest part of its tenant's queue that one call counts for, however long it is.
 _LARGEST_PART: Final = 0.5
 #: A limit that is none, in 64 bits.
@@ -134,6 +136,8 @@ class Admission:
         pending = config.pending_bytes
         self.quotas = quotas
         self.costs = CallCostModel()
+        self.is_shared = tenants.is_shared
+        """Whether there may be several tenants."""
         self.limits = tenants.limits
         """Limits of a tenant; see `TenantLimits.limits`."""
         self._tenant_quota = Amounts(0, int(tenants.share(pending)), queue)
@@ -243,9 +247,13 @@ class Admission:
         """Return the seconds after which a call that is refused now should come again.
 
         The first retries when the running call is expected to have ended, each later one when a
-        further call has, so that they do not all compete for the same slot.
+        further call has, so that they do not all compete for the same slot. The length of a call is
+        rounded up to one of seven, because most calls may be those of other tenants.
         """
         used = self.quotas.in_flight()
-        each = used.engine_ns / 1e9 / max(1, used.calls)
-        each = min(_LONGEST_RETRY, max(_SHORTEST_RETRY, each))
-        return self.quotas.retry_delay(time.monotonic(), each, each)
+        length, each = used.engine_ns / 1e9 / max(1, used.calls), _SHORTEST_RETRY
+        while each < min(_LONGEST_RETRY, length):
+            each *= _RETRY_STEP
+        each = min(_LONGEST_RETRY, each)
+        step = each / math.sqrt(_RETRY_STEP)  # as long as calls are on average that are rounded up
+        return self.quotas.retry_delay(time.monotonic(), each, step)

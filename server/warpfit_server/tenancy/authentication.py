@@ -136,6 +136,11 @@ def _common_name(context: Any) -> str:
             f"the common name of the client certificate has more than {_NAME_BYTES} bytes",
             "CERTIFICATE_NAME_TOO_LONG",
         )
+    if not name.isprintable():
+        raise _refused(
+            "the common name of the client certificate has control characters",
+            "CERTIFICATE_NAME_UNPRINTABLE",
+        )
     return name
 
 

@@ -81,6 +81,8 @@ class TenantLimits:
 
     def __init__(self, server: Limits, path: str | Path | None, *, shared: bool) -> None:
         self.server = server
+        self.is_shared = shared
+        """Whether there may be several tenants."""
         self._share = _SHARE if shared else 1.0
         file = [Path(path)] if path else []
         self._sections = WatchedFiles(file, lambda: _read(file[0]) if file else _Sections(), _LOG)

@@ -14,12 +14,14 @@ import time
 from typing import Final
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
 _INITIAL_WINDOW: Final = 4
 _CANCEL: Final = 8
 _FRAME: Final = 16384
 _BURST: Final = 64 * _FRAME
+#: First index of HPACK's dynamic table, where the header stands that was indexed last.
+_NEWEST_INDEXED: Final = 62
 
 
 class RawConnection:
@@ -69,6 +71,22 @@ class RawConnection:
         stream, block = self._stream(), self._header_block(method, extra)
         self._write(_frame(_HEADERS, _END_HEADERS, stream, block))
         return stream
+
+    def begin_with_headers(self, method: str, name: str, value: bytes, count: int) -> int:
+        """Begin a call with a header of any bytes ``count`` times, of a byte each after the first.
+
+        The header is the first one of the connection that is indexed.
+        """
+        block = self._header_block(method, ())
+        block += b"\x40" + _text(name) + bytes((len(value),)) + value  # indexed
+        block += bytes((0x80 | _NEWEST_INDEXED,)) * (count - 1)
+        stream = self._stream()
+        self._write(_frame(_HEADERS, _END_HEADERS | _END_STREAM, stream, block))
+        return stream
+
+    def flood(self, kind: str) -> None:
+        """Send as many frames of a `FLOODS` as fit in one write."""
+        self._write(FLOODS[kind])
 
     def begin_and_reset(self, method: str, count: int) -> None:
         """Begin a number of calls and take each back at once."""
@@ -184,6 +202,16 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
         + struct.pack(">I", stream)
         + payload
     )
+
+
+#: Frames that a server must take without a call, 4,096 of each kind.
+FLOODS: Final = {
+    "WINDOW_UPDATE": _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 1)) * 4096,
+    "SETTINGS": _frame(_SETTINGS, 0, 0, struct.pack(">HI", 3, 100)) * 4096,
+    "GOAWAY": _frame(_GOAWAY, 0, 0, struct.pack(">II", 0, 0)) * 4096,
+    "PING": _frame(_PING, 0, 0, bytes(8)) * 4096,
+    "PRIORITY": _frame(2, 0, 1, bytes(5)) * 4096,
+}
 
 
 def _text(value: str) -> bytes:

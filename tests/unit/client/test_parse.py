@@ -1,6 +1,8 @@
 """The text parser: grammar, names, errors, depth and caches."""
 
 import math
+import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -252,3 +254,43 @@ def test_deep_nonsense_is_refused():
     assert failure("(" * 50_000).reason == "EXPECTED_OPERAND"
     assert failure("(" * 50_000 + "x1").reason == "UNBALANCED"
     assert failure(")" * 50_000).reason == "EXPECTED_OPERAND"
+
+
+def _long(text, count):
+    """Texts of ``count`` pieces, most of which are no expression."""
+    return text(count) if callable(text) else text * count
+
+
+#: Runs of every kind of character, and what nests or chains.
+RUNS = {
+    **{repr(each): each for each in " \n\t\u00a0\u3000().,+-*/^<=!#`_1aEe\u00e9\u0301$\0"},
+    **{f"{start!r} first": lambda n, start=start: f"x1{start * n}" for start in " \n\u2003\x1c"},
+    **{f"{start!r} between": lambda n, start=start: f"x1{start * n}+x1" for start in " \n\u2003"},
+    **{each: each for each in ("not ", "sin(", "add(x1,", "x1+", "x1^-", "x1<", "1e", "#01")},
+    "pairs": lambda n: "(" * n + "x1" + ")" * n,
+    "quote": lambda n: "`" + "``a" * n,
+    "zeros": lambda n: "x" + "0" * n + "1",
+    "calls": lambda n: "sin(" * n + "x1" + ")" * n,
+    "unknown": lambda n: "+".join(f"y{k}" for k in range(n)),
+    "digits": lambda n: "0." + "1" * n,
+    "exponent": lambda n: "1e" + "9" * n,
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_time_grows_as_the_text_does(run):
+    def seconds(count):
+        text = _long(RUNS[run], count)
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            with suppress(ParseError):
+                Parser().parse(text)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    for _ in range(4):  # other work on the machine
+        short, long = seconds(2000), seconds(16_000)
+        if long < 24 * short + 0.01:  # 8 times as long; 64 if it were quadratic
+            return
+    pytest.fail(f"{short:.4f} s for 2,000, {long:.4f} s for 16,000")

@@ -141,3 +141,26 @@ def test_a_footer_that_claims_much_is_not_parsed(folder: DataFolder, tmp_path: P
     write(tmp_path / "root" / "a.parquet")
     monkeypatch.setattr(files, "_MOST_FOOTER_BYTES", 100)
     assert reason_of(read, folder) == "NO_SUCH_FILE"
+
+
+@pytest.mark.parametrize("way", ["existing", "missing", "process", "absolute", "inside"])
+def test_names_that_lead_out_and_in_again_tell_nothing(
+    folder: DataFolder, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+):
+    root = tmp_path / "root"
+    write(root / "a.parquet")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(root)
+    name = {
+        "existing": "../other/../root/a.parquet",
+        "missing": "../none/../root/a.parquet",
+        "process": f"{'../' * 20}proc/{os.getpid()}/cwd/a.parquet",
+        "absolute": f"{root}/a.parquet",
+        "inside": "b/../a.parquet",
+    }[way]
+    with pytest.raises(InvalidArgumentError) as caught:
+        read(folder, name)
+    assert caught.value.reason == "NO_SUCH_FILE"
+    with pytest.raises(InvalidArgumentError) as other:
+        read(folder, "none")
+    assert str(caught.value).replace(name, "none") == str(other.value), "one answer for all"

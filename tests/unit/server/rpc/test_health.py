@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.servers.health import check
 from support.servers.http2 import RawConnection
+from support.servers.server import eventually
 from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort, _CallLimit
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -124,3 +125,13 @@ def test_changes_are_reported_once_and_draining_is_final():
     health.set_serving(frozenset(["cpu:0"]))
     assert reported[4:] == [[]]
     assert not health.ready
+
+
+def test_connections_that_are_idle_do_not_shut_the_port(address):
+    with ExitStack() as opened:
+        for _ in range(400):
+            opened.enter_context(RawConnection(address))
+        assert check(address, LIVENESS) == "SERVING"
+        last = opened.enter_context(RawConnection(address))
+        eventually(lambda: not last.is_open, 15.0)
+        assert check(address, LIVENESS) == "SERVING"

@@ -1,5 +1,6 @@
 """Authentication by tokens, client certificates and the server's own front ends."""
 
+import os
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -46,6 +47,37 @@ class TestTokens:
             TokenFile(path)
         assert caught.value.reason == "BAD_TOKEN_FILE"
         assert "line 2" in str(caught.value) or text == "\xff"
+
+    @pytest.mark.parametrize("wrong", ["mode", "folder", "content"])
+    def test_a_token_is_withdrawn_although_the_new_file_was_wrong_at_first(self, tmp_path, wrong):
+        folder = tmp_path / "mounted"
+        folder.mkdir()
+        (token, line), (other, others_line) = new_token("a"), new_token("b")
+        path = write_secret(folder / "tokens", f"{line}\n{others_line}\n")
+        tokens = TokenFile(path)
+        tokens._tokens._seconds = 0.0
+
+        def look():
+            tokens._tokens._next = 0.0
+            return tokens.tenant(token)
+
+        path.write_text(others_line if wrong != "content" else others_line + " x y z")
+        times = path.stat().st_mtime_ns
+        path.chmod(0o644 if wrong == "mode" else 0o600)
+        hidden = tmp_path / "hidden"
+        if wrong == "folder":
+            folder.rename(hidden)
+        assert look() == "a", "the old content stays in force"
+        if wrong == "mode":
+            path.chmod(0o600)
+        elif wrong == "folder":
+            hidden.rename(folder)
+        else:
+            path.write_text(others_line)
+        os.utime(path, ns=(times, times))
+        with pytest.raises(UnauthenticatedError):
+            look()
+        assert tokens.tenant(other) == "b"
 
     @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o620])
     def test_a_file_that_others_may_read_or_its_group_may_write_is_refused(self, tmp_path, mode):
