@@ -14,8 +14,8 @@ every engine can insert them into the code that it generates. They consist of
 * ``+ - * /``, unary minus, comparisons, parentheses and decimal literals (the code generators give
   each literal the data's floating type);
 * ``select(condition, x, y)``, which is ``x`` where the condition holds and ``y`` elsewhere;
-* the functions in ``KERNEL_FUNCTIONS``, with their meaning in C, and ``digamma``, the derivative of
-  ``lgamma``.
+* the functions in ``KERNEL_FUNCTIONS``, with their meaning in C, but for two that C has not:
+  ``digamma``, the derivative of ``lgamma``, and ``mod``, which is NumPy's.
 
 In CUDA code ``cuda`` replaces ``kernel``. For float32 in fast mode ``cuda_fast`` replaces both, and
 in kernels that are compiled for their expressions ``cuda_fast_compiled`` replaces all three. The
@@ -56,7 +56,7 @@ KERNEL_FUNCTIONS: Final = frozenset(
     {
         *("abs", "sqrt", "cbrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "hypot"),
         *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "erf"),
-        *("floor", "ceil", "tgamma", "lgamma", "digamma"),
+        *("floor", "ceil", "rint", "mod", "erfc", "tgamma", "lgamma", "digamma"),
     }
 )
 
@@ -86,6 +86,8 @@ class Operator:
     """Infix or prefix symbol; None prints as a function call."""
     precedence: int = 100
     """Precedence of the infix or prefix form; 100 for a call."""
+    cpu: str | None = None
+    """Kernel of the CPU engine, where ``kernel`` would lose digits; None for ``kernel``."""
     cuda: str | None = None
     """CUDA C++ for float32 and float64; None for ``kernel``."""
     cuda_fast: str | None = None
@@ -118,6 +120,17 @@ class Operator:
 def _logistic(a: Array) -> Array:
     small = np.exp(-np.abs(a))
     return np.where(a < 0, small, 1.0) / (1.0 + small)
+
+
+def _exact_logistic() -> str:
+    """Return a kernel that takes off the quotient q what rounding 1 + exp(-|a|) puts into it.
+
+    Of 2.5 units in the last place 1.5 are left.
+    """
+    small = "exp(-abs(a))"
+    total = f"(1 + {small})"
+    q = f"(select(a < 0, {small}, 1) / {total})"
+    return f"{q} - {q} * ({small} - ({total} - 1)) * select(a < 0, 1 - {q}, {q})"
 
 
 def _where(a: Array, b: Array, c: Array) -> Array:
@@ -370,6 +383,7 @@ _ROWS: Final = (
     Operator(
         code=64, name="logistic", arity=1, numpy=_logistic,
         kernel="select(a < 0, exp(-abs(a)), 1) / (1 + exp(-abs(a)))",
+        cpu=_exact_logistic(),
         cuda_fast="__fdividef(1.0f, 1.0f + __expf(-a))",
         derivative=("exp(-abs(a)) / ((1 + exp(-abs(a))) * (1 + exp(-abs(a))))",),
         latex=r"\sigma\left({a}\right)", sympy="1 / (1 + exp(-a))",
@@ -435,6 +449,24 @@ _ROWS: Final = (
         72, "lgamma", special.lgamma, "digamma(a)", cuda="called_lgamma(a)",
         latex=r"\ln\left|\Gamma\left({a}\right)\right|", sympy="loggamma(a)",
         notes="log|gamma(a)|; inf at 0, -1, -2, ...", slope_notes="0 at -1, -2, ...",
+    ),
+    # Remainder and rounding. ``(r - a) / b`` is the negative of the whole number floor(a / b), but
+    # for rounding errors.
+    _function(
+        73, "mod", np.mod, "1", "rint((r - a) / b)", latex_precedence=60,
+        latex=r"{a:61} \bmod {b:61}", sympy="Mod(a, b)",
+        notes="exact remainder with b's sign, as numpy.mod; NaN for b = 0 and infinite a",
+        slope_notes="at a jump those of the side to which it belongs",
+    ),
+    _function(
+        74, "round", np.rint, "0", kernel="rint(a)",
+        latex=r"\operatorname{{round}}\left({a}\right)",
+        sympy="floor(a + 0.5) - Piecewise((1, Eq(Mod(a, 2), 0.5)), (0, True))",
+        notes="to the nearest whole number; halves to the even one",
+    ),
+    _function(
+        75, "erfc", special.erfc, "-1.1283791670955126 * exp(-a * a)", cuda="called_erfc(a)",
+        latex=r"\operatorname{{erfc}}\left({a}\right)", notes="1 - erf(a), without cancellation",
     ),
 )  # fmt: skip
 

@@ -26,13 +26,13 @@ from warpfit.ops import ARITIES, BY_CODE, OPERATORS, VARIABLE
 _MOST_MACRO_TOKENS: Final = 1_000
 _MOST_TOKENS: Final = 100_000
 
-#: Functions by name, over the operands ``a``, ``b`` and ``c``. They are written so that they lose
-#: no digits near 0 and do not overflow before their result does; ``erfc`` is exact to an absolute
-#: error only.
+#: Functions by name, over the operands ``a``, ``b`` and ``c``. They are written so that neither
+#: they nor their derivatives lose digits near 0 and far from it, that they do not overflow before
+#: their result does, and that they have their limits at infinity.
 STANDARD: Final[Mapping[str, str]] = {
-    "asinh": "where(a < 0, -log1p(a*aq(a, a)/(1 + aq(1, a)) - a), "
-    "log1p(a*aq(a, a)/(1 + aq(1, a)) + a))",
-    "acosh": "log1p(a - 1 + sqrt(a - 1)*sqrt(a + 1))",
+    "asinh": "where(abs(a) > 1e9, sign(a)*(logabs(a) + 0.6931471805599453), where(a < 0, "
+    "-log1p(a*(aq(a, a)/(1 + aq(1, a)) - 1)), log1p(a*(aq(a, a)/(1 + aq(1, a)) + 1))))",
+    "acosh": "where(a > 1e9, log(a) + 0.6931471805599453, log1p(a - 1 + sqrt(a - 1)*sqrt(a + 1)))",
     "atanh": "0.5*(log1p(a) - log1p(-a))",
     "sec": "inv(cos(a))",
     "csc": "inv(sin(a))",
@@ -40,17 +40,21 @@ STANDARD: Final[Mapping[str, str]] = {
     "sech": "inv(cosh(a))",
     "csch": "inv(sinh(a))",
     "coth": "inv(tanh(a))",
-    "sinc": "where(a == 0, 1, sin(a)/a)",
-    "mod": "a - floor(a/b)*b",
+    # Taylor's series up to a^14; the derivative of the quotient cancels near 0.
+    "sinc": "where(abs(a) < 0.5, fma(square(a), fma(square(a), fma(square(a), fma(square(a), "
+    "fma(square(a), fma(square(a), fma(square(a), -1/1307674368000, 1/6227020800), -1/39916800), "
+    "1/362880), -1/5040), 1/120), -1/6), 1), sin(a)/a)",
+    "fmod": "sign(a)*mod(abs(a), abs(b))",
+    "trunc": "sign(a)*floor(abs(a))",
     "heaviside": "0.5*(sign(a) + 1)",
     "clip": "min(max(a, b), c)",
-    "erfc": "1 - erf(a)",
     "exp2": "2^a",
     "exp10": "10^a",
     "softplus": "where(a > 0, a + log1p(exp(-a)), log1p(exp(a)))",
-    "softsign": "a/(1 + abs(a))",
-    "swish": "a*logistic(a)",
-    "gelu": "0.5*a*(1 + erf(0.7071067811865476*a))",
+    "softsign": "where(abs(a) < 1, a/(1 + abs(a)), sign(a)*(1 - inv(1 + abs(a))))",
+    # Below -1000 the second factor is 0, which minus infinity would make NaN.
+    "swish": "max(a, -1000)*logistic(a)",
+    "gelu": "0.5*max(a, -1000)*erfc(-0.7071067811865476*a)",
     "elu": "where(a > 0, a, expm1(a))",
     "gaussian": "exp(-square(a))",
     "factorial": "gamma(a + 1)",

@@ -108,11 +108,12 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     **{name: getattr(np, name) for name in ("sqrt", "cbrt", "exp", "expm1", "log", "log1p")},
     **{name: getattr(np, name) for name in ("log2", "log10", "hypot", "sin", "cos", "tan")},
     **{name: getattr(np, name) for name in ("sinh", "cosh", "tanh", "floor", "ceil", "abs")},
+    **{"rint": np.rint, "mod": np.mod},
     "asin": np.arcsin,
     "acos": np.arccos,
     "atan": np.arctan,
     "atan2": np.arctan2,
     "pow": np.power,
-    **{name: getattr(special, name) for name in ("erf", "tgamma", "lgamma", "digamma")},
+    **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma", "digamma")},
     "select": np.where,
 }

@@ -1,7 +1,7 @@
 """Functions of the kernel language that NumPy has not.
 
-`erf`, `tgamma` and `lgamma` need nothing but NumPy and the standard library: their text is copied
-into the functions that `warpfit.Program.code` writes.
+`erf`, `erfc`, `tgamma` and `lgamma` need nothing but NumPy and the standard library: their text is
+copied into the functions that `warpfit.Program.code` writes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ import numpy as np
 def erf(a: np.ndarray) -> np.ndarray:
     """Return the error function in float64."""
     return np.asarray(np.vectorize(math.erf, otypes=[float])(a))
+
+
+def erfc(a: np.ndarray) -> np.ndarray:
+    """Return 1 - erf(a) in float64, without the cancellation."""
+    return np.asarray(np.vectorize(math.erfc, otypes=[float])(a))
 
 
 def tgamma(a: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ _WORD: Final = re.compile(r"(?<![\w.])(?:[a-z]\w*|\d+)(?![\w.])")
 #: Names of columns that are kept; t1, t2, ... are taken.
 _IDENTIFIER: Final = re.compile(r"(?!t[0-9]+$)[A-Za-z][A-Za-z0-9_]*")
 #: Functions that NumPy has not; their text becomes part of the code.
-_COPIED: Final = {"erf": special.erf, "tgamma": special.tgamma, "lgamma": special.lgamma}
+_COPIED: Final = {name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma")}
 _WORDS: Final = frozenset({*keyword.kwlist, *_COPIED, "X", "x", "p", "np", "math", "formula"})
 #: Functions of the kernel language that NumPy calls otherwise.
 _FUNCTIONS: Final = {
@@ -111,7 +111,7 @@ def _for_torch(expression: Any) -> Any:
 
     Gamma is the exponential of its logarithm but for the sign below 0.
     """
-    from sympy import Abs, Max, Min, Symbol, cos, exp, floor, gamma, loggamma, pi
+    from sympy import Abs, Max, Min, Symbol, cos, erf, erfc, exp, floor, gamma, loggamma, pi
 
     def of_tensors(found: Any) -> Any:
         tensor = "torch.tensor({}, dtype=torch.float64)"
@@ -122,6 +122,7 @@ def _for_torch(expression: Any) -> Any:
     expression = expression.replace(
         gamma, lambda a: exp(loggamma(a)) * cos(pi * floor((a - Abs(a)) / 2))
     )
+    expression = expression.replace(erfc, lambda a: 1 - erf(a))
     return expression.replace(lambda node: isinstance(node, Max | Min), of_tensors)
 
 

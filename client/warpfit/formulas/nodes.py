@@ -21,6 +21,7 @@ from warpfit.ops import CONSTANT, OPERATORS
 _FINITE: Final = frozenset(
     {
         *("sin", "cos", "tan", "atan", "atan2", "tanh", "erf", "logistic", "abs", "floor", "ceil"),
+        *("round", "erfc"),
         *("sign", "relu", "min", "max", "sqrtabs", "cbrt", "aq", "fma", "pdiv", "plog", "pinv"),
         *("zdiv", "add", "sub", "mul", "neg", "square", "cube", "where"),
     }
@@ -28,7 +29,10 @@ _FINITE: Final = frozenset(
 #: Results that are 0 or 1, whatever the operands are.
 _LOGICAL: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"})
 _NONNEGATIVE: Final = _LOGICAL | frozenset(
-    {"exp", "abs", "cosh", "sqrtabs", "logistic", "relu", "powabs", "acos", "square", "sqrt"}
+    {
+        *("exp", "abs", "cosh", "sqrtabs", "logistic", "relu", "powabs", "acos", "square", "sqrt"),
+        "erfc",
+    }
 )
 #: Coefficients up to this many characters are written as they are, not as a division.
 _SHORT: Final = 6
@@ -175,12 +179,15 @@ def call_node(name: str, operands: Sequence[Node]) -> Call:
     if name in ("log", "logabs"):
         argument = operands[0]
         finite = argument.finite and argument.nonzero and (argument.nonnegative or name != "log")
+    elif name == "mod":
+        finite = all(node.finite for node in operands) and operands[1].nonzero
     return Call(
         tokens,
         finite,
         name == "cosh" or (name in ("abs", "sqrtabs", "cbrt") and operands[0].nonzero),
         name in _NONNEGATIVE
         or (name in ("min", "where") and all(node.nonnegative for node in branches))
+        or (name == "mod" and operands[1].nonnegative)
         or (name == "max" and any(node.nonnegative for node in branches)),
         name,
         tuple(operands),

@@ -46,11 +46,13 @@ _MOST_EXPONENT: Final = 64
 _ROUNDING: Final = 8 * np.finfo(np.float64).eps
 
 _COMMUTATIVE: Final = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or"})
-_ODD: Final = frozenset({"sin", "tan", "asin", "atan", "sinh", "tanh", "erf", "cbrt", "sign"})
+_ODD: Final = frozenset(
+    {"sin", "tan", "asin", "atan", "sinh", "tanh", "erf", "cbrt", "sign", "round"}
+)
 _EVEN: Final = frozenset({"cos", "cosh", "logabs", "plog"})
 #: Functions whose results each of these functions leaves as they are.
 _UNCHANGED: Final = {
-    **dict.fromkeys(("floor", "ceil"), frozenset({"floor", "ceil", "sign"})),
+    **dict.fromkeys(("floor", "ceil", "round"), frozenset({"floor", "ceil", "round", "sign"})),
     **{"sign": frozenset({"sign"}), "relu": frozenset({"relu"})},
 }
 #: Functions that undo others where both are defined.

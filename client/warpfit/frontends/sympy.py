@@ -27,11 +27,12 @@ from warpfit.parse import MACROS, function
 #: Operator for each class of SymPy nodes; Min, Max, And and Or are chains.
 CLASSES: Final[Mapping[str, str]] = {
     **{"Abs": "abs", "sign": "sign", "floor": "floor", "ceiling": "ceil"},
-    **{name: name for name in ("exp", "log", "erf", "atan2", "sin", "cos", "tan")},
+    **{name: name for name in ("exp", "log", "erf", "erfc", "atan2", "sin", "cos", "tan")},
     **{name: name for name in ("asin", "acos", "atan", "sinh", "cosh", "tanh", "gamma")},
     **{"Min": "min", "Max": "max", "And": "and", "Or": "or", "Not": "not", "ITE": "where"},
     **{"StrictLessThan": "lt", "LessThan": "le", "Equality": "eq", "Unequality": "ne"},
     **{"StrictGreaterThan": "gt", "GreaterThan": "ge", "loggamma": "lgamma"},
+    "Mod": "mod",
 }
 #: Operators for powers with these exponents.
 POWERS: Final[Mapping[Any, str]] = {sympy.Rational(1, 2): "sqrt"} | {
@@ -222,8 +223,9 @@ def _apply(row: Operator, operands: list[Any]) -> Any:
     if all(operand.is_number for operand in operands):
         with np.errstate(all="ignore"):
             value = float(row.numpy(*(np.float64(operand) for operand in operands)))
-        # Exact arithmetic would give complex numbers, or integers of any length.
-        if not 1e-15 <= abs(value) <= 1e15:
+        # Exact arithmetic would give complex numbers, or integers of any length, and jumps of its
+        # decimal numbers are elsewhere.
+        if row.name in ("mod", "round") or not 1e-15 <= abs(value) <= 1e15:
             return _number(value)
     try:
         result = _function(row.name)(*operands)

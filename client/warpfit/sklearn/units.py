@@ -41,7 +41,7 @@ _EQUAL: Final = 1e-9
 
 #: Operators whose operands have one dimension, which is that of the result; and those whose result
 #: has none.
-_ALIKE: Final = ("add", "sub", "min", "max", "neg", "abs", "floor", "ceil", "relu")
+_ALIKE: Final = ("add", "sub", "min", "max", "neg", "abs", "floor", "ceil", "round", "relu", "mod")
 _COMPARED: Final = ("lt", "le", "gt", "ge", "eq", "ne", "atan2", "sign")
 #: Operators of one operand that multiply its dimension.
 _POWERS: Final = {

@@ -72,6 +72,8 @@ static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static double __ddiv_rn(double a, double b) { return a / b; }
 static float __fdividef(float a, float b) { return a / b; }
 static float __saturatef(float a) { return a >= 0.0f ? (a > 1.0f ? 1.0f : a) : 0.0f; }
 static float __fmul_rz(float a, float b) {

@@ -10,11 +10,11 @@ Precise mode keeps NaN, infinities and subnormal numbers; so does fast mode on a
 GPU treats subnormal operands and results as 0 and has no bounds for infinite ones. Fast mode may
 round a product and its sum with another number once instead of twice. It changes float32 alone.
 
-The bounds of ``gamma`` and ``lgamma`` on a CPU are those of the GNU C Library's manual (Known
-Maximum Errors in Math Functions). CUDA's bounds are those of NVIDIA's CUDA C++ Programming Guide
-(chapter Mathematical Functions) for its functions, and of the PTX ISA for the instructions ``sin``,
-``cos``, ``ex2``, ``lg2``, ``tanh`` and ``sqrt`` with ``.approx``; bounds of combinations follow by
-first-order error analysis.
+The bounds of ``erfc``, ``gamma`` and ``lgamma`` on a CPU are those of the GNU C Library's manual
+(Known Maximum Errors in Math Functions). CUDA's bounds are those of NVIDIA's CUDA C++ Programming
+Guide (chapter Mathematical Functions) for its functions, and of the PTX ISA for the instructions
+``sin``, ``cos``, ``ex2``, ``lg2``, ``tanh`` and ``sqrt`` with ``.approx``; bounds of combinations
+follow by first-order error analysis.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ def _division(divisor: str) -> Bound:
 
 _BOUNDS: Final[Mapping[str, Bounds]] = {
     **dict.fromkeys(("add", "sub", "mul", "square", "neg", "abs", "min", "max"), _EXACT),
-    **dict.fromkeys(("floor", "ceil", "sign", "where", "relu"), _EXACT),
+    **dict.fromkeys(("floor", "ceil", "round", "sign", "where", "relu"), _EXACT),
     **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"), _EXACT),
     **dict.fromkeys(("div", "pdiv", "zdiv"), Bounds(fast_cuda=_division("b"))),
     **dict.fromkeys(("inv", "pinv"), Bounds(fast_cuda=_division("a"))),
@@ -106,6 +106,9 @@ _BOUNDS: Final[Mapping[str, Bounds]] = {
         fast_cpu=Bound("3"),
         fast_cuda=Bound("5 + 1.173 * abs(a)", where="abs(a) <= 87"),
     ),
+    # A remainder that is subnormal counts as 0 before b is added.
+    "mod": Bounds(Bound("0"), Bound("0"), Bound("0"), Bound("0", where="abs(b) >= 2e-31")),
+    "erfc": Bounds(precise_cpu=Bound("5"), precise_cuda=Bound("6"), fast_cuda=Bound("16")),
     "gamma": Bounds(precise_cpu=Bound("10"), precise_cuda=Bound("11"), fast_cuda=Bound("16")),
     "lgamma": Bounds(
         precise_cpu=Bound("4"),

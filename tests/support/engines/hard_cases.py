@@ -26,6 +26,7 @@ _SWITCHES: Final = (1e-200, 1e-9, 1e-3, 0.25, 0.35, 0.5, 2 / 3, 0.75, 4 / 3, 22,
 #: Functions that NumPy has not, in mpmath's arithmetic, which takes long.
 SLOW: Final = {
     "erf": mpmath.erf,
+    "erfc": lambda x: mpmath.erfc(min(x, 30)),  # 1e-393 at 30
     "gamma": mpmath.gamma,
     "lgamma": lambda x: (
         mpmath.re(mpmath.loggamma(x)) if x > -9 else mpmath.log(abs(mpmath.gamma(x)))
@@ -70,7 +71,9 @@ def exact_values(operator: Operator, operands: Array) -> Array:
 
 def _by_mpmath(operator: Operator, x: float) -> np.longdouble:
     value = float(operator.numpy(x))
-    special = not np.isfinite(x) or (operator.name != "erf" and x <= 0 and x.is_integer())
+    special = not np.isfinite(x) or (
+        operator.name not in ("erf", "erfc") and x <= 0 and x.is_integer()
+    )
     if special or (operator.name == "gamma" and abs(x) > 1700):
         return _WIDE(value)
     with mpmath.workprec(150 if operator.name == "lgamma" else 80):

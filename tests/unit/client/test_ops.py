@@ -22,11 +22,12 @@ CODES = {
     **{"eq": 53, "ne": 54, "and": 55, "or": 56, "not": 57, "where": 58, "fma": 59, "aq": 60},
     **{"logabs": 61, "sqrtabs": 62, "powabs": 63, "logistic": 64, "erf": 65, "relu": 66},
     **{"pdiv": 67, "plog": 68, "pinv": 69, "zdiv": 70, "gamma": 71, "lgamma": 72},
+    **{"mod": 73, "round": 74, "erfc": 75},
 }
 
 KERNEL_NAMESPACE = {
     **{name: getattr(np, name) for name in KERNEL_FUNCTIONS & set(dir(np))},
-    **{name: getattr(special, name) for name in ("erf", "tgamma", "lgamma", "digamma")},
+    **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma", "digamma")},
     **{"pow": np.power, "select": np.where},
     **{"asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "atan2": np.arctan2},
 }
@@ -98,6 +99,11 @@ def test_kernel_computes_what_numpy_computes(row):
         ("lgamma", (-1.0,), (0,)),
         ("lgamma", (0.0,), (-np.inf,)),
         ("lgamma", (np.inf,), (np.inf,)),
+        ("mod", (6.0, 3.0), (1, -2)),
+        ("mod", (-1e300, 7.0), (1, 1e300 / 7)),
+        ("mod", (1.0, 0.1), (1, -9)),
+        ("mod", (5.0, np.inf), (1, 0)),
+        ("round", (2.5,), (0,)),
     ],
 )
 def test_derivative_at_kinks_and_limits(name, point, gradient):

@@ -24,9 +24,13 @@ STEP = 1e-30
 def points(row: Operator) -> np.ndarray:
     """Operands at a distance from every kink and pole, where the operator is defined."""
     drawn = np.random.default_rng(row.code).uniform(-3, 3, size=(row.arity, 4000))
-    clear = (np.abs(drawn - np.round(drawn)) > 0.2).all(axis=0)
+    kinks = drawn - 0.5 if row.name == "round" else drawn
+    clear = (np.abs(kinks - np.round(kinks)) > 0.2).all(axis=0)
     if row.arity > 1:
         clear &= (np.abs(drawn[0] - drawn[1]) > 0.1) & (np.abs(drawn[1]) > 0.1)
+    if row.name == "mod":
+        quotient = drawn[0] / drawn[1]
+        clear &= np.abs(quotient - np.round(quotient)) > 0.03 * (1 + abs(quotient)) / abs(drawn[1])
     with np.errstate(all="ignore"):
         clear &= np.isfinite(row.numpy(*drawn)) & (np.abs(row.numpy(*drawn)) < 1e3)
     chosen = drawn[:, clear]

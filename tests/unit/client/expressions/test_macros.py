@@ -23,17 +23,17 @@ MEANINGS = {
     "sech": lambda a: 1 / np.cosh(a),
     "csch": lambda a: 1 / np.sinh(a),
     "coth": lambda a: 1 / np.tanh(a),
-    "sinc": lambda a: np.where(a == 0, 1, np.sin(a) / a),
-    "mod": np.mod,
+    "sinc": lambda a: np.sinc(a / np.pi),
+    "fmod": np.fmod,
+    "trunc": np.trunc,
     "heaviside": lambda a: np.heaviside(a, 0.5),
     "clip": np.clip,
-    "erfc": scipy.special.erfc,
     "exp2": np.exp2,
     "exp10": lambda a: 10.0**a,
     "softplus": lambda a: np.logaddexp(a, 0),
-    "softsign": lambda a: a / (1 + np.abs(a)),
-    "swish": lambda a: a * scipy.special.expit(a),
-    "gelu": lambda a: a * scipy.special.ndtr(a),
+    "softsign": lambda a: np.where(np.isinf(a), np.sign(a), a / (1 + np.abs(a))),
+    "swish": lambda a: np.maximum(a, -1e3) * scipy.special.expit(a),
+    "gelu": lambda a: np.maximum(a, -1e3) * scipy.special.ndtr(a),
     "elu": lambda a: np.where(a > 0, a, np.expm1(a)),
     "gaussian": lambda a: np.exp(-(a**2)),
     "factorial": lambda a: scipy.special.gamma(a + 1),
@@ -56,7 +56,7 @@ def own():
 
 @pytest.mark.parametrize("name", STANDARD)
 def test_standard_functions_are_what_numpy_and_scipy_compute(name):
-    operands = {"mod": 2, "clip": 3}.get(name, 1)
+    operands = {"fmod": 2, "clip": 3}.get(name, 1)
     program = warpfit.parse(f"{name}({', '.join(['x1', 'x2', 'x3'][:operands])})")
     with np.errstate(all="ignore"):
         wanted = MEANINGS[name](*ROWS[:operands])

@@ -23,7 +23,7 @@ def build(flavour: kernels.Flavour) -> bytes:
     module = ir.Module(flavour.name)
     for name, row in OPERATORS.items():
         kernels.operator_kernel(
-            module, name, row.arity, flavour, kernels.compile_kernel(row.kernel, flavour)
+            module, name, row.arity, flavour, kernels.compile_kernel(row.cpu or row.kernel, flavour)
         )
     kernels.operator_kernel(module, kernels.COPY, 1, flavour, kernels.compile_kernel("a", flavour))
     for name in kernels.LOSS_KERNELS:

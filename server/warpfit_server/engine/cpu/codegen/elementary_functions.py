@@ -9,6 +9,7 @@ so the functions that matter are written here with the textbook method and no br
 * sin, cos: x = k pi/2 + r, a polynomial for the quarter that k names (`trigonometric`);
 * tanh: expm1(2x) / (expm1(2x) + 2);
 * gamma of float32: Stirling's series in float64;
+* mod: the exact remainder of a division by b 2^k, for smaller and smaller k;
 * digamma: as the reference (`warpfit.expressions.special`).
 
 (J.-M. Muller, Elementary Functions, 3rd edition, chapters 9 to 11.) The polynomials are Chebyshev
@@ -102,7 +103,7 @@ def functions(trace: Trace, *, fast: bool) -> Functions:
         return wide
     single = {name: _through_double(function) for name, function in wide.items()}
     single |= {"abs": absolute, "sqrt": square_root, "exp": exponential, "log": logarithm}
-    single |= {"floor": _rounding("floor"), "ceil": _rounding("ceil")}
+    single |= {name: _rounding(name) for name in ("floor", "ceil", "rint")}
     single["pow"] = _fast_power if fast else _through_double(_power_for_single)
     single["hypot"] = _through_double(_hypotenuse_for_single)
     single["tgamma"] = _through_double(_gamma_for_single)
@@ -132,8 +133,8 @@ def _double_functions() -> dict[str, Function]:
     return library | {
         "abs": absolute,
         "sqrt": square_root,
-        "floor": _rounding("floor"),
-        "ceil": _rounding("ceil"),
+        **{name: _rounding(name) for name in ("floor", "ceil", "rint")},
+        "mod": remainder,
         "cbrt": cube_root,
         "exp": exponential,
         "log": logarithm,
@@ -200,6 +201,60 @@ def cube_root(x: Vector) -> Vector:
     regular = (x != 0) & (absolute(x) < _INFINITY)
     y = trace.select(regular, better, y)
     return trace.select(tiny, y * 2.0**-100, y)
+
+
+def remainder(a: Vector, b: Vector) -> Vector:
+    """Return a - floor(a / b) b, exactly: `numpy.mod` in float64.
+
+    Where |a / b| < 2^53, the quotient rounded to a whole number q is at most 1 too large, and
+    |a| - q |b|, a number of float64, is what one fused multiply-add gives. Only a vector with a
+    larger quotient enters the loop of `_far_remainder`.
+    """
+    select, intrinsic = a.trace.select, a.trace.intrinsic
+    size, divisor = absolute(a), absolute(b)
+    quotient = size / divisor
+    far = (quotient >= 2.0**53) & (size < _INFINITY) & (divisor > 0)
+    rest = _without_multiple(size, divisor)
+    (rest,) = a.trace.repair((rest,), far, lambda: (_far_remainder(size, divisor, far),))
+    rest = select(size < divisor, size, rest)
+    signed = intrinsic("copysign", rest, a)
+    signed = select((a < 0) ^ (b < 0), signed + b, signed)
+    return select(rest == 0, intrinsic("copysign", rest, b), signed)
+
+
+def _without_multiple(x: Vector, step: Vector) -> Vector:
+    """Return x - floor(x / step) step, for x >= 0 and a quotient below 2^53."""
+    rest = x.trace.intrinsic("trunc", x / step).fma(-step, x)
+    return x.trace.select(rest < 0, rest + step, rest)
+
+
+def _far_remainder(x: Vector, divisor: Vector, far: Vector) -> Vector:
+    """Remainder of positive finite numbers in the lanes that are far; others give anything.
+
+    With k, the difference of the exponents less 51, x / (divisor 2^k) is below 2^53, and what is
+    left of x is less than divisor 2^k. Turns for k - 51, k - 102, ... and at last 0 follow: 42 at
+    most, because no exponents of float64 differ by more than 1023 + 1074 = 2097.
+    """
+    trace = x.trace
+    zero = x.like(0.0).bits()
+    k = _exponent(x) - _exponent(divisor) - 51
+    k = trace.select(far, trace.select(k > 0, k, zero), zero)
+
+    def turn(state: tuple[Vector, ...]) -> tuple[Vector, ...]:
+        rest, k, _ = state
+        following = trace.select(k > 51, k - 51, zero)
+        left = trace.select(k > 0, zero + 1, zero)
+        return _without_multiple(rest, _scale(divisor, k)), following, left
+
+    return trace.repeat(turn, (x, k, zero + 1), most=42)[0]
+
+
+def _exponent(x: Vector) -> Vector:
+    """Exponent of a positive finite number, as an integer."""
+    tiny = x < 2.0 ** (1 - BIAS[x.size])
+    scaled = x.trace.select(tiny, x * 2.0 ** MANTISSA[x.size], x)
+    exponent = (scaled.bits() >> MANTISSA[x.size]) - BIAS[x.size]
+    return x.trace.select(tiny, exponent - MANTISSA[x.size], exponent)
 
 
 def _clamp(x: Vector, low: float, high: float) -> Vector:

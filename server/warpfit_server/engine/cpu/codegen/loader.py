@@ -88,7 +88,7 @@ def _link_derivatives(kernels: KernelSet, code: bytes) -> KernelSet:
 def _link(code: bytes) -> Any:
     """Link an object file; return the execution engine that owns its code."""
     library = ctypes.CDLL(None)  # Python itself is linked with the functions of C's math.h
-    for function in sorted(ops.KERNEL_FUNCTIONS - {"abs", "digamma"}):
+    for function in sorted(ops.KERNEL_FUNCTIONS - {"abs", "digamma", "mod"}):
         pointer = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
         llvm.add_symbol(function, pointer)
     owner = llvm.create_mcjit_compiler(llvm.parse_assembly(""), build.target_machine())

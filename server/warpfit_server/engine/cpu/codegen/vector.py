@@ -104,6 +104,34 @@ class Trace:
                 builder.store(self.select(bad, right, result).value, place)
         return tuple(self.vector(builder.load(place)) for place in places)
 
+    def repeat(self, turn: Callable[[Vectors], Vectors], state: Vectors, *, most: int) -> Vectors:
+        """Emit a loop that turns a state of vectors into another one, at most so many times.
+
+        It ends early after a turn that makes the last vector, of integers, 0 in every lane.
+        """
+        builder = self.builder
+        before, loop, after = builder.block, *(builder.append_basic_block() for _ in range(2))
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        phis = [builder.phi(vector.value.type) for vector in state]
+        count = builder.phi(INTEGER[64])
+        results = turn(tuple(self.vector(phi) for phi in phis))
+        following = builder.add(count, INTEGER[64](1))
+        for phi, first, result in zip(phis, state, results, strict=True):
+            phi.add_incoming(first.value, before)
+            phi.add_incoming(result.value, builder.block)
+        count.add_incoming(INTEGER[64](0), before)
+        count.add_incoming(following, builder.block)
+        mask = builder.icmp_signed(
+            "!=", results[-1].value, ir.Constant(results[-1].value.type, None)
+        )
+        bits = builder.bitcast(mask, ir.IntType(self.lanes))
+        again = builder.icmp_signed("!=", bits, ir.Constant(bits.type, 0))
+        again = builder.and_(again, builder.icmp_signed("<", following, INTEGER[64](most)))
+        builder.cbranch(again, loop, after)
+        builder.position_at_end(after)
+        return tuple(self.vector(result.value) for result in results)
+
     def _declare(self, name: str, kind: ir.FunctionType) -> ir.Function:
         known = self.builder.module.globals.get(name)
         if known is not None:

@@ -77,10 +77,39 @@ __device__ __forceinline__ REAL product(REAL slope, REAL partial) {
 }
 """
 
+#: The exact remainder, as `warpfit_server.engine.cpu.codegen.elementary_functions` has it: each
+#: turn takes a multiple of b 2^k off |a|, and leaves less than b 2^k, for smaller and smaller k.
+#: BITS are two less than those of the significand, so that the quotient is exact but for 1;
+#: exponents differ by at most 276 (float32) or 2097 (float64), which makes 13 or 42 turns.
+_MOD: Final = r"""
+static __device__ __noinline__ REAL mod(REAL a, REAL b) {
+  const REAL size = abs(a), divisor = abs(b), none = 0;
+  REAL rest = size;
+  if (!(size < divisor)) {
+    if (!(size - size == none && divisor > none)) return none / none;
+    int k = ilogb(size) - ilogb(divisor) - BITS;
+    for (bool last = false; !last; k -= BITS) {
+      last = k <= 0;
+      const REAL step = last ? divisor : ldexp(divisor, k);
+      rest = FUSED(-trunc(QUOTIENT(rest, step)), step, rest);
+      rest = rest < none ? rest + step : rest;
+    }
+  }
+  if (rest == none) return copysign(none, b);
+  const REAL same = copysign(rest, a);
+  return (a < none) == (b < none) ? same : same + b;
+}
+"""
+_MOD_WORDS: Final = {
+    "float": {"BITS": "22", "FUSED": "__fmaf_rn", "QUOTIENT": "__fdiv_rn"},
+    "double": {"BITS": "51", "FUSED": "__fma_rn", "QUOTIENT": "__ddiv_rn"},
+}
+
 #: Long and rare functions: inlined, they would add half to the time of compiling the interpreters.
 #: ``digamma`` is as in `warpfit.expressions.special`; float32 would lose digits near its zeros.
 _CALLED: Final = r"""
 static __device__ __noinline__ REAL called_tgamma(REAL a) { return tgamma(a); }
+static __device__ __noinline__ REAL called_erfc(REAL a) { return erfc(a); }
 static __device__ __noinline__ REAL called_lgamma(REAL a) { return lgamma(a); }
 static __device__ __noinline__ double digamma(double a) {
   if (a < 0.0 && floor(a) == a) return 0.0;
@@ -98,7 +127,9 @@ static __device__ __noinline__ double digamma(double a) {
 def prelude(mode: Mode) -> str:
     """Return the functions that operators and derivatives call in addition to CUDA's own."""
     functions = "" if mode.is_fast else precise_source(mode.real)
-    return _FAST_HELPERS + (_PRODUCT + _CALLED).replace("REAL", mode.real) + functions
+    remainder = re.sub(r"\b(BITS|FUSED|QUOTIENT)\b", lambda m: _MOD_WORDS[mode.real][m[1]], _MOD)
+    shared = (_PRODUCT + _CALLED + remainder).replace("REAL", mode.real)
+    return _FAST_HELPERS + shared + functions
 
 
 def packs() -> str:

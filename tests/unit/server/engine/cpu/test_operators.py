@@ -27,7 +27,10 @@ DTYPES = ("float32", "float64")
 #: Of pi/2, beside which the circular functions are tried.
 MULTIPLES = 200_000
 #: Operators whose zeros have NumPy's sign.
-SIGNED_ZEROS = ("add", "mul", "div", "pow", "abs", "neg", "sqrt", "sign", "tanh")
+SIGNED_ZEROS = (
+    *("add", "mul", "div", "pow", "abs", "neg", "sqrt", "sign", "tanh"),
+    *("mod", "round", "floor", "ceil"),
+)
 
 
 @pytest.fixture(scope="module")
