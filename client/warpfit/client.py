@@ -80,9 +80,8 @@ class Client:
             weights: non-negative weight of each row in losses, as ``y``.
             **options: ``x`` (names of the columns that are variables; all others by default),
                 ``names`` of the variables (those of the columns by default), ``dtype``
-                ("float32" or "float64"), ``shards`` (devices of the server to divide the rows
-                among; by default only if no device has room for all of them) and ``progress``
-                (callable(bytes_done, bytes_total), or True for a tqdm bar).
+                ("float32" or "float64") and ``progress`` (callable(bytes_done, bytes_total), or
+                True for a tqdm bar).
 
         Returns:
             A handle, which is also a context manager that gives the data set back: others that have
@@ -111,7 +110,7 @@ class Client:
         Args:
             name: path of the file below the server's folder of data.
             **options: ``x`` (names of the columns that are variables; all others by default),
-                ``y`` and ``weights`` (names of columns), ``dtype``, ``shards`` (as for `upload`).
+                ``y`` and ``weights`` (names of columns), ``dtype``.
 
         Returns:
             A handle as `upload` returns it, without numbers in this process.

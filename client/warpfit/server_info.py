@@ -83,5 +83,3 @@ class ServerInfo:
     operators: tuple[OperatorInfo, ...]
     datasets: int = 0
     """Resident data sets of the caller's tenant."""
-    sharded_datasets: int = 0
-    """Those of them whose rows are divided among devices."""

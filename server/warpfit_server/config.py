@@ -78,7 +78,7 @@ class Config:
         "engines; auto takes all GPUs, or else cpu",
     )
     device_memory: int | None = _option(
-        None, "bytes of each GPU to use; more data are sharded or streamed (default: 90 percent)"
+        None, "bytes of each GPU to use; more data are streamed (default: 90 percent)"
     )
     address_file: str = _option(
         "", "write HOST:PORT into FILE.HOST-PORT while the server is ready, for file://FILE"

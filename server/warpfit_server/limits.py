@@ -27,9 +27,7 @@ _COPIES_BYTES: Final = 16
 _TOKEN_BYTES: Final = 18
 _SEARCH_BYTES: Final = 600
 _PARAMETER_BYTES: Final = 200
-#: Sums of which linear scaling and correlations are made, as nodes of shards and in a CPU engine;
-#: and those of a CPU engine for reductions.
-_MOMENTS: Final = 7
+#: Sums of a CPU engine of which linear scaling and correlations are made, and for reductions.
 _OWN_MOMENTS: Final = 9
 _REDUCTIONS: Final = 5
 #: Matrices that are alive during a pass. Levenberg-Marquardt has triangles of all searches, of
@@ -112,18 +110,16 @@ def check_names(names: Sequence[str], limits: Limits) -> None:
     check_limit(limits, "name_bytes", sum(len(name.encode()) for name in names))
 
 
-def check_result(evaluation: Evaluation, layout: Layout, limits: Limits, nodes: int = 0) -> int:
+def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:
     """Refuse an answer that is too large.
 
     Args:
         evaluation: whose rows have been checked.
         layout: of its data set.
         limits: of the tenant.
-        nodes: of the rows, if engines that share them sum up each one.
 
     Returns:
-        Bytes of the answer; with nodes those of their sums, too, and both twice, because the
-        engines' parts are copied together.
+        Bytes of the answer.
     """
     programs, vectors, rows = evaluation.shape(layout)
     cells, parameters = programs * vectors, len(evaluation.batch.parameters)
@@ -132,8 +128,7 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits, nodes: 
     small = cells * (1 + 5 * evaluation.reductions + variables) + evaluation.gradient * parameters
     needed = 8 * small + numbers * rows * layout.dtype.itemsize
     check_limit(limits, "result_bytes", needed)
-    sums = small + _MOMENTS * cells * evaluation.needs_moments
-    return 2 * (needed + 8 * nodes * sums) if nodes else needed
+    return needed
 
 
 def evaluation_memory(evaluation: Evaluation, layout: Layout) -> int:
@@ -154,7 +149,7 @@ def evaluation_memory(evaluation: Evaluation, layout: Layout) -> int:
     )
 
 
-def check_fit(request: FitRequest, layout: Layout, limits: Limits, nodes: int = 0) -> int:
+def check_fit(request: FitRequest, layout: Layout, limits: Limits) -> int:
     """Refuse a fit whose searches are too large, alone or together; return its `fit_memory`."""
     most = int(request.problem.batch.parameter_counts.max(initial=0))
     if most > _FITTED_PARAMETERS:
@@ -166,13 +161,13 @@ def check_fit(request: FitRequest, layout: Layout, limits: Limits, nodes: int = 
             needed=most,
             available=_FITTED_PARAMETERS,
         )
-    needed = fit_memory(request, layout, nodes)
+    needed = fit_memory(request, layout)
     check_limit(limits, "result_bytes", needed, "bytes of searches")
     return needed
 
 
-def fit_memory(request: FitRequest, layout: Layout, nodes: int = 0) -> int:
-    """Estimate the memory of a fit at its peak, in bytes; ``nodes`` as in `check_result`.
+def fit_memory(request: FitRequest, layout: Layout) -> int:
+    """Estimate the memory of a fit at its peak, in bytes.
 
     A search is a program with one start. It has tokens, a few vectors and matrices of its own, and
     the engine computes a sum over the rows for each pair of its parameters.
@@ -190,7 +185,7 @@ def fit_memory(request: FitRequest, layout: Layout, nodes: int = 0) -> int:
         (_LOWERED_BYTES + _TOKEN_BYTES * batch.vectors) * len(batch.codes)
         + _SEARCH_BYTES * searches
         + _PARAMETER_BYTES * parameters
-        + 8 * (matrices + sums * 2 * nodes)
+        + 8 * matrices
         + _bytes_of_sums(sums, stop - start)
     )
 

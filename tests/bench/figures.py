@@ -304,9 +304,6 @@ def gpu_devices() -> Iterator[str]:
     ):
         one_gpu = times(shared[key], "0,0") if key in shared else ""
         rows.append(f"{title} | {times(two[key], '0,1')} | {one_gpu}")
-    for case in result("devices_sharded")["sharded"]:
-        title = f"{'gradients' if case['gradient'] else 'losses'} of {case['programs']:,} programs"
-        rows.append(f"{title} x {case['rows']:,} rows, sharded | {times(case, '0,1')} | ")
     for case in two["sustained"]:
         shape = {name: case[name] for name in ("programs", "rows", "workers")}
         other = select(shared["sustained"], **shape)
@@ -335,12 +332,6 @@ def gpu_streaming() -> Iterator[str]:
             what = f"{case['programs']:,} expressions: {names.get(case['kind'], 'losses')}"
             rows[what] = f"{what} | {case['seconds']:.2f} | {bound} | {case['of_bound']:.2f}"
     yield from table("what | seconds | bound | share of the bound", rows.values())
-    yield ""
-    for case in result("devices_streamed")["streamed"]:
-        yield (
-            f"Streamed by two GPUs against one, {case['programs']:,} expressions: "
-            f"{case['times_the_first']['0,1']:.2f} times the rate."
-        )
 
 
 # ------------------------------------------------------------------------------------- writing

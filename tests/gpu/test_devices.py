@@ -58,37 +58,6 @@ def test_two_engines_on_one_gpu_give_the_bits_of_one(pair, expected):
         assert devices[name] == {"cuda:0", "cuda:0#1"}, name
 
 
-def check_shards(server, expected):
-    with warpfit.connect(server.address) as client:
-        found, devices = answers(client, **SIZES, shards=2)
-        labels = {device.label for device in client.info().devices}
-    assert found == expected
-    assert set(map(frozenset, devices.values())) == {frozenset(labels)}
-
-
-def test_shards_on_two_engines_of_one_gpu_give_the_bits_of_one(pair, expected):
-    check_shards(pair, expected)
-
-
-@pytest.mark.parametrize(("engines", "memory"), [(4, "400MiB"), (2, "96MiB")])
-def test_a_data_set_that_no_device_has_room_for_is_sharded(pair, engines, memory):
-    """All engines divide the memory; where a shard is too large for its part, it is streamed."""
-    sizes = {"rows": 4_000_003, "programs": 30, "fits": 4}
-    with warpfit.connect(pair.address) as client:
-        whole, _ = answers(client, **sizes, shards=1)
-    with (
-        ServerProcess("--device-memory", memory, devices=",".join("0" * engines)) as server,
-        warpfit.connect(server.address) as client,
-    ):
-        with client.upload(*table(sizes["rows"])):
-            assert client.info().sharded_datasets == 1
-        found, devices = answers(client, **sizes)
-        labels = {device.label for device in client.info().devices}
-    assert found == whole
-    assert len(labels) == engines
-    assert set(map(frozenset, devices.values())) == {frozenset(labels)}
-
-
 def test_an_engine_that_dies_costs_its_own_calls_only(pair):
     """Each caller has one call in flight, so that at most as many fail as went to that engine."""
     stop, lock = threading.Event(), threading.Lock()
@@ -136,8 +105,6 @@ def test_all_devices_serve_and_give_the_bits_of_one(engine, expected):
     numbers = several().split(",")
     if len(numbers) < 2:
         pytest.skip("one GPU")
-    with ServerProcess(devices=",".join(numbers[:2])) as server:
-        check_shards(server, expected)
     for count in range(2, len(numbers) + 1):
         names = "all" if count == len(numbers) else ",".join(numbers[:count])
         with ServerProcess(devices=names) as server:

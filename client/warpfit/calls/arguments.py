@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, Final, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
-import numpy as np
 from numpy.typing import DTypeLike
 
 from warpfit.calls.batches import Parameters, PopulationCache, build_batch
@@ -30,9 +29,6 @@ class UploadOptions(TypedDict, total=False):
     dtype: DTypeLike
     """float32 (default) or float64: what the server computes in; "auto" for float64 where float32
     would lose digits that matter."""
-    shards: int
-    """Devices of the server to divide the rows among; 0 (default): only if no device has room for
-    all of them, 1: not even then."""
     progress: Progress | bool | None
     """Callable(bytes_done, bytes_total), or True for a tqdm bar."""
 
@@ -61,8 +57,6 @@ class OpenOptions(TypedDict, total=False):
     """Column of the rows' weights."""
     dtype: DTypeLike
     """float32 (default) or float64: what the server computes in."""
-    shards: int
-    """As for `upload`."""
 
 
 class SharedOptions(CommonOptions, total=False):
@@ -95,28 +89,12 @@ def common(options: CommonOptions) -> Any:
     return {name: value for name, value in options.items() if name in ("rows", "precision", "tier")}
 
 
-#: Most shards that fit into the message.
-_MOST_SHARDS: Final = 2**32 - 1
-
-
 def build_dataset(X: Any, y: Any, weights: Any, options: UploadOptions) -> ClientDataset:
     """Turn a table into a data set; arguments and errors as for `warpfit.Client.upload`."""
     return client_dataset(
         open_table(X, y, weights, options.get("x")),
         names=options.get("names"),
         dtype=options.get("dtype", "float32"),
-        shards=_checked_shards(options.get("shards", 0)),
-    )
-
-
-def _checked_shards(shards: object) -> int:
-    if isinstance(shards, int | np.integer) and 0 <= shards <= _MOST_SHARDS:
-        return int(shards)
-    raise InvalidArgumentError(
-        f"shards is {shards!r}",
-        "BAD_SHARDS",
-        "Give a number of devices, or 0 to let the server decide",
-        "shards",
     )
 
 
@@ -129,7 +107,6 @@ def build_file(name: str, options: OpenOptions) -> ServerFile:
         y=options.get("y") or "",
         weights=options.get("weights") or "",
         dtype=canonical_dtype(options.get("dtype", "float32")),
-        shards=_checked_shards(options.get("shards", 0)),
     )
 
 

@@ -344,8 +344,7 @@ def _describe(server: ServerInfo) -> str:
             "" if device.serving else "NOT READY",
         ]
         lines.append(f"  {device.label} {device.name}: {', '.join(fact for fact in facts if fact)}")
-    divided = f", {server.sharded_datasets} divided among devices"
-    lines.append(f"{server.datasets} data sets{divided if server.sharded_datasets else ''}")
+    lines.append(f"{server.datasets} data sets")
     limits = [(f"  {n}", f"{getattr(server.limits, n):,}") for n in server.limits.__slots__]
     names = [f"{op.name}/{op.arity}" for op in server.operators]
     lines += ["limits", aligned(limits), f"{len(names)} operators (name/operands)"]

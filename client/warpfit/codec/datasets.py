@@ -58,7 +58,7 @@ def upload_messages(dataset: ClientDataset, chunk_bytes: int) -> Iterator[bytes]
     The pieces are framed by hand, because protobuf would copy each of them twice more.
     """
     layout = layout_to_message(dataset.layout)
-    header = pb.UploadHeader(layout=layout, content_id=dataset.content_id, shards=dataset.shards)
+    header = pb.UploadHeader(layout=layout, content_id=dataset.content_id)
     yield pb.UploadVariablesRequest(header=header).SerializeToString()
     for chunk in dataset.chunks(chunk_bytes):
         yield b"".join((_DATA_TAG, varint(len(chunk)), chunk))
@@ -72,7 +72,6 @@ def open_message(file: ServerFile) -> pb.OpenDatasetRequest:
         y=file.y,
         weights=file.weights,
         dtype=DTYPE_CODES[file.dtype],
-        shards=file.shards,
     )
 
 
@@ -80,7 +79,7 @@ def open_request(message: pb.OpenDatasetRequest) -> ServerFile:
     """Decode the request of OpenDataset; raise InvalidArgumentError for an unknown dtype."""
     dtype = _dtype(message.dtype, "dtype")
     columns = tuple(message.x), message.y, message.weights
-    return ServerFile(message.name, *columns, dtype, message.shards)
+    return ServerFile(message.name, *columns, dtype)
 
 
 def opened_dataset(message: pb.DatasetInfo, file: ServerFile) -> DatasetReference:
@@ -151,13 +150,10 @@ def check_content_id(content_id: bytes) -> bytes:
     return content_id
 
 
-def dataset_info(
-    content_id: bytes, layout: Layout, lost_digits: str = "", shards: int = 0
-) -> pb.DatasetInfo:
+def dataset_info(content_id: bytes, layout: Layout, lost_digits: str = "") -> pb.DatasetInfo:
     """Encode the answer to UploadVariables, OpenDataset and GetVariables."""
     return pb.DatasetInfo(
         content_id=content_id,
         layout=layout_to_message(layout),
         lost_digits=lost_digits,
-        shards=shards,
     )

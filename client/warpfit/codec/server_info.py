@@ -26,7 +26,6 @@ def info_to_message(server: info.ServerInfo) -> pb.ServerInfo:
         limits=pb.Limits(**_fields(server.limits, info.Limits)),
         operators=[pb.OperatorInfo(**_fields(o, info.OperatorInfo)) for o in server.operators],
         datasets=server.datasets,
-        sharded_datasets=server.sharded_datasets,
     )
 
 
@@ -41,7 +40,6 @@ def info_from_message(message: pb.ServerInfo) -> info.ServerInfo:
             info.OperatorInfo(**_fields(o, info.OperatorInfo)) for o in message.operators
         ),
         datasets=message.datasets,
-        sharded_datasets=message.sharded_datasets,
     )
 
 

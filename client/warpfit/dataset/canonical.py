@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -82,8 +82,6 @@ class Dataset:
 
     layout: Layout
     matrix: NDArray[Any]
-    shards: int = 0
-    """Devices to divide the rows among; 0 if the server decides."""
 
     @classmethod
     def of(
@@ -105,21 +103,18 @@ class Dataset:
         layout: Layout,
         sources: Iterable[Columns],
         tell: Callable[[str], None] = warn_of_lost_digits,
-        shards: int = 0,
     ) -> Dataset:
         """Convert columns to a canonical matrix; see `content_id` for ``tell`` and errors."""
         matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
-        return cls.resident(layout, matrix, content_id(layout, sources, matrix, tell), shards)
+        return cls.resident(layout, matrix, content_id(layout, sources, matrix, tell))
 
     @classmethod
-    def resident(
-        cls, layout: Layout, matrix: NDArray[Any], content_id: bytes, shards: int = 0
-    ) -> Dataset:
+    def resident(cls, layout: Layout, matrix: NDArray[Any], content_id: bytes) -> Dataset:
         """Wrap a canonical matrix whose id is known, without hashing it.
 
         Engines give the tenant's key of the data set here, which `Evaluation.dataset_id` names.
         """
-        dataset = cls(layout, matrix, shards)
+        dataset = cls(layout, matrix)
         dataset.__dict__["content_id"] = content_id
         return dataset
 
@@ -164,7 +159,6 @@ class ColumnsInPlace:
     layout: Layout
     content_id: bytes
     sources: tuple[Columns, ...]
-    shards: int = 0
 
     @property
     def target(self) -> NDArray[Any] | None:
@@ -209,8 +203,6 @@ class ServerFile:
     weights: str
     """Weights, or empty."""
     dtype: np.dtype[Any]
-    shards: int = field(default=0, compare=False)
-    """Devices to divide the rows among; 0 if the server decides."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +215,6 @@ class DatasetReference:
     """The file that servers read it from."""
     target: None = None
     weights: None = None
-    shards: int = 0
 
     def chunks(self, size: int) -> Iterator[memoryview]:
         """Raise DatasetNotFoundError, as `every` does."""
@@ -249,14 +240,13 @@ def client_dataset(
     *,
     names: Sequence[str] | None = None,
     dtype: DTypeLike = np.float32,
-    shards: int = 0,
     tell: Callable[[str], None] = warn_of_lost_digits,
 ) -> ClientDataset:
     """Hash a table for an upload, see `warpfit.Client.upload`; copy it only if it is small."""
     if isinstance(dtype, str) and dtype == "auto":
         told: list[str] = []
         try:
-            found = client_dataset(table, names=names, shards=shards, tell=told.append)
+            found = client_dataset(table, names=names, tell=told.append)
             if not any(told):
                 return found
         except InvalidArgumentError as error:
@@ -265,9 +255,9 @@ def client_dataset(
         dtype = np.float64
     layout = checked_layout(table, names, dtype)
     if layout.nbytes <= _COPIED_BYTES:
-        return Dataset.loaded(layout, table.sources, tell, shards)
+        return Dataset.loaded(layout, table.sources, tell)
     identity = content_id(layout, table.sources, tell=tell)
-    return ColumnsInPlace(layout, identity, table.sources, shards)
+    return ColumnsInPlace(layout, identity, table.sources)
 
 
 def checked_layout(table: Table, names: Sequence[str] | None, dtype: DTypeLike) -> Layout:

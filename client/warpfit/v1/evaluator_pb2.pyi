@@ -115,42 +115,36 @@ class UploadVariablesRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[UploadHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
-    __slots__ = ("layout", "content_id", "shards")
+    __slots__ = ("layout", "content_id")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
     layout: DatasetLayout
     content_id: bytes
-    shards: int
-    def __init__(self, layout: _Optional[_Union[DatasetLayout, _Mapping]] = ..., content_id: _Optional[bytes] = ..., shards: _Optional[int] = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[DatasetLayout, _Mapping]] = ..., content_id: _Optional[bytes] = ...) -> None: ...
 
 class OpenDatasetRequest(_message.Message):
-    __slots__ = ("name", "x", "y", "weights", "dtype", "shards")
+    __slots__ = ("name", "x", "y", "weights", "dtype")
     NAME_FIELD_NUMBER: _ClassVar[int]
     X_FIELD_NUMBER: _ClassVar[int]
     Y_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     x: _containers.RepeatedScalarFieldContainer[str]
     y: str
     weights: str
     dtype: DType
-    shards: int
-    def __init__(self, name: _Optional[str] = ..., x: _Optional[_Iterable[str]] = ..., y: _Optional[str] = ..., weights: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., shards: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., x: _Optional[_Iterable[str]] = ..., y: _Optional[str] = ..., weights: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
 
 class DatasetInfo(_message.Message):
-    __slots__ = ("content_id", "layout", "lost_digits", "shards")
+    __slots__ = ("content_id", "layout", "lost_digits")
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     LOST_DIGITS_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
     content_id: bytes
     layout: DatasetLayout
     lost_digits: str
-    shards: int
-    def __init__(self, content_id: _Optional[bytes] = ..., layout: _Optional[_Union[DatasetLayout, _Mapping]] = ..., lost_digits: _Optional[str] = ..., shards: _Optional[int] = ...) -> None: ...
+    def __init__(self, content_id: _Optional[bytes] = ..., layout: _Optional[_Union[DatasetLayout, _Mapping]] = ..., lost_digits: _Optional[str] = ...) -> None: ...
 
 class GetVariablesRequest(_message.Message):
     __slots__ = ("content_id",)
@@ -377,22 +371,20 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "engine", "devices", "limits", "operators", "datasets", "sharded_datasets")
+    __slots__ = ("version", "engine", "devices", "limits", "operators", "datasets")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     OPERATORS_FIELD_NUMBER: _ClassVar[int]
     DATASETS_FIELD_NUMBER: _ClassVar[int]
-    SHARDED_DATASETS_FIELD_NUMBER: _ClassVar[int]
     version: str
     engine: str
     devices: _containers.RepeatedCompositeFieldContainer[Device]
     limits: Limits
     operators: _containers.RepeatedCompositeFieldContainer[OperatorInfo]
     datasets: int
-    sharded_datasets: int
-    def __init__(self, version: _Optional[str] = ..., engine: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., operators: _Optional[_Iterable[_Union[OperatorInfo, _Mapping]]] = ..., datasets: _Optional[int] = ..., sharded_datasets: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., engine: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., operators: _Optional[_Iterable[_Union[OperatorInfo, _Mapping]]] = ..., datasets: _Optional[int] = ...) -> None: ...
 
 class Device(_message.Message):
     __slots__ = ("name", "threads", "memory", "compute_capability", "driver", "tiers", "label", "serving")

@@ -16,7 +16,6 @@ from warpfit.server_info import Limits
 from warpfit_server.data.upload import Upload
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.limits import check_limit
-from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.tenants import ANONYMOUS, PROBE
 
 _LOG: Final = logging.getLogger("warpfit.datasets")
@@ -52,13 +51,6 @@ class StoredDataset:
     """Whether engines have been told to forget it since it was given back."""
     is_removed: bool = False
     """Whether new calls cannot use it any more; it is removed when the last use ends."""
-    shards: Shards | None = None
-    """Set if each of several engines computes on some of the rows."""
-
-    @property
-    def shard_count(self) -> int:
-        """Number of its shards; 0 if it is not sharded."""
-        return 0 if self.shards is None else len(self.shards.engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +100,14 @@ class DatasetStore:
         with self._lock:
             return StoreUsage(len(self._resident), self._held.total(), self._evictions)
 
-    def shard_counts(self, tenant: str) -> list[int]:
-        """Return the number of shards of each data set of a tenant, 0 for whole ones.
+    def count(self, tenant: str) -> int:
+        """Return the number of a tenant's resident data sets.
 
         Those that were given back do not count.
         """
         with self._lock:
             own = [d for d in self._resident.values() if d.tenant == tenant]
-            return [d.shard_count for d in own if not (d.is_given_back or d.is_removed)]
+            return sum(not (d.is_given_back or d.is_removed) for d in own)
 
     def pinned(self) -> Iterator[StoredDataset]:
         """Yield every resident data set, each pinned while the caller has it; not a use."""
@@ -160,7 +152,7 @@ class DatasetStore:
     def expire(self, seconds: float) -> None:
         """Remove data sets that have not been used for some time.
 
-        Those that were given back leave the devices much earlier, unless they are sharded.
+        Those that were given back leave the devices much earlier.
         """
         now = time.monotonic()
         with self._lock:
@@ -172,7 +164,6 @@ class DatasetStore:
                 if (
                     dataset.is_given_back
                     and not dataset.is_unloaded
-                    and dataset.shards is None
                     and dataset.last_use < now - _DEVICE_SECONDS
                 ):
                     dataset.is_unloaded = True
@@ -232,7 +223,7 @@ class DatasetStore:
             self._announced[upload.tenant] -= upload.cost - upload.reserved
 
     @contextmanager
-    def commit(self, upload: Upload, shards: Shards | None = None) -> Iterator[StoredDataset]:
+    def commit(self, upload: Upload) -> Iterator[StoredDataset]:
         """Make a finished upload resident; if its content already is, the older copy stays.
 
         It is in use inside the ``with`` block. An error there removes it, unless it is older.
@@ -244,7 +235,7 @@ class DatasetStore:
         upload.verify()
         self._reserve(upload, upload.cost - upload.reserved)
         own = upload.key, upload.content_id, upload.tenant, upload.layout, upload.segment
-        fresh = StoredDataset(*own, shards=shards)
+        fresh = StoredDataset(*own)
         with self._lock:
             dataset = self._resident.setdefault(upload.key, fresh)
             dataset.is_removed = False

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from warpfit.dataset import (
-    Layout,
     ParquetColumns,
     RoundingCheck,
     ServerFile,
@@ -22,7 +21,6 @@ from warpfit.errors import InvalidArgumentError, UnimplementedError
 from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.limits import check_names
-from warpfit_server.row_blocks import Shards
 from warpfit_server.system.shortages import shortage
 
 #: Files and columns of them whose content ids are remembered.
@@ -76,7 +74,6 @@ class DataFolder:
         check_wanted: Callable[[], None],
         reserve: Callable[[int], AbstractContextManager[None]],
         place: Callable[[StoredDataset], None] = lambda dataset: None,
-        divide: Callable[[Layout, int], Shards | None] = lambda layout, shards: None,
     ) -> tuple[StoredDataset, str]:
         """Read columns of a file and make them resident.
 
@@ -87,7 +84,6 @@ class DataFolder:
             check_wanted: called between blocks; raises an error if the call has ended.
             reserve: counts bytes of memory while the file is decompressed.
             place: has engines load the data set.
-            divide: divides the rows into as many shards as the file's request asks for.
 
         Returns:
             The data set, and what is said of columns that float32 rounds too coarsely, or "".
@@ -110,7 +106,7 @@ class DataFolder:
                 columns = ParquetColumns(_path_of(descriptor))
                 table = open_table(columns, file.y or None, file.weights or None, file.x or None)
                 with reserve(min(max(0, columns.group_bytes), _MOST_PAGE_BYTES)):
-                    found = self._store_table(table, file, tenant, limits, check, place, divide)
+                    found = self._store_table(table, file, tenant, limits, check, place)
             except InvalidArgumentError as error:
                 if error.reason != "BAD_FILE":
                     raise
@@ -128,11 +124,9 @@ class DataFolder:
         limits: Limits,
         check: Callable[[], None],
         place: Callable[[StoredDataset], None],
-        divide: Callable[[Layout, int], Shards | None],
     ) -> tuple[StoredDataset, str]:
         layout = table.layout(None, file.dtype)
         check_names(layout.names, limits)
-        shards = divide(layout, file.shards)
         rounding = RoundingCheck(layout)
         upload = self._store.begin(layout, b"", tenant, limits)
         try:
@@ -141,7 +135,7 @@ class DataFolder:
                 rounding.check(block.numbers, block.given, block.first, block.start)
                 self._store.add(upload, block.numbers.reshape(-1).data.cast("B"))
             check()
-            with self._store.commit(upload, shards) as dataset:
+            with self._store.commit(upload) as dataset:
                 place(dataset)
             return dataset, rounding.lost_digits()
         except BaseException:
@@ -200,7 +194,7 @@ def _identity(file: ServerFile, descriptor: int) -> Any:
     """Return what tells columns of a file from others, and from those of its earlier contents."""
     status = os.fstat(descriptor)
     place = status.st_dev, status.st_ino
-    return replace(file, name="", shards=0), *place, status.st_size, status.st_mtime_ns
+    return replace(file, name=""), *place, status.st_size, status.st_mtime_ns
 
 
 def _no_file(name: str) -> InvalidArgumentError:

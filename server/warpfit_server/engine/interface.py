@@ -95,40 +95,6 @@ class _ThreadWork(NamedTuple):
     result: Callable[[], Any]
 
 
-class RowShard(Protocol):
-    """Joins what several engines sum up of one evaluation, each over rows of its own.
-
-    An engine that is given one calls `begin` before it runs the programs and `join` once it has,
-    and makes its outputs, but for values and Jacobian, of what that returns.
-    """
-
-    rows: tuple[int, int]
-    """Rows of the whole evaluation; this engine is given some of them."""
-    level: int
-    """Level of the nodes to sum up in the tree of sums, see `warpfit_server.row_blocks`."""
-
-    def begin(self, width: int) -> None:
-        """Let the other engines begin.
-
-        Args:
-            width: float64 numbers that this engine sums up of each node; 0 if there are none. It
-                depends on the batch, the requested outputs and the kind of engine only.
-
-        Raises:
-            ResourceExhaustedError: if the numbers of all nodes need too much memory.
-        """
-
-    def join(self, nodes: NDArray[np.float64]) -> Steps[NDArray[np.float64] | None]:
-        """Return the numbers of the nodes of all rows, [all nodes, width], in their order.
-
-        Args:
-            nodes: those of the nodes that have some of this engine's rows, [nodes, width].
-
-        Returns:
-            None if another engine makes the outputs.
-        """
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
     """Preallocated arrays that an evaluation fills, in the memory order of the wire."""
@@ -158,8 +124,6 @@ class Outputs:
     """[programs, K, 7]: sum w; weighted means of the values f and the target y; sums of w (f-mf)^2,
     w (y-my)^2 and w (f-mf)(y-my); the sum of w (y - a - b f)^2 for the best a and b, added up from
     residuals, so that it keeps its digits where it is small. None if not requested."""
-    shard: RowShard | None = None
-    """Set if the evaluation names some rows of a larger one."""
 
 
 class Selection(NamedTuple):
@@ -229,16 +193,11 @@ class Engine(Protocol):
     def device(self) -> Device:
         """Describe what the engine computes on."""
 
-    def load(
-        self, dataset: Dataset, rows: tuple[int, int] | None = None, *, streams: bool = True
-    ) -> None:
+    def load(self, dataset: Dataset) -> None:
         """Make a data set usable under its id, `Evaluation.dataset_id`; its arrays stay valid.
 
         Args:
             dataset: the data set, whose ``content_id`` is that id.
-            rows: the only rows that evaluations will name, from a block's first row on; None for
-                all.
-            streams: whether what is too large for the device may stay in the host's memory.
 
         Raises:
             ResourceExhaustedError: if the device has no room for it.
@@ -278,7 +237,6 @@ class Engine(Protocol):
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
-        shard: RowShard | None = None,
         selection: Selection | None = None,
     ) -> Steps[Linearisation]:
         """Compute sums of a row loss, their gradients and, if requested, curvatures in one pass.
@@ -294,7 +252,6 @@ class Engine(Protocol):
                 mention the weight, each row counts w times.
             curvature: whether curvatures are requested.
             cancelled: as in `Outputs`.
-            shard: as in `Outputs`; the result is undefined if `RowShard.join` has returned None.
             selection: the programs as a selection of a batch that comes again and is lowered once.
                 Both are the same objects with every pass, the batch until the fit ends, the
                 indices until programs drop out. None if the programs do not come again.

@@ -36,13 +36,11 @@ from warpfit.errors import CancelledError, InternalError, WarpfitError
 from warpfit.request import Timings
 from warpfit_server.engine.interface import DeviceWork, Engine, EngineBrokenError, Steps
 from warpfit_server.engine.isolation import Isolation
-from warpfit_server.engine.peers import PeerLostError
 from warpfit_server.engine.request import FrontEndConnection, Request
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.engine.scheduler import Scheduler
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import ChannelClosedError
-from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID
 from warpfit_server.system.resources import available_cores
 from warpfit_server.system.shortages import shortage
@@ -342,12 +340,9 @@ class Loop:
             raise error
         if request.steps is not None:
             request.steps.close()
-        lost = None
-        if isinstance(error, PeerLostError):
-            lost, error = error.lost, unavailable()
         if not isinstance(error, WarpfitError):
             _LOG.error("a request failed", exc_info=error)
             failure = InternalError("the engine failed on this batch", "ENGINE_FAILURE")
             error = shortage(error) or failure
         request.connection.requests.discard(request)
-        request.connection.send(messages.RequestFinished(request.number, error=error, lost=lost))
+        request.connection.send(messages.RequestFinished(request.number, error=error))

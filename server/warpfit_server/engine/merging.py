@@ -87,7 +87,6 @@ def _is_for_losses(problem: SubmitEvaluation) -> bool:
         and problem.closing is None
         and not problem.outputs
         and not problem.alone
-        and problem.part is None
         and problem.fit is None
         and problem.tier != Tier.COMPILED.name
     )

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final
 
 from warpfit.dataset import Dataset
@@ -20,15 +19,14 @@ from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.interface import Engine
 from warpfit_server.engine.loop import Loop
-from warpfit_server.engine.peers import Peers
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
-from warpfit_server.ipc.segments import Segment, SegmentPool
+from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.system.resources import keep_freed_memory
-from warpfit_server.system.shortages import shortage, too_many_files
+from warpfit_server.system.shortages import shortage
 from warpfit_server.system.stuck_detector import EXIT_CANNOT_RUN, StuckDetector
 from warpfit_server.system.worker_threads import take_short_turns
 
@@ -49,8 +47,7 @@ class EngineProcess:
         self._engine = engine
         self._channel = channel
         self._datasets: dict[bytes, Dataset] = {}
-        self._peers = Peers(number, SegmentPool(*config.idle_pool), self._request_connection)
-        runner = RequestRunner(engine, self._datasets, config.chunk_bytes, self._peers)
+        runner = RequestRunner(engine, self._datasets, config.chunk_bytes)
         self._loop = Loop(engine, runner)
         self._stuck_detector = StuckDetector(config.stuck_seconds, self._loop.flags)
 
@@ -71,8 +68,6 @@ class EngineProcess:
                 case messages.ConnectFrontEnd() if descriptor is not None:
                     channel = Channel(socket.socket(fileno=descriptor))
                     self._loop.add(FrontEndConnection(channel))
-                case messages.ConnectEngine():
-                    self._connect(message, descriptor)
                 case messages.ConnectFrontEnd():  # the front end notices, and asks again
                     _LOG.error("a connection was lost: too many open files")
                 case messages.LoadDataset():
@@ -80,7 +75,6 @@ class EngineProcess:
                 case messages.UnloadDataset():
                     self._engine.unload(message.key)
                     self._datasets.pop(message.key, None)
-                    self._peers.shards.pop(message.key, None)
                 case messages.RequestCounters():
                     self._channel.send(messages.EngineCounters(self._engine.counters()))
                 case _:
@@ -94,12 +88,7 @@ class EngineProcess:
             matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
             segment.close()  # the matrix keeps the mapping
             dataset = Dataset.resident(layout, matrix, message.key)
-            rows = None
-            if message.shards is not None:
-                rows = message.shards.parts((0, layout.rows))[self._peers.number]
-            self._engine.load(dataset, rows, streams=message.streams)
-            if message.shards is not None:
-                self._peers.shards[dataset.content_id] = message.shards
+            self._engine.load(dataset)
             self._datasets[dataset.content_id] = dataset
         except WarpfitError as refused:
             error = refused
@@ -108,21 +97,6 @@ class EngineProcess:
             if error is None:
                 raise
         self._channel.send(messages.DatasetLoaded(message.key, error))
-
-    def _connect(self, message: messages.ConnectEngine, descriptor: int | None) -> None:
-        """Use a connection to another engine."""
-        try:
-            if descriptor is None:
-                raise too_many_files()
-            end = socket.socket(fileno=descriptor)
-            self._peers.connect(message.engine, message.process, end)
-        except WarpfitError as error:  # requests on sharded data sets fail meanwhile
-            _LOG.error("no connection to engine %d: %s", message.engine, error)
-
-    def _request_connection(self, engine: int) -> None:
-        """Ask for a new connection to another engine; the next one of it brings one, too."""
-        with suppress(ChannelClosedError):  # `run` finds out that the supervisor is gone
-            self._channel.send(messages.RequestConnection(engine))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import DatasetNotFoundError, InternalError
+from warpfit.errors import DatasetNotFoundError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings
 from warpfit.request import Timings
 from warpfit_server.engine.finalize import Finalizer, reduce_to_sums
@@ -19,10 +19,8 @@ from warpfit_server.engine.interface import (
     Engine,
     Outputs,
     Steps,
-    timed,
 )
 from warpfit_server.engine.merging import Merger, hand_out, join
-from warpfit_server.engine.peers import Peers, ShardedEvaluator
 from warpfit_server.engine.request import Request
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.segment_layout import FIT_SETTING_ARRAYS
@@ -38,7 +36,6 @@ class RequestRunner:
         engine: that computes.
         datasets: that the engine has loaded, by content id.
         chunk_bytes: least size of final values that is worth a progress message.
-        peers: the other engines, which have rows of sharded data sets.
     """
 
     def __init__(
@@ -46,12 +43,10 @@ class RequestRunner:
         engine: Engine,
         datasets: Mapping[bytes, Dataset],
         chunk_bytes: int,
-        peers: Peers,
     ) -> None:
         self._engine = engine
         self._datasets = datasets
         self._chunk_bytes = chunk_bytes
-        self._peers = peers
         self._finalizer = Finalizer()
         self._merger = Merger(engine)
 
@@ -59,14 +54,11 @@ class RequestRunner:
         """Return the steps of a request; after the last one its results are in its segment."""
         if request.problem.fit is not None:
             return self._optimize(request, *request.problem.fit)
-        if request.problem.part is not None:
-            return self._sum_part(request, request.problem.part)
         return self._evaluate(request)
 
     def merge_key(self, request: Request) -> Hashable:
         """Return what requests must share to be merged; None if this one may not be merged."""
-        is_sharded = request.problem.dataset_id in self._peers.shards
-        return None if is_sharded else self._merger.key(request)
+        return self._merger.key(request)
 
     def begin_merged(self, requests: Sequence[Request]) -> Steps[Timings]:
         """Evaluate requests with the same `merge_key` as one batch; fill in the losses of each."""
@@ -87,8 +79,7 @@ class RequestRunner:
         results = request.problem.segment_layout.results(request.segment)
         outputs = _outputs(request, results, self._value_progress(request))
         of_sums, sums = reduce_to_sums(evaluation, outputs)
-        evaluator = self._peers.evaluator(self._engine, request, dataset.layout)
-        timings = yield from evaluator.evaluate(of_sums, sums)
+        timings = yield from self._engine.evaluate(of_sums, sums)
         yield from self._finalizer.finalize(
             evaluation,
             dataset,
@@ -98,26 +89,6 @@ class RequestRunner:
             results.get("correlations"),
         )
         return timings
-
-    def _sum_part(self, request: Request, part: messages.Part) -> Steps[Timings]:
-        """Sum up the nodes of this engine's rows for another one."""
-        evaluation = request.evaluation
-        results = request.problem.segment_layout.results(request.segment)
-        shard = _SummedPart(part, results["nodes"])
-        if part.curvature is None:
-            outputs = _outputs(request, results, lambda programs: None)
-            of_sums, sums = reduce_to_sums(evaluation, replace(outputs, shard=shard))
-            return (yield from self._engine.evaluate(of_sums, sums))
-        assert evaluation.custom_loss is not None  # the row loss of the fit
-        steps = self._engine.linearise(
-            evaluation,
-            evaluation.custom_loss.row,
-            curvature=part.curvature,
-            cancelled=request.cancelled,
-            shard=shard,
-        )
-        _, compute = yield from timed(steps)
-        return Timings(compute=compute)
 
     def _optimize(
         self, request: Request, settings: FitSettings, deadline: float | None
@@ -132,9 +103,8 @@ class RequestRunner:
         evaluation = replace(request.evaluation, batch=request.evaluation.batch.copy())
         fit = FitRequest(evaluation, replace(settings, **bounds))
         dataset = self._dataset(problem.dataset_id)
-        evaluator = self._peers.evaluator(self._engine, request, dataset.layout)
         context = FitContext(
-            linearise=evaluator.linearise,
+            linearise=self._engine.linearise,
             dataset=dataset,
             cancelled=request.cancelled,
             deadline=deadline,
@@ -143,8 +113,7 @@ class RequestRunner:
         result = yield from optimize(fit, context)
         for name, array in layout.results(segment).items():
             np.copyto(array, getattr(result, name))
-        peers = evaluator.peers_compute if isinstance(evaluator, ShardedEvaluator) else 0
-        return replace(result.timings, compute=result.timings.compute + peers)
+        return result.timings
 
     def _dataset(self, dataset_id: bytes) -> Dataset:
         dataset = self._datasets.get(dataset_id)
@@ -165,26 +134,6 @@ class RequestRunner:
                 request.connection.send(messages.ValuesReady(request.number, programs))
 
         return ready
-
-
-class _SummedPart:
-    """The rows of an evaluation that another engine leads; implements `interface.RowShard`."""
-
-    def __init__(self, part: messages.Part, nodes: NDArray[np.float64]) -> None:
-        self.rows, self.level = part.rows, part.level
-        self._nodes = nodes
-
-    def begin(self, width: int) -> None:
-        """Check that both engines sum up the same numbers."""
-        if width != self._nodes.shape[1]:
-            expected = self._nodes.shape[1]
-            text = f"{width} sums of a node where the leading engine has {expected}"
-            raise InternalError(text, "ENGINE_FAILURE")
-
-    def join(self, nodes: NDArray[np.float64]) -> Steps[None]:
-        """Hand the sums to the engine that leads."""
-        self._nodes[...] = nodes
-        yield from ()
 
 
 def _outputs(

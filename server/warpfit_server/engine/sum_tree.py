@@ -40,14 +40,6 @@ def sum_nodes(nodes: NDArray[np.float64], first: int) -> NDArray[np.float64]:
     return np.where(is_nan, np.nan, nodes[0]) if is_nan.any() else nodes[0]
 
 
-def parent_nodes(nodes: NDArray[np.float64], first: int, levels: int) -> NDArray[np.float64]:
-    """Add up sums of nodes, as `sum_nodes`, to those of the nodes so many levels above."""
-    numbers = first + np.arange(len(nodes))
-    edges = np.flatnonzero(np.diff(numbers >> levels)) + 1
-    groups = zip(np.split(nodes, edges), numbers[[0, *edges]], strict=True)
-    return np.stack([sum_nodes(group, int(number)) for group, number in groups])
-
-
 def tree_of(move_up: Callable[[Any, int], None]) -> tuple[Any, Any]:
     """Return two functions of compiled code, which add up blocks that come in their order.
 

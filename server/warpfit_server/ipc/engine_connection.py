@@ -34,17 +34,9 @@ _RENEWAL_SECONDS: Final = 1.0
 
 
 class EngineConnection:
-    """Sends requests to the engine; `open` it when an engine starts, `shut` it when one is gone.
+    """Sends requests to the engine; `open` it when an engine starts, `shut` it when one is gone."""
 
-    If it ``reads_alone``, a thread of its own reads the replies, because none waits for them.
-    """
-
-    def __init__(
-        self,
-        pool: SegmentPool,
-        *,
-        reads_alone: bool = False,
-    ) -> None:
+    def __init__(self, pool: SegmentPool) -> None:
         self.pool = pool
         pool.on_close.append(self._unmap)
         self.on_loss: Callable[[], None] = lambda: None
@@ -61,7 +53,6 @@ class EngineConnection:
         self._mapped: set[int] = set()
         """Identifiers of the segments that the engine has mapped."""
         self._numbers = itertools.count()
-        self._reads_alone = reads_alone
         self._lock = threading.Lock()
 
     def open(self, end: socket.socket, process: int = 0) -> None:
@@ -165,7 +156,7 @@ class EngineConnection:
 
     def _watch(self, channel: Channel, replies: ReplyDispatcher) -> None:
         """Fail the requests in flight once the engine is gone."""
-        replies.watch(reads=self._reads_alone)
+        replies.watch()
         with self._lock:
             is_lost = channel is self._channel
             lost = self._detach()[1] if is_lost else {}

@@ -60,8 +60,6 @@ class InFlightRequest:
     """Label of the device that it was sent to."""
     alone = 0.0
     """Seconds for which nothing may run beside it, if it is a suspect."""
-    part: messages.Part | None = None
-    """Set if an engine sends it that makes the outputs itself."""
     timings: Timings | None = None
     """Timings of the engine, once it has finished without an error."""
     progress: FitProgress | None = None
@@ -177,7 +175,6 @@ class InFlightRequest:
             tenant=self.tenant,
             request_id=LOGGED_REQUEST_ID.get(),
             alone=self.alone,
-            part=self.part,
             fit=None if settings is None else (settings, self._deadline),
         )
 
@@ -215,9 +212,6 @@ class InFlightRequest:
         if self.alone and not self._is_cancelled:
             dataset = self.evaluation.dataset_id
             self.connection.report(ClearedSuspect(dataset, self.digest()))
-        if reply.lost is not None:
-            process, alone = reply.lost
-            self._report(process, alone=alone)
         if reply.error is not None:
             if reply.error.reason == TOO_MANY_FILES:
                 self.connection.was_not_mapped(self.segment)

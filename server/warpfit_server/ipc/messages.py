@@ -24,7 +24,6 @@ from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, Susp
 from warpfit_server.ipc.segment_layout import SegmentLayout
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.measurements import MetricsDelta
-from warpfit_server.row_blocks import Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,6 @@ class LoadDataset:
     layout: Layout
     segment: int
     size: int
-    shards: Shards | None = None
-    """Set if the engine is to compute on its own shard only."""
-    streams: bool = True
-    """Whether what is too large for the device may stay in the host's memory."""
 
 
 class UnloadDataset(_AboutDataset):
@@ -87,21 +82,7 @@ class EngineCounters:
     counters: Mapping[str, float]
 
 
-# ---------------------------------------------- front end -> engine, and between engines
-
-
-class Part(NamedTuple):
-    """Rows and outputs of a whole evaluation of which the receiver computes some rows.
-
-    The receiver writes the sums of their nodes into the array ``nodes`` of the segment.
-    """
-
-    rows: tuple[int, int]
-    """Rows of the whole evaluation."""
-    level: int
-    """Level of the nodes."""
-    curvature: bool | None
-    """Whether the pass of a fit needs curvatures; None if it is an evaluation."""
+# ---------------------------------------------- front end -> engine
 
 
 class SubmitEvaluation(NamedTuple):
@@ -135,8 +116,6 @@ class SubmitEvaluation(NamedTuple):
     """Id of the call, for the engine's log lines."""
     alone: float = 0.0
     """Seconds for which nothing may run beside it, as it may have crashed an engine; 0: no."""
-    part: Part | None = None
-    """Set if another engine, which sends this, makes the outputs."""
     fit: tuple[FitSettings, float | None] | None = None
     """Set if the batch is to be fitted: the settings without their arrays, which are in the
     segment, and ``time.monotonic()`` at which to stop and return what there is, if ever."""
@@ -194,9 +173,6 @@ class RequestFinished(NamedTuple):
     """Nanoseconds of each stage, in the order of `Timings`."""
     tier: str = Tier.INTERPRETER.name
     cache_hits: int = 0
-    lost: tuple[int, bool] | None = None
-    """Number of an engine process that was lost while it computed a part of the request, and
-    whether nothing else ran there."""
 
     @classmethod
     def of(cls, request: int, timings: Timings, waited: int) -> RequestFinished:
@@ -301,8 +277,6 @@ class DatasetLease:
     layout: Layout | None = None
     engines: tuple[int, ...] = ()
     """Numbers of the engines that have loaded it."""
-    shards: Shards | None = None
-    """Set if it is sharded."""
     error: WarpfitError | None = None
     """Set if there is no lease."""
 
@@ -342,7 +316,7 @@ _LAYOUT: Final = SubmitEvaluation._fields.index("segment_layout")
 
 def pack(message: Message) -> tuple[int, bytes]:
     """Return the kind of a message and its bytes, for `unpack`."""
-    if type(message) is SubmitEvaluation and message.part is None and message.fit is None:
+    if type(message) is SubmitEvaluation and message.fit is None:
         plain: Any = list(message)
         plain[_LAYOUT] = tuple(message.segment_layout)
         return _EVALUATION, marshal.dumps(plain)

@@ -84,15 +84,11 @@ class ReplyDispatcher:
             finally:
                 self._reading.release()
 
-    def watch(self, *, reads: bool = False) -> None:
-        """Wait until the engine is gone, deliver its last replies, and close the channel.
-
-        If it ``reads``, it delivers all replies, because no thread waits for them.
-        """
-        if not reads:
-            hang_up = select.poll()
-            hang_up.register(self._channel.fileno(), 0)  # poll always reports hang-ups
-            hang_up.poll()
+    def watch(self) -> None:
+        """Wait until the engine is gone, deliver its last replies, and close the channel."""
+        hang_up = select.poll()
+        hang_up.register(self._channel.fileno(), 0)  # poll always reports hang-ups
+        hang_up.poll()
         with self._reading:
             try:
                 while True:

@@ -4,15 +4,11 @@ The estimates are those of admission. What is outstanding in all front ends stan
 quotas, which they share. An engine that lacks the data set counts as busy for as long as loading it
 takes. Among engines that are about equally busy a batch goes to the same one each time, which may
 have compiled kernels of it. A request of several milliseconds is split over idle engines.
-
-A request on a sharded data set goes to one of the engines that have the rows, which asks the others
-for their part (`warpfit_server.engine.peers`).
 """
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -28,7 +24,6 @@ from warpfit_server.ipc.in_flight_request import InFlightRequest, unavailable
 from warpfit_server.ipc.quarantine import KnownSuspects
 from warpfit_server.ipc.segment_layout import MOST_PARTS
 from warpfit_server.ipc.split_request import SplitRequest, end_parts
-from warpfit_server.row_blocks import Shards
 from warpfit_server.system.resources import available_cores
 from warpfit_server.tenancy.quotas import QuotaTable
 
@@ -49,8 +44,6 @@ class Leased(NamedTuple):
     """A leased data set, which engines load when a request needs it there."""
 
     layout: Layout
-    shards: Shards | None
-    """Its shards, each of which one engine loads; None if engines load all of it."""
     has: Callable[[int], bool]
     """Returns whether an engine has loaded it, as far as this process knows."""
     load: Callable[[int], Future[None]]
@@ -101,9 +94,6 @@ class Router:
         sent: list[InFlightRequest] = []
         try:
             request.write(segment)
-            if data.shards is not None:
-                self._send_sharded(request, data, data.shards, nanoseconds)
-                return request
             for part, order in self._parts(request, data, nanoseconds):
                 share = part.segment_layout.tokens / max(1, len(batch.codes))
                 self._send(part, data, int(share * nanoseconds), order)
@@ -134,31 +124,6 @@ class Router:
         idle = idle[: len(bounds) - 1]
         parts = enumerate(request.split(bounds))
         return [(part, [*idle[number:], *idle[:number]]) for number, part in parts]
-
-    def _send_sharded(
-        self, request: InFlightRequest, data: Leased, shards: Shards, nanoseconds: int
-    ) -> None:
-        """Send a request to the engine that leads it; all that have rows of it must be there."""
-        parts = shards.parts(request.evaluation.row_range(data.layout))
-        outstanding = self._table.work()
-        # Suspects that lead each other's peers would wait for each other.
-        leader = min(parts, key=lambda number: 0 if request.alone else outstanding[number])
-        for number in parts:
-            if not self._connections[number].is_open:
-                raise unavailable()
-            if not data.has(number):
-                data.load(number).result()
-        request.device = ",".join(self._labels[number] for number in parts)
-        share = nanoseconds // len(parts)
-        charges = ExitStack()
-        for number in parts:
-            charges.callback(self._charge(number, share))
-        request.on_end = charges.close
-        try:
-            self._connections[leader].send(request)
-        except BaseException:
-            request.on_end()
-            raise
 
     def _send(
         self, request: InFlightRequest, data: Leased, nanoseconds: int, order: Sequence[int]

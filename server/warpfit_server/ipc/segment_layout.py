@@ -149,11 +149,6 @@ class SegmentLayout(NamedTuple):
         (first, stop), (begin, end) = ranges["programs"], ranges["tokens"]
         return self._replace(programs=stop - first, tokens=end - begin, arrays=arrays)
 
-    def with_nodes(self, nodes: int, width: int) -> SegmentLayout:
-        """Return a layout with room for sums of nodes behind all other arrays, ``nodes``."""
-        arrays = {**self.arrays, "nodes": ("<f8", (nodes, width), self.nbytes)}
-        return self._replace(arrays=arrays, nbytes=self.nbytes + 8 * nodes * width)
-
     def array(self, name: str, segment: Segment) -> NDArray[Any] | None:
         """View of an array in the segment; None if this request has none of that name."""
         return self.require(name, segment) if name in self.arrays else None

@@ -87,8 +87,6 @@ class EngineSupervisor:
         """The engine's counters when they were last asked for."""
         self.on_loss: Callable[[], None] = lambda: None
         """Called whenever an engine process is gone."""
-        self.on_request_connection: Callable[[int], None] = lambda engine: None
-        """Called with the number of another engine when this one has lost its connection to it."""
         self._config = config
         self._reserve = DescriptorReserve(_RESERVED_FILES)
         self._lock = threading.Lock()
@@ -202,11 +200,6 @@ class EngineSupervisor:
                     raise
             return self._process_number, ours
 
-    def introduce(self, engine: int, process: int, end: socket.socket) -> None:
-        """Give the engine its end of a connection to another engine, and that one's process."""
-        with self._lock, end:
-            self._tell(messages.ConnectEngine(engine, process), end.fileno())
-
     @property
     def process_number(self) -> int:
         """Number of the engine process, from 1; each process of any engine has another one."""
@@ -218,27 +211,21 @@ class EngineSupervisor:
             future = self._loads.get(key)
             return key in self._wanted if future is None else future.done()
 
-    def load(self, dataset: StoredDataset, *, streams: bool = True) -> Future[None]:
+    def load(self, dataset: StoredDataset) -> Future[None]:
         """Give a data set to the engine; without an engine the next one loads it as it starts.
 
         The future fails with ResourceExhaustedError if the device has no room, and with
         FailedPreconditionError if engines have died of the data set.
-
-        Args:
-            dataset: the data set.
-            streams: as in `warpfit_server.engine.interface.Engine.load`.
         """
         with self._lock:
             try:
                 self.quarantine.suspects.check_dataset(dataset.key)
             except FailedPreconditionError as error:
                 return settled(error)
-            if dataset.shards is not None and self.number not in dataset.shards.engines:
-                return settled(unavailable())  # of a call that came before it was sharded
             self._wanted.add(dataset.key)
             if self._channel is None:
                 return settled()
-            return self._load(self._channel, dataset, streams)
+            return self._load(self._channel, dataset)
 
     def unload(self, key: bytes) -> None:
         """Make the engine forget a data set."""
@@ -276,15 +263,14 @@ class EngineSupervisor:
 
     # ------------------------------------------------------------------- under self._lock
 
-    def _load(self, channel: Channel, dataset: StoredDataset, streams: bool) -> Future[None]:
+    def _load(self, channel: Channel, dataset: StoredDataset) -> Future[None]:
         future = self._loads.get(dataset.key)
         if future is not None:
             return future
         future = self._loads[dataset.key] = Future()
         segment = dataset.segment
         layout = replace(dataset.layout, names=())  # as long as a caller likes, and not needed
-        where = segment.identifier, segment.size, dataset.shards, streams
-        load = messages.LoadDataset(dataset.key, layout, *where)
+        load = messages.LoadDataset(dataset.key, layout, segment.identifier, segment.size)
         try:
             channel.send(load, segment.descriptor)
             self._unanswered.append((dataset.key, future))  # `_settle_load` waits for the lock
@@ -374,8 +360,6 @@ class EngineSupervisor:
                 self._settle_load(message)
             case messages.EngineCounters():
                 self.counters = message.counters
-            case messages.RequestConnection():
-                self.on_request_connection(message.engine)
             case _:
                 _LOG.error("unexpected message %s with file %s", message, descriptor)
 

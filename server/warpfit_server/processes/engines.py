@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,12 +13,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from warpfit.dataset import Layout
 from warpfit.errors import (
-    InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
-    WarpfitError,
 )
 from warpfit.server_info import Device
 from warpfit_server.config import Config
@@ -30,7 +26,6 @@ from warpfit_server.ipc.router import Leased, Router
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_start import StartedEngine
 from warpfit_server.processes.engine_supervisor import EngineSupervisor, settled
-from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.engines")
@@ -62,8 +57,6 @@ class Engines:
             [s.connection for s in self.supervisors], labels, table, self.quarantine.suspects
         )
         """Routes the calls of this process."""
-        self._introduced: set[tuple[int, int]] | None = None  # None before any data set is sharded
-        self._introducing = threading.Lock()
 
     def start(
         self,
@@ -80,15 +73,8 @@ class Engines:
         Raises:
             UnavailableError: if none can run on this machine; the log says why.
         """
-
-        def ready(supervisor: EngineSupervisor) -> None:
-            if self._introduced is not None:
-                self._introduce_all()
-            on_ready(supervisor)
-
         for supervisor in self.supervisors:
-            supervisor.on_request_connection = partial(self._introduce_again, supervisor)
-            supervisor.start(resident, partial(ready, supervisor))
+            supervisor.start(resident, partial(on_ready, supervisor))
         end = time.monotonic() + self._start_seconds
         started = [supervisor.wait_started(end, is_stopping) for supervisor in self.supervisors]
         if not any(started) and not is_stopping():
@@ -126,67 +112,19 @@ class Engines:
         """Return the numbers of the engines that have loaded a data set."""
         return tuple(s.number for s in self.supervisors if s.has(key))
 
-    def shards(self, layout: Layout, count: int) -> Shards | None:
-        """Divide a data set into shards among the engines that have least data.
-
-        There are fewer of them if there are few rows, and none if the count is 0 or 1.
+    def place(self, dataset: StoredDataset) -> None:
+        """Load a new data set into one engine that has room for it.
 
         Raises:
-            InvalidArgumentError: if there are fewer devices.
-        """
-        if count > len(self.supervisors):
-            raise InvalidArgumentError(
-                f"{count} shards for {len(self.supervisors)} devices",
-                "TOO_MANY_SHARDS",
-                "Ask for at most as many shards as the server has devices (warpfit info)",
-                "shards",
-            )
-        return Shards.of(layout, tuple(s.number for s in self._by_load()[: max(1, count)]))
-
-    def place(self, dataset: StoredDataset, *, whole: bool = False) -> None:
-        """Load a new data set into its engines, or into one, and if none has room into all.
-
-        What cannot be divided, and shards that no device has room for, may be streamed.
-
-        Args:
-            dataset: the data set.
-            whole: whether it is not to be sharded where no device has room for it.
-
-        Raises:
-            ResourceExhaustedError: if they have no room either.
+            ResourceExhaustedError: if none has.
             FailedPreconditionError: if engines have died of the data set.
         """
         if self.holders(dataset.key):
             return
-        if dataset.shards is not None:
-            self._place_shards(dataset, dataset.shards)
-            return
-        shards = None if whole else self.shards(dataset.layout, len(self.supervisors))
-        try:
-            self._place_whole(dataset, streams=shards is None)
-        except ResourceExhaustedError as refusal:
-            if shards is None:
-                raise
-            _LOG.info("a data set is sharded, because no device has room for it: %s", refusal)
-            dataset.shards = shards
-            self._place_shards(dataset, shards)
-
-    def _place_shards(self, dataset: StoredDataset, shards: Shards) -> None:
-        with self._introducing:
-            self._introduced = self._introduced or set()
-        self._introduce_all()
-        try:
-            for load in [self.supervisors[number].load(dataset) for number in shards.engines]:
-                load.result()
-        except WarpfitError:
-            self.unload(dataset.key)
-            raise
-
-    def _place_whole(self, dataset: StoredDataset, *, streams: bool) -> None:
         refusal: ResourceExhaustedError | None = None
         for supervisor in self._by_load():
             try:
-                supervisor.load(dataset, streams=streams).result()
+                supervisor.load(dataset).result()
             except ResourceExhaustedError as error:
                 refusal = refusal or error
             else:
@@ -203,35 +141,6 @@ class Engines:
             return not serves, not supervisor.is_ready, supervisor.loads
 
         return sorted(self.supervisors, key=rank)
-
-    def _introduce_all(self) -> None:
-        """Give each engine a connection to every other one that it has none to."""
-        for one, other in itertools.permutations(self.supervisors, 2):
-            self._introduce(one, other)
-
-    def _introduce_again(self, one: EngineSupervisor, number: int) -> None:
-        """Give an engine a connection in place of one that it has lost."""
-        other = self.supervisors[number]
-        with self._introducing:
-            if self._introduced is not None:
-                self._introduced.discard((one.process_number, other.process_number))
-        self._introduce(one, other)
-
-    def _introduce(self, one: EngineSupervisor, other: EngineSupervisor) -> None:
-        with self._introducing:
-            pair = one.process_number, other.process_number
-            is_new = self._introduced is not None and pair not in self._introduced
-            if not (is_new and one.is_ready and other.is_ready):
-                return  # the next engine process is introduced when it is ready
-            try:
-                process, end = other.connect()
-            except WarpfitError as error:
-                labels = one.device.label, other.device.label
-                _LOG.error("no connection of %s to %s: %s", *labels, error)
-                return
-            one.introduce(other.number, process, end)
-            assert self._introduced is not None
-            self._introduced.add(pair)
 
     def unload(self, key: bytes) -> None:
         """Make every engine forget a data set."""
@@ -251,7 +160,6 @@ class Engines:
         with datasets.lease(key) as dataset:
             yield Leased(
                 dataset.layout,
-                dataset.shards,
                 lambda number: self.supervisors[number].has(key),
                 partial(self._load, dataset),
             )

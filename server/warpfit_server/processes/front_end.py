@@ -115,7 +115,7 @@ class BorrowedLeases:
                 return
             lease, load = self._leases[key], partial(self._load, key, loaded)
             lease.loaded = loaded
-            lease.data = Leased(layout, answer.shards, loaded.__contains__, load)
+            lease.data = Leased(layout, loaded.__contains__, load)
             lease.answer.set_result(lease.data)
             if lease.is_released:
                 self._return(key)

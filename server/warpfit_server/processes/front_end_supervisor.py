@@ -286,7 +286,7 @@ class FrontEndSupervisor:
             return messages.DatasetLease(key, error=error)
         front_end.leases.setdefault(key, []).append((lease, data))
         layout = replace(data.layout, names=())  # which may be long
-        return messages.DatasetLease(key, layout, self._engines.holders(key), data.shards)
+        return messages.DatasetLease(key, layout, self._engines.holders(key))
 
     def _load(self, front_end: _FrontEnd, engine: int, key: bytes) -> None:
         """Have an engine load a leased data set; the front end is told the end, not waited for."""

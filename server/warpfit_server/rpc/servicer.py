@@ -258,13 +258,12 @@ class MainServicer(ComputeServicer):
         self._engines.quarantine.suspects.check_dataset(key)
         with suppress(DatasetNotFoundError), self._datasets.lease(key) as resident:
             return _info(resident)
-        shards = self._engines.shards(layout, first.header.shards)
         upload = self._datasets.begin(layout, content_id, tenant, limits)
         try:
             for message in requests:
                 self._datasets.add(upload, codec.upload_data(message))
-            with self._datasets.commit(upload, shards) as dataset:
-                self._place(dataset, whole=first.header.shards == 1)
+            with self._datasets.commit(upload) as dataset:
+                self._place(dataset)
         except BaseException:
             self._datasets.abandon(upload)
             raise
@@ -287,22 +286,20 @@ class MainServicer(ComputeServicer):
                 with suppress(DatasetNotFoundError), self._datasets.lease(key) as dataset:
                     return _info(dataset, known[1])
             reserve = partial(self._admission.reserve, tenant)
-            place = partial(self._place, whole=file.shards == 1)
-            dataset, lost_digits = self._folder.read(
-                file, tenant, limits, check_wanted, reserve, place, self._engines.shards
-            )
+            given = file, tenant, limits, check_wanted, reserve, self._place
+            dataset, lost_digits = self._folder.read(*given)
         finally:
             self._reading.release(tenant)
         context.record.received_bytes = dataset.layout.nbytes
         return _info(dataset, lost_digits)
 
-    def _place(self, dataset: StoredDataset, *, whole: bool) -> None:
+    def _place(self, dataset: StoredDataset) -> None:
         """Have engines load a data set that has come, evicting others where no device has room."""
         self._engines.quarantine.suspects.check_dataset(dataset.key)
         size, evicted = dataset.layout.nbytes, 0
         while True:
             try:
-                return self._engines.place(dataset, whole=whole)
+                return self._engines.place(dataset)
             except ResourceExhaustedError as error:
                 is_enough = evicted >= 2 * size * len(self._engines.supervisors)
                 freed = 0 if is_enough else self._datasets.evict_for_device(dataset.tenant)
@@ -333,15 +330,13 @@ class MainServicer(ComputeServicer):
     def get_server_info(self, message: bytes, context: Call) -> bytes:
         """Describe the server."""
         codec.parse_message(pb.GetServerInfoRequest, message)
-        shards = self._datasets.shard_counts(context.record.tenant)
         info = ServerInfo(
             version=self._version,
             engine=self._engines.engine,
             devices=self._engines.devices,
             limits=self._admission.limits(context.record.tenant),
             operators=codec.operator_infos(),
-            datasets=len(shards),
-            sharded_datasets=sum(count > 0 for count in shards),
+            datasets=self._datasets.count(context.record.tenant),
         )
         return codec.info_to_message(info).SerializeToString()
 
@@ -362,16 +357,15 @@ def _check(
     problem: Evaluation, fit: FitRequest | None, data: Leased, limits: Limits
 ) -> tuple[int, CallCost]:
     """Check a request on its data set; return the bytes that it takes, and its cost."""
-    layout, shards = data.layout, data.shards
-    nodes = 0 if shards is None else shards.nodes(problem.row_range(layout), layout)
+    layout = data.layout
     check_batch(problem.batch, limits)
     if fit is not None:
         fit.check(layout)
-        size, cost = check_fit(fit, layout, limits, nodes), CallCost.of_fit(fit, layout)
+        size, cost = check_fit(fit, layout, limits), CallCost.of_fit(fit, layout)
     else:
         problem.check_options(layout)
         problem.batch.check_shapes()  # the engine looks at the tokens
-        size = check_result(problem, layout, limits, nodes) + evaluation_memory(problem, layout)
+        size = check_result(problem, layout, limits) + evaluation_memory(problem, layout)
         cost = CallCost.of_evaluation(problem, layout)
     values = problem.batch.values  # an array of its own if the message has fewer
     return size + values.nbytes * values.flags.owndata, cost
@@ -379,7 +373,7 @@ def _check(
 
 def _info(dataset: StoredDataset, lost_digits: str = "") -> bytes:
     """Describe a data set."""
-    own = dataset.content_id, dataset.layout, lost_digits, dataset.shard_count
+    own = dataset.content_id, dataset.layout, lost_digits
     return codec.dataset_info(*own).SerializeToString()
 
 

@@ -13,7 +13,7 @@ one or 1e-10 of that at the standard start.
 wild: classic models and random formulas from wild starts. A search that says it has converged does
 so falsely if the cosine between the residuals and a column of their Jacobian, by NumPy and
 complex steps, is above 1e-2 (screening) or 1e-6 (final) and what the rounding of the values
-explains, or if a second fit from its end, with the accuracy `final`, lowers the loss by a hundredth.
+explains, or if a second fit from its end, with the accuracy `final`, lowers the loss by 1%.
 
 bounded: linear least squares of 2 to 6 parameters with bounds of which some are active at the
 solution, beside `lsq_linear` (bvls). A result is wrong if its sum of squares is more than 1 + 1e-6

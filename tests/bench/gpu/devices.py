@@ -9,11 +9,6 @@ setting is what the others are compared with. On a machine without a GPU:
   encoded before, as workers on other machines do; hardly any batch comes again;
 * ``one client``: losses of 5,000 programs on 1,000,000 rows, which are split over the devices;
 * ``fits``: one call of 3,000 searches, split likewise;
-* ``sharded``: losses, and gradients, on rows that are divided among the devices, against the first
-  setting, which has to be one device: the time of a call, that of the steps of all engines
-  together, and for CPU engines that on their cores;
-* ``streamed``: losses on 40,000,000 rows that pass through the GPUs, each its share of the rows, by
-  servers of their own that may use so little memory that 8 GPUs do not hold them; CPU engines do;
 * ``loss of an engine``: one engine is killed while 16 workers repeat a batch.
 
 ``--scale`` multiplies the numbers of rows, but not below 1,000.
@@ -47,10 +42,6 @@ SHAPES = ((300, 100_000), (5_000, 10_000))
 FRESH = 15_000_000
 LARGE = (5_000, 1_000_000)
 SEARCHES = (3_000, 10_000)
-SHARDED = ((300, 1_000_000), (1_000, 20_000_000))
-#: Likewise of streamed calls, and MiB of all GPUs together: rows must not fit in 3/4 of them.
-STREAMED = ((300, 40_000_000), (3_000, 40_000_000))
-STREAMED_MEMORY = 1536
 #: Seconds that the loss of an engine is watched.
 LOSS_SECONDS = 8.0
 LOSS_WORKERS = 16
@@ -140,24 +131,10 @@ def fits(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[st
     return in_turns(servers, options.searches, options.calls, max_iterations=20)
 
 
-def sharded(_: Workers, servers: dict[str, ServerProcess], options: Any) -> list[dict[str, Any]]:
-    """Sharded data sets against a whole one on the first server, in turns."""
-    found = []
-    for shape in options.sharded:
-        for gradient in (False, True):
-            asked = {"loss": "mse", "tier": "interpreter", "gradient": gradient}
-            result = in_turns(
-                servers, shape, options.calls, lambda server: len(server.engines()), **asked
-            )
-            found.append({"gradient": gradient, **result})
-    return found
-
-
 def in_turns(
     servers: dict[str, ServerProcess],
     shape: tuple[int, int],
     calls: int,
-    shards: Callable[[ServerProcess], int] = lambda _: 0,
     **asked: Any,
 ) -> dict[str, Any]:
     """Time calls with the same batches on all servers; compare the bits of the answers."""
@@ -170,7 +147,7 @@ def in_turns(
         run = {}
         for name, server in servers.items():
             client = held.enter_context(warpfit.connect(server.address))
-            data = client.upload(*table(rows), shards=shards(server))
+            data = client.upload(*table(rows))
             method: Callable[..., Any] = client.run if "loss" in asked else client.optimize
             run[name] = partial(method, held.enter_context(data), **asked)
             for _ in range(3):  # the server learns what calls take
@@ -198,15 +175,6 @@ def in_turns(
     }
     print(found, flush=True)
     return found
-
-
-def streamed(_: Workers, servers: dict[str, ServerProcess], options: Any) -> list[dict[str, Any]]:
-    """Losses of one client on data that the devices together do not hold."""
-    asked = {"loss": "mse", "tier": "interpreter", "precision": "fast"}
-    memory = f"{STREAMED_MEMORY // max(len(each.engines()) for each in servers.values())}MiB"
-    with running(options, memory) as small:
-        found = [in_turns(small, shape, options.calls, **asked) for shape in options.streamed]
-    return [{"device_memory": memory, **each} for each in found]
 
 
 def against_first(seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -274,24 +242,20 @@ def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> 
 PARTS: dict[str, Callable[..., Any]] = {
     "one client": one_client,
     "fits": fits,
-    "sharded": sharded,
-    "streamed": streamed,
     "sustained": sustained,
     "loss of an engine": losses_of_engines,
 }
 
 
 @contextmanager
-def running(options: Any, device_memory: str | None = None) -> Iterator[dict[str, ServerProcess]]:
-    """A server for each setting, by its name; GPUs may use so much memory each."""
+def running(options: Any) -> Iterator[dict[str, ServerProcess]]:
+    """A server for each setting, by its name."""
     with ExitStack() as held:
         servers = {}
         for devices in options.devices:
             flags = ["--max-requests", "1024"]
             if options.front_ends:
                 flags += ["--front-ends", str(options.front_ends)]
-            if device_memory and not devices.startswith("cpu"):
-                flags += ["--device-memory", device_memory]
             if options.threads:
                 count = int(devices.partition(":")[2] or 1) if devices.startswith("cpu") else 1
                 flags += ["--threads", str(options.threads * count)]
@@ -324,8 +288,6 @@ def parsed() -> argparse.Namespace:
     wanted = [shape for shape in SHAPES if options.programs in (None, shape[0])]
     options.shapes = [scaled(shape) for shape in wanted]
     options.large, options.searches = scaled(LARGE), scaled(SEARCHES)
-    options.sharded = [scaled(shape) for shape in SHARDED]
-    options.streamed = [scaled(shape) for shape in STREAMED]
     return options
 
 

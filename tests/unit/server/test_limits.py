@@ -105,15 +105,3 @@ def test_only_a_partial_fit_stops_before_its_deadline():
     assert _stop_time(_fit(partial=True), None) is None
     stop = _stop_time(_fit(partial=True), 10.0)
     assert time.monotonic() + 8.0 < stop < time.monotonic() + 9.5
-
-
-def test_sums_of_the_nodes_of_shards_are_counted():
-    evaluation = an_evaluation(loss=Loss.MSE, gradient=True, values=False)
-    numbers = len(evaluation.batch) + len(evaluation.batch.parameters)
-    assert module.check_result(evaluation, DATA.layout, Limits()) == 8 * numbers
-    assert module.check_result(evaluation, DATA.layout, Limits(), nodes=3) == 2 * 8 * 4 * numbers
-    request = FitRequest(an_evaluation(loss=Loss.MSE, values=False), FitSettings())
-    added = module.fit_memory(request, DATA.layout, nodes=3) - module.fit_memory(
-        request, DATA.layout
-    )
-    assert added > 2 * 8 * 3 * numbers

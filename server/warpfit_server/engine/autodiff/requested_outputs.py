@@ -89,11 +89,11 @@ def requested_outputs(evaluation: Evaluation, outputs: Outputs) -> RequestedOutp
 
 
 def linearisation_outputs(
-    batch: Batch, row_loss: Program, *, curvature: bool, **given: Any
+    batch: Batch, row_loss: Program, *, curvature: bool, cancelled: NDArray[np.uint8]
 ) -> tuple[Linearisation, RequestedOutputs]:
     """Allocate the results of a linearisation; return them, and the request to fill them.
 
-    ``given`` are the fields ``cancelled`` and ``shard`` of the request.
+    ``cancelled`` as in `Outputs`.
     """
     counts = batch.parameter_counts.astype(np.int64)
     triangles = int((counts * (counts + 1) // 2).sum()) * batch.vectors
@@ -104,5 +104,5 @@ def linearisation_outputs(
     )
     arrays = {each.name: getattr(found, each.name) for each in fields(found)}
     return found, RequestedOutputs(
-        values=None, ready=lambda programs: None, row_loss=row_loss, **arrays, **given
+        values=None, ready=lambda programs: None, row_loss=row_loss, cancelled=cancelled, **arrays
     )

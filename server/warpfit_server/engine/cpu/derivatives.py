@@ -78,14 +78,9 @@ class LoweredDerivatives:
         dataset: Dataset,
         evaluation: Evaluation,
         requested: RequestedOutputs,
-        level: int | None,
         programs: NDArray[np.int64] | None,
     ) -> DerivativePlan:
-        """Cut the work of an evaluation of all programs, or of those with some indices.
-
-        ``level`` is that of the nodes of rows that are summed up; None for what takes not too much
-        memory.
-        """
+        """Cut the work of an evaluation of all programs, or of those with some indices."""
         last = self._last  # another thread may replace it
         if last is not None and last[0] is programs:
             return last[1]
@@ -97,11 +92,10 @@ class LoweredDerivatives:
         products = columns * columns * (requested.curvatures is not None)
         sizes = np.repeat(COLUMN_SUMS + columns + products, vectors)
         rows = evaluation.row_range(layout)
-        if level is None:
-            reductions = REDUCTIONS * (requested.reductions is not None)
-            moments = MOMENTS * (requested.moments is not None)
-            sums = int(sizes.sum()) + len(sizes) * (reductions + moments)
-            level = chunked_work.span_level(rows, layout, sums)
+        reductions = REDUCTIONS * (requested.reductions is not None)
+        moments = MOMENTS * (requested.moments is not None)
+        sums = int(sizes.sum()) + len(sizes) * (reductions + moments)
+        level = chunked_work.span_level(rows, layout, sums)
         # The product of two columns costs about as much as an instruction.
         costs = headers["end"] - headers["start"] + products // 2
         cut = chunked_work.cut_instances(costs, headers["scalars"], vectors, rows, layout, level)
@@ -139,12 +133,12 @@ def lower_derivatives(
 
 
 def lowering_key(
-    dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs, level: int | None
+    dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs
 ) -> tuple[Hashable, ...]:
     """Return what lowered derivatives and their plans depend on beside the programs."""
     arrays = requested.curvatures, requested.reductions, requested.moments
     flags = requested.row_loss, requested.lowering_flags, *(array is not None for array in arrays)
-    return (evaluation.batch.vectors, evaluation.rows, dataset.layout, level, *flags)
+    return (evaluation.batch.vectors, evaluation.rows, dataset.layout, *flags)
 
 
 class DerivativeRun:
@@ -209,10 +203,6 @@ class DerivativeRun:
     @property
     def _first_node(self) -> int:
         return chunked_work.first_node(self._rows, self._layout, self._cut.level)
-
-    def extend(self, nodes: NDArray[np.float64], rows: tuple[int, int]) -> None:
-        """Take the nodes of more rows for one's own."""
-        self.nodes, self._rows = np.ascontiguousarray(nodes), rows
 
     def finish(self) -> None:
         """Fill the other outputs, once `combining` has run."""

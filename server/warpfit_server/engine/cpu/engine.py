@@ -123,10 +123,8 @@ class CpuEngine:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device(name=name, threads=self.threads, memory=memory)
 
-    def load(
-        self, dataset: Dataset, rows: tuple[int, int] | None = None, *, streams: bool = True
-    ) -> None:
-        """Keep a data set; its arrays are used in place, whichever rows are wanted of it."""
+    def load(self, dataset: Dataset) -> None:
+        """Keep a data set; its arrays are used in place."""
         self._datasets[dataset.content_id] = dataset
 
     def unload(self, dataset_id: bytes) -> None:
@@ -173,13 +171,12 @@ class CpuEngine:
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
-        shard: interface.RowShard | None = None,
         selection: interface.Selection | None = None,
     ) -> interface.Steps[interface.Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
         dataset = self._dataset(evaluation)
         found, requested = linearisation_outputs(
-            evaluation.batch, row_loss, curvature=curvature, cancelled=cancelled, shard=shard
+            evaluation.batch, row_loss, curvature=curvature, cancelled=cancelled
         )
         with _memory_errors():
             yield from self._differentiate(dataset, evaluation, requested, selection)
@@ -257,8 +254,7 @@ class CpuEngine:
     ) -> interface.Steps[None]:
         """Evaluate with derivatives, custom losses or statistics."""
         kernels = yield from self._derivative_kernels()
-        shard, layout = requested.shard, dataset.layout
-        level = None if shard is None else shard.level
+        layout = dataset.layout
         whole = evaluation.batch if selection is None else selection.batch
 
         def lower(batch: Batch) -> interface.Steps[derivatives.LoweredDerivatives]:
@@ -266,20 +262,13 @@ class CpuEngine:
             given = self._run_in_steps, layout, batch, requested
             return (yield from derivatives.lower_derivatives(*given))
 
-        key = derivatives.lowering_key(dataset, evaluation, requested, level)
+        key = derivatives.lowering_key(dataset, evaluation, requested)
         find = self._derived.by_programs if selection is None else self._derived.by_batch
         programs = None if selection is None else selection.programs
         lowered = yield from find(whole, key, lower)
-        plan = lowered.plan(dataset, evaluation, requested, level, programs)
+        plan = lowered.plan(dataset, evaluation, requested, programs)
         run = derivatives.DerivativeRun(kernels, plan, dataset, evaluation, requested)
-        if shard is not None:
-            shard.begin(run.nodes.shape[1])
         yield from self._evaluate_in_steps(run.summing(), requested, evaluation.batch.vectors)
-        if shard is not None:
-            nodes = yield from shard.join(run.nodes)
-            if nodes is None:
-                return
-            run.extend(nodes, shard.rows)
         is_long = plan.cut.cost > self.step_size
         if is_long:  # so that the last rows, what follows them and the outputs are steps apart
             yield None
@@ -301,27 +290,21 @@ class CpuEngine:
 
         programs = yield from self._programs.by_programs(batch, (layout.variables,), lower)
         kernels = self._kernels[Flavour.of(layout, evaluation.precision)]
-        rows, shard = evaluation.row_range(layout), outputs.shard
+        rows = evaluation.row_range(layout)
         cells = len(batch) * batch.vectors
-        level = span_level(rows, layout, cells) if shard is None else shard.level
+        level = span_level(rows, layout, cells)
         cut = programs.cut(batch.vectors, rows, layout, level)
         context = new_context(dataset, evaluation, outputs.values, cut.level)
         if outputs.losses is not None and evaluation.loss is not None:
             context["loss_kernel"] = kernels.losses[_loss_kernel(evaluation.loss, dataset)]
-        width = cells if context["loss_kernel"][0] else 0
         sums = np.zeros((len(cut.spans), cells))
-        if shard is not None:
-            shard.begin(width)
         parameters = np.ascontiguousarray(batch.parameters), batch.parameter_starts
         inputs = Inputs(context, kernels.addresses, *parameters, programs.lowered)
         arrays = (*inputs.arrays(), sums)
         work = ChunkedWork(self._interpret, arrays, cut, outputs.cancelled)
         yield from self._evaluate_in_steps(work, outputs, batch.vectors)
-        nodes: NDArray[np.float64] | None = sums
-        if shard is not None:
-            nodes, rows = (yield from shard.join(sums[:, :width])), shard.rows
-        if nodes is not None and outputs.losses is not None and width:
-            outputs.losses.reshape(-1)[:] = sum_nodes(nodes, first_node(rows, layout, level))
+        if outputs.losses is not None:
+            outputs.losses.reshape(-1)[:] = sum_nodes(sums, first_node(rows, layout, level))
 
 
 class _LoweredPrograms:

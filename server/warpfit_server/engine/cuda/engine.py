@@ -45,7 +45,6 @@ from warpfit_server.engine.interface import (
     EngineBrokenError,
     Linearisation,
     Outputs,
-    RowShard,
     Selection,
     Steps,
     run_to_end,
@@ -117,21 +116,13 @@ class CudaEngine:
             tiers=(Tier.INTERPRETER, Tier.COMPILED),
         )
 
-    def load(
-        self, dataset: Dataset, rows: tuple[int, int] | None = None, *, streams: bool = True
-    ) -> None:
+    def load(self, dataset: Dataset) -> None:
         """Copy a data set to the device, or stream what is too large; see `interface.Engine`."""
         with self._lock:
             if dataset.content_id in self._residents:
                 return
-        start, stop = rows or (0, dataset.layout.rows)
-        layout, memory = replace(dataset.layout, rows=stop - start), self._device.memory_limit
-        if not must_stream(layout, memory):
-            resident = upload(self._device, dataset, rows)
-        elif streams:
-            resident = self._stream(dataset)
-        else:
-            raise self._device.no_room(layout.nbytes)
+        is_too_large = must_stream(dataset.layout, self._device.memory_limit)
+        resident = self._stream(dataset) if is_too_large else upload(self._device, dataset)
         with self._lock:
             self._residents[dataset.content_id] = resident
 
@@ -184,7 +175,6 @@ class CudaEngine:
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
-        shard: RowShard | None = None,
         selection: Selection | None = None,
     ) -> Steps[Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
@@ -192,7 +182,7 @@ class CudaEngine:
         self._device.use()
         try:
             tier = yield from self._derivative_tier()
-            given = row_loss, curvature, cancelled, shard, selection
+            given = row_loss, curvature, cancelled, selection
             return (yield from tier.linearise(resident, evaluation, *given))
         except self._device.errors as error:
             raise self._translate(error) from error
@@ -270,9 +260,8 @@ class CudaEngine:
         timings, host_time = yield from timed(steps)
         # What waited for a compiler, or for rows, says nothing about the rates of the tiers. Only
         # batches that it chooses for need the chooser: new ones are many, and always interpreted.
-        waited = resident.is_streamed or outputs.shard is not None
         is_known = tier is Tier.INTERPRETER or timings.cache_hits
-        if evaluation.tier is Tier.AUTO and not waited and is_known:
+        if evaluation.tier is Tier.AUTO and not resident.is_streamed and is_known:
             mode, token_rows = _mode_and_work(resident, evaluation)
             # Other requests have their steps in between, whose time is none of the tier's.
             seconds = 1e-9 * (host_time + timings.compute)

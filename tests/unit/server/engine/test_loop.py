@@ -25,7 +25,6 @@ from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit_server.engine import loop as loop_module
 from warpfit_server.engine.interface import EngineBrokenError
 from warpfit_server.engine.loop import Loop
-from warpfit_server.engine.peers import Peers
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc import messages
@@ -141,8 +140,8 @@ def an_evaluation(*parameters, constant=1.0, **changes):
 
 
 def a_runner(engine):
-    """Return what runs requests on an engine without peers."""
-    return RequestRunner(engine, {DATA.content_id: DATA}, 1 << 16, Peers(0, SegmentPool(0), print))
+    """Return what runs requests on an engine."""
+    return RequestRunner(engine, {DATA.content_id: DATA}, 1 << 16)
 
 
 @pytest.fixture

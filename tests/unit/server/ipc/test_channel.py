@@ -54,11 +54,10 @@ def test_the_messages_of_every_call_arrive_as_they_were(ends):
     layout = SegmentLayout(1, 3, 1, 8, 32, {"losses": ("<f8", (1, 1), 64)}, 128)
     rows = {"rows": (0, 8), "precision": "FAST", "loss": None, "tier": "AUTO"}
     submitted = messages.SubmitEvaluation(7, 1, 1 << 33, layout, bytes(32), **rows, submitted=2**60)
-    part = messages.Part((0, 8), 2, None)
     timings = Timings(1, *np.arange(4), tier=Tier.COMPILED, cache_hits=np.int64(5))
     finished = messages.RequestFinished.of(7, timings, 9)
     failed = messages.RequestFinished(7, UnavailableError("why", "REASON"))
-    for message in (submitted, submitted._replace(part=part), finished):
+    for message in (submitted, finished):
         ours.send(message)
         assert repr(theirs.receive()[0]) == repr(message)
     assert finished.timings == replace(timings, queue=9)

@@ -45,7 +45,6 @@ class Data:
     """A data set that some engines have, and some have no room for."""
 
     layout = DATASET.layout
-    shards = None
 
     def __init__(self, loaded=(0, 1, 2), full=()):
         self.loaded, self.full = set(loaded), full

@@ -8,12 +8,10 @@ from concurrent.futures import Future
 from itertools import count
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from support.servers.requests import DATA
-from warpfit.dataset import Layout
-from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
+from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.ipc import messages
@@ -135,67 +133,37 @@ def test_a_new_data_set_does_not_wait_for_an_engine_that_hangs(monkeypatch):
     engines.router.serving = frozenset(["cpu:1"])
     asked = []
 
-    def load(supervisor, dataset, *, streams):
+    def load(supervisor, dataset):
         asked.append(supervisor.number)
         loaded = Future()
         loaded.set_result(None)
         return loaded
 
     monkeypatch.setattr(EngineSupervisor, "load", load)
-    engines.place(SimpleNamespace(key=b"data", layout=DATA.layout, shards=None))
+    engines.place(SimpleNamespace(key=b"data", layout=DATA.layout))
     assert asked == [1]
 
 
-class TestShards:
-    LAYOUT = Layout(np.dtype("<f4"), 2, 100_000)
+def test_a_data_set_goes_to_the_next_engine_where_one_has_no_room(monkeypatch):
+    asked = []
 
-    @pytest.fixture
-    def place(self, monkeypatch):
-        """Place a data set of which engines refuse some, and return what they were asked for."""
+    def load(supervisor, dataset):
+        asked.append(supervisor.number)
+        loaded = Future()
+        loaded.set_exception(ResourceExhaustedError("no room", "MEMORY"))
+        if supervisor.number == has_room:
+            loaded = Future()
+            loaded.set_result(None)
+        return loaded
 
-        def place(refuse, devices="cpu:2", **options):
-            asked = []
-
-            def load(supervisor, dataset, *, streams=True):
-                asked.append((supervisor.number, dataset.shards is not None, streams))
-                loaded = Future()
-                error = refuse(supervisor.number, dataset)
-                loaded.set_exception(error) if error else loaded.set_result(None)
-                return loaded
-
-            monkeypatch.setattr(EngineSupervisor, "load", load)
-            monkeypatch.setattr(EngineSupervisor, "unload", lambda one, key: asked.append("gone"))
-            engines = Engines(Config(devices=devices), SegmentPool(0), QuotaTable.create(1, 2))
-            dataset = SimpleNamespace(key=b"data", layout=self.LAYOUT, shards=None)
-            try:
-                engines.place(dataset, **options)
-            except WarpfitError as error:
-                return asked, error.reason
-            return asked, dataset.shards
-
-        return place
-
-    @staticmethod
-    def refuse_whole(number, dataset):
-        return None if dataset.shards else ResourceExhaustedError("no room", "MEMORY")
-
-    def test_a_data_set_that_fits_on_no_device_is_sharded(self, place):
-        asked, shards = place(self.refuse_whole)
-        assert asked == [(0, False, False), (1, False, False), (0, True, True), (1, True, True)]
-        assert shards.engines == (0, 1)
-        assert shards.bounds == (0, 49_152, 100_000)
-
-    def test_unless_the_caller_wants_it_whole_or_there_is_one_device_which_may_stream(self, place):
-        tried = [(0, False, True), (1, False, True)]
-        assert place(self.refuse_whole, whole=True) == (tried, "MEMORY")
-        assert place(self.refuse_whole, devices="cpu") == (tried[:1], "MEMORY")
-
-    def test_if_a_shard_does_not_fit_either_no_engine_keeps_one(self, place):
-        def refuse(number, dataset):
-            return None if dataset.shards and number else ResourceExhaustedError("", "MEMORY")
-
-        asked, reason = place(refuse)
-        assert (asked[-2:], reason) == (["gone", "gone"], "MEMORY")
+    monkeypatch.setattr(EngineSupervisor, "load", load)
+    engines = Engines(Config(devices="cpu:2"), SegmentPool(0), QuotaTable.create(1, 2))
+    dataset, has_room = SimpleNamespace(key=b"data", layout=DATA.layout), 1
+    engines.place(dataset)
+    assert asked == [0, 1]
+    has_room = None
+    with pytest.raises(ResourceExhaustedError):
+        engines.place(dataset)
 
 
 def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost():
@@ -262,7 +230,7 @@ class TestLoads:
     @pytest.fixture
     def dataset(self):
         segment = SegmentPool(0).create(DATA.layout.nbytes)
-        return SimpleNamespace(key=b"data", layout=DATA.layout, segment=segment, shards=None)
+        return SimpleNamespace(key=b"data", layout=DATA.layout, segment=segment)
 
     @pytest.fixture
     def supervisor(self):

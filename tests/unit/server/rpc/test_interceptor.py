@@ -263,7 +263,7 @@ class TestDecoding:
         def lease(key):
             gate.begun.append(key)
             gate.open.wait(10)
-            yield SimpleNamespace(layout=DATA.layout, shards=None)
+            yield SimpleNamespace(layout=DATA.layout)
 
         config = Config()
         tenants = TenantLimits(config.limits(), None, shared=False)

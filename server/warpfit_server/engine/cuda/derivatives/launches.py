@@ -37,9 +37,9 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.finalize import MOMENTS
-from warpfit_server.engine.interface import RowShard, Steps
+from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.native.arguments import array_address
-from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
+from warpfit_server.row_blocks import levels_between, nodes_of
 
 _STATISTICS_THREADS: Final = 256
 _SMALL: Final = ("losses", "gradients", "variable_gradients", "curvatures", "reductions", "moments")
@@ -88,12 +88,6 @@ class RowNodes:
         size = 8 * (sums + statistics) * len(nodes_of(rows, length))
         return cls(context.buffer(name, max(1, size)), sums, statistics, rows, length)
 
-    def resized(
-        self, context: StreamContext, name: str, rows: tuple[int, int], length: int
-    ) -> RowNodes:
-        """Make room for the same numbers of nodes of other rows."""
-        return RowNodes.allocate(context, name, self.sums, self.statistics, rows, length)
-
     @property
     def first(self) -> int:
         """Number of the first node on its level."""
@@ -117,11 +111,6 @@ class RowNodes:
         arguments["node"] = start // self.length - self.first
         arguments["node_levels"] = levels_between(length, self.length)
 
-    def staging(self, context: StreamContext) -> NDArray[np.float64]:
-        """Return page-locked memory for all numbers."""
-        count, width = self.shape
-        return context.pinned("nodes", 8 * count * width).view(np.float64).reshape(count, width)
-
 
 def node_numbers(wanted: RequestedOutputs, code: DerivativeCode) -> tuple[int, int]:
     """Return how many sums, and numbers of statistics, of a node are wanted."""
@@ -144,7 +133,7 @@ class DerivativeLaunch:
     small: dict[str, NDArray[np.float64]]
     """Page-locked memory of each small result, flat, to which the kernels write."""
     nodes: RowNodes | None
-    """Set if the results are made of the nodes of these and other rows."""
+    """Set if the results are made of the nodes of several ranges of rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,49 +185,17 @@ def run_launch(
     size = sum(array.nbytes for array in (wanted.values, wanted.jacobian) if array is not None)
     work = launch.resident, spans, launch.plan.chunks, wanted.cancelled, launch_one, size
     computed = yield from run_chunks(device, context, *work)
-    nodes, shard = launch.nodes, launch.wanted.shard
-    if nodes is not None and shard is not None:
-        nodes = yield from _join(context, launch, nodes, shard)
-        device.use()
-    if nodes is not None:
-        _combine_nodes(context, launch, nodes)
+    if launch.nodes is not None:
+        _combine_nodes(context, launch, launch.nodes)
         context.mark("small")
         yield from context.reach("small")
-    if nodes is not None or shard is None:
-        for name, array in launch.small.items():
-            getattr(wanted, name).reshape(-1)[:] = array
+    for name, array in launch.small.items():
+        getattr(wanted, name).reshape(-1)[:] = array
     return computed
 
 
-def _join(
-    context: StreamContext, launch: DerivativeLaunch, nodes: RowNodes, shard: RowShard
-) -> Steps[RowNodes | None]:
-    """Return the nodes of all rows of an evaluation; None if another engine has them."""
-    length = node_rows(launch.resident.dataset.layout, shard.level)
-    own = nodes
-    if nodes.length < length:
-        own = nodes.resized(context, "shard nodes", nodes.rows, length)
-        _combine_nodes(context, launch, nodes, own)
-    staging = own.staging(context)
-    context.download(staging, own.address)
-    context.stream.synchronize()
-    joined = yield from shard.join(staging)
-    if joined is None:
-        return None
-    whole = own.resized(context, "all nodes", shard.rows, length)
-    staging = whole.staging(context)
-    staging[...] = joined
-    context.upload(whole.address, staging)
-    return whole
-
-
-def _combine_nodes(
-    context: StreamContext,
-    launch: DerivativeLaunch,
-    nodes: RowNodes,
-    parents: RowNodes | None = None,
-) -> None:
-    """Launch the computation of the results from all nodes, or that of nodes of more rows."""
+def _combine_nodes(context: StreamContext, launch: DerivativeLaunch, nodes: RowNodes) -> None:
+    """Launch the computation of the results from all nodes."""
     (count, width), jobs, kernels = nodes.shape, launch.plan.code.jobs, launch.kernels
     if nodes.sums:
         words = launch.words.copy()
@@ -246,8 +203,6 @@ def _combine_nodes(
         arguments["partials"], arguments["blocks"] = nodes.address, count
         arguments["pitch"] = width
         arguments["first_tile"] = nodes.first * block_tiles(launch.plan.variant)
-        if parents is not None:
-            parents.receive(arguments, 0, nodes.rows[0], nodes.length)
         place = array_address(words)
         run(context, KernelLaunch(kernels.combine.ptr, jobs, 1, COMBINE_THREADS, place))
     if nodes.statistics:
@@ -255,8 +210,6 @@ def _combine_nodes(
         merged["leaves"], merged["leaf_count"] = nodes.address + 8 * nodes.sums, count
         merged["leaf_pitch"], merged["first_leaf"] = width, nodes.first
         merged["rows"] = nodes.rows[1] - nodes.rows[0]
-        if parents is not None:
-            parents.receive(merged, nodes.sums, nodes.rows[0], nodes.length)
         place = merged.ctypes.data
         run(context, KernelLaunch(kernels.merge_leaves.ptr, jobs, 1, _STATISTICS_THREADS, place))
 

@@ -74,14 +74,12 @@ from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import (
     Linearisation,
     Outputs,
-    RowShard,
     Selection,
     Steps,
 )
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.native.compile_processes import BACKGROUND
-from warpfit_server.row_blocks import node_rows
 
 #: Most rows of which values are on the device at a time, a power of two.
 _MOST_VALUES: Final = 1 << 24
@@ -138,8 +136,7 @@ class DerivativeTier:
         started, computed = time.perf_counter_ns(), 0
         self._lowering.expect(evaluation.batch)
         wanted, batch = requested_outputs(evaluation, outputs), evaluation.batch
-        is_cut = outputs.shard is None and not resident.is_streamed
-        edges = _part_edges(batch) if is_cut else [0, len(batch)]
+        edges = [0, len(batch)] if resident.is_streamed else _part_edges(batch)
         for programs in starmap(slice, pairwise(edges)):
             if programs.start:
                 yield None
@@ -162,12 +159,11 @@ class DerivativeTier:
         row_loss: Program,
         curvature: bool,
         cancelled: NDArray[np.uint8],
-        shard: RowShard | None,
         selection: Selection | None,
     ) -> Steps[Linearisation]:
         """Linearise as `warpfit_server.engine.interface.Engine.linearise` does."""
         found, wanted = linearisation_outputs(
-            evaluation.batch, row_loss, curvature=curvature, cancelled=cancelled, shard=shard
+            evaluation.batch, row_loss, curvature=curvature, cancelled=cancelled
         )
         yield from self._run(resident, evaluation, wanted, selection)
         return found
@@ -187,8 +183,7 @@ class DerivativeTier:
         most = resident.window_rows
         if wanted.jacobian is not None or stores_values(wanted):
             most = min(most, _MOST_VALUES)
-        layout, shard = resident.dataset.layout, wanted.shard
-        rows = evaluation.row_range(layout)
+        rows = evaluation.row_range(resident.dataset.layout)
         spans = cut_rows(rows, most)
         work = resident, evaluation, longest(spans), wanted
         if selection is None:
@@ -198,11 +193,8 @@ class DerivativeTier:
         kernels = yield from self._prepare(plan)
         with self._device.stream() as context:
             nodes = None
-            if len(spans) > 1 or shard is not None:
+            if len(spans) > 1:
                 sizes = node_numbers(wanted, plan.code)
-                if shard is not None:
-                    most = min(most, node_rows(layout, shard.level))
-                    shard.begin(sum(sizes))
                 nodes = RowNodes.allocate(context, "nodes", *sizes, rows, most)
             parameters = evaluation.batch.parameters
             launch = _begin(context, resident, parameters, wanted, plan, kernels, nodes)

@@ -39,7 +39,7 @@ from warpfit_server.engine.cuda.runtime.driver_calls import (
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined
-from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
+from warpfit_server.row_blocks import levels_between
 
 #: Types of the kernels' arguments.
 BATCH: Final = argument_struct(BATCH_SOURCE, "Batch")
@@ -80,13 +80,8 @@ def cut_tiles(
     rows: Span,
     loss: Loss | None,
     variant: Variant,
-    level: int | None = None,
 ) -> NDArray[Any]:
-    """Cut rows of a data set into tiles; return a record of `TILES`.
-
-    Losses are summed up of each node of a level, or of all rows.
-    """
-    length = None if level is None else node_rows(resident.dataset.layout, level)
+    """Cut rows of a data set into tiles; return a record of `TILES`."""
     first_tile = rows[0] // variant.tile
     aligned = first_tile * variant.tile
     tiles = {
@@ -98,8 +93,8 @@ def cut_tiles(
         "first_row": rows[0] - aligned,
         "end_row": rows[1] - aligned,
         "count": -(-(rows[1] - aligned) // variant.tile),
-        "node_levels": levels_between(variant.tile, length),
-        "nodes": 1 if length is None else len(nodes_of(rows, length)),
+        "node_levels": levels_between(variant.tile, None),
+        "nodes": 1,
         "absolute": int(loss is Loss.MAE),
     }
     return np.array([tuple(tiles[name] for name in TILES.names or ())], TILES)

@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Layout
 from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.batch_launch import (
@@ -37,8 +36,7 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     run_chunks,
 )
 from warpfit_server.engine.interface import Outputs, Steps
-from warpfit_server.engine.sum_tree import parent_nodes, sum_nodes
-from warpfit_server.row_blocks import levels_between, node_rows, nodes_of
+from warpfit_server.engine.sum_tree import sum_nodes
 
 #: Variants of the kernels by mode: for little work, with few rows a thread, and for much.
 _VARIANTS_OF: Final = {
@@ -78,7 +76,7 @@ class InterpreterTier:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         started = time.perf_counter_ns()
         check_cancelled(outputs.cancelled)
-        layout, shard, batch = resident.dataset.layout, outputs.shard, evaluation.batch
+        layout, batch = resident.dataset.layout, evaluation.batch
         rows = evaluation.row_range(layout)
         length = self._rows_at_a_time(resident, evaluation)
         spans = cut_rows(rows, length)
@@ -87,15 +85,11 @@ class InterpreterTier:
         kernels = self.prepare(self.variant(resident, evaluation, rows_of_most))
         all_jobs = len(batch) * batch.vectors
         jobs = self._most_jobs(evaluation, kernels.variant, rows_of_most)
-        level = None if shard is None else shard.level
-        if shard is not None:
-            length = min(length, node_rows(layout, shard.level))
-            shard.begin(0 if outputs.losses is None else outputs.losses.size)
         is_whole = jobs == all_jobs and len(spans) == 1 and not resident.is_streamed
         with self._device.stream() as context:
             given = context, kernels, batch, layout.variables, jobs
             lowered = yield from BatchLaunch.begin(*given)
-            if is_whole and shard is None and outputs.losses is not None and not evaluation.values:
+            if is_whole and outputs.losses is not None and not evaluation.values:
                 tiles = self._tiles(resident, rows, evaluation.loss, kernels.variant)
                 return (yield from lowered.compute_losses(tiles, outputs.losses, started))
             launched = time.perf_counter_ns()
@@ -105,8 +99,7 @@ class InterpreterTier:
             def launch(
                 window: ResidentDataset, number: int, jobs: Jobs, side: int
             ) -> Callable[[], None]:
-                given = window, spans[number], evaluation.loss, kernels.variant, level
-                tiles = cut_tiles(*given)
+                tiles = cut_tiles(window, spans[number], evaluation.loss, kernels.variant)
                 staging = lowered.launch_chunk(tiles, evaluation, jobs, f" {side}")
                 return partial(results.copy, number, jobs, staging)
 
@@ -115,7 +108,7 @@ class InterpreterTier:
             work = resident, spans, chunks, outputs.cancelled, launch, size
             computed = yield from run_chunks(self._device, context, *work)
             copy_out = max(0, time.perf_counter_ns() - launched - computed)
-        yield from results.sum_up(layout)
+        results.sum_up()
         return Timings(
             copy_in=launched - started, compute=computed, copy_out=copy_out, tier=Tier.INTERPRETER
         )
@@ -205,7 +198,7 @@ class ChunkResults:
     spans: Sequence[Span]
     """Rows of the chunks, in turn."""
     length: int
-    """Rows of a node of the tree of sums; a span is one, or several nodes of a shard."""
+    """Rows of a node of the tree of sums; a span is one."""
     sums: list[list[NDArray[np.float64]]]
     """Sums of the loss terms of some jobs in turn, [nodes, jobs], for each span."""
 
@@ -227,18 +220,9 @@ class ChunkResults:
             if number == len(self.spans) - 1:
                 outputs.ready(end // batch.vectors)
 
-    def sum_up(self, layout: Layout) -> Steps[None]:
+    def sum_up(self) -> None:
         """Fill in the losses, if they are wanted, once all chunks have been copied."""
-        losses, shard, first = self.outputs.losses, self.outputs.shard, self.spans[0][0]
-        nodes = None if losses is None else np.block(self.sums)
-        length = self.length
-        if shard is not None:
-            length = node_rows(layout, shard.level)
-            count = len(nodes_of((first, self.spans[-1][1]), length))
-            mine = np.empty((count, 0))
-            if nodes is not None:
-                levels = levels_between(self.length, length)
-                mine = parent_nodes(nodes, first // self.length, levels)
-            nodes, first = (yield from shard.join(mine)), shard.rows[0]
-        if losses is not None and nodes is not None:
-            losses[...] = sum_nodes(nodes, first // length).reshape(losses.shape)
+        losses, first = self.outputs.losses, self.spans[0][0]
+        if losses is not None:
+            sums = sum_nodes(np.block(self.sums), first // self.length)
+            losses[...] = sums.reshape(losses.shape)

@@ -184,24 +184,22 @@ def longest(spans: Sequence[Span]) -> Span:
     return max(spans, key=lambda span: span[1] - span[0])
 
 
-def upload(device: CudaDevice, dataset: Dataset, rows: Span | None = None) -> ResidentDataset:
-    """Copy a data set to the device, or some of its rows.
+def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:
+    """Copy a data set to the device.
 
     Raises:
         ResourceExhaustedError: if the device has no room for it.
     """
     layout = dataset.layout
-    start, stop = rows or (0, layout.rows)
-    stride = -(-(stop - start) // ROW_MULTIPLE) * ROW_MULTIPLE
+    stride = -(-layout.rows // ROW_MULTIPLE) * ROW_MULTIPLE
     size = (layout.columns * stride + SLACK_ROWS) * layout.dtype.itemsize
     with device.stream() as context:
         memory = device.allocate(size)
         context.clear(memory.ptr, size)
         columns = device.cupy.ndarray((layout.columns, stride), layout.dtype, memptr=memory)
-        resident = ResidentDataset(dataset, columns, start)
+        resident = ResidentDataset(dataset, columns)
         for column in range(layout.columns):
-            source = dataset.matrix[column, start:stop]
-            _upload_column(context, source, resident.address(column, start))
+            _upload_column(context, dataset.matrix[column], resident.address(column, 0))
     return resident
 
 

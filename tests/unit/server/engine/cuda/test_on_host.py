@@ -14,7 +14,6 @@ from support.engines.evaluations import Evaluate
 from support.engines.fits import fit
 from support.engines.operators import check_node_by_node
 from support.engines.reference_losses import reference_loss
-from support.engines.shards import REQUESTS, check_evaluation
 from support.suites.derivatives import (  # noqa: F401
     LOSSES,
     make_dataset,
@@ -48,7 +47,6 @@ from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.math import modes
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.interface import Outputs, run_to_end
-from warpfit_server.row_blocks import Shards
 
 ROWS = 5_003
 
@@ -140,16 +138,6 @@ def test_a_loss_of_ones_own_is_the_references(engine, batch, gradient):
 @pytest.mark.parametrize("rows", [(0, 1), (0, 17_000), (300, 5_000), (1024, 2048), (2000, 2300)])
 def test_statistics_are_numpys(engine, rows):
     check_statistics(engine, rows != (1024, 2048), "float64", rows)
-
-
-@pytest.mark.parametrize("wanted", REQUESTS)
-def test_shards_have_the_bits_of_one_engine(engines, monkeypatch, wanted):
-    monkeypatch.setattr(interpreter, "_CHUNK_BYTES", 1 << 15)
-    data = make_dataset(ROWS, weights=True)
-    evaluation = Evaluation(
-        data.content_id, Batch.of(*smooth_programs()), **{"values": False} | REQUESTS[wanted]
-    )
-    check_evaluation(engines, data, Shards.of(data.layout, (0, 1)), evaluation)
 
 
 @pytest.mark.parametrize("gradient", [False, True])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from warpfit_server.engine.cuda.math.prelude import sum_tree
-from warpfit_server.engine.sum_tree import parent_nodes, sum_nodes
+from warpfit_server.engine.sum_tree import sum_nodes
 from warpfit_server.row_blocks import levels_between
 
 _ENTRIES = """
@@ -51,6 +51,14 @@ def run(kernel: str, *words: Any) -> None:
     )
     sizes = (1, 1, 1), (32, 1, 1)
     assert launch_on_host(kernels(), kernel, *sizes, [arguments.ctypes.data])
+
+
+def parent_nodes(nodes, first, levels):
+    """Add up sums of nodes to those of the nodes so many levels above."""
+    numbers = first + np.arange(len(nodes))
+    edges = np.flatnonzero(np.diff(numbers >> levels)) + 1
+    groups = zip(np.split(nodes, edges), numbers[[0, *edges]], strict=True)
+    return np.stack([sum_nodes(group, int(number)) for group, number in groups])
 
 
 @settings(max_examples=25, deadline=None)
