@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import warpfit
 from support.load.faults import free_port
@@ -35,8 +36,28 @@ LOOKED_AT = ("README.md", "client/README.md")
 PROGRAMS = [program for path in READMES for program in programs(path)[path in LOOKED_AT :]]
 SHELL = [s for path in READMES for s in snippets(path) if s.language == "sh"]
 INSTALLING = [snippet for snippet in SHELL if installs(snippet)]
-#: What is not run here: tests of their own run the commands with small sizes; flags are checked.
-NOT_RUN = {"bench", "client/examples/diabetes_gp.py"}
+#: What is not run as it stands, by the beginning of the command, and why. Of all other command lines
+#: of the READMEs, in blocks and in sentences, those that can be run at once are.
+NOT_RUN = {
+    "warpfit bench": "tests/e2e/test_bench.py runs it with small sizes",
+    "python client/examples/diabetes_gp.py": "tests/e2e/test_examples.py runs it with small sizes",
+    "python -m pytest": "these are the tests",
+    "python tests/bench/run.py": "it measures for hours",
+    "python tests/bench/figures.py": "tests/unit/repository/test_readmes.py runs it with --check",
+    "python proto/generate.py": "tests/unit/repository/test_stubs.py compares what it writes",
+    "pip ": "it installs; tests/unit/repository/test_install.py checks the extras",
+    "docker ": "tests/e2e/test_deployments.py starts the same as a process, tests/images in containers",
+    "umask ": "tests/e2e/test_deployments.py",
+    "sudo ": "tests/e2e/test_deployments.py",
+    "COMPOSE_PROFILES=": "tests/e2e/test_deployments.py starts its services",
+    "helm ": "tests/e2e/test_deployments.py starts its pods",
+    "warpfit info HOST:50551 --ca": "tests/e2e/test_deployments.py",
+    "chmod ": "it names no file",
+    "warpfit ray": "tests/e2e/test_ray.py",
+    "warpfit precompile": "tests/unit/server runs it; it takes minutes",
+    "warpfit top": "tests/unit/client/cli runs it against a page of metrics",
+    "warpfit health": "tests/e2e/test_faults.py",
+}
 BUILD_TOOLS = ("protoc", "grpc_cpp_plugin", "g++", "pkg-config")
 MAIN = "import sys; from warpfit.cli.main import main; sys.exit(main())"
 
@@ -117,19 +138,68 @@ def test_shell(
 
 
 def check_command(line: str, checkout: Path) -> None:
-    """Run a command, or check what it names where it cannot be run."""
+    """Run a command, or check what it names where it is not run."""
     words = shlex.split(line.replace(".venv/bin/", "").rstrip("&"), comments=True)
-    if {"docker", "helm"} & set(words):
-        builds = [line for s in SHELL for line in commands(s) if line.startswith("docker build")]
-        deployments.check_command(shlex.join(words), dict(map(deployments.image_of, builds)))
-    elif NOT_RUN & set(words):
-        length = 3 if words[2:3] in (["load"], ["report"]) else 2
-        known = run([*words[:length], "--help"], checkout)
-        assert all(flag in known for flag in flags_in(line)), line
+    if any(shlex.join(words).startswith(f"{known.strip()}") for known in NOT_RUN):
+        check_words(words, checkout)
     elif words[:2] == ["warpfit", "serve"] and "--help" not in words:
         serve(words, checkout)
     else:
         run(words, checkout)
+
+
+def check_words(words: list[str], checkout: Path) -> None:
+    """Check that files, flags and extras which a command names are there."""
+    line = shlex.join(words)
+    for path in re.findall(r"(?<![\w/.])(?:deploy|tests|client|proto)/[\w./]+", line):
+        assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), path
+    for extras in re.findall(r"'\.\[([\w,]+)\]'", line):
+        assert set(extras.split(",")) <= set(EXTRAS), line
+    for changes in [deployments.chart_changes(words)] if words[0] == "helm" else []:
+        deployments.values(changes)
+    for profile in re.findall(r"COMPOSE_PROFILES=(\w+)", line):
+        services = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+        assert any(profile in service.get("profiles", ()) for service in services.values())
+    if line.startswith("docker build"):
+        deployments.image_of(line)
+    if words[0] == "warpfit" or words[1:2] == ["client/examples/diabetes_gp.py"]:
+        length = 3 if words[1:2] in (["bench"], ["ray"]) and words[2:3] != ["--profile"] else 2
+        given = [word for word in words[:length] if "." not in word or word.endswith(".py")]
+        known = run([*given, "--help"], checkout)
+        assert all(flag in known for flag in flags_in(line)), line
+
+
+SENTENCES = sorted(
+    {
+        (path, " ".join(found.split()))
+        for path in READMES
+        for found in re.findall(
+            r"`((?:\.venv/bin/)?(?:warpfit|python|pip|docker|helm|chmod|sudo)\s[^`]+)`",
+            re.sub(r"^```.*?^```$", "", (ROOT / path).read_text(), flags=re.S | re.M),
+        )
+    }
+)
+
+
+@pytest.mark.parametrize(("path", "line"), SENTENCES, ids=lambda value: value)
+def test_commands_in_sentences(path: str, line: str, server, checkout, monkeypatch):
+    """A name in capitals stands for what a user has; a command that needs more is not a whole one."""
+    monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
+    line = line.replace("HOST:PORT", server.address).replace("PATH", "addresses")
+    if line == "docker --cpus":  # a flag
+        return
+    if line.startswith("warpfit serve"):
+        known = run(["warpfit", "serve", "--help"], checkout)
+        assert all(flag in known for flag in flags_in(line))
+        return
+    check_command(line, checkout)
+
+
+def test_every_exception_from_running_is_needed():
+    lines = [line.replace(".venv/bin/", "") for s in SHELL for line in commands(s)]
+    lines += [line for _, line in SENTENCES]
+    unused = [known for known in NOT_RUN if not any(x.startswith(known.strip()) for x in lines)]
+    assert not unused
 
 
 def executed(words: list[str], folder: Path) -> dict[str, Any]:

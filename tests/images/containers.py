@@ -31,6 +31,10 @@ mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 mount -t tmpfs -o mode=1777,size=64m tmpfs "$root/tmp"
 mount --bind "$volume" "$root$mounted_at"
+if [ -n "$folder" ]; then
+    mkdir -p "$root$folder_at"
+    mount --bind "$folder" "$root$folder_at"
+fi
 mount -o remount,bind,ro "$root"
 exec chroot "$root" setpriv --reuid "${user%%:*}" --regid "${user##*:}" --clear-groups \
     --no-new-privs --bounding-set=-all env -i "$@"
@@ -53,7 +57,12 @@ class Image:
         return replace(self, health=[*self.health[:-1], address])
 
     def start(
-        self, volume: Path, command: Sequence[str], changes: Mapping[str, str], **options: Any
+        self,
+        volume: Path,
+        command: Sequence[str],
+        changes: Mapping[str, str],
+        folder: tuple[str, str] = ("", ""),
+        **options: Any,
     ) -> subprocess.Popen[Any]:
         """Run a command in a container of the image.
 
@@ -61,12 +70,14 @@ class Image:
             volume: folder of this machine for the image's volume.
             command: with its arguments.
             changes: variables that differ from the image's.
+            folder: a folder of this machine, and where it is in the container.
             **options: of `subprocess.Popen`.
 
         """
         outside = {
             **{"root": str(self.root), "user": self.user, "volume": str(volume)},
-            **{"mounted_at": self.volume, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+            **{"mounted_at": self.volume, "folder": folder[0], "folder_at": folder[1]},
+            **{"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
         }
         inside = {**self.environment, **changes}
         assignments = [f"{name}={value}" for name, value in inside.items()]
@@ -87,9 +98,16 @@ class Image:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     @contextmanager
-    def serve(self, volume: Path, log: IO[str], seconds: float, **changes: str):
+    def serve(
+        self,
+        volume: Path,
+        log: IO[str],
+        seconds: float,
+        folder: tuple[str, str] = ("", ""),
+        **changes: str,
+    ):
         """Start the image's own command; give the process once its health check succeeds."""
-        with self.start(volume, self.command, changes, stderr=log) as server:
+        with self.start(volume, self.command, changes, folder, stderr=log) as server:
             try:
                 deadline = time.monotonic() + seconds
                 while self.run(volume, self.health, **changes).returncode:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import time
 from pathlib import Path
 
@@ -17,6 +18,10 @@ import pytest
 
 import warpfit
 from support.load.faults import free_port
+from support.repository import deployments
+from support.repository.readmes import commands, snippets
+from support.servers.certificates import Authority
+from warpfit.transport.security import TlsConfig, new_token
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -109,6 +114,49 @@ def test_the_image_alone_does_not_serve_plain_text(cpu_image, volume):
     ran = cpu_image.run(volume, cpu_image.command)
     assert ran.returncode == 2
     assert "plain text on 0.0.0.0" in ran.stderr
+
+
+LINES = [
+    made
+    for snippet in snippets("deploy/README.md")
+    for line in commands(snippet)
+    if line.startswith("docker run ")
+    for made in [deployments.container(shlex.split(line)[2:])]
+    if made.gpus is None and made.command[1:] == ("serve",)
+]
+
+
+@pytest.mark.parametrize("made", LINES, ids=range(len(LINES)))
+def test_the_documented_lines_start_a_container_that_serves(cpu_image, volume, tmp_path, made):
+    """With the variables, mounts and the host of the line; the ports are free ones."""
+    assert len(LINES) == 2
+    variables = settings(**dict(made.environment))
+    for name in ("PORT", "HEALTH_PORT", "METRICS_PORT"):
+        variables[f"WARPFIT_{name}"] = str(free_port())
+    variables.pop("PATH")
+    folders = {inside: place for inside, place in made.mounts.items() if "/" in place}
+    security, folder = {}, ("", "")
+    if folders:
+        (inside,) = folders
+        keys = tmp_path / "keys"
+        keys.mkdir(mode=0o700)
+        authority, (token, line) = Authority(tmp_path), new_token("alice")
+        pair = authority.issue("", file="server")
+        for path in (pair.certificate, pair.key):
+            path.rename(keys / path.name)
+        (keys / "tokens").write_text(f"{line}\n")
+        for path in (keys, *keys.iterdir()):
+            os.chown(path, USER, USER)
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        security = {"tls": TlsConfig(ca=authority.file), "token": token}
+        folder = (str(keys), inside)
+    image = cpu_image.with_health(f"127.0.0.1:{variables['WARPFIT_HEALTH_PORT']}")
+    with (tmp_path / "log").open("w") as log:
+        with image.serve(volume, log, COLD_SECONDS, folder, **variables) as server:
+            address = f"127.0.0.1:{variables['WARPFIT_PORT']}"
+            with warpfit.connect(address, **security) as client:
+                assert client.evaluate(client.upload([[1.0]]), ["x1 + 1"]).tolist() == [[2.0]]
+        assert server.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,8 @@ def _token(options: argparse.Namespace) -> None:
     from warpfit.transport.security import new_token
 
     token, line = new_token(options.tenant, options.days)
-    print(f"warpfit: add this line to the server's token file:\n{line}", file=sys.stderr)
+    # What goes to standard error can itself be a token file, so that `2> tokens` makes one.
+    print(f"# Add this line to the server's token file:\n{line}", file=sys.stderr)
     print(token)
 
 

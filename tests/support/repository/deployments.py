@@ -1,11 +1,14 @@
 """The Dockerfile, the chart and other files of deploy/, and checks of commands that use them."""
 
+import argparse
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,56 @@ def check_environment(environment: Mapping[str, str]) -> None:
 # ------------------------------------------------------------------------------------- commands
 
 
+@dataclass(frozen=True)
+class Container:
+    """What a ``docker run`` of our image starts."""
+
+    image: str
+    environment: Mapping[str, str]
+    """Variables of the image, with those of the command."""
+    mounts: Mapping[str, str]
+    """Volumes and folders of this machine by their places in the container."""
+    published: Mapping[str, tuple[str, str]]
+    """Address and port of this machine by port of the container."""
+    gpus: str | None
+    command: tuple[str, ...]
+
+
+def container(words: list[str]) -> Container:
+    """Read the words after ``docker run``; a flag that is not known here is an error."""
+    parser = argparse.ArgumentParser(prog="docker run", exit_on_error=False, allow_abbrev=False)
+    for switch in ("--read-only", "--rm"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--gpus")
+    for several in ("--tmpfs", "-v", "-p", "-e"):
+        parser.add_argument(several, action="append", default=[])
+    parser.add_argument("image")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    given = parser.parse_args(words)
+    environment, entrypoint, command = image_settings()
+    mounts = [mount.split(":") for mount in given.v]
+    ports = [port.rsplit(":", 2) for port in given.p]
+    return Container(
+        given.image,
+        environment | dict(variable.split("=", 1) for variable in given.e),
+        {inside: outside for outside, inside, *_ in mounts},
+        {inside: (address[0] if address else "", port) for *address, port, inside in ports},
+        given.gpus,
+        (*entrypoint, *(given.command or command)),
+    )
+
+
+def image_settings() -> tuple[dict[str, str], list[str], list[str]]:
+    """Variables, entry point and command of the image, from the last stage of the Dockerfile."""
+    stage = dockerfile().rpartition("\nFROM ")[2]
+    (variables,) = re.findall(r"^ENV (.*)$", stage, re.M)
+    (entrypoint,), (command,) = (
+        re.findall(rf"^{name} (\[.*\])$", stage, re.M) for name in ("ENTRYPOINT", "CMD")
+    )
+    pairs = dict(pair.split("=", 1) for pair in shlex.split(variables))
+    return pairs, json.loads(entrypoint), json.loads(command)
+
+
 def image_of(line: str) -> tuple[str, str]:
     """Name and variant of the image that a ``docker build`` makes."""
     text = dockerfile()
@@ -97,27 +150,28 @@ def image_of(line: str) -> tuple[str, str]:
     return re.search(r" -t (\S+)", line)[1], variant
 
 
-def check_command(line: str, images: Mapping[str, str]) -> None:
-    """Check a command of docker or helm about our files; ``images`` are their variants by name."""
-    text, words = dockerfile(), line.split()
-    for path in re.findall(r"(?<![\w/])deploy/[\w./]+", line):
-        assert (ROOT / path).exists(), path
-    if "run" in words:
-        assert ("--gpus" in words) == images[words[-1]].startswith("cuda")
-        folders = re.search(r"^RUN install -d (.*)$", text, re.M)[1].split()
-        assert set(re.findall(r"-v [^:]+:(\S+)", line)) <= set(folders)
-        exposed = re.search(r"^EXPOSE (.*)$", text, re.M)[1].split()
-        ports = re.findall(r"-p (\S+):\d+:(\d+)", line)
-        assert all(host == "127.0.0.1" and inside in exposed for host, inside in ports)
-        check_environment(dict(re.findall(r"-e (\w+)=(\S+)", line)))
-    for profile in re.findall(r"COMPOSE_PROFILES=(\w+)", line):
-        compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-        assert any(profile in s.get("profiles", ()) for s in compose["services"].values())
-    changes = {name: yaml.safe_load(v) for name, v in re.findall(r"--set ([\w.]+)=(\S+)", line)}
-    values(changes)
-    if changes and can_render():  # every text that was set arrives in a manifest
-        rendered = json.dumps(render(changes))
-        assert all(not isinstance(value, str) or value in rendered for value in changes.values())
+def check_container(made: Container, images: Mapping[str, str]) -> None:
+    """Check what a container may use against the Dockerfile; ``images`` are variants by name."""
+    text = dockerfile()
+    assert bool(made.gpus) == images[made.image].startswith("cuda")
+    folders = re.search(r"^RUN install -d (.*)$", text, re.M)[1].split()
+    volumes = {inside for inside, outside in made.mounts.items() if "/" not in outside}
+    assert volumes <= set(folders)
+    exposed = re.search(r"^EXPOSE (.*)$", text, re.M)[1].split()
+    assert made.published.keys() <= set(exposed)
+    if "WARPFIT_TLS_CERT" not in made.environment:
+        assert all(address == "127.0.0.1" for address, _ in made.published.values())
+    check_environment(made.environment)
+
+
+def chart_changes(words: list[str]) -> dict[str, Any]:
+    """The values that a ``helm install`` sets."""
+    return {
+        name: yaml.safe_load(value)
+        for flag, text in zip(words, words[1:], strict=False)
+        if flag == "--set"
+        for name, value in [text.split("=", 1)]
+    }
 
 
 def dockerfile() -> str:
