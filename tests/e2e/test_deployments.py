@@ -76,7 +76,7 @@ def started(
         try:
             banner = server.stdout.readline()
             found = re.match(r"warpfit listening on \S+:(\d+)", banner)
-            assert found, server.communicate(timeout=30)[1] if not banner else banner
+            assert found, banner or server.communicate(timeout=30)[1]
             yield server, int(found[1])
         finally:
             server.send_signal(signal.SIGTERM)
@@ -144,7 +144,11 @@ def test_a_line_without_consent_would_not_start(environment, tmp_path):
     bare = line.replace("-e WARPFIT_INSECURE=yes ", "")
     assert bare != line
     done = subprocess.run(
-        ["bash", "-c", f"exec {bare}"], env=environment, cwd=tmp_path, capture_output=True, text=True
+        ["bash", "-c", f"exec {bare}"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert "plain text on 0.0.0.0" in done.stderr

@@ -36,17 +36,16 @@ LOOKED_AT = ("README.md", "client/README.md")
 PROGRAMS = [program for path in READMES for program in programs(path)[path in LOOKED_AT :]]
 SHELL = [s for path in READMES for s in snippets(path) if s.language == "sh"]
 INSTALLING = [snippet for snippet in SHELL if installs(snippet)]
-#: What is not run as it stands, by the beginning of the command, and why. Of all other command lines
-#: of the READMEs, in blocks and in sentences, those that can be run at once are.
+#: What is not run as it stands, by the beginning of the command, and why. All other command lines
+#: of the READMEs are run, in blocks and in sentences.
 NOT_RUN = {
-    "warpfit bench": "tests/e2e/test_bench.py runs it with small sizes",
     "python client/examples/diabetes_gp.py": "tests/e2e/test_examples.py runs it with small sizes",
     "python -m pytest": "these are the tests",
     "python tests/bench/run.py": "it measures for hours",
     "python tests/bench/figures.py": "tests/unit/repository/test_readmes.py runs it with --check",
     "python proto/generate.py": "tests/unit/repository/test_stubs.py compares what it writes",
     "pip ": "it installs; tests/unit/repository/test_install.py checks the extras",
-    "docker ": "tests/e2e/test_deployments.py starts the same as a process, tests/images in containers",
+    "docker ": "tests/e2e/test_deployments.py starts the same as processes",
     "umask ": "tests/e2e/test_deployments.py",
     "sudo ": "tests/e2e/test_deployments.py",
     "COMPOSE_PROFILES=": "tests/e2e/test_deployments.py starts its services",
@@ -183,7 +182,7 @@ SENTENCES = sorted(
 
 @pytest.mark.parametrize(("path", "line"), SENTENCES, ids=lambda value: value)
 def test_commands_in_sentences(path: str, line: str, server, checkout, monkeypatch):
-    """A name in capitals stands for what a user has; a command that needs more is not a whole one."""
+    """A name in capitals stands for what a user has."""
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
     line = line.replace("HOST:PORT", server.address).replace("PATH", "addresses")
     if line == "docker --cpus":  # a flag

@@ -16,6 +16,7 @@ from warpfit.calls.display import TextTable
 from warpfit.calls.fit_arguments import FitOptions
 from warpfit.calls.results import Fit
 from warpfit.calls.retries import Deadline
+from warpfit.dataset.canonical import ranges
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.printing import to_latex, to_text
 from warpfit.formulas.snapping import SnapSettings, Trials, snap
@@ -120,11 +121,16 @@ class SimplifyTask:
         rounding = _ROUNDING * float(np.finfo(layout.dtype).eps)
         is_squared = self._loss.is_squares and self._loss.closing is not Closing.ROOT
         sample = self._data.dataset.every(max(1, layout.rows // _SAMPLE)).astype(np.float64)
+        if layout.has_weights and (sample[-1] > 0.0).any():
+            sample = sample[:, sample[-1] > 0.0]
+        low, high = ranges(self._data.dataset)
         return SnapSettings(
             tolerance=tolerance,
             rounding=rounding**2 if is_squared else rounding,
             assume_defined=bool(self._options.get("assume_defined")),
             sample=sample[: layout.variables],
+            low=low,
+            high=high,
             middle=float(np.median(sample[layout.variables])) if layout.has_target else 0.0,
         )
 

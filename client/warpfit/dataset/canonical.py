@@ -235,6 +235,32 @@ class DatasetReference:
 ClientDataset: TypeAlias = Dataset | ColumnsInPlace | DatasetReference
 
 
+def ranges(dataset: ClientDataset) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the least and the greatest finite number of each variable, [variables] each.
+
+    Rows of weight 0 do not count. A variable without any finite number has the range 0 to 0.
+    """
+    layout = dataset.layout
+    weights = dataset.weights if layout.has_weights else None
+    low = np.full(layout.variables, np.inf)
+    high = np.full(layout.variables, -np.inf)
+    start = 0
+    for chunk in dataset.chunks(BLOCK_BYTES):
+        numbers = np.frombuffer(chunk, layout.dtype)
+        while len(numbers) and start < layout.variables * layout.rows:
+            column, row = divmod(start, layout.rows)
+            part, numbers = np.split(numbers, [layout.rows - row])
+            start += len(part)
+            counts = np.isfinite(part)
+            if weights is not None:
+                counts &= weights[row : row + len(part)] > 0
+            low[column] = part.min(initial=low[column], where=counts)
+            high[column] = part.max(initial=high[column], where=counts)
+    empty = low > high
+    low[empty] = high[empty] = 0.0
+    return low, high
+
+
 def client_dataset(
     table: Table,
     *,

@@ -1,29 +1,33 @@
 """Shorter equal programs by SymPy's algebra.
 
-SymPy may take any time, so it works in a child process, which is ended after `SECONDS`; what it has
-found by then is used. Nothing is believed: a candidate has to agree with the original on random
+SymPy may take any time and memory, so it works in a child process, which is ended after `SECONDS`;
+what it has found by then is used. What it cannot do, or makes too long, is a candidate less and
+never an error. Nothing is believed: a candidate has to agree with the original on random
 rows, some of them with zeros and equal numbers, where divisions fail.
 """
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InternalError, require
+from warpfit.errors import require
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.rules import simplified
 from warpfit.ir import Program
 from warpfit.parse import parse
 
 SECONDS: Final = 10.0
-#: Longest program that SymPy is given, in tokens.
+#: Most memory of the child process, in bytes.
+_MEMORY: Final = 4 << 30
+#: Longest program that SymPy is given, and that is taken from it, in tokens.
 _MOST_TOKENS: Final = 300
 #: Most variables and parameters by which terms are collected.
 _MOST_SYMBOLS: Final = 8
@@ -59,17 +63,12 @@ def _answers(text: str) -> list[str]:
     """Return the texts that a child process finds in time."""
     command = [sys.executable, "-m", "warpfit.formulas.algebra"]
     try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=SECONDS, check=True
-        )
+        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=SECONDS)
+        printed = done.stdout
     except subprocess.TimeoutExpired as late:
-        printed: Any = late.stdout or b""
-        complete, _, _ = printed.decode().rpartition("\n")
-        return complete.splitlines()  # type: ignore[no-any-return]
-    except subprocess.CalledProcessError as failed:
-        last = failed.stderr.strip().splitlines()[-1:]
-        raise InternalError(f"SymPy failed: {' '.join(last)}", "SYMPY_FAILED") from failed
-    return done.stdout.splitlines()
+        printed = late.stdout or b""
+    complete, _, _ = printed.decode().rpartition("\n")  # it may have been ended within a line
+    return complete.splitlines()
 
 
 def _agrees(program: Program, candidate: Program, assume_defined: bool) -> bool:
@@ -111,12 +110,19 @@ def _candidates(text: str) -> Iterator[str]:
         *(partial(_collected, symbol=symbol) for symbol in symbols),
     ]
     for first in (lambda given: given, sympy.simplify):
-        start = first(expression)
-        for function in functions:
-            try:
-                yield str(from_sympy(function(start)))
-            except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
-                continue  # SymPy cannot do it, or its answer is no program
+        start = _attempt(first, expression)
+        for function in functions if start is not None else ():
+            found = _attempt(from_sympy, _attempt(function, start))
+            if found is not None and len(found) <= _MOST_TOKENS:
+                yield str(found)
+
+
+def _attempt(function: Callable[[Any], Any], given: Any) -> Any:
+    """Return what a function makes of an expression; None if SymPy cannot do it."""
+    try:
+        return function(given)
+    except Exception:  # of any kind: its algorithms fail in many ways, with RecursionError too
+        return None
 
 
 def _collected(expression: Any, symbol: Any) -> Any:
@@ -126,5 +132,6 @@ def _collected(expression: Any, symbol: Any) -> Any:
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     for answer in _candidates(sys.stdin.read()):
         print(answer, flush=True)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.short_forms import cost, is_free, rounded, shorter_numbers
+from warpfit.formulas.intervals import DefinedRegion
 from warpfit.formulas.rules import Rules, simplified
 from warpfit.ir import Program
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER
@@ -64,7 +65,11 @@ class SnapSettings:
     """Loss that is nothing but rounding errors, as part of the loss of the best constant."""
     assume_defined: bool
     sample: Floats
-    """Some rows of the data, [variables, rows], for the means of subexpressions."""
+    """Some rows of the data, [variables, rows], for the medians of subexpressions."""
+    low: Floats
+    high: Floats
+    """Least and greatest value of each variable, [variables]: between them no formula that was
+    defined becomes undefined."""
     middle: float
     """Start of the fit of the best constant."""
 
@@ -75,6 +80,8 @@ class _Search:
 
     program: Program
     """With its constants; those that are not short are fitted again in each round."""
+    region: DefinedRegion
+    """Where the formula that was given is defined."""
     loss: float = math.nan
     initial_loss: float = math.nan
     allowed: float = math.nan
@@ -96,7 +103,13 @@ def snap(
         A result for each program.
 
     """
-    searches = [_Search(simplified(program, settings.assume_defined)) for program in programs]
+    searches = [
+        _Search(
+            simplified(program, settings.assume_defined),
+            DefinedRegion(program, settings.low, settings.high, settings.sample),
+        )
+        for program in programs
+    ]
     yield from _begin(searches, programs, settings)
     while active := [search for search in searches if not search.done]:
         trials = [
@@ -127,6 +140,8 @@ def _begin(
     table = np.reshape(losses, (len(choices), -1))
     for place, search in enumerate(searches):
         column = np.where(np.isnan(table[:, place]), math.inf, table[:, place])
+        if not search.region.keeps(refitted[place]):
+            column[1] = math.inf
         best = int(np.argmin(column))
         search.program = choices[best][place]
         search.initial_loss = search.loss = float(table[best, place])
@@ -143,19 +158,23 @@ def _choose(
     fitted: Sequence[Floats],
     rules: Rules,
 ) -> None:
-    """Take for each formula the cheapest candidate whose loss is allowed."""
-    best: dict[int, tuple[float, float, Program]] = {}
+    """Take for each formula the cheapest candidate that is allowed.
+
+    Its loss is low enough, and it is defined wherever the formula that was given is, also between
+    the rows: a constant that was fitted again may have brought a pole there.
+    """
+    found: dict[int, list[tuple[float, float, Program]]] = {}
     for (search, candidate), loss, vector in zip(trials, losses, fitted, strict=True):
         if loss <= search.allowed:
-            found = (_cost(candidate), float(loss), _lift(candidate)[0].bind(vector))
-            if id(search) not in best or found[:2] < best[id(search)][:2]:
-                best[id(search)] = found
-                search.done = False
+            bound = _lift(candidate)[0].bind(vector)
+            found.setdefault(id(search), []).append((_cost(candidate), float(loss), bound))
     for search in {id(search): search for search, _ in trials}.values():
-        if not search.done:
-            _, search.loss, search.program = best[id(search)]
-            search.program = rules.applied_once(search.program)
-            search.history.append(search.program)
+        for _, loss, program in sorted(found.get(id(search), []), key=lambda each: each[:2]):
+            shorter = rules.applied_once(program)
+            if search.region.keeps(shorter):
+                search.loss, search.program, search.done = loss, shorter, False
+                search.history.append(shorter)
+                break
 
 
 def _finish(searches: list[_Search]) -> Generator[Trials, Outcomes, list[Snapped]]:
@@ -172,8 +191,14 @@ def _finish(searches: list[_Search]) -> Generator[Trials, Outcomes, list[Snapped
     for search, choice in zip(searches, states, strict=True):
         measured = losses[start : start + len(choice)]
         start += len(choice)
-        places = [place for place, loss in enumerate(measured) if loss <= search.allowed]
-        place = places[0] if places else len(choice) - 1
+        place = next(
+            (
+                place
+                for place, loss in enumerate(measured)
+                if loss <= search.allowed and search.region.keeps(choice[place])
+            ),
+            len(choice) - 1,
+        )
         results.append(Snapped(choice[place], float(measured[place]), search.initial_loss))
     return results
 

@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def chart_changes(words: list[str]) -> dict[str, Any]:
     """The values that a ``helm install`` sets."""
     return {
         name: yaml.safe_load(value)
-        for flag, text in zip(words, words[1:], strict=False)
+        for flag, text in pairwise(words)
         if flag == "--set"
         for name, value in [text.split("=", 1)]
     }

@@ -1,8 +1,8 @@
 """Stands for ``docker`` where there is none: ``docker run`` is a process without a container.
 
-It has the variables, the entry point and the arguments that a container of the documented line would
-have; the files that the line mounts are named where they lie on this machine. ``docker build`` does
-nothing.
+It has the variables, the entry point and the arguments that a container of the documented line
+would have; the files that the line mounts are named where they lie on this machine. ``docker
+build`` does nothing.
 """
 
 from __future__ import annotations

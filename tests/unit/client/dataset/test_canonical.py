@@ -15,6 +15,7 @@ from warpfit.dataset import (
     Dataset,
     PayloadDigest,
     PrecisionWarning,
+    canonical,
     client_dataset,
     open_table,
 )
@@ -211,3 +212,26 @@ def test_auto_takes_float64_where_float32_would_lose_digits(column, wanted):
         warnings.simplefilter("error")
         for X, y in ((columns, None), (np.ones((3, 1)), columns[:, 0])):
             assert client_dataset(open_table(X, y), dtype="auto").layout.dtype == wanted
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rows", [1, 7, 300_000])
+def test_ranges_are_those_of_the_rows_that_count(rows, dtype, monkeypatch):
+    rng = np.random.default_rng(rows)
+    X, weights = rng.normal(size=(rows, 3)).astype(dtype), rng.uniform(1, 2, rows)
+    y = rng.normal(size=rows)
+    if rows > 1:
+        X[1], weights[1] = [-1e20, 1e20, np.nan], 0.0
+        X[2, 0], X[3, 1] = np.inf, np.nan
+    chosen = X[weights > 0].astype(float)
+    finite = np.where(np.isfinite(chosen), chosen, np.nan)
+    expected = np.nanmin(finite, axis=0), np.nanmax(finite, axis=0)
+    for copied in (canonical._COPIED_BYTES, 0):
+        monkeypatch.setattr(canonical, "_COPIED_BYTES", copied)
+        dataset = client_dataset(open_table(X, y, weights), dtype=dtype)
+        np.testing.assert_array_equal(canonical.ranges(dataset), expected)
+
+
+def test_a_variable_without_numbers_has_an_empty_range():
+    dataset = client_dataset(open_table([[np.nan], [np.inf]]))
+    np.testing.assert_array_equal(canonical.ranges(dataset), [[0.0], [0.0]])

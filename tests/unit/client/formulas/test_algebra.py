@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 
+import numpy as np
 import pytest
+import sympy
 
 from warpfit import InvalidArgumentError, parse
+from warpfit.expressions.workload import random_program
 from warpfit.formulas import algebra
 
 
@@ -32,6 +36,38 @@ def test_sympy_has_a_time_limit_and_what_it_found_by_then_counts(monkeypatch, tm
     monkeypatch.setattr(algebra, "SECONDS", 1.5)
     monkeypatch.setattr(algebra.sys, "executable", str(python))
     assert algebra._answers("x1") == ["x1"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [60, 120, 290])
+def test_what_sympy_makes_too_long_is_dropped(seed, size):
+    operators = ("add", "sub", "mul", "div", "square", "exp")
+    program = random_program(np.random.default_rng(seed), size, variables=3, operators=operators)
+    started = time.monotonic()
+    found = program.simplify(algebra=True)
+    assert len(found) <= len(program.simplify())
+    assert time.monotonic() - started < 4 * algebra.SECONDS
+
+
+@pytest.mark.parametrize(
+    "script", ["import os; os.abort()", "raise MemoryError", "print('x1')\nraise RecursionError"]
+)
+def test_a_child_that_fails_is_no_error(monkeypatch, tmp_path, script):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {algebra.sys.executable} -c "{script}"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(algebra.sys, "executable", str(python))
+    program = parse("x1*x2 + x1*x3")
+    assert program.simplify(algebra=True) == program.simplify()
+
+
+def test_every_kind_of_failure_of_sympy_costs_one_candidate(monkeypatch):
+    def fails(expression):
+        raise RecursionError
+
+    for name in ("simplify", "expand", "cancel"):
+        monkeypatch.setattr(sympy, name, fails)
+    assert "x1 * (x2 + x3)" in list(algebra._candidates("x1*x2 + x1*x3"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import warpfit.testing
 from support.engines.strategies import programs
 from warpfit import InvalidArgumentError, parse
 from warpfit.expressions.reference import evaluate_program
+from warpfit.formulas.intervals import DefinedRegion
 from warpfit.formulas.snapping import SnapSettings, snap
 
 rng = np.random.default_rng(3)
@@ -41,6 +42,45 @@ def test_functions_that_change_nothing_on_the_data_are_left_out(client):
     data = client.upload(X, 0.1 * X[:, 0] + X[:, 1], dtype="float64")
     found = client.simplify(data, "asin(sin(0.1*x1)) + abs(x2)")
     assert found.programs == [parse("0.1*x1 + x2").simplify()]
+
+
+@pytest.mark.parametrize("seed", [101, 104])
+def test_a_formula_stays_defined_between_the_rows(client, seed):
+    """Constants that are fitted again go where the data allow it, which may be beside a pole."""
+    own = np.random.default_rng(seed)
+    rows = own.uniform(0.2, 3.0, (300, 4))
+    law = 2.5 * rows[:, 0] + np.sin(3.1 * rows[:, 1]) + 0.5 * rows[:, 2] ** 2
+    text = (
+        "2.4987*x1 + sin(3.1032*x2) + 0.5003*x3^2 + 0.01*x1/(1.2345 + x2)"
+        " + 0.013*log(0.4567 + x3*x4) - 0.021*x4^2/(2.3456+x1)"
+    )
+    data = client.upload(rows, law + 0.1 * own.normal(size=300), dtype="float64")
+    (found,) = client.simplify(data, text).programs
+    assert len(found) < len(parse(text))
+    fresh = np.random.default_rng(7).uniform(rows.min(axis=0), rows.max(axis=0), (200_000, 4))
+    difference = evaluate_program(found, fresh.T) - evaluate_program(parse(text), fresh.T)
+    assert np.isfinite(difference).all()
+    assert np.abs(difference).max() < 0.5
+
+
+TERMS = ["log(0.9123 + x1)", "1/(1.3171 + x1)", "sqrt(0.2371 + x1)", "tan(0.4913*x1)"]
+TERMS += ["asin(0.3217*x1)", "gamma(1.0371 + x1)", "(0.1371 + x1)^-1.37", "acos(0.3217*x1)"]
+TERMS += ["log1p(x1 - 0.1737)", "log2(x1*x1 + 0.0137)", "inv(x1*x1 - 2.1371*x1 + 1.3)"]
+TERMS += ["x1/(1 + x1 + 0.0371*x1^2)", "atan2(0.0371, x1 + 0.137)", "powabs(x1 + 0.0317, -0.5)"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("term", TERMS)
+def test_no_kind_of_term_gets_a_pole_in_the_range(client, term, seed):
+    own = np.random.default_rng(seed)
+    rows = np.sort(own.uniform(0.2, 3.0, (40, 1)), axis=0)
+    noisy = 1.5 * rows[:, 0] + 0.1 * own.normal(size=40)
+    data = client.upload(rows, noisy, dtype="float64")
+    text = f"1.4987*x1 + 0.003*{term}"
+    (found,) = client.simplify(data, text, tolerance=0.1).programs
+    x = np.linspace(rows[0], rows[-1], 300_001).T
+    difference = evaluate_program(found, x) - evaluate_program(parse(text), x)
+    assert np.abs(difference).max() < 0.5
 
 
 @pytest.mark.parametrize(("loss", "dtype"), [("r2", "float32"), ("rmse", "float64")])
@@ -111,13 +151,15 @@ OPERATORS_DRAWN = ("add", "mul", "sin", "div")
 def test_no_formula_becomes_worse_than_allowed_or_longer(drawn, tolerance, seed):
     """Fits that find nothing, and report losses that are wrong: what is returned was measured."""
     random = np.random.default_rng(seed)
+    low, high = X.min(axis=0), X.max(axis=0)
+    inside = random.uniform(low, high, (1000, 3)).T
 
     def loss(program, vector):
         values = evaluate_program(program, X.T, vector)
         with np.errstate(all="ignore"):
             return float(np.mean((values - EXACT) ** 2))
 
-    search = snap(drawn, SnapSettings(tolerance, 0.0, False, X.T, 0.0))
+    search = snap(drawn, SnapSettings(tolerance, 0.0, False, X.T, low, high, 0.0))
     try:
         trials = next(search)
         while True:
@@ -132,3 +174,5 @@ def test_no_formula_becomes_worse_than_allowed_or_longer(drawn, tolerance, seed)
         given_loss, found_loss = loss(program, ()), loss(result.program, ())
         assert found_loss == result.loss or np.isnan(found_loss)
         assert not found_loss > (1 + tolerance) * given_loss
+        if DefinedRegion(parse("1"), low, high, X.T).keeps(program):
+            assert np.isfinite(evaluate_program(result.program, inside)).all()
