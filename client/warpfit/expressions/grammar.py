@@ -48,6 +48,7 @@ ALIASES: Final[Mapping[str, str]] = {
     **{"sigmoid": "logistic", "sig": "logistic", "expit": "logistic"},
     **{"arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh"},
     **{"Mod": "mod", "remainder": "mod", "rint": "round"},
+    **{"around": "round", "fix": "trunc", "degrees": "rad2deg", "radians": "deg2rad"},
     **{"Heaviside": "heaviside", "silu": "swish", "gauss": "gaussian", "clamp": "clip"},
     **{"loggamma": "lgamma", "gammaln": "lgamma"},
     **{"AQ": "aq", "analytic_quotient": "aq", "protectedDiv": "zdiv"},

@@ -42,10 +42,26 @@ STANDARD: Final[Mapping[str, str]] = {
     "coth": "inv(tanh(a))",
     # Taylor's series up to a^14; the derivative of the quotient cancels near 0.
     "sinc": "where(abs(a) < 0.5, fma(square(a), fma(square(a), fma(square(a), fma(square(a), "
-    "fma(square(a), fma(square(a), fma(square(a), -1/1307674368000, 1/6227020800), -1/39916800), "
-    "1/362880), -1/5040), 1/120), -1/6), 1), sin(a)/a)",
+    "fma(square(a), fma(square(a), fma(square(a), -7.647163731819816e-13, 1.6059043836821613e-10), "
+    "-2.505210838544172e-08), 2.7557319223985893e-06), -0.0001984126984126984), "
+    "0.008333333333333333), -0.16666666666666666), 1), sin(a)/a)",
     "fmod": "sign(a)*mod(abs(a), abs(b))",
     "trunc": "sign(a)*floor(abs(a))",
+    "copysign": "where(b < 0 or inv(b) < 0, -abs(a), abs(a))",
+    # The larger magnitude is taken out, so that no square overflows.
+    "hypot": "where(max(abs(a), abs(b)) == 0 or max(abs(a), abs(b)) == inf, max(abs(a), abs(b)), "
+    "max(abs(a), abs(b))*sqrt(1 + square(min(abs(a), abs(b))/max(abs(a), abs(b)))))",
+    # The operand is reduced before it is multiplied by pi: exact zeros, and digits far out.
+    "sinpi": "sin(pi*(a - round(a)))*(1 - 2*mod(round(a), 2))",
+    "cospi": "sin(pi*(0.5 - abs(a - round(a))))*(1 - 2*mod(round(a), 2))",
+    "deg2rad": "a*0.017453292519943295",
+    "rad2deg": "a*57.29577951308232",
+    "asec": "acos(inv(a))",
+    "acsc": "asin(inv(a))",
+    "acot": "atan(inv(a))",
+    "asech": "acosh(inv(a))",
+    "acsch": "asinh(inv(a))",
+    "acoth": "atanh(inv(a))",
     "heaviside": "0.5*(sign(a) + 1)",
     "clip": "min(max(a, b), c)",
     "exp2": "2^a",

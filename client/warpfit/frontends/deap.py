@@ -1,8 +1,9 @@
 """DEAP primitive trees to `Program`, and an evaluator that scores whole generations on a server.
 
 A primitive is taken at its name: ``add``, ``protectedDiv`` and so on mean the operators of these
-names, whatever the function behind them does. With the primitive set at hand a function of the
-modules ``operator``, ``math`` or ``numpy`` is recognised whatever the primitive is called.
+names. With the primitive set at hand a function of the modules ``operator``, ``math`` or ``numpy``
+is recognised whatever the primitive is called, and each function is tried at a few hundred points:
+one that computes something else than its operator is refused.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ def from_deap(
             variable; any other is the variable of the argument's position.
 
     Raises:
-        InvalidArgumentError: if a primitive, an argument or a terminal is unknown, or if the tree
-            calls an automatically defined function (ADF).
+        InvalidArgumentError: if a primitive, an argument or a terminal is unknown, if a function
+            computes something else than the operator of its name, or if the tree calls an
+            automatically defined function (ADF).
     """
     return population([tree], pset, operators, names)[0]
 
@@ -196,14 +198,16 @@ class _Converter:
         return self._primitive(entry) if arity else self._named(entry)
 
     def _primitive(self, entry: Any) -> Node:
-        name = entry.name
+        name: str = entry.name
+        function: Any = None
         if name not in self.operators:
             if name.startswith("ADF") or (self.context is not None and name not in self.context):
                 raise _adf(name)
-            function: Any = (self.context or {}).get(name)
+            function = (self.context or {}).get(name)
             if isinstance(function, np.ufunc) or getattr(function, "__module__", "") in _MODULES:
                 name = function.__name__
-        return operator_node(name, entry.arity, self.functions, "DEAP")
+        names = {entry.name: self.functions.get(name, name)}
+        return operator_node(entry.name, entry.arity, names, "DEAP", function)
 
     def _named(self, entry: Any) -> Node:
         """Convert a symbolic terminal: an argument of the function, or a constant with a name."""

@@ -30,7 +30,8 @@ def from_gplearn(program: Any, operators: Mapping[str, str] | None = None) -> Pr
             without an entry the name itself must be that of an operator.
 
     Raises:
-        InvalidArgumentError: if a function is unknown.
+        InvalidArgumentError: if a function is unknown, or computes something else than the operator
+            of its name.
     """
     return population([program], operators)[0]
 
@@ -44,7 +45,8 @@ def population(programs: Sequence[Any], operators: Mapping[str, str] | None = No
             return CONSTANT, entry, 0
         if isinstance(entry, int | np.integer):
             return VARIABLE, float(entry), 0
-        return operator_node(entry.name, entry.arity, functions, "gplearn")
+        code = None if entry.name in (operators or {}) else getattr(entry, "function", None)
+        return operator_node(entry.name, entry.arity, functions, "gplearn", code)
 
     trees = [getattr(program, "_program", program).program for program in programs]
     return PrefixTrees.of(trees, node).population()

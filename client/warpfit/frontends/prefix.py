@@ -6,21 +6,24 @@ is converted once; the rest is done with whole arrays.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
-from typing import Any
+from functools import lru_cache
+from itertools import chain, count, product
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError, ProgramError
 from warpfit.expressions.grammar import CHAINED
+from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.subtrees import subtree_starts
 from warpfit.ir import Population
 from warpfit.ops import ARITIES
-from warpfit.parse import MACROS, function
+from warpfit.parse import MACROS, function, parse
 
 #: Code, value and number of operands of one node; a leaf has no operands.
 Node = tuple[int, float, int]
@@ -89,6 +92,72 @@ class PrefixTrees:
         return Population(*MACROS.written_out(self.codes[kinds], self.values[kinds], lengths))
 
 
+#: Operands at which functions of Python are tried: on both sides of the thresholds of protected
+#: functions, but nowhere near an overflow of ordinary arithmetic.
+_MAGNITUDES: Final = (
+    *(1e-12, 1e-9, 5e-7, 5e-5, 5e-4, 0.005, 0.05, 0.5, 1.0, 2.5, 3.0, 7.0, 50.0, 1e3),
+)
+_PROBES: Final = (0.0, *_MAGNITUDES, *(-x for x in _MAGNITUDES))
+
+
+@lru_cache(maxsize=1_024)
+def disagreement(
+    code: Callable[..., Any], name: str, operands: int
+) -> tuple[tuple[float, ...], str, str] | None:
+    """Return where a function of Python and an operator differ, and both results there.
+
+    An error of the function, NaN, infinities and complex numbers agree with each other: Python's
+    numbers raise where NumPy's give NaN. Where only they raise, arrays decide. None if there is no
+    difference, or if the function takes neither numbers nor arrays, so that nothing can be seen.
+    """
+    probes = _PROBES if operands < 3 else (0.0, 1e-6, 0.5, -0.5, 1.0, -2.5, 50.0)
+    points = list(product(probes, repeat=operands)) if operands < 5 else []
+    columns = np.array(points).reshape(len(points), operands).T
+    text = f"{name}({', '.join(f'x{k + 1}' for k in range(operands))})"
+    wanted = evaluate_program(parse(text), columns)
+    found = None
+    for results in (_by_numbers(code, points), _by_arrays(code, columns)):
+        if not results:
+            continue
+        found = None
+        for point, result, right in zip(points, results, wanted.tolist(), strict=False):
+            failed = isinstance(result, Exception) or result.imag != 0 or not np.isfinite(result)
+            if failed and not np.isfinite(right):
+                continue
+            if failed or not np.isclose(result.real, right, rtol=1e-9, atol=1e-300):
+                is_error = isinstance(result, Exception)
+                shown = type(result).__name__ if is_error else f"{result.real:g}"
+                found = point, shown, f"{right:g}"
+                break
+        if found is None or not isinstance(result, Exception):
+            break
+    return found
+
+
+def _by_numbers(code: Callable[..., Any], points: Sequence[Any]) -> Sequence[Any]:
+    """Return a function's numbers or errors at points; nothing if it takes no numbers at all."""
+    results: list[Any] = []
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for point in points:
+            try:
+                results.append(complex(code(*point)))
+            except Exception as error:
+                results.append(error)
+    return [] if all(isinstance(result, Exception) for result in results) else results
+
+
+def _by_arrays(code: Callable[..., Any], columns: NDArray[np.float64]) -> Sequence[Any]:
+    """Return a function's numbers of columns; nothing if it takes no arrays."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            results = np.broadcast_to(code(*columns.copy()), columns.shape[1:])
+            return list(results.astype(complex).tolist())
+        except Exception:
+            return []
+
+
 def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the nodes of trees in prefix order in the order of postfix.
 
@@ -127,8 +196,13 @@ def _check_whole(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> Non
     )
 
 
-def operator_node(name: str, operands: int, names: Mapping[str, str], library: str) -> Node:
-    """Make the node of a function of a library by its name, own or in ``names``, and operands."""
+def operator_node(
+    name: str, operands: int, names: Mapping[str, str], library: str, code: Any = None
+) -> Node:
+    """Make the node of a function of a library by its name, own or in ``names``, and operands.
+
+    If ``code``, the Python function, is given, it must compute what the operator does.
+    """
     row = function(names.get(name, name))
     if row is None:
         raise InvalidArgumentError(
@@ -143,6 +217,19 @@ def operator_node(name: str, operands: int, names: Mapping[str, str], library: s
             f"{library} function {name!r} has {operands} operands, {row.name} takes {row.arity}",
             "WRONG_ARITY",
             "Map it to another operator with operators={...}",
+            "expressions",
+        )
+    if (
+        isinstance(code, Hashable)
+        and callable(code)
+        and (point := disagreement(code, row.name, operands))
+    ):
+        at, got, wanted = point
+        raise InvalidArgumentError(
+            f"{library} function {name!r} gives {got} at {at}, warpfit's {row.name} {wanted}",
+            "OTHER_FUNCTION",
+            f"Say what it means: operators={{{name!r}: '...'}} with one of OPERATORS.md (that of "
+            "this name, if the difference does not matter), or a function of warpfit.define",
             "expressions",
         )
     return row.code, 0.0, operands

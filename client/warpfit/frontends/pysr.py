@@ -13,12 +13,39 @@ from warpfit.expressions.macros import Macro
 from warpfit.ir import Program
 from warpfit.parse import Parser
 
-#: Functions that mean something else than warpfit's of the same name, over the operands a and b.
+#: Functions of Julia and SymbolicRegression.jl that warpfit has not, or that mean something else
+#: than its function of the same name, over the operands a, b and c.
 FUNCTIONS: Final[Mapping[str, str]] = {
     "cond": "where(a > 0, b, 0)",
     "logical_or": "a > 0 or b > 0",
     "logical_and": "a > 0 and b > 0",
+    "mult": "a*b",
+    "muladd": "fma(a, b, c)",
+    "clamp": "where(a > c, c, where(a < b, b, a))",
     "abs2": "square(a)",
+    "identity": "a",
+    "sqrt_abs": "sqrtabs(a)",
+    "pow_abs": "powabs(a, b)",
+    "log_abs": "logabs(a)",
+    "log2_abs": "log2(abs(a))",
+    "log10_abs": "log10(abs(a))",
+    "log1p_abs": "log1p(abs(a))",
+    "acosh_abs": "acosh(abs(a) + 1)",
+    "atanh_clip": "atanh(mod(a + 1, 2) - 1)",
+    "fourthroot": "sqrt(sqrt(a))",
+    "sinc": "sinc(pi*a)",
+    "tanpi": "sinpi(a)/cospi(a)",
+    "sind": "sinpi(a/180)",
+    "cosd": "cospi(a/180)",
+    "tand": "sinpi(a/180)/cospi(a/180)",
+    "asind": "rad2deg(asin(a))",
+    "acosd": "rad2deg(acos(a))",
+    "atand": "rad2deg(atan(a))",
+    "rem": "fmod(a, b)",
+    "mod1": "where(mod(a, b) == 0, b, mod(a, b))",
+    "fld": "round((a - mod(a, b))/b)",
+    "cld": "-round((-a - mod(-a, b))/b)",
+    "flipsign": "where(b < 0 or inv(b) < 0, -a, a)",
 }
 _SAFE: Final = re.compile(r"\bsafe_(?=\w+\s*\()")
 #: Julia writes the exponent of a Float32 with f.
@@ -47,5 +74,5 @@ def from_pysr(text: str, names: Sequence[str] = (), *, first: int = 0) -> Progra
 
 @lru_cache(maxsize=1)
 def _macros() -> Mapping[str, Macro]:
-    operands = Parser(("a", "b"), indexed=False)
+    operands = Parser(("a", "b", "c"), indexed=False)
     return {n: Macro.of(n, text, *operands.tokens(text), 0) for n, text in FUNCTIONS.items()}

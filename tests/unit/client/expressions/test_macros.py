@@ -1,5 +1,6 @@
 """Functions that are written with operators: the standard ones and a user's own."""
 
+import mpmath
 import numpy as np
 import pytest
 import scipy.special
@@ -26,6 +27,18 @@ MEANINGS = {
     "sinc": lambda a: np.where(a == 0, 1, np.sin(a) / a),
     "fmod": np.fmod,
     "trunc": np.trunc,
+    "copysign": np.copysign,
+    "hypot": np.hypot,
+    "sinpi": np.vectorize(lambda a: float(mpmath.sinpi(a)) if np.isfinite(a) else np.nan),
+    "cospi": np.vectorize(lambda a: float(mpmath.cospi(a)) if np.isfinite(a) else np.nan),
+    "deg2rad": np.deg2rad,
+    "rad2deg": np.rad2deg,
+    "asec": lambda a: np.arccos(1 / a),
+    "acsc": lambda a: np.arcsin(1 / a),
+    "acot": lambda a: np.arctan(1 / a),
+    "asech": lambda a: np.arccosh(1 / a),
+    "acsch": lambda a: np.arcsinh(1 / a),
+    "acoth": lambda a: np.arctanh(1 / a),
     "heaviside": lambda a: np.heaviside(a, 0.5),
     "clip": np.clip,
     "exp2": np.exp2,
@@ -62,7 +75,7 @@ def own():
 
 @pytest.mark.parametrize("name", STANDARD)
 def test_standard_functions_are_what_numpy_and_scipy_compute(name):
-    operands = {"fmod": 2, "clip": 3}.get(name, 1)
+    operands = {"fmod": 2, "copysign": 2, "hypot": 2, "clip": 3}.get(name, 1)
     program = warpfit.parse(f"{name}({', '.join(['x1', 'x2', 'x3'][:operands])})")
     with np.errstate(all="ignore"):
         wanted = MEANINGS[name](*ROWS[:operands])
@@ -70,9 +83,13 @@ def test_standard_functions_are_what_numpy_and_scipy_compute(name):
     np.testing.assert_allclose(got, wanted, rtol=1e-13, atol=1e-300 if name == "gelu" else 0)
 
 
-@pytest.mark.parametrize("name", sorted(set(STANDARD) - {"fmod", "clip", "heaviside"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(STANDARD) - {"fmod", "copysign", "hypot", "clip", "heaviside"})
+)
 def test_standard_functions_have_their_derivatives(name):
-    points = np.array([[1.5], [2.25]] if name == "acosh" else [[0.5], [-0.25], [0.75]])
+    above_one = name in ("acosh", "asec", "acsc", "acoth")
+    points = np.array([[1.5], [2.25]] if above_one else [[0.5], [0.25], [0.75]])
+    points[1] *= 1 if above_one or name == "asech" else -1
     step = 1e-6
     with testing.client() as client:
         data = client.upload(points, dtype="float64")

@@ -130,6 +130,73 @@ def test_operators_of_the_user():
     assert caught.value.reason == "WRONG_ARITY"
 
 
+def protected_by_a_threshold(left, right):
+    return left / right if abs(right) > 1e-6 else 1.0
+
+
+def protected_in_arrays(left, right):
+    with np.errstate(all="ignore"):
+        quotient = np.divide(left, right)
+    quotient[np.asarray(right) == 0] = 1
+    return quotient
+
+
+def modulo(left, right):
+    return left - right * math.floor(left / right)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "is_right"),
+    [
+        ("protectedDiv", protectedDiv, True),
+        ("protectedDiv", protected_in_arrays, True),
+        ("protectedDiv", protected_by_a_threshold, False),
+        ("div", protectedDiv, False),
+        ("div", lambda a, b: a / b, True),
+        ("add", lambda a, b: a - b, False),
+        ("add", functools.partial(operator.add), True),
+        ("log", lambda a: math.log(abs(a)) if a else 0.0, False),
+        ("sqrt", lambda a: math.sqrt(abs(a)), False),
+        ("exp", lambda a: math.exp(min(a, 100)), False),
+        ("square", lambda a: a**2, True),
+        ("sin", math.sin, True),
+        ("sinc", np.sinc, False),
+        ("mod", operator.mod, True),
+        ("mod", modulo, False),
+        ("fmod", math.fmod, True),
+        ("remainder", math.remainder, False),
+        ("remainder", np.remainder, True),
+        ("round", round, True),
+        ("round", lambda a: math.floor(a + 0.5), False),
+        ("trunc", math.trunc, True),
+        ("hypot", math.hypot, True),
+        ("max", max, True),
+        ("pow", operator.pow, True),
+        ("if_then_else", if_then_else, True),
+        ("if_then_else", lambda a, b, c: b if a > 0 else c, False),
+        ("gamma", math.gamma, True),
+        ("lgamma", math.lgamma, True),
+    ],
+)
+def test_functions_that_are_not_the_operator_of_their_name(name, function, is_right):
+    arity = {"protectedDiv": 2, "div": 2, "add": 2, "mod": 2, "fmod": 2, "remainder": 2, "max": 2}
+    arity |= {"pow": 2, "hypot": 2, "if_then_else": 3}
+    pset = gp.PrimitiveSet("MAIN", 3)
+    pset.addPrimitive(function, arity.get(name, 1), name=name)
+    arguments = ", ".join(f"ARG{k}" for k in range(arity.get(name, 1)))
+    original = gp.PrimitiveTree.from_string(f"{name}({arguments})", pset)
+    if is_right:
+        assert from_deap(original, pset).variables == arity.get(name, 1)
+        return
+    with pytest.raises(InvalidArgumentError, match=name) as caught:
+        from_deap(original, pset)
+    assert caught.value.reason == "OTHER_FUNCTION"
+    meaning = {"round": "floor", "sinc": "sin", "remainder": "zdiv", "if_then_else": "where"}.get(
+        name, name
+    )
+    assert len(from_deap(original, pset, {name: meaning}))
+
+
 def test_wide_sums_become_chains():
     pset = gp.PrimitiveSet("MAIN", 3)
     pset.addPrimitive(lambda *terms: sum(terms), 3, name="add")

@@ -70,6 +70,20 @@ def test_a_function_of_the_user():
     assert caught.value.reason == "WRONG_ARITY"
 
 
+def test_a_function_that_is_not_the_operator_of_its_name():
+    def protected(a):
+        return np.where(np.abs(a) < 100, np.exp(a), 0.0)
+
+    custom = functions.make_function(function=protected, name="exp", arity=1)
+    original = program([custom, 0], function_set=[*ALL, custom])
+    with pytest.raises(InvalidArgumentError, match="exp") as caught:
+        as_program(original)
+    assert caught.value.reason == "OTHER_FUNCTION"
+    assert str(from_gplearn(original, {"exp": "exp"})) == "exp(x1)"
+    plain = functions.make_function(function=np.square, name="square", arity=1)
+    assert str(as_program(program([plain, 0], function_set=[plain]))) == "square(x1)"
+
+
 def test_a_fitted_estimator():
     class SymbolicRegressor:
         _program = program([functions.div2, 0, 1])

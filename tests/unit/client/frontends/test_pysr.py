@@ -1,5 +1,6 @@
 """Strings as PySR and SymbolicRegression.jl write them, against SymPy's evaluation of the same."""
 
+import inspect
 import random
 
 import numpy as np
@@ -97,6 +98,97 @@ def test_names_numbers_and_dialects():
     assert str(from_pysr("2.5f-1 * x0 + 1.0f0")) == "0.25 * x1 + 1"
     assert str(from_pysr("-x0 ^ 2.0 + -0.5")) == "-x1 ^ 2 + -0.5"
     assert str(from_pysr("cond(cond(x0, x1), x2)")) == ("where(where(x1 > 0, x2, 0) > 0, x3, 0)")
+
+
+#: Functions that PySR and SymbolicRegression.jl print, and others of Julia, with what they compute.
+PRINTED = {
+    "sinc": np.sinc,
+    "round": np.rint,
+    "trunc": np.trunc,
+    "atanh_clip": lambda a: np.arctanh(np.mod(a + 1, 2) - 1),
+    "mult": np.multiply,
+    "plus": np.add,
+    "sub": np.subtract,
+    "div": np.divide,
+    "inv": np.reciprocal,
+    "cbrt": np.cbrt,
+    "less": np.less,
+    "greater_equal": np.greater_equal,
+    "less_equal": np.less_equal,
+    "fma": lambda a, b, c: a * b + c,
+    "muladd": lambda a, b, c: a * b + c,
+    # Base.clamp, also where the lower bound is above the upper one.
+    "clamp": lambda a, b, c: np.where(a > c, c, np.where(a < b, b, a)),
+    "max": lambda a, b, c: np.maximum(np.maximum(a, b), c),
+    "min": lambda a, b, c: np.minimum(np.minimum(a, b), c),
+    "sqrt_abs": lambda a: np.sqrt(np.abs(a)),
+    "pow_abs": lambda a, b: np.abs(a) ** b,
+    "log_abs": lambda a: np.log(np.abs(a)),
+    "log2_abs": lambda a: np.log2(np.abs(a)),
+    "log10_abs": lambda a: np.log10(np.abs(a)),
+    "log1p_abs": lambda a: np.log1p(np.abs(a)),
+    "acosh_abs": lambda a: np.arccosh(np.abs(a) + 1),
+    "safe_pow": np.power,
+    "safe_log2": np.log2,
+    "safe_log10": np.log10,
+    "safe_log1p": np.log1p,
+    "safe_asin": np.arcsin,
+    "safe_acos": np.arccos,
+    "safe_acosh": np.arccosh,
+    "safe_atanh": np.arctanh,
+    "mod": np.mod,
+    "rem": np.fmod,
+    "mod1": lambda a, b: np.where(np.mod(a, b) == 0, b, np.mod(a, b)),
+    "fld": np.floor_divide,
+    "cld": lambda a, b: -np.floor_divide(-a, b),
+    "copysign": np.copysign,
+    "flipsign": lambda a, b: np.where(np.signbit(b), -a, a),
+    "hypot": np.hypot,
+    "identity": lambda a: a,
+    "fourthroot": lambda a: np.sqrt(np.sqrt(a)),
+    "deg2rad": np.deg2rad,
+    "rad2deg": np.rad2deg,
+    "sinpi": lambda a: np.sin(np.pi * np.fmod(a, 2)),
+    "cospi": lambda a: np.cos(np.pi * np.fmod(a, 2)),
+    "tanpi": lambda a: np.tan(np.pi * np.fmod(a, 1)),
+    "sind": lambda a: np.sin(np.deg2rad(a)),
+    "cosd": lambda a: np.cos(np.deg2rad(a)),
+    "tand": lambda a: np.tan(np.deg2rad(a)),
+    "asind": lambda a: np.rad2deg(np.arcsin(a)),
+    "acosd": lambda a: np.rad2deg(np.arccos(a)),
+    "atand": lambda a: np.rad2deg(np.arctan(a)),
+    "asec": lambda a: np.arccos(1 / a),
+    "acsc": lambda a: np.arcsin(1 / a),
+    "acot": lambda a: np.arctan(1 / a),
+    "asech": lambda a: np.arccosh(1 / a),
+    "acsch": lambda a: np.arcsinh(1 / a),
+    "acoth": lambda a: np.arctanh(1 / a),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_printed_functions_are_what_julia_computes(name):
+    function = PRINTED[name]
+    operands = getattr(function, "nin", 0) or len(inspect.signature(function).parameters)
+    rng = np.random.default_rng(operands)
+    ordinary = rng.uniform(-3, 3, (operands, 400))
+    edges = rng.choice([0.5, 1.0, -1.5, 2.5, -2.0, 0.1, -0.3, 7.0, 1e9, 123.456], (operands, 400))
+    columns = np.concatenate([ordinary, edges], axis=1)
+    text = f"{name}({', '.join(f'x{k}' for k in range(operands))})"
+    with np.errstate(all="ignore"):
+        wanted = np.asarray(function(*columns), dtype=float)
+    got = reference.evaluate_program(from_pysr(text), columns)
+    kept = np.abs(wanted) < 1e12  # but at poles that rounded multiples of pi miss
+    assert kept.mean() > 0.1
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+    far = {"sind": 1e-6, "cosd": 1e-6, "tand": 1e-6, "tanpi": 1e-12}.get(name, 1e-13)
+    np.testing.assert_allclose(got[kept], wanted[kept], rtol=far, atol=max(far, 1e-14))
+
+
+def test_zeros_of_functions_of_multiples_of_pi():
+    whole = np.array([[1.0, -2.0, 12345.0, 1e15]])
+    for text in ("sinpi(x0)", "cospi(x0 + 0.5)", "tanpi(x0)"):
+        np.testing.assert_array_equal(reference.evaluate_program(from_pysr(text), whole), 0.0)
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0, 0.0])
