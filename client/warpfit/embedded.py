@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import IO, Final
+from typing import IO, Any, Final
+from weakref import WeakSet
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
 
@@ -17,6 +18,8 @@ from warpfit.errors import InvalidArgumentError, UnavailableError
 #: one; the server itself gives up after this time.
 START_SECONDS: Final = 600.0
 _STOP_SECONDS: Final = 15.0
+#: Seconds that calls of other processes may take to finish when the server ends.
+_GRACE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.02
 #: Most bytes of the end of the log that are read.
 _MOST_READ: Final = 1 << 16
@@ -24,6 +27,17 @@ _MOST_READ: Final = 1 << 16
 _QUOTED_CHARACTERS: Final = 360
 #: The line that a server prints when it is ready, with its address.
 READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
+#: Pipes to the servers of this process, which tell them its end. A child that is forked closes
+#: them, because it may live longer.
+_PIPES: Final[WeakSet[IO[bytes]]] = WeakSet()
+
+
+def _close_pipes() -> None:
+    for pipe in list(_PIPES):
+        pipe.close()
+
+
+os.register_at_fork(after_in_child=_close_pipes)
 
 
 @contextmanager
@@ -31,6 +45,9 @@ def embedded_server(
     arguments: Sequence[str] = (), *, start_seconds: float = START_SECONDS
 ) -> Iterator[str]:
     """Start a server on a free port, yield its address HOST:PORT, and stop it after the block.
+
+    The server also ends with this process, however that ends: killed, by ``os._exit``, or as it
+    becomes another program. Children of this process may live longer.
 
     Args:
         arguments: further flags of ``warpfit serve``.
@@ -42,10 +59,14 @@ def embedded_server(
     """
     require_server()
     command = [sys.executable, "-m", "warpfit_server", "--host", "127.0.0.1", "--port", "0"]
+    command += ["--parent", str(os.getpid()), "--grace", str(_GRACE_SECONDS), *arguments]
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen([*command, *arguments], stdout=log, stderr=log) as process,
+        subprocess.Popen(command, stdout=log, **streams) as process,
     ):
+        assert process.stdin is not None
+        _PIPES.add(process.stdin)
         try:
             yield _wait_for_address(process, log, start_seconds)
         finally:

@@ -83,6 +83,11 @@ class Config:
     address_file: str = _option(
         "", "write HOST:PORT into FILE.HOST-PORT while the server is ready, for file://FILE"
     )
+    parent: int = _option(
+        0,
+        "end with this process, which has started the server, or when a pipe that is the server's "
+        "standard input is closed; 0 for none",
+    )
     front_ends: int = _option(
         0, "front-end processes; 0 makes one for each core but one, at most 16"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.calls.display import aligned
+from warpfit.cli.standard_streams import (
+    discard_output,
+    open_standard_streams,
+    output_failure,
+    reader_is_gone,
+    tell,
+    watch_output,
+)
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.expressions.printing import to_text
 from warpfit.fitting import Accuracy, Method
@@ -47,25 +54,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     It is 0, 2 for an error, 130 for an interrupt, and 141 if nobody reads what the command prints.
     """
+    open_standard_streams()
+    watch_output()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         try:
             return _run(words)
         finally:
-            sys.stdout.flush()  # here, where a pipe that is closed can still be dealt with
-    except BrokenPipeError:
-        if not _reader_is_gone():
+            sys.stdout.flush()  # here, where an output that cannot be written can be dealt with
+    except OSError:
+        failure = output_failure()
+        if failure is None:
             raise
-        # Python writes what is left when it ends, and would complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _PIPE_CLOSED
-
-
-def _reader_is_gone() -> bool:
-    """Return whether the reading end of standard output is closed."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+        is_pipe_closed = reader_is_gone()
+        discard_output()
+        if is_pipe_closed:
+            return _PIPE_CLOSED
+        tell(f"warpfit: error: standard output cannot be written: {failure.strerror}")
+        return 2
 
 
 def _run(words: list[str]) -> int:
@@ -81,7 +87,7 @@ def _run(words: list[str]) -> int:
         command: Callable[[argparse.Namespace], None] = options.command
         command(options)
     except WarpfitError as error:
-        print(f"warpfit: error: {error}", file=sys.stderr)
+        tell(f"warpfit: error: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -279,7 +285,7 @@ def _token(options: argparse.Namespace) -> None:
 
     token, line = new_token(options.tenant, options.days)
     # What goes to standard error can itself be a token file, so that `2> tokens` makes one.
-    print(f"# Add this line to the server's token file:\n{line}", file=sys.stderr)
+    tell(f"# Add this line to the server's token file:\n{line}")
     print(token)
 
 
@@ -291,7 +297,7 @@ def _client(options: argparse.Namespace) -> Iterator[Client]:
 
     arguments = from_flags(options) if options.address else {"tls": False}
     if not options.address:
-        print("warpfit: starting a server (the very first start takes longer)", file=sys.stderr)
+        tell("warpfit: starting a server (the very first start takes longer)")
     with server_at(options.address) as address, connect(address, **arguments) as client:
         yield client
 

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -40,7 +41,7 @@ class Progress:
         """Report a generation; return whether the callback ends the search."""
         now = time.monotonic()
         options = target.options
-        terminal = sys.stderr.isatty()
+        terminal = sys.stderr is not None and sys.stderr.isatty()
         if options.verbose and now - self.shown >= _LINE_SECONDS[not terminal]:
             self.shown = now
             self._show(target, search, "\r" if terminal else "")
@@ -58,7 +59,8 @@ class Progress:
             f"loss {best.loss:.4g}  {best.equation}"
         )[:_LINE]
         end = "" if begin else "\n"
-        print(f"{begin}{line:<{_LINE if begin else 0}}", end=end, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a search does not end because its lines cannot be shown
+            print(f"{begin}{line:<{_LINE if begin else 0}}", end=end, file=sys.stderr, flush=True)
 
 
 def formulas_of(search: Search) -> Genomes:

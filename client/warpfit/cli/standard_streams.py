@@ -1,0 +1,100 @@
+"""The descriptors 0, 1 and 2 of a command, some of which may be closed, or full."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from contextlib import suppress
+from typing import Any
+
+
+def open_standard_streams() -> None:
+    """Open the null device where a standard descriptor is closed.
+
+    Otherwise the next file or socket would get its number, and what is printed would go there.
+    Standard output is then one that cannot be written: what a command prints is missed, as on a
+    full disk.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY)
+            if opened != number:  # a lower one was closed in the meantime
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            options: dict[str, Any] = {"errors": "backslashreplace", "closefd": False}
+            made = os.fdopen(number, mode, encoding="utf-8", **options)
+            setattr(sys, name, made)
+            setattr(sys, f"__{name}__", made)  # as Python would have
+
+
+class WatchedOutput(io.TextIOWrapper):
+    """Standard output that remembers that it could not be written, until `discard_output`.
+
+    What was printed may be lost then: an unbuffered stream keeps nothing that a later flush would
+    try again, and argparse passes over such errors.
+    """
+
+    failure: OSError | None = None
+
+    def write(self, text: str, /) -> int:
+        """Write as any stream, and remember a failure."""
+        try:
+            return super().write(text)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        """Write what is left; raise the OSError of an earlier failure again."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            super().flush()
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+def watch_output() -> None:
+    """Put a `WatchedOutput` in the place of Python's own standard output."""
+    own = sys.stdout
+    if own is sys.__stdout__ and isinstance(own, io.TextIOWrapper):
+        options = {name: getattr(own, name) for name in ("line_buffering", "write_through")}
+        sys.stdout = WatchedOutput(own.buffer, own.encoding, own.errors, **options)
+
+
+def discard_output() -> None:
+    """Let what was printed and cannot be written go, so that Python does not try it again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+    if isinstance(sys.stdout, WatchedOutput):
+        sys.stdout.failure = None
+
+
+def tell(text: str) -> None:
+    """Print a line to standard error, if that can be written."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def output_failure() -> OSError | None:
+    """Return why standard output cannot be written, None if it can."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return error
+    return None
+
+
+def reader_is_gone() -> bool:
+    """Return whether the reading end of standard output is closed."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

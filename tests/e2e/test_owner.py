@@ -1,0 +1,151 @@
+"""A server that a program has started ends with it, however the program ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from support.servers.server import eventually
+
+#: What programs do that have a server: they print its processes, and then wait.
+BEGIN = """
+import json, os, psutil, signal, sys, threading, time, warpfit
+def show():
+    own = [one.pid for one in psutil.Process().children(recursive=True)]
+    print(json.dumps(own), flush=True)
+flags = ("--devices", "cpu", "--threads", "1", "--front-ends", "2")
+"""
+WAIT = "with warpfit.local(*flags) as client:\n    client.info(); show(); time.sleep(100)\n"
+FORK = """
+with warpfit.local(*flags) as client:
+    client.info(); show()
+    if os.fork() == 0:
+        time.sleep(100)
+        os._exit(0)
+    time.sleep(100)
+"""
+#: Python's forks close the pipe; one that does not go through Python leaves it open.
+RAW_FORK = FORK.replace("os.fork()", "__import__('ctypes').CDLL(None).fork()")
+EXEC = """
+with warpfit.local(*flags) as client:
+    client.info(); show()
+    sys.stdin.readline()
+    os.execv("/bin/sleep", ["sleep", "100"])
+"""
+#: The thread that has started the server ends, and the server goes on.
+THREAD = """
+def begin():
+    global client
+    client = stack.enter_context(warpfit.local(*flags))
+from contextlib import ExitStack
+with ExitStack() as stack:
+    thread = threading.Thread(target=begin)
+    thread.start(); thread.join()
+    time.sleep(2)
+    client.info(); show(); time.sleep(100)
+"""
+EXIT = WAIT.replace("time.sleep(100)", "os._exit(3)")
+CRASH = WAIT.replace("time.sleep(100)", "os.kill(os.getpid(), signal.SIGSEGV)")
+
+
+def lives(process):
+    """Tell whether a process runs: one that its parent has not waited for does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("program", "end"),
+    [
+        pytest.param(WAIT, signal.SIGTERM, id="SIGTERM"),
+        pytest.param(WAIT, signal.SIGKILL, id="SIGKILL"),
+        pytest.param(WAIT, signal.SIGINT, id="SIGINT"),
+        pytest.param(FORK, signal.SIGKILL, id="a forked child lives longer"),
+        pytest.param(RAW_FORK, signal.SIGKILL, id="a child that Python does not know lives longer"),
+        pytest.param(EXEC, None, id="another program in its place"),
+        pytest.param(THREAD, signal.SIGTERM, id="its thread ends before"),
+        pytest.param(EXIT, None, id="os._exit"),
+        pytest.param(CRASH, None, id="a crash"),
+    ],
+)
+def test_a_server_ends_with_its_owner_and_leaves_nothing(tmp_path, program, end):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", BEGIN + program]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        children = [psutil.Process(pid) for pid in json.loads(owner.stdout.readline())]
+        assert len(children) >= 3, "the server, a front end, an engine"
+        others = {one.pid for one in psutil.Process(owner.pid).children()} - {
+            one.pid for one in children
+        }
+        if program is EXEC:
+            owner.stdin.write("\n")
+            owner.stdin.flush()
+        if end is not None:
+            owner.send_signal(end)
+        try:
+            eventually(lambda: not any(map(lives, children)), 12)
+            eventually(lambda: not list(tmp_path.glob("warpfit-*")), 5)
+        finally:
+            for pid in {owner.pid, *others, *(one.pid for one in children if one.is_running())}:
+                subprocess.run(["kill", "-9", str(pid)], stderr=subprocess.DEVNULL, check=False)
+
+
+def test_an_owner_that_is_killed_while_the_server_starts(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", BEGIN + WAIT]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as owner:
+        own = psutil.Process(owner.pid)
+        eventually(own.children)
+        time.sleep(0.3)
+        children = own.children(recursive=True)
+        owner.kill()
+        _, alive = psutil.wait_procs(children, 12)
+    assert not alive
+    assert not list(tmp_path.glob("warpfit-*"))
+
+
+def test_a_server_of_its_own_does_not_care_for_its_parent(tmp_path):
+    log = tmp_path / "log"
+    begin = f"{sys.executable} -m warpfit_server --port 0 --devices cpu --threads 1"
+    with log.open("w") as opened:
+        subprocess.run(["sh", "-c", f"{begin} </dev/null & echo $!"], stdout=opened, check=True)
+    pid = int(log.read_text().split()[0])
+    try:
+        eventually(lambda: "listening" in log.read_text(), 60)
+        time.sleep(0.5)
+        assert psutil.pid_exists(pid)
+    finally:
+        os.kill(pid, signal.SIGTERM)
+    eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+
+
+def test_sighup_ends_a_server_in_good_order_but_not_under_nohup(tmp_path):
+    for prefix, ends in (([], True), (["nohup"], False)):
+        command = [*prefix, sys.executable, "-m", "warpfit_server", "--port", "0"]
+        command += ["--devices", "cpu", "--threads", "1"]
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+        assert process.stdout is not None
+        try:
+            assert "listening" in process.stdout.readline()
+            process.send_signal(signal.SIGHUP)
+            if ends:
+                assert process.wait(20) == 0
+                assert not list(tmp_path.glob("warpfit-*"))
+            else:
+                time.sleep(1)
+                assert process.poll() is None
+        finally:
+            process.terminate()
+            process.wait(20)
+            process.stdout.close()
