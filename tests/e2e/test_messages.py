@@ -136,7 +136,8 @@ def test_a_process_that_can_open_no_more_files_says_so_and_recovers(lenient):
         for pid, count in ((lenient.process.pid, 40), (engine, 100)):
             with full(pid):
                 with pytest.raises(warpfit.ResourceExhaustedError) as caught:
-                    client.upload(wide + pid, wide[:, 0])
+                    for number in range(30):  # the first ones get the files of idle memory
+                        client.upload(wide[:, :1] + number, dtype="float64")
                 assert (caught.value.reason, caught.value.retry_after) == ("TOO_MANY_FILES", 1.0)
                 with pytest.raises(warpfit.ResourceExhaustedError) as caught:
                     client.evaluate(data, ["x1"] * count)  # its answer needs a segment

@@ -132,7 +132,7 @@ def test_the_same_content_belongs_to_each_that_uploaded_it(as_tenant):
     with as_tenant("alice") as alice, as_tenant("bob") as bob:
         alice.call("UploadVariables")
         bob.call("UploadVariables")
-        bob.call("ReleaseVariables")
+        bob.send("ReleaseVariables", codec.release_message(DATA, everywhere=True))
         assert bob.refused("Evaluate")[0] == "NOT_FOUND"
         assert alice.call("Evaluate")
 
