@@ -50,7 +50,7 @@ class Loss(StrEnum):
     Losses are computed in float64 from values rounded to the data's type. In fast mode a GPU may
     round f - y, and compiled kernels add up each block of rows, in float32; server/README.md has
     the errors. Sums of blocks of rows are added up in pairs, in float64. NaN in any used row makes
-    the loss NaN, also where the weight is 0.
+    the loss NaN, but a row of weight 0 is not used, whatever is there.
     """
 
     SSE = "sse"
@@ -172,21 +172,33 @@ class TargetStatistics:
 
     @cached_property
     def weight(self) -> float:
-        """Sum of the weights, in float64."""
+        """Sum of the weights, in float64; NaN if it overflows."""
         if self.weights is None:
             return float(len(self.target))
-        return float(self.weights.sum(dtype=np.float64))
+        with np.errstate(over="ignore"):
+            return _nan_if_overflown(float(self.weights.sum(dtype=np.float64)))
 
     @cached_property
     def variation(self) -> float:
-        """Sum of w (y - m)^2 in float64, where m is the weighted mean of y."""
+        """Sum of w (y - m)^2 in float64, where m is the weighted mean of y.
+
+        It is NaN if it overflows, because a quotient by infinity would say that nothing is left.
+        """
+        target, weights = self.target, self.weights
+        if weights is not None and not weights.all():
+            has_weight = weights > 0
+            target, weights = target[has_weight], weights[has_weight]
         with np.errstate(all="ignore"):
             # The first row is subtracted, so that a large mean costs no digits.
-            y = self.target.astype(np.float64) - np.float64(self.target[0])
-            if self.weights is None:
-                return float(np.square(y - y.mean()).sum())
-            w = self.weights.astype(np.float64)
-            return float((w * np.square(y - (w * y).sum() / self.weight)).sum())
+            y = target.astype(np.float64) - target[:1].astype(np.float64)
+            if weights is None:
+                return _nan_if_overflown(float(np.square(y - y.mean()).sum()))
+            w = weights.astype(np.float64)
+            return _nan_if_overflown(float((w * np.square(y - (w * y).sum() / self.weight)).sum()))
+
+
+def _nan_if_overflown(total: float) -> float:
+    return math.nan if total == math.inf else total
 
 
 @lru_cache(64)

@@ -226,7 +226,8 @@ class _ReferenceEngine:
         from warpfit_server.engine.interface import Linearisation
 
         yield None
-        batch, rows = evaluation.batch, reference_engine.EvaluatedRows.of(self._dataset, evaluation)
+        batch = evaluation.batch
+        rows = reference_engine.EvaluatedRows.of(self._dataset, evaluation).weighted()
         sums = [
             reference_engine.linearise(
                 batch.program(index), batch.program_parameters(index)[0], rows, row_loss

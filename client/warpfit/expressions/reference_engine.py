@@ -47,6 +47,12 @@ class EvaluatedRows:
         weights = np.ones(count) if dataset.weights is None else dataset.weights[rows]
         return cls(dataset, variables, target.astype(np.float64), weights.astype(np.float64))
 
+    def weighted(self) -> EvaluatedRows:
+        """Return the rows that have a weight: no other counts in losses, moments and fits."""
+        has = self.weights > 0
+        own = self.variables[:, has], self.target[has], self.weights[has]
+        return EvaluatedRows(self.dataset, *own)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLossSums:
@@ -91,6 +97,7 @@ def evaluate(evaluation: Evaluation, dataset: Dataset) -> Result:
     ]
     values = np.stack([evaluate_program(p, rows.variables, v) for p, v in cells])
     values = _rounded(values, rows)
+    weighted, weighted_values = rows.weighted(), values[:, rows.weights > 0]
     shape = len(batch), batch.vectors
     arrays: dict[str, Any] = {}
     if evaluation.values:
@@ -103,9 +110,9 @@ def evaluate(evaluation: Evaluation, dataset: Dataset) -> Result:
     if evaluation.reductions:
         arrays["reductions"] = _reduced(values).reshape(*shape, 5)
     if evaluation.correlation:
-        arrays["correlations"] = _scaled(values, rows)[2].reshape(shape)
+        arrays["correlations"] = _scaled(weighted_values, weighted)[2].reshape(shape)
     if evaluation.loss_function is not None:
-        arrays |= _losses(evaluation, rows, cells, values)
+        arrays |= _losses(evaluation, weighted, cells, weighted_values)
     return Result(**arrays)
 
 
@@ -173,10 +180,12 @@ def _scaled(values: Floats, rows: EvaluatedRows) -> tuple[Floats, Floats, Floats
     Each is an array with one entry for each row of ``values``. Numbers are taken relative to the
     first row of the data, so that a large mean costs no digits.
     """
-    w, y = rows.weights, rows.target - rows.target[0]
+    # Of no row the first is 0.
+    first_y, first_f = rows.target[:1].sum(), values[:, :1].sum(axis=1)
+    w, y = rows.weights, rows.target - first_y
     with np.errstate(all="ignore"):
         total = w.sum()
-        f = values - values[:, :1]
+        f = values - first_f[:, None]
         mean_f, mean_y = (f * w).sum(axis=1) / total, (y * w).sum() / total
         f, y = f - mean_f[:, None], y - mean_y
         squares = (w * np.square(f)).sum(axis=1)
@@ -184,5 +193,5 @@ def _scaled(values: Floats, rows: EvaluatedRows) -> tuple[Floats, Floats, Floats
         slopes = np.where(squares == 0.0, 0.0, products / squares)
         correlations = products / np.sqrt(squares) / np.sqrt((w * np.square(y)).sum())
         residuals = (w * np.square(y - slopes[:, None] * f)).sum(axis=1)
-        intercepts = (mean_y + rows.target[0]) - slopes * (mean_f + values[:, 0])
+        intercepts = (mean_y + first_y) - slopes * (mean_f + first_f)
     return slopes, intercepts, correlations, residuals

@@ -18,6 +18,7 @@ from warpfit.errors import InternalError, WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.interface import Engine
+from warpfit_server.engine.loaded_datasets import LoadedDatasets
 from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
@@ -46,7 +47,7 @@ class EngineProcess:
     def __init__(self, engine: Engine, channel: Channel, number: int, config: Config) -> None:
         self._engine = engine
         self._channel = channel
-        self._datasets: dict[bytes, Dataset] = {}
+        self._datasets = LoadedDatasets(engine)
         runner = RequestRunner(engine, self._datasets, config.chunk_bytes)
         self._loop = Loop(engine, runner)
         self._stuck_detector = StuckDetector(config.stuck_seconds, self._loop.flags)
@@ -73,8 +74,7 @@ class EngineProcess:
                 case messages.LoadDataset():
                     self._load(message, descriptor)
                 case messages.UnloadDataset():
-                    self._engine.unload(message.key)
-                    self._datasets.pop(message.key, None)
+                    self._datasets.unload(message.key)
                 case messages.RequestCounters():
                     self._channel.send(messages.EngineCounters(self._engine.counters()))
                 case _:
@@ -87,9 +87,7 @@ class EngineProcess:
             layout = message.layout
             matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
             segment.close()  # the matrix keeps the mapping
-            dataset = Dataset.resident(layout, matrix, message.key)
-            self._engine.load(dataset)
-            self._datasets[dataset.content_id] = dataset
+            self._datasets.load(Dataset.resident(layout, matrix, message.key))
         except WarpfitError as refused:
             error = refused
         except (OSError, MemoryError) as failed:

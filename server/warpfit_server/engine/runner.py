@@ -10,8 +10,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Dataset
-from warpfit.errors import DatasetNotFoundError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings
 from warpfit.request import Timings
 from warpfit_server.engine.finalize import Finalizer, reduce_to_sums
@@ -20,6 +18,7 @@ from warpfit_server.engine.interface import (
     Outputs,
     Steps,
 )
+from warpfit_server.engine.loaded_datasets import LoadedDatasets
 from warpfit_server.engine.merging import Merger, hand_out, join
 from warpfit_server.engine.request import Request
 from warpfit_server.ipc import messages
@@ -34,17 +33,16 @@ class RequestRunner:
 
     Args:
         engine: that computes.
-        datasets: that the engine has loaded, by content id.
+        datasets: that the engine has loaded.
         chunk_bytes: least size of final values that is worth a progress message.
     """
 
     def __init__(
         self,
         engine: Engine,
-        datasets: Mapping[bytes, Dataset],
+        datasets: LoadedDatasets,
         chunk_bytes: int,
     ) -> None:
-        self._engine = engine
         self._datasets = datasets
         self._chunk_bytes = chunk_bytes
         self._finalizer = Finalizer()
@@ -68,18 +66,19 @@ class RequestRunner:
         is_lone = len(requests) == 1
         cancelled = requests[0].cancelled if is_lone else np.zeros(1, dtype=np.uint8)
         outputs = Outputs(None, losses, cancelled, lambda programs: None)
-        timings = yield from self._engine.evaluate(merged, outputs)
-        yield from self._finalizer.finalize(merged, self._dataset(merged.dataset_id), outputs)
+        timings = yield from self._datasets.evaluate(merged, outputs)
+        dataset = self._datasets.whole(merged.dataset_id)
+        yield from self._finalizer.finalize(merged, dataset, outputs)
         hand_out(losses, requests)
         return timings
 
     def _evaluate(self, request: Request) -> Steps[Timings]:
         evaluation = request.evaluation
-        dataset = self._dataset(evaluation.dataset_id)
+        dataset = self._datasets.whole(evaluation.dataset_id)
         results = request.problem.segment_layout.results(request.segment)
         outputs = _outputs(request, results, self._value_progress(request))
         of_sums, sums = reduce_to_sums(evaluation, outputs)
-        timings = yield from self._engine.evaluate(of_sums, sums)
+        timings = yield from self._datasets.evaluate(of_sums, sums)
         yield from self._finalizer.finalize(
             evaluation,
             dataset,
@@ -102,9 +101,9 @@ class RequestRunner:
         # Engines keep the lowered programs as long as these arrays live: not in a shared segment.
         evaluation = replace(request.evaluation, batch=request.evaluation.batch.copy())
         fit = FitRequest(evaluation, replace(settings, **bounds))
-        dataset = self._dataset(problem.dataset_id)
+        dataset = self._datasets.whole(problem.dataset_id)
         context = FitContext(
-            linearise=self._engine.linearise,
+            linearise=self._datasets.linearise,
             dataset=dataset,
             cancelled=request.cancelled,
             deadline=deadline,
@@ -114,12 +113,6 @@ class RequestRunner:
         for name, array in layout.results(segment).items():
             np.copyto(array, getattr(result, name))
         return result.timings
-
-    def _dataset(self, dataset_id: bytes) -> Dataset:
-        dataset = self._datasets.get(dataset_id)
-        if dataset is None:
-            raise DatasetNotFoundError
-        return dataset
 
     def _value_progress(self, request: Request) -> Callable[[int], None]:
         """Return what sends a message whenever another chunk of values is final."""

@@ -26,7 +26,7 @@ class NumpyEngine:
         batch = evaluation.batch
         self.sizes.append(len(batch))
         assert batch.vectors == 1
-        rows = reference_engine.EvaluatedRows.of(dataset, evaluation)
+        rows = reference_engine.EvaluatedRows.of(dataset, evaluation).weighted()
         single = dataset.layout.dtype.itemsize == 4
         losses, gradients, curvatures = [], [], []
         for index in range(len(batch)):

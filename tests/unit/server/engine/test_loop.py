@@ -24,6 +24,7 @@ from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit_server.engine import loop as loop_module
 from warpfit_server.engine.interface import EngineBrokenError
+from warpfit_server.engine.loaded_datasets import LoadedDatasets
 from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
@@ -141,7 +142,7 @@ def an_evaluation(*parameters, constant=1.0, **changes):
 
 def a_runner(engine):
     """Return what runs requests on an engine."""
-    return RequestRunner(engine, {DATA.content_id: DATA}, 1 << 16)
+    return RequestRunner(engine, LoadedDatasets(engine, {DATA.content_id: DATA}), 1 << 16)
 
 
 @pytest.fixture

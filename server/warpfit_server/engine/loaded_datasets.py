@@ -1,0 +1,174 @@
+"""Data sets that an engine has loaded: whole for values, without rows of weight 0 for sums.
+
+A weight of 0 leaves a row out of losses, their derivatives, scaling, correlations and fits,
+whatever number, NaN or pole is there. Multiplying by 0 cannot do that, because 0 times NaN is NaN.
+So an engine gets such a data set twice: as it is, and with the rows alone that have a weight. What
+is summed over rows has the same bits as on a data set that was uploaded without the other rows, on
+every engine, and no kernel has to look at a weight.
+
+The copy takes at most as much memory as the data set. Data sets without a weight of 0 have none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Dataset
+from warpfit.errors import DatasetNotFoundError
+from warpfit.ir import Program
+from warpfit.request import STAGES, Evaluation, Timings
+from warpfit_server.engine.interface import Engine, Linearisation, Outputs, Selection, Steps
+
+#: Outputs with a number for each row, or statistics of the values of all rows.
+_OF_ALL_ROWS: Final = ("values", "jacobian", "reductions")
+#: Outputs that are sums over the rows that have a weight.
+_OF_WEIGHTED_ROWS: Final = ("losses", "gradients", "variable_gradients", "moments")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WeightedRows:
+    """The rows of a data set that have a weight."""
+
+    indices: NDArray[np.int64]
+    """Ascending."""
+    dataset: Dataset | None
+    """The rows as a data set of their own; None if there is none."""
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> _WeightedRows | None:
+        """Copy the rows that have a weight; return None if all have one."""
+        if dataset.weights is None or dataset.weights.all():
+            return None
+        indices = np.flatnonzero(dataset.weights)
+        if not len(indices):
+            return cls(indices, None)
+        layout = replace(dataset.layout, rows=len(indices))
+        matrix = np.empty((layout.columns, layout.rows), layout.dtype)
+        for column, taken in zip(dataset.matrix, matrix, strict=True):
+            np.take(column, indices, out=taken, mode="clip")  # which needs no buffer
+        key = hashlib.sha256(dataset.content_id + b" rows with a weight").digest()
+        return cls(indices, Dataset.resident(layout, matrix, key))
+
+    def restrict(self, evaluation: Evaluation, whole: Dataset) -> Evaluation | None:
+        """Name these rows in an evaluation of the whole; return None if no row of it is here."""
+        edges = np.searchsorted(self.indices, evaluation.row_range(whole.layout))
+        start, stop = edges.tolist()
+        if self.dataset is None or start == stop:
+            return None
+        return replace(evaluation, dataset_id=self.dataset.content_id, rows=(start, stop))
+
+
+class LoadedDatasets:
+    """The data sets of an engine process, and the passes of its engine over their rows.
+
+    Args:
+        engine: that computes.
+        loaded: data sets that the engine has already, by the id of `Evaluation.dataset_id`.
+    """
+
+    def __init__(self, engine: Engine, loaded: Mapping[bytes, Dataset] | None = None) -> None:
+        self._engine = engine
+        self._whole: dict[bytes, Dataset] = dict(loaded or {})
+        self._weighted: dict[bytes, _WeightedRows] = {}
+
+    def load(self, dataset: Dataset) -> None:
+        """Load a data set, and its rows that have a weight if others have none.
+
+        Raises:
+            ResourceExhaustedError: if the device has no room for it.
+            MemoryError: if this process has none.
+        """
+        key, weighted = dataset.content_id, _WeightedRows.of(dataset)
+        self._engine.load(dataset)
+        if weighted is not None:
+            try:
+                if weighted.dataset is not None:
+                    self._engine.load(weighted.dataset)
+            except Exception:
+                self._engine.unload(key)
+                raise
+            self._weighted[key] = weighted
+        self._whole[key] = dataset
+
+    def unload(self, key: bytes) -> None:
+        """Forget a data set once the evaluations that use it have ended."""
+        self._whole.pop(key, None)
+        weighted = self._weighted.pop(key, None)
+        if weighted is not None and weighted.dataset is not None:
+            self._engine.unload(weighted.dataset.content_id)
+        self._engine.unload(key)
+
+    def whole(self, key: bytes) -> Dataset:
+        """Return a data set with all rows; raise DatasetNotFoundError if it is not loaded."""
+        dataset = self._whole.get(key)
+        if dataset is None:
+            raise DatasetNotFoundError
+        return dataset
+
+    def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
+        """Evaluate a batch as `Engine.evaluate`; rows of weight 0 count in no sum.
+
+        Sums over no row are 0, and so are moments.
+        """
+        whole = self.whole(evaluation.dataset_id)
+        weighted = self._weighted.get(evaluation.dataset_id)
+        if weighted is None:
+            return (yield from self._engine.evaluate(evaluation, outputs))
+        timings = Timings()
+        if any(getattr(outputs, name) is not None for name in _OF_ALL_ROWS):
+            of_rows = replace(
+                evaluation, loss=None, custom_loss=None, gradient=False, variable_gradient=False,
+                linear_scaling=False, correlation=False,
+            )  # fmt: skip
+            given = replace(
+                outputs, losses=None, gradients=None, variable_gradients=None, moments=None
+            )
+            timings = yield from self._engine.evaluate(of_rows, given)
+        sums = {name: getattr(outputs, name) for name in _OF_WEIGHTED_ROWS}
+        if all(array is None for array in sums.values()):
+            return timings
+        of_sums = replace(evaluation, values=False, jacobian=False, reductions=False)
+        restricted = weighted.restrict(of_sums, whole)
+        if restricted is None:
+            for array in sums.values():
+                if array is not None:
+                    array[...] = 0.0
+            return timings
+        given = replace(
+            outputs, values=None, jacobian=None, reductions=None, ready=lambda programs: None
+        )
+        found = yield from self._engine.evaluate(restricted, given)
+        both = {name: getattr(timings, name) + getattr(found, name) for name in STAGES}
+        return replace(found, **both)
+
+    def linearise(
+        self,
+        evaluation: Evaluation,
+        row_loss: Program,
+        *,
+        curvature: bool,
+        cancelled: NDArray[np.uint8],
+        selection: Selection | None = None,
+    ) -> Steps[Linearisation]:
+        """Linearise a batch as `Engine.linearise`; rows of weight 0 count in no sum.
+
+        Where no row has a weight the whole data set is taken; its sums are 0 or NaN.
+        """
+        whole = self.whole(evaluation.dataset_id)
+        weighted = self._weighted.get(evaluation.dataset_id)
+        restricted = None if weighted is None else weighted.restrict(evaluation, whole)
+        return (
+            yield from self._engine.linearise(
+                restricted or evaluation,
+                row_loss,
+                curvature=curvature,
+                cancelled=cancelled,
+                selection=selection,
+            )
+        )

@@ -1,0 +1,119 @@
+"""A row of weight 0 counts nowhere, whatever is in it: on a server, and in `warpfit.testing`."""
+
+import numpy as np
+import pytest
+
+import warpfit
+import warpfit.testing
+from warpfit.losses import Loss
+
+ROWS = 5_000
+rng = np.random.default_rng(3)
+X = rng.uniform(0.5, 2.0, size=(ROWS, 2))
+Y = 2.0 * X[:, 0] + 0.3 * np.log(X[:, 1]) + 0.01 * rng.normal(size=ROWS)
+WEIGHTS = rng.uniform(0.5, 2.0, size=ROWS)
+PROGRAMS = ["p1*x1 + p2*log(x2)", "x1/x2", "2*x1", "p1*sqrt(x2)"]
+STARTS = [[0.5, 0.5], [], [], [1.0]]
+#: Places of rows without a weight: the first one, a whole block and more, some, all but a few.
+PLACES = {
+    "first": np.arange(1),
+    "first block": np.arange(2_500),
+    "some": np.arange(3, ROWS, 7),
+    "last": np.arange(ROWS - 1, ROWS),
+    "most": np.setdiff1d(np.arange(ROWS), [17, 1800, 1801, 4000, 4999, 4998]),
+}
+#: What is there in the variables and the target; 0 is a pole of the programs.
+JUNK = {"nan": np.nan, "inf": -np.inf, "huge": 1e20, "zero": 0.0, "fill value": 9.96921e36}
+
+
+@pytest.fixture(scope="module", params=["server", "reference"])
+def client(request):
+    if request.param == "reference":
+        yield warpfit.testing.client()
+        return
+    with warpfit.connect(request.getfixturevalue("server").address) as connected:
+        yield connected
+
+
+def spoilt(place, junk):
+    x, y, w = X.copy(), Y.copy(), WEIGHTS.copy()
+    x[PLACES[place]], y[PLACES[place]], w[PLACES[place]] = JUNK[junk], JUNK[junk], 0.0
+    return x, y, w
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("place", "junk"), [*((place, "nan") for place in PLACES), *(("first", junk) for junk in JUNK)]
+)
+def test_all_sums_are_those_of_the_other_rows(client, place, junk, dtype):
+    x, y, w = spoilt(place, junk)
+    data = client.upload(x, y, w, dtype=dtype)
+    kept = w > 0
+    other = client.upload(x[kept], y[kept], w[kept], dtype=dtype)
+    for loss in ("mse", "r2", "nmse", "mae", "gaussian", "w*abs(d)^1.5"):
+        for options in ({}, {"gradient": True, "variable_gradient": True}):
+            got = client.run(data, PROGRAMS, STARTS, loss=loss, **options)
+            want = client.run(other, PROGRAMS, STARTS, loss=loss, **options)
+            np.testing.assert_array_equal(got.losses, want.losses, err_msg=loss)
+            assert np.isfinite(got.losses).all()
+            if options:
+                np.testing.assert_array_equal(got.variable_gradients, want.variable_gradients)
+                for mine, its in zip(got.gradients, want.gradients, strict=True):
+                    np.testing.assert_array_equal(mine, its)
+    options = {"loss": "mse", "linear_scaling": True, "correlation": True}
+    got, want = (client.run(one, PROGRAMS, STARTS, **options) for one in (data, other))
+    for name in ("losses", "slopes", "intercepts", "correlations"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+
+
+def test_values_are_those_of_all_rows(client):
+    x, y, w = spoilt("some", "nan")
+    data, whole = client.upload(x, y, w, dtype="float64"), client.upload(x, dtype="float64")
+    options = {"values": True, "jacobian": True, "reductions": True}
+    got = client.run(data, PROGRAMS, STARTS, loss=Loss.MSE, gradient=True, **options)
+    want = client.run(whole, PROGRAMS, STARTS, **options)
+    np.testing.assert_array_equal(got.values, want.values)
+    for mine, its in zip(got.jacobians, want.jacobians, strict=True):
+        np.testing.assert_array_equal(mine, its)
+    np.testing.assert_array_equal(got.reductions.non_finite, want.reductions.non_finite)
+    assert np.isfinite(got.losses).all()
+    assert got.timings.compute >= 0
+
+
+@pytest.mark.parametrize("rows", [(0, 10), (1, 2400), (2000, 3000), (4990, 5000)])
+def test_ranges_of_rows(client, rows):
+    x, y, w = spoilt("some", "nan")
+    data, part = client.upload(x, y, w, dtype="float64"), slice(*rows)
+    kept = w[part] > 0
+    other = client.upload(x[part][kept], y[part][kept], w[part][kept], dtype="float64")
+    for loss in ("mse", "r2"):
+        got = client.evaluate(data, PROGRAMS, STARTS, loss=loss, rows=rows)
+        np.testing.assert_allclose(
+            got, client.evaluate(other, PROGRAMS, STARTS, loss=loss), rtol=1e-13
+        )
+
+
+def test_sums_over_no_row_are_zero(client):
+    data = client.upload([[np.nan], [2.0], [1.0]], [1.0, np.nan, 1.0], [0.0, 0.0, 2.0])
+    for one, rows in ((data, (0, 2)), (client.upload([[np.nan]], [1.0], [0.0]), None)):
+        assert client.evaluate(one, ["x1"], loss="sse", rows=rows) == [0.0]
+        assert np.isnan(client.evaluate(one, ["x1"], loss="mse", rows=rows)).all()
+        fit = client.optimize(one, ["p1*x1"], [[1.0]], rows=rows)
+        assert fit.reason == [warpfit.Reason.NOT_FINITE]
+
+
+@pytest.mark.parametrize("method", ["lm", "bfgs"])
+def test_fits(client, method):
+    x = np.array([[0.0], [1.0], [2.0], [3.0]])
+    data = client.upload(x, [np.nan, 1.0, 2.0, 3.0], [0.0, 1.0, 1.0, 1.0], dtype="float64")
+    fit = client.optimize(data, ["p1*x1 + p2*log(x1)"], [[0.5, 0.5]], method=method)
+    np.testing.assert_allclose(fit.parameters[0], [1.0, 0.0], atol=1e-5)
+    assert fit.success[0]
+    assert fit.r2[0] > 1 - 1e-9
+
+
+def test_simplification_does_not_see_such_rows(client):
+    x, y = np.linspace(-1.0, 3.0, 41)[:, None], 2.0 * np.linspace(-1.0, 3.0, 41)
+    y[0], w = 1e20, np.r_[0.0, np.ones(40)]
+    found = client.simplify(client.upload(x, y, w, dtype="float64"), ["1.9999999*x1"])
+    assert str(found.programs[0]) == "2 * x1"
