@@ -17,6 +17,7 @@ from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client, connect
 from warpfit.errors import DeadlineExceededError
 from warpfit.transport.call import Cancellation
+from warpfit.transport.forks import RENEWED_IN_CHILD
 
 #: Most calls of one client that are under way at a time; others wait for a thread.
 _MOST_CALLS: Final = 128
@@ -84,6 +85,11 @@ class AsyncClient:
     def __init__(self, client: Client) -> None:
         """Use `warpfit.connect_async`, or `warpfit.testing.async_client` without a server."""
         self._client = client
+        self.after_fork()
+        RENEWED_IN_CHILD.add(self)
+
+    def after_fork(self) -> None:
+        """Make new threads, because a child that is forked has none of its parent's."""
         self._threads = ThreadPoolExecutor(_MOST_CALLS, "warpfit")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -26,9 +26,11 @@ _TOO_MANY_CALLS: Final = "Concurrent RPC limit exceeded"
 _TOO_MANY_CALLS_SECONDS: Final = 0.1
 #: gRPC's own messages where no server can be reached; the place is ``ipv4:HOST:PORT`` or alike.
 _NOBODY_LISTENS: Final = re.compile(
-    r"(?:ipv[46]:)?(\S+): Failed to connect to remote host: "
-    r".*(?:Connection refused|No such file or directory)"
+    r"(?:ipv[46]:)?(\S+): (?:Failed to connect to remote host|connect(?: failed)?): .*?"
+    r"(Connection refused|No such file or directory|Not a directory|Permission denied|"
+    r"Network is unreachable|No route to host|Cannot assign requested address)"
 )
+_NOBODY_THERE: Final = frozenset({"Connection refused", "No such file or directory"})
 _NAME_UNKNOWN: Final = re.compile(r"address lookup failed for (\S+):")
 _NOBODY_REMEDY: Final = (
     "Check host and port (WARPFIT_ADDRESS, if no address is given), start a server there with "
@@ -96,9 +98,12 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
         )
     place = _NOBODY_LISTENS.search(details)
     if status == "UNAVAILABLE" and place:
-        return errors.UnavailableError(
-            f"nothing listens at {unquote(place[1])}", "CONNECTION_REFUSED", _NOBODY_REMEDY
-        )
+        where = unquote(place[1])
+        if place[2] in _NOBODY_THERE:
+            message, reason = f"nothing listens at {where}", "CONNECTION_REFUSED"
+        else:
+            message, reason = f"{where} cannot be reached: {place[2]}", "CANNOT_CONNECT"
+        return errors.UnavailableError(message, reason, _NOBODY_REMEDY)
     name = _NAME_UNKNOWN.search(details)
     if status == "UNAVAILABLE" and name:
         return errors.UnavailableError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import ipaddress
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ SCHEMES: Final[Mapping[str, str]] = {
     "file": "warpfit.transport.addresses:file_target",
     "ray": "warpfit.ray:ray_target",
 }
+#: A name of a host; its labels have up to 63 characters.
+_HOST: Final = re.compile(r"(?=.{1,253}\.?$)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
+#: Most bytes of a path of a socket: what Linux has room for.
+_SOCKET_PATH_BYTES: Final = 107
 #: Most characters of an address in a file.
 _LONGEST: Final = 300
 _EXAMPLE: Final = "Give HOST:PORT, such as 127.0.0.1:50551, or several of them separated by commas"
@@ -136,7 +142,15 @@ def file_target(address: str) -> Target:
 
 
 def check_address(address: str) -> None:
-    """Check that an address has a port; raise InvalidArgumentError if it has none."""
+    """Check an address of one server.
+
+    It is ``HOST:PORT``, where HOST is a name, an IPv4 address or an IPv6 address in brackets; one
+    of these with ``ipv4:`` or ``ipv6:`` before it; or a socket of this machine, ``unix:PATH`` or
+    ``unix-abstract:NAME``.
+
+    Raises:
+        InvalidArgumentError: if it is none of these, so that no server can be there.
+    """
     if not isinstance(address, str):
         raise InvalidArgumentError(
             f"an address cannot be of type {type(address).__name__}",
@@ -144,10 +158,28 @@ def check_address(address: str) -> None:
             _EXAMPLE,
             "address",
         )
+    scheme, mark, path = address.partition(":")
+    if mark and scheme in ("unix", "unix-abstract"):
+        path = path.removeprefix("//") if path.startswith("///") else path
+        size = len(path.encode(errors="replace"))
+        is_file = not path.startswith("//") and not path.endswith("/") and path.isprintable()
+        if not (is_file and 0 < size <= _SOCKET_PATH_BYTES):
+            most = f"of at most {_SOCKET_PATH_BYTES} bytes"
+            raise _bad(address, f"Give {scheme}:PATH, a path {most}; or HOST:PORT")
+        return
     host, _, port = address.rpartition(":")
-    if "://" in address or "unix:" in address:
-        return  # gRPC's own schemes
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+    kind = scheme if scheme in ("ipv4", "ipv6") and host.startswith(f"{scheme}:") else ""
+    host = host.removeprefix(f"{kind}:")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        version = ipaddress.ip_address(host[1:-1] if is_bracketed else host).version
+        is_host = is_bracketed == (version == 6) and kind in ("", f"ipv{version}")
+    except ValueError:  # a name; names do not end in a number, as IPv4 addresses do
+        last = host.rstrip(".").rpartition(".")[2]
+        is_host = not kind and _HOST.fullmatch(host) is not None and not last.isdigit()
+    # A longer number is none of a port, and Python refuses to read one of thousands of digits.
+    is_port = port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 1 << 16
+    if not (is_host and is_port):
         raise _bad(address, _EXAMPLE)
 
 
@@ -165,4 +197,6 @@ def _checked(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def _bad(address: str, remedy: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{address!r} is not an address", "BAD_ADDRESS", remedy, "address")
+    return InvalidArgumentError(
+        f"{address[:_LONGEST]!r} is not an address", "BAD_ADDRESS", remedy, "address"
+    )

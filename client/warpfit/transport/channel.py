@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any, Final
 
@@ -10,10 +11,13 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
 from warpfit import codec
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.transport.call import Call, Cancellation, UploadStream
 from warpfit.transport.connection import Connection
+from warpfit.transport.forks import CALLS, RENEWED_IN_CHILD
 from warpfit.transport.open_call import OpenCalls
+from warpfit.transport.security import is_local
+from warpfit.transport.servers import NOBODY_THERE
 from warpfit.v1 import evaluator_pb2 as pb
 
 #: The method whose calls carry several requests, and the one whose request has several messages.
@@ -25,6 +29,9 @@ _UPLOAD: Final = "UploadVariables"
 _OPEN_BYTES: Final = 256 << 10
 #: Methods whose requests reach gRPC as bytes.
 _OF_BYTES: Final = frozenset({_OPEN, _UPLOAD})
+#: Channels of the parent in a child that was forked. They are kept, because closing them there
+#: could wait for a lock that a thread of the parent had.
+_PARENTS_CHANNELS: Final[list[Any]] = []
 
 
 class GrpcTransport:
@@ -37,11 +44,13 @@ class GrpcTransport:
         # The caller's thread reads the answer itself: a thread of gRPC's costs 0.1 ms a call.
         reading = (ChannelOptions.SingleThreadedUnaryStream, 1)
         self._options = [*config.channel_options(), reading]
+        self._proxy = config.proxy
         self._security = connection.security
         self._metadata = connection.security.metadata()
         self._open: dict[str, _Channel] = {}
         self._lock = threading.Lock()
         self._closed = False
+        RENEWED_IN_CHILD.add(self)
         for address in addresses:
             self._to(address)
 
@@ -53,6 +62,12 @@ class GrpcTransport:
             raise InvalidArgumentError(
                 "the client is closed", "CLIENT_CLOSED", "Keep it open as long as it is used"
             )
+        with CALLS:
+            return self._call(call, server, seconds, cancellation)
+
+    def _call(
+        self, call: Call, server: str, seconds: float | None, cancellation: Cancellation | None
+    ) -> Any:
         channel = self._open.get(server) or self._to(server)
         single, streamed = channel.single[call.method], channel.streamed.get(call.method)
         options = {"timeout": seconds, "metadata": self._metadata}
@@ -75,12 +90,21 @@ class GrpcTransport:
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             if cancellation is not None:
                 cancellation.check()  # so that the server is not blamed
-            raise _error_of(call, error) from error
+            found = _error_of(call, error)
+            is_through_proxy = self._proxy is not None and not is_local(server)
+            if (
+                is_through_proxy
+                and isinstance(found, WarpfitError)
+                and found.reason in NOBODY_THERE
+            ):
+                proxy = str(self._proxy).removeprefix("http://").rpartition("@")[2]
+                found.message = f"{server}, asked for by the proxy {proxy}: {found.message}"
+            raise found from error
 
     def _to(self, address: str) -> _Channel:
-        with self._lock:
+        with CALLS, self._lock:
             if address not in self._open:
-                channel = self._security.channel(address, self._options)
+                channel = self._security.channel(address, self._options, self._proxy)
                 self._open[address] = _Channel(channel, self._metadata)
             return self._open[address]
 
@@ -89,13 +113,22 @@ class GrpcTransport:
         with self._lock:
             found = self._open.pop(address, None)
         if found is not None:
-            found.close()
+            with CALLS:
+                found.close()
 
     def close(self) -> None:
         """Close the channels, and open no others."""
         self._closed = True
         for address in list(self._open):
             self.forget(address)
+
+    def after_fork(self) -> None:
+        """Begin anew in a child, whose channels must not share the connections of the parent."""
+        _PARENTS_CHANNELS.append(self._open)
+        self._open, self._lock = {}, threading.Lock()
+        own = "warpfit.process"  # channels whose arguments are the same share a connection
+        self._options = [option for option in self._options if option[0] != own]
+        self._options.append((own, os.getpid()))
 
 
 class _Channel:

@@ -3,6 +3,8 @@
 import grpc
 
 from warpfit.transport.addresses import check_address
+from warpfit.transport.forks import CALLS
+from warpfit.transport.security import Security
 
 #: HealthCheckResponse.ServingStatus by number.
 _STATUS = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
@@ -13,11 +15,12 @@ def health(address: str, service: str, timeout: float) -> str:
     check_address(address)
     name = service.encode()[:127]
     request = b"\n" + bytes([len(name)]) + name if name else b""  # HealthCheckRequest.service
-    with grpc.insecure_channel(address) as channel:
+    with CALLS, Security().channel(address, []) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)
         try:
             answer = check(request, timeout=timeout)
         except grpc.RpcError as error:
             return str(error.code().name)
-    number = answer[1] if answer[:1] == b"\x08" else 0  # HealthCheckResponse.status
+    # HealthCheckResponse.status
+    number = answer[1] if answer[:1] == b"\x08" and len(answer) > 1 else 0
     return _STATUS[number] if number < len(_STATUS) else "UNKNOWN"

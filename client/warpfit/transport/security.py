@@ -111,15 +111,26 @@ class Security:
             tls = replace(tls, server_name=target.server_name)
         return cls(token.strip() if token else None, tls)
 
-    def channel(self, address: str, options: list[Any]) -> grpc.Channel:
-        """Open a channel to a server."""
+    def channel(self, address: str, options: list[Any], proxy: str | None = None) -> grpc.Channel:
+        """Open a channel to a server; ``proxy`` is not used for one on this machine."""
         import grpc  # loaded late, because the command line imports this module for its help
+        from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
+        # gRPC would take the proxy of the environment, which is meant for the Web.
+        if proxy is None or is_local(address):
+            options = [*options, ("grpc.enable_http_proxy", 0)]
+        else:
+            options = [*options, ("grpc.http_proxy", proxy)]
         if self.tls is None:
-            return grpc.insecure_channel(address, options)
-        if self.tls.server_name:
-            options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
-        return grpc.secure_channel(address, self.tls.credentials(), options)
+            channel = grpc.insecure_channel(address, options)
+        else:
+            if self.tls.server_name:
+                options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
+            channel = grpc.secure_channel(address, self.tls.credentials(), options)
+        # Otherwise gRPC closes it in a child that is forked, and waits there for calls in flight
+        # for ever. A child does not use it; see `warpfit.transport.forks`.
+        cygrpc.fork_unregister_channel(channel)
+        return channel
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
         """Return the metadata of every call."""
@@ -127,9 +138,11 @@ class Security:
 
 
 def is_local(address: str) -> bool:
-    """Return whether the address ``HOST:PORT`` or ``unix:PATH`` is on this machine."""
-    host = address.rpartition(":")[0].rpartition("/")[2]
-    return address.startswith("unix:") or is_loopback(host.strip("[]"))
+    """Return whether an address, or ``dns:///HOST:PORT``, is on this machine."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.removeprefix("dns://").removeprefix("/").rpartition(":")[0]
+    return is_loopback(host.removeprefix("ipv4:").removeprefix("ipv6:").strip("[]"))
 
 
 def is_loopback(host: str) -> bool:

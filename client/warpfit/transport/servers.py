@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from warpfit.errors import UnavailableError, WarpfitError
+from warpfit.transport.forks import RENEWED_IN_CHILD
 
 #: Reasons of errors that say that there is no server, rather than one that is in trouble.
-NOBODY_THERE: Final = frozenset({"CONNECTION_REFUSED", "NAME_NOT_RESOLVED", "NO_SERVERS"})
+NOBODY_THERE: Final = frozenset(
+    {"CONNECTION_REFUSED", "CANNOT_CONNECT", "NAME_NOT_RESOLVED", "NO_SERVERS"}
+)
 #: Data sets of at most this size live on every server, up to a number of them.
 SMALL_BYTES: Final = 16 << 20
 _SMALL_REPLICAS: Final = 16
@@ -118,6 +121,13 @@ class Servers:
         self.is_several = not is_fixed or len(addresses) > 1
         """Whether there may be more than one server; if not, nothing is chosen or measured."""
         self.update(addresses)
+        RENEWED_IN_CHILD.add(self)
+
+    def after_fork(self) -> None:
+        """Begin anew in a child, which has none of the parent's calls in flight."""
+        self._lock = threading.Lock()
+        for server in self:
+            server.outstanding = 0
 
     def __iter__(self) -> Iterator[Server]:
         """Iterate over the servers that there are now."""

@@ -1,8 +1,9 @@
 """The settings of a client's connection: retries, messages, keepalive, gRPC's environment."""
 
 import os
+import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Final, Self
 
@@ -15,6 +16,9 @@ from warpfit.errors import bad_setting
 #: kept the thread that serves all others for as long as it liked.
 _EXPERIMENTS: Final = "-event_engine_client"
 
+#: What a proxy may be; gRPC reaches servers by the method CONNECT of HTTP.
+_PROXY: Final = re.compile(r"http://(?:[^\s/@]+@)?[^\s/@]+:\d+/?")
+
 #: Between calls nobody waits in the older poller, so that a connection that is being made only
 #: progresses when gRPC polls by itself: every 5,000 ms by default. After a restart of the server
 #: clients were cut off for 3 to 18 s; with this interval it is 0.1 to 0.9 s.
@@ -22,13 +26,15 @@ _POLL_MILLISECONDS: Final = "100"
 
 
 def configure_grpc() -> None:
-    """Choose gRPC's poller and its interval by environment variables that gRPC reads on import.
+    """Choose gRPC's poller, its interval and its care for forks by environment variables.
 
-    Variables that are set already stay, and so does everything if gRPC is imported already.
+    gRPC reads them on import. Variables that are set already stay, and so does everything if gRPC
+    is imported already.
     """
     if "grpc" not in sys.modules:
         os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS)
         os.environ.setdefault("GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS", _POLL_MILLISECONDS)
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +87,19 @@ class TransportConfig:
     """First and longest pause between attempts to connect again."""
     connect_seconds: float = 5.0
     """Shortest time limit of one attempt to connect; a busy machine needs some time to answer."""
+    proxy: str | None = field(
+        default_factory=lambda: os.environ.get("WARPFIT_PROXY") or None, repr=False
+    )
+    """HTTP proxy ``http://[USER:PASSWORD@]HOST:PORT`` through which servers on other machines are
+    reached; by default WARPFIT_PROXY, and none without it. Variables such as ``http_proxy`` are
+    meant for other programs and are not read."""
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the settings."""
         _check_numbers(self, 1e-3)
+        proxy = self.proxy
+        if proxy is not None and not (isinstance(proxy, str) and _PROXY.fullmatch(proxy)):
+            raise bad_setting("proxy", proxy, "http://HOST:PORT (WARPFIT_PROXY, if none is given)")
 
     def for_several(self) -> Self:
         """Return the settings for a channel to one of several servers."""
@@ -95,7 +110,7 @@ class TransportConfig:
         )
 
     def channel_options(self) -> list[tuple[str, int]]:
-        """Return the same settings as gRPC channel arguments."""
+        """Return the same settings, but for the proxy, as gRPC channel arguments."""
         first, longest = (round(1000 * seconds) for seconds in self.reconnect_seconds)
         timeout = round(1000 * (self.keepalive_timeout_seconds or 10.0))
         return [
@@ -116,6 +131,8 @@ class TransportConfig:
 def _check_numbers(settings: RetryPolicy | TransportConfig, least: float) -> None:
     for name in settings.__slots__:
         value = getattr(settings, name)
+        if name == "proxy":
+            continue
         numbers = value if isinstance(value, tuple) else (least if value is None else value,)
         if not all(isinstance(number, Real) and float(number) >= least for number in numbers):
             raise bad_setting(name, value, f"a number from {least:g}")

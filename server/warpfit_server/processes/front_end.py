@@ -175,7 +175,8 @@ class BorrowedLeases:
 
 def forwarding_handlers(address: str) -> dict[str, Any]:
     """Return handlers by method name that forward calls to the main process as they are."""
-    unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    names = ("grpc.max_send_message_length", "grpc.max_receive_message_length")
+    unlimited = [*((name, -1) for name in names), ("grpc.enable_http_proxy", 0)]
     channel = grpc.insecure_channel(address, unlimited)
     upload = channel.stream_unary(f"/{SERVICE_NAME}/UploadVariables", None, None)
     handlers = {"UploadVariables": grpc.stream_unary_rpc_method_handler(_forwarding(upload))}

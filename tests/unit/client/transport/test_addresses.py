@@ -16,6 +16,11 @@ from warpfit.transport.addresses import DEFAULT_ADDRESS, target_of
         ("a:1, b:2,a:1", ("a:1", "b:2")),
         (["[::1]:1", "unix:/run/warpfit"], ("[::1]:1", "unix:/run/warpfit")),
         ("ipv4:127.0.0.1:1", ("ipv4:127.0.0.1:1",)),
+        ("ipv6:[::1]:1", ("ipv6:[::1]:1",)),
+        ("unix:a b.sock,unix-abstract:x", ("unix:a b.sock", "unix-abstract:x")),
+        ("unix:///run/warpfit", ("unix:///run/warpfit",)),
+        ("my_host-2.cluster.local.:1", ("my_host-2.cluster.local.:1",)),
+        ("[fe80::1%eth0]:65535", ("[fe80::1%eth0]:65535",)),
     ],
 )
 def test_fixed_addresses(address, found):
@@ -28,6 +33,13 @@ def test_fixed_addresses(address, found):
     [
         *(50551, b"a:1", 1.5, {"a": 1}, [50551], ["a:1", None], True, []),
         *("", ",", "a", "a:", ":1", "a:0", "a:65536", "a:\u0661", "a:1,,b:2", "a:1 b:2,c"),
+        *("a b:1", "a\n:1", "a\x00:1", "m\u00fcnchen:1", "a..b:1", ".:1", "a" * 64 + ":1"),
+        *("::1:1", "fe80::1:1", "[::1:1", "[127.0.0.1]:1", "[]:1", "[a]:1", "300.1.1.1:1", "7:1"),
+        *("1.2.3:1", "a:" + "1" * 5000, "a:-1", "a:+1", "a:1.0", "a/b:1", "a/127.0.0.1:1", "a@b:1"),
+        *("http://a:1", "tcp://a:1", "grpc://a:1", "vsock:1:2", "dns:a:1", "ipv4:a:1"),
+        *("ipv4:[::1]:1", "ipv6:127.0.0.1:1", "ipv6:::1:1", "ipv4:127.0.0.1"),
+        *("unix:", "unix://", "unix:///", "unix://a", "unix-abstract:", "unix:" + "a" * 108),
+        *("unix:a\x00b", "UNIX:x"),
         *("dns:///", "dns:///a", "dns://8.8.8.8/a:1", "dns:///a:1,b:2"),
     ],
 )
