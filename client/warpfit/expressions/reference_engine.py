@@ -49,9 +49,15 @@ class EvaluatedRows:
 
     def weighted(self) -> EvaluatedRows:
         """Return the rows that have a weight: no other counts in losses, moments and fits."""
-        has = self.weights > 0
-        own = self.variables[:, has], self.target[has], self.weights[has]
+        own = self.of_weighted(self.variables), *map(self.of_weighted, (self.target, self.weights))
         return EvaluatedRows(self.dataset, *own)
+
+    def of_weighted(self, values: Floats) -> Floats:
+        """Select the rows that have a weight, the last axis of an array.
+
+        They lie in a row again: NumPy's sums depend on that.
+        """
+        return np.ascontiguousarray(values[..., self.weights > 0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +103,7 @@ def evaluate(evaluation: Evaluation, dataset: Dataset) -> Result:
     ]
     values = np.stack([evaluate_program(p, rows.variables, v) for p, v in cells])
     values = _rounded(values, rows)
-    weighted, weighted_values = rows.weighted(), values[:, rows.weights > 0]
+    weighted, weighted_values = rows.weighted(), rows.of_weighted(values)
     shape = len(batch), batch.vectors
     arrays: dict[str, Any] = {}
     if evaluation.values:

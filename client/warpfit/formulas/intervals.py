@@ -294,6 +294,14 @@ def _truth(yes: Mask, no: Mask, *operands: Intervals) -> Intervals:
     return _made(np.where(yes, 1.0, 0.0), np.where(no, 0.0, 1.0), defined)
 
 
+def _mod(a: Intervals, b: Intervals) -> Intervals:
+    """Return a hull of the remainder, which has the sign of b and is no larger."""
+    found = _made(np.minimum(b.low, 0.0), np.maximum(b.high, 0.0), a.defined & b.defined)
+    is_whole = (a.low >= 0.0) & (a.high < b.low)  # then nothing is taken off
+    found = _where(is_whole & found.defined, a, found)
+    return _made(found.low, found.high, found.defined & ~_holds_zero(b))
+
+
 def _less(a: Intervals, b: Intervals) -> Intervals:
     return _truth(a.high < b.low, a.low >= b.high, a, b)
 
@@ -402,6 +410,8 @@ _RULES: Final[Mapping[str, Callable[..., Intervals]]] = {
     "square": lambda a: _exact("square", _abs(a)),
     **{name: partial(_monotone, name) for name in ("cube", "cbrt", "atan", "sinh", "expm1")},
     **{name: partial(_monotone, name, values=(-1.0, 1.0)) for name in ("tanh", "erf")},
+    "erfc": partial(_monotone, "erfc", values=(0.0, 2.0)),
+    "mod": _mod,
     "min": partial(_extreme, np.minimum),
     "max": partial(_extreme, np.maximum),
     "sin": lambda a: _wave(a, math.pi / 2.0, np.sin),
@@ -410,7 +420,7 @@ _RULES: Final[Mapping[str, Callable[..., Intervals]]] = {
     **{name: partial(_monotone, name, domain=(-1.0, 1.0)) for name in ("asin", "acos")},
     "atan2": _atan2,
     "cosh": lambda a: _monotone("cosh", _abs(a), values=(1.0, math.inf)),
-    **{name: partial(_exact, name) for name in ("floor", "ceil", "sign", "relu")},
+    **{name: partial(_exact, name) for name in ("floor", "ceil", "round", "sign", "relu")},
     "lt": _less,
     "le": _at_most,
     "gt": lambda a, b: _less(b, a),

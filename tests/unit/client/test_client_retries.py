@@ -26,7 +26,7 @@ def test_every_method_is_retried(client, server, method):
     data = client.upload(X)
     server.fail(calls=2)
     arguments = {"upload": [X], "info": [], "release": [data]}[method]
-    getattr(client, method)(*arguments)
+    getattr(client, method)(*arguments, **({"everywhere": True} if method == "release" else {}))
     assert len(server.calls) == 2 + 3
 
 
@@ -84,7 +84,7 @@ def test_a_handle_works_with_another_client_and_server(client):
         np.testing.assert_array_equal(other.evaluate(data, "x2")[:, 0], X[:, 1])
 
 
-def test_data_are_uploaded_again_only_a_few_times(client, server):
+def test_data_that_are_lost_each_time_are_uploaded_again_until_the_deadline(client, server):
     data = client.upload(X)
     lost = warpfit.DatasetNotFoundError("gone", "DATASET_NOT_FOUND")
     server.forget()
@@ -96,9 +96,9 @@ def test_data_are_uploaded_again_only_a_few_times(client, server):
         return answer(call)
 
     server.answer = forgetful
-    with pytest.raises(warpfit.DatasetNotFoundError):
-        client.evaluate(data, "x1")
-    assert server.calls.count("UploadVariables") == 1 + 3
+    with pytest.raises(warpfit.DeadlineExceededError, match="evicted"):
+        client.evaluate(data, "x1", timeout=0.5)
+    assert server.calls.count("UploadVariables") > 1 + 3
 
 
 BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.15)
