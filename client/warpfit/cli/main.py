@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
@@ -40,6 +42,11 @@ if TYPE_CHECKING:
 _PIPE_CLOSED: Final = 141
 _ADDRESS_HELP: Final = "default: WARPFIT_ADDRESS, or 127.0.0.1:50551"
 _LOSSES: Final = "a name, or an expression over f, y, w and d"
+_NEGATIVE: Final = re.compile(
+    r"-((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan|\d+:-?\d*)", re.ASCII | re.IGNORECASE
+)
+#: Most parameters of a fit that starts from ones.
+_MOST_ONES: Final = 10_000
 #: Commands with parsers of their own: the modules whose ``main`` runs them, and their help.
 _DELEGATED: Final = {
     "serve": ("warpfit_server.__main__", "run a server; see `warpfit serve --help`"),
@@ -56,10 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     open_standard_streams()
     watch_output()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = _with_negative_numbers(sys.argv[1:] if arguments is None else arguments)
     try:
         try:
-            return _run(words)
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                return _run(words)
         finally:
             sys.stdout.flush()  # here, where an output that cannot be written can be dealt with
     except OSError:
@@ -72,6 +81,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _PIPE_CLOSED
         tell(f"warpfit: error: standard output cannot be written: {failure.strerror}")
         return 2
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning as a line, without the place in the code, of which users know nothing."""
+    tell(f"warpfit: warning: {message}")
+
+
+def _with_negative_numbers(words: Sequence[str]) -> list[str]:
+    """Put a space before negative numbers and row ranges, which argparse then takes for no flags.
+
+    Before Python 3.14 it knows -1 and -0.5 as numbers, and not -3e-5, -1. or -inf.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    return [
+        f" {word}" if place < end and _NEGATIVE.fullmatch(word) else word
+        for place, word in enumerate(words)
+    ]
 
 
 def _run(words: list[str]) -> int:
@@ -88,6 +114,9 @@ def _run(words: list[str]) -> int:
         command(options)
     except WarpfitError as error:
         tell(f"warpfit: error: {error}")
+        return 2
+    except MemoryError:
+        tell("warpfit: error: there is not enough memory. Give fewer rows, or free some")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -193,10 +222,13 @@ def _add_data_flags(parser: argparse.ArgumentParser, dtype: str) -> None:
 
 
 def _rows(text: str) -> slice:
-    start, colon, stop = text.partition(":")
-    if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r} is not START:STOP")
-    return slice(int(start) if start else None, int(stop) if stop else None)
+    start, colon, stop = text.strip().partition(":")
+    try:
+        if colon:
+            return slice(int(start) if start else None, int(stop) if stop else None)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not START:STOP")
 
 
 # ------------------------------------------------------------------------------------- commands
@@ -262,6 +294,12 @@ def _fit(options: argparse.Namespace) -> None:
     table, target = read_table(options.file).split(options.target)
     program = parse(options.expression, table.names)
     loss = as_loss(options.loss)
+    if options.params is None and program.parameters > _MOST_ONES:
+        raise InvalidArgumentError(
+            f"the expression has a parameter p{program.parameters}",
+            "TOO_MANY_PARAMETERS",
+            f"Number the parameters p1, p2, ..., at most p{_MOST_ONES}, or give --params",
+        )
     start = [1.0] * program.parameters if options.params is None else options.params
     with _client(options) as client:
         data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)

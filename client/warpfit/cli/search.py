@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
+import math
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpfit.cli.table import Table, read_table
-from warpfit.errors import require
+from warpfit.errors import InvalidArgumentError, require
 
 if TYPE_CHECKING:
     from warpfit.sklearn import SymbolicRegressor
@@ -22,25 +27,110 @@ def main(words: Sequence[str]) -> int:
     """Search, print the front and the chosen formula, and write the files that were asked for."""
     options = _parser().parse_args(words)
     require("sklearn", "warpfit[sklearn]")
-    if options.plot:
-        require("matplotlib", "matplotlib")
-    table, target = read_table(options.file).split(options.target)
+    _check_outputs(options)
+    table = read_table(options.file)
+    rest, target = table.split(options.target)
     assert target is not None  # the flag is required
-    model = _model(options).fit(_named(table), target)
-    from warpfit.sklearn.equations import EquationTable
+    table.require_training_data(options.target)
+    from warpfit.sklearn.equations import EquationTable, plot_fit
 
+    model = _model(options)
+    try:
+        model.fit(_named(rest), target)
+    except ValueError as error:  # of scikit-learn, which refuses some data
+        raise InvalidArgumentError(
+            f"{options.file}: {str(error).strip().splitlines()[0]}", "BAD_DATA", "Change the data"
+        ) from error
     print(EquationTable(tuple(model.front_)))
     print(f"\n{options.target} = {model.expression_}")
     if options.json:
-        options.json.write_text(json.dumps(_document(model, options), indent=2) + "\n")
+        text = json.dumps(_document(model, options), indent=2, allow_nan=False) + "\n"
+        with _writing(options.json):
+            options.json.write_text(text, encoding="utf-8")
     if options.plot:
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure
 
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+        figure = Figure(figsize=(11, 4.5))
+        left, right = figure.subplots(1, 2)
         model.plot_front(left)
-        model.plot_fit(_named(table), target, ax=right)
-        figure.savefig(options.plot)
+        plot_fit(target, model.predict(_named(rest)), right)
+        with _writing(options.plot):
+            figure.savefig(options.plot)
     return 0
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse what cannot be written before an hour of searching.
+
+    Raises:
+        InvalidArgumentError: for a file that cannot be written or has another use in this command,
+            a format that matplotlib does not draw, and where there is no matplotlib.
+    """
+    used: dict[Path, str] = {}
+    for name in ("file", "json", "plot", "checkpoint"):
+        path: Path | None = getattr(options, name)
+        if path is None:
+            continue
+        flag = "the data" if name == "file" else f"--{name}"
+        if name != "file":
+            _require_writable(path, name)
+        try:
+            place = path.resolve()
+        except (OSError, RuntimeError, ValueError):
+            continue  # reading it says what is wrong
+        if place in used and not place.is_char_device():
+            raise InvalidArgumentError(
+                f"{path} is meant for {used[place]} and for {flag}",
+                "BAD_FILE",
+                "Name another file",
+                name,
+            )
+        used[place] = flag
+    if options.plot:
+        require("matplotlib", "matplotlib", "plot")
+        try:
+            from matplotlib.figure import Figure
+
+            # A picture of nothing, since formats need programs and packages of their own.
+            Figure().savefig(io.BytesIO(), format=options.plot.suffix[1:])
+        except Exception as error:  # of any kind, also from the settings of matplotlib
+            known = str(error).strip().splitlines() or [type(error).__name__]
+            raise InvalidArgumentError(
+                f"{options.plot} cannot be drawn: {known[0]}",
+                "BAD_FORMAT",
+                "Name a file such as y.png, y.svg or y.pdf",
+                "plot",
+            ) from error
+
+
+def _require_writable(path: Path, field: str) -> None:
+    """Open a file for writing, and leave it as it was."""
+    with _writing(path):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            if not os.access(path, os.W_OK):  # opening a device or a pipe might wait
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+        if field == "checkpoint":  # it is written beside itself, and then renamed
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into the error of a file that cannot be written."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a path may hold a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidArgumentError(
+            f"{path} cannot be written: {reason}",
+            "BAD_FILE",
+            "Name a file in a folder that exists and can be written, on a disk with room",
+        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,10 +147,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)")
     add("--select", default="bic", choices=("best", "accuracy", "score", "bic"))
     add("--max-size", type=int, default=25, metavar="N", help="most tokens (default: 25)")
-    add("--seed", type=int, default=0)
-    add("--json", type=_new_file, metavar="FILE", help="write the front as JSON")
-    add("--plot", type=_new_file, metavar="FILE", help="draw the front and the fit, such as y.png")
-    add("--checkpoint", type=_new_file, metavar="FILE", help="save the search, or go on from it")
+    add("--seed", type=_seed, default=0, help="from 0 to 4294967295 (default: 0)")
+    add("--json", type=Path, metavar="FILE", help="write the front as JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw the front and the fit, such as y.png")
+    add("--checkpoint", type=Path, metavar="FILE", help="save the search, or go on from it")
     add("--address", default=os.environ.get("WARPFIT_ADDRESS"), metavar="HOST:PORT",
         help="default: WARPFIT_ADDRESS, or start a server here")  # fmt: skip
     add("--engine", default="auto", choices=("auto", "cpu"), help="of a server started here")
@@ -68,11 +158,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _new_file(text: str) -> Path:
-    """Refuse a file that cannot be written before an hour of searching."""
-    if not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}")
-    return Path(text)
+def _seed(text: str) -> int:
+    if text.strip().isdecimal() and int(text) < 2**32:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 4294967295")
 
 
 def _model(options: argparse.Namespace) -> SymbolicRegressor:
@@ -116,5 +205,8 @@ def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str
         "selection": options.select,
         "chosen": chosen,
         "equation": model.expression_,
-        "front": [{k: None if v != v else v for k, v in row.items()} for row in rows],
+        "front": [
+            {k: v if isinstance(v, str) or math.isfinite(v) else None for k, v in row.items()}
+            for row in rows
+        ],
     }

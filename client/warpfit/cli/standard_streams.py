@@ -62,11 +62,19 @@ class WatchedOutput(io.TextIOWrapper):
 
 
 def watch_output() -> None:
-    """Put a `WatchedOutput` in the place of Python's own standard output."""
+    """Put a `WatchedOutput` in the place of Python's own standard output.
+
+    It escapes the characters that the output's encoding lacks, such as those of a column's name on
+    a terminal with code page 1252, as standard error does.
+    """
     own = sys.stdout
     if own is sys.__stdout__ and isinstance(own, io.TextIOWrapper):
         options = {name: getattr(own, name) for name in ("line_buffering", "write_through")}
-        sys.stdout = WatchedOutput(own.buffer, own.encoding, own.errors, **options)
+        errors = own.errors
+        # Python takes surrogateescape in the locale C, which gives bytes of arguments back.
+        if errors == "strict" or (errors == "surrogateescape" and own.encoding != "utf-8"):
+            errors = "backslashreplace"
+        sys.stdout = WatchedOutput(own.buffer, own.encoding, errors, **options)
 
 
 def discard_output() -> None:

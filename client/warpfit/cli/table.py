@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,9 @@ class Table:
     names: tuple[str, ...]
     columns: NDArray[np.float64]
     """[rows, columns]."""
+    path: Path
+    lines: tuple[int, ...]
+    """Where each row stands in the file, from 1."""
 
     def split(self, target: str | None) -> tuple[Table, NDArray[np.float64] | None]:
         """Take the target column out; raise InvalidArgumentError if there is no such column."""
@@ -35,10 +38,41 @@ class Table:
                 "target",
             )
         index = self.names.index(target)
-        rest = Table(
-            self.names[:index] + self.names[index + 1 :], np.delete(self.columns, index, axis=1)
+        rest = replace(
+            self,
+            names=self.names[:index] + self.names[index + 1 :],
+            columns=np.delete(self.columns, index, axis=1),
         )
         return rest, self.columns[:, index]
+
+    def require_training_data(self, target: str) -> None:
+        """Check that a formula for a column can be searched for.
+
+        Raises:
+            InvalidArgumentError: if it is the only column, names repeat, or a cell is not finite;
+                the message then names file, line and column.
+        """
+        if len(self.names) < 2:
+            raise InvalidArgumentError(
+                f"{self.path} has no column besides {target!r}",
+                "NO_VARIABLES",
+                "Add a column from which it can be computed",
+                "target",
+            )
+        repeated = next((name for name in self.names if self.names.count(name) > 1), None)
+        if repeated is not None:
+            raise InvalidArgumentError(
+                f"{self.path} has several columns {repeated!r}",
+                "BAD_NAMES",
+                "Give each column a name of its own",
+            )
+        for row, column in np.argwhere(~np.isfinite(self.columns))[:1]:
+            raise InvalidArgumentError(
+                f"{self.path}, line {self.lines[row]}, column {column + 1} ({self.names[column]}): "
+                f"{self.columns[row, column]} is no finite number",
+                "NOT_FINITE",
+                "Remove the line or the column: a search needs finite numbers",
+            )
 
 
 def read_table(path: Path) -> Table:
@@ -56,7 +90,7 @@ def read_table(path: Path) -> Table:
             file.seek(0)
             delimiter = max(_DELIMITERS, key=first.count)
             return _parse(path, csv.reader(file, delimiter=delimiter))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:  # a path may hold a zero byte
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidArgumentError(
             f"{path} cannot be read: {reason}", "BAD_FILE", "Give a CSV file in UTF-8"
@@ -69,11 +103,11 @@ def _parse(path: Path, reader: Any) -> Table:
     number, header = next(filled, (0, []))
     named = not header or not all(_is_number(cell) for cell in header)
     names = tuple(header) if named else tuple(f"x{i}" for i in range(1, len(header) + 1))
-    rows = [] if named else [_numbers(path, number, header, names)]
-    rows += [_numbers(path, number, row, names) for number, row in filled]
+    found = [*([] if named else [(number, header)]), *filled]
+    rows = [_numbers(path, number, row, names) for number, row in found]
     if not rows:
         raise InvalidArgumentError(f"{path} holds no rows of numbers", "EMPTY_FILE")
-    return Table(names, np.array(rows))
+    return Table(names, np.array(rows), path, tuple(number for number, _ in found))
 
 
 def _numbers(path: Path, line: int, row: list[str], names: tuple[str, ...]) -> list[float]:

@@ -186,10 +186,15 @@ def plot_front(front: Sequence[Equation], chosen: Equation, ax: Any) -> Any:
     steps = [equation.complexity for equation in front]
     losses = [max(equation.loss, 1e-300) for equation in front]
     ax.step(steps, losses, where="post", marker="o")
-    ax.plot([chosen.complexity], [max(chosen.loss, 1e-300)], "s", label=chosen.equation)
+    ax.plot([chosen.complexity], [max(chosen.loss, 1e-300)], "s", label=_plain(chosen.equation))
     ax.set(xlabel="complexity", ylabel="loss", yscale="log")
     ax.legend()
     return ax
+
+
+def _plain(text: str) -> str:
+    """Return a text that matplotlib shows as it is: dollars enclose formulas there."""
+    return text.replace("$", r"\$")
 
 
 def plot_fit(target: np.ndarray[Any, Any], predicted: np.ndarray[Any, Any], ax: Any) -> Any:

@@ -287,3 +287,109 @@ def test_fit_takes_a_loss_of_ones_own(capsys, data, address):
     assert out.splitlines()[1].startswith("abs(d)  ")
     assert "standard error" not in out
     assert "R2" not in out
+
+
+@pytest.mark.parametrize("number", ["-3e-5", "-1E5", "-.5e+3", "-2.", "-inf", "-nan"])
+def test_negative_numbers_are_values_and_no_flags(capsys, data, address, number):
+    words = ["eval", data, "p1 + p2", "--params", "1", number, "--head", "1", "--address", address]
+    status, out, err = run(capsys, *words)
+    assert (status, err) == (0, "")
+    np.testing.assert_allclose(float(out.split()[3]), 1.0 + float(number), rtol=1e-6)
+
+
+def test_row_ranges_may_count_from_the_end(capsys, data, address):
+    status, out, _ = run(capsys, "eval", data, "x1", "--rows", "-2:", "--address", address)
+    assert (status, [line.split() for line in out.splitlines()[1:]]) == (
+        0,
+        [["2", "3"], ["3", "4"]],
+    )
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "eval", data, "x1", "--rows", "a:b", "--address", address)
+    assert "'a:b' is not START:STOP" in capsys.readouterr().err
+
+
+def test_fits_of_very_many_parameters_start_from_given_numbers(capsys, data, address):
+    words = ["fit", data, "p99999999", "--target", "y", "--address", address]
+    status, _, err = run(capsys, *words)
+    assert (status, err.count("p99999999")) == (2, 1)
+
+
+# --------------------------------------------------------------------------------------- search
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,y\n1,2\n\n2,nan\n", r"table.csv, line 4, column 2 (y): nan is no finite number"),
+        ("a,y\n1,2\n-inf,3\n", r"table.csv, line 3, column 1 (a): -inf is no finite number"),
+        ("y\n1\n2\n", "no column besides 'y'"),
+        ("a,a,y\n1,2,3\n", "several columns 'a'"),
+        ("a,z\n1,2\n", "there is no column 'y'"),
+    ],
+)
+def test_a_search_refuses_tables_that_it_cannot_use(capsys, tmp_path, text, message):
+    pytest.importorskip("sklearn")
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    status, out, err = run(capsys, "search", path, "--target", "y")
+    assert (status, out, message in err) == (2, "", True), err
+    assert err.startswith("warpfit: error: ")
+
+
+@pytest.mark.parametrize("name", ["zero\0byte.csv", "missing.csv", "."])
+@pytest.mark.parametrize("command", ["eval", "fit", "search"])
+def test_a_file_that_is_none_is_named(capsys, command, name):
+    pytest.importorskip("sklearn")
+    words = [command, name, *(["x1"] if command != "search" else []), "--target", "y"]
+    status, _, err = run(capsys, *words)
+    assert (status, err.startswith("warpfit: error: ")) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--json", "/proc/o.json"], "/proc/o.json cannot be written"),
+        (["--json", "no/folder/o.json"], "No such file or directory"),
+        (["--json", "."], "Is a directory"),
+        (["--json", "data.csv"], "meant for the data and for --json"),
+        (["--json", "o", "--checkpoint", "./o"], "meant for --json and for --checkpoint"),
+        (["--checkpoint", "/proc/o"], "/proc/o cannot be written"),
+        (["--plot", "o.xyz"], "o.xyz cannot be drawn"),
+        (["--plot", "o"], "o cannot be drawn"),
+        (["--plot", "/proc/o.png"], "/proc/o.png cannot be written"),
+    ],
+)
+def test_outputs_are_checked_before_a_search(capsys, data, monkeypatch, words, message):
+    pytest.importorskip("sklearn")
+    if message.endswith("drawn"):
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(data.parent)
+    before = sorted(data.parent.iterdir()), data.read_bytes()
+    status, out, err = run(capsys, "search", data.name, "--target", "y", *words)
+    assert (status, out, message in err) == (2, "", True), err
+    assert (sorted(data.parent.iterdir()), data.read_bytes()) == before
+
+
+@pytest.mark.parametrize("seed", ["-5", "1e3", "4294967296"])
+def test_seeds_are_whole_numbers_of_32_bits(capsys, data, seed):
+    pytest.importorskip("sklearn")
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "search", data, "--target", "y", "--seed", seed)
+    assert "is no whole number from 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "ascii:surrogateescape", "utf-8"])
+def test_characters_that_the_output_lacks_are_escaped(address, tmp_path, encoding):
+    path = tmp_path / "table.csv"
+    path.write_text("温度,y\n1,3\n2,5\n3,7\n", encoding="utf-8")
+    code = "import sys; from warpfit.cli.main import main; sys.exit(main())"
+    words = ["fit", path, "p1*温度 + p2", "--target", "y", "--address", address]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    text = done.stdout.decode(encoding.partition(":")[0])
+    assert ("温度" if encoding == "utf-8" else r"\u6e29\u5ea6") in text
