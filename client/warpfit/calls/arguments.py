@@ -12,6 +12,7 @@ from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.progress import Progress
 from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_table
 from warpfit.dataset.layout import canonical_dtype
+from warpfit.dataset.sources import ColumnNames
 from warpfit.errors import InvalidArgumentError
 from warpfit.losses import LossFunction, as_loss
 from warpfit.request import OUTPUTS, Evaluation, Loss, Precision, Tier
@@ -100,10 +101,9 @@ def build_dataset(X: Any, y: Any, weights: Any, options: UploadOptions) -> Clien
 
 def build_file(name: str, options: OpenOptions) -> ServerFile:
     """Turn the arguments of `open` into a file of a server; errors as there."""
-    x = options.get("x") or ()
     return ServerFile(
         name=str(name),
-        x=(x,) if isinstance(x, str) else tuple(x),
+        x=tuple(ColumnNames.of(options.get("x")).x or ()),
         y=options.get("y") or "",
         weights=options.get("weights") or "",
         dtype=canonical_dtype(options.get("dtype", "float32")),

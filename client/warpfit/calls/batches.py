@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from warpfit.errors import InvalidArgumentError
@@ -90,5 +89,7 @@ def _entries(parameters: Parameters, single: bool, programs: int) -> Sequence[Ar
     if parameters is None:
         return None
     entries: Any = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-    is_one_vector = programs == 1 and all(np.ndim(entry) == 0 for entry in entries)
+    is_one_vector = programs == 1 and all(
+        not hasattr(entry, "__len__") or getattr(entry, "ndim", 1) == 0 for entry in entries
+    )
     return [parameters] if single or is_one_vector else entries  # type: ignore[list-item]

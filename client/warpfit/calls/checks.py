@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from warpfit.errors import InvalidArgumentError, bad_setting
+from warpfit.real_numbers import real_numbers
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -27,11 +28,12 @@ def check_keywords(given: Mapping[str, Any], known: Any) -> None:
 def number(value: Any, field: str, wanted: str = "a number") -> float:
     """Return a number that a caller gave; raise InvalidArgumentError for text and other things."""
     try:
-        if not isinstance(value, str | bytes):
-            return float(value)
-    except (TypeError, ValueError):
-        pass
-    raise bad_setting(field, value, wanted)
+        array = real_numbers(value, field)
+    except InvalidArgumentError:
+        raise bad_setting(field, value, wanted) from None
+    if array.size != 1:
+        raise bad_setting(field, value, wanted)
+    return float(array.item())
 
 
 def whole_number(value: Any, field: str, wanted: str = "a whole number") -> int:

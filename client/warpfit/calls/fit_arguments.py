@@ -13,8 +13,10 @@ from warpfit.calls.checks import member, number, whole_number
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import MOST_ROWS
 from warpfit.errors import InvalidArgumentError, bad_setting
+from warpfit.expressions.parameter_vectors import join_vectors
 from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
 from warpfit.losses import Loss, LossFunction
+from warpfit.real_numbers import real_numbers
 
 #: One value for all parameters, or an entry (a value, one for each parameter, or None) for each
 #: expression; a single expression's entry may stand alone.
@@ -85,6 +87,8 @@ def _settings(
 ) -> FitSettings:
     lower, upper = _bounds(options.get("bounds"))
     fixed = _flat(options.get("fixed"), counts, single, "fixed", 0.0)
+    if fixed is not None and np.isnan(fixed).any():
+        raise bad_setting("fixed", options.get("fixed"), "a truth value for each parameter")
     accuracy = member(Accuracy, options.get("accuracy", Accuracy.SCREENING), "accuracy")
     iterations, usual = options.get("max_iterations"), Tolerances.of(dtype, accuracy)
     tolerances = {
@@ -146,9 +150,9 @@ def _flat(
             "Give one number for all parameters, or an entry for each expression",
             name,
         )
-    joined = _join_whole(entries, counts)
-    if joined is not None:
-        return joined
+    joined = join_vectors(entries)
+    if joined is not None and np.array_equal(joined.counts, counts):
+        return joined.numbers
     pieces = [
         _entry_numbers(entry, int(count), name, otherwise)
         for entry, count in zip(entries, counts.tolist(), strict=True)
@@ -156,26 +160,17 @@ def _flat(
     return np.concatenate(pieces)
 
 
-def _join_whole(entries: list[Any], counts: NDArray[np.uint32]) -> NDArray[np.float64] | None:
-    """Join the entries in one step if each has one number for each parameter; else return None."""
-    try:
-        joined: NDArray[np.float64] = np.concatenate(entries, dtype=np.float64)
-        lengths = np.fromiter(map(len, entries), np.int64, len(entries))
-    except (TypeError, ValueError):
-        return None
-    return joined if joined.ndim == 1 and np.array_equal(lengths, counts) else None
-
-
 def _entry_numbers(entry: Any, count: int, name: str, otherwise: float) -> NDArray[np.float64]:
     if entry is None:
         return np.full(count, otherwise)
-    try:
-        values = [otherwise if value is None else value for value in np.ravel(entry).tolist()]
-        return np.broadcast_to(np.asarray(values, dtype=np.float64), (count,)).copy()
-    except ValueError as error:
+    if isinstance(entry, list | tuple):
+        entry = [otherwise if value is None else value for value in entry]
+    values = real_numbers(entry, name, place="position").astype(np.float64).ravel()
+    if len(values) not in (1, count):
         raise InvalidArgumentError(
-            f"{name} has {np.size(entry)} numbers for an expression with {count} parameters",
+            f"{name} has {len(values)} numbers for an expression with {count} parameters",
             "LENGTH_MISMATCH",
             "Give one number for each parameter of the expression, or one for all",
             name,
-        ) from error
+        )
+    return np.broadcast_to(values, (count,)).copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -118,7 +119,7 @@ def _numbers(path: Path, line: int, row: list[str], names: tuple[str, ...]) -> l
             "Give every line the same number of cells",
         )
     try:
-        return [float(cell) for cell in row]
+        return [cell_number(cell) for cell in row]
     except ValueError:
         bad = next(index for index, cell in enumerate(row) if not _is_number(cell))
         raise InvalidArgumentError(
@@ -130,7 +131,22 @@ def _numbers(path: Path, line: int, row: list[str], names: tuple[str, ...]) -> l
 
 def _is_number(cell: str) -> bool:
     try:
-        float(cell)
+        cell_number(cell)
     except ValueError:
         return False
     return True
+
+
+def cell_number(cell: str) -> float:
+    """Return the number that a cell says.
+
+    Python also reads 1_000 and digits of all scripts, which no other program writes for a number,
+    and takes 1e999 for infinity.
+
+    Raises:
+        ValueError: if it is no number, or too large for float64.
+    """
+    number = float(cell)
+    if not cell.isascii() or "_" in cell or (math.isinf(number) and any(map(str.isdigit, cell))):
+        raise ValueError(f"{cell!r} is no number")
+    return number

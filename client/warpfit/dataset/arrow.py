@@ -11,8 +11,9 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from warpfit.dataset import sources
-from warpfit.dataset.sources import ColumnNames, Columns, no_numbers, row_blocks
+from warpfit.dataset.sources import ColumnNames, Columns, row_blocks
 from warpfit.errors import InvalidArgumentError, require
+from warpfit.real_numbers import missing_value, no_numbers
 
 #: Bytes of a Parquet file that are read at a time, and rows that are decoded at a time.
 _READ_BYTES: Final = 1 << 20
@@ -145,7 +146,7 @@ def _numbers(chunk: Any, name: str, start: int) -> NDArray[Any]:
     pyarrow = _pyarrow()
     if chunk.null_count:
         row = chunk.is_null().to_numpy(zero_copy_only=False).argmax()
-        raise sources.missing_value(name, start + int(row))
+        raise missing_value(name, start + int(row))
     _check_type(chunk.type, name)
     if pyarrow.types.is_decimal(chunk.type):
         chunk = chunk.cast(pyarrow.float64())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.real_numbers import real_numbers
 
 #: Most numbers of a block, and their bytes as float64.
 BLOCK_BYTES: Final = 16 << 20
@@ -53,6 +54,25 @@ class ColumnNames:
     y: str | None = None
     weights: str | None = None
 
+    @classmethod
+    def of(cls, x: Any, y: Any = None, weights: Any = None) -> ColumnNames:
+        """Take names in a list, an array or pandas' index, or a single one; other data name none.
+
+        Raises:
+            InvalidArgumentError: if ``x`` is anything else than names.
+        """
+        given = [x] if isinstance(x, str) or not isinstance(x, Iterable) else list(x)
+        for name in given:
+            if not (x is None or isinstance(name, str)):
+                raise InvalidArgumentError(
+                    f"x names a column {name!r}, which is no text",
+                    "UNKNOWN_COLUMN",
+                    "Give names of columns of X",
+                    "x",
+                )
+        others = (name if isinstance(name, str) else None for name in (y, weights))
+        return cls(None if x is None else list(map(str, given)), *others)
+
     def variables(self, names: tuple[str, ...]) -> list[str]:
         """Return the names of the variables."""
         others = (self.y, self.weights)
@@ -82,10 +102,7 @@ class ArrayColumns:
     names: tuple[str, ...] = ()
 
     def __init__(self, data: Any, name: str) -> None:
-        try:
-            self._array = real_numbers(np.asarray(data))
-        except (TypeError, ValueError) as error:
-            raise no_numbers(name, str(error)) from error
+        self._array = real_numbers(data, name)
         if self._array.ndim == 1:
             self._array = self._array[:, np.newaxis]
         if self._array.ndim != 2:
@@ -136,7 +153,7 @@ class FrameColumns:
         for column in range(columns):
             for part in row_blocks(rows):
                 series = self._frame.iloc[part, column]
-                yield _series_numbers(series, self._column_name(column), part.start)[np.newaxis]
+                yield real_numbers(series, self._column_name(column), part.start)[np.newaxis]
 
     def _column_name(self, column: int) -> str:
         named = f"{column} of {self._name}"
@@ -154,49 +171,6 @@ def columns_at_once(columns: Sequence[T], rows: int) -> Iterator[list[T]]:
     count = max(1, BLOCK_NUMBERS // max(1, rows))
     for first in range(0, len(columns), count):
         yield list(columns[first : first + count])
-
-
-def real_numbers(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array of real numbers; copy only Python's objects, raise TypeError, ValueError."""
-    if array.dtype.kind not in "biufO":
-        raise TypeError(f"its dtype is {array.dtype}")
-    return array.astype(np.float64) if array.dtype.kind == "O" else array
-
-
-def _series_numbers(series: Any, name: str, start: int) -> NDArray[Any]:
-    """Return the numbers of some rows of a pandas series, of which ``start`` is the first."""
-    dtype = series.dtype
-    try:
-        if isinstance(dtype, np.dtype):
-            return real_numbers(series.to_numpy())
-        if dtype.kind not in "biuf":
-            raise TypeError(f"its dtype is {dtype}")
-        missing = series.isna().to_numpy()
-        if missing.any():
-            raise missing_value(name, start + int(missing.argmax()))
-        return real_numbers(series.to_numpy(np.float64))
-    except (TypeError, ValueError) as error:
-        raise no_numbers(name, str(error)) from error
-
-
-def no_numbers(name: str, why: str) -> InvalidArgumentError:
-    """Return the error for a table or column of anything but real numbers."""
-    return InvalidArgumentError(
-        f"{name} is no table of numbers: {why}",
-        "NOT_NUMBERS",
-        f"Convert text, dates and ragged lists in {name} to numbers first",
-        name,
-    )
-
-
-def missing_value(name: str, row: int) -> InvalidArgumentError:
-    """Return the error for a cell without a value."""
-    return InvalidArgumentError(
-        f"{name} has no value in row {row} (counted from 0)",
-        "MISSING_VALUE",
-        "Leave such rows out, or fill the cell; NaN is a number and makes results NaN",
-        name,
-    )
 
 
 def changed_data() -> InvalidArgumentError:

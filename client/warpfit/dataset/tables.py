@@ -63,11 +63,7 @@ def open_table(
 
     What can be read only once is read here.
     """
-    named = ColumnNames(
-        x=[x] if isinstance(x, str) else x,
-        y=y if isinstance(y, str) else None,
-        weights=weights if isinstance(weights, str) else None,
-    )
+    named = ColumnNames.of(x, y, weights)
     source = _open(X, "X", named)
 
     def column(given: Any, name: str) -> Columns | None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.real_numbers import real_numbers
+
+#: The remedy for parameters that are none.
+_REMEDY: Final = "Give one vector [n] or K vectors [K, n] of numbers, [] where it has no parameters"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,15 +47,18 @@ class ParameterVectors:
                 "Give one vector [n] or K vectors [K, n] for each program, [] where it has none",
                 "parameters",
             )
-        return _join_vectors(entries) or _join_any(entries)
+        return join_vectors(entries) or _join_any(entries)
 
 
-def _join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
-    """Join the entries in one step if each is one vector [n], as most are; else return None."""
+def join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
+    """Join the entries in one step if each is one plain vector [n]; else return None."""
     try:
         # First, because so quick a pass has the cache fetch many arrays at a time.
         counts = list(map(len, entries))  # type: ignore[arg-type]
-        if set(map(type, entries)) == {list} and _are_numbers(entries):
+        kinds = set(map(type, entries))
+        if not (kinds <= {list, np.ndarray} and _are_numbers(entries)):
+            return None
+        if kinds == {list}:
             # Half of the time that NumPy takes to make an array of each list.
             numbers = np.fromiter(chain.from_iterable(entries), np.float64)  # type: ignore[arg-type]
         else:
@@ -63,9 +70,10 @@ def _join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
     return ParameterVectors(np.array(counts, np.uint32), numbers)
 
 
-def _are_numbers(lists: Sequence[Any]) -> bool:
-    """Return whether all elements are plain numbers, and not arrays of one."""
-    return set(map(type, chain.from_iterable(lists))) <= {float, int, np.float64}
+def _are_numbers(entries: Sequence[Any]) -> bool:
+    """Return whether all elements of the lists are plain numbers, and not arrays of one."""
+    lists = (entry for entry in entries if type(entry) is list)
+    return set(map(type, chain.from_iterable(lists))) <= {float, int, bool, np.float64}
 
 
 def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:
@@ -93,17 +101,17 @@ def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:
 
 def float_array(entry: ArrayLike, index: int | None = None) -> NDArray[np.float64]:
     """Return the parameter vector [n] or vectors [K, n] of the expression of this index."""
-    why, reason = f"{entry!r}", "VECTOR_MISMATCH"
     try:
-        array = np.asarray(entry, dtype=np.float64)
-        if array.ndim in (1, 2):
-            return array
-    except (TypeError, ValueError, OverflowError) as error:
-        why, reason = str(error), "NOT_NUMBERS"
+        array = real_numbers(entry, "parameters", place="position")
+    except InvalidArgumentError as error:
+        error.expression, error.remedy = index, _REMEDY
+        raise
+    if array.ndim in (1, 2):
+        return array.astype(np.float64, copy=False)
     raise InvalidArgumentError(
-        f"the parameters of an expression are no vector of numbers: {why}",
-        reason,
-        "Give one vector [n] or K vectors [K, n] of numbers, [] where it has no parameters",
+        f"the parameters of an expression are no vector of numbers: {entry!r}",
+        "VECTOR_MISMATCH",
+        _REMEDY,
         "parameters",
         expression=index,
     )

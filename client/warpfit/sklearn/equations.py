@@ -101,7 +101,8 @@ def _best(front: Sequence[Equation]) -> Equation:
 #: Criteria that choose an equation of a front.
 SELECTIONS: Final[dict[str, Callable[[Sequence[Equation]], Equation]]] = {
     "best": _best,
-    "accuracy": lambda front: min(front, key=lambda equation: equation.loss),
+    # The last of several: where losses overflow or vanish, the more complex are the more accurate.
+    "accuracy": lambda front: min(reversed(front), key=lambda equation: equation.loss),
     "score": lambda front: max(front, key=lambda equation: equation.score),
     "bic": lambda front: min(front, key=lambda equation: equation.bic),
 }

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.metrics import r2_score
+from sklearn.utils import _safe_indexing
+from sklearn.utils.validation import (
+    _check_sample_weight,
+    _num_samples,
+    check_is_fitted,
+    validate_data,
+)
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client, connect
@@ -16,6 +24,8 @@ from warpfit.embedded import server_at
 from warpfit.expressions import reference
 from warpfit.expressions.printing import to_latex, to_text
 from warpfit.ir import Program
+from warpfit.losses import Closing, Loss, LossFunction, as_function
+from warpfit.real_numbers import real_numbers
 
 Floats = NDArray[np.float64]
 
@@ -26,6 +36,10 @@ class TrainingData(NamedTuple):
     rows: Floats
     target: Floats
     weights: Floats
+    unit: float = 1.0
+    """What the target was divided by, a power of two."""
+    variable_units: tuple[float, ...] = ()
+    """The same of each variable; empty if none was divided."""
 
 
 class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc]
@@ -46,8 +60,12 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
             y: target, [rows].
             sample_weight: non-negative weight of each row, [rows]; one of k counts as k rows.
 
+        Rows of weight 0 are left out before anything else is done, whatever is in them.
+
         Raises:
-            ValueError: for data that scikit-learn refuses.
+            ValueError: for data that scikit-learn refuses, such as NaN.
+            InvalidArgumentError: for data that `warpfit.Client.upload` refuses, such as masked
+                elements and numbers as text.
             ParseError: for a text that is no expression.
             InvalidArgumentError: for settings that make no sense or do not fit the data.
             UnavailableError: if the server cannot be reached or started.
@@ -57,8 +75,9 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         self._check_settings()
         names, programs = self._names(), []
         with server_at(self.address, ["--devices", self.engine]) as place, connect(place) as client:
-            for training in trainings:
-                with client.upload(*training, names=names, dtype="float64") as data:
+            for given in trainings:
+                training = self._in_units(given)
+                with client.upload(*training[:3], names=names, dtype="float64") as data:
                     programs.append(self._find(client, data, training))
         texts = [to_text(program, names) for program in programs]
         self.program_ = programs[0] if len(programs) == 1 else programs
@@ -68,8 +87,17 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
     def predict(self, X: ArrayLike) -> Floats:
         """Evaluate the formula on X, [rows, variables], here and without a server; [rows]."""
         check_is_fitted(self)
-        rows = np.asarray(validate_data(self, X, dtype=np.float64, reset=False))
-        return reference.evaluate_program(self.program_, rows.T)
+        return reference.evaluate_program(self.program_, self._features(X).T)
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return R^2 of the predictions for X, [rows, variables], and y, [rows].
+
+        Rows of weight 0 do not count. It is right for targets whose squares overflow, too.
+        """
+        X, y, sample_weight = _rows_with_weight(X, y, sample_weight)
+        y = np.asarray(real_numbers(y, "y"), np.float64)
+        unit = power_of_two(y)
+        return float(r2_score(y / unit, self.predict(X) / unit, sample_weight=sample_weight))
 
     def latex(self) -> str:
         """Return the LaTeX of the formula."""
@@ -78,6 +106,10 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
     @abstractmethod
     def _check_settings(self) -> None:
         """Raise InvalidArgumentError for settings that make no sense."""
+
+    @abstractmethod
+    def _in_units(self, training: TrainingData) -> TrainingData:
+        """Divide numbers by others, so that squares neither overflow nor vanish, and note these."""
 
     @abstractmethod
     def _find(self, client: Client, data: DatasetHandle, training: TrainingData) -> Program:
@@ -89,17 +121,60 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
 
     def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
         """Check what was given to ``fit``, and return the rows of each target."""
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
-        return [self._training(X, y, sample_weight)]
-
-    def _training(self, X: Floats, y: Floats, sample_weight: Any) -> TrainingData:
-        """Add up the weights of rows that are equal.
-
-        So a weight means repetition to the last bit, and the order of the rows does not matter.
-        """
+        X, y, sample_weight = _rows_with_weight(X, y, sample_weight)
+        multiple = bool(self.__sklearn_tags__().target_tags.multi_output)
+        found = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=multiple)
+        for given, name in ((X, "X"), (y, "y")):
+            real_numbers(given, name)
+        X, y = found
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        table = np.column_stack([X, np.asarray(y, np.float64)])[weights > 0]
-        rows, place = np.unique(table, axis=0, return_inverse=True)
-        totals = np.zeros(len(rows))
-        np.add.at(totals, place.ravel(), weights[weights > 0])
-        return TrainingData(rows[:, :-1], rows[:, -1], totals)
+        targets = y[:, None] if y.ndim == 1 else y
+        return [_training(X, target, weights) for target in targets.T]
+
+    def _features(self, X: Any) -> Floats:
+        """Check what was given to ``predict``; return it as [rows, variables]."""
+        rows = np.asarray(validate_data(self, X, dtype=np.float64, reset=False))
+        real_numbers(X, "X")
+        return rows
+
+
+def _rows_with_weight(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+    """Leave out the rows of weight 0, before scikit-learn looks at what is in them."""
+    if sample_weight is None:
+        return X, y, None
+    weights = real_numbers(sample_weight, "sample_weight")
+    kept = np.flatnonzero(weights != 0)
+    if 0 < len(kept) < weights.size == _num_samples(X) == _num_samples(y):
+        return _safe_indexing(X, kept), _safe_indexing(y, kept), weights[kept]
+    return X, y, weights
+
+
+def power_of_two(numbers: Floats, exponent: float = 1.0) -> float:
+    """Return the power of two next to the largest size of numbers, raised to ``exponent``.
+
+    It is 1 unless squares of the numbers, or of their differences, could overflow or vanish.
+    """
+    largest = float(np.max(np.abs(numbers), initial=0.0))
+    if largest == 0.0 or not np.isfinite(largest) or 1e-100 < largest < 1e100:
+        return 1.0
+    return math.ldexp(1.0, round(exponent * math.log2(largest)))
+
+
+def loss_unit(loss: Loss | LossFunction, unit: float) -> float:
+    """Return the factor of a loss of squares whose target and predictions are multiplied."""
+    closing = as_function(loss).closing
+    if closing in (Closing.RELATIVE, Closing.SCORE):
+        return 1.0
+    return unit if closing is Closing.ROOT else unit * unit
+
+
+def _training(X: Floats, y: Floats, weights: Floats) -> TrainingData:
+    """Add up the weights of rows that are equal.
+
+    So a weight means repetition to the last bit, and the order of the rows does not matter.
+    """
+    table = np.column_stack([X, np.asarray(y, np.float64)])
+    rows, place = np.unique(table, axis=0, return_inverse=True)
+    totals = np.zeros(len(rows))
+    np.add.at(totals, place.ravel(), weights)
+    return TrainingData(rows[:, :-1], rows[:, -1], totals)

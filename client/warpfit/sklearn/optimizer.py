@@ -11,10 +11,17 @@ from sklearn.utils import check_random_state
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.parameter_vectors import float_array
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import as_function, as_loss
-from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData
+from warpfit.sklearn.estimator import (
+    Floats,
+    FormulaRegressor,
+    TrainingData,
+    loss_unit,
+    power_of_two,
+)
 
 
 class ParameterOptimizer(FormulaRegressor):
@@ -98,12 +105,21 @@ class ParameterOptimizer(FormulaRegressor):
                 f"starts is {self.starts}", "BAD_SETTING", "Give a number from 1", "starts"
             )
 
+    def _in_units(self, training: TrainingData) -> TrainingData:
+        """Divide the target by the root of its size: squares of derivatives must not vanish."""
+        if not as_function(as_loss(self.loss)).is_squares:
+            return training
+        unit = power_of_two(training.target, 0.5)
+        return training._replace(target=training.target / unit, unit=unit)
+
     def _find(self, client: Client, data: DatasetHandle, training: TrainingData) -> Program:
-        program = as_program(self.expression, self._names())
+        program = fitted = as_program(self.expression, self._names())
         loss = as_loss(self.loss)
+        if training.unit != 1.0:
+            fitted = Program.apply("div", program, Program.constant(training.unit))
         fit = client.optimize(
             data,
-            [program],
+            [fitted],
             [self._start_vectors(program)],
             loss=loss,
             method=self.method,
@@ -114,7 +130,8 @@ class ParameterOptimizer(FormulaRegressor):
         )
         self.parameters_ = fit.parameters[0]
         self.standard_errors_ = fit.standard_errors[0] if fit.standard_errors else None
-        self.loss_, self.reason_ = float(fit.loss[0]), fit.reason[0]
+        self.loss_ = float(fit.loss[0]) * loss_unit(loss, training.unit)
+        self.reason_ = fit.reason[0]
         # scikit-learn wants at least one iteration to be reported.
         self.n_iter_ = max(1, int(fit.iterations[0]))
         return program.bind(self.parameters_)
@@ -122,7 +139,7 @@ class ParameterOptimizer(FormulaRegressor):
     def _start_vectors(self, program: Program) -> Floats:
         """Return the start vectors, [starts, n]."""
         if self.start is not None:
-            return np.atleast_2d(np.asarray(self.start, dtype=np.float64))
+            return np.atleast_2d(float_array(self.start))
         draw = check_random_state(self.random_state).standard_normal
         return np.vstack(
             [np.ones((1, program.parameters)), draw((self.starts - 1, program.parameters))]

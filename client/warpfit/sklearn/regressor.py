@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
@@ -20,10 +20,10 @@ from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.printing import to_latex
 from warpfit.ir import Program
-from warpfit.losses import LossFunction, as_loss
+from warpfit.losses import LossFunction, as_function, as_loss
 from warpfit.sklearn import equations as eq
 from warpfit.sklearn.constraints import admission, complexity_measure, operator_names
-from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData
+from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData, power_of_two
 from warpfit.sklearn.genomes import Genomes
 from warpfit.sklearn.monotonicity import directions
 from warpfit.sklearn.progress import Progress, formulas_of, load, save
@@ -202,7 +202,7 @@ class SymbolicRegressor(FormulaRegressor):
 
         """
         check_is_fitted(self)
-        rows = np.asarray(validate_data(self, X, dtype=np.float64, reset=False)).T
+        rows = self._features(X).T
         columns = [
             reference.evaluate_program(self._equation(index, output).program, rows)
             for output in range(len(self._fronts))
@@ -298,10 +298,22 @@ class SymbolicRegressor(FormulaRegressor):
             raise _bad_setting("checkpoint", self.checkpoint, "a file in a folder that exists")
 
     def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
-        targets = y[:, None] if y.ndim == 1 else y
         self._fresh_fronts: list[list[eq.Equation]] = []
-        return [self._training(X, target, sample_weight) for target in targets.T]
+        return super()._trainings(X, y, sample_weight)
+
+    def _in_units(self, training: TrainingData) -> TrainingData:
+        """Divide target and variables by their sizes if squares could overflow or vanish.
+
+        Losses that are no squares are minimised as they are.
+        """
+        if not as_function(as_loss(self.loss)).is_squares:
+            return training
+        unit = power_of_two(training.target)
+        units = tuple(map(power_of_two, training.rows.T))
+        if {unit, *units} == {1.0}:
+            return training
+        rows, target = training.rows / np.array(units), training.target / unit
+        return training._replace(rows=rows, target=target, unit=unit, variable_units=units)
 
     def _find(self, client: Client, data: DatasetHandle, training: TrainingData) -> Program:
         rng = np.random.default_rng(check_random_state(self.random_state).randint(2**31))

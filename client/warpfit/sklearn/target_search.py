@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -19,7 +19,7 @@ from warpfit.expressions import reference
 from warpfit.expressions.printing import to_text
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
-from warpfit.ops import OPERATORS
+from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.sklearn.constraints import (
     admission,
     complexity_measure,
@@ -34,7 +34,7 @@ from warpfit.sklearn.equations import (
     information,
     selected,
 )
-from warpfit.sklearn.estimator import Floats, TrainingData
+from warpfit.sklearn.estimator import Floats, TrainingData, loss_unit
 from warpfit.sklearn.genomes import Genomes, Indices, Mask
 from warpfit.sklearn.monotonicity import Violations, violations
 from warpfit.sklearn.pairs.library import arguments, library
@@ -108,7 +108,7 @@ class TargetSearch:
         programs, losses = self._fitted(programs)
         losses = np.where(self._violating(programs), np.inf, losses)
         finished = self._shortened if self.options.simplify else self.front
-        return finished(programs, losses, scores), search
+        return self._in_given_units(finished(programs, losses, scores)), search
 
     def front(self, programs: list[Program], losses: Floats, r2: list[float]) -> list[Equation]:
         """Rank programs by the estimator's complexity."""
@@ -129,7 +129,43 @@ class TargetSearch:
         pool = search.front()
         spread = float(np.std(self.training.target))
         programs = [_whole(pool, row, spread) for row in range(len(pool))]
-        return self.front(programs, pool.losses, [np.nan] * len(pool))
+        return self._in_given_units(self.front(programs, pool.losses, [np.nan] * len(pool)))
+
+    def _in_given_units(self, front: list[Equation]) -> list[Equation]:
+        """Return equations for the target and the variables as they were given.
+
+        The search sees them divided by powers of two where their squares overflow or vanish.
+        """
+        unit, units = self.training.unit, self.training.variable_units
+        if not units:
+            return front
+        factor = loss_unit(self.loss, unit)
+        shift = 0.0 if factor == 1.0 else self._rows * 2.0 * math.log(unit)
+        if as_function(self.loss).closing is Closing.ROOT:
+            shift /= 2.0
+
+        def leaf(code: int, value: float) -> Program:
+            own = Program([code], [value])
+            if code != VARIABLE or units[int(value)] == 1.0:
+                return own
+            return Program.apply("div", own, Program.constant(units[int(value)]))
+
+        found = []
+        for equation in front:
+            program = equation.program.fold(leaf, lambda row, parts: Program.apply(row, *parts))
+            program = Program.apply("mul", Program.constant(unit), program)
+            program = program.simplify() if self.options.simplify else program
+            found.append(
+                replace(
+                    equation,
+                    complexity=self._complexity(program),
+                    loss=equation.loss * factor,
+                    bic=equation.bic + shift,
+                    program=program,
+                    equation=to_text(program, self.names),
+                )
+            )
+        return found
 
     @property
     def loss(self) -> Loss | LossFunction:
@@ -155,7 +191,7 @@ class TargetSearch:
         """Upload some of the rows."""
         if len(rows) == len(self.training.target):
             return self.data
-        X, y, weights = self.training
+        X, y, weights = self.training[:3]
         return stack.enter_context(
             self.client.upload(X[rows], y[rows], weights[rows], dtype="float64")
         )
@@ -183,7 +219,7 @@ class TargetSearch:
     ) -> PairSearch:
         chosen = np.sort(self.rng.permutation(rows)[:_PAIR_ROWS])
         data = self._part(stack, chosen)
-        X, y, weights = (part[chosen] for part in self.training)
+        X, y, weights = (part[chosen] for part in self.training[:3])
 
         def values(genomes: Genomes) -> Floats:
             return np.asarray(self.client.evaluate(data, genomes.population()).T)
@@ -309,7 +345,7 @@ class TargetSearch:
     def _r2(self, program: Program, rows: Indices) -> float:
         if len(rows) < 2:
             return float("nan")
-        X, y, weights = (part[rows] for part in self.training)
+        X, y, weights = (part[rows] for part in self.training[:3])
         with np.errstate(all="ignore"):
             errors = np.square(reference.evaluate_program(program, X.T) - y)
             spread = np.average(np.square(y - np.average(y, weights=weights)), weights=weights)

@@ -61,7 +61,7 @@ CASES = {
     "'plus1' is no operator": lambda c, d: Program.apply("plus1", *BOTH),
     "an operand is no Program": lambda c, d: Program.apply("sin", "x1"),
     "cannot be of type NoneType": lambda c, d: warpfit.parse(None),
-    "could not convert": lambda c, d: BOTH[0].bind(["a"]),
+    "there is text in it": lambda c, d: BOTH[0].bind(["a"]),
     "defined by two texts": lambda c, d: warpfit.define("mine", 3),
     "a row loss is a Program": lambda c, d: LossFunction("d"),
     "tls is 'ca.pem'": lambda c, d: warpfit.connect("a:1", tls="ca.pem"),

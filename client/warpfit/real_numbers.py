@@ -1,0 +1,178 @@
+"""The one door for numbers of callers: what is taken, what is refused, and why.
+
+Arrays, frames, lists, parameters, bounds, starts and weights pass `real_numbers`; columns of Arrow
+tables (`warpfit.dataset.arrow`) and cells of CSV files (`warpfit.cli.table`) raise the same errors.
+"Data that are taken and refused" in client/README.md is the table.
+
+What is missing, hidden or no real number is never replaced by a number: masked elements, None and
+NA are missing values, text is no number even if it can be read as one, and an object that float64
+cannot hold is refused. NaN and infinities are numbers.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from itertools import chain
+from numbers import Complex, Real
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import InvalidArgumentError
+
+#: Types of elements of lists that NumPy makes an array of without a surprise.
+_PLAIN: Final = frozenset({float, int, bool, np.float64, np.float32, np.int64, np.bool_})
+#: Names of the types of pandas' missing values, which is not imported for them.
+_MISSING: Final = frozenset({"NoneType", "NAType", "NaTType"})
+#: Types that have a float value but are no numbers.
+_NO_NUMBERS: Final = (str, bytes, np.ndarray, np.datetime64, np.timedelta64)
+
+
+def real_numbers(data: Any, name: str, start: int = 0, place: str = "row") -> NDArray[Any]:
+    """Return what a caller gave as an array of real numbers, of any shape.
+
+    Args:
+        data: an array, a series or frame, nested lists, a number, or what NumPy makes an array of.
+        name: of the argument or column in errors.
+        start: index of the first row of ``data``, for errors.
+        place: what an index along the first axis is called in errors.
+
+    Returns:
+        The numbers, of a NumPy type of booleans, integers or floats, without a copy where that is
+        possible; Python's numbers and wider floats become float64.
+
+    Raises:
+        InvalidArgumentError: MISSING_VALUE for masked elements, None, NA and NaT; NOT_NUMBERS for
+            text, dates, complex numbers, ragged lists and other objects; OVERFLOW for numbers that
+            float64 cannot hold.
+    """
+    array = _as_array(data, name, start, place)
+    for masked in (array, data):
+        mask = getattr(masked, "mask", None)
+        if mask is not None and np.shape(mask) == array.shape and np.any(mask):
+            raise missing_value(name, start + _row(np.asarray(mask)), place)
+    array = np.asarray(array)
+    kind, is_wide = array.dtype.kind, array.dtype.itemsize > 8
+    if kind == "O" or (kind == "f" and is_wide):
+        return _from_objects(array, name, start, place)
+    if kind not in "biuf":
+        text = "there is text in it, and " if kind in "SU" else ""
+        raise no_numbers(name, f"{text}its dtype is {array.dtype}")
+    return array
+
+
+def _as_array(data: Any, name: str, start: int, place: str) -> NDArray[Any]:
+    """Return an array, with its mask if it has one; check missing values that NumPy would hide."""
+    if isinstance(data, list | tuple):
+        level: Any = data
+        while (kinds := set(map(type, level))) and kinds <= {list, tuple}:
+            level = list(chain.from_iterable(level))
+        if not kinds <= _PLAIN:
+            data = [_element(part, name, start + row, place) for row, part in enumerate(data)]
+    elif hasattr(data, "iloc") and data.ndim == 2:
+        columns = (data.iloc[:, column] for column in range(data.shape[1]))
+        arrays = [real_numbers(column, name, start, place) for column in columns]
+        return np.stack(arrays, axis=1) if arrays else np.empty(data.shape)
+    elif hasattr(data, "isna") and not isinstance(getattr(data, "dtype", None), np.dtype):
+        # A series, index or array of pandas with a type of pandas.
+        if data.dtype.kind not in "biuf":
+            raise no_numbers(name, f"its dtype is {data.dtype}")
+        missing = np.asarray(data.isna())
+        if missing.any():
+            raise missing_value(name, start + _row(missing), place)
+        kind = data.dtype.kind
+        return np.asarray(data.to_numpy(np.dtype(f"{kind}8" if kind in "iu" else np.float64)))
+    elif hasattr(data, "is_null") and hasattr(data, "null_count"):  # Arrow and Polars
+        nulls = np.asarray(data.is_null())
+        if nulls.any():
+            raise missing_value(name, start + _row(nulls), place)
+    try:
+        array: NDArray[Any] = np.asanyarray(data)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise no_numbers(name, str(error)) from error
+    return array
+
+
+def _element(part: Any, name: str, row: int, place: str) -> Any:
+    """Return an element of a list; what consists of elements itself passes the door by itself."""
+    is_array = hasattr(part, "__array__") and not isinstance(part, np.generic)
+    if not (is_array or isinstance(part, list | tuple)):
+        return part
+    try:
+        return real_numbers(part, name)
+    except InvalidArgumentError as error:
+        if error.reason == "MISSING_VALUE":
+            raise missing_value(name, row, place) from None
+        raise
+
+
+def _from_objects(array: NDArray[Any], name: str, start: int, place: str) -> NDArray[np.float64]:
+    """Convert Python's objects, or floats that are wider, to float64."""
+    objects = array.ravel().tolist() if array.dtype.kind == "O" else list(array.ravel())
+
+    def row(index: int) -> int:
+        return start + (int(np.unravel_index(index, array.shape)[0]) if array.ndim else 0)
+
+    for kind in set(map(type, objects)):
+        is_missing = kind.__name__ in _MISSING
+        is_number = issubclass(kind, Real | Decimal | np.bool_) or (
+            hasattr(kind, "__float__") and not issubclass(kind, Complex)
+        )
+        if is_missing or not is_number or issubclass(kind, _NO_NUMBERS):
+            index = next(i for i, value in enumerate(objects) if type(value) is kind)
+            if is_missing or np.ma.is_masked(objects[index]):
+                raise missing_value(name, row(index), place)
+            what = f"{objects[index]!r:.40} of type {kind.__name__}"
+            raise no_numbers(name, f"{what} in {place} {row(index)} is no real number")
+    numbers = np.empty(array.shape)
+    with np.errstate(all="ignore"):
+        for index, value in enumerate(objects):
+            try:
+                numbers.flat[index] = number = float(value)
+                fits = bool(number) == bool(value) if np.isfinite(number) else _is_infinite(value)
+            except OverflowError:  # of whole numbers and fractions
+                fits = False
+            except (TypeError, ValueError) as error:
+                raise no_numbers(name, str(error)) from error
+            if not fits:
+                raise InvalidArgumentError(
+                    f"{name} has a number in {place} {row(index)} (counted from 0) that float64 "
+                    "cannot hold",
+                    "OVERFLOW",
+                    "Choose another unit",
+                    name,
+                )
+    return numbers
+
+
+def _is_infinite(value: Any) -> bool:
+    """Return whether a number is infinite or NaN, and not only too large for float64."""
+    try:
+        return not bool(value - value == 0)
+    except ArithmeticError:  # of a decimal
+        return True
+
+
+def _row(wanted: NDArray[np.bool_]) -> int:
+    """Return the first index along the first axis at which anything is true."""
+    return int(np.unravel_index(wanted.argmax(), wanted.shape)[0]) if wanted.ndim else 0
+
+
+def no_numbers(name: str, why: str) -> InvalidArgumentError:
+    """Return the error for anything but real numbers."""
+    return InvalidArgumentError(
+        f"{name} must be real numbers: {why}",
+        "NOT_NUMBERS",
+        f"Convert text, dates and ragged lists in {name} to numbers first",
+        name,
+    )
+
+
+def missing_value(name: str, row: int, place: str = "row") -> InvalidArgumentError:
+    """Return the error for a cell without a value."""
+    remedy = "Give a number there"
+    if place == "row":
+        remedy = "Leave such rows out, or fill the cell; NaN is a number and makes results NaN"
+    what = f"{name} has no value in {place} {row} (counted from 0)"
+    return InvalidArgumentError(what, "MISSING_VALUE", remedy, name)

@@ -1,0 +1,164 @@
+"""The one door for numbers of callers, at every place that has one."""
+
+import datetime
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import warpfit
+import warpfit.testing
+from warpfit.errors import InvalidArgumentError
+from warpfit.real_numbers import real_numbers
+
+pd = pytest.importorskip("pandas")
+
+
+class Lazy:
+    """What gives a masked array when it is asked for one, as variables of NetCDF files do."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.ma.array([1.0, 2.0], mask=[False, True])
+
+
+class Annotated:
+    """Data with a mask beside it, as those of astronomers."""
+
+    mask = np.array([False, True])
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array([1.0, 2.0])
+
+
+TAKEN = {
+    "integers": ([1, 2], [1, 2]),
+    "booleans": ([True, False], [1, 0]),
+    "half": (np.array([1.5, 2.0], np.float16), [1.5, 2]),
+    "wide": (np.array([1.5, np.inf], np.longdouble), [1.5, math.inf]),
+    "NaN and infinity": ([math.nan, -math.inf], [math.nan, -math.inf]),
+    "decimals and fractions": ([Decimal("1.5"), Fraction(1, 4)], [1.5, 0.25]),
+    "infinite decimal": ([Decimal("-Infinity"), Decimal("NaN")], [-math.inf, math.nan]),
+    "objects": (np.array([1, 2.5], object), [1, 2.5]),
+    "large integers": ([2**70, 1], [2.0**70, 1]),
+    "arrays of one": ([np.array(1.0), np.float32(2)], [1, 2]),
+    "nothing masked": (np.ma.array([1.0, 2.0]), [1, 2]),
+    "nullable": (pd.Series([1, 2], dtype="Int64"), [1, 2]),
+    "index": (pd.Index([1, 2]), [1, 2]),
+    "subnormal": ([5e-324, 1e-310], [5e-324, 1e-310]),
+}
+MASK = np.ma.array([1.0, 2.0], mask=[False, True])
+MISSING = {
+    "masked": MASK,
+    "masked objects": np.ma.array([1.0, 2.0], mask=[False, True], dtype=object),
+    "masked constant": [1.0, np.ma.masked],
+    "lazily masked": Lazy(),
+    "mask beside": Annotated(),
+    "None": [1.0, None],
+    "NA": [1.0, pd.NA],
+    "NaT": [1.0, pd.NaT],
+    "nullable": pd.Series([1, None], dtype="Int64"),
+    "nullable array": pd.array([1.0, None]),
+    "object series": pd.Series([1.0, None], dtype=object),
+}
+NO_NUMBERS = {
+    "text": ["1", "2"],
+    "text among numbers": [1.0, "2"],
+    "text in objects": np.array([1.0, "1_000"], dtype=object),
+    "bytes": np.array([1.0, b"2"], dtype=object),
+    "complex": [1.0, 2j],
+    "complex objects": np.array([1.0, np.complex128(2)], dtype=object),
+    "dates": np.array(["2020", "2021"], "datetime64[Y]"),
+    "date objects": [datetime.date(2020, 1, 1), datetime.date(2021, 1, 1)],
+    "durations": np.array([np.timedelta64(1, "s"), 1.0], dtype=object),
+    "categories": pd.Series([1, 2]).astype("category"),
+    "ragged": [[1.0], [1.0, 2.0]],
+    "records": np.zeros(2, dtype=[("a", "f8")]),
+    "a dict": {"a": 1.0},
+}
+BEYOND = {
+    "huge decimal": [Decimal("1e400"), 1],
+    "huge integer": [1, 10**400],
+    "huge fraction": [Fraction(10**400)],
+    "tiny decimal": [Decimal("1e-400")],
+    "wide float": np.array([1, np.longdouble("1e400")]),
+}
+REFUSED = {
+    **{name: (data, "MISSING_VALUE") for name, data in MISSING.items()},
+    **{f"{name} as number": (data, "NOT_NUMBERS") for name, data in NO_NUMBERS.items()},
+    **{name: (data, "OVERFLOW") for name, data in BEYOND.items()},
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_numbers_are_taken(name):
+    given, wanted = TAKEN[name]
+    np.testing.assert_array_equal(real_numbers(given, "X").astype(np.float64), wanted)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_everything_else_is_refused(name):
+    given, reason = REFUSED[name]
+    with pytest.raises(InvalidArgumentError) as caught:
+        real_numbers(given, "X")
+    assert (caught.value.reason, caught.value.field) == (reason, "X")
+
+
+@pytest.mark.parametrize(
+    ("given", "row"),
+    [
+        (np.ma.array(np.ones((3, 2)), mask=[[0, 0], [0, 0], [0, 1]]), 2),
+        ([[1.0, 2.0], [1.0, None], [1.0, 2.0]], 1),
+        ([[1.0, 2.0], np.ma.array([1.0, 2.0], mask=[0, 1])], 1),
+        (pd.DataFrame({"a": [1.0, 2.0], "b": pd.array([1, None])}), 1),
+    ],
+)
+def test_the_row_is_named(given, row):
+    with pytest.raises(InvalidArgumentError, match=f"in row {row} ") as caught:
+        real_numbers(given, "X")
+    assert caught.value.reason == "MISSING_VALUE"
+
+
+# ------------------------------------------------------------------------- every place has it
+
+
+@pytest.fixture(scope="module")
+def client():
+    return warpfit.testing.client()
+
+
+@pytest.mark.parametrize("name", [*MISSING, *(f"{name} as number" for name in NO_NUMBERS)])
+def test_every_argument_goes_through_the_door(client, name):
+    given, reason = REFUSED[name]
+    data = client.upload([[1.0], [2.0]], [1.0, 2.0], dtype="float64")
+    places = {
+        "X": lambda: client.upload(given),
+        "y": lambda: client.upload([[1.0], [2.0]], given),
+        "weights": lambda: client.upload([[1.0], [2.0]], [1.0, 2.0], given),
+        "parameters": lambda: client.evaluate(data, ["p1*x1 + p2"], [given], loss="mse"),
+        "starts": lambda: client.optimize(data, ["p1*x1 + p2"], [given]),
+        "bound": lambda: warpfit.parse("p1*x1 + p2").bind(given),
+    }
+    if name != "None":  # which is no bound
+        bounds = ([given], np.inf)
+        places["bounds"] = lambda: client.optimize(data, ["p1*x1+p2"], [[1, 1]], bounds=bounds)
+    for place, call in places.items():
+        with pytest.raises(InvalidArgumentError) as caught:
+            call()
+        known = {reason, "BAD_SHAPE", "VECTOR_MISMATCH"} if "dict" in name else {reason}
+        assert caught.value.reason in known, place
+
+
+def test_names_of_columns_are_taken_from_anything_that_lists_them(client):
+    frame = pd.DataFrame({"a": [1.0, 2.0], "p1": [3.0, 4.0], "y": [1.0, 2.0]})
+    for x in (frame.columns[:-1], frame.columns[:-1].to_numpy(), ("a", "p1"), iter(["a", "p1"])):
+        data = client.upload(frame, x=x, y="y", dtype="float64")
+        assert data.names == ("a", "p1")
+    # A column named as a parameter is the column; the parameter is p01.
+    assert client.evaluate(data, ["p1 - p01"], [[3.0]], loss="sse")[0] == 2.0
+    assert client.upload(frame, names=pd.Index(["u", "v", "w"])).names == ("u", "v", "w")
+    for x in (5, [1], [None]):
+        with pytest.raises(InvalidArgumentError) as caught:
+            client.upload(frame, x=x)
+        assert caught.value.reason == "UNKNOWN_COLUMN"
