@@ -19,7 +19,7 @@ from warpfit.expressions import reference
 from warpfit.expressions.printing import to_text
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
-from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.sklearn.constraints import (
     admission,
     complexity_measure,
@@ -59,6 +59,9 @@ _LIBRARY: Final = 12
 _ARGUMENTS: Final = 0.4
 #: Iterations of the last fit.
 _LAST_ITERATIONS: Final = 200
+#: Most constants of a formula that are fitted then. Long ones of functions that are written with
+#: operators have thousands, which are those functions' own.
+_MOST_FITTED: Final = 200
 #: Part of the time that is kept for what follows the search, and least time of it in seconds.
 _RESERVE: Final = 0.1
 _LEAST_SECONDS: Final = 0.3
@@ -276,8 +279,14 @@ class TargetSearch:
         return lambda genomes: admit(genomes) & consistent(genomes)
 
     def _fitted(self, programs: list[Program]) -> tuple[list[Program], Floats]:
-        """Fit all constants to all rows."""
-        lifted = [program.lift_constants() for program in programs]
+        """Fit all constants to all rows, but of formulas that have too many for that."""
+        most = min(_MOST_FITTED, len(self.training.target))
+        lifted = [
+            program.lift_constants()
+            if np.count_nonzero(program.codes == CONSTANT) <= most
+            else (program, np.empty(0))
+            for program in programs
+        ]
         fit = self.client.optimize(
             self.data,
             [program for program, _ in lifted],

@@ -26,6 +26,8 @@ _ARITY: Final = 0
 _READS: Final = 1
 #: A bit for each operand that a derivative reads; all bits if the operator is not linear in it.
 _EVERYTHING: Final = 7
+#: Operators with the derivative of a linear one, but for jumps.
+_JUMPING: Final = frozenset({"mod"})
 #: Columns of a node: tokens of its subtree; parameters below that it is linear in; a bit that says
 #: whether there are any parameters below, then a bit for each chosen operand, in which it is taken
 #: for linear; whether the program is linear in the node; the nodes of the operands.
@@ -44,7 +46,8 @@ def operator_table() -> NDArray[np.int64]:
     for operator in OPERATORS.values():
         table[operator.code, _ARITY] = operator.arity
         for operand, text in enumerate(operator.derivative):
-            table[operator.code, _READS + operand] = _operands_read(text, operand)
+            reads = _EVERYTHING if operator.name in _JUMPING else _operands_read(text, operand)
+            table[operator.code, _READS + operand] = reads
     return table
 
 
