@@ -3,6 +3,7 @@
 import json
 import pickle
 import runpy
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
-from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor  # noqa: E402
+from warpfit.sklearn import ParameterOptimizer, SearchWarning, SymbolicRegressor  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
 from warpfit.sklearn.units import consistency, dimensions  # noqa: E402
 
@@ -134,6 +135,51 @@ def test_equations_are_chosen_by_criterion_or_index_and_leave_as_other_forms(sea
     assert model.plot_fit(X, y).lines
     with pytest.raises(InvalidArgumentError, match="equation 99"):
         model.predict(X, index=99)
+
+
+def test_every_column_is_that_of_its_formula_and_rows_held_out_choose(search):
+    X = points(200)
+    y = np.random.default_rng(2).standard_t(2, len(X)) * 5.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = search(simplify=True, generations=4, operators=("+", "*", "/", "log"))
+        model.fit(X, y, np.full(len(X), 10.0))
+        light = clone(model).fit(X, y, np.full(len(X), 2.0**-9))
+    assert {warning.category for warning in caught} <= {SearchWarning}
+    assert light.program_.codes.tolist() == model.program_.codes.tolist()
+    order = np.unique(np.column_stack([X, y]), axis=0)
+    rng = np.random.default_rng(sklearn.utils.check_random_state(0).randint(2**31))
+    held = order[rng.permutation(len(X))[:20]]
+    assert model.front_[0].program.variables == 0
+    for equation in model.front_:
+        assert equation.complexity == len(equation.program)
+        value = warpfit.expressions.reference.evaluate_program(equation.program, X.T)
+        assert np.mean((value - y) ** 2) == pytest.approx(equation.loss, rel=1e-6)
+        value = warpfit.expressions.reference.evaluate_program(equation.program, held[:, :3].T)
+        own = 1 - np.mean((value - held[:, 3]) ** 2) / np.var(held[:, 3])
+        assert own == pytest.approx(equation.r2, abs=1e-6)
+    chosen = next(e for e in model.front_ if e.program == model.program_)
+    assert chosen.r2 >= 0.0 or chosen.program.variables == 0
+
+
+@pytest.mark.parametrize("loss", ["poisson", "poisson of the logarithm", "quantile"])
+def test_losses_that_may_be_negative_choose_formulas(search, loss):
+    X = points(200)
+    y = np.random.default_rng(1).poisson(np.exp(X[:, 0])).astype(float)
+    given = warpfit.losses.poisson(log=True) if "log" in loss else loss
+    model = search(loss=given, operators=("exp", "*"), generations=4).fit(X, y)
+    mean = np.exp(model.predict(X)) if "log" in loss else model.predict(X)
+    assert np.corrcoef(mean, np.exp(X[:, 0]))[0, 1] > 0.99
+
+
+def test_edge_data_bring_no_warning_of_numpy(search):
+    X, y = points(50), points(50)[:, 0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for rows, target in ((X, 0 * y + 3), (0 * X + 1, y), (X[:1], y[:1]), (X, y * 1e90)):
+            model = search(operators=("*", "/", "exp", "log")).fit(rows, target)
+            assert model.predict(rows).shape == target.shape
+            model.predict(-1e300 * rows)
 
 
 def test_constraints_other_losses_and_symbols_hold_in_the_search(search):

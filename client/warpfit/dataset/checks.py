@@ -98,7 +98,7 @@ def warn_of_lost_digits(text: str) -> None:
         warnings.warn(
             f'{text}. Upload with dtype="float64", or subtract an offset',
             PrecisionWarning,
-            stacklevel=_caller_level(),
+            stacklevel=caller_level(),
         )
 
 
@@ -129,7 +129,7 @@ def _check_overflow(
         )
 
 
-def _caller_level() -> int:
+def caller_level() -> int:
     """Return the ``stacklevel`` for `warnings.warn` of the code that called this package."""
     level, frame, own = 1, sys._getframe(1), __name__.partition(".")[0]
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == own:

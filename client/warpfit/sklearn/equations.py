@@ -30,18 +30,23 @@ class Equation:
     complexity: int
     """Sum of the weights of its tokens, 1 each unless others were given."""
     loss: float
-    """Loss on the training data."""
+    """Loss of this formula on all training data, rows held out included."""
     score: float
-    """Decrease of the loss's logarithm for each unit of complexity since the equation before
-    (PySR's score); 0 for the first one."""
+    """Decrease of the logarithm of the loss, above the least that any prediction could have, for
+    each unit of complexity since the equation before (PySR's score); 0 for the first one."""
     bic: float
-    """Bayesian information criterion (Schwarz 1978), where each unit of complexity counts as a
-    parameter, and a constant once more or, in a short form, as part of one."""
+    """A Bayesian information criterion, -2 log L + k log(rows) (Schwarz 1978), with a k that is no
+    number of parameters: each unit of complexity counts 1, as the structure was searched for, too,
+    and a constant once more or, in a short form, a part of 1. Comparable on the same data only."""
     r2: float
-    """R^2 on the rows that were held out, before the last fit took them in; else NaN."""
+    """R^2 of this formula on the rows held out, which no fit has seen; minus infinity if it has no
+    value on one of them, and NaN if none were held out."""
     program: Program
     equation: str
     """The program as text."""
+    is_supported: bool = True
+    """Whether the rows held out do not speak against it: it has a value there and, if squares are
+    minimised, an R^2 that is not negative. Constants always are, and all if none are held out."""
 
 
 def build_front(
@@ -50,19 +55,26 @@ def build_front(
     text: Callable[[Program], str],
     rows: float,
     scale: float,
+    floor: float = 0.0,
+    deviance: Callable[[float], float] | None = None,
+    predicts_mean: bool = True,
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
     The formula of the least BIC stays, whatever others of its complexity gain by more constants.
 
     Args:
-        found: program, loss, and R^2 on rows held out, of each formula.
+        found: program, loss above ``floor``, and R^2 on rows held out, of each formula.
         complexity: measures a program.
         text: writes a program.
-        rows: on which the losses are means.
-        scale: loss of the best constant.
+        rows: amount of data for the BIC.
+        scale: loss of the best constant above ``floor``.
+        floor: least loss that any prediction could have.
+        deviance: returns -2 log L of a loss above ``floor``; by default rows log(loss).
+        predicts_mean: whether predictions are means of the target, so that R^2 judges them.
 
     """
+    minus_2_log_l = deviance or (lambda excess: rows * math.log(excess))
     least = max(ROUNDING * scale, math.ulp(0.0))
     # A formula may have no value on rows that the search did not compare.
     found = [entry for entry in found if math.isfinite(entry[1])] or list(found)[:1]
@@ -70,31 +82,38 @@ def build_front(
         (complexity(program), max(loss, least), program, max(loss, 0.0), r2)
         for program, loss, r2 in found
     ]
-    best = min(measured, key=lambda item: information(item[0], item[1], item[2], rows))
+    best = min(
+        measured, key=lambda item: information(item[0], minus_2_log_l(item[1]), item[2], rows)
+    )
     ranked = [item for item in measured if item is best or item[0] > best[0] or item[1] > best[1]]
     front: list[Equation] = []
+    last = math.inf
     for size, level, program, loss, r2 in sorted(ranked, key=lambda item: item[:2]):
-        if front and level >= max(front[-1].loss, least):
+        if front and level >= last:
             continue
         score = 0.0
         if front:
-            drop = math.log(max(front[-1].loss, least) / level)
+            drop = math.log(last / level)
             score = drop / (size - front[-1].complexity)
-        bic = information(size, level, program, rows)
-        front.append(Equation(size, loss, score, bic, r2, program, text(program)))
+        bic = information(size, minus_2_log_l(level), program, rows)
+        is_refuted = r2 < 0.0 if predicts_mean else r2 == -math.inf
+        is_supported = program.variables == 0 or not is_refuted
+        front.append(
+            Equation(size, loss + floor, score, bic, r2, program, text(program), is_supported)
+        )
+        last = level
     return front
 
 
-def information(size: int, loss: float, program: Program, rows: float) -> float:
-    """Return the BIC of a formula."""
+def information(size: int, deviance: float, program: Program, rows: float) -> float:
+    """Return the BIC of a formula, as `Equation.bic` describes it."""
     constants = program.values[program.codes == CONSTANT].tolist()
-    return rows * math.log(loss) + (size + sum(map(cost, constants)) / FREE) * math.log(
-        max(rows, 2.0)
-    )
+    return deviance + (size + sum(map(cost, constants)) / FREE) * math.log(max(rows, 2.0))
 
 
 def _best(front: Sequence[Equation]) -> Equation:
-    limit = _NEAR_BEST * min(equation.loss for equation in front)
+    least = min(equation.loss for equation in front)
+    limit = _NEAR_BEST * least if least > 0.0 else least
     return max((e for e in front if e.loss <= limit), key=lambda equation: equation.score)
 
 
@@ -120,8 +139,16 @@ def check_selection(name: str) -> None:
 
 
 def selected(front: Sequence[Equation], name: str) -> int:
-    """Return the index of the equation that a criterion chooses."""
-    return list(front).index(SELECTIONS[name](front))
+    """Return the index of the equation that a criterion chooses.
+
+    Equations that the rows held out do not support are chosen only where there are no others, and
+    then the one that predicts these rows best: noise with heavy tails lets formulas fit single
+    rows, which their loss cannot tell from a law.
+    """
+    eligible = [equation for equation in front if equation.is_supported]
+    if not eligible:
+        return max(range(len(front)), key=lambda place: front[place].r2)
+    return list(front).index(SELECTIONS[name](eligible))
 
 
 def as_table(front: Sequence[Equation]) -> Any:

@@ -30,6 +30,10 @@ from warpfit.real_numbers import real_numbers
 Floats = NDArray[np.float64]
 
 
+class SearchWarning(UserWarning):
+    """Something about the data or the search that makes its result doubtful; it says a remedy."""
+
+
 class TrainingData(NamedTuple):
     """Different rows [rows, variables] in ascending order, their targets and weights [rows]."""
 
@@ -58,7 +62,8 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         Args:
             X: features, [rows, variables].
             y: target, [rows].
-            sample_weight: non-negative weight of each row, [rows]; one of k counts as k rows.
+            sample_weight: non-negative weight of each row, [rows]; in losses one of k counts as k
+                equal rows.
 
         Rows of weight 0 are left out before anything else is done, whatever is in them.
 
@@ -74,7 +79,11 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         trainings = self._trainings(X, y, sample_weight)
         self._check_settings()
         names, programs = self._names(), []
-        with server_at(self.address, ["--devices", self.engine]) as place, connect(place) as client:
+        with (
+            np.errstate(all="ignore"),  # formulas overflow, which is dealt with
+            server_at(self.address, ["--devices", self.engine]) as place,
+            connect(place) as client,
+        ):
             for given in trainings:
                 training = self._in_units(given)
                 with client.upload(*training[:3], names=names, dtype="float64") as data:
@@ -84,11 +93,13 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         self.expression_ = texts[0] if len(texts) == 1 else texts
         return self
 
+    @np.errstate(all="ignore")  # NaN and infinities are in the result
     def predict(self, X: ArrayLike) -> Floats:
         """Evaluate the formula on X, [rows, variables], here and without a server; [rows]."""
         check_is_fitted(self)
         return reference.evaluate_program(self.program_, self._features(X).T)
 
+    @np.errstate(all="ignore")
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return R^2 of the predictions for X, [rows, variables], and y, [rows].
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
+from warpfit.dataset.checks import caller_level
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.printing import to_latex
@@ -23,7 +25,13 @@ from warpfit.ir import Program
 from warpfit.losses import LossFunction, as_function, as_loss
 from warpfit.sklearn import equations as eq
 from warpfit.sklearn.constraints import admission, complexity_measure, operator_names
-from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData, power_of_two
+from warpfit.sklearn.estimator import (
+    Floats,
+    FormulaRegressor,
+    SearchWarning,
+    TrainingData,
+    power_of_two,
+)
 from warpfit.sklearn.genomes import Genomes
 from warpfit.sklearn.monotonicity import directions
 from warpfit.sklearn.progress import Progress, formulas_of, load, save
@@ -67,11 +75,16 @@ class SymbolicRegressor(FormulaRegressor):
         formulas are made of.
     loss : str or LossFunction
         What is minimised: a name or an expression, as in `warpfit.Client.optimize`. Structures are
-        proposed by least squares, and compared by this loss.
+        proposed by least squares, and compared by this loss. It may be negative, but has to have a
+        least value. A sum that is not one of squares is taken for a negative log likelihood.
     model_selection : str
-        Which equation ``predict`` uses: ``"bic"``, the least Bayesian information criterion;
+        Which equation ``predict`` uses: ``"bic"``, the least Bayesian information criterion in
+        which each unit of complexity counts as a parameter (`warpfit.sklearn.equations.Equation`);
         ``"accuracy"``, the least loss; ``"score"``, the steepest decrease of the loss; or
         ``"best"``, the highest score among those with at most 1.5 times the least loss, as in PySR.
+        Equations with variables that have no value on one of the rows held out or, if squares
+        are minimised, an R^2 below 0 there, are chosen by none of them if there are others; a
+        `SearchWarning` says so.
     population : int
         Formulas that survive a generation; twice as many are new in each.
     generations : int
@@ -95,10 +108,16 @@ class SymbolicRegressor(FormulaRegressor):
     fit_iterations : int
         Iterations of the fit of the constants of each promising formula.
     sample_rows : int
-        Most rows on which structures are compared; the last formulas are fitted to all.
+        Most rows on which structures are compared; the last formulas are fitted to all that are not
+        held out.
     held_out : float
-        Part of the rows that the search does not see, for ``r2`` of the table of equations. The
-        last fit of the constants takes them in.
+        Part of the rows, of 40 or more, that neither the search nor any fit of constants sees: for
+        ``r2`` of the table of equations, and to refuse formulas that predict them worse than their
+        mean. 0 fits all rows, and nothing is refused.
+    frequency_weights : bool
+        Whether ``sample_weight`` says how often a row occurs. Then the sum of the weights is the
+        amount of data for the BIC. By default it is the number of different rows, so that the scale
+        of the weights, such as that of 1/sigma^2, does not choose the formula.
     simplify : bool
         Whether formulas are simplified, and those that a criterion may choose are made shorter
         where the loss allows it: short constants, fewer terms, and rules such as sqrt(x^2) = x that
@@ -156,6 +175,7 @@ class SymbolicRegressor(FormulaRegressor):
         fit_iterations: int = 15,
         sample_rows: int = 500,
         held_out: float = 0.1,
+        frequency_weights: bool = False,
         simplify: bool = True,
         tolerance: float = 1e-18,
         max_seconds: float | None = None,
@@ -180,6 +200,7 @@ class SymbolicRegressor(FormulaRegressor):
         self.fit_iterations = fit_iterations
         self.sample_rows = sample_rows
         self.held_out = held_out
+        self.frequency_weights = frequency_weights
         self.simplify = simplify
         self.tolerance = tolerance
         self.max_seconds = max_seconds
@@ -190,6 +211,7 @@ class SymbolicRegressor(FormulaRegressor):
         self.verbose = verbose
         self.random_state = random_state
 
+    @np.errstate(all="ignore")  # NaN and infinities are in the result
     def predict(self, X: ArrayLike, index: int | None = None) -> Floats:
         """Evaluate the chosen formula, or another one of the front, on X; needs no server.
 
@@ -328,6 +350,18 @@ class SymbolicRegressor(FormulaRegressor):
         self._formulas = {**(getattr(self, "_formulas", {}) if output else {}), output: found}
         if progress.checkpoint is not None:
             save(progress.checkpoint, found)
+        favourite = eq.SELECTIONS[self.model_selection](front)
+        if not favourite.is_supported:
+            chosen = front[eq.selected(front, self.model_selection)]
+            warnings.warn(
+                f"the equation that {self.model_selection!r} prefers, {favourite.equation[:200]}, "
+                f"has an R2 of {favourite.r2:.3g} on the rows held out, so that "
+                f"{chosen.equation[:200]} with an R2 of {chosen.r2:.3g} is chosen. "
+                "The data may hold little but noise, or outliers: a loss such as 'mae' or 'huber' "
+                "is less disturbed by them. held_out=0 chooses without such rows",
+                SearchWarning,
+                stacklevel=caller_level(),
+            )
         self.n_iter_ = search.generation
         self._fronts = self._fresh_fronts
         return self._equation(None, output).program

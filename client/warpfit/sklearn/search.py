@@ -71,8 +71,10 @@ class Settings:
     early_stopping: int | None
     """Generations without progress after which the search ends."""
     rows: float
-    """Sum of the weights of the sample."""
+    """Amount of data in the sample."""
     loss: Loss | LossFunction
+    floor: float
+    """Least loss on the sample that any prediction could have; losses are counted from it."""
     complexity: Callable[[Genomes], Indices]
     admissible: Callable[[Genomes], Mask]
     penalty: Callable[[Genomes, Floats, DatasetHandle], Floats]
@@ -96,7 +98,7 @@ class Island:
     @property
     def best(self) -> float:
         """Least loss."""
-        return float(self.population.losses.min())
+        return float(self.population.losses.min(initial=math.inf))
 
     def stagnates(self) -> bool:
         """Count a generation, and return whether there was no progress for too long."""
@@ -140,7 +142,10 @@ class Search:
             self._advance()
             if self.settings.report(self):
                 break
-        return self._fitted(self.promising(), self.data, _LAST_ITERATIONS).distinct()
+        promising = self.promising()
+        if not len(promising):
+            return promising
+        return self._fitted(promising, self.data, _LAST_ITERATIONS).distinct()
 
     def front(self) -> Pool:
         """Return all formulas that nothing dominates, simplest first."""
@@ -184,13 +189,16 @@ class Search:
             self.archive = [everything.best(self.settings.population)]
             island = self.islands[place] = self._settled()
         immigrants = self.breeder.first(int(_IMMIGRANTS * self.settings.population))
-        self._admit(island, joined([self._offspring(island.population), immigrants]))
+        children = [self._offspring(island.population)] if len(island.population) else []
+        self._admit(island, joined([*children, immigrants]))
         if place == 0 and self.generation // _ISLANDS % _PAIR_EVERY == 0:
             self._pair()
 
     def _pair(self) -> None:
         """Let the best pairs into the first island, with their constants fitted."""
         first = self.islands[0]
+        if not len(first.population):
+            return
         found = self.pairs.step(first.population.genomes[:_PAIRED])
         self._admit(first, simplified(found), fits=len(found))
 
@@ -268,7 +276,8 @@ class Search:
 
     def _penalised(self, pool: Pool, data: DatasetHandle) -> Pool:
         added = self.settings.penalty(pool.genomes, pool.slopes, data)
-        return replace(pool, losses=pool.losses + added)
+        above = np.maximum(pool.losses - self.settings.floor, 0.0)
+        return replace(pool, losses=above + added)
 
     def _fitted(self, pool: Pool, data: DatasetHandle, iterations: int) -> Pool:
         """Fit all numbers of the formulas."""

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from warpfit.sklearn.equations import (
 )
 from warpfit.sklearn.estimator import Floats, TrainingData, loss_unit
 from warpfit.sklearn.genomes import Genomes, Indices, Mask
+from warpfit.sklearn.loss_measures import deviance, floor, least_row_losses
 from warpfit.sklearn.monotonicity import Violations, violations
 from warpfit.sklearn.pairs.library import arguments, library
 from warpfit.sklearn.pairs.search import PairSearch
@@ -73,7 +74,7 @@ _FAR: Final = 4.0
 #: Fewer rows are not divided to hold some out.
 _FEWEST_DIVIDED: Final = 40
 
-#: Loss of formulas, and R^2 on the rows held out.
+#: Loss of formulas above the least possible, and R^2 on the rows held out.
 _Found: TypeAlias = dict[Program, list[float]]
 
 
@@ -94,24 +95,30 @@ class TargetSearch:
     deadline: float = math.inf
     """Time of `time.monotonic` at which everything should have ended."""
     scale: float = math.nan
-    """Loss of the best constant."""
+    """Loss of the best constant above the least that any prediction could have."""
+    seen: DatasetHandle = field(init=False)
+    """The rows that are not held out."""
+    held_out: Indices = field(init=False)
+    """The others: formulas are measured on them, and never fitted."""
 
     def run(self, progress: Progress) -> tuple[list[Equation], Search]:
-        """Search, and return the front with all constants fitted to all rows."""
+        """Search; return the front, its constants fitted to the rows that are not held out."""
         if self.options.max_seconds is not None:
             self.deadline = time.monotonic() + self.options.max_seconds
-        self.scale = self._constant_loss()
-        seen, held_out = self._divided()
+        seen, self.held_out = self._divided()
         with ExitStack() as stack:
+            self.seen = self._part(stack, seen)
+            constant, self.scale = self._best_constant()
             search = self._search(stack, seen, progress)
             pool = search.run()
-        spread = float(np.std(self.training.target))
-        programs = [_whole(pool, row, spread) for row in range(len(pool))]
-        scores = [self._r2(program, held_out) for program in programs]
-        programs, losses = self._fitted(programs)
-        losses = np.where(self._violating(programs), np.inf, losses)
-        finished = self._shortened if self.options.simplify else self.front
-        return self._in_given_units(finished(programs, losses, scores)), search
+            spread = float(np.std(self.training.target))
+            programs = [_whole(pool, row, spread) for row in range(len(pool))]
+            programs = list(dict.fromkeys([*self._fitted(programs), constant]))
+            if self.options.simplify:
+                return self._in_given_units(self._shortened(programs)), search
+            losses, r2 = zip(*self._measured(programs).values(), strict=True)
+            front = self.front(programs, np.array(losses), list(r2))
+            return self._in_given_units(front), search
 
     def front(self, programs: list[Program], losses: Floats, r2: list[float]) -> list[Equation]:
         """Rank programs by the estimator's complexity."""
@@ -121,6 +128,9 @@ class TargetSearch:
             lambda program: to_text(program, self.names),
             self._rows,
             self.scale,
+            self._floor(),
+            self._deviance,
+            as_function(self.loss).is_squares,
         )
 
     def _complexity(self, program: Program) -> int:
@@ -144,8 +154,6 @@ class TargetSearch:
             return front
         factor = loss_unit(self.loss, unit)
         shift = 0.0 if factor == 1.0 else self._rows * 2.0 * math.log(unit)
-        if as_function(self.loss).closing is Closing.ROOT:
-            shift /= 2.0
 
         def leaf(code: int, value: float) -> Program:
             own = Program([code], [value])
@@ -177,11 +185,27 @@ class TargetSearch:
         function = as_function(given)
         return LossFunction(function.row, Closing.RELATIVE) if function.is_score else given
 
-    def _constant_loss(self) -> float:
-        """Return the loss of the best constant."""
+    def _best_constant(self) -> tuple[Program, float]:
+        """Return the constant of the least loss, and its loss above the least possible."""
         middle = float(np.average(self.training.target, weights=self.training.weights))
         start = Program.parameter(0)
-        return float(self.client.optimize(self.data, start, [middle], loss=self.loss).loss[0])
+        fit = self.client.optimize(self.seen, start, [middle], loss=self.loss)
+        return start.bind(fit.parameters[0]), max(float(fit.loss[0]) - self._floor(), 0.0)
+
+    @cached_property
+    def _least_row_losses(self) -> Floats:
+        return least_row_losses(as_function(self.loss), self.training.target, self.training.weights)
+
+    def _floor(self, rows: Indices | None = None) -> float:
+        """Return the least loss that any prediction could have, on all or some rows."""
+        chosen: Any = slice(None) if rows is None else rows
+        target, weights = self.training.target[chosen], self.training.weights[chosen]
+        return floor(as_function(self.loss), self._least_row_losses[chosen], target, weights)
+
+    @property
+    def _deviance(self) -> Callable[[float], float]:
+        weight = float(self.training.weights.sum())
+        return deviance(as_function(self.loss), self._rows, weight)
 
     def _divided(self) -> tuple[Indices, Indices]:
         """Return the rows that the search sees, and those that are held out."""
@@ -206,10 +230,10 @@ class TargetSearch:
         of_the_table = tuple(name for name in operators if name in OPERATORS)
         breeder = Breeder(self.rng, codes, self.training.rows.shape[1], options.max_size)
         chosen = np.sort(self.rng.permutation(seen)[: options.sample_rows])
-        settings = self._settings(progress, float(self.training.weights[chosen].sum()))
+        settings = self._settings(progress, chosen)
         return Search(
             self.client,
-            self._part(stack, seen),
+            self.seen,
             self._part(stack, chosen),
             breeder,
             self._pairs(stack, chosen, of_the_table, settings),
@@ -241,7 +265,7 @@ class TargetSearch:
             inner[settings.admissible(inner)],
         )
 
-    def _settings(self, progress: Progress, rows: float) -> Settings:
+    def _settings(self, progress: Progress, sample: Indices) -> Settings:
         options = self.options
         complexity = complexity_measure(options.complexity_of_operators)
         return Settings(
@@ -251,8 +275,9 @@ class TargetSearch:
             stop_loss=options.tolerance * self.scale,
             ends=self.deadline - _RESERVE * (options.max_seconds or 0.0),
             early_stopping=options.early_stopping,
-            rows=rows,
+            rows=self._amount(sample),
             loss=self.loss,
+            floor=self._floor(sample),
             complexity=complexity,
             admissible=self._admission(complexity),
             penalty=lambda *formulas: self.scale * self._violations(*formulas),
@@ -278,9 +303,11 @@ class TargetSearch:
         consistent = consistency(dimensions(options.units, self.names, variables))
         return lambda genomes: admit(genomes) & consistent(genomes)
 
-    def _fitted(self, programs: list[Program]) -> tuple[list[Program], Floats]:
-        """Fit all constants to all rows, but of formulas that have too many for that."""
-        most = min(_MOST_FITTED, len(self.training.target))
+    def _fitted(self, programs: list[Program]) -> list[Program]:
+        """Fit all constants to the rows not held out, but of formulas that have too many."""
+        if not programs:
+            return []
+        most = min(_MOST_FITTED, len(self.training.target) - len(self.held_out))
         lifted = [
             program.lift_constants()
             if np.count_nonzero(program.codes == CONSTANT) <= most
@@ -288,23 +315,27 @@ class TargetSearch:
             for program in programs
         ]
         fit = self.client.optimize(
-            self.data,
+            self.seen,
             [program for program, _ in lifted],
             [constants for _, constants in lifted],
             loss=self.loss,
             max_iterations=_LAST_ITERATIONS,
         )
         bound = zip((program for program, _ in lifted), fit.parameters, strict=True)
-        return [program.bind(numbers) for program, numbers in bound], fit.loss
+        return [program.bind(numbers) for program, numbers in bound]
 
-    def _shortened(
-        self, programs: list[Program], losses: Floats, r2: list[float]
-    ) -> list[Equation]:
-        """Simplify all formulas, and shorten the numbers of those that a criterion may choose."""
-        found = {
-            program.simplify(): measured
-            for program, *measured in zip(programs, losses.tolist(), r2, strict=True)
+    def _measured(self, programs: list[Program]) -> _Found:
+        """Measure formulas: their losses on all rows, infinite for what violates a constraint."""
+        losses = self.client.evaluate(self.data, programs, loss=self.loss) - self._floor()
+        losses = np.where(self._violating(programs), np.inf, losses)
+        return {
+            program: [loss, self._r2(program, self.held_out)]
+            for program, loss in zip(programs, losses.tolist(), strict=True)
         }
+
+    def _shortened(self, programs: list[Program]) -> list[Equation]:
+        """Simplify all formulas, and shorten the numbers of those that a criterion may choose."""
+        found = self._measured(list(dict.fromkeys(program.simplify() for program in programs)))
         front = self._front_of(found)
         criteria = [self.options.model_selection, *SELECTIONS]
         wanted = [front[selected(front, criterion)].program for criterion in criteria]
@@ -320,9 +351,12 @@ class TargetSearch:
 
     @property
     def _rows(self) -> float:
-        """Sum of the weights, at least the rows that have any: their scale may be arbitrary."""
-        weights = self.training.weights
-        return float(max(weights.sum(), np.count_nonzero(weights)))
+        """Amount of data for the BIC: different rows, whatever the scale of their weights."""
+        return self._amount(np.arange(len(self.training.target)))
+
+    def _amount(self, rows: Indices) -> float:
+        weights = self.training.weights[rows]
+        return float(weights.sum() if self.options.frequency_weights else len(weights))
 
     def _front_of(self, found: _Found) -> list[Equation]:
         losses, r2 = zip(*found.values(), strict=True)
@@ -333,7 +367,9 @@ class TargetSearch:
 
         def bic(program: Program) -> float:
             level = max(found[program][0], ROUNDING * self.scale, math.ulp(0.0))
-            return information(self._complexity(program), level, program, self._rows)
+            return information(
+                self._complexity(program), self._deviance(level), program, self._rows
+            )
 
         return sorted(found, key=bic)[:_SHORTENED]
 
@@ -341,24 +377,25 @@ class TargetSearch:
         """Add a shorter formula; one parameter less may cost what it is worth to the BIC."""
         left = max(_LEAST_SECONDS, self.deadline - time.monotonic())
         short = self.client.simplify(
-            self.data,
+            self.seen,
             [program],
             loss=self.loss,
             tolerance=min(_MOST_TOLERANCE, factor * math.log(max(self._rows, 2.0)) / self._rows),
             assume_defined=True,
             timeout=None if left == math.inf else left,
         )
-        if not self._violating(short.programs)[0]:
-            found[short.programs[0]] = [float(short.loss[0]), found[program][1]]
+        found.update(self._measured(list(short.programs)))
 
     def _r2(self, program: Program, rows: Indices) -> float:
-        if len(rows) < 2:
-            return float("nan")
+        """Return R^2 on some rows; NaN where it says nothing, minus infinity without a value."""
         X, y, weights = (part[rows] for part in self.training[:3])
+        if len(rows) < 2 or np.all(y == y[0]):
+            return math.nan
         with np.errstate(all="ignore"):
             errors = np.square(reference.evaluate_program(program, X.T) - y)
             spread = np.average(np.square(y - np.average(y, weights=weights)), weights=weights)
-            return float(1.0 - np.average(errors, weights=weights) / spread)
+            found = float(1.0 - np.average(errors, weights=weights) / spread)
+        return found if math.isfinite(found) else -math.inf
 
 
 def _whole(pool: Pool, row: int, spread: float) -> Program:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 
 pytest.importorskip("sklearn")
 
-from warpfit import parse
-from warpfit.sklearn.equations import build_front
+from warpfit import InvalidArgumentError, parse
+from warpfit.losses import LossFunction, as_function, as_loss, poisson
+from warpfit.sklearn.equations import SELECTIONS, build_front, selected
+from warpfit.sklearn.loss_measures import deviance, floor, least_row_losses
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 3, 2)])
@@ -22,3 +27,60 @@ def test_equations_without_a_loss_are_left_out(order):
 def test_a_search_that_found_no_loss_returns_what_it_found():
     found = [(parse("sqrt(x1)"), float("nan"), 0.5)]
     assert len(build_front(found, len, str, 10.0, 2.0)) == 1
+
+
+@pytest.mark.parametrize("r2", [-0.1, -math.inf])
+@pytest.mark.parametrize("criterion", SELECTIONS)
+def test_rows_held_out_refuse_formulas(criterion, r2):
+    texts, losses = ["1", "x1 + 1", "log(x1) + 1"], [2.0, 1.0, 1e-9]
+    found = list(zip(map(parse, texts), losses, [-0.01, 0.5, r2], strict=True))
+    front = build_front(found, len, str, 100.0, 2.0)
+    assert [equation.is_supported for equation in front] == [True, True, False]
+    assert front[selected(front, criterion)].program != found[2][0]
+    other = build_front(found, len, str, 100.0, 2.0, predicts_mean=False)
+    assert other[2].is_supported == (r2 > -math.inf)
+    alone = build_front(found[2:], len, str, 100.0, 2.0)
+    assert selected(alone, criterion) == 0
+
+
+Y = np.array([0.0, 1.0, 3.0, 40.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "least"),
+    [
+        ("mse", 0 * Y),
+        ("mae", 0 * Y),
+        ("huber", 0 * Y),
+        ("quantile", 0 * Y),
+        ("poisson", Y - Y * np.log(np.maximum(Y, 1.0))),
+        (poisson(log=True), Y - Y * np.log(np.maximum(Y, 1.0))),
+        ("gaussian", 0 * Y + np.log(2 * np.pi) / 2),
+        ("-exp(-d^2)", 0 * Y - 1),
+        ("(f - 3*y)^2 - 7", 0 * Y - 7),
+    ],
+)
+def test_losses_are_counted_from_the_least_that_they_can_be(loss, least):
+    function, ones = as_function(as_loss(loss)), np.ones(4)
+    found = least_row_losses(function, Y, ones)
+    np.testing.assert_allclose(found, least, atol=1e-9)
+    mean = function.closing != "sum"
+    assert floor(function, found, Y, ones) == pytest.approx(least.sum() / (4 if mean else 1))
+
+
+@pytest.mark.parametrize("text", ["log(abs(d))", "-f", "d", "-y*f", "-(d^2)"])
+def test_losses_without_a_least_value_are_refused(text):
+    with pytest.raises(InvalidArgumentError, match="no least value"):
+        least_row_losses(LossFunction.parse(text), Y[1:], np.ones(3))
+
+
+@pytest.mark.parametrize("loss", ["mse", "rmse", "mae", "poisson", "gaussian"])
+def test_the_deviance_does_not_depend_on_the_scale_of_weights(loss):
+    function = as_function(as_loss(loss))
+    factor = 10.0 if loss == "poisson" else 1.0  # whose sum is one of the weights, too
+    for excess in (0.5, 4.0):
+        one, ten = deviance(function, 20, 20.0)(excess), deviance(function, 20, 200.0)
+        assert ten(excess * factor) == pytest.approx(one)
+    assert deviance(as_function(as_loss("rmse")), 20, 20.0)(2.0) == pytest.approx(
+        20 * math.log(4.0)
+    )
