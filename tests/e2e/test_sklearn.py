@@ -244,6 +244,16 @@ def test_searches_go_on_from_the_last_one_or_from_a_file(search, tmp_path):
         search(checkpoint=file).fit(X, y)
 
 
+def test_a_checkpoint_that_cannot_be_written_is_a_warning(search, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("warpfit.sklearn.progress.save", fail)
+    with pytest.warns(SearchWarning, match="No space left"):
+        model = search(checkpoint=tmp_path / "s.npz").fit(points(50), law(points(50)))
+    assert model.front_
+
+
 def test_populations_that_stand_still_are_given_up(search):
     X, y = points(50), np.random.default_rng(0).normal(size=50)
     settings = {"population": 20, "generations": 30, "max_size": 3}

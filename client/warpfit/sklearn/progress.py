@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from warpfit.dataset.checks import caller_level
 from warpfit.errors import InvalidArgumentError
+from warpfit.sklearn.estimator import SearchWarning
 from warpfit.sklearn.genomes import Genomes
 from warpfit.sklearn.pool import merged
 
@@ -47,10 +50,24 @@ class Progress:
             self._show(target, search, "\r" if terminal else "")
         if self.checkpoint is not None and now - self.saved >= _CHECKPOINT_SECONDS:
             self.saved = now
-            save(self.checkpoint, formulas_of(search))
+            self.save(formulas_of(search))
         if options.callback is None:
             return False
         return bool(options.callback(options, search.generation, target.preview(search)))
+
+    def save(self, genomes: Genomes) -> None:
+        """Write the checkpoint; a search does not end because its disk is full."""
+        if self.checkpoint is None:
+            return
+        try:
+            save(self.checkpoint, genomes)
+        except OSError as error:
+            warnings.warn(
+                f"the checkpoint {self.checkpoint} cannot be written: {error.strerror}. Make room, "
+                "or the folder writable, before the search ends",
+                SearchWarning,
+                stacklevel=caller_level(),
+            )
 
     def _show(self, target: TargetSearch, search: Search, begin: str) -> None:
         best = min(target.preview(search), key=lambda equation: equation.loss)

@@ -34,7 +34,7 @@ from warpfit.sklearn.estimator import (
 )
 from warpfit.sklearn.genomes import Genomes
 from warpfit.sklearn.monotonicity import directions
-from warpfit.sklearn.progress import Progress, formulas_of, load, save
+from warpfit.sklearn.progress import Progress, formulas_of, load
 from warpfit.sklearn.target_search import TargetSearch
 from warpfit.sklearn.units import dimensions
 
@@ -348,8 +348,7 @@ class SymbolicRegressor(FormulaRegressor):
         self._fresh_fronts.append(front)
         found = formulas_of(search)
         self._formulas = {**(getattr(self, "_formulas", {}) if output else {}), output: found}
-        if progress.checkpoint is not None:
-            save(progress.checkpoint, found)
+        progress.save(found)
         favourite = eq.SELECTIONS[self.model_selection](front)
         if not favourite.is_supported:
             chosen = front[eq.selected(front, self.model_selection)]

@@ -98,6 +98,8 @@ class TargetSearch:
     """Loss of the best constant above the least that any prediction could have."""
     seen: DatasetHandle = field(init=False)
     """The rows that are not held out."""
+    constant: Program = field(init=False)
+    """The best constant, which is among the equations."""
     held_out: Indices = field(init=False)
     """The others: formulas are measured on them, and never fitted."""
 
@@ -108,12 +110,12 @@ class TargetSearch:
         seen, self.held_out = self._divided()
         with ExitStack() as stack:
             self.seen = self._part(stack, seen)
-            constant, self.scale = self._best_constant()
+            self.constant, self.scale = self._best_constant()
             search = self._search(stack, seen, progress)
             pool = search.run()
             spread = float(np.std(self.training.target))
             programs = [_whole(pool, row, spread) for row in range(len(pool))]
-            programs = list(dict.fromkeys([*self._fitted(programs), constant]))
+            programs = list(dict.fromkeys([*self._fitted(programs), self.constant]))
             if self.options.simplify:
                 return self._in_given_units(self._shortened(programs)), search
             losses, r2 = zip(*self._measured(programs).values(), strict=True)
@@ -142,7 +144,8 @@ class TargetSearch:
         pool = search.front()
         spread = float(np.std(self.training.target))
         programs = [_whole(pool, row, spread) for row in range(len(pool))]
-        return self._in_given_units(self.front(programs, pool.losses, [np.nan] * len(pool)))
+        programs, losses = [*programs, self.constant], np.append(pool.losses, self.scale)
+        return self._in_given_units(self.front(programs, losses, [np.nan] * len(programs)))
 
     def _in_given_units(self, front: list[Equation]) -> list[Equation]:
         """Return equations for the target and the variables as they were given.
