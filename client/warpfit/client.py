@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self, Unpack, overload
 
+import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.calls import arguments
@@ -19,8 +20,10 @@ from warpfit.calls.progress import reporter
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.retries import Deadline
 from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
+from warpfit.dataset.float32_range import warn_of_range
 from warpfit.embedded import embedded_server
 from warpfit.errors import InvalidArgumentError
+from warpfit.fitting import REASONS, Reason
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Address
 from warpfit.transport.channel import GrpcTransport
@@ -80,8 +83,9 @@ class Client:
             weights: non-negative weight of each row in losses, as ``y``.
             **options: ``x`` (names of the columns that are variables; all others by default),
                 ``names`` of the variables (those of the columns by default), ``dtype``
-                ("float32" or "float64") and ``progress`` (callable(bytes_done, bytes_total), or
-                True for a tqdm bar).
+                ("float32", "float64" or "auto", the default: float64 where float32 loses digits
+                that matter, or powers of the numbers leave its range) and ``progress``
+                (callable(bytes_done, bytes_total), or True for a tqdm bar).
 
         Returns:
             A handle, which is also a context manager that gives the data set back: others that have
@@ -236,6 +240,8 @@ class Client:
         deadline = Deadline(options.get("timeout"))
         request = build_fit(data, expressions, parameters, options, self._operations.batches)
         result = self._operations.fit(request, data, deadline, options.get("progress"))
+        failed = (result.reasons == REASONS.index(Reason.NOT_FINITE) + 1).any(axis=1)
+        warn_of_range(request.problem.batch, data.dataset, np.flatnonzero(failed).tolist())
         return Fit.of(result, request, data)
 
     def simplify(

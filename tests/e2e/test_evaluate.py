@@ -13,7 +13,7 @@ def test_a_large_result_arrives_whole(client):
 
 def test_special_values_travel_unchanged(client):
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3e38, -2.0])
-    with client.upload(special.astype(np.float32)[:, None]) as data:
+    with client.upload(special.astype(np.float32)[:, None], dtype="float32") as data:
         values = client.evaluate(data, ["x1", "inf * 1", "nan + x1"])
     np.testing.assert_array_equal(
         values[:, 0].view(np.uint32), special.astype(np.float32).view(np.uint32)

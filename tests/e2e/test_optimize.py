@@ -252,3 +252,14 @@ def test_a_fit_survives_the_death_of_the_engine(server: ServerProcess, client):
         found = fit.result(100)
     finite = found.reason != Reason.NOT_FINITE
     assert (found.loss[finite] <= found.initial_loss[finite]).all()
+
+
+def test_a_fit_that_cannot_begin_says_what_float32_cannot_hold(client):
+    x = 1e8 * np.linspace(1.0, 3.0, 50)[:, None]
+    with client.upload(x, x[:, 0], dtype="float32") as data:
+        with pytest.warns(warpfit.PrecisionWarning, match=r"x1 \^ 5"):
+            fit = client.optimize(data, ["p1*x1^5/x1^4"], [[1.0]])
+        assert fit.reason == [Reason.NOT_FINITE]
+    with client.upload(1e3 * x, x[:, 0]) as data:
+        fit = client.optimize(data, ["p1*x1^5/x1^4"], [[1.0]])
+    np.testing.assert_allclose(fit.parameters[0], [1e-3])

@@ -397,3 +397,27 @@ def test_srbenchs_interface_takes_the_example(server: ServerProcess):
     assert {str(s) for s in sympy.sympify(method["model"](est)).free_symbols} <= {"x_0", "x_1"}
     metadata = yaml.safe_load((place / "metadata.yml").read_text())
     assert {"authors", "email", "name", "description", "url"} <= set(metadata)
+
+
+@pytest.mark.parametrize("size", [1e155, 1e-170])
+def test_targets_whose_squares_overflow_or_vanish(search, size):
+    X = points(60)
+    y = size * (2 * X[:, 0] + 3 * X[:, 1])
+    model = search(generations=3, population=100, random_state=0).fit(X, y)
+    np.testing.assert_allclose(model.predict(X), y, rtol=1e-9)
+    assert model.score(X, y) > 1 - 1e-12
+
+
+def test_rows_of_weight_0_are_left_out_and_masked_data_refused(search):
+    X = points(60)
+    y, w = 2 * X[:, 0] + 3 * X[:, 1], np.ones(60)
+    X[:3], y[:3], w[:3] = np.nan, np.inf, 0.0
+    model = search(generations=2, population=100, random_state=0).fit(X, y, sample_weight=w)
+    np.testing.assert_allclose(model.predict(X[3:]), y[3:], rtol=1e-9)
+    assert model.score(X, y, w) > 1 - 1e-12
+    masked = np.ma.array(X[3:], mask=np.arange(X[3:].size).reshape(X[3:].shape) == 7)
+    for call in (lambda: model.fit(masked, y[3:]), lambda: model.predict(masked)):
+        with pytest.raises(warpfit.WarpfitError, match="no value in row 2"):
+            call()
+    with pytest.raises(warpfit.WarpfitError, match="real numbers"):
+        model.fit(np.array([["1"], ["2_0"]], dtype=object), [1.0, 2.0])

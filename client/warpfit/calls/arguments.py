@@ -11,6 +11,7 @@ from warpfit.calls.checks import member
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.progress import Progress
 from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_table
+from warpfit.dataset.float32_range import warn_of_range
 from warpfit.dataset.layout import canonical_dtype
 from warpfit.dataset.sources import ColumnNames
 from warpfit.errors import InvalidArgumentError
@@ -28,8 +29,9 @@ class UploadOptions(TypedDict, total=False):
     names: Sequence[str] | None
     """One name for each variable; by default the column names of a table, or none."""
     dtype: DTypeLike
-    """float32 (default) or float64: what the server computes in; "auto" for float64 where float32
-    would lose digits that matter."""
+    """What the server computes in: float32, float64, or "auto" (default) for float32 unless that
+    loses digits that matter, or numbers are so large or small (1e9, 1e-9) that their powers leave
+    its range."""
     progress: Progress | bool | None
     """Callable(bytes_done, bytes_total), or True for a tqdm bar."""
 
@@ -95,7 +97,7 @@ def build_dataset(X: Any, y: Any, weights: Any, options: UploadOptions) -> Clien
     return client_dataset(
         open_table(X, y, weights, options.get("x")),
         names=options.get("names"),
-        dtype=options.get("dtype", "float32"),
+        dtype=options.get("dtype", "auto"),
     )
 
 
@@ -144,6 +146,7 @@ def build_evaluation(
         **outputs,
     )
     evaluation.check_options(data.layout)
+    warn_of_range(batch, data.dataset)
     return evaluation, leading_axis
 
 

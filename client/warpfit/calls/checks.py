@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from warpfit.errors import InvalidArgumentError, bad_setting
-from warpfit.real_numbers import real_numbers
+from warpfit.expressions.real_numbers import real_numbers
 
 E = TypeVar("E", bound=StrEnum)
 

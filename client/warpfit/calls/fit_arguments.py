@@ -14,9 +14,9 @@ from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import MOST_ROWS
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.parameter_vectors import join_vectors
+from warpfit.expressions.real_numbers import real_numbers
 from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
 from warpfit.losses import Loss, LossFunction
-from warpfit.real_numbers import real_numbers
 
 #: One value for all parameters, or an entry (a value, one for each parameter, or None) for each
 #: expression; a single expression's entry may stand alone.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import sources
 from warpfit.dataset.sources import ColumnNames, Columns, row_blocks
 from warpfit.errors import InvalidArgumentError, require
-from warpfit.real_numbers import missing_value, no_numbers
+from warpfit.expressions.real_numbers import missing_value, no_numbers
 
 #: Bytes of a Parquet file that are read at a time, and rows that are decoded at a time.
 _READ_BYTES: Final = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -95,18 +95,22 @@ class Dataset:
     ) -> Dataset:
         """Bring scikit-learn shaped arrays into canonical form; see `warpfit.Client.upload`."""
         table = open_table(X, y, weights)
-        return cls.loaded(checked_layout(table, names, dtype), table.sources)
+        layout = checked_layout(table, names, dtype)
+        rounding = RoundingCheck(layout)
+        dataset = cls.loaded(layout, table.sources, rounding)
+        warn_of_lost_digits(rounding.lost_digits())
+        return dataset
 
     @classmethod
     def loaded(
         cls,
         layout: Layout,
         sources: Iterable[Columns],
-        tell: Callable[[str], None] = warn_of_lost_digits,
+        rounding: RoundingCheck,
     ) -> Dataset:
-        """Convert columns to a canonical matrix; see `content_id` for ``tell`` and errors."""
+        """Convert columns to a canonical matrix; see `content_id` for ``rounding`` and errors."""
         matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
-        return cls.resident(layout, matrix, content_id(layout, sources, matrix, tell))
+        return cls.resident(layout, matrix, content_id(layout, sources, rounding, matrix))
 
     @classmethod
     def resident(cls, layout: Layout, matrix: NDArray[Any], content_id: bytes) -> Dataset:
@@ -262,28 +266,32 @@ def ranges(dataset: ClientDataset) -> tuple[NDArray[np.float64], NDArray[np.floa
 
 
 def client_dataset(
-    table: Table,
-    *,
-    names: Sequence[str] | None = None,
-    dtype: DTypeLike = np.float32,
-    tell: Callable[[str], None] = warn_of_lost_digits,
+    table: Table, *, names: Sequence[str] | None = None, dtype: DTypeLike = np.float32
 ) -> ClientDataset:
-    """Hash a table for an upload, see `warpfit.Client.upload`; copy it only if it is small."""
-    if isinstance(dtype, str) and dtype == "auto":
-        told: list[str] = []
-        try:
-            found = client_dataset(table, names=names, tell=told.append)
-            if not any(told):
-                return found
-        except InvalidArgumentError as error:
-            if error.reason != "OVERFLOW":
-                raise
-        dtype = np.float64
-    layout = checked_layout(table, names, dtype)
-    if layout.nbytes <= _COPIED_BYTES:
-        return Dataset.loaded(layout, table.sources, tell)
-    identity = content_id(layout, table.sources, tell=tell)
-    return ColumnsInPlace(layout, identity, table.sources)
+    """Hash a table for an upload, see `warpfit.Client.upload`; copy it only if it is small.
+
+    The dtype ``"auto"`` is float32, unless that loses digits that matter, or a column has so large
+    or small numbers that their fourth powers leave its range: then it is float64.
+    """
+    is_auto = isinstance(dtype, str) and dtype == "auto"
+    layout = checked_layout(table, names, np.float32 if is_auto else dtype)
+    rounding = RoundingCheck(layout, measures=is_auto)
+    found: ClientDataset
+    try:
+        if layout.nbytes <= _COPIED_BYTES:
+            found = Dataset.loaded(layout, table.sources, rounding)
+        else:
+            identity = content_id(layout, table.sources, rounding)
+            found = ColumnsInPlace(layout, identity, table.sources)
+    except InvalidArgumentError as error:
+        if not is_auto or error.reason != "OVERFLOW":
+            raise
+        return client_dataset(table, names=names, dtype=np.float64)
+    lost = rounding.lost_digits()
+    if is_auto and (lost or rounding.leaves_float32):
+        return client_dataset(table, names=names, dtype=np.float64)
+    warn_of_lost_digits(lost)
+    return found
 
 
 def checked_layout(table: Table, names: Sequence[str] | None, dtype: DTypeLike) -> Layout:
@@ -300,22 +308,19 @@ def checked_layout(table: Table, names: Sequence[str] | None, dtype: DTypeLike) 
 def content_id(
     layout: Layout,
     sources: Iterable[Columns],
+    rounding: RoundingCheck,
     matrix: NDArray[Any] | None = None,
-    tell: Callable[[str], None] = warn_of_lost_digits,
 ) -> bytes:
     """Return the SHA-256 of header and payload, 32 bytes, in one pass over the numbers.
 
     Each block is hashed as soon as it is complete, while the next one is converted; ``matrix``
-    [columns, rows] keeps the converted numbers. ``tell`` is called with the text of
-    `RoundingCheck.lost_digits`, which may be empty.
+    [columns, rows] keeps the converted numbers. ``rounding`` sees all of them.
     """
-    rounding = RoundingCheck(layout)
     digest = PayloadDigest(layout, BLOCK_BYTES if matrix is None else math.inf)
     with closing(digest):
         for block in blocks_of(layout, sources, matrix):
             rounding.check(block.numbers, block.given, block.first, block.start)
             digest.update(block.numbers.data)
-        tell(rounding.lost_digits())
         return digest.finish()
 
 

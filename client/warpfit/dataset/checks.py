@@ -1,4 +1,4 @@
-"""Checks of a data set's numbers: digits that float32 loses, overflow, weights."""
+"""Checks of a data set's numbers: digits that its type loses, overflow, range, weights."""
 
 import sys
 import warnings
@@ -17,19 +17,30 @@ _ABSOLUTE_ROUNDING: Final = 2.0**-150
 _MOST_LISTED, _MOST_NAME = 20, 80
 #: Rounding by more than this share of a column's span is worth a warning.
 _WARNED_SHARE: Final = 1e-4
+#: Numbers above this size, or below its inverse, have fourth powers that float32 cannot hold.
+_LARGE_IN_FLOAT32: Final = 1e9
+#: Integers up to this size are floats of 64 bits.
+_EXACT_IN_FLOAT64: Final = 1 << 53
 #: Rows that are compared number by number at a time.
 _COMPARED_ROWS: Final = 1 << 16
 
 
 class PrecisionWarning(UserWarning):
-    """A data set is uploaded in float32, which loses digits that matter."""
+    """Numbers are computed with in a type, mostly float32, that loses digits that matter."""
 
 
 class RoundingCheck:
-    """Finds columns that lose digits, or overflow, when they are rounded to float32."""
+    """Finds columns that lose digits, or overflow, when they are rounded to a data set's type.
 
-    def __init__(self, layout: Layout) -> None:
+    Args:
+        layout: of the data set.
+        measures: whether to find sizes, too, for `leaves_float32`.
+    """
+
+    def __init__(self, layout: Layout, *, measures: bool = False) -> None:
         self._layout = layout
+        self._measures = measures
+        self._largest = np.zeros(layout.columns)
         self._names = layout.column_names
         self._low = np.full(layout.columns, np.inf)
         self._high = np.full(layout.columns, -np.inf)
@@ -43,12 +54,20 @@ class RoundingCheck:
         ``first`` and ``start`` are the indices of their first column and row.
         """
         dtype = self._layout.dtype
-        if np.can_cast(given.dtype, dtype) or dtype.itemsize > 4:
+        if dtype.itemsize > 4:
+            if given.dtype.kind in "iu" and given.dtype.itemsize == 8:
+                self._compare_integers(given, first)
+            return
+        if np.can_cast(given.dtype, dtype) and not self._measures:
             return
         low = np.fmin.reduce(rounded, axis=1).astype(np.float64)
         high = np.fmax.reduce(rounded, axis=1).astype(np.float64)
         with np.errstate(invalid="ignore"):
             largest = np.maximum(np.abs(low), np.abs(high))
+            columns = slice(first, first + len(given))
+            self._largest[columns] = np.fmax(self._largest[columns], largest)
+            if np.can_cast(given.dtype, dtype):
+                return
             error = _RELATIVE_ROUNDING * largest + _ABSOLUTE_ROUNDING
             passes = (error <= _WARNED_SHARE * (high - low)) & (largest < np.inf)
         for column in range(len(given)):
@@ -57,12 +76,21 @@ class RoundingCheck:
             else:
                 self._compare(rounded[column], given[column], first + column, start)
 
+    @property
+    def leaves_float32(self) -> bool:
+        """Whether powers and products of variables or the target may leave the range of float32."""
+        sizes = self._largest[: len(self._largest) - self._layout.has_weights]
+        is_far = (sizes > _LARGE_IN_FLOAT32) | ((sizes < 1.0 / _LARGE_IN_FLOAT32) & (sizes > 0.0))
+        return bool(is_far.any())
+
     def lost_digits(self) -> str:
         """Say which columns lose digits that matter; empty if none does."""
         if self._layout.has_weights:
             self._low[-1] = 0.0  # weights count by their size
         with np.errstate(invalid="ignore"):
             span = self._high - self._low
+            # A constant must keep digits of its own.
+            span = np.where(span == 0.0, np.abs(self._high), span)
             is_lossy = (span > 0) & (self._error > _WARNED_SHARE * span)
         lossy = np.flatnonzero(is_lossy).tolist()
         listed = [
@@ -72,7 +100,18 @@ class RoundingCheck:
         ]
         if len(lossy) > len(listed):
             listed.append(f"{len(lossy) - len(listed)} more columns")
-        return f"float32 loses digits of {'; '.join(listed)}" if lossy else ""
+        return f"{self._layout.dtype.name} loses digits of {'; '.join(listed)}" if lossy else ""
+
+    def _compare_integers(self, given: NDArray[Any], first: int) -> None:
+        """Compare integers that float64 may round; where no wider float is there, none is found."""
+        for column, numbers in enumerate(given, first):
+            low, high = int(numbers.min()), int(numbers.max())
+            self._widen(column, low, high)
+            if max(abs(low), abs(high)) > _EXACT_IN_FLOAT64:
+                for start in range(0, len(numbers), _COMPARED_ROWS):
+                    exact = numbers[start : start + _COMPARED_ROWS]
+                    error = np.abs(exact.astype(np.longdouble) - exact.astype(np.float64)).max()
+                    self._error[column] = max(self._error[column], float(error))
 
     def _compare(self, rounded: NDArray[Any], given: NDArray[Any], column: int, first: int) -> None:
         for start in range(0, len(rounded), _COMPARED_ROWS):
@@ -95,8 +134,10 @@ class RoundingCheck:
 def warn_of_lost_digits(text: str) -> None:
     """Warn the caller of this package, if there is anything to warn of."""
     if text:
+        is_widest = text.startswith("float64")
+        remedy = "Subtract" if is_widest else 'Upload with dtype="float64", or subtract'
         warnings.warn(
-            f'{text}. Upload with dtype="float64", or subtract an offset',
+            f"{text}. {remedy} an offset",
             PrecisionWarning,
             stacklevel=caller_level(),
         )

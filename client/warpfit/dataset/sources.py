@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.real_numbers import real_numbers
+from warpfit.expressions.real_numbers import real_numbers
 
 #: Most numbers of a block, and their bytes as float64.
 BLOCK_BYTES: Final = 16 << 20

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.real_numbers import real_numbers
+from warpfit.expressions.real_numbers import real_numbers
 
 #: The remedy for parameters that are none.
 _REMEDY: Final = "Give one vector [n] or K vectors [K, n] of numbers, [] where it has no parameters"

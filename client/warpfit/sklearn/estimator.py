@@ -23,9 +23,9 @@ from warpfit.client import Client, connect
 from warpfit.embedded import server_at
 from warpfit.expressions import reference
 from warpfit.expressions.printing import to_latex, to_text
+from warpfit.expressions.real_numbers import real_numbers
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function
-from warpfit.real_numbers import real_numbers
 
 Floats = NDArray[np.float64]
 

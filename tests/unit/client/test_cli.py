@@ -393,3 +393,12 @@ def test_characters_that_the_output_lacks_are_escaped(address, tmp_path, encodin
     assert (done.returncode, done.stderr) == (0, b"")
     text = done.stdout.decode(encoding.partition(":")[0])
     assert ("温度" if encoding == "utf-8" else r"\u6e29\u5ea6") in text
+
+
+@pytest.mark.parametrize("cell", ["1_000", "1e999", "-1E+400", "\u0661", "", "1,5"])
+def test_a_cell_that_only_python_reads_is_no_number(tmp_path, cell):
+    file = tmp_path / "t.csv"
+    file.write_text(f"a;b\n1;2\n{cell};3\n", encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match="line 3, column 1") as caught:
+        read_table(file)
+    assert caught.value.reason == "NOT_A_NUMBER"

@@ -11,7 +11,7 @@ import pytest
 import warpfit
 import warpfit.testing
 from warpfit.errors import InvalidArgumentError
-from warpfit.real_numbers import real_numbers
+from warpfit.expressions.real_numbers import real_numbers
 
 pd = pytest.importorskip("pandas")
 

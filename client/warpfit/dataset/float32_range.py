@@ -1,0 +1,125 @@
+"""Warnings of expressions that float32 data cannot be evaluated with, by the name of what is lost.
+
+A constant such as 1e39 is infinite in float32, and Planck's constant to the fourth power is 0. Both
+are looked for where they are likely: in expressions with numbers far from 1, and in those whose
+fit could not begin. Such an expression is evaluated here on a few rows in both types.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset.canonical import ClientDataset, Dataset
+from warpfit.dataset.checks import PrecisionWarning, caller_level
+from warpfit.expressions.printing import to_text
+from warpfit.ir import Batch, Program
+from warpfit.ops import CONSTANT, PARAMETER, VARIABLE, Operator
+
+#: Numbers above this size, or below its inverse, are worth a look.
+_FAR: Final = 1e10
+#: Most expressions of a call that are looked at, and most rows.
+_EXPRESSIONS: Final = 10
+_ROWS: Final = 200
+#: Relative error that other roundings of float32 do not reach where nothing cancels.
+_WRONG: Final = 1e-2
+_LARGEST: Final = float(np.finfo(np.float32).max)
+_LEAST: Final = float(np.finfo(np.float32).tiny)
+
+
+def warn_of_range(
+    batch: Batch, dataset: ClientDataset, suspects: Iterable[int] | None = None
+) -> None:
+    """Warn of the first expression whose results are wrong because numbers leave float32's range.
+
+    Args:
+        batch: of a call.
+        dataset: one of float64 is passed over.
+        suspects: indices of expressions; by default those with a number far from 1.
+    """
+    layout = dataset.layout
+    if layout.dtype.itemsize > 4:
+        return
+    if suspects is None:
+        suspects = _with_far_numbers(batch)
+    for index in list(suspects)[:_EXPRESSIONS]:
+        rows = np.zeros((layout.variables, 0))
+        if isinstance(dataset, Dataset):  # of others a look at a few rows takes a pass over all
+            step = -(-layout.rows // _ROWS)
+            rows = dataset.every(step)[: layout.variables].astype(np.float64)
+        for vector in batch.program_parameters(index)[:1]:
+            found = _first_lost(batch.program(index), vector, rows)
+            if found is not None:
+                part, size = found
+                warnings.warn(
+                    f"float32 cannot hold {to_text(part, layout.names)} of expression {index}, "
+                    f"which reaches {size:.3g}: its results are wrong. Upload with "
+                    'dtype="float64", or choose other units',
+                    PrecisionWarning,
+                    stacklevel=caller_level(),
+                )
+                return
+
+
+def _with_far_numbers(batch: Batch) -> list[int]:
+    """Return the indices of expressions with a constant or a parameter far from 1."""
+
+    def far(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:
+        sizes = np.abs(numbers)
+        return ((sizes > _FAR) | (sizes < 1.0 / _FAR)) & (sizes > 0.0) & (sizes < np.inf)
+
+    constants = np.flatnonzero(batch.codes == CONSTANT)
+    constants = constants[far(batch.values[constants])]
+    places = np.flatnonzero(far(batch.parameters))
+    if not (len(constants) or len(places)):
+        return []
+    found = set((np.searchsorted(batch.starts, constants, side="right") - 1).tolist())
+    found |= set((np.searchsorted(batch.parameter_starts, places, side="right") - 1).tolist())
+    return sorted(found)
+
+
+def _first_lost(
+    program: Program, parameters: NDArray[np.float64], rows: NDArray[np.float64]
+) -> tuple[Program, float] | None:
+    """Return the first part of a program that float32 cannot hold, and its size.
+
+    It is None unless the program's result is wrong for it, in a row where it has a value.
+    """
+    count = max(1, rows.shape[1])
+    lost: list[tuple[Program, NDArray[np.bool_], NDArray[np.float64]]] = []
+
+    def note(part: Program, exact: Any, single: Any) -> Any:
+        exact = np.broadcast_to(np.asarray(exact, np.float64), (count,))
+        sizes = np.abs(exact)
+        beyond = np.isfinite(exact) & ((sizes > _LARGEST) | ((sizes < _LEAST) & (sizes > 0.0)))
+        if beyond.any():
+            lost.append((part, beyond, sizes))
+        return part, exact, np.broadcast_to(np.asarray(single, np.float32), (count,))
+
+    def leaf(code: int, value: float) -> Any:
+        part = Program([code], [value])
+        if code == VARIABLE:
+            if not rows.shape[1]:  # no row is known, and constants alone are looked at
+                return note(part, np.nan, np.nan)
+            return note(part, rows[int(value)], rows[int(value)])
+        number = parameters[int(value)] if code == PARAMETER else value
+        return note(part, number, number)
+
+    def operator(row: Operator, operands: list[Any]) -> Any:
+        parts, exact, single = zip(*operands, strict=True)
+        return note(Program.apply(row, *parts), row.numpy(*exact), row.numpy(*single))
+
+    with np.errstate(all="ignore"):
+        _, exact, single = program.fold(leaf, operator)
+        error = np.abs(single.astype(np.float64) - exact)
+        is_wrong = np.isfinite(exact) & ~(error <= _WRONG * np.abs(exact))
+    if not rows.shape[1]:
+        is_wrong = np.ones(count, np.bool_)
+    for part, beyond, sizes in lost:
+        if (beyond & is_wrong).any():
+            return part, float(sizes[beyond & is_wrong][0])
+    return None

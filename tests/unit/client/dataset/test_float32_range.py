@@ -1,0 +1,104 @@
+"""Expressions and data that float32 cannot hold: taken in float64 by default, warned of by name."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+import warpfit
+import warpfit.testing
+from warpfit.dataset.float32_range import warn_of_range
+
+X = np.linspace(1.0, 3.0, 50)[:, None]
+
+
+@pytest.fixture(scope="module")
+def client():
+    return warpfit.testing.client()
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters", "named"),
+    [
+        ("1e39*x1/1e39", [], r"1e\+39"),
+        ("x1 + 1e-50*(x1/1e-50)", [], "1e-50"),
+        ("x1*1.380649e-23^4/1e-91", [], r"1\.380649e-23 \^ 4"),
+        ("(1e30*x1)^2/1e60", [], r"of expression 0, which reaches 1e\+60"),
+        ("p1*x1/p2", [1e40, 1e40], "p1"),
+    ],
+)
+def test_expressions_are_warned_of_by_name(client, text, parameters, named):
+    single = client.upload(X, X[:, 0], dtype="float32")
+    with pytest.warns(warpfit.PrecisionWarning, match=named):
+        client.evaluate(single, [text], [parameters], loss="mse")
+    double = client.upload(X, X[:, 0], dtype="float64")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client.evaluate(double, [text], [parameters], loss="mse")
+
+
+@pytest.mark.parametrize("text", ["x1 + 1e-30", "x1*1e20 - 1e15", "exp(-x1*1e12)", "log(1e300)"])
+def test_what_float32_computes_right_is_not_warned_of(client, text):
+    data = client.upload(X, X[:, 0], dtype="float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if "300" not in text:
+            client.evaluate(data, [text, "1/x1", "1000*x1"], loss="mse")
+
+
+def planck(frequency, temperature):
+    h, k, c = 6.62607015e-34, 1.380649e-23, 299792458.0
+    return 2 * h * frequency**3 / c**2 / np.expm1(h * frequency / (k * temperature))
+
+
+PLANCK = "2*6.62607015e-34*x1^3/299792458^2/(exp(6.62607015e-34*x1/(1.380649e-23*p1)) - 1)"
+
+
+def test_plancks_law_in_si_units(client):
+    frequency = np.linspace(1e13, 1e15, 80)
+    target = planck(frequency, 5778.0)
+    data = client.upload(frequency[:, None], target)
+    assert data.layout.dtype == np.float64
+    fit = client.optimize(data, [PLANCK], [[4000.0]], accuracy="final")
+    np.testing.assert_allclose(fit.parameters[0], [5778.0], rtol=1e-6)
+    single = client.upload(frequency[:, None], target, dtype="float32")
+    with pytest.warns(warpfit.PrecisionWarning, match=r"cannot hold .*x1 \^ 3"):
+        client.evaluate(single, [PLANCK], [[4000.0]], loss="mse")
+
+
+def test_suspects_are_looked_at_whatever_their_numbers_are(client):
+    data = client.upload(1e8 * X, X[:, 0], dtype="float32")
+    batch = warpfit.Batch.of([warpfit.parse(t) for t in ("x1", "p1*x1^5/x1^4")], [[], [1.0]])
+    with pytest.warns(warpfit.PrecisionWarning, match=r"x1 \^ 5 of expression 1"):
+        warn_of_range(batch, data.dataset, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "wanted"),
+    [
+        (X, X[:, 0], "float32"),
+        (1e14 * X, X[:, 0], "float64"),
+        (X, 1e-19 * X[:, 0], "float64"),
+        ((1e14 * X).astype(np.float32), X[:, 0], "float64"),
+        (np.full((50, 1), 1e-50), X[:, 0], "float64"),
+        (1.7e9 + X, X[:, 0], "float64"),
+        (1e300 * X, X[:, 0], "float64"),
+        (np.zeros((50, 1)), X[:, 0], "float32"),
+    ],
+)
+def test_the_default_type_is_chosen_by_the_numbers(client, x, y, wanted):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert client.upload(x, y).layout.dtype == wanted
+        assert client.upload(x, y, np.full(50, 1e-12)).layout.dtype == wanted
+
+
+def test_integers_that_float64_rounds_are_warned_of(client):
+    large = 2**60 + np.arange(0, 300, 3)
+    with pytest.warns(warpfit.PrecisionWarning, match="float64 loses digits of x1"):
+        client.upload(large[:, None])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client.upload((2**60 + 1024 * np.arange(100))[:, None])
+    with pytest.warns(warpfit.PrecisionWarning, match="float32 loses digits of x1"):
+        client.upload(np.full((3, 1), 1e-50), dtype="float32")
