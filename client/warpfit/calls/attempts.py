@@ -147,7 +147,8 @@ class Attempts:
             return
         stream = UploadStream(dataset, self.connection.transport.chunk_bytes, report)
         try:
-            self.call(server, Call("UploadVariables", stream), retries.deadline.remaining())
+            upload = Call("UploadVariables", stream)
+            codec.check_dataset(dataset, self.call(server, upload, retries.deadline.remaining()))
         except (errors.ResourceExhaustedError, errors.DatasetNotFoundError) as error:
             if error.retry_after is None:  # no room there, or no numbers here
                 self.servers.refused(server, dataset.content_id)

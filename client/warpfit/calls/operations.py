@@ -76,15 +76,16 @@ class ClientOperations:
     def open(self, file: ServerFile) -> ClientDataset:
         """Have a server read a data set from a file of its own."""
         answer = self._somewhere(Call("OpenDataset", codec.open_message(file)), self._retries(None))
-        warn_of_lost_digits(answer.lost_digits)
-        return codec.opened_dataset(answer, file)
+        opened = codec.opened_dataset(answer, file)
+        warn_of_lost_digits(codec.printable(answer.lost_digits))
+        return opened
 
     def evaluate(self, request: Evaluation, data: DatasetHandle, deadline: Deadline) -> Result:
         """Evaluate expressions; upload the data set again where a server does not have it."""
 
         def in_parts(own: ClientOperations, part: Evaluation) -> Result:
             def evaluate(part: Evaluation) -> Result:
-                read = partial(codec.read_result, part)
+                read = partial(codec.read_result, part, data.layout)
                 is_single = not (part.values or part.jacobian)
                 call = Call("Evaluate", codec.evaluation_to_bytes(part), read, is_single)
                 result: Result = own._on_data(call, deadline, data, part)
@@ -219,7 +220,8 @@ class ClientOperations:
         self, server: Server, dataset: ClientDataset, retries: Retries, report: Progress
     ) -> None:
         try:
-            self.attempts.call(server, Call("GetVariables", codec.get_message(dataset)), None)
+            question = Call("GetVariables", codec.get_message(dataset))
+            codec.check_dataset(dataset, self.attempts.call(server, question, None))
             report(dataset.layout.nbytes, dataset.layout.nbytes)
         except DatasetNotFoundError:
             self.attempts.send(server, dataset, retries, report)

@@ -12,6 +12,7 @@ from warpfit.codec.answers import (
 )
 from warpfit.codec.datasets import (
     check_content_id,
+    check_dataset,
     dataset_info,
     get_message,
     layout_from_message,
@@ -40,7 +41,7 @@ from warpfit.codec.fits import (
     progress_to_bytes,
     read_fit,
 )
-from warpfit.codec.framing import parse_message
+from warpfit.codec.framing import broken_answer, parse_message, printable
 from warpfit.codec.requests import (
     MORE_REQUESTS,
     evaluation_from_bytes,

@@ -16,11 +16,13 @@ from warpfit.codec.framing import (
     TIERS,
     broken_answer,
     bytes_tag,
+    decodes_answer,
     pack,
+    printable,
     received_array,
     varint,
 )
-from warpfit.dataset import DTYPE_CODES, DTYPES, Layout
+from warpfit.dataset import DTYPE_CODES, Layout
 from warpfit.request import STAGES, Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -90,16 +92,25 @@ def timings_from_message(message: pb.Timings) -> Timings:
     """Decode timings."""
     copies = message.copy_in, message.compute, message.copy_out
     tier = TIERS.member(message.tier, "tier")
-    return Timings(message.decode, message.queue, *copies, tier, message.cache_hits, message.device)
+    device = printable(message.device)
+    return Timings(message.decode, message.queue, *copies, tier, message.cache_hits, device)
 
 
+@decodes_answer
 def answer_from_bytes(data: bytes) -> pb.EvaluateResponse:
     """Parse one message of an answer."""
     return pb.EvaluateResponse.FromString(data)
 
 
-def read_result(evaluation: Evaluation, messages: Iterable[pb.EvaluateResponse]) -> Result:
+def read_result(
+    evaluation: Evaluation, layout: Layout, messages: Iterable[pb.EvaluateResponse]
+) -> Result:
     """Read the answer to an evaluation, matrices into preallocated arrays.
+
+    Args:
+        evaluation: the request.
+        layout: of its data set, which decides shapes and dtype of the answer.
+        messages: of the answer.
 
     Raises:
         InternalError: if the server breaks the contract.
@@ -109,7 +120,7 @@ def read_result(evaluation: Evaluation, messages: Iterable[pb.EvaluateResponse])
     last: dict[str, Any] = {}
     for message in messages:
         if message.HasField("header"):
-            matrices = _matrices(evaluation, message.header)
+            matrices = _matrices(evaluation, layout, message.header)
         # Reading a field of bytes copies it, so the Jacobian is read only if it was requested.
         for name in ("values", "jacobian") if evaluation.jacobian else ("values",):
             piece = getattr(message, name)
@@ -118,7 +129,7 @@ def read_result(evaluation: Evaluation, messages: Iterable[pb.EvaluateResponse])
             if piece:
                 matrices[name].fill(piece, message.offset)
         if message.HasField("timings"):
-            last = _last(evaluation, message)
+            last = _last(evaluation, layout, message)
     for name in ("values", "jacobian"):
         if getattr(evaluation, name) and name not in matrices:
             raise broken_answer(f"has no {name}")
@@ -128,29 +139,29 @@ def read_result(evaluation: Evaluation, messages: Iterable[pb.EvaluateResponse])
     return Result(**last)
 
 
-def _matrices(evaluation: Evaluation, header: pb.ResultHeader) -> dict[str, _Matrix]:
-    batch = evaluation.batch
-    if (header.programs, header.vectors) != (len(batch), batch.vectors):
+def _matrices(
+    evaluation: Evaluation, layout: Layout, header: pb.ResultHeader
+) -> dict[str, _Matrix]:
+    shape = evaluation.shape(layout)
+    if (header.programs, header.vectors, header.rows) != shape:
         raise broken_answer("has another shape than the request")
-    if header.dtype not in DTYPES:
-        raise broken_answer(f"has values of unknown dtype {header.dtype}")
-    shapes = {
-        "values": (header.programs, header.vectors, header.rows),
-        "jacobian": (len(batch.parameters), header.rows),
-    }
+    if header.dtype != DTYPE_CODES[layout.dtype]:
+        raise broken_answer("has values of another dtype than the data set")
+    shapes = {"values": shape, "jacobian": (len(evaluation.batch.parameters), shape[-1])}
     return {
-        name: _Matrix(shape, DTYPES[header.dtype])
+        name: _Matrix(shape, layout.dtype)
         for name, shape in shapes.items()
         if getattr(evaluation, name)
     }
 
 
-def _last(evaluation: Evaluation, message: pb.EvaluateResponse) -> dict[str, Any]:
+@decodes_answer
+def _last(evaluation: Evaluation, layout: Layout, message: pb.EvaluateResponse) -> dict[str, Any]:
     """Return the timings and the arrays of the last message."""
     cells = len(evaluation.batch), evaluation.batch.vectors
     shapes: dict[str, tuple[int, ...]] = {
         "gradients": (len(evaluation.batch.parameters),),
-        "variable_gradients": (*cells, -1),
+        "variable_gradients": (*cells, layout.variables),
         "reductions": (*cells, 5),
         "scaling": (*cells, 2),
         "correlations": cells,

@@ -1,11 +1,18 @@
 """Encoding and decoding of data sets and of the calls that upload, find and release them."""
 
+import unicodedata
 from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
 
-from warpfit.codec.framing import parse_message, read_varint, varint
+from warpfit.codec.framing import (
+    broken_answer,
+    decodes_answer,
+    parse_message,
+    read_varint,
+    varint,
+)
 from warpfit.dataset import DTYPE_CODES, DTYPES, ClientDataset, DatasetReference, Layout, ServerFile
 from warpfit.errors import InvalidArgumentError
 from warpfit.v1 import evaluator_pb2 as pb
@@ -82,9 +89,32 @@ def open_request(message: pb.OpenDatasetRequest) -> ServerFile:
     return ServerFile(message.name, *columns, dtype)
 
 
+@decodes_answer
 def opened_dataset(message: pb.DatasetInfo, file: ServerFile) -> DatasetReference:
-    """Decode the answer to OpenDataset."""
-    return DatasetReference(layout_from_message(message.layout), message.content_id, file)
+    """Decode the answer to OpenDataset; raise InternalError if it is not what was asked for."""
+    layout = layout_from_message(message.layout)
+    asked = bool(file.y), bool(file.weights), file.dtype
+    if (layout.has_target, layout.has_weights, layout.dtype) != asked:
+        raise broken_answer("has another layout than was asked for")
+    if file.x and layout.names != tuple(file.x):
+        raise broken_answer("has other variables than were asked for")
+    controls = {c for c in "".join(layout.names) if unicodedata.category(c) == "Cc"}
+    if not file.x and controls - set("\t\r\n"):
+        raise broken_answer("has names with control characters, which the file may have: give x=")
+    return DatasetReference(layout, check_content_id(message.content_id), file)
+
+
+@decodes_answer
+def check_dataset(dataset: ClientDataset, message: pb.DatasetInfo) -> None:
+    """Check the answer to a call that makes a data set resident, or finds it.
+
+    Raises:
+        InternalError: if it is about another data set.
+    """
+    if message.content_id != dataset.content_id:
+        raise broken_answer("is about another data set")
+    if layout_from_message(message.layout) != dataset.layout:
+        raise broken_answer("has another layout than the data set")
 
 
 def get_message(dataset: ClientDataset) -> pb.GetVariablesRequest:

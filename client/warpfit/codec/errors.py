@@ -10,14 +10,17 @@ from urllib.parse import unquote
 from google.protobuf.message import DecodeError
 
 from warpfit import errors
+from warpfit.codec.framing import broken_answer, printable
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.v1 import evaluator_pb2 as pb
 
 #: Name of the trailing metadata entry with the ErrorDetail of a failed call.
 ERROR_METADATA_KEY: Final = "warpfit-error-bin"
+_TEXTS: Final = ("message", "reason", "remedy", "field")
 _NUMBERS: Final = ("expression", "token", "needed", "available")
 #: Name of the metadata entry with the id of a call, in the request and in every answer.
 REQUEST_ID_KEY: Final = "x-request-id"
+_LONGEST_ID: Final = 128
 _UINT64_MAX: Final = 2**64 - 1
 #: gRPC's own message for a message over the limit, sent or received.
 _TOO_LARGE: Final = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
@@ -50,7 +53,7 @@ def error_to_detail(error: WarpfitError) -> bytes:
     numbers = {name: getattr(error, name) for name in _NUMBERS}
     wait = error.retry_after
     numbers["retry_after_ms"] = None if wait is None else math.ceil(1000 * wait)
-    texts = {name: getattr(error, name) for name in ("reason", "message", "remedy", "field")}
+    texts = {name: getattr(error, name) for name in _TEXTS}
     return pb.ErrorDetail(
         **texts,
         **{n: None if v is None else min(_UINT64_MAX, max(0, v)) for n, v in numbers.items()},
@@ -62,18 +65,21 @@ def error_from_status(
 ) -> WarpfitError:
     """Rebuild the server's error from status, message and trailing metadata of a failed call.
 
-    The message is used where the server sent no detail, as for gRPC's own errors.
+    The message is used where the server sent no detail, as for gRPC's own errors. Texts are made
+    printable, because they end up in terminals and logs.
     """
+    if status == "OK":
+        return broken_answer("has no message")
     cls = errors.BY_STATUS.get(status, errors.InternalError)
     entries = dict(metadata or ())
     error, detail = None, entries.get(ERROR_METADATA_KEY)
     with suppress(DecodeError):  # so that the plain status is used
         error = _error_from_detail(cls, detail) if isinstance(detail, bytes) else None
-    error = error or _grpc_error(cls, status, details)
+    error = error or _grpc_error(cls, status, printable(details))
     request_id = entries.get(REQUEST_ID_KEY)
     if isinstance(request_id, str):
-        error.request_id = request_id
-        error.add_note(f"request {request_id}")
+        error.request_id = printable(request_id[:_LONGEST_ID])
+        error.add_note(f"request {error.request_id}")
     return error
 
 
@@ -123,4 +129,5 @@ def _error_from_detail(cls: type[WarpfitError], data: bytes) -> WarpfitError:
         optional["retry_after"] = detail.retry_after_ms / 1000
     if cls is InvalidArgumentError and optional["expression"] is not None:
         cls = errors.ProgramError
-    return cls(detail.message, detail.reason, detail.remedy, detail.field, **optional)
+    message, reason, remedy, field = (printable(getattr(detail, name)) for name in _TEXTS)
+    return cls(message, reason, remedy, field, **optional)

@@ -13,6 +13,7 @@ from warpfit.codec.framing import (
     U32,
     WireEnum,
     broken_answer,
+    decodes_answer,
     pack,
     received_array,
     unpack,
@@ -101,6 +102,7 @@ def fit_to_bytes(result: FitResult) -> bytes:
     return pb.OptimizeResponse(result=message).SerializeToString()
 
 
+@decodes_answer
 def fit_answer_from_bytes(data: bytes) -> pb.OptimizeResponse:
     """Parse one message of an answer to Optimize."""
     return pb.OptimizeResponse.FromString(data)
@@ -128,6 +130,7 @@ def read_fit(
     return result
 
 
+@decodes_answer
 def _result(request: FitRequest, message: pb.FitResult) -> FitResult:
     batch, vectors = request.problem.batch, request.vectors
     counts = batch.parameter_counts.astype(np.int64)
@@ -145,4 +148,6 @@ def _result(request: FitRequest, message: pb.FitResult) -> FitResult:
     }
     if not ((arrays["reasons"] > 0) & (arrays["reasons"] <= len(REASONS))).all():
         raise broken_answer("has an unknown reason")
+    if (arrays["starts"] >= batch.vectors).any():
+        raise broken_answer("names a start that was not given")
     return FitResult(**arrays, timings=timings_from_message(message.timings))

@@ -1,8 +1,9 @@
 """Helpers of all conversions: parsing, enumerations, arrays, framing by hand."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Any, Final, Generic, TypeVar
+from functools import wraps
+from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -14,6 +15,8 @@ from warpfit.v1 import evaluator_pb2 as pb
 
 E = TypeVar("E", bound=StrEnum | None)
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 #: Numbers in messages, little-endian.
 U8: Final = np.dtype("u1")
@@ -157,4 +160,33 @@ def received_array(
 
 def broken_answer(what: str) -> InternalError:
     """Return the error for an answer of a server that breaks the contract."""
-    return InternalError(f"the server's answer {what}", "BROKEN_ANSWER")
+    return InternalError(
+        f"the server's answer {what}",
+        "BROKEN_ANSWER",
+        "Check that a warpfit server of the client's version listens at the address",
+    )
+
+
+def decodes_answer(decode: Callable[P, T]) -> Callable[P, T]:
+    """Have a function raise InternalError for whatever is wrong in an answer.
+
+    Otherwise the checks that it shares with requests would blame the arguments of the caller.
+    """
+
+    @wraps(decode)
+    def decoded(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return decode(*args, **options)
+        except InvalidArgumentError as error:
+            raise broken_answer(f"breaks the contract: {error.message}") from error
+        except (DecodeError, ValueError, TypeError, LookupError, OverflowError) as error:
+            raise broken_answer("cannot be decoded") from error
+
+    return decoded
+
+
+def printable(text: str) -> str:
+    """Return a server's text with escapes for all that would control a terminal or a log."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from warpfit import server_info as info
-from warpfit.codec.framing import TIERS
+from warpfit.codec.framing import TIERS, decodes_answer, printable
 from warpfit.ops import OPERATORS
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -29,11 +29,12 @@ def info_to_message(server: info.ServerInfo) -> pb.ServerInfo:
     )
 
 
+@decodes_answer
 def info_from_message(message: pb.ServerInfo) -> info.ServerInfo:
     """Decode a server's description."""
     return info.ServerInfo(
-        version=message.version,
-        engine=message.engine,
+        version=printable(message.version),
+        engine=printable(message.engine),
         devices=tuple(map(_device, message.devices)),
         limits=info.Limits(**_fields(message.limits, info.Limits)),
         operators=tuple(
@@ -50,7 +51,8 @@ def _device(message: pb.Device) -> info.Device:
 
 def _fields(source: object, cls: type, **converted: object) -> dict[str, Any]:
     """Return the fields of a dataclass by name, taken from a message or an object of the class."""
-    return {f.name: getattr(source, f.name) for f in fields(cls)} | converted
+    found = {f.name: getattr(source, f.name) for f in fields(cls)} | converted
+    return {name: printable(v) if isinstance(v, str) else v for name, v in found.items()}
 
 
 def operator_infos() -> tuple[info.OperatorInfo, ...]:

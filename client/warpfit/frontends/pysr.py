@@ -49,9 +49,9 @@ FUNCTIONS: Final[Mapping[str, str]] = {
 }
 _SAFE: Final = re.compile(r"\bsafe_(?=\w+\s*\()")
 #: Julia writes the exponent of a Float32 with f.
-_FLOAT32: Final = re.compile(r"\b(\d+\.?\d*|\.\d+)f([+-]?\d+)")
+_FLOAT32: Final = re.compile(r"\b(\d+(?:\.\d*)?|\.\d+)f([+-]?\d+)")
 _SUBSCRIPTS: Final = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_NUMBERED: Final = re.compile(r"\bx(\d+)\b")
+_NUMBERED: Final = re.compile(r"\bx(\d{1,9})\b")
 
 
 def from_pysr(text: str, names: Sequence[str] = (), *, first: int = 0) -> Program:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol, Self
 
 from warpfit import codec
@@ -14,9 +15,11 @@ from warpfit.errors import CancelledError
 
 
 def only(messages: Iterable[Any]) -> Any:
-    """Return the only message of an answer."""
-    (message,) = messages
-    return message
+    """Return the only message of an answer; raise InternalError if there is none, or another."""
+    found = list(islice(messages, 2))
+    if len(found) != 1 or found[0] is None:
+        raise codec.broken_answer(f"has {'more than one' if found[1:] else 'no'} message")
+    return found[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from grpc.experimental import ChannelOptions
 
 from warpfit import codec
 from warpfit.errors import InvalidArgumentError, WarpfitError
-from warpfit.transport.call import Call, Cancellation, UploadStream
+from warpfit.transport.call import Call, Cancellation, UploadStream, only
 from warpfit.transport.connection import Connection
 from warpfit.transport.forks import CALLS, RENEWED_IN_CHILD
 from warpfit.transport.open_call import OpenCalls
@@ -76,12 +76,12 @@ class GrpcTransport:
                 return call.read(channel.open_calls.ask(call.request, cancellation))
             if call.is_single and cancellation is None and not _is_upload(call):
                 # gRPC cancels such a call by itself when it is interrupted.
-                return call.read((single(call.request, **options),))
+                return call.read((only((single(call.request, **options),)),))
             # This thread reads a stream itself, while a future has to wait for one of gRPC's.
             rpc = (streamed or single.future)(call.request, **options)
             try:
                 with (cancellation or Cancellation()).covering(rpc):
-                    return call.read(rpc if streamed else (rpc.result(),))
+                    return call.read(rpc if streamed else (only((rpc.result(),)),))
             except grpc.RpcError:
                 raise
             except BaseException:
@@ -152,7 +152,7 @@ class _Channel:
             if method.server_streaming:
                 self.streamed[method.name] = channel.unary_stream(*way)
             if method.name == _OPEN:
-                self.open_calls = OpenCalls(channel, way[0], metadata, answer.FromString)
+                self.open_calls = OpenCalls(channel, way[0], metadata, codec.answer_from_bytes)
 
     def close(self) -> None:
         """Close the channel; calls in flight fail."""

@@ -40,7 +40,7 @@ class CallEndedError(grpc.RpcError):
 
     def code(self) -> grpc.StatusCode:
         """Return the status with which it has ended."""
-        return _CODES[self._status.code()]
+        return _CODES.get(self._status.code(), grpc.StatusCode.UNKNOWN)
 
     def details(self) -> str:
         """Return the text of the status."""

@@ -1,6 +1,7 @@
 """Encoding followed by decoding changes nothing; malformed bytes raise WarpfitErrors alone."""
 
 import dataclasses
+import string
 
 import numpy as np
 import pytest
@@ -97,11 +98,11 @@ def test_evaluations_survive_bit_for_bit(evaluation):
     st.lists(
         st.builds(
             info.Device,
-            name=st.text(max_size=10),
+            name=st.text(string.ascii_letters + " :", max_size=10),
             threads=st.integers(0, 1000),
             memory=COUNTS,
-            compute_capability=st.text(max_size=3),
-            driver=st.text(max_size=3),
+            compute_capability=st.text(string.digits + ".", max_size=3),
+            driver=st.text(string.digits + ".", max_size=3),
             tiers=st.lists(st.sampled_from(Tier), unique=True).map(tuple),
         ),
         max_size=3,
@@ -145,7 +146,8 @@ def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
     ]
     messages = [pb.EvaluateResponse.FromString(message) for message in sent]
     assert all(len(message.values) <= chunk_bytes for message in messages)
-    result = codec.read_result(evaluation, messages)
+    whole = dataclasses.replace(layout, rows=100)
+    result = codec.read_result(evaluation, whole, messages)
     np.testing.assert_array_equal(result.values, values)
     assert result.values.dtype == dtype
     assert result.timings.compute == 5
@@ -169,6 +171,9 @@ def test_uploads_survive_in_pieces_of_any_size(chunk_bytes, rows):
 
 
 # --------------------------------------------------------------------------------- broken answers
+
+
+FOUR_ROWS = dataclasses.replace(LAYOUT, dtype=np.dtype("<f4"), rows=4)
 
 
 def _two_programs():
@@ -195,6 +200,10 @@ _ALL = pb.EvaluateResponse(values=bytes(32))
         [_header(), _ALL],
         [_ALL, _END],
         [_header(dtype=9), _ALL, _END],
+        [_header(dtype=pb.DTYPE_FLOAT64), pb.EvaluateResponse(values=bytes(64)), _END],
+        [_header(rows=3), pb.EvaluateResponse(values=bytes(24)), _END],
+        [_header(rows=5), pb.EvaluateResponse(values=bytes(40)), _END],
+        [_header(), _ALL, pb.EvaluateResponse(losses=bytes(16), timings=pb.Timings(tier=77))],
         [_header(programs=3), _ALL, _END],
         [_header(vectors=2), _ALL, _END],
         [_header(), _ALL, _ALL, _END],
@@ -206,13 +215,14 @@ _ALL = pb.EvaluateResponse(values=bytes(32))
 def test_a_broken_answer_is_an_internal_error(messages):
     evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]), loss=Loss.MSE)
     with pytest.raises(errors.InternalError, match="the server's answer"):
-        codec.read_result(evaluation, messages)
+        codec.read_result(evaluation, FOUR_ROWS, messages)
 
 
 def test_an_answer_that_is_too_large_for_the_memory():
     evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]))
+    huge = dataclasses.replace(FOUR_ROWS, rows=2**60)
     with pytest.raises(errors.ResourceExhaustedError) as caught:
-        codec.read_result(evaluation, [_header(rows=2**60)])
+        codec.read_result(evaluation, huge, [_header(rows=2**60)])
     assert caught.value.needed == 2**63
 
 
@@ -221,7 +231,7 @@ def test_the_whole_answer_in_one_message():
     message = _header()
     message.MergeFrom(_ALL)
     message.MergeFrom(_END)
-    assert codec.read_result(evaluation, [message]).values.shape == (2, 1, 4)
+    assert codec.read_result(evaluation, FOUR_ROWS, [message]).values.shape == (2, 1, 4)
 
 
 # --------------------------------------------------------------------------------- malformed bytes

@@ -157,7 +157,7 @@ def test_jacobians_and_extras_arrive_in_pieces(chunk_bytes, value):
         *codec.value_pieces(payload, 0, chunk_bytes, jacobian=True),
         codec.result_end(np.ones((2, 1)), Timings(), {"gradients": np.array([3.0])}),
     ]
-    result = codec.read_result(evaluation, map(codec.answer_from_bytes, sent))
+    result = codec.read_result(evaluation, LAYOUT, map(codec.answer_from_bytes, sent))
     assert result.jacobian.tobytes() == jacobian.tobytes()
     assert result.gradients.tolist() == [3.0]
     assert result.values is None
@@ -168,4 +168,4 @@ def test_an_answer_without_its_gradients_is_broken():
     evaluation = Evaluation(bytes(32), batch, loss=Loss.MSE, values=False, gradient=True)
     end = codec.answer_from_bytes(codec.result_end(np.ones((1, 1)), Timings()))
     with pytest.raises(errors.InternalError, match="gradients"):
-        codec.read_result(evaluation, [end])
+        codec.read_result(evaluation, LAYOUT, [end])

@@ -1,7 +1,9 @@
 """Strings as PySR and SymbolicRegression.jl write them, against SymPy's evaluation of the same."""
 
+import contextlib
 import inspect
 import random
+import time
 
 import numpy as np
 import pytest
@@ -213,3 +215,11 @@ def test_errors_point_into_the_text(text, reason):
         from_pysr(text)
     assert caught.value.reason == reason
     assert "^" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["1" * 100_000, "1." + "1" * 100_000, "x" + "1" * 100_000])
+def test_long_runs_of_digits_take_no_time_and_end_in_no_error_of_python(text):
+    began = time.monotonic()
+    with contextlib.suppress(ParseError):
+        from_pysr(text)
+    assert time.monotonic() - began < 2
