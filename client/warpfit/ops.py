@@ -200,7 +200,7 @@ _ROWS: Final = (
     ),
     Operator(
         code=21, name="neg", arity=1, symbol="-", precedence=70, numpy=np.negative,
-        kernel="-a", derivative=("-1",), latex="-{a:60}", latex_precedence=50, sympy="-a",
+        kernel="-a", derivative=("-1",), latex="-{a:60}", latex_precedence=51, sympy="-a",
     ),
     _function(
         22, "abs", np.abs, "select(a > 0, 1, select(a < 0, -1, 0))", latex=r"\left|{a}\right|",
@@ -280,7 +280,7 @@ _ROWS: Final = (
         cuda_fast="fast_tanh(a)",
     ),
     _function(
-        42, "log1p", np.log1p, "1 / (1 + a)", latex=r"\ln\left(1 + {a:51}\right)",
+        42, "log1p", np.log1p, "1 / (1 + a)", latex=r"\ln\left(1 + {a:52}\right)",
         sympy="log(1 + a)", notes="NaN for a < -1",
     ),
     _function(
@@ -340,7 +340,7 @@ _ROWS: Final = (
     ),
     Operator(
         code=59, name="fma", arity=3, numpy=lambda a, b, c: a * b + c, kernel="a * b + c",
-        derivative=("b", "a", "1"), latex=r"{a:60} \cdot {b:61} + {c:51}", latex_precedence=50,
+        derivative=("b", "a", "1"), latex=r"{a:60} \cdot {b:61} + {c:52}", latex_precedence=50,
         sympy="a * b + c", cuda="product_sum(a, b, c)", cuda_fast="__fmaf_rn(a, b, c)",
         notes="NumPy's float64 a * b + c: the product is exact in float32, rounded in float64",
     ),
@@ -447,7 +447,7 @@ _ROWS: Final = (
     ),
     _function(
         72, "lgamma", special.lgamma, "digamma(a)", cuda="called_lgamma(a)",
-        latex=r"\ln\left|\Gamma\left({a}\right)\right|", sympy="loggamma(a)",
+        latex=r"\ln\left|\Gamma\left({a}\right)\right|", sympy="log(Abs(gamma(a)))",
         notes="log|gamma(a)|; inf at 0, -1, -2, ...", slope_notes="0 at -1, -2, ...",
     ),
     # Remainder and rounding. ``(r - a) / b`` is the negative of the whole number floor(a / b), but

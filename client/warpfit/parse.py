@@ -8,7 +8,9 @@ Operators from the lowest precedence to the highest (`warpfit.ops` has the numbe
 ``< <= > >= == !=``   do not chain: write ``a < b and b < c``
 ``+ -``, ``* /``      left-associative
 ``-``                 prefix; before a number it makes a negative constant
-``^`` or ``**``       right-associative; ``-x^2`` is ``-(x^2)``, ``2^-x`` is ``2^(-x)``
+``^`` or ``**``       right-associative; ``-x^2`` is ``-(x^2)``, ``2^-x`` is ``2^(-x)``;
+                      ``x^2`` and ``x^3`` are ``square(x)`` and ``cube(x)``, and ``x^2.0`` is
+                      ``pow(x, 2)``, whose exponent is a constant like others
 ====================  =========================================================================
 
 Operands are
@@ -50,6 +52,7 @@ from warpfit.expressions.grammar import (
     PREFIX,
     RIGHT_ASSOCIATIVE,
     TOKEN,
+    WHOLE_POWERS,
     WORDS,
 )
 from warpfit.expressions.macros import Macro, Macros
@@ -66,6 +69,9 @@ _DIGITS: Final = frozenset("0123456789")
 _NEGATION: Final = PREFIX["-"]
 #: What is on the stack for an open group; no operator has such a low precedence.
 _OPEN: Final = (-1, 0, -1)
+_POWER: Final = OPERATORS["pow"].code
+_POWERS: Final = frozenset(symbol for symbol, row in INFIX.items() if row.code == _POWER)
+_WHOLE_POWERS: Final = {digit: OPERATORS[name].code for name, digit in WHOLE_POWERS.items()}
 _COMPARISON_CODES: Final = frozenset(OPERATORS[name].code for name in COMPARISONS)
 
 
@@ -245,6 +251,11 @@ class _Reader:
                 while stack[-1][0] > first:
                     codes.append(stack.pop()[1])
                     values.append(0.0)
+                if code == _POWER and tokens[at] in _WHOLE_POWERS and tokens[at + 1] not in _POWERS:
+                    codes.append(_WHOLE_POWERS[tokens[at]])
+                    values.append(0.0)
+                    at += 1
+                    continue
                 if stack[-1][1] in _COMPARISON_CODES and code in _COMPARISON_CODES:
                     remedy = "Write 'a < b and b < c', or put one comparison in parentheses"
                     self._fail("comparisons do not chain", "CHAINED_COMPARISON", remedy, at - 1)

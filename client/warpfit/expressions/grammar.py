@@ -18,6 +18,9 @@ PREFIX: Final[Mapping[str, Operator]] = {
 #: Symbols that are words; a variable with such a name needs backticks.
 WORDS: Final = frozenset(symbol for symbol in (*INFIX, *PREFIX) if symbol.isalpha())
 
+#: Operators that are written as a power with this exponent.
+WHOLE_POWERS: Final[Mapping[str, str]] = {"square": "2", "cube": "3"}
+
 RIGHT_ASSOCIATIVE: Final = frozenset({"pow"})
 #: Operators that do not chain: an operand that is a comparison needs parentheses.
 COMPARISONS: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})

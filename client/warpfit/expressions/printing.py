@@ -6,11 +6,18 @@ import math
 import re
 import struct
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence, Set
 from string import Formatter
 from typing import TYPE_CHECKING, Final
 
-from warpfit.expressions.grammar import COMPARISONS, CONSTANTS, IDENTIFIER, RIGHT_ASSOCIATIVE, WORDS
+from warpfit.expressions.grammar import (
+    COMPARISONS,
+    CONSTANTS,
+    IDENTIFIER,
+    RIGHT_ASSOCIATIVE,
+    WHOLE_POWERS,
+    WORDS,
+)
 from warpfit.expressions.short_forms import ShortForm, short_form
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
 
@@ -24,9 +31,10 @@ _Rendered = tuple[_Pieces, int]
 _ATOM: Final = 100
 _NUMBER: Final = 99
 _PRODUCT: Final = OPERATORS["mul"].precedence
-_SUM: Final = OPERATORS["add"].precedence
+_NEGATIVE: Final = OPERATORS["neg"].latex_precedence or _PRODUCT
 _QUOTIENT: Final = OPERATORS["div"].latex_precedence or _PRODUCT
 _NEGATION: Final = OPERATORS["neg"]
+_POWER: Final = OPERATORS["pow"]
 
 #: Mark before the token that `locate` looks for: a character that no name should contain.
 _MARK: Final = "\ue000"
@@ -40,8 +48,10 @@ _LATEX_ESCAPES: Final = str.maketrans(
 def to_text(program: Program, names: Sequence[str] = ()) -> str:
     """Return the text of a program, with as few parentheses as possible.
 
-    ``parse(to_text(program, names), names) == program``, to the last bit of each constant.
-    Variables beyond the names of the data set are written x1, x2, ....
+    ``parse(to_text(program, names), names) == program``, to the last bit of each constant, but that
+    a sum with a negative term is written, and read, as the difference of equal value: ``x1 - 2`` is
+    the text of ``add(x1, -2)``, too. Variables beyond the names of the data set are written x1, x2,
+    ....
     """
     return _marked_text(program, names, -1)
 
@@ -69,7 +79,7 @@ def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
         if code == VARIABLE and value < len(names):
             return deque([before + _quoted(names[int(value)])]), _ATOM
         letter = "x" if code == VARIABLE else "p"
-        return deque([before + _indexed(letter, int(value), taken)]), _ATOM
+        return deque([before + free_name(letter, int(value), taken)]), _ATOM
 
     def operator(row: Operator, operands: list[_Rendered]) -> _Rendered:
         return _text(row, operands, mark())
@@ -78,6 +88,14 @@ def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
 
 
 def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
+    if row.name in WHOLE_POWERS:
+        base = _enclosed(operands[0], _POWER.precedence + 1, "(", ")")
+        return _joined([base, f" {mark}^ {WHOLE_POWERS[row.name]}"]), _POWER.precedence
+    exponent = operands[-1][0]
+    if row is _POWER and len(exponent) == 1:
+        # Without a point it would read as square or cube.
+        is_whole = exponent[0].removeprefix(_MARK) in WHOLE_POWERS.values()
+        exponent[0] += ".0" if is_whole else ""
     if row.symbol is None:
         pieces: list[str | _Pieces] = [f"{mark}{row.name}("]
         for position, (operand, _) in enumerate(operands):
@@ -88,12 +106,31 @@ def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
         for operand, wanted in zip(operands, _operand_precedences(row), strict=True)
     ]
     if row.arity == 2:
-        return _joined([inner[0], f" {mark}{row.symbol} ", inner[1]]), row.precedence
+        symbol = row.symbol
+        while symbol in ("+", "-") and _without_minus(inner[1]):
+            symbol = "-" if symbol == "+" else "+"
+        return _joined([inner[0], f" {mark}{symbol} ", inner[1]]), row.precedence
     # A minus right before a number would read as a negative constant.
     if row is _NEGATION and operands[0][1] == _NUMBER:
         inner = [_joined(["(", *inner, ")"])]
     symbol = f"{row.symbol} " if row.symbol.isalpha() else row.symbol
     return _joined([mark + symbol, *inner]), row.precedence
+
+
+def _without_minus(pieces: _Pieces) -> bool:
+    """Take a minus away that begins a term; return whether there was one."""
+    first = pieces[0]
+    is_marked = first.startswith(_MARK)
+    if not first.startswith("-", is_marked):
+        return False
+    pieces[0] = first.replace("-", "", 1)
+    if pieces[0] in ("", _MARK):
+        begin = pieces.popleft()
+        pieces[0] = begin + pieces[0]
+    if len(pieces) == 3 and pieces[0].endswith("("):  # the minus of a positive number, as in -(2)
+        pieces[0] = pieces[0][:-1]
+        pieces.pop()
+    return True
 
 
 def _operand_precedences(row: Operator) -> tuple[int, ...]:
@@ -132,7 +169,8 @@ def _quoted(name: str) -> str:
     return f"`{name.replace('`', '``')}`"
 
 
-def _indexed(letter: str, index: int, taken: Set[str]) -> str:
+def free_name(letter: str, index: int, taken: Container[str]) -> str:
+    """Return x1, p1, ... by an index from 0; x01, x001, ... where columns have taken the name."""
     digits = str(index + 1)
     while letter + digits in taken:
         digits = "0" + digits
@@ -154,15 +192,26 @@ def _constant(value: float, taken: Set[str]) -> str:
 
 
 def to_latex(program: Program, names: Sequence[str] = ()) -> str:
-    """Return a program as LaTeX for mathematical mode; variables without names are x_{1}, ...."""
+    """Return a program as LaTeX for mathematical mode; variables without names are x_{1}, ....
+
+    No two variables or parameters look the same: a column called p1 is p_{1}, and the first
+    parameter p_{01} then.
+    """
+    columns: dict[str, None] = {}
+    for name in names:
+        usual = _latex_name(name)
+        columns[usual if usual not in columns and usual != "e" else _latex_text(name)] = None
+    known = list(columns)
 
     def leaf(code: int, value: float) -> _Rendered:
         if code == CONSTANT:
             return _latex_constant(value)
-        if code == VARIABLE and value < len(names):
-            return deque([_latex_name(names[int(value)])]), _ATOM
-        letter = "x" if code == VARIABLE else "p"
-        return deque([f"{letter}_{{{int(value) + 1}}}"]), _ATOM
+        if code == VARIABLE and value < len(known):
+            return deque([known[int(value)]]), _ATOM
+        letter, digits = "x" if code == VARIABLE else "p", str(int(value) + 1)
+        while f"{letter}_{{{digits}}}" in columns:
+            digits = f"0{digits}"
+        return deque([f"{letter}_{{{digits}}}"]), _ATOM
 
     return "".join(program.fold(leaf, _latex)[0])
 
@@ -170,24 +219,34 @@ def to_latex(program: Program, names: Sequence[str] = ()) -> str:
 def _latex(row: Operator, operands: list[_Rendered]) -> _Rendered:
     by_name = dict(zip(row.operands, operands, strict=True))
     parts: list[str | _Pieces] = []
-    for literal, name, wanted, _ in Formatter().parse(row.latex):
-        parts.append(literal)
-        if name is not None:
-            parts.append(_enclosed(by_name[name], int(wanted or 0), r"\left(", r"\right)"))
     precedence = row.precedence if row.latex_precedence is None else row.latex_precedence
+    for literal, name, wanted, _ in Formatter().parse(row.latex):
+        pieces, own = by_name[name] if name else (_Pieces(), _ATOM)
+        if own == _NEGATIVE and pieces[0].startswith("-"):
+            # The minus of a term changes the sign before it, that of a first factor the product's.
+            if literal.endswith(("+ ", "- ")):
+                literal = literal[:-2] + ("- " if literal.endswith("+ ") else "+ ")
+                pieces[0], own = pieces[0][1:], _PRODUCT
+            elif not parts and row.name == "mul":
+                own, precedence = _PRODUCT, _NEGATIVE
+            elif name == "a" and row.name == "div":
+                pieces[0], parts[0], precedence = pieces[0][1:], f"-{parts[0]}", _NEGATIVE
+        parts += [literal] if literal else []
+        parts += [_enclosed((pieces, own), int(wanted or 0), r"\left(", r"\right)")] if name else []
     return _joined(parts), precedence
 
 
 def _latex_constant(value: float) -> _Rendered:
     if not math.isfinite(value):
         text = r"\mathrm{NaN}" if math.isnan(value) else r"\infty" if value > 0 else r"-\infty"
-        return deque([text]), _SUM if value < 0 else _ATOM
+        return deque([text]), _NEGATIVE if value < 0 else _ATOM
     form = short_form(value)
     if form is not None and form.numerator:
         return _latex_fraction(form)
     mantissa, _, exponent = repr(value).removesuffix(".0").partition("e")
     text = rf"{mantissa} \times 10^{{{int(exponent)}}}" if exponent else mantissa
-    return deque([text]), _SUM if text.startswith("-") else _PRODUCT if exponent else _ATOM
+    precedence = _NEGATIVE if text.startswith("-") else _PRODUCT if exponent else _ATOM
+    return deque([text]), precedence
 
 
 def _latex_fraction(form: ShortForm) -> _Rendered:
@@ -196,13 +255,17 @@ def _latex_fraction(form: ShortForm) -> _Rendered:
     precedence = _PRODUCT if text.endswith(unit) and size > 1 else _ATOM
     if form.denominator > 1:
         text, precedence = rf"\frac{{{text}}}{{{form.denominator}}}", _QUOTIENT
-    return (deque([f"-{text}"]), _SUM) if form.numerator < 0 else (deque([text]), precedence)
+    return (deque([f"-{text}"]), _NEGATIVE) if form.numerator < 0 else (deque([text]), precedence)
 
 
 def _latex_name(name: str) -> str:
     simple = re.fullmatch(r"([A-Za-z])_?([0-9]*)", name)
     if simple:
         return f"{simple[1]}_{{{simple[2]}}}" if simple[2] else simple[1]
+    return _latex_text(name)
+
+
+def _latex_text(name: str) -> str:
     return rf"\text{{{name.translate(_LATEX_ESCAPES)}}}"
 
 

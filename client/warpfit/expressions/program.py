@@ -246,11 +246,13 @@ class Program:
     def to_numpy(self, names: Sequence[str] = ()) -> Callable[..., NDArray[np.float64]]:
         """Return a function of X [rows, variables] that needs NumPy alone, and gives values [rows].
 
-        A program with parameters gives a function of X and p [parameters]. The attribute ``source``
-        of the function is its text, which a project can keep instead of warpfit.
+        It computes in float64, whatever the dtype of X is. A pandas or Polars frame is read by
+        ``names``, by position without them. A program with parameters gives a function of X and p
+        [parameters]. The attribute ``source`` of the function is its text, which a project can keep
+        instead of warpfit; ``names`` is that of `code`.
 
         Args:
-            names: names of the variables, for the text.
+            names: names of the variables, for the text and for frames.
 
         """
         code = import_module("warpfit.formulas.code")
@@ -258,17 +260,23 @@ class Program:
         return function
 
     def code(self, language: str, names: Sequence[str] = ()) -> str:
-        """Return the program as source text in another language.
+        """Return the program as a function called ``formula``, in source text of a language.
+
+        Its values are those of the operator table, in float64. ``"numpy"``, ``"jax"`` and
+        ``"torch"`` are functions of X [rows, variables] and, with parameters, p [parameters]. The
+        others are functions of the variables that occur, in their order, and then of the parameters
+        p1, p2, ...: of numbers in ``"c"``, ``"c++"``, ``"cuda"``, ``"javascript"``, ``"python"``
+        and ``"rust"``, of numbers or arrays in ``"fortran"`` (elemental), ``"octave"`` and ``"r"``.
+        JAX takes subnormal numbers for 0, and computes in float64 if it is told to.
 
         Args:
-            language: ``"numpy"`` for a function of X [rows, variables], or ``"c"``, ``"fortran"``,
-                ``"javascript"``, ``"jax"``, ``"julia"``, ``"mathematica"``, ``"matlab"``,
-                ``"octave"``, ``"r"``, ``"rust"`` or ``"torch"`` for an expression, by SymPy.
-            names: names of the variables; those that are no identifiers become x1, x2, ....
+            language: one of these.
+            names: names of the variables; those that are no identifiers, or that the language uses
+                itself, become x1, x2, ..., which a comment says. The attribute ``names`` of the
+                text is a dict from the names of the variables that occur to their identifiers.
 
         Raises:
-            InvalidArgumentError: for another language, an operator that SymPy does not print in it,
-                or if SymPy is needed and missing.
+            InvalidArgumentError: for another language; `sympy` has printers for more.
             ResourceExhaustedError: if the program has more than 10,000 tokens.
 
         """
@@ -288,10 +296,12 @@ class Program:
         """Return the program as a SymPy expression, which SymPy simplifies by its own rules.
 
         Args:
-            names: names of the variables; those beyond them become x1, x2, ....
+            names: names of the variables; those beyond them become x1, x2, .... Where a name has
+                taken x1 or p1, the first variable or parameter is x01 or p01, as in the text.
 
         Raises:
             InvalidArgumentError: if SymPy is not installed.
+            ResourceExhaustedError: if the program is nested too deeply for SymPy's recursion.
 
         """
         require("sympy", "warpfit[sympy]")

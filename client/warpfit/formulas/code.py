@@ -1,209 +1,362 @@
-"""Programs as NumPy functions, and as text in other languages by SymPy's printers."""
+"""Programs as functions of NumPy, and as source text in other languages.
+
+The text is rendered from the operator table (`warpfit.ops`) and the table of each language
+(`warpfit.formulas.languages`). Operands beyond a length become statements of their own, equal ones
+one statement, so that no nesting is too deep for a compiler.
+"""
 
 from __future__ import annotations
 
 import ast
-import inspect
-import keyword
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from functools import lru_cache
+from string import Formatter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from warpfit.errors import InvalidArgumentError, require
-from warpfit.expressions import special
-from warpfit.expressions.printing import to_text
+from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.printing import free_name, to_text
+from warpfit.formulas.languages import HELPERS, LANGUAGES, Language
 from warpfit.formulas.rules import check_length
-from warpfit.ops import CONSTANT, VARIABLE, Operator
+from warpfit.ops import CONSTANT, KERNEL_FUNCTIONS, OPERATORS, VARIABLE, Operator
 
 if TYPE_CHECKING:
     from warpfit.ir import Program
 
-#: Most tokens of a program; the time grows with the square of the length, to a second.
+#: Most tokens of a program.
 _MOST_TOKENS: Final = 10_000
 #: Longest operand, in characters, that is not given a name of its own.
 _LONGEST: Final = 100
-#: A name or a number.
-_ATOM: Final = re.compile(r"-?[\w.]+")
-#: Names, and whole numbers, which become floats.
-_WORD: Final = re.compile(r"(?<![\w.])(?:[a-z]\w*|\d+)(?![\w.])")
-#: Names of columns that are kept; t1, t2, ... are taken.
-_IDENTIFIER: Final = re.compile(r"(?!t[0-9]+$)[A-Za-z][A-Za-z0-9_]*")
-#: Functions that NumPy has not; their text becomes part of the code.
-_COPIED: Final = {name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma")}
-_WORDS: Final = frozenset({*keyword.kwlist, *_COPIED, "X", "x", "p", "np", "math", "formula"})
-#: Functions of the kernel language that NumPy calls otherwise.
-_FUNCTIONS: Final = {
-    **{"asin": "np.arcsin", "acos": "np.arccos", "atan": "np.arctan", "atan2": "np.arctan2"},
-    **{"pow": "np.power", "select": "np.where", **{name: name for name in _COPIED}},
-}
-_OF_JAX: Final = {"erf": "erf", "gamma": "gamma", "loggamma": "gammaln"}
-#: SymPy's printers of expressions by language, and their keywords, among them the names of
-#: functions that they do not know.
-_PRINTERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-    "c": ("ccode", {}),
-    "fortran": (
-        "fcode",
-        {
-            **{"standard": 95, "source_format": "free"},
-            "user_functions": {"gamma": "gamma", "loggamma": "log_gamma"},
-        },
-    ),
-    "jax": (
-        "printing.numpy.JaxPrinter",
-        {"user_functions": {name: f"jax.scipy.special.{f}" for name, f in _OF_JAX.items()}},
-    ),
-    "torch": ("printing.pytorch.TorchPrinter", {}),
-    "julia": ("julia_code", {"user_functions": {"loggamma": "loggamma"}}),
-    **{"r": ("rcode", {"user_functions": {"loggamma": "lgamma"}}), "rust": ("rust_code", {})},
-    **{"matlab": ("octave_code", {}), "octave": ("octave_code", {})},
-    **{"javascript": ("jscode", {}), "mathematica": ("mathematica_code", {})},
+#: Most characters of a comment that come from the formula or from a name.
+_LONGEST_COMMENT: Final = 80
+#: Names of columns that are kept, unless a language uses them.
+_IDENTIFIER: Final = re.compile(r"(?!.*__)[A-Za-z][A-Za-z0-9_]{0,59}")
+#: A variable or parameter, or the name of a statement.
+_NAME: Final = re.compile(r"\w+(\[\d+\])?")
+_ATOM: Final = 100
+_SUM: Final = OPERATORS["add"].precedence
+_PRODUCT: Final = OPERATORS["mul"].precedence
+_COMPARISON: Final = OPERATORS["lt"].precedence
+_INFIX: Final = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_COMPARISONS: Final = {
+    **{ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 }
 
 
-def to_code(program: Program, language: str, names: Sequence[str] = ()) -> str:
+class Code(str):
+    """Source text, and what the columns are called in it."""
+
+    __slots__ = ("names",)
+
+    names: dict[str, str]
+    """Identifier of each column that the formula uses, by the column's name, in their order."""
+
+
+class _Text(NamedTuple):
+    """An expression in a language."""
+
+    text: str
+    precedence: int = _ATOM
+    value: float | None = None
+    """The number that it is; None for anything else."""
+
+
+def to_code(program: Program, language: str, names: Sequence[str] = ()) -> Code:
     """Return a program as source text; see `warpfit.Program.code`."""
-    check_length(program, _MOST_TOKENS, "code")
-    if language == "numpy":
-        return _source(program, names)
-    if language not in _PRINTERS:
-        known = ", ".join(["numpy", *_PRINTERS])
+    if language not in LANGUAGES:
         raise InvalidArgumentError(
-            f"there is no code in {language!r}", "BAD_ENUM", f"Use one of {known}", "language"
-        )
-    require("sympy", "warpfit[sympy]", "language")
-    try:
-        return _printed(program, language, _identifiers(program, names))
-    except NotImplementedError as error:
-        raise InvalidArgumentError(
-            f"SymPy writes no {language} for {to_text(program, names)}",
-            "NO_CODE",
-            "Use numpy, which has all operators",
+            f"there is no code in {language!r}",
+            "BAD_ENUM",
+            f"Use one of {', '.join(LANGUAGES)}; SymPy has printers for more languages, such as "
+            "sympy.julia_code(program.sympy())",
             "language",
-        ) from error
-
-
-def _printed(program: Program, language: str, identifiers: Sequence[str]) -> str:
-    import sympy
-    import sympy.printing.pytorch
-
-    from warpfit.frontends.sympy import to_sympy
-
-    name, options = _PRINTERS[language]
-    printer: Any = sympy
-    for part in name.split("."):
-        printer = getattr(printer, part)
-    written = printer(options).doprint if isinstance(printer, type) else printer
-    keywords = {} if isinstance(printer, type) else options
-    expression = to_sympy(program, identifiers)
-    if language == "torch":
-        expression = _for_torch(expression)
-    text = str(written(expression, **keywords))
-    if "Not supported" in text or "Not Supported" in text:
-        raise NotImplementedError(text)
-    return text
-
-
-def _for_torch(expression: Any) -> Any:
-    """Write what PyTorch has not: gamma, and numbers in max and min, which take tensors only.
-
-    Gamma is the exponential of its logarithm but for the sign below 0.
-    """
-    from sympy import Abs, Max, Min, Symbol, cos, erf, erfc, exp, floor, gamma, loggamma, pi
-
-    def of_tensors(found: Any) -> Any:
-        tensor = "torch.tensor({}, dtype=torch.float64)"
-        return found.func(
-            *(Symbol(tensor.format(float(a))) if a.is_number else a for a in found.args)
         )
-
-    expression = expression.replace(
-        gamma, lambda a: exp(loggamma(a)) * cos(pi * floor((a - Abs(a)) / 2))
-    )
-    expression = expression.replace(erfc, lambda a: 1 - erf(a))
-    return expression.replace(lambda node: isinstance(node, Max | Min), of_tensors)
+    check_length(program, _MOST_TOKENS, "code")
+    return _Writer(LANGUAGES[language]).written(program, names)
 
 
 def to_numpy(program: Program, names: Sequence[str] = ()) -> Callable[..., Any]:
     """Return a program as a function; see `warpfit.Program.to_numpy`."""
     source = to_code(program, "numpy", names)
     namespace: dict[str, Any] = {}
-    # The text consists of the operator table and of identifiers that `_identifiers` has made.
+    # The text consists of the tables of operators and languages, and of identifiers made here.
     exec(compile(source, "<formula>", "exec"), namespace)
     function: Callable[..., Any] = namespace["formula"]
     function.source = source  # type: ignore[attr-defined]
+    function.names = source.names  # type: ignore[attr-defined]
     return function
 
 
-def _source(program: Program, names: Sequence[str]) -> str:
-    """Return a program as a function. The kernels of `warpfit.ops` are Python but for names."""
-    program, columns = _without_constant_operands(program), _identifiers(program, names)
-    lines: list[str] = []
+class _Writer:
+    """Renders one program, and collects the functions that its text calls."""
 
-    def leaf(code: int, value: float) -> str:
-        if code == CONSTANT:
-            return repr(value) if math.isfinite(value) else f"{'-' * (value < 0)}np.{abs(value)}"
-        return columns[int(value)] if code == VARIABLE else f"p[{int(value)}]"
+    def __init__(self, language: Language) -> None:
+        self.language = language
+        self.functions: dict[str, str] = {}
+        """Texts by the name after ``formula_``; a function follows those that it calls."""
 
-    def short(text: str, most: int = _LONGEST) -> str:
-        """Return a name for an expression that is longer, after a line that computes it."""
-        if len(text) > most and not _ATOM.fullmatch(text):
-            lines.append(f"t{len(lines) + 1} = {text}")
-            text = f"t{len(lines)}"
-        return text
+    def written(self, program: Program, names: Sequence[str]) -> Code:
+        language = self.language
+        columns = _identifiers(program, names, language)
+        variables = sorted(set(program.values[program.codes == VARIABLE].astype(int).tolist()))
+        used = [columns[index] for index in variables]
+        known = [*names, *(free_name("x", i, names) for i in range(len(names), len(columns)))]
+        taken = {language.folded(name) for name in columns}
+        parameters = [free_name("p", i, taken) for i in range(program.parameters)]
+        # Statements by the text whose value they name, so that equal operands are computed once.
+        lets: dict[str, str] = {}
 
-    def operator(row: Operator, operands: list[str]) -> str:
-        if isinstance(row.numpy, np.ufunc) and row.precedence > 80:
-            return f"np.{row.numpy.__name__}({', '.join(map(short, operands))})"
-        words = _WORD.findall(row.kernel)
-        known = {
-            name: f"({short(text, 0 if words.count(name) > 1 else _LONGEST)})"
-            for name, text in zip(row.operands, operands, strict=True)
-        }
-        known |= {word: f"{word}.0" for word in words if word.isdigit()}
-        functions = {word: f"np.{word}" for word in words} | _FUNCTIONS
-        return f"({_WORD.sub(lambda m: known.get(m[0]) or functions[m[0]], row.kernel)})"
+        def leaf(code: int, value: float) -> _Text:
+            if code == CONSTANT:
+                return self.constant(value)
+            if code == VARIABLE:
+                return _Text(columns[int(value)])
+            return _Text(f"p[{int(value)}]" if language.vector else parameters[int(value)])
 
-    result = program.fold(leaf, operator)
-    used = sorted(set(program.values[program.codes == VARIABLE].astype(int).tolist()))
-    lines = [*(f"{columns[i]} = X[:, {i}]" for i in used), *lines]
-    lines.append(f"return {result if used else f'np.zeros(len(X)) + {result}'}")
-    # No text ends the docstring, whatever names it contains.
-    text = re.sub(r"[^\w .,+\-*/^<>=!()#`]", "?", to_text(program, names))
-    doc = f'"""Return {text}, for X of shape [rows, variables]."""'
-    start = f"def formula({'X, p' if program.parameters else 'X'}):"
-    body = ast.unparse(ast.parse("\n    ".join([start, doc, *lines])))  # without idle parentheses
-    copied = [f for name, f in _COPIED.items() if f"{name}(" in "".join(lines)]
-    header = "import math\nimport numpy as np" if copied else "import numpy as np"
-    parts = [header, *(inspect.getsource(function).rstrip() for function in copied), body]
-    return "\n\n\n".join(parts) + "\n"
+        def operator(row: Operator, operands: list[_Text]) -> _Text:
+            values = [operand.value for operand in operands]
+            if None not in values:
+                # Compilers and interpreters refuse some operations on constants.
+                with np.errstate(all="ignore"):
+                    return self.constant(float(row.numpy(*map(np.float64, values))))
+            return self.operator(row, [short(operand) for operand in operands])
+
+        def short(operand: _Text) -> _Text:
+            if len(operand.text) <= _LONGEST or operand.value is not None:
+                return operand
+            if operand.text not in lets:
+                lets[operand.text] = free_name("t", len(lets), taken)
+            return _Text(lets[operand.text])
+
+        value = program.fold(leaf, operator).text
+        statements = [language.let.format(name=name, value=text) for text, name in lets.items()]
+        if language.columns:
+            arguments = ["X", "p"] if program.parameters else ["X"]
+            if program.parameters:
+                statements.insert(0, language.vector)
+            if used:
+                is_named = variables[-1] < len(names)
+                places = {known[index]: index for index in variables} if is_named else variables
+                read = language.columns.format(
+                    names=f"[{', '.join(used)}]", columns=places, indices=variables
+                )
+                self.require_all(read)
+                statements.insert(0, read)
+            else:
+                value = language.rows.format(value=value)
+            self.require_all("\n".join(statements))
+        else:
+            arguments = [*used, *parameters]
+        comments = [f"{to_text(program, names)}"]
+        comments += [
+            f"{columns[i]} is the column {known[i]}" for i in variables if columns[i] != known[i]
+        ]
+        function = self.function("", arguments, statements, value, tuple(lets.values()))
+        formula = "\n".join([*map(self.comment, comments), function])
+        others = list(self.functions.values())
+        parts = [formula, *others] if language.formula_first else [*others, formula]
+        body = "\n\n".join(parts) + "\n"
+        first = language.first
+        if "math." not in body:
+            first = first.removeprefix("import math\n")
+        blank = "\n\n" if first else ""
+        code = Code(f"{first}{blank}{body}{language.last}{chr(10) * bool(language.last)}")
+        code.names = {known[index]: columns[index] for index in variables}
+        return code
+
+    def comment(self, text: str) -> str:
+        # Nothing in a name ends the comment, continues it or turns the direction of the text.
+        text = re.sub(r"[^\w .,+\-*/^<>=!()#`]", "_", text)
+        if len(text) > _LONGEST_COMMENT:
+            text = f"{text[: _LONGEST_COMMENT - 4]} ..."
+        return self.language.comment.format(text)
+
+    def function(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        statements: Sequence[str],
+        value: str,
+        lets: Sequence[str] = (),
+    ) -> str:
+        """Return a function; the formula for no name."""
+        language = self.language
+        full_name = f"formula_{name}" if name else "formula"
+        listed = ", ".join(map(language.argument.format, arguments)) or language.no_argument
+        lines = [
+            (language.private if name else language.public)
+            + language.head.format(name=full_name, arguments=listed),
+            *(language.declared.format(listed) for _ in arguments[:1] if language.declared),
+            *(
+                language.declared_lets.format(", ".join(lets))
+                for _ in lets[:1]
+                if language.declared_lets
+            ),
+            *statements,
+            language.tail.format(name=full_name, value=value),
+        ]
+        return "\n".join(self.broken(line) for line in "\n".join(lines).split("\n"))
+
+    def broken(self, line: str) -> str:
+        """Break a line that is too long for the language at its spaces."""
+        parts = []
+        while len(line) > self.language.line:
+            space = line.rindex(" ", 0, self.language.line)
+            parts.append(line[:space])
+            line = line[space + 1 :]
+        return self.language.continuation.join([*parts, line])
+
+    def constant(self, value: float) -> _Text:
+        size = abs(value)
+        if math.isnan(value):
+            return _Text(self.language.nan, _ATOM, value)
+        text = self.language.infinity if math.isinf(size) else self.language.number(size)
+        is_negative = math.copysign(1.0, value) < 0.0
+        return _Text(f"-{text}" if is_negative else text, _SUM if is_negative else _ATOM, value)
+
+    def operator(self, row: Operator, operands: Sequence[_Text]) -> _Text:
+        if row.name in self.language.templates:
+            return self.fill(self.language.templates[row.name], operands)
+        node = _parsed(row.kernel)
+        words = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
+        is_plain = "select" not in words and all(
+            words.count(name) == 1 or operand.value is not None or _NAME.fullmatch(operand.text)
+            for name, operand in zip(row.operands, operands, strict=True)
+        )
+        if is_plain:
+            return self.kernel(node, dict(zip(row.operands, operands, strict=True)))
+        return self.call(row.name, operands)
+
+    def kernel(self, node: ast.expr, operands: Mapping[str, _Text]) -> _Text:
+        """Render an expression of the kernel language."""
+        templates = self.language.templates
+        if isinstance(node, ast.Name):
+            if node.id in operands:
+                return operands[node.id]
+            return self.constant(math.inf if node.id == "inf" else math.nan)
+        if isinstance(node, ast.Constant):
+            return self.constant(float(node.value))  # type: ignore[arg-type]
+        if isinstance(node, ast.UnaryOp):
+            operand = self.kernel(node.operand, operands)
+            if operand.value is not None:
+                return self.constant(-operand.value)
+            return _Text(f"-{_enclosed(operand, _PRODUCT + 1)}", _SUM)
+        if isinstance(node, ast.BinOp):
+            symbol = _INFIX[type(node.op)]
+            precedence = _SUM if symbol in "+-" else _PRODUCT
+            usual = f"{{a:{precedence}}} {symbol} {{b:{precedence + 1}}}"
+            parts = [self.kernel(node.left, operands), self.kernel(node.right, operands)]
+            return self.fill(templates.get(symbol, usual), parts)
+        if isinstance(node, ast.Compare):
+            symbol = _COMPARISONS[type(node.ops[0])]
+            usual = f"{{a:{_COMPARISON + 1}}} {symbol} {{b:{_COMPARISON + 1}}}"
+            parts = [self.kernel(node.left, operands), self.kernel(node.comparators[0], operands)]
+            return self.fill(templates.get(symbol, usual), parts)
+        assert isinstance(node, ast.Call)
+        assert isinstance(node.func, ast.Name)
+        arguments = [self.kernel(argument, operands) for argument in node.args]
+        name = node.func.id
+        if name in templates:
+            return self.fill(templates[name], arguments)
+        language = self.language
+        is_written = name in language.missing or name in language.helpers or name in language.texts
+        if not is_written and name in {*KERNEL_FUNCTIONS, "fmod"}:
+            slots = ", ".join(f"{{{letter}}}" for letter in "abc"[: len(arguments)])
+            return self.fill(f"{language.call.format(name=name)}({slots})", arguments)
+        return self.call(name, arguments)
+
+    def call(self, name: str, operands: Sequence[_Text]) -> _Text:
+        """Call a function that stands beside the formula."""
+        slots = ", ".join(f"{{{letter}}}" for letter in "abc"[: len(operands)])
+        return self.fill(f"formula_{name}({slots})", operands)
+
+    def fill(self, template: str, operands: Sequence[_Text]) -> _Text:
+        """Fill in a template, and see to the functions that it calls."""
+        pieces = []
+        first = None
+        for literal, letter, wanted, _ in _parts(template):
+            pieces.append(literal)
+            if letter is None:
+                continue
+            operand = operands["abc".index(letter)]
+            if wanted:
+                pieces.append(_enclosed(operand, int(wanted)))
+            elif operand.value is not None:
+                pieces.append(self.language.operand.format(operand.text))
+            else:
+                pieces.append(operand.text)
+            if first is None:
+                first = int(wanted) if wanted and not literal else _ATOM
+        self.require_all(template)
+        return _Text("".join(pieces), _ATOM if first is None else first // 10 * 10)
+
+    def require_all(self, text: str) -> None:
+        for name in re.findall(r"\bformula_(\w+)\(", text):
+            self.require(name)
+
+    def require(self, name: str) -> None:
+        """Add a function that stands beside the formula, behind those that it calls."""
+        language = self.language
+        if name in self.functions:
+            return
+        if name in language.texts:
+            text = language.texts[name].strip("\n")
+            for other in re.findall(r"\bformula_(\w+)\(", text):
+                if other != name:
+                    self.require(other)
+        else:
+            body = language.helpers.get(name) or HELPERS.get(name) or OPERATORS[name].kernel
+            node = _parsed(body)
+            words = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            operands = [letter for letter in "abc" if letter in words]
+            value = self.kernel(node, {letter: _Text(letter) for letter in operands})
+            text = self.function(name, operands, [], value.text)
+        self.functions[name] = text
 
 
-def _without_constant_operands(program: Program) -> Program:
-    """Compute subexpressions of constants, in which Python raises errors."""
-
-    def leaf(code: int, value: float) -> Program:
-        return type(program)([code], [value])
-
-    def operator(row: Operator, operands: list[Program]) -> Program:
-        if all(operand.codes[-1] == CONSTANT for operand in operands):
-            with np.errstate(all="ignore"):
-                return leaf(CONSTANT, float(row.numpy(*(o.values[0] for o in operands))))
-        return type(program).apply(row, *operands)
-
-    return program.fold(leaf, operator)
+@lru_cache(maxsize=512)
+def _parsed(kernel: str) -> ast.expr:
+    return ast.parse(kernel, mode="eval").body
 
 
-def _identifiers(program: Program, names: Sequence[str]) -> list[str]:
-    """Return names for the columns that every language takes, all different."""
-    found: dict[str, None] = {}
-    for index in range(max(len(names), program.variables)):
-        name = names[index] if index < len(names) else ""
-        is_plain = _IDENTIFIER.fullmatch(name) and name not in _WORDS
-        name = name if is_plain else f"x{index + 1}"
-        while name in found:
-            name += "_"
-        found[name] = None
-    return list(found)
+@lru_cache(maxsize=1024)
+def _parts(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
+    return list(Formatter().parse(template))
+
+
+def _enclosed(operand: _Text, wanted: int) -> str:
+    return f"({operand.text})" if operand.precedence < wanted else operand.text
+
+
+def _identifiers(program: Program, names: Sequence[str], language: Language) -> list[str]:
+    """Return names for the columns that a language takes, all different.
+
+    Those that it does not take, or uses itself, become x1, x2, ... by their position.
+    """
+    words = _words(language)
+    count = max(len(names), program.variables)
+    kept: dict[int, str] = {}
+    taken: set[str] = set()
+    for index, name in enumerate(names):
+        folded = language.folded(name)
+        if _IDENTIFIER.fullmatch(name) and folded not in words and folded not in taken:
+            kept[index] = name
+            taken.add(folded)
+    for index in range(count):
+        if index not in kept:
+            kept[index] = free_name("x", index, taken)
+            taken.add(kept[index])
+    return [kept[index] for index in range(count)]
+
+
+@lru_cache(maxsize=len(LANGUAGES))
+def _words(language: Language) -> frozenset[str]:
+    """Return the names that a language uses, or that its text may use."""
+    texts = (language.words, *language.templates.values(), language.first, language.infinity)
+    words = {word for text in texts for word in re.findall(r"\w+", re.sub(r"\{[^}]*\}", " ", text))}
+    words |= {*KERNEL_FUNCTIONS, "formula", "formula_module", "formula_value"}
+    words |= {f"formula_{name}" for name in (*language.texts, *HELPERS, *OPERATORS)}
+    return frozenset(map(language.folded, words))

@@ -17,9 +17,10 @@ import sympy
 from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
 from warpfit.expressions.grammar import ALIASES, COMPARISONS, INDEXED
 from warpfit.expressions.macros import Macro
+from warpfit.expressions.printing import free_name
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 from warpfit.parse import MACROS, function
@@ -42,6 +43,10 @@ POWERS: Final[Mapping[Any, str]] = {sympy.Rational(1, 2): "sqrt"} | {
 _ORDERING: Final = COMPARISONS | {"min", "max", "relu"}
 #: Larger whole numbers become floats: SymPy multiplies integer powers of integers out.
 _LARGEST_INTEGER: Final = 10
+#: Larger whole numbers may not be float64.
+_LARGEST_EXACT: Final = 2**53
+#: Deepest nesting of what is returned: SymPy's own functions call themselves at each level.
+_DEEPEST: Final = 100
 
 #: The operands of a node and the names of its operators, in postfix order.
 _Pieces = list[Any]
@@ -77,13 +82,21 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
         elif piece in (sympy.nan, sympy.zoo):
             code, value = CONSTANT, math.nan
         elif piece.is_Number or piece.is_NumberSymbol:
-            code, value = CONSTANT, float(piece)
+            code, value = CONSTANT, _float(piece)
         else:
             waiting.extend(reversed(_pieces(piece)))
             continue
         codes.append(code)
         values.append(value)
     return Program(codes, values)
+
+
+def _float(number: Any) -> float:
+    """Return the nearest float64, infinity for numbers beyond its range."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def _symbol(symbol: Any, indices: Mapping[str, int]) -> tuple[int, float]:
@@ -115,6 +128,10 @@ def _pieces(node: Any) -> _Pieces:
         return [sympy.S.Zero]
     if isinstance(node, sympy.Heaviside):
         return [node.rewrite(sympy.Piecewise)]
+    if isinstance(node, sympy.log) and len(node.args) == 1 and isinstance(node.args[0], sympy.Abs):
+        inner = node.args[0].args[0]
+        if isinstance(inner, sympy.gamma):
+            return [inner.args[0], "lgamma"]
     kind = type(node).__name__
     row = None if isinstance(node, AppliedUndef) else function(CLASSES.get(kind, ""))
     if row is None:
@@ -147,14 +164,18 @@ def _sum(node: Any) -> _Pieces:
 def _product(node: Any) -> _Pieces:
     """Divide the factors by those with a negative constant exponent.
 
-    A rational number is divided, not rounded to a factor first.
+    A rational number is divided, not rounded to a factor first, unless division would round more.
     """
     factors, divisors = [], []
     for factor in node.args:
         exponent = factor.args[1] if factor.is_Pow else None
         if exponent is not None and exponent.is_Number and exponent.is_negative:
             divisors.append(sympy.Pow(factor.args[0], -exponent))
-        elif factor.is_Rational and not factor.is_Integer:
+        elif (
+            factor.is_Rational
+            and not factor.is_Integer
+            and max(abs(factor.p), factor.q) <= _LARGEST_EXACT
+        ):
             factors.append(sympy.Integer(factor.p))
             divisors.append(sympy.Integer(factor.q))
         else:
@@ -204,17 +225,44 @@ def to_sympy(program: Program, names: Sequence[str] = ()) -> Any:
 
     Args:
         program: the program.
-        names: names of the data set's variables; those beyond them become x1, x2, ....
+        names: names of the data set's variables; those beyond them become x1, x2, .... Where a name
+            has taken x1 or p1, the first variable or parameter is x01 or p01.
+
+    Raises:
+        ResourceExhaustedError: if SymPy's recursive functions cannot do it.
     """
+    taken = frozenset(names)
 
     def leaf(code: int, value: float) -> Any:
         if code == CONSTANT:
             return _number(value)
         if code == VARIABLE and value < len(names):
             return sympy.Symbol(names[int(value)])
-        return sympy.Symbol(f"{'x' if code == VARIABLE else 'p'}{int(value) + 1}")
+        return sympy.Symbol(free_name("x" if code == VARIABLE else "p", int(value), taken))
 
-    return program.fold(leaf, _apply)
+    try:
+        expression = program.fold(leaf, _apply)
+        if _depth(expression) <= _DEEPEST:
+            return expression
+        cause = None
+    except RecursionError as error:
+        cause = error
+    raise ResourceExhaustedError(
+        f"a program of {len(program)} tokens is nested too deeply for SymPy",
+        "TOO_DEEP",
+        "Convert its parts",
+        "programs",
+    ) from cause
+
+
+def _depth(expression: Any) -> int:
+    level, depth = [expression], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            break
+        level = list({argument for node in level for argument in node.args})
+    return depth
 
 
 def _apply(row: Operator, operands: list[Any]) -> Any:
@@ -229,8 +277,9 @@ def _apply(row: Operator, operands: list[Any]) -> Any:
             return _number(value)
     try:
         result = _function(row.name)(*operands)
-    except (TypeError, ValueError):
-        # SymPy refuses to order branches that are NaN, infinite or complex.
+    except Exception:
+        # SymPy refuses to order branches that are NaN, infinite or complex; its rules for
+        # remainders of conditions divide by zero, or do not end.
         with sympy.evaluate(False):
             result = _function(row.name)(*operands)
     # A division by what cancels to zero: an infinity of unknown sign.

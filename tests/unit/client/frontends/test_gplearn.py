@@ -81,7 +81,7 @@ def test_a_function_that_is_not_the_operator_of_its_name():
     assert caught.value.reason == "OTHER_FUNCTION"
     assert str(from_gplearn(original, {"exp": "exp"})) == "exp(x1)"
     plain = functions.make_function(function=np.square, name="square", arity=1)
-    assert str(as_program(program([plain, 0], function_set=[plain]))) == "square(x1)"
+    assert str(as_program(program([plain, 0], function_set=[plain]))) == "x1 ^ 2"
 
 
 def test_a_fitted_estimator():

@@ -98,7 +98,7 @@ def test_names_numbers_and_dialects():
     assert str(from_pysr("x₁ * x₃", first=1)) == "x1 * x3"
     assert str(from_pysr("cos(age) + x0", ("x0", "age"))) == "cos(x2) + x1"
     assert str(from_pysr("2.5f-1 * x0 + 1.0f0")) == "0.25 * x1 + 1"
-    assert str(from_pysr("-x0 ^ 2.0 + -0.5")) == "-x1 ^ 2 + -0.5"
+    assert str(from_pysr("-x0 ^ 2.0 + -0.5")) == "-x1 ^ 2.0 - 0.5"
     assert str(from_pysr("cond(cond(x0, x1), x2)")) == ("where(where(x1 > 0, x2, 0) > 0, x3, 0)")
 
 
