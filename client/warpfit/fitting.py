@@ -39,7 +39,7 @@ class Reason(StrEnum):
     STEP = "step"
     """The next step would be smaller than the tolerance, or no step makes the loss less."""
     LOSS = "loss"
-    """The last step changed the loss by less than the tolerance."""
+    """The last step changed the loss by less than the tolerance, or the next one would."""
     ITERATIONS = "iterations"
     """The search has taken as many iterations as are allowed."""
     DEADLINE = "deadline"
@@ -85,9 +85,9 @@ class Tolerances:
     """
 
     gradient: float
-    """Limit of the largest cosine between the residuals and a column of their Jacobian (LM), or of
-    the largest derivative, each over the length of its column of the Jacobian at the start,
-    relative to what it is at the start (BFGS)."""
+    """Limit of the largest cosine between the residuals and a column of their Jacobian; for other
+    losses than squares, between the derivatives of the row losses by the predictions and a
+    column."""
     step: float
     """Limit of the length of a step relative to the length of the parameter vector, where each
     parameter counts as much as it moves the values."""
@@ -114,7 +114,8 @@ class FitSettings:
 
     method: Method = Method.AUTO
     max_iterations: int = 50
-    """Most iterations of one search: trial steps (LM) or line searches (BFGS)."""
+    """Most iterations of one search: trial steps (LM) or line searches (BFGS), which end as well
+    when four evaluations for each of these are used up."""
     gradient_tolerance: float | None = None
     """None for the default of the data's type; see `Tolerances`."""
     step_tolerance: float | None = None

@@ -7,36 +7,62 @@ Optimization", 2nd edition, 2006, section 6.1), the line search is the one that 
 
     if f(x + t p) > f(x) + 1e-4 t p.g:       t is too long:  high = t
     elif p.g(x + t p) < 0.9 p.g:             t is too short: low = t
-    else:                                    x = x + t p, update the inverse, new direction p = -H g
+    else:                                    x = x + t p, update the inverse, new direction p
     t = (low + high) / 2 if high is known, else 2 low
+
+While no t has been too short, the next t is the minimum of the parabola through f(x), p.g and
+f(x + t p), but at least a tenth and at most a half of t.
+
+The direction p is the minimum of g.p + p.B p / 2 inside the bounds, where H, the inverse of B, is
+what the update keeps. Without bounds it is -H g. Where bounds hold p_i for i in a set A, the
+multipliers solve H_AA lambda = -(H g)_A - p_A, and p = -H (g + lambda); the set is the one of the
+primal-dual active set method (Hintermüller, Ito and Kunisch, SIAM J. Optim. 13, 2002).
 
 The first inverse is that of the slightly damped curvature J^T W J times the *stiffness*, the second
 derivative of the row loss, roughly: 2 for squares; for others the gradient of the loss divided by
-J^T W d, as if the row loss were a square with that factor. Parameters at a bound whose gradient
-points outwards take no part, and steps are cut off at the bounds.
+J^T W d, as if the row loss were a square with that factor.
 
-Every test compares numbers of the same unit: parameters are measured in the lengths of their
-columns of the Jacobian at the start (WIDTH), steps relative to the parameters.
+Parameters are measured in the lengths of their columns of the Jacobian (WIDTH). These are known
+where a search begins, and may be wrong by any factor elsewhere. So a search that would end is
+*inspected* first: the driver evaluates the curvature at its point, and the search ends if the
+first-order condition holds there. The condition limits the cosine between two vectors over the
+rows: the derivative of the row loss by the prediction, and its projection on the span of the
+columns of the parameters that may move:
+
+    cosine^2 = g.(J^T W J)^-1 g / sum of w (dl/df)^2
+
+For squares the first vector is that of the residuals. The cosine depends neither on units nor on
+constants in the loss. Where it is too large the search restarts from that point with the new
+widths and a new inverse. If the restart has not made the loss less, the search has stalled; with a
+row loss that has kinks, at which gradients do not vanish, it ends as one whose steps are too small.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.ir import Program
+from warpfit.losses import PREDICTION, TARGET, WEIGHT, mentions_weight
+from warpfit.ops import BY_CODE, FIRST_OPERATOR, VARIABLE
 from warpfit_server.engine.fit.searches import (
+    BEGINS,
     BEST,
     BEST_LOSS,
     BEST_SLOPE,
     DIRECTION,
+    ENDING,
     EVALUATIONS,
-    FIRST_STEEPNESS,
+    FREE,
+    GRADIENT,
     HIGH,
     INITIAL,
     ITERATIONS,
+    ITERATIONS_USED,
     LENGTH,
     LOSS,
     LOSS_CHANGE,
@@ -44,10 +70,14 @@ from warpfit_server.engine.fit.searches import (
     LOWER,
     NOT_FINITE,
     PAIRS,
+    PULL,
     REASON,
+    RESTART_LOSS,
+    RESTARTS,
     RUNNING,
     SLOPE,
     SQUARES,
+    STALLED,
     STEP,
     STIFFNESS,
     TRIAL,
@@ -59,7 +89,6 @@ from warpfit_server.engine.fit.searches import (
     Integers,
     SearchLimits,
     X,
-    ends,
     find_moving,
     parts_of,
     within,
@@ -73,10 +102,69 @@ _DECREASE: Final = 1e-4
 _FLATTER: Final = 0.9
 #: Most step lengths along one direction.
 _TRIALS: Final = 60
-#: Damping of the curvature that gives the first inverse.
+#: Most evaluations for each iteration that is allowed, in the mean; a search takes one to two.
+_EVALUATIONS: Final = 4
+#: Damping of the curvature that gives the first inverse, and that of a restart, which is for
+#: columns that are nearly dependent.
 _RIDGE: Final = 1e-3
+_RESTART_RIDGE: Final = 1e-9
+#: Damping of the curvature in the first-order condition: what rounding makes of its eigenvalues.
+_NOISE_OF_CURVATURE: Final = 1e-11
 #: Least cosine between step and change of the gradient for an update.
 _CURVED: Final = 1e-10
+#: Share of the tolerance of the loss below which a decrease is not worth a pass.
+_NOT_WORTH: Final = 0.1
+#: Least decrease of the loss, relative to it, after which a search may restart once more.
+_PROGRESS: Final = 1e-3
+#: Most relative change of a parameter by the first step of a restart: where a function is saturated
+#: in a parameter, its tiny column asks for a step that is larger by as much.
+_BOX: Final = 1.0
+#: Most sets of bounds that are tried for a direction; usually one to four are needed.
+_SETS: Final = 30
+
+
+class Condition(NamedTuple):
+    """The first-order condition, under which a search may say that it has converged."""
+
+    cosine: float
+    """Greatest cosine, see above."""
+    noise: float
+    """Square of the length of the rounding errors of all values; 0 if it is not known."""
+    squares: bool
+    """Whether the row loss is the squared difference."""
+    kinks: bool
+    """Whether the row loss may have kinks."""
+
+
+@lru_cache(64)
+def squared_slope(row_loss: Program) -> Program:
+    """Return the row loss whose sum is that of w (dl/df)^2, by a difference quotient.
+
+    The quotient only scales the first-order condition, for which a millionth of the prediction and
+    the target is a step that is small enough.
+    """
+    f, y, w = (Program.variable(index) for index in (PREDICTION, TARGET, WEIGHT))
+    size = Program.apply("add", Program.apply("abs", f), Program.apply("abs", y))
+    step = Program.apply("fma", size, Program.constant(1e-6), Program.constant(1e-150))
+    moved = row_loss.fold(
+        lambda code, value: (
+            Program.apply("add", f, step)
+            if code == VARIABLE and value == PREDICTION
+            else Program([code], [value])
+        ),
+        lambda operator, operands: Program.apply(operator, *operands),
+    )
+    quotient = Program.apply("div", Program.apply("sub", moved, row_loss), step)
+    square = Program.apply("square", quotient)
+    if not mentions_weight(row_loss):
+        return square
+    return Program.apply("where", w, Program.apply("div", square, w), Program.constant(0.0))
+
+
+def has_kinks(row_loss: Program) -> bool:
+    """Return whether a row loss may have kinks: whether the derivative of an operator has cases."""
+    operators = [BY_CODE[code] for code in row_loss.codes.tolist() if code >= FIRST_OPERATOR]
+    return any("select" in text for row in operators for text in row.derivative)
 
 
 @numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -90,40 +178,140 @@ def advance(
     new_sums: Floats,
     new_gradients: Floats,
     limits: SearchLimits,
+    condition: Condition,
+    inspects: bool,
     cancelled: NDArray[np.uint8],
 ) -> None:
     """Judge the evaluated trials of all searches, and propose the next ones; see `Searches`.
 
     Row TRIAL of ``vectors`` holds the evaluated trials, with their sums of row losses [S] and
-    gradients [P], and then the next ones. The first call reads the curvatures at the starts, and
-    the column STIFFNESS of ``numbers``. Another thread that writes another number than 0 to
+    gradients [P], and then the next ones. Another thread that writes another number than 0 to
     ``cancelled`` [1] ends this early.
+
+    With ``inspects`` searches that begin or would end are inspected, given the curvatures at X and
+    the columns STIFFNESS and PULL of ``numbers``; without, they go on waiting.
     """
     for s in range(len(numbers)):
         if cancelled[0]:
             return
-        if counters[s, REASON] != RUNNING:
+        waits = counters[s, ENDING] != RUNNING
+        if counters[s, REASON] != RUNNING or (waits and not inspects):
             continue
         state = (edges, vectors, numbers, counters)
         vector, number, counter, gradient = parts_of(s, *state, new_gradients)
         inverse = inverses[edges[s, SQUARES] : edges[s + 1, SQUARES]]
         counter[EVALUATIONS] += 1
-        if counter[EVALUATIONS] == 1:
-            number[INITIAL] = number[LOSS] = new_sums[s]
-            vector[SLOPE, :] = gradient
+        if waits:
+            if counter[ENDING] == BEGINS:
+                number[INITIAL] = number[LOSS] = new_sums[s]
+                vector[SLOPE, :] = gradient
             curvature = curvatures[edges[s, PAIRS] : edges[s + 1, PAIRS]]
-            turning = are_usable(new_sums[s], gradient, curvature)
-            if turning:
-                _begin_inverse(vector, number, counter, curvature, inverse, cancelled)
-            else:
-                counter[REASON] = NOT_FINITE
+            turning = _inspect(
+                vector, number, counter, curvature, inverse, limits, condition, cancelled
+            )
         else:
             finite = math.isfinite(new_sums[s]) and all_finite(gradient)
             turning = _judge(
                 vector, number, counter, inverse, gradient, new_sums[s], finite, limits
             )
         if turning:
-            _turn(vector, number, counter, inverse, limits)
+            _turn(vector, number, counter, inverse, limits, condition, waits, cancelled)
+
+
+@inlined
+def _inspect(
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    curvature: Floats,
+    inverse: Floats,
+    limits: SearchLimits,
+    condition: Condition,
+    cancelled: NDArray[np.uint8],
+) -> bool:
+    """Begin a search, or end it where the first-order condition holds; True if it goes on."""
+    n, ending = vector.shape[1], counter[ENDING]
+    if not are_usable(number[LOSS], vector[SLOPE], curvature):
+        counter[REASON] = NOT_FINITE if ending == BEGINS else STALLED
+        return False
+    for i in range(n):
+        free = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
+        vector[WIDTH, i] = math.sqrt(curvature[i * (i + 1) // 2 + i]) if free else 0.0
+    moving = np.empty(n, dtype=np.bool_)
+    find_moving(vector, X, vector[SLOPE], moving)
+    steepest = _steepest(vector, number, moving, condition)
+    if ending != BEGINS or steepest <= limits.gradient:
+        noise = condition.noise / number[LOSS] if condition.squares else 0.0
+        square = _cosine_squared(vector, number, curvature, moving, condition, cancelled)
+        if steepest == 0.0 or square <= max(condition.cosine**2, noise):
+            counter[REASON] = GRADIENT if ending == BEGINS else ending
+            return False
+    if counter[ITERATIONS] >= limits.iterations:
+        counter[REASON] = ITERATIONS_USED
+        return False
+    if ending != BEGINS:
+        least = number[RESTART_LOSS] - _PROGRESS * abs(number[RESTART_LOSS])
+        if counter[RESTARTS] > 0 and not number[LOSS] < least:
+            counter[REASON] = STEP if condition.kinks else STALLED
+            return False
+        counter[RESTARTS] += 1
+        number[RESTART_LOSS] = number[LOSS]
+    counter[ENDING] = RUNNING
+    ridge = _RIDGE if counter[RESTARTS] == 0 else _RESTART_RIDGE
+    _begin_inverse(vector, number, counter, curvature, inverse, ridge, cancelled)
+    return True
+
+
+@inlined
+def _pull(number: Floats, condition: Condition) -> float:
+    """Return the sum of w (dl/df)^2, for losses other than squares where it was last known."""
+    return float(4.0 * number[LOSS] if condition.squares else number[PULL])
+
+
+@inlined
+def _steepest(vector: Floats, number: Floats, moving: Any, condition: Condition) -> float:
+    """Return the greatest cosine between the derivatives of the row losses and one column."""
+    steepest = 0.0
+    for i in range(len(moving)):
+        if moving[i] and vector[WIDTH, i] > 0.0:
+            steepest = max(steepest, abs(vector[SLOPE, i]) / vector[WIDTH, i])
+    if steepest > 0.0:
+        steepest /= math.sqrt(_pull(number, condition))
+    return steepest
+
+
+@inlined
+def _cosine_squared(
+    vector: Floats,
+    number: Floats,
+    curvature: Floats,
+    moving: Any,
+    condition: Condition,
+    cancelled: NDArray[np.uint8],
+) -> float:
+    """Return the square of the cosine between derivatives of row losses and columns."""
+    n, width = vector.shape[1], vector[WIDTH]
+    system, b = np.empty(n * (n + 1) // 2), np.zeros(n)
+    _fill(system, curvature, width, moving, _NOISE_OF_CURVATURE)
+    for i in range(n):
+        if moving[i] and width[i] > 0.0:
+            b[i] = vector[SLOPE, i] / width[i]
+    if not factorise(system, 0, n, n, cancelled):
+        return math.inf
+    solution = b.copy()
+    solve(system, solution)
+    return float(dot(b, solution) / _pull(number, condition))
+
+
+@inlined
+def _fill(system: Floats, curvature: Floats, width: Floats, taking: Any, ridge: float) -> None:
+    """Fill in the curvature of the parameters that take part, with a unit diagonal and a ridge."""
+    for i in range(len(width)):
+        row = i * (i + 1) // 2
+        for j in range(i):
+            known = taking[i] and taking[j] and width[i] > 0.0 and width[j] > 0.0
+            system[row + j] = curvature[row + j] / (width[i] * width[j]) if known else 0.0
+        system[row + i] = 1.0 + ridge
 
 
 @inlined
@@ -139,6 +327,7 @@ def _judge(
 ) -> bool:
     """Judge the trial and choose another length; True if another direction is needed."""
     expected = dot(vector[SLOPE], vector[TRIAL] - vector[X])
+    slope = dot(vector[SLOPE], vector[DIRECTION])
     counter[TRIALS] += 1
     # Where bounds cut a step off, the slope along it can be positive.
     if finite and loss < number[LOSS] and loss < number[LOSS] + _DECREASE * expected:
@@ -146,24 +335,40 @@ def _judge(
             number[BEST_LOSS] = loss
             vector[BEST, :] = vector[TRIAL]
             vector[BEST_SLOPE, :] = gradient
-        steep = dot(gradient, vector[DIRECTION]) < _FLATTER * dot(vector[SLOPE], vector[DIRECTION])
+        steep = dot(gradient, vector[DIRECTION]) < _FLATTER * slope
         if _is_cut_off(vector) or not steep:
             _accept(vector, number, counter, inverse, limits)
-            return bool(counter[REASON] == RUNNING)
+            return bool(counter[ENDING] == RUNNING)
         number[LOW] = number[LENGTH]
     else:
         number[HIGH] = number[LENGTH]
-    bracketed = number[HIGH] < math.inf
-    number[LENGTH] = 0.5 * (number[LOW] + number[HIGH]) if bracketed else 2.0 * number[LOW]
-    if _place_trial(vector, number[LENGTH], limits) and counter[TRIALS] < _TRIALS:
+    length = number[LENGTH]
+    if number[HIGH] == math.inf:
+        number[LENGTH] = 2.0 * number[LOW]
+    elif number[LOW] > 0.0:
+        number[LENGTH] = 0.5 * (number[LOW] + number[HIGH])
+    else:
+        share = 0.1
+        if finite and expected < 0.0 and loss - number[LOSS] > expected:
+            share = min(0.5, max(0.1, -0.5 * expected / (loss - number[LOSS] - expected)))
+        number[LENGTH] = share * length
+    promised = -slope * (number[LENGTH] - number[LOW])
+    worth = promised > _NOT_WORTH * limits.loss * abs(number[LOSS])
+    differs = worth and _place_trial(vector, number[LENGTH], limits)
+    if differs and counter[TRIALS] < _TRIALS:
         return False
     if number[BEST_LOSS] < math.inf:
         _accept(vector, number, counter, inverse, limits)
-    elif counter[UPDATES] > 0:  # the inverse may be bad: restart without it
-        _reset_inverse(vector, number, counter, inverse)
     else:
-        counter[REASON] = STEP
-    return bool(counter[REASON] == RUNNING)
+        _end(vector, counter, STEP)
+    return bool(counter[ENDING] == RUNNING)
+
+
+@inlined
+def _end(vector: Floats, counter: Integers, reason: int) -> None:
+    """Let a search wait for being inspected."""
+    counter[ENDING] = reason
+    vector[TRIAL, :] = vector[X]
 
 
 @inlined
@@ -187,51 +392,111 @@ def _accept(
     length, size = vector[WIDTH] * step, vector[WIDTH] * vector[X]
     _update_inverse(vector[WIDTH], counter, inverse, step, change)
     number[LOSS] = number[BEST_LOSS]
+    number[BEST_LOSS] = math.inf
     vector[X, :] = vector[BEST]
     vector[SLOPE, :] = vector[BEST_SLOPE]
     _add_columns(vector, number, inverse)
     if decrease <= limits.loss * abs(number[LOSS]):
-        counter[REASON] = LOSS_CHANGE
+        _end(vector, counter, LOSS_CHANGE)
     elif math.sqrt(dot(length, length)) <= limits.step * math.sqrt(dot(size, size)):
-        counter[REASON] = STEP
+        _end(vector, counter, STEP)
 
 
 @inlined
 def _turn(
-    vector: Floats, number: Floats, counter: Integers, inverse: Floats, limits: SearchLimits
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    inverse: Floats,
+    limits: SearchLimits,
+    condition: Condition,
+    begins: bool,
+    cancelled: NDArray[np.uint8],
 ) -> None:
-    """Choose a direction and its first trial, or end the search."""
+    """Choose a direction and its first trial, or end the search; one that begins goes on."""
     moving = np.empty(vector.shape[1], dtype=np.bool_)
     find_moving(vector, X, vector[SLOPE], moving)
-    steepest = 0.0
-    for i in range(len(moving)):
-        if moving[i] and vector[WIDTH, i] > 0.0:
-            steepest = max(steepest, abs(vector[SLOPE, i]) / vector[WIDTH, i])
-    if counter[ITERATIONS] == 0:
-        number[FIRST_STEEPNESS] = steepest
-    if ends(counter, steepest, limits.gradient * number[FIRST_STEEPNESS], limits):
+    if not begins and _steepest(vector, number, moving, condition) <= limits.gradient:
+        _end(vector, counter, GRADIENT)
         return
-    if not _direct(vector, inverse, moving):
+    used_up = counter[EVALUATIONS] >= _EVALUATIONS * limits.iterations + _TRIALS
+    if used_up or counter[ITERATIONS] >= limits.iterations:
+        counter[REASON] = ITERATIONS_USED
+        return
+    box = _BOX if begins and counter[RESTARTS] > 0 else math.inf
+    if not _direct(vector, inverse, moving, box, cancelled):
         _reset_inverse(vector, number, counter, inverse)
-        _direct(vector, inverse, moving)
+        _direct(vector, inverse, moving, box, cancelled)
+    promised = -0.5 * dot(vector[SLOPE], vector[DIRECTION])
+    if not begins and promised <= _NOT_WORTH * limits.loss * abs(number[LOSS]):
+        _end(vector, counter, LOSS_CHANGE)
+        return
     number[LENGTH], number[LOW], number[HIGH], number[BEST_LOSS] = 1.0, 0.0, math.inf, math.inf
     counter[TRIALS] = 0
     counter[ITERATIONS] += 1
     if not _place_trial(vector, number[LENGTH], limits):
-        counter[REASON] = STEP
+        _end(vector, counter, STEP)
 
 
 @inlined
-def _direct(vector: Floats, inverse: Floats, moving: Any) -> bool:
-    """Set the direction to -H g for moving parameters; False unless the loss falls along it."""
+def _direct(
+    vector: Floats, inverse: Floats, moving: Any, box: float, cancelled: NDArray[np.uint8]
+) -> bool:
+    """Set the direction, see above; False unless the loss falls along it.
+
+    No parameter but 0 changes by more than ``box`` times itself.
+    """
     n = len(moving)
+    p, pull, held = vector[DIRECTION], np.zeros(n), np.zeros(n, dtype=np.bool_)
     for i in range(n):
-        vector[DIRECTION, i] = 0.0
-        if moving[i]:
+        # An element of 0 on the diagonal stands for a parameter that takes no part.
+        held[i] = not moving[i] and inverse[i * n + i] > 0.0
+    order, target, before = np.empty(n, dtype=np.int64), np.zeros(n), np.empty(n, dtype=np.bool_)
+    for _ in range(_SETS):
+        pull[:] = vector[SLOPE]
+        count = 0
+        for i in range(n):
+            before[i] = held[i]
+            if held[i]:
+                order[count] = i
+                count += 1
+        if count:
+            system, b = np.empty(count * (count + 1) // 2), np.empty(count)
+            for row in range(count):
+                i = order[row]
+                b[row] = -target[i]
+                for j in range(n):
+                    b[row] -= inverse[i * n + j] * vector[SLOPE, j]
+                b[row] /= math.sqrt(inverse[i * n + i])
+                for column in range(row + 1):
+                    j = order[column]
+                    unit = math.sqrt(inverse[i * n + i]) * math.sqrt(inverse[j * n + j])
+                    system[row * (row + 1) // 2 + column] = inverse[i * n + j] / unit
+            if not factorise(system, 0, count, count, cancelled):
+                return False
+            solve(system, b)
+            for row in range(count):
+                pull[order[row]] += b[row] / math.sqrt(inverse[order[row] * n + order[row]])
+        for i in range(n):
+            p[i] = 0.0
             for j in range(n):
-                if moving[j]:
-                    vector[DIRECTION, i] -= inverse[i * n + j] * vector[SLOPE, j]
-    return bool(dot(vector[SLOPE], vector[DIRECTION]) < 0.0 and all_finite(vector[DIRECTION]))
+                p[i] -= inverse[i * n + j] * pull[j]
+        changed = False
+        for i in range(n):
+            down, up = vector[LOWER, i] - vector[X, i], vector[UPPER, i] - vector[X, i]
+            if vector[X, i] != 0.0:
+                down, up = max(down, -box * abs(vector[X, i])), min(up, box * abs(vector[X, i]))
+            if held[i]:
+                p[i] = target[i]
+                force = pull[i] - vector[SLOPE, i]
+                # The bound holds the parameter back if the force points inwards.
+                held[i] = force <= 0.0 if target[i] <= down else force >= 0.0
+            elif p[i] < down or p[i] > up:
+                held[i], target[i] = inverse[i * n + i] > 0.0, down if p[i] < down else up
+            changed = changed or held[i] != before[i]
+        if not changed or cancelled[0]:
+            break
+    return bool(dot(vector[SLOPE], p) < 0.0 and all_finite(p))
 
 
 @inlined
@@ -254,33 +519,25 @@ def _begin_inverse(
     counter: Integers,
     curvature: Floats,
     inverse: Floats,
+    ridge: float,
     cancelled: NDArray[np.uint8],
 ) -> None:
-    """Invert the damped curvature at the start, scaled to a unit diagonal."""
-    n = vector.shape[1]
-    width, scale = vector[WIDTH], np.ones(n)
-    system = np.empty(n * (n + 1) // 2)
-    for i in range(n):
-        row = i * (i + 1) // 2
-        width[i] = math.sqrt(curvature[row + i])
-        if width[i] > 0.0:
-            scale[i] = width[i]
-        for j in range(i):
-            system[row + j] = curvature[row + j] / (scale[i] * scale[j])
-        system[row + i] = 1.0 + _RIDGE
+    """Invert the damped curvature, scaled to a unit diagonal."""
+    n, width = vector.shape[1], vector[WIDTH]
+    system, column = np.empty(n * (n + 1) // 2), np.empty(n)
+    _fill(system, curvature, width, width > 0.0, ridge)
     if not factorise(system, 0, n, n, cancelled):
         _reset_inverse(vector, number, counter, inverse)
         return
-    column = np.empty(n)
     for j in range(n):
         column[:] = 0.0
         column[j] = 1.0
         solve(system, column)
         for i in range(n):
             known = width[i] > 0.0 and width[j] > 0.0
-            element = column[i] / (scale[i] * scale[j]) / number[STIFFNESS]
-            inverse[i * n + j] = element if known else 0.0
-    counter[UPDATES] = 1  # so that a failing search falls back to steepest descent
+            unit = width[i] * width[j] if known else 1.0
+            inverse[i * n + j] = column[i] / unit / number[STIFFNESS] if known else 0.0
+    counter[UPDATES] = 0
 
 
 @inlined
@@ -291,7 +548,8 @@ def _add_columns(vector: Floats, number: Floats, inverse: Floats) -> None:
     """
     n = vector.shape[1]
     for i in range(n):
-        if vector[WIDTH, i] == 0.0 and vector[SLOPE, i] != 0.0 and number[LOSS] != 0.0:
+        free = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
+        if free and vector[WIDTH, i] == 0.0 and vector[SLOPE, i] != 0.0 and number[LOSS] != 0.0:
             squares = 2.0 * abs(number[LOSS]) / number[STIFFNESS]
             width = abs(vector[SLOPE, i]) / number[STIFFNESS] / math.sqrt(squares)
             vector[WIDTH, i] = width
@@ -331,7 +589,7 @@ def _update_inverse(
         for j in range(n):
             mapped[i] += inverse[i * n + j] * change[j]
     stretched = dot(change, mapped)
-    if counter[UPDATES] < 2 and stretched > 0.0:
+    if counter[UPDATES] == 0 and stretched > 0.0:
         # The first inverse knows the shape but not the size (Nocedal and Wright, equation 6.20).
         factor = curved / stretched
         inverse[:] = inverse * factor

@@ -36,7 +36,8 @@ def _load_levenberg_marquardt() -> None:
 
 
 def _load_bfgs() -> None:
-    numba_cache.load(bfgs.advance, types.void(*_STATE, types.uint8[::1]))
+    condition = numba.typeof(bfgs.Condition(0.0, 0.0, False, False))
+    numba_cache.load(bfgs.advance, types.void(*_STATE, condition, types.boolean, types.uint8[::1]))
 
 
 #: What other processes compile: seconds that it takes, and what loads it.

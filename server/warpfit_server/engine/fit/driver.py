@@ -12,6 +12,7 @@ code of the methods with that of derivatives (`compiled`), for which the first p
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -21,21 +22,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
-from warpfit.fitting import FitProgress, FitRequest, FitResult, Method
+from warpfit.fitting import FitProgress, FitRequest, FitResult, Method, Tolerances
 from warpfit.ir import Program
 from warpfit.losses import SQUARES as SQUARED_DIFFERENCES
 from warpfit.losses import TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Precision, Timings
 from warpfit_server.engine.fit import bfgs, levenberg_marquardt
+from warpfit_server.engine.fit.bfgs import has_kinks, squared_slope
 from warpfit_server.engine.fit.covariance import estimate_covariances, standard_errors
 from warpfit_server.engine.fit.searches import (
+    BEGINS,
+    ENDING,
     EVALUATIONS,
     INITIAL,
     ITERATIONS,
@@ -43,6 +47,7 @@ from warpfit_server.engine.fit.searches import (
     LOSS,
     NOT_FINITE,
     PARAMETERS,
+    PULL,
     REASON,
     SQUARES,
     STIFFNESS,
@@ -64,6 +69,8 @@ from warpfit_server.system.resources import give_back_memory
 #: The batch shrinks when at least this share of its searches has ended: each selection costs the
 #: engine some preparation, each search that stays costs its evaluation.
 _SHRINK_SHARE: Final = 1 / 8
+#: Share of the batch that must wait for being inspected, which takes passes with more to compute.
+_INSPECTED_SHARE: Final = 1 / 2
 #: Mean of squares below which fast mode is given up: float32 reaches down to 1e-38, and a fit makes
 #: residuals smaller than they are at its start.
 _SMALL_IN_FLOAT32: Final = 1e-28
@@ -79,6 +86,8 @@ _PIECE: Final = 100_000.0
 #: Such work takes about a microsecond for each search, and as much for so many cubes of parameters.
 _CUBES: Final = 500.0
 _THREAD: Final = ThreadPoolExecutor(1, "fit", os.nice, (NICE,))  # on Linux, of it alone
+#: Rounding errors of a value, in units of the last place, that have no direction.
+_ROUNDINGS: Final = 30.0
 Result = TypeVar("Result")
 #: Some searches, and the estimated microseconds in which the next step of each is found.
 Piece = tuple[slice, float]
@@ -164,6 +173,7 @@ class _Driver:
         longest = int(self._all.counts.max(initial=0))
         self._workspace = levenberg_marquardt.workspace(longest, context.cancelled)
         self._pass_seconds = 0.0
+        self._condition = self._first_order_condition(tolerances, dtype)
 
     def run(self) -> Steps[FitResult]:
         """Advance until every search has ended or the time is used up; return the result."""
@@ -175,7 +185,7 @@ class _Driver:
                     self._active.interrupt()
                     continue
                 yield None
-                new = yield from self._linearise(curvature=self._is_lm)
+                new = yield from self._evaluate_trials()
                 yield from self._in_pieces(self._pieces, partial(self._advance, new))
         return (yield from self._result())
 
@@ -203,6 +213,7 @@ class _Driver:
             yield from self._on_fit_thread(self._mark_linear)
         else:
             self._all.make_room_for_inverse()
+            self._all.counters[:, ENDING] = BEGINS
             assert first.curvatures is not None
             copy = partial(np.copyto, self._all.curvature, first.curvatures)
             yield from self._on_fit_thread(copy)
@@ -229,6 +240,27 @@ class _Driver:
         target = self._statistics.target
         return bool(
             target.any() and np.square(np.abs(target, dtype=np.float64).max()) < _SMALL_IN_FLOAT64
+        )
+
+    def _first_order_condition(
+        self, tolerances: Tolerances, dtype: np.dtype[Any]
+    ) -> bfgs.Condition:
+        """Return the condition under which BFGS says that a search has converged.
+
+        The square of the cosine is the share of the loss that the linear model promises to take
+        off, roughly: it follows the tolerance of the loss, from 1e-2 down to 1e-6.
+        """
+        cosine = min(max(10.0 * math.sqrt(tolerances.loss), 1e-6), 1e-2)
+        with np.errstate(all="ignore"):
+            squares = np.square(self._statistics.target, dtype=np.float64)
+            if self._statistics.weights is not None:
+                squares *= self._statistics.weights
+            noise = (_ROUNDINGS * float(np.finfo(dtype).eps)) ** 2 * float(squares.sum())
+        return bfgs.Condition(
+            max(cosine, tolerances.gradient),
+            noise if math.isfinite(noise) else 0.0,
+            self._loss.is_squares,
+            not self._loss.is_squares and has_kinks(self._loss.row),
         )
 
     def _mark_linear(self) -> None:
@@ -262,6 +294,40 @@ class _Driver:
             stiffness = 2.0 * lengths[0] / lengths[1]
         return np.where(np.isfinite(stiffness) & (stiffness > 0.0), stiffness, 1.0)
 
+    def _waiting(self) -> NDArray[np.bool_]:
+        """Which searches are inspected now, [S]: half of the batch, or all that are left."""
+        running = self._active.running
+        waiting = running & (self._active.counters[:, ENDING] != 0)
+        count = int(waiting.sum())
+        enough = count >= _INSPECTED_SHARE * len(waiting) or count == int(running.sum())
+        return waiting if enough else np.zeros_like(waiting)
+
+    def _evaluate_trials(self) -> Steps[Linearisation]:
+        """Evaluate the trials, with the curvature for Levenberg-Marquardt and where BFGS ends.
+
+        For losses other than squares, ends need a number that takes a pass of its own, over them.
+        """
+        active, waiting = self._active, self._waiting()
+        if self._is_lm or not waiting.any():
+            return (yield from self._linearise(curvature=self._is_lm))
+        if not self._loss.is_squares:
+            places, columns = self._places[waiting], np.repeat(waiting, active.counts)
+            batch = replace(self._batch[places], parameters=active.vectors[X, columns])
+            squares = yield from self._context.linearise(
+                replace(self._problem, batch=batch),
+                squared_slope(self._loss.row),
+                curvature=False,
+                cancelled=self._context.cancelled,
+                selection=Selection(
+                    self._request.problem.batch, places // self._problem.batch.vectors
+                ),
+            )
+            active.numbers[waiting, PULL] = squares.losses.reshape(-1)
+        new = yield from self._linearise(curvature=True)
+        assert new.curvatures is not None
+        np.copyto(active.curvature, new.curvatures)
+        return new
+
     def _linearise(
         self, *, curvature: bool, row_loss: Program | None = None
     ) -> Steps[Linearisation]:
@@ -291,7 +357,9 @@ class _Driver:
             levenberg_marquardt.advance(*state, *evaluated, self._limits, self._workspace)
         else:
             evaluated = (active.inverse, sums, new.gradients)
-            bfgs.advance(*state, *evaluated, self._limits, self._context.cancelled)
+            bounds = self._limits, self._condition
+            inspects = new.curvatures is not None
+            bfgs.advance(*state, *evaluated, *bounds, inspects, self._context.cancelled)
 
     def _drop_finished(self) -> bool:
         """Keep the outcomes of ended searches, shrink the batch if it pays; False if all ended."""

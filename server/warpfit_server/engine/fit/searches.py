@@ -41,7 +41,7 @@ DIRECTION: Final = 6  # BFGS: direction of the line search
 LINEAR: Final = 7  # Levenberg-Marquardt: 1 where the program is linear in the parameter, else 0
 BEST: Final = 7  # BFGS: best parameters along the direction with a sufficient decrease
 BEST_SLOPE: Final = 8  # BFGS: gradient there
-WIDTH: Final = 9  # BFGS: length of a column of the Jacobian at the start, 0 if unknown
+WIDTH: Final = 9  # BFGS: length of a column of the Jacobian when last known, 0 if never or fixed
 _VECTORS: Final = 10
 
 # Columns of ``Searches.numbers``.
@@ -55,9 +55,10 @@ LOW: Final = 3  # BFGS: longest length known to be too short
 HIGH: Final = 4  # BFGS: shortest length known to be too long
 BEST_LOSS: Final = 5  # BFGS: sum of row losses at BEST, or infinity
 PREDICTED: Final = 6  # Levenberg-Marquardt: predicted decrease by the step
-FIRST_STEEPNESS: Final = 6  # BFGS: greatest derivative at the start, divided by WIDTH
+PULL: Final = 6  # BFGS: sum of w (dl/df)^2 of the row loss l when last known, 0 if never
 STIFFNESS: Final = 7  # BFGS: estimated second derivative of the row loss by its residual
-_NUMBERS: Final = 8
+RESTART_LOSS: Final = 8  # BFGS: sum of row losses where the search restarted
+_NUMBERS: Final = 9
 
 # Columns of ``Searches.counters``.
 REASON: Final = 0
@@ -66,7 +67,11 @@ EVALUATIONS: Final = 2
 CORRECTING: Final = 3  # Levenberg-Marquardt: 1 if the trial corrects the previous one
 TRIALS: Final = 3  # BFGS: evaluations along this direction
 UPDATES: Final = 4  # BFGS: updates of the inverse since it was set up
-_COUNTERS: Final = 5
+ENDING: Final = 5  # BFGS: 0, or why the search waits for being inspected: BEGINS or a reason
+RESTARTS: Final = 6  # BFGS: how often the search has restarted
+_COUNTERS: Final = 7
+#: Value of ENDING of a search that has not been inspected yet.
+BEGINS: Final = -1
 
 # Columns of ``Searches.edges``.
 PARAMETERS: Final = 0

@@ -1,0 +1,177 @@
+"""What BFGS says where it ends: the first-order condition, its widths, bounds, restarts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.optimize import lsq_linear
+
+from support.engines.complex_steps import Formula, steepest_cosine
+from support.engines.fits import fit, tight
+from support.engines.more_garbow_hillstrom import problems
+from warpfit import LossFunction, Reason, parse
+from warpfit.dataset import Dataset
+from warpfit.expressions import reference
+from warpfit.fitting import Accuracy
+from warpfit.losses import huber, log_cosh, poisson, quantile
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.fit.bfgs import has_kinks, squared_slope
+
+rng = np.random.default_rng(17)
+X = np.linspace(0.1, 3.0, 40)
+WAVE = 1.2 + 0.01 * np.sin(9 * X)
+YEARS = np.arange(1980.0, 2021.0)
+U = (YEARS - 2000.0) / 20.0
+TREND = 1 + 0.5 * U + 0.3 * U**2 - 0.4 * U**3 + 0.02 * rng.normal(size=41)
+CUBIC = "p1 + p2*x1 + p3*x1^2 + p4*x1^3"
+LARGEST_COSINE = {Accuracy.SCREENING: 1e-2, Accuracy.FINAL: 1e-6}
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    engine = CpuEngine(threads=1)
+    yield engine
+    engine.close()
+
+
+def search(cpu, columns, target, text, start, accuracy=Accuracy.FINAL, **options):
+    data = Dataset.of(np.reshape(columns, (len(target), -1)), target, dtype="float64")
+    cpu.load(data)
+    options = tight(accuracy) | {"method": "bfgs"} | options
+    return fit(data, [text], [start], engine=cpu, **options)
+
+
+@pytest.mark.parametrize("accuracy", Accuracy)
+@pytest.mark.parametrize(
+    ("columns", "target", "text", "start"),
+    [
+        (X, X**2, "x1^p1", [-40.0]),
+        (YEARS, TREND, CUBIC, [1.0] * 4),
+        (X, WAVE, "p1 + x1*0 + tanh(p2)", [0.3, 20.0]),
+        (X, WAVE, "p1*x1*0 + p1/(1 + exp(p2))", [0.3, -40.0]),
+        (X, np.exp(-X), "p1*exp(-p2*x1)", [-1.0, -18.0]),
+        *[
+            (p.columns, p.target, p.formula, p.start * 100.0)
+            for p in problems()
+            if p.name.split()[0] in ("Jennrich-Sampson", "Beale", "Kowalik", "Chebyquad", "Brown")
+        ],
+    ],
+)
+def test_no_search_converges_where_the_gradient_is_not_small(
+    cpu, accuracy, columns, target, text, start
+):
+    found = search(cpu, columns, target, text, start, accuracy)
+    formula = Formula(text, np.reshape(columns, (len(target), -1)))
+    p = found.parameters[0]
+    residuals = formula.values(p) - target
+    with np.errstate(all="ignore"):
+        sizes = np.abs(target) + np.abs(residuals)
+        noise = 1e-14 * np.linalg.norm(sizes) / np.linalg.norm(residuals)
+    if found.success[0] and noise < 1.0:
+        cosine = steepest_cosine(formula.jacobian(p), residuals, np.ones(len(p), dtype=bool))
+        assert cosine <= max(LARGEST_COSINE[accuracy], noise)
+
+
+@pytest.mark.parametrize(
+    ("columns", "target", "text", "start", "best"),
+    [
+        (X, X**2, "x1^p1", [-40.0], 0.0),
+        (X, WAVE, "p1 + x1*0 + tanh(p2)", [0.3, 20.0], np.var(WAVE) * 40),
+        (YEARS, TREND, CUBIC, [1.0] * 4, np.polyfit(U, TREND, 3, full=True)[1][0]),
+    ],
+)
+def test_searches_reach_the_minimum_from_far(cpu, columns, target, text, start, best):
+    found = search(cpu, columns, target, text, start)
+    np.testing.assert_allclose(found.loss[0], best, rtol=1e-6, atol=1e-20)
+
+
+def test_lines_with_one_bound_take_a_few_evaluations(cpu):
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        x = np.linspace(0.1, 4, 20)
+        y = 1 + 0.5 * x + 0.05 * draw.normal(size=20)
+        bounds = {"lower": [[-np.inf, -np.inf]], "upper": [[0.8, np.inf]]}
+        found = search(cpu, x, y, "p1 + p2*x1", [0.0, 0.0], **bounds)
+        slope = x @ (y - 0.8) / (x @ x)
+        np.testing.assert_allclose(found.parameters[0], [0.8, slope], rtol=1e-7)
+        assert found.success[0]
+        assert found.evaluations[0] < 30
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_bounded_linear_problems_have_the_loss_of_bvls(cpu, seed):
+    draw = np.random.default_rng(seed)
+    n = 2 + seed % 4
+    matrix = draw.normal(size=(20, n)) @ (np.eye(n) + 0.7 * draw.normal(size=(n, n)))
+    target = matrix @ draw.normal(size=n) + draw.normal(size=20)
+    best = np.linalg.lstsq(matrix, target)[0]
+    width = np.abs(best) + 0.1
+    lower = best + width * draw.uniform(-1.5, 0.3, n)
+    upper = lower + width * draw.uniform(0.1, 2.0, n)
+    text = " + ".join(f"p{i}*x{i}" for i in range(1, n + 1))
+    found = search(cpu, matrix, target, text, lower, lower=[lower], upper=[upper])
+    exact = lsq_linear(matrix, target, (lower, upper), "bvls", 1e-15)
+    np.testing.assert_allclose(found.loss[0], 2.0 * exact.cost, rtol=1e-9)
+    assert found.success[0]
+
+
+@pytest.mark.parametrize(("text", "start"), [("p1*x1 + p2", 0.0), ("exp(p1)*x1 + p2", 0.5)])
+def test_fixed_parameters_count_nowhere(cpu, text, start):
+    x = np.linspace(0, 10, 50)
+    y = 1e10 + 2 * x + 0.1 * rng.normal(size=50)
+    found = search(cpu, x, y, text, [start, 1e10], fixed=[[False, True]])
+    residuals = y - 1e10
+    best = np.square(residuals - x * (x @ residuals) / (x @ x)).sum()
+    np.testing.assert_allclose(found.loss[0], best, rtol=1e-5)  # values have 17 digits
+    assert found.success[0]
+
+
+def test_a_search_that_cannot_go_on_has_stalled(cpu):
+    """At the kink of a parameter the gradient does not vanish."""
+    found = search(cpu, X, np.zeros(40), "1 + abs(p1 - 0.5)", [3.0])
+    assert found.reason[0] is Reason.STALLED
+    np.testing.assert_allclose(found.parameters[0], [0.5])
+
+
+@pytest.mark.parametrize(
+    ("loss", "text", "start", "best"),
+    [
+        ("abs(d)", "p1", [9.0], 2.0),
+        (quantile(0.9), "p1", [-50.0], 4.6),
+        (poisson(), "p1", [1e-3], 2.0),
+        (poisson(log=True), "p1", [-8.0], np.log(2.0)),
+        (log_cosh(), "p1", [-300.0], None),
+        (huber(0.5), "p1", [900.0], None),
+        ("exp(d) - d + 1e6", "p1", [-9.0], None),
+    ],
+)
+def test_other_losses_converge_to_their_minima(cpu, loss, text, start, best):
+    """Constants that are added to a loss do not matter to the first-order condition."""
+    y = np.array([0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 3.0, 5.0])
+    function = LossFunction.parse(loss) if isinstance(loss, str) else loss
+    found = search(cpu, y, y, text, start, loss=function, accuracy=Accuracy.FINAL)
+    grid = np.linspace(-9, 9, 180_001)
+    if best is None:
+        columns = np.stack([np.repeat(grid, 9), np.tile(y, len(grid))])
+        sums = reference.evaluate_program(function.row, columns).reshape(-1, 9).sum(axis=1)
+        best = grid[sums.argmin()]
+    assert found.success[0]
+    np.testing.assert_allclose(found.parameters[0], [best], atol=1e-3 if best != 4.6 else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "slope"),
+    [
+        ("exp(f) - y*f", lambda f, y, w: np.exp(f) - y),
+        ("w*abs(d)^1.5", lambda f, y, w: np.sqrt(w) * 1.5 * np.abs(f - y) ** 0.5),
+        ("log(1 + d^2)", lambda f, y, w: 2 * (f - y) / (1 + (f - y) ** 2)),
+    ],
+)
+def test_the_squared_slope_of_a_row_loss(text, slope):
+    f, y, w = rng.normal(size=(3, 50))
+    w = np.abs(w)
+    row = LossFunction.parse(text).row
+    found = reference.evaluate_program(squared_slope(row), np.stack([f, y, w]))
+    np.testing.assert_allclose(found, np.square(slope(f, y, w)), rtol=1e-2, atol=1e-4)
+    assert has_kinks(parse("abs(x1)"))
+    assert not has_kinks(parse("x1 - x2*log(x1)"))
