@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.engines.strategies import programs
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
 from warpfit.expressions import reference
 from warpfit.frontends import as_program
 from warpfit.ir import Program
@@ -217,3 +217,59 @@ def test_towers_of_powers_do_not_explode():
 
 def test_numbers_keep_their_precision():
     assert from_sympy(to_sympy(parse("x1 ^ 0.1"))) == parse("x1 ^ 0.1")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["p1"], "p1*p01 + p02"),
+        (["x2", "b"], "x2 - b"),
+        (["x2"], "x2 - x02"),
+        (["p01"], "p01 - p1"),
+    ],
+)
+def test_columns_called_like_parameters_or_variables_are_told_apart(names, text):
+    program = parse(text, names)
+    symbols = set(program.codes[program.codes < 3].tolist())
+    assert len(to_sympy(program, names).free_symbols) >= max(2, len(symbols))
+    again = from_sympy(to_sympy(program, names), names)
+    columns, vector = np.array([[1.5, 2.0], [-0.5, 3.0]]), [0.7, 0.2]
+    np.testing.assert_allclose(
+        reference.evaluate_program(again, columns, vector),
+        reference.evaluate_program(program, columns, vector),
+    )
+
+
+def test_lgamma_is_real_and_comes_back():
+    expression = to_sympy(parse("lgamma(x1)"))
+    assert float(S.N(expression.subs(x1, -2.3))) == pytest.approx(0.36956666345500805, rel=1e-14)
+    assert from_sympy(expression) == parse("lgamma(x1)")
+
+
+@pytest.mark.parametrize(
+    ("number", "value"),
+    [
+        *((S.Rational(10**400, 10**399 + 7), 10.0), (S.Rational(7, 10**399 + 7), 0.0)),
+        *((S.Rational(10**20 + 1, 3), (10**20 + 1) / 3), (S.Rational(-(10**400), 3), -np.inf)),
+        (S.Integer(10) ** 400, np.inf),
+    ],
+)
+def test_huge_rational_numbers(number, value):
+    found = reference.evaluate_program(from_sympy(number * x1), [[1.0]])
+    assert found.tolist() == [value]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("softplus(mod(x3, x2 <= 0.5))", "sin(" * 400 + "x1" + ")" * 400, "mod(x1, x2 > 0)"),
+        *("round(mod(x1 > x2, x2 > x3))", "exp(-x1^" * 50 + "2.5" + ")" * 50),
+        "sin(" * 90 + "x1" + ")" * 90,
+    ],
+)
+def test_deep_programs_are_converted_or_refused(text):
+    """What is returned can be printed, too."""
+    try:
+        assert str(parse(text).sympy())
+    except ResourceExhaustedError as error:
+        assert error.reason == "TOO_DEEP"
