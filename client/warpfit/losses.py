@@ -322,10 +322,13 @@ def quantile(q: float = 0.5) -> LossFunction:
 def poisson(*, log: bool = False) -> LossFunction:
     """Return the sum of f - y log f, Poisson's negative log likelihood of counts y.
 
+    Where y and f are 0 it is its limit, 0; a negative f has none.
+
     Args:
         log: whether the prediction is the logarithm of the mean; the sum is then exp(f) - y f.
     """
-    return LossFunction.parse("exp(f) - y*f" if log else "f - y*log(f)", Closing.SUM)
+    text = "f - where(y == 0 and f == 0, 0, y*log(f))"
+    return LossFunction.parse("exp(f) - where(y == 0, 0, y*f)" if log else text, Closing.SUM)
 
 
 def gaussian(sigma: float | None = None) -> LossFunction:

@@ -171,3 +171,22 @@ def test_invalid_losses(call, reason):
         call()
     assert caught.value.reason == reason
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("log", "f", "y", "value", "slope"),
+    [
+        (False, 0.0, 0.0, 0.0, 1.0),
+        (False, 2.0, 0.0, 2.0, 1.0),
+        (False, -1.0, 0.0, np.nan, 1.0),
+        (False, 0.0, 3.0, np.inf, -np.inf),
+        (True, -np.inf, 0.0, 0.0, 0.0),
+        (True, -np.inf, 1.0, np.inf, -1.0),
+        (True, -800.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_poisson_has_its_limits_where_no_event_is_counted(log, f, y, value, slope):
+    inputs = np.array([[f], [y], [1.0]])
+    found, slopes = differentiate(losses.poisson(log=log).row, inputs, by=VARIABLE)
+    np.testing.assert_array_equal(found, [value])
+    np.testing.assert_array_equal(slopes[0], [slope])
