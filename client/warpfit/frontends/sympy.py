@@ -75,6 +75,8 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
                 continue
             assert row is not None
             code, value = row.code, 0.0
+        elif not isinstance(piece, sympy.Basic) or getattr(piece, "is_Matrix", False):
+            raise _unknown(piece)
         elif piece.is_Symbol:
             code, value = _symbol(piece, indices)
         elif isinstance(piece, BooleanTrue | BooleanFalse):

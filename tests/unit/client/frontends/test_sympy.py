@@ -89,6 +89,9 @@ def test_symbols_of_the_data_set():
         S.Integral(S.zeta(x1), x1),
         x1 + S.I,
         S.Symbol("x0"),
+        S.Matrix([x1]),
+        S.ImmutableMatrix([x1]),
+        S.MatrixSymbol("x1", 2, 2),
     ],
 )
 def test_what_is_unknown_is_refused(expression):
