@@ -161,8 +161,10 @@ class InProcessServer:
         dataset = self._dataset(request.problem.dataset_id)
         request.check(dataset.layout)
         reports: list[FitProgress] = []
+        engine = _ReferenceEngine(dataset)
         context = FitContext(
-            linearise=_ReferenceEngine(dataset).linearise,
+            linearise=engine.linearise,
+            evaluate=engine.evaluate,
             dataset=dataset,
             cancelled=np.zeros(1, dtype=np.uint8),
             report=reports.append if request.settings.progress else None,
@@ -215,10 +217,18 @@ def async_client(
 
 
 class _ReferenceEngine:
-    """The part of an engine that a fit needs."""
+    """The parts of an engine that a fit needs."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
+
+    def evaluate(self, evaluation: Evaluation, outputs: Any) -> Any:
+        from warpfit.request import Timings
+
+        yield None
+        result = reference_engine.evaluate(evaluation, self._dataset)
+        outputs.values[:], outputs.jacobian[:] = result.values, result.jacobian
+        return Timings()
 
     def linearise(
         self, evaluation: Evaluation, row_loss: Program, *, curvature: bool, **_: Any

@@ -104,6 +104,7 @@ class RequestRunner:
         dataset = self._datasets.whole(problem.dataset_id)
         context = FitContext(
             linearise=self._datasets.linearise,
+            evaluate=self._datasets.evaluate,
             dataset=dataset,
             cancelled=request.cancelled,
             deadline=deadline,

@@ -155,7 +155,8 @@ class Ours:
             self._data.content_id, self._batch, precision=precision, loss=Loss.MSE, values=False
         )
         settings = FitSettings(method=Method.LM, max_iterations=iterations)
-        context = FitContext(self.engine.linearise, self._data, np.zeros(1, np.uint8))
+        passes = self.engine.linearise, self.engine.evaluate
+        context = FitContext(*passes, self._data, np.zeros(1, np.uint8))
         found = run_to_end(optimize(FitRequest(evaluation, settings), context)).parameters
         edges = self._batch.parameter_starts
         return [found[a:b] for a, b in itertools.pairwise(edges)]

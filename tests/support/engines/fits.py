@@ -65,8 +65,10 @@ def prepared(
     settings["method"] = Method(settings.get("method", "auto"))
     request = FitRequest(problem, FitSettings(**settings))
     request.check(dataset.layout)
+    engine = engine or NumpyEngine(dataset)
     context = FitContext(
-        linearise=(engine or NumpyEngine(dataset)).linearise,
+        linearise=engine.linearise,
+        evaluate=engine.evaluate,
         dataset=dataset,
         cancelled=np.full(1, cancelled, dtype=np.uint8),
         deadline=deadline,

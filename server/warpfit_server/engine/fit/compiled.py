@@ -9,14 +9,14 @@ import numba
 import numpy as np
 from numba import types
 
-from warpfit_server.engine.fit import bfgs, levenberg_marquardt, separable
+from warpfit_server.engine.fit import bfgs, levenberg_marquardt, orthogonal, separable
 from warpfit_server.engine.fit.searches import SearchLimits
 from warpfit_server.engine.native import numba_cache
 
 _NUMBERS, _ROWS, _COUNTS = types.float64[::1], types.float64[:, ::1], types.int64[:, ::1]
-_LIMITS: Final = numba.typeof(SearchLimits(0.0, 0.0, 0.0, 0, False))
-#: What both methods take: the state of the searches, what a pass has found, limits.
-_STATE: Final = _COUNTS, _ROWS, _ROWS, _COUNTS, *[_NUMBERS] * 4, _LIMITS
+_LIMITS: Final = numba.typeof(SearchLimits(0.0, 0.0, 0.0, 0, False, 0.0, 0.0, 0.0))
+#: What both methods take: the state of the searches, what a pass has found.
+_STATE: Final = _COUNTS, _ROWS, _ROWS, _COUNTS, *[_NUMBERS] * 4
 
 
 def load() -> None:
@@ -27,9 +27,14 @@ def load() -> None:
 
 def _load_levenberg_marquardt() -> None:
     space = numba.typeof(levenberg_marquardt.workspace(1, np.zeros(1, dtype=np.uint8)))
-    numba_cache.load(levenberg_marquardt.advance, types.void(*_STATE, space))
+    numba_cache.load(
+        levenberg_marquardt.advance, types.void(*_STATE, _NUMBERS, types.boolean, _LIMITS, space)
+    )
     codes = types.Array(types.uint8, 1, "C", readonly=True)
     values = types.Array(types.float64, 1, "C", readonly=True)
+    flag = types.uint8[::1]
+    found = _ROWS, _ROWS, values, values, types.int64[::1], _NUMBERS, _NUMBERS
+    numba_cache.load(orthogonal.absorb, types.void(*found, flag))
     starts = types.int64[::1]
     mark_linear = types.void(codes, values, starts, starts, _COUNTS, _NUMBERS)
     numba_cache.load(separable.mark_linear, mark_linear)
@@ -37,11 +42,12 @@ def _load_levenberg_marquardt() -> None:
 
 def _load_bfgs() -> None:
     condition = numba.typeof(bfgs.Condition(0.0, 0.0, False, False))
-    numba_cache.load(bfgs.advance, types.void(*_STATE, condition, types.boolean, types.uint8[::1]))
+    flag = types.uint8[::1]
+    numba_cache.load(bfgs.advance, types.void(*_STATE, _LIMITS, condition, types.boolean, flag))
 
 
 #: What other processes compile: seconds that it takes, and what loads it.
 PARTS: Final[dict[str, tuple[float, Callable[[], None]]]] = {
-    "lm": (4.6, _load_levenberg_marquardt),
+    "lm": (9.0, _load_levenberg_marquardt),
     "bfgs": (6.5, _load_bfgs),
 }

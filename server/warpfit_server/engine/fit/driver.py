@@ -33,14 +33,15 @@ from warpfit.fitting import FitProgress, FitRequest, FitResult, Method, Toleranc
 from warpfit.ir import Program
 from warpfit.losses import SQUARES as SQUARED_DIFFERENCES
 from warpfit.losses import TargetStatistics, close_losses, mentions_weight
-from warpfit.request import Precision, Timings
-from warpfit_server.engine.fit import bfgs, levenberg_marquardt
+from warpfit.request import Evaluation, Precision, Timings
+from warpfit_server.engine.fit import bfgs, levenberg_marquardt, orthogonal
 from warpfit_server.engine.fit.bfgs import has_kinks, squared_slope
 from warpfit_server.engine.fit.covariance import estimate_covariances, standard_errors
 from warpfit_server.engine.fit.searches import (
     BEGINS,
     ENDING,
     EVALUATIONS,
+    FACTOR,
     INITIAL,
     ITERATIONS,
     LINEAR,
@@ -49,9 +50,11 @@ from warpfit_server.engine.fit.searches import (
     PARAMETERS,
     PULL,
     REASON,
+    RIGHT,
     SQUARES,
     STIFFNESS,
     TRIAL,
+    WANTED,
     Floats,
     Integers,
     Searches,
@@ -61,7 +64,7 @@ from warpfit_server.engine.fit.searches import (
     one_vector_each,
 )
 from warpfit_server.engine.fit.separable import mark_linear, operator_table
-from warpfit_server.engine.interface import Linearisation, Selection, Steps, timed
+from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps, timed
 from warpfit_server.engine.native.compile_processes import NICE
 from warpfit_server.limits import fit_memory
 from warpfit_server.system.resources import give_back_memory
@@ -85,9 +88,15 @@ _MUCH_WORK: Final = 2_000.0
 _PIECE: Final = 100_000.0
 #: Such work takes about a microsecond for each search, and as much for so many cubes of parameters.
 _CUBES: Final = 500.0
+#: Numbers of Jacobians that are held at a time while they are factorised.
+_JACOBIAN_NUMBERS: Final = 2**21
 _THREAD: Final = ThreadPoolExecutor(1, "fit", os.nice, (NICE,))  # on Linux, of it alone
 #: Rounding errors of a value, in units of the last place, that have no direction.
 _ROUNDINGS: Final = 30.0
+#: Tolerances up to which an answer is taken for a final one, which must hold a stricter
+#: first-order condition.
+_FINAL_LOSS: Final = 1e-9
+_FINAL_STEP: Final = 1e-7
 Result = TypeVar("Result")
 #: Some searches, and the estimated microseconds in which the next step of each is found.
 Piece = tuple[slice, float]
@@ -101,6 +110,8 @@ class FitContext:
 
     linearise: Callable[..., Steps[Linearisation]]
     """`warpfit_server.engine.interface.Engine.linearise` of what evaluates its passes."""
+    evaluate: Callable[..., Steps[Timings]]
+    """`warpfit_server.engine.interface.Engine.evaluate` of the same."""
     dataset: Dataset
     cancelled: NDArray[np.uint8]
     """[1]; becomes 1 when the call is cancelled."""
@@ -155,6 +166,8 @@ class _Driver:
         self._loss = request.loss
         self._is_lm = request.method == Method.LM
         dtype = context.dataset.layout.dtype
+        self._rows = slice(*request.problem.row_range(context.dataset.layout))
+        self._statistics = TargetStatistics.of_rows(context.dataset, self._rows)
         tolerances = request.settings.tolerances(dtype)
         self._limits = SearchLimits(
             float(tolerances.gradient),
@@ -162,9 +175,9 @@ class _Driver:
             float(tolerances.loss),
             request.settings.max_iterations,
             dtype.itemsize == 4,
+            1e-6 if tolerances.loss <= _FINAL_LOSS and tolerances.step <= _FINAL_STEP else 1e-2,
+            *self._target_sizes(),
         )
-        self._rows = slice(*request.problem.row_range(context.dataset.layout))
-        self._statistics = TargetStatistics.of_rows(context.dataset, self._rows)
         self._problem = request.problem
         self._batch = one_vector_each(request.problem.batch)
         """The program of each search."""
@@ -174,6 +187,16 @@ class _Driver:
         self._workspace = levenberg_marquardt.workspace(longest, context.cancelled)
         self._pass_seconds = 0.0
         self._condition = self._first_order_condition(tolerances, dtype)
+
+    def _target_sizes(self) -> tuple[float, float]:
+        """Return the sum of squares of the target, and its variation."""
+        if not self._is_lm:
+            return 0.0, 0.0
+        with np.errstate(all="ignore"):  # rows of weight 0 may hold anything
+            squares = np.square(self._statistics.target, dtype=np.float64)
+            if self._statistics.weights is not None:
+                squares *= self._statistics.weights
+        return float(np.nansum(squares)), self._statistics.variation
 
     def run(self) -> Steps[FitResult]:
         """Advance until every search has ended or the time is used up; return the result."""
@@ -187,6 +210,8 @@ class _Driver:
                 yield None
                 new = yield from self._evaluate_trials()
                 yield from self._in_pieces(self._pieces, partial(self._advance, new))
+                if self._is_lm:
+                    yield from self._factorise(new)
         return (yield from self._result())
 
     def _on_fit_thread(self, do: Callable[[], Result]) -> Steps[Result]:
@@ -219,6 +244,8 @@ class _Driver:
             yield from self._on_fit_thread(copy)
             self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
         yield from self._in_pieces(self._pieces, partial(self._advance, first))
+        if self._is_lm:
+            yield from self._factorise(first)
         if self._is_undefined(first):
             self._all.counters[:, REASON] = NOT_FINITE
 
@@ -345,16 +372,73 @@ class _Driver:
         self._pass_seconds = time.monotonic() - started
         return linearisation
 
-    def _advance(self, new: Linearisation, some: slice) -> None:
-        """Judge the trials of some searches, and propose the next ones."""
+    def _factorise(self, new: Linearisation) -> Steps[None]:
+        """Factorise the Jacobians of the searches that want it, and let these go on.
+
+        The engine computes the Jacobians, a block of rows of some searches at a time.
+        """
+        active = self._active
+        wanted = active.running & (active.counters[:, FACTOR] == WANTED)
+        if not wanted.any():
+            return
+        if not len(active.inverse):
+            active.make_room_for_inverse()
+        counts = active.counts
+        group_of = np.cumsum(np.where(wanted, counts + 1, 0)) // (_JACOBIAN_NUMBERS // 2048)
+        for group in np.unique(group_of[wanted]).tolist():
+            mask = wanted & (group_of == group)
+            columns, squares = np.repeat(mask, counts), np.repeat(mask, counts * counts)
+            batch = self._active_batch[np.flatnonzero(mask)]
+            batch = replace(batch, parameters=active.vectors[X, columns])
+            factors, rights = np.zeros(int(squares.sum())), np.zeros(int(columns.sum()))
+            numbers = len(rights) + len(batch)
+            step = max(orthogonal.BLOCK, _JACOBIAN_NUMBERS // numbers & -orthogonal.BLOCK)
+            for start in range(self._rows.start, self._rows.stop, step):
+                yield None
+                self._check_cancelled()
+                rows = start, min(start + step, self._rows.stop)
+                jacobian = np.empty((len(rights), rows[1] - rows[0]))
+                values = np.empty((len(batch), rows[1] - rows[0]))
+                outputs = Outputs(
+                    values.reshape(len(batch), 1, -1),
+                    None,
+                    self._context.cancelled,
+                    lambda programs: None,
+                    jacobian=jacobian,
+                )
+                evaluation = Evaluation(
+                    self._problem.dataset_id, batch, rows, tier=self._problem.tier, jacobian=True
+                )
+                yield from self._context.evaluate(evaluation, outputs)
+                part = slice(*rows)
+                dataset = self._context.dataset
+                assert dataset.target is not None
+                weights = np.empty(0) if dataset.weights is None else dataset.weights[part]
+                absorb = partial(
+                    orthogonal.absorb,
+                    *(jacobian, values, dataset.target[part], weights, counts[mask]),
+                    *(factors, rights, self._context.cancelled),
+                )
+                microseconds = float(np.square(counts[mask] + 1.0).sum()) * len(values[0]) / 500.0
+                yield from _on_fit_thread(microseconds, absorb)
+            active.inverse[squares], active.vectors[RIGHT, columns] = factors, rights
+        active.counters[wanted, EVALUATIONS] += 1
+        yield from self._in_pieces(self._pieces, lambda some: self._advance(new, some, True))
+
+    def _advance(self, new: Linearisation, some: slice, resumes: bool = False) -> None:
+        """Judge the trials of some searches, and propose the next ones.
+
+        If it ``resumes``, only those go on that have got an orthogonal factor.
+        """
         active = self._active
         sums = np.ascontiguousarray(new.losses).reshape(-1)
         edges = active.edges[some.start : some.stop + 1]
         own = active.numbers[some], active.counters[some]
         state, sums = (edges, active.vectors, *own, active.curvature), sums[some]
         if self._is_lm:
-            evaluated = (sums, new.gradients, new.curvatures)
-            levenberg_marquardt.advance(*state, *evaluated, self._limits, self._workspace)
+            found = active.inverse, sums, new.gradients, new.curvatures
+            limits = self._limits, self._workspace
+            levenberg_marquardt.advance(*state, *found, resumes, *limits)
         else:
             evaluated = (active.inverse, sums, new.gradients)
             bounds = self._limits, self._condition

@@ -40,6 +40,7 @@ SCALE: Final = 6  # Levenberg-Marquardt: scale of each parameter's damping
 DIRECTION: Final = 6  # BFGS: direction of the line search
 LINEAR: Final = 7  # Levenberg-Marquardt: 1 where the program is linear in the parameter, else 0
 BEST: Final = 7  # BFGS: best parameters along the direction with a sufficient decrease
+RIGHT: Final = 8  # Levenberg-Marquardt: residuals in the columns' orthogonal basis, see `inverse`
 BEST_SLOPE: Final = 8  # BFGS: gradient there
 WIDTH: Final = 9  # BFGS: length of a column of the Jacobian when last known, 0 if never or fixed
 _VECTORS: Final = 10
@@ -56,6 +57,7 @@ HIGH: Final = 4  # BFGS: shortest length known to be too long
 BEST_LOSS: Final = 5  # BFGS: sum of row losses at BEST, or infinity
 PREDICTED: Final = 6  # Levenberg-Marquardt: predicted decrease by the step
 PULL: Final = 6  # BFGS: sum of w (dl/df)^2 of the row loss l when last known, 0 if never
+RESTARTED: Final = 7  # Levenberg-Marquardt: LOSS when the damping was last forgotten
 STIFFNESS: Final = 7  # BFGS: estimated second derivative of the row loss by its residual
 RESTART_LOSS: Final = 8  # BFGS: sum of row losses where the search restarted
 _NUMBERS: Final = 9
@@ -69,9 +71,19 @@ TRIALS: Final = 3  # BFGS: evaluations along this direction
 UPDATES: Final = 4  # BFGS: updates of the inverse since it was set up
 ENDING: Final = 5  # BFGS: 0, or why the search waits for being inspected: BEGINS or a reason
 RESTARTS: Final = 6  # BFGS: how often the search has restarted
-_COUNTERS: Final = 7
+REFUSED: Final = 4  # Levenberg-Marquardt: steps refused in a row
+FACTOR: Final = 5  # Levenberg-Marquardt: state of the orthogonal factor
+FIRED: Final = 6  # Levenberg-Marquardt: reason that the search would have ended with, without it
+ASKED: Final = 7  # Levenberg-Marquardt: 1 if there has been a factor
+_COUNTERS: Final = 8
 #: Value of ENDING of a search that has not been inspected yet.
 BEGINS: Final = -1
+
+# Values of the counter FACTOR. Searches whose curvature is ill-conditioned go on with a factor.
+NO_FACTOR: Final = 0
+WANTED: Final = 1
+READY: Final = 2
+USELESS: Final = 3
 
 # Columns of ``Searches.edges``.
 PARAMETERS: Final = 0
@@ -88,6 +100,13 @@ class SearchLimits(NamedTuple):
     iterations: int
     single: bool
     """Whether the engine rounds parameters to float32."""
+    flat: float
+    """Largest cosine between residuals and the columns of their Jacobian at which a search may say
+    that it has converged."""
+    target: float
+    """Sum of w y^2."""
+    variation: float
+    """Sum of w (y - m)^2, where m is the weighted mean of y."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +124,9 @@ class Searches:
     curvature: Floats
     """Sum of w (df/dp_i) (df/dp_j) at X, lower triangles row by row; [T]."""
     inverse: Floats
-    """BFGS: estimate of the inverse of the second derivatives; [Q], else empty."""
+    """BFGS: estimate of the inverse of the second derivatives; Levenberg-Marquardt, if a search
+    wants it: R of the factorisation W^1/2 J = Q R at X, above zeros, where row RIGHT of ``vectors``
+    has Q^T W^1/2 times the residuals; [Q], or empty."""
 
     @classmethod
     def begin(cls, request: FitRequest, batch: Batch, dtype: np.dtype[Any]) -> Searches:
@@ -168,7 +189,7 @@ class Searches:
         self.counters[running, REASON] = DEADLINE
 
     def make_room_for_inverse(self) -> None:
-        """Allocate the inverse, which only BFGS needs."""
+        """Allocate the inverse or factor."""
         self.inverse = np.zeros(int(self.edges[-1, SQUARES]))
 
     def only(self, mask: NDArray[np.bool_]) -> Searches:

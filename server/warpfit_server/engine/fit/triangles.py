@@ -1,4 +1,4 @@
-"""Linear algebra on packed lower triangles, row by row; compiled where compiled code calls it.
+"""Linear algebra of small matrices, mostly packed lower triangles, for compiled code.
 
 Element (i, j), j <= i, of a matrix stands at ``i (i + 1) / 2 + j``.
 """
@@ -62,6 +62,45 @@ def solve(factor: Floats, b: Floats) -> None:
         for k in range(i + 1, n):
             rest -= factor[k * (k + 1) // 2 + i] * b[k]
         b[i] = rest / factor[i * (i + 1) // 2 + i]
+
+
+@inlined
+def element(a: Floats, i: int, j: int) -> float:
+    """Return element (i, j) of a symmetric matrix."""
+    value: float = a[i * (i + 1) // 2 + j] if i >= j else a[j * (j + 1) // 2 + i]
+    return value
+
+
+@inlined
+def reflect(columns: Floats, rows: int, j: int, count: int) -> None:
+    """Make a column zero below row ``j`` by a reflection of all columns from it on (Householder).
+
+    Args:
+        columns: [count rows], column by column.
+        rows: length of each.
+        j: the column.
+        count: number of columns.
+    """
+    first = j * rows
+    below = 0.0
+    for row in range(j + 1, rows):
+        below += columns[first + row] ** 2
+    if below == 0.0:
+        return
+    head = columns[first + j]
+    length = math.copysign(math.sqrt(head * head + below), head)
+    pivot = head + length
+    scale = 2.0 / (pivot * pivot + below)
+    for k in range(j + 1, count):
+        other = k * rows
+        share = pivot * columns[other + j]
+        for row in range(j + 1, rows):
+            share += columns[first + row] * columns[other + row]
+        share *= scale
+        columns[other + j] -= share * pivot
+        for row in range(j + 1, rows):
+            columns[other + row] -= share * columns[first + row]
+    columns[first + j] = -length
 
 
 @inlined

@@ -60,7 +60,7 @@ def compute(programs, starts):
         run_to_end(engine.evaluate(evaluation, outputs))
         return (8 * losses.size + evaluation_memory(evaluation, data.layout)) / 2**20
     request = FitRequest(evaluation, FitSettings(method=Method(method), max_iterations=3))
-    run_to_end(optimize(request, FitContext(engine.linearise, data, cancelled)))
+    run_to_end(optimize(request, FitContext(engine.linearise, engine.evaluate, data, cancelled)))
     return fit_memory(request, data.layout) / 2**20
 
 compute(programs[:1], [starts[0][:1]])

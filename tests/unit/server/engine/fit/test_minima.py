@@ -1,0 +1,101 @@
+"""Levenberg-Marquardt reaches the minimum and says truly why it ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.optimize import lsq_linear
+
+from support.engines.fits import fit, tight
+from support.engines.more_garbow_hillstrom import problems
+from warpfit import Reason
+from warpfit.dataset import Dataset
+from warpfit.fitting import Accuracy
+
+MGH = {problem.name: problem for problem in problems()}
+
+
+def polynomial(degree: int) -> str:
+    """Return the text of a polynomial of x1."""
+    return " + ".join(f"p{i + 1}*x1^{i}" if i else "p1" for i in range(degree + 1))
+
+
+@pytest.mark.filterwarnings("ignore::numpy.exceptions.RankWarning")
+@pytest.mark.parametrize("accuracy", Accuracy)
+@pytest.mark.parametrize(
+    ("x", "degree"),
+    [
+        (np.linspace(500.0, 505.0, 80), 4),
+        (np.linspace(1000.0, 1010.0, 82), 5),
+        (np.arange(1980.0, 2021.0), 3),
+        (np.arange(1980.0, 2021.0), 6),
+        (np.linspace(1e6, 1e6 + 1.0, 60), 2),
+    ],
+)
+def test_polynomials_far_from_0_are_as_those_of_polyfit(x, degree, accuracy):
+    z = (x - x.mean()) / (np.ptp(x) / 2.0)
+    y = 1.0 + z - 0.5 * z**2 + 0.3 * z**3 + 0.01 * np.sin(50.0 * x)
+    data = Dataset.of(x[:, None], y, dtype="float64")
+    found = fit(data, [polynomial(degree)], [np.ones(degree + 1)], **tight(accuracy))
+    exact = np.square(np.polyval(np.polyfit(x, y, degree), x) - y).sum()
+    assert found.loss[0] <= 1.01 * exact
+    assert found.success[0]
+    assert found.iterations[0] <= 20
+
+
+def test_columns_that_float32_cannot_tell_apart_are_no_success_far_from_the_minimum():
+    x = np.arange(1980.0, 2021.0)
+    y = np.polyval([0.3, -0.5, 1.0, 1.0], (x - 2000.0) / 20.0)
+    found = fit(Dataset.of(x[:, None], y), [polynomial(3)], [np.ones(4)])
+    assert not found.success[0] or found.loss[0] < 0.1 * np.square(y - y.mean()).sum()
+
+
+@pytest.mark.parametrize("accuracy", Accuracy)
+def test_bounded_linear_least_squares_are_as_those_of_bvls(accuracy):
+    x, y = np.arange(5.0), np.array([6.0, 1.0, -3.0, 0.0, 3.0])
+    data = Dataset.of(x[:, None], y, dtype="float64")
+    rng = np.random.default_rng(1)
+    lower, upper = rng.uniform(-9, 0, (40, 3)), rng.uniform(0, 3, (40, 3))
+    lower[0], upper[0] = [-np.inf, -np.inf, 2.0], [-2.0, np.inf, np.inf]
+    starts = np.clip(np.zeros((40, 3)), lower, upper)
+    bounds = {"lower": list(lower), "upper": list(upper)}
+    found = fit(data, [polynomial(2)] * 40, list(starts), **tight(accuracy), **bounds)
+    pairs = zip(lower, upper, strict=True)
+    exact = [2.0 * lsq_linear(np.vander(x, 3)[:, ::-1], y, b, "bvls").cost for b in pairs]
+    np.testing.assert_allclose(found.loss, exact, rtol=1e-9)
+    assert found.success.all()
+
+
+def test_a_bound_of_a_nonlinear_model_is_left_again():
+    x = np.linspace(0.0, 3.0, 50)
+    data = Dataset.of(x[:, None], 2.0 * np.exp(-0.7 * x) + 0.3, dtype="float64")
+    text, start = "p1*exp(-p2*x1) + p3", [0.5, 5.0, 0.0]
+    bounds = {"lower": [[0.5, 0.1, 0.0]], "upper": [[3.0, 5.0, 1.0]]}
+    found = fit(data, [text], [start], **tight(Accuracy.FINAL), **bounds)
+    np.testing.assert_allclose(found.parameters[0], [2.0, 0.7, 0.3], rtol=1e-6)
+    assert found.success[0]
+
+
+def test_fixed_parameters_count_nowhere():
+    x = np.linspace(0.0, 1.0, 30)
+    data = Dataset.of(x[:, None], 1e10 + 7.0 * x, dtype="float64")
+    found = fit(data, ["exp(p1)*x1 + p2"], [[0.0, 1e10]], fixed=[[False, True]])
+    np.testing.assert_allclose(np.exp(found.parameters[0][0]), 7.0, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "most"), [("Powell singular", 100), ("Brown-Dennis", 900)])
+def test_hard_problems_converge(name, most):
+    problem = MGH[name]
+    data = Dataset.of(problem.columns, problem.target, dtype="float64")
+    found = fit(data, [problem.formula], [problem.start], **tight(Accuracy.FINAL))
+    assert found.success[0]
+    assert found.iterations[0] <= most
+    assert found.loss[0] <= max(problem.minimum * (1 + 1e-6), 1e-20)
+
+
+def test_a_search_that_cannot_move_away_from_a_plateau_has_stalled():
+    """The exponential is so steep that no step that float64 holds leaves the loss finite."""
+    x = np.linspace(0.1, 5.0, 40)
+    data = Dataset.of(x[:, None], np.ones(40), dtype="float64")
+    found = fit(data, ["abs(p1) + x1"], [[1.0]], **tight(Accuracy.FINAL))
+    assert found.reason[0] is Reason.STALLED
