@@ -453,7 +453,7 @@ _ROWS: Final = (
     # Remainder and rounding. ``(r - a) / b`` is the negative of the whole number floor(a / b), but
     # for rounding errors.
     _function(
-        73, "mod", np.mod, "1", "rint((r - a) / b)", latex_precedence=60,
+        73, "mod", np.mod, "1", "rint((r - a) / b)", latex_precedence=45,
         latex=r"{a:61} \bmod {b:61}", sympy="Mod(a, b)",
         notes="exact remainder with b's sign, as numpy.mod; NaN for b = 0 and infinite a",
         slope_notes="at a jump those of the side to which it belongs",

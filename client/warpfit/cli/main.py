@@ -22,6 +22,7 @@ from warpfit.cli.standard_streams import (
     tell,
     watch_output,
 )
+from warpfit.cli.table import cell_number
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.expressions.printing import to_text
 from warpfit.fitting import Accuracy, Method
@@ -178,7 +179,7 @@ def _add_eval(commands: Any) -> None:
     )
     add = evaluate.add_argument
     add("--target", metavar="COLUMN", help="column to predict")
-    add("--params", type=float, nargs="+", default=[], metavar="P", help="values of p1, p2, ...")
+    add("--params", type=_number, nargs="+", default=[], metavar="P", help="values of p1, p2, ...")
     add("--loss", help=f"{_LOSSES} (default: mse if there is a target)")
     add("--precision", choices=list(Precision), default=Precision.PRECISE)
     add("--tier", choices=list(Tier), default=Tier.AUTO)
@@ -197,7 +198,7 @@ def _add_fit(commands: Any) -> None:
     )
     add = fit.add_argument
     add("--target", metavar="COLUMN", required=True, help="column to predict")
-    add("--params", type=float, nargs="+", metavar="P", help="start (default: ones)")
+    add("--params", type=_number, nargs="+", metavar="P", help="start (default: ones)")
     add("--loss", default="mse", help=f"{_LOSSES} (default: mse)")
     add("--method", choices=list(Method), default=Method.AUTO)
     accuracies = "tolerances and iterations (default: final)"
@@ -219,6 +220,14 @@ def _add_data_flags(parser: argparse.ArgumentParser, dtype: str) -> None:
     add("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
     add("--timeout", type=float, metavar="SECONDS")
     add_flags(parser)
+
+
+def _number(text: str) -> float:
+    """Read a number as one of a table."""
+    try:
+        return cell_number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
 
 
 def _rows(text: str) -> slice:

@@ -141,12 +141,14 @@ def cell_number(cell: str) -> float:
     """Return the number that a cell says.
 
     Python also reads 1_000 and digits of all scripts, which no other program writes for a number,
-    and takes 1e999 for infinity.
+    and takes 1e999 for infinity and 1e-999 for 0.
 
     Raises:
-        ValueError: if it is no number, or too large for float64.
+        ValueError: if it is no number, or too large or too small for float64.
     """
     number = float(cell)
-    if not cell.isascii() or "_" in cell or (math.isinf(number) and any(map(str.isdigit, cell))):
+    digits = set(cell.lower().partition("e")[0]) & set("0123456789")
+    is_lost = (math.isinf(number) and digits) or (number == 0.0 and digits != {"0"})
+    if not cell.isascii() or "_" in cell or is_lost:
         raise ValueError(f"{cell!r} is no number")
     return number

@@ -127,7 +127,7 @@ def _without_minus(pieces: _Pieces) -> bool:
     if pieces[0] in ("", _MARK):
         begin = pieces.popleft()
         pieces[0] = begin + pieces[0]
-    if len(pieces) == 3 and pieces[0].endswith("("):  # the minus of a positive number, as in -(2)
+    if len(pieces) == 3 and pieces[0].removeprefix(_MARK) == "(":  # of a number, as in -(2)
         pieces[0] = pieces[0][:-1]
         pieces.pop()
     return True

@@ -150,6 +150,11 @@ class _Writer:
             self.require_all("\n".join(statements))
         else:
             arguments = [*used, *parameters]
+            statements[:0] = [
+                language.let.format(name=name, value=language.as_float.format(name=name))
+                for name in arguments
+                if language.as_float
+            ]
         comments = [f"{to_text(program, names)}"]
         comments += [
             f"{columns[i]} is the column {known[i]}" for i in variables if columns[i] != known[i]

@@ -32,6 +32,8 @@ class Language:
     """Last lines of a function, over ``{name}`` and ``{value}``."""
     let: str
     """Statement that gives ``{value}`` a ``{name}``."""
+    as_float: str = ""
+    """float64 of ``{name}``, where the formula may be given another type of numbers."""
     comment: str
     """A line of comment, over ``{}``."""
     number: Callable[[float], str] = repr
@@ -163,7 +165,7 @@ HELPERS: Final[Mapping[str, str]] = {
     "sin(3.141592653589793 * (a - floor(a + 0.5))), "
     "-sin(3.141592653589793 * (a - floor(a + 0.5))))",
     "lgamma": "select(a < 0.5, select(floor(a) == a, inf, "
-    "log(3.141592653589793 / abs(sinpi(a))) - lgamma_right(1 - a)), lgamma_right(a))",
+    "1.1447298858494002 - log(abs(sinpi(a))) - lgamma_right(1 - a)), lgamma_right(a))",
     "lgamma_right": "select(a < 9, lgamma_stirling(a + 8) - log(rising(a)), lgamma_stirling(a))",
     "lgamma_stirling": "(a - 0.5) * (log(a) - 1) + 0.4189385332046727 + stirling(1 / a)",
 }
@@ -374,6 +376,8 @@ _R: Final = Language(
     head="{name} <- function({arguments}) {{",
     tail="  {value}\n}}",
     let="  {name} <- {value}",
+    # A product keeps the dimensions of an array; integers of R overflow.
+    as_float="{name} * 1",
     comment="# {}",
     number=_r_number,
     infinity="Inf",
@@ -391,7 +395,7 @@ _R: Final = Language(
         **{"min": "pmin({a}, {b})", "sign": "sign({a})"},
     },
     missing=frozenset({"mod", "pow", "cbrt", "erf", "erfc"}),
-    helpers={"tgamma": "select(a == 0, 1 / a, select(a == -inf, nan, gamma_of_r(a)))"},
+    helpers={"tgamma": "select(abs(a) < 1e-300, 1 / a, select(a == -inf, nan, gamma_of_r(a)))"},
     texts={
         "true": "formula_true <- function(a) a & !is.na(a)",
         "select": """
@@ -408,9 +412,10 @@ formula_fmod <- function(a, b) {
   go <- which(rest >= b)
   while (length(go) > 0) {
     k <- floor(log2(rest[go])) - floor(log2(b[go]))
-    step <- b[go] * 2^(k %/% 2) * 2^(k - k %/% 2)
-    k <- k - (step > rest[go])
-    step <- b[go] * 2^(k %/% 2) * 2^(k - k %/% 2)
+    third <- k %/% 3
+    k <- k - (b[go] * 2^third * 2^third * 2^(k - 2 * third) > rest[go])
+    third <- k %/% 3
+    step <- b[go] * 2^third * 2^third * 2^(k - 2 * third)
     rest[go] <- rest[go] - step
     go <- go[rest[go] >= b[go]]
   }
@@ -427,6 +432,7 @@ _OCTAVE: Final = Language(
     head="function formula_value = {name}({arguments})",
     tail="  formula_value = {value};\nend",
     let="  {name} = {value};",
+    as_float="double({name})",
     comment="% {}",
     infinity="Inf",
     nan="NaN",
@@ -463,9 +469,10 @@ function rest = formula_fmod(a, b)
   go = find(rest >= b);
   while (! isempty(go))
     k = floor(log2(rest(go))) - floor(log2(b(go)));
-    step = b(go) .* 2 .^ floor(k / 2) .* 2 .^ (k - floor(k / 2));
-    k = k - (step > rest(go));
-    step = b(go) .* 2 .^ floor(k / 2) .* 2 .^ (k - floor(k / 2));
+    third = floor(k / 3);
+    k = k - (b(go) .* 2 .^ third .* 2 .^ third .* 2 .^ (k - 2 * third) > rest(go));
+    third = floor(k / 3);
+    step = b(go) .* 2 .^ third .* 2 .^ third .* 2 .^ (k - 2 * third);
     rest(go) = rest(go) - step;
     go = go(rest(go) >= b(go));
   end
@@ -482,7 +489,7 @@ end""",
     endswitch endwhile enumeration events for function global if methods otherwise parfor persistent
     properties return switch try until unwind_protect unwind_protect_cleanup while classdef ans i j
     e
-    pi eps Inf NaN inf nan NA
+    pi eps Inf NaN inf nan NA double varargin varargout nargin nargout
     """,
     formula_first=True,
 )
@@ -554,7 +561,7 @@ _JAX: Final = Language(
         "fmod": "jnp.fmod({a}, {b})",
     },
     missing=frozenset({"tgamma", "mod"}),
-    words=_PYTHON_WORDS,
+    words=_PYTHON_WORDS + " float",
 )
 _TORCH: Final = Language(
     head="def {name}({arguments}):",
@@ -594,6 +601,7 @@ _PYTHON: Final = Language(
     head="def {name}({arguments}):",
     tail="    return {value}",
     let="    {name} = {value}",
+    as_float="float({name})",
     comment="# {}",
     infinity="math.inf",
     nan="math.nan",
@@ -655,7 +663,7 @@ def formula_lgamma(a):
     except (OverflowError, ValueError):
         return math.inf""",
     },
-    words=_PYTHON_WORDS + " abs",
+    words=_PYTHON_WORDS + " abs float",
 )
 
 #: The languages of `warpfit.Program.code`.

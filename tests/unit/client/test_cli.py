@@ -395,10 +395,21 @@ def test_characters_that_the_output_lacks_are_escaped(address, tmp_path, encodin
     assert ("温度" if encoding == "utf-8" else r"\u6e29\u5ea6") in text
 
 
-@pytest.mark.parametrize("cell", ["1_000", "1e999", "-1E+400", "\u0661", "", "1,5"])
-def test_a_cell_that_only_python_reads_is_no_number(tmp_path, cell):
+@pytest.mark.parametrize("cell", ["1_000", "1e999", "-1E+400", "2e-400", "\u0661", "", "1,5"])
+def test_a_cell_that_only_python_reads_is_no_number(tmp_path, cell, capsys):
     file = tmp_path / "t.csv"
     file.write_text(f"a;b\n1;2\n{cell};3\n", encoding="utf-8")
     with pytest.raises(InvalidArgumentError, match="line 3, column 1") as caught:
         read_table(file)
     assert caught.value.reason == "NOT_A_NUMBER"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", str(file), "p1*a", "--params", cell])
+    assert ended.value.code == 2
+    assert "is no number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cell", ["0", "-0.0", "0e5", ".0E-9", "1e-320", "inf", "nan"])
+def test_zeros_and_small_numbers_are_numbers(tmp_path, cell):
+    file = tmp_path / "t.csv"
+    file.write_text(f"a;b\n1;2\n{cell};3\n")
+    np.testing.assert_array_equal(read_table(file).columns[:, 0], [1.0, float(cell)])

@@ -98,6 +98,19 @@ def test_text_is_canonical(text):
     assert to_text(parse(text)) == canonical
 
 
+@pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
+@pytest.mark.parametrize("number", [2.0, -2.0, np.inf])
+def test_a_minus_before_an_operator_of_numbers(row, number):
+    term = Program.apply("neg", Program.apply(row, *[Program.constant(number)] * row.arity))
+    for outer in ("add", "sub"):
+        program = Program.apply(outer, Program.variable(0), term)
+        values = [evaluate_program(each, COLUMNS) for each in (parse(to_text(program)), program)]
+        np.testing.assert_array_equal(*values)
+        text, index = locate(program, len(term) - 1)
+        assert text == to_text(program)
+        assert 0 <= index < len(text)
+
+
 def test_names_are_quoted_where_needed():
     names = ("age", "s 1", "not", "p1", "e")
     program = parse("x1 + x2 + x3 + x4 + x5 + x6")
@@ -133,6 +146,8 @@ def test_names_are_quoted_where_needed():
         ("1e-5 ^ x1", r"{\left(1 \times 10^{-5}\right)}^{x_{1}}"),
         ("2 * fma(x1, x2, x3)", r"2 \cdot \left(x_{1} \cdot x_{2} + x_{3}\right)"),
         ("-inf + nan", r"-\infty + \mathrm{NaN}"),
+        ("x1 - mod(2*x1, x2)", r"x_{1} - \left(\left(2 \cdot x_{1}\right) \bmod x_{2}\right)"),
+        ("2 * mod(x1, x2)", r"2 \cdot \left(x_{1} \bmod x_{2}\right)"),
     ],
 )
 def test_latex(text, latex):

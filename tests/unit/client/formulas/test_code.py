@@ -74,6 +74,9 @@ def test_names_that_a_language_uses_are_replaced_and_said(language, tmp_path):
         "np",
     ]
     names += [
+        "varargin",
+        "float",
+        "double",
         "formula_max",
         "formula_value",
         "self",
@@ -135,6 +138,25 @@ def test_numbers_are_read_back_to_the_last_bit(language, tmp_path):
     codes = [program.code(language) for program in programs]
     found = run(language, codes, [[]] * len(codes), np.ones((3, 1)), tmp_path)
     assert found[:, 0].tolist() == numbers
+
+
+@pytest.mark.parametrize(
+    ("language", "command", "call"),
+    [
+        ("python", [sys.executable], "print(formula(2**600, 2))"),
+        ("r", ["Rscript"], "cat(formula(2147483647L, 2L))"),
+        ("octave", ["octave", "--norc"], "printf('%g', formula(int32(2147483647), int8(2)))"),
+    ],
+)
+def test_whole_numbers_of_a_language_become_floats(language, command, call, tmp_path):
+    if not available(language):
+        pytest.skip(f"nothing here runs {language}")
+    script = tmp_path / "script"
+    begin = "1;\n" if language == "octave" else ""
+    script.write_text(f"{begin}{parse('x1*x1/p1').code(language)}\n{call}\n")
+    done = subprocess.run([*command, script], capture_output=True, text=True, check=True)
+    wanted = float("inf") if language == "python" else 2147483647.0**2 / 2
+    assert float(done.stdout) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
