@@ -40,7 +40,7 @@ class Limits:
     """Programs in a batch."""
     tokens: int = 5_000_000
     """Tokens in a batch."""
-    program_tokens: int = 100_000
+    program_tokens: int = 10_000
     """Tokens in a program."""
     vectors: int = 10_000
     """Parameter vectors for each program."""

@@ -39,6 +39,11 @@ _SQUARES: Final = 2
 MOST_SUMS: Final = 2**25
 _BLOCK_ROWS: Final = 2048
 MOST_BLOCKS: Final = 64
+#: Token-rows of a program over rows that are computed without a pause, some 30 ms of a thread; the
+#: rows of longer work are cut into more blocks.
+_LONG_SPAN: Final = 100_000_000
+#: Most variables of a data set for derivatives by them: those of one program are 8 MiB.
+_DERIVED_VARIABLES: Final = 1 << 20
 #: Bytes of an upload's header without names, and of each name beside its characters, at most.
 _HEADER_BYTES: Final = 128
 _NAME_FRAME_BYTES: Final = 6
@@ -67,6 +72,11 @@ _REFUSALS: Final[Mapping[str, tuple[str, ...]]] = {
     "rows": ("TOO_MANY_ROWS", "rows in the data set", "Use fewer rows", "layout.rows"),
     "result_bytes": ("RESULT_TOO_LARGE", "bytes of results"),
 }
+
+
+def spans_of_long_programs(tokens: int, rows: int) -> int:
+    """Return the least number of blocks of rows over which the longest program is no long work."""
+    return max(1, -(-tokens * rows // _LONG_SPAN))
 
 
 def check_limit(limits: Limits, name: str, needed: int, what: str = "") -> None:
@@ -121,6 +131,15 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:
     Returns:
         Bytes of the answer.
     """
+    if evaluation.variable_gradient and layout.variables > _DERIVED_VARIABLES:
+        raise ResourceExhaustedError(
+            f"derivatives by {layout.variables} variables, the limit is {_DERIVED_VARIABLES}",
+            "TOO_MANY_VARIABLES",
+            "Upload a data set with the variables that the expressions use",
+            "variable_gradient",
+            needed=layout.variables,
+            available=_DERIVED_VARIABLES,
+        )
     programs, vectors, rows = evaluation.shape(layout)
     cells, parameters = programs * vectors, len(evaluation.batch.parameters)
     numbers = evaluation.values * cells + evaluation.jacobian * parameters
@@ -145,7 +164,7 @@ def evaluation_memory(evaluation: Evaluation, layout: Layout) -> int:
         _LOWERED_BYTES * len(batch.codes)
         + _CELL_BYTES * cells
         + _COPIES_BYTES * others
-        + _bytes_of_sums(cells + others, rows)
+        + _bytes_of_sums(cells + others, rows, int(batch.lengths.max(initial=0)))
     )
 
 
@@ -160,6 +179,20 @@ def check_fit(request: FitRequest, layout: Layout, limits: Limits) -> int:
             "problem.programs.parameter_counts",
             needed=most,
             available=_FITTED_PARAMETERS,
+        )
+    # The products of all pairs of parameters, over a block of rows as small as sums allow.
+    start, stop = request.problem.row_range(layout)
+    of_block = max(2 * _BLOCK_ROWS, 10 * _LONG_SPAN // max(1, most * most))
+    allowed = of_block * (MOST_SUMS // (2 + most + most * most))
+    if stop - start > allowed:
+        raise ResourceExhaustedError(
+            f"a program with {most} parameters is fitted on {stop - start} rows, the limit for so"
+            f" many parameters is {allowed}",
+            "TOO_MANY_PARAMETERS",
+            "Fit programs with fewer parameters, or on fewer rows",
+            "problem.programs.parameter_counts",
+            needed=stop - start,
+            available=allowed,
         )
     needed = fit_memory(request, layout)
     check_limit(limits, "result_bytes", needed, "bytes of searches")
@@ -186,11 +219,15 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
         + _SEARCH_BYTES * searches
         + _PARAMETER_BYTES * parameters
         + 8 * matrices
-        + _bytes_of_sums(sums, stop - start)
+        + _bytes_of_sums(sums, stop - start, int(np.square(counts).max(initial=0.0)) // 2)
     )
 
 
-def _bytes_of_sums(sums: float, rows: int) -> int:
-    """Return the bytes that an engine takes to sum up numbers of each row and then blocks."""
-    blocks = min(MOST_BLOCKS, -(-rows // _BLOCK_ROWS), max(1, MOST_SUMS // max(1, int(sums))))
+def _bytes_of_sums(sums: float, rows: int, longest: int) -> int:
+    """Return the bytes that an engine takes to sum up numbers of each row and then blocks.
+
+    ``longest`` are the tokens of the longest program.
+    """
+    blocks = max(MOST_BLOCKS, spans_of_long_programs(longest, rows))
+    blocks = min(blocks, -(-rows // _BLOCK_ROWS), max(1, MOST_SUMS // max(1, int(sums))))
     return int(8 * sums * (blocks + (blocks > 1)))

@@ -51,7 +51,7 @@ HEALTH_PACE: Final = 0.1
 #: Names of a data set that has as many as a server allows.
 MANY_NAMES: Final = 65_536
 #: Programs of as many tokens as a server allows.
-LONGEST: Final = 99_999
+LONGEST: Final = 9_999
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def wide_fits(scene: Scene) -> Callable[[Any], object]:
 
 
 def long_programs(scene: Scene) -> Callable[[Any], object]:
-    """Programs of 100,000 tokens with their gradients."""
+    """Programs of 10,000 tokens with their gradients."""
     X = np.random.default_rng(SEED).normal(size=(1000, 2))
     with scene.client() as client:
         data = client.upload(X, X[:, 0])
@@ -249,7 +249,7 @@ ATTACKS: Final[dict[str, Attack]] = {
     "H6 silent calls": silent_streams,
     "H6 unread answers": unread_answers,
     "H7 large answers": repeated(idle_memory, 6),
-    "H8 programs of 100,000 tokens": repeated(long_programs, 2),
+    "H8 programs of 10,000 tokens": repeated(long_programs, 2),
     "H13 idle connections of the health port": idle_connections,
 }
 

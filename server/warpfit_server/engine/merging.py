@@ -26,8 +26,8 @@ from warpfit_server.joined_batch import JoinedBatch
 
 #: Most sketches in a set. When it is full, another one is begun, and the one before is kept.
 _REMEMBERED: Final = 8192
-#: Most tokens of a request that is merged: lowering more of them would be a long step.
-_MOST_TOKENS: Final = 1 << 17
+#: Most tokens and losses of a request that is merged: more of them would be a long step.
+_MOST_NUMBERS: Final = 1 << 17
 #: Arrays of a batch that its sketch depends on, the bytes of an element, and most bytes of each.
 _SKETCHED: Final = (("batch_lengths", 4), ("batch_codes", 1), ("batch_values", 8))
 _MOST_BYTES: Final = 512
@@ -53,7 +53,8 @@ class Merger:
         if not _is_for_losses(problem):
             return None
         layout = problem.segment_layout
-        is_short = layout.token_rows <= self._engine.step_size and layout.tokens <= _MOST_TOKENS
+        numbers = layout.tokens + layout.programs * layout.vectors
+        is_short = layout.token_rows <= self._engine.step_size and numbers <= _MOST_NUMBERS
         if not is_short or not self._engine.merges(problem.dataset_id):
             return None
         asked = problem.dataset_id, problem.rows, problem.precision, problem.loss, problem.tier

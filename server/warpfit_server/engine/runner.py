@@ -5,27 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.dataset import Dataset
+from warpfit.errors import ProgramError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings
-from warpfit.request import Timings
+from warpfit.request import STAGES, Evaluation, Timings
 from warpfit_server.engine.finalize import Finalizer, reduce_to_sums
 from warpfit_server.engine.interface import (
     Engine,
     Outputs,
     Steps,
+    aside,
 )
 from warpfit_server.engine.loaded_datasets import LoadedDatasets
 from warpfit_server.engine.merging import Merger, hand_out, join
+from warpfit_server.engine.parts import FitPasses, parts_of
 from warpfit_server.engine.request import Request
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.segment_layout import FIT_SETTING_ARRAYS
 
 #: Least seconds between two progress messages of a fit.
 _PROGRESS_SECONDS: Final = 0.1
+#: Results that are made of moments, which are no outputs of an engine.
+_SCALED: Final = frozenset({"scaling", "correlations"})
 
 
 class RequestRunner:
@@ -73,20 +80,41 @@ class RequestRunner:
         return timings
 
     def _evaluate(self, request: Request) -> Steps[Timings]:
+        """Evaluate one part of the batch after the other."""
         evaluation = request.evaluation
         dataset = self._datasets.whole(evaluation.dataset_id)
         results = request.problem.segment_layout.results(request.segment)
         outputs = _outputs(request, results, self._value_progress(request))
+        parts, sums = parts_of(evaluation, dataset.layout), Timings()
+        for part in parts:
+            own, into, taken = evaluation, outputs, results
+            if len(parts) > 1:
+                own = replace(evaluation, batch=part.batch(evaluation.batch))
+                into = part.outputs(outputs)
+                taken = {name: part.of(name, results[name]) for name in _SCALED & results.keys()}
+            try:
+                timings = yield from self._evaluate_part(own, dataset, into, taken)
+            except ProgramError as error:
+                error.expression = part.programs.start + (error.expression or 0)
+                raise
+            if len(parts) == 1:
+                return timings
+            added = {n: getattr(sums, n) + getattr(timings, n) for n in (*STAGES, "cache_hits")}
+            sums = replace(timings, **added)
+            yield None
+        return sums
+
+    def _evaluate_part(
+        self,
+        evaluation: Evaluation,
+        dataset: Dataset,
+        outputs: Outputs,
+        results: Mapping[str, NDArray[Any]],
+    ) -> Steps[Timings]:
         of_sums, sums = reduce_to_sums(evaluation, outputs)
         timings = yield from self._datasets.evaluate(of_sums, sums)
-        yield from self._finalizer.finalize(
-            evaluation,
-            dataset,
-            outputs,
-            sums.moments,
-            results.get("scaling"),
-            results.get("correlations"),
-        )
+        scaled = results.get("scaling"), results.get("correlations")
+        yield from self._finalizer.finalize(evaluation, dataset, outputs, sums.moments, *scaled)
         return timings
 
     def _optimize(
@@ -103,7 +131,7 @@ class RequestRunner:
         fit = FitRequest(evaluation, replace(settings, **bounds))
         dataset = self._datasets.whole(problem.dataset_id)
         context = FitContext(
-            linearise=self._datasets.linearise,
+            linearise=FitPasses(self._datasets.linearise).linearise,
             evaluate=self._datasets.evaluate,
             dataset=dataset,
             cancelled=request.cancelled,
@@ -112,7 +140,7 @@ class RequestRunner:
         )
         result = yield from optimize(fit, context)
         for name, array in layout.results(segment).items():
-            np.copyto(array, getattr(result, name))
+            yield from aside(array.nbytes, partial(np.copyto, array, getattr(result, name)))
         return result.timings
 
     def _value_progress(self, request: Request) -> Callable[[int], None]:

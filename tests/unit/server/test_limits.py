@@ -1,6 +1,7 @@
 """Size limits of requests, and when a partial fit stops."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -98,6 +99,45 @@ def test_the_parameters_of_a_fitted_program_are_limited():
         check(501)
     assert caught.value.reason == "TOO_MANY_PARAMETERS"
     assert (caught.value.needed, caught.value.available) == (501, 500)
+
+
+@pytest.mark.parametrize(("count", "most"), [(500, 544_768), (100, 332_100_000)])
+def test_many_parameters_are_fitted_on_fewer_rows(count, most):
+    def check(rows):
+        batch = Batch.of([parse("+".join(f"p{i + 1}" for i in range(count)))], [np.ones(count)])
+        problem = Evaluation(DATA.content_id, batch, loss=Loss.MSE, values=False)
+        layout = replace(DATA.layout, rows=rows)
+        module.check_fit(FitRequest(problem), layout, Limits())
+
+    check(most)
+    with pytest.raises(
+        ResourceExhaustedError, match="fewer parameters, or on fewer rows"
+    ) as caught:
+        check(most + 1)
+    assert caught.value.reason == "TOO_MANY_PARAMETERS"
+    assert (caught.value.needed, caught.value.available) == (most + 1, most)
+
+
+def test_the_variables_are_limited_that_derivatives_are_taken_by():
+    def check(variables):
+        layout = replace(DATA.layout, variables=variables)
+        module.check_result(_evaluation(variable_gradient=True), layout, Limits())
+
+    check(1 << 20)
+    with pytest.raises(ResourceExhaustedError, match="that the expressions use") as caught:
+        check((1 << 20) + 1)
+    assert caught.value.reason == "TOO_MANY_VARIABLES"
+    assert caught.value.available == 1 << 20
+
+
+def test_programs_have_ten_thousand_tokens_at_most_unless_told_otherwise():
+    def check(tokens):
+        batch = Batch.of([parse("+".join(["x1"] * (tokens // 2 + 1)))])
+        module.check_batch(batch, Limits())
+
+    check(9_999)
+    with pytest.raises(ResourceExhaustedError, match="--max-program-tokens"):
+        check(10_001)
 
 
 def test_only_a_partial_fit_stops_before_its_deadline():

@@ -20,7 +20,7 @@ from warpfit_server.engine.cpu.interpreter import CONTEXT
 from warpfit_server.engine.lowering import lower
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.arguments import RANGE, argument_block
-from warpfit_server.limits import MOST_BLOCKS, MOST_SUMS
+from warpfit_server.limits import MOST_BLOCKS, MOST_SUMS, spans_of_long_programs
 from warpfit_server.row_blocks import block_rows, node_rows
 
 #: Token-rows of a chunk: some 0.2 ms, after which a thread can turn to another tenant's work.
@@ -96,13 +96,15 @@ class ChunkedWork:
         return int(self.cut.ranges["stop"][finished - 1]) if finished else 0
 
 
-def span_level(rows: tuple[int, int], layout: Layout, sums: int) -> int:
+def span_level(rows: tuple[int, int], layout: Layout, sums: int, longest: int) -> int:
     """Return the least level, from 1 on, of which not too many nodes have the rows.
 
-    ``sums`` are the numbers that are summed up for each node.
+    ``sums`` are the numbers that are summed up for each node, ``longest`` the tokens of the longest
+    program, which may need more nodes.
     """
     (start, stop), level = rows, 1
-    length, most = node_rows(layout, level), min(MOST_BLOCKS, max(1, MOST_SUMS // max(1, sums)))
+    wanted = max(MOST_BLOCKS, spans_of_long_programs(longest, stop - start))
+    length, most = node_rows(layout, level), min(wanted, max(1, MOST_SUMS // max(1, sums)))
     while -(-stop // length) - start // length > most:
         level, length = level + 1, 2 * length
     return level

@@ -95,9 +95,9 @@ class LoweredDerivatives:
         reductions = REDUCTIONS * (requested.reductions is not None)
         moments = MOMENTS * (requested.moments is not None)
         sums = int(sizes.sum()) + len(sizes) * (reductions + moments)
-        level = chunked_work.span_level(rows, layout, sums)
         # The product of two columns costs about as much as an instruction.
         costs = headers["end"] - headers["start"] + products // 2
+        level = chunked_work.span_level(rows, layout, sums, int(costs.max()))
         cut = chunked_work.cut_instances(costs, headers["scalars"], vectors, rows, layout, level)
         loss = requested.row_loss
         weighs_loss = loss is not None and not mentions_weight(loss)

@@ -292,7 +292,7 @@ class CpuEngine:
         kernels = self._kernels[Flavour.of(layout, evaluation.precision)]
         rows = evaluation.row_range(layout)
         cells = len(batch) * batch.vectors
-        level = span_level(rows, layout, cells)
+        level = span_level(rows, layout, cells, int(batch.lengths.max()))
         cut = programs.cut(batch.vectors, rows, layout, level)
         context = new_context(dataset, evaluation, outputs.values, cut.level)
         if outputs.losses is not None and evaluation.loss is not None:

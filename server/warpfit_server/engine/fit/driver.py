@@ -511,7 +511,7 @@ class _Driver:
         chosen = self._chosen()
         mask = np.zeros(len(self._all), dtype=bool)
         mask[chosen] = True
-        outcome = self._all.only(mask)
+        outcome = yield from self._on_fit_thread(partial(self._all.only, mask))
         covariance = errors = None
         if settings.covariance or settings.standard_errors:
             if not self._is_lm:  # BFGS does not keep the curvature at the current parameters

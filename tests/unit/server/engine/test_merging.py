@@ -15,6 +15,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import Closing, LossFunction
 from warpfit.parse import parse
+from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine import merging
 from warpfit_server.engine.merging import Merger
@@ -120,9 +121,13 @@ def test_long_requests_run_by_themselves(key, engine, monkeypatch):
     engine.step_size = 8 * BATCH[:20].token_count
     assert key(BATCH[:20]) is not None
     assert key(BATCH[:30]) is None
-    monkeypatch.setattr(merging, "_MOST_TOKENS", BATCH[40:50].token_count)
+    monkeypatch.setattr(merging, "_MOST_NUMBERS", BATCH[40:50].token_count + 10)
     assert key(BATCH[40:50]) is not None
     assert key(BATCH[60:80], rows=(0, 1)) is None
+    few = Batch.of([parse("x1")], [np.empty((BATCH[40:50].token_count, 0))])
+    assert key(few, rows=(0, 1)) is not None
+    many = Batch.of([parse("x1")], [np.empty((2 * BATCH[40:50].token_count, 0))])
+    assert key(many, rows=(0, 1)) is None
 
 
 def test_nothing_is_merged_on_a_data_set_that_does_not_gain_from_it(key, engine):
