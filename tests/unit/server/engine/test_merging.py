@@ -15,7 +15,6 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import Closing, LossFunction
 from warpfit.parse import parse
-from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine import merging
 from warpfit_server.engine.merging import Merger
