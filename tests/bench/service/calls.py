@@ -33,7 +33,7 @@ from warpfit.request import Timings
 from warpfit.server_info import Limits
 from warpfit.transport.open_call import OpenCalls
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit_server.engine import validate
+from warpfit_server.engine.lowering import validate
 from warpfit_server.limits import check_batch
 
 BATCHES = 40

@@ -35,7 +35,7 @@ ORDERS = {
         *("engine", "rpc", "processes"),
     ],
     "warpfit_server.engine": [
-        *("native", "sum_tree", "lowering", "interface", "lowering_cache", "validate", "finalize"),
+        *("native", "sum_tree", "lowering", "interface", "lowering_cache", "finalize"),
         *("autodiff", "fit", "cpu", "cuda"),
     ],
     "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit"],

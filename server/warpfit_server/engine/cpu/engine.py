@@ -56,12 +56,12 @@ from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.interpreter import Inputs, interpret_chunk
 from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.lowering.lowered import Lowered
+from warpfit_server.engine.lowering.validate import are_valid, check_tokens
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.threads import ParallelLoop
 from warpfit_server.engine.sum_tree import sum_nodes
-from warpfit_server.engine.validate import are_valid, check_tokens
 from warpfit_server.system.resources import available_cores
 
 #: Seconds of all threads together that a step should take if a request arrives meanwhile, which

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from warpfit_server.engine import validate
 from warpfit_server.engine.cuda.derivatives import lowering as derivative_lowering
 from warpfit_server.engine.cuda.derivatives import tier as derivatives
 from warpfit_server.engine.cuda.interpreter import device_lowering, launches
@@ -24,6 +23,7 @@ from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
 from warpfit_server.engine.cuda.jit import graph, shapes
 from warpfit_server.engine.fit import compiled as fits
+from warpfit_server.engine.lowering import validate
 from warpfit_server.engine.native import compile_processes, numba_cache
 
 

@@ -12,8 +12,8 @@ from warpfit.errors import ProgramError
 from warpfit.expressions.token_checks import are_well_formed, check_indices, check_structure
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, PARAMETER, VARIABLE
-from warpfit_server.engine.validate import are_valid as compiled_are_valid
-from warpfit_server.engine.validate import check_tokens
+from warpfit_server.engine.lowering.validate import are_valid as compiled_are_valid
+from warpfit_server.engine.lowering.validate import check_tokens
 
 VARIABLES = 3
 SIGNALING_NAN = np.array([0x7FF0000000000001], dtype=np.uint64).view(np.float64)[0]

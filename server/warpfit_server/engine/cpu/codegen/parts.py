@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from warpfit_server.engine import validate
 from warpfit_server.engine.autodiff.differentiate import differentiate_chunk
 from warpfit_server.engine.cpu.codegen import build
 from warpfit_server.engine.cpu.codegen.kernels import FLAVOURS, Flavour
 from warpfit_server.engine.cpu.derivative_interpreter import combine_chunk, linearise_chunk
 from warpfit_server.engine.cpu.interpreter import interpret_chunk
 from warpfit_server.engine.fit import compiled as fits
+from warpfit_server.engine.lowering import validate
 from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.native import compile_processes, numba_cache, parallel_loop
 from warpfit_server.system import compile_cache

@@ -50,6 +50,7 @@ from warpfit_server.engine.cuda.derivatives.encoding import (
 from warpfit_server.engine.cuda.derivatives.source import labels
 from warpfit_server.engine.cuda.interpreter.device_lowering import raise_invalid_program
 from warpfit_server.engine.interface import Steps
+from warpfit_server.engine.lowering.validate import program_is_valid
 from warpfit_server.engine.native import numba_cache, parallel_loop
 from warpfit_server.engine.native.arguments import (
     FAILED,
@@ -61,7 +62,6 @@ from warpfit_server.engine.native.arguments import (
 )
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.threads import ParallelLoop, ParallelTask
-from warpfit_server.engine.validate import program_is_valid
 
 #: Programs of a chunk.
 _CHUNK: Final = 5

@@ -20,9 +20,9 @@ from warpfit_server.engine.cuda.jit.kernel_store import KernelKey, KernelStore
 from warpfit_server.engine.cuda.jit.shapes import BatchShapes, Shape, shapes_of_batch
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.lowering.validate import check_tokens
 from warpfit_server.engine.lowering_cache import content_of
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.validate import check_tokens
 
 #: Most accumulators of a fused kernel, unless one expression alone needs more.
 _MAX_SUMS: Final = 24

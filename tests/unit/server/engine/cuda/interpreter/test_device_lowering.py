@@ -23,7 +23,7 @@ from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
 from warpfit_server.engine.cuda.runtime.batch_layout import max_levels
-from warpfit_server.engine.validate import are_valid
+from warpfit_server.engine.lowering.validate import are_valid
 
 LEAVES = {VARIABLE, PARAMETER, CONSTANT}
 #: Stack levels that a case label takes values from.
