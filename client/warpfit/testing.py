@@ -256,7 +256,5 @@ def _received_error(call: Call, error: WarpfitError) -> Exception:
     """Return a server's error as a client's transport would raise it."""
     if isinstance(call.request, UploadStream) and call.request.failure is not None:
         return call.request.failure
-    detail = codec.error_to_detail(error)
-    return codec.error_from_status(
-        error.status, error.message, [(codec.ERROR_METADATA_KEY, detail)]
-    )
+    metadata = [(codec.ERROR_METADATA_KEY, codec.error_to_status(error))]
+    return codec.error_from_status(error.status, error.message, metadata)

@@ -14,8 +14,7 @@ from warpfit_server.observability.logs import configure_logging
 from warpfit_server.processes.engine_start import Preparation, prepare
 from warpfit_server.system.address_file import address_file
 from warpfit_server.system.parent import Parent
-from warpfit_server.system.resources import keep_freed_memory
-from warpfit_server.system.worker_threads import take_short_turns
+from warpfit_server.system.resources import keep_freed_memory, shorten_gil_switch_interval
 
 #: Seconds between two looks at the received signals and the parent.
 _POLL_SECONDS: Final = 0.1
@@ -26,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_standard_streams()
     config = Config.from_arguments(arguments)
     configure_logging(config.log_level, config.log_format)
-    take_short_turns()
+    shorten_gil_switch_interval()
     keep_freed_memory()
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

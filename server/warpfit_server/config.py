@@ -200,6 +200,15 @@ class Config:
         return total // self.processes, max(1, segments // self.processes)
 
     @property
+    def open_calls(self) -> int:
+        """Most open calls of a front-end process, each of which has a thread.
+
+        They are twice as many as calls in flight: half of them wait for another request, or for an
+        engine to stop.
+        """
+        return 2 * max(1, self.max_requests)
+
+    @property
     def has_tenants(self) -> bool:
         """Whether callers are authenticated, so that there may be several tenants."""
         return bool(self.token_file or self.tls_client_ca)

@@ -24,8 +24,8 @@ from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor
 from warpfit_server.processes.probe import Probe
 from warpfit_server.processes.watchdog import Watchdog
+from warpfit_server.rpc.calls import CallHandlers
 from warpfit_server.rpc.health import Health, HealthPort
-from warpfit_server.rpc.interceptor import Interceptor
 from warpfit_server.rpc.port import (
     check_free,
     join_address,
@@ -93,18 +93,18 @@ class Server:
     def _make_service(self) -> None:
         """Make the gRPC service and bind its port."""
         config = self.config
-        interceptor = self._interceptor = Interceptor(config, self.quotas, is_main=True)
+        calls = self._calls = CallHandlers(config, self.quotas, is_main=True)
         servicer = MainServicer(
             self.datasets,
             DataFolder(config.data_root, self.datasets),
             self.engines,
-            interceptor.admission,
+            calls.admission,
             config.chunk_bytes,
             self._front_ends.announce_release,
         )
         check_free(config.host, config.port)
         observer = Observer(self.recorder, self._tracer)
-        handlers = interceptor.intercept(servicer.handlers(), observer)
+        handlers = calls.handlers(servicer.methods(), observer)
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.processes > 1)
         self.health.add_to(self._grpc)
         self.port = listen(self._grpc, config, config.port)
@@ -129,7 +129,7 @@ class Server:
         self.health.drain()
         time.sleep(self.config.notice)  # load balancers take notice
         stopped = self._grpc.stop(self.config.grace)
-        self._interceptor.drain()
+        self._calls.drain()
         self.health.close()
         self._front_ends.stop()
         stopped.wait()

@@ -2,7 +2,6 @@
 
 from warpfit.codec.answers import (
     EXTRAS,
-    MORE_ANSWERS,
     answer_from_bytes,
     read_result,
     result_end,
@@ -30,8 +29,9 @@ from warpfit.codec.datasets import (
 from warpfit.codec.errors import (
     ERROR_METADATA_KEY,
     REQUEST_ID_KEY,
+    detail_of_status,
     error_from_status,
-    error_to_detail,
+    error_to_status,
 )
 from warpfit.codec.fits import (
     fit_answer_from_bytes,
@@ -43,7 +43,6 @@ from warpfit.codec.fits import (
 )
 from warpfit.codec.framing import broken_answer, parse_message, printable
 from warpfit.codec.requests import (
-    MORE_REQUESTS,
     evaluation_from_bytes,
     evaluation_from_message,
     evaluation_to_bytes,

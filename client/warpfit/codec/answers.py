@@ -27,8 +27,6 @@ from warpfit.request import STAGES, Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
 _TIMINGS: Final = (*STAGES, "cache_hits", "device")
-#: What follows the last message of an answer if the server waits for another request.
-MORE_ANSWERS: Final = pb.EvaluateResponse(more=True).SerializeToString()
 _VALUES_TAG: Final = bytes_tag(pb.EvaluateResponse.VALUES_FIELD_NUMBER)
 _JACOBIAN_TAG: Final = bytes_tag(pb.EvaluateResponse.JACOBIAN_FIELD_NUMBER)
 #: Arrays of float64 in the last message, and the field of `Evaluation` that requests each.

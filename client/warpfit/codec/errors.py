@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import unquote
 
+import grpc
 from google.protobuf.message import DecodeError
 
 from warpfit import errors
@@ -14,8 +15,10 @@ from warpfit.codec.framing import broken_answer, printable
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.v1 import evaluator_pb2 as pb
 
-#: Name of the trailing metadata entry with the ErrorDetail of a failed call.
-ERROR_METADATA_KEY: Final = "warpfit-error-bin"
+#: Name of the trailing metadata entry with the ErrorStatus of a failed call, fixed by gRPC's richer
+#: error model.
+ERROR_METADATA_KEY: Final = "grpc-status-details-bin"
+_DETAIL_TYPE: Final = f"type.googleapis.com/{pb.ErrorDetail.DESCRIPTOR.full_name}"
 _TEXTS: Final = ("message", "reason", "remedy", "field")
 _NUMBERS: Final = ("expression", "token", "needed", "available")
 #: Name of the metadata entry with the id of a call, in the request and in every answer.
@@ -48,16 +51,35 @@ _REMEDIES: Final = {
 }
 
 
-def error_to_detail(error: WarpfitError) -> bytes:
-    """Serialize an error for the trailing metadata entry ``ERROR_METADATA_KEY``."""
+def error_to_status(error: WarpfitError, more: bytes = b"") -> bytes:
+    """Serialize an error for the trailing metadata entry ``ERROR_METADATA_KEY``.
+
+    ``more`` is a serialized google.rpc.Status with other details, which are appended.
+    """
     numbers = {name: getattr(error, name) for name in _NUMBERS}
     wait = error.retry_after
     numbers["retry_after_ms"] = None if wait is None else math.ceil(1000 * wait)
     texts = {name: getattr(error, name) for name in _TEXTS}
-    return pb.ErrorDetail(
+    detail = pb.ErrorDetail(
         **texts,
         **{n: None if v is None else min(_UINT64_MAX, max(0, v)) for n, v in numbers.items()},
-    ).SerializeToString()
+    )
+    packed = pb.ErrorStatus.Detail(type_url=_DETAIL_TYPE, value=detail.SerializeToString())
+    code = grpc.StatusCode[error.status].value[0]
+    status = pb.ErrorStatus(code=code, message=str(error), details=[packed])
+    return status.SerializeToString() + more  # one message: repeated fields are concatenated
+
+
+def detail_of_status(data: bytes) -> pb.ErrorDetail | None:
+    """Return the detail that `error_to_status` has put into a status; None if there is none.
+
+    Raises:
+        DecodeError: if the bytes are no status.
+    """
+    for detail in pb.ErrorStatus.FromString(data).details:
+        if detail.type_url == _DETAIL_TYPE:
+            return pb.ErrorDetail.FromString(detail.value)
+    return None
 
 
 def error_from_status(
@@ -72,10 +94,11 @@ def error_from_status(
         return broken_answer("has no message")
     cls = errors.BY_STATUS.get(status, errors.InternalError)
     entries = dict(metadata or ())
-    error, detail = None, entries.get(ERROR_METADATA_KEY)
+    detail, data = None, entries.get(ERROR_METADATA_KEY)
     with suppress(DecodeError):  # so that the plain status is used
-        error = _error_from_detail(cls, detail) if isinstance(detail, bytes) else None
-    error = error or _grpc_error(cls, status, printable(details))
+        detail = detail_of_status(data) if isinstance(data, bytes) else None
+    known = None if detail is None else _error_from_detail(cls, detail)
+    error = known or _grpc_error(cls, status, printable(details))
     request_id = entries.get(REQUEST_ID_KEY)
     if isinstance(request_id, str):
         error.request_id = printable(request_id[:_LONGEST_ID])
@@ -120,8 +143,7 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
     return cls(details or status, status, _REMEDIES.get(status, ""))
 
 
-def _error_from_detail(cls: type[WarpfitError], data: bytes) -> WarpfitError:
-    detail = pb.ErrorDetail.FromString(data)
+def _error_from_detail(cls: type[WarpfitError], detail: pb.ErrorDetail) -> WarpfitError:
     optional: dict[str, Any] = {
         name: getattr(detail, name) if detail.HasField(name) else None for name in _NUMBERS
     }

@@ -19,8 +19,6 @@ _CLOSINGS: Final = framing.WireEnum(Closing, pb.Closing)
 #: Tokens from which on a batch leaves out the values of operators: such messages are half as long,
 #: but picking the values takes time, too: 4 ms for 50,000 programs, whose message then has 7.7 MB.
 _LONG: Final = 1 << 16
-#: What follows a request after which another one may come in the same call.
-MORE_REQUESTS: Final = pb.EvaluateRequest(more=True).SerializeToString()
 _VECTORS_TAG: Final = framing.varint(pb.Programs.VECTORS_FIELD_NUMBER << 3)
 _PROGRAMS_TAG: Final = framing.bytes_tag(pb.EvaluateRequest.PROGRAMS_FIELD_NUMBER)
 #: Arrays of a batch: name, tag of the field and dtype.

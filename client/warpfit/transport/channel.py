@@ -15,7 +15,7 @@ from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.transport.call import Call, Cancellation, UploadStream, only
 from warpfit.transport.connection import Connection
 from warpfit.transport.forks import CALLS, RENEWED_IN_CHILD
-from warpfit.transport.open_call import OpenCalls
+from warpfit.transport.open_calls import OpenCalls
 from warpfit.transport.security import is_local
 from warpfit.transport.servers import NOBODY_THERE
 from warpfit.v1 import evaluator_pb2 as pb
@@ -73,7 +73,8 @@ class GrpcTransport:
         options = {"timeout": seconds, "metadata": self._metadata}
         try:
             if call.method == _OPEN and seconds is None and len(call.request) <= _OPEN_BYTES:
-                return call.read(channel.open_calls.ask(call.request, cancellation))
+                asked = channel.open_calls.ask(call.request, cancellation or Cancellation())
+                return call.read(asked)
             if call.is_single and cancellation is None and not _is_upload(call):
                 # gRPC cancels such a call by itself when it is interrupted.
                 return call.read((only((single(call.request, **options),)),))
@@ -152,7 +153,7 @@ class _Channel:
             if method.server_streaming:
                 self.streamed[method.name] = channel.unary_stream(*way)
             if method.name == _OPEN:
-                self.open_calls = OpenCalls(channel, way[0], metadata, codec.answer_from_bytes)
+                self.open_calls = OpenCalls(channel.stream_stream(*way), metadata)
 
     def close(self) -> None:
         """Close the channel; calls in flight fail."""

@@ -175,7 +175,7 @@ class LossFunction(_message.Message):
     def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., closing: _Optional[_Union[Closing, str]] = ...) -> None: ...
 
 class EvaluateRequest(_message.Message):
-    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier", "loss_function", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling", "correlation", "more")
+    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier", "loss_function", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling", "correlation")
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
@@ -190,7 +190,6 @@ class EvaluateRequest(_message.Message):
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     LINEAR_SCALING_FIELD_NUMBER: _ClassVar[int]
     CORRELATION_FIELD_NUMBER: _ClassVar[int]
-    MORE_FIELD_NUMBER: _ClassVar[int]
     content_id: bytes
     rows: RowRange
     programs: Programs
@@ -205,8 +204,7 @@ class EvaluateRequest(_message.Message):
     reductions: bool
     linear_scaling: bool
     correlation: bool
-    more: bool
-    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., gradient: bool = ..., jacobian: bool = ..., variable_gradient: bool = ..., reductions: bool = ..., linear_scaling: bool = ..., correlation: bool = ..., more: bool = ...) -> None: ...
+    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., gradient: bool = ..., jacobian: bool = ..., variable_gradient: bool = ..., reductions: bool = ..., linear_scaling: bool = ..., correlation: bool = ...) -> None: ...
 
 class RowRange(_message.Message):
     __slots__ = ("start", "stop")
@@ -233,7 +231,7 @@ class Programs(_message.Message):
     def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., parameter_counts: _Optional[bytes] = ..., parameters: _Optional[bytes] = ..., vectors: _Optional[int] = ...) -> None: ...
 
 class EvaluateResponse(_message.Message):
-    __slots__ = ("header", "losses", "values", "offset", "timings", "gradients", "jacobian", "variable_gradients", "reductions", "scaling", "correlations", "more")
+    __slots__ = ("header", "losses", "values", "offset", "timings", "gradients", "jacobian", "variable_gradients", "reductions", "scaling", "correlations")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
@@ -245,7 +243,6 @@ class EvaluateResponse(_message.Message):
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
     CORRELATIONS_FIELD_NUMBER: _ClassVar[int]
-    MORE_FIELD_NUMBER: _ClassVar[int]
     header: ResultHeader
     losses: bytes
     values: bytes
@@ -257,8 +254,7 @@ class EvaluateResponse(_message.Message):
     reductions: bytes
     scaling: bytes
     correlations: bytes
-    more: bool
-    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., losses: _Optional[bytes] = ..., values: _Optional[bytes] = ..., offset: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., gradients: _Optional[bytes] = ..., jacobian: _Optional[bytes] = ..., variable_gradients: _Optional[bytes] = ..., reductions: _Optional[bytes] = ..., scaling: _Optional[bytes] = ..., correlations: _Optional[bytes] = ..., more: bool = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., losses: _Optional[bytes] = ..., values: _Optional[bytes] = ..., offset: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., gradients: _Optional[bytes] = ..., jacobian: _Optional[bytes] = ..., variable_gradients: _Optional[bytes] = ..., reductions: _Optional[bytes] = ..., scaling: _Optional[bytes] = ..., correlations: _Optional[bytes] = ...) -> None: ...
 
 class ResultHeader(_message.Message):
     __slots__ = ("dtype", "programs", "vectors", "rows")
@@ -473,3 +469,20 @@ class ErrorDetail(_message.Message):
     available: int
     retry_after_ms: int
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., remedy: _Optional[str] = ..., field: _Optional[str] = ..., expression: _Optional[int] = ..., token: _Optional[int] = ..., needed: _Optional[int] = ..., available: _Optional[int] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class ErrorStatus(_message.Message):
+    __slots__ = ("code", "message", "details")
+    class Detail(_message.Message):
+        __slots__ = ("type_url", "value")
+        TYPE_URL_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        type_url: str
+        value: bytes
+        def __init__(self, type_url: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    details: _containers.RepeatedCompositeFieldContainer[ErrorStatus.Detail]
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[_Iterable[_Union[ErrorStatus.Detail, _Mapping]]] = ...) -> None: ...

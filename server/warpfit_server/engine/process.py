@@ -26,10 +26,9 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.logs import configure_logging
-from warpfit_server.system.resources import keep_freed_memory
+from warpfit_server.system.resources import keep_freed_memory, shorten_gil_switch_interval
 from warpfit_server.system.shortages import shortage
 from warpfit_server.system.stuck_detector import EXIT_CANNOT_RUN, StuckDetector
-from warpfit_server.system.worker_threads import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 
@@ -106,7 +105,7 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, number, text = arguments
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
-    take_short_turns()
+    shorten_gil_switch_interval()
     keep_freed_memory()
     channel = Channel(socket.socket(fileno=int(descriptor)))
     device = config.engines[int(number)]

@@ -61,8 +61,8 @@ class Observer:
             self._tracer.record(call)
 
 
-def status_of(context: Any) -> str:
-    """Return the name of the status with which a call is about to end."""
+def ended_status(context: Any) -> str:
+    """Return the name of the status with which a request has ended, or its call is about to end."""
     code = context.code()
     if code is not None and code is not grpc.StatusCode.CANCELLED:
         return str(code.name)

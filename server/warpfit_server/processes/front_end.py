@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import grpc
 
+from warpfit import codec
 from warpfit.errors import (
     CancelledError,
     ResourceExhaustedError,
@@ -40,12 +41,11 @@ from warpfit_server.observability.logs import configure_logging
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.tracing import make_tracer
 from warpfit_server.processes.probe import Probe
+from warpfit_server.rpc.calls import Call, CallHandlers, Method
 from warpfit_server.rpc.health import Health
-from warpfit_server.rpc.interceptor import Interceptor
-from warpfit_server.rpc.port import Call, listen, make_server
+from warpfit_server.rpc.port import listen, make_server
 from warpfit_server.rpc.servicer import SERVICE_NAME, ComputeServicer
-from warpfit_server.system.resources import keep_freed_memory
-from warpfit_server.system.worker_threads import take_short_turns
+from warpfit_server.system.resources import keep_freed_memory, shorten_gil_switch_interval
 from warpfit_server.tenancy.authentication import FORWARDED_METADATA_KEY
 from warpfit_server.tenancy.quotas import QuotaTable
 
@@ -173,21 +173,21 @@ class BorrowedLeases:
             self._send(messages.ReturnLease(key))
 
 
-def forwarding_handlers(address: str) -> dict[str, Any]:
-    """Return handlers by method name that forward calls to the main process as they are."""
+def forwarding_methods(address: str) -> dict[str, Method]:
+    """Return methods by name that forward calls to the main process as they are."""
     names = ("grpc.max_send_message_length", "grpc.max_receive_message_length")
     unlimited = [*((name, -1) for name in names), ("grpc.enable_http_proxy", 0)]
     channel = grpc.insecure_channel(address, unlimited)
     upload = channel.stream_unary(f"/{SERVICE_NAME}/UploadVariables", None, None)
-    handlers = {"UploadVariables": grpc.stream_unary_rpc_method_handler(_forwarding(upload))}
+    methods = {"UploadVariables": Method(_forwarding(upload), uploads=True)}
     for name in _FORWARDED:
         method = channel.unary_unary(f"/{SERVICE_NAME}/{name}", None, None)
-        handlers[name] = grpc.unary_unary_rpc_method_handler(_forwarding(method))
-    return handlers
+        methods[name] = Method(_forwarding(method))
+    return methods
 
 
 def _forwarding(method: Any) -> Callable[[Any, Call], bytes]:
-    def handler(request: Any, context: Call) -> bytes:
+    def forward(request: Any, context: Call) -> bytes:
         remaining = context.time_remaining()
         timeout = remaining if remaining is not None and remaining < _NO_DEADLINE else None
         record = context.record
@@ -207,8 +207,7 @@ def _forwarding(method: Any) -> Callable[[Any, Call], bytes]:
         sent = request if isinstance(request, bytes) else messages_of_upload()
         call = method.future(sent, timeout=timeout, metadata=metadata)
         is_made.set()
-        if not context.add_callback(call.cancel):
-            call.cancel()
+        context.on_end(call.cancel)
         try:
             answer: bytes = call.result()
         except (grpc.RpcError, grpc.FutureCancelledError):
@@ -216,11 +215,11 @@ def _forwarding(method: Any) -> Callable[[Any, Call], bytes]:
                 raise failed[0] from None
             if call.code() is grpc.StatusCode.CANCELLED:
                 raise CancelledError("the call has ended", "CANCELLED") from None
-            context.set_trailing_metadata(tuple(call.trailing_metadata() or ()))
-            context.abort(call.code(), call.details() or "")
+            status = call.code().name, call.details() or "", call.trailing_metadata()
+            raise codec.error_from_status(*status) from None
         return answer
 
-    return handler
+    return forward
 
 
 class FrontEndProcess:
@@ -248,17 +247,17 @@ class FrontEndProcess:
         self._probes = [Probe(engine, seed) for engine in self._engines]
         self._probe_now = [threading.Event() for _ in self._engines]
         self._leases = BorrowedLeases(control.send)
-        interceptor = self._interceptor = Interceptor(config, quotas)
+        calls = self._calls = CallHandlers(config, quotas)
         servicer = ComputeServicer(
-            self._leases.lease, self._router, interceptor.admission, config.chunk_bytes
+            self._leases.lease, self._router, calls.admission, config.chunk_bytes
         )
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)
         observer = Observer(self._recorder, self._tracer)
-        forwarding = forwarding_handlers(main_address)
+        forwarding = forwarding_methods(main_address)
         handlers = {
-            **interceptor.intercept(forwarding, observer, forwards=True),
-            **interceptor.intercept(servicer.handlers(), observer),
+            **calls.handlers(forwarding, observer, forwards=True),
+            **calls.handlers(servicer.methods(), observer),
         }
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=True)
         self._health = Health(SERVICE_NAME, labels)
@@ -298,7 +297,7 @@ class FrontEndProcess:
 
     def _stop(self) -> None:
         stopped = self._grpc.stop(self._config.grace)
-        self._interceptor.drain()
+        self._calls.drain()
         self._health.close()
         stopped.wait()
         self._tell(messages.MetricsRecorded(self._recorder.take()))
@@ -351,7 +350,7 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, port, main_address, table, number, text = arguments
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
-    take_short_turns()
+    shorten_gil_switch_interval()
     keep_freed_memory()
     control = Channel(socket.socket(fileno=int(descriptor)))
     try:

@@ -1,4 +1,4 @@
-"""Statuses of failed calls: warpfit's own error detail, and google.rpc.Status for general tools."""
+"""Statuses of failed calls: google.rpc.Status with warpfit's own detail and the standard ones."""
 
 import logging
 from typing import Any, Final
@@ -7,7 +7,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from warpfit.codec import ERROR_METADATA_KEY, error_to_detail
+from warpfit.codec import ERROR_METADATA_KEY, error_to_status
 from warpfit.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -19,8 +19,6 @@ from warpfit.errors import (
 from warpfit_server.system.shortages import shortage
 
 _LOG: Final = logging.getLogger("warpfit.service")
-#: Name of the trailing metadata entry, fixed by gRPC's richer error model.
-STATUS_METADATA_KEY: Final = "grpc-status-details-bin"
 _DOMAIN: Final = "warpfit"
 _FACTS: Final = ("field", "expression", "token", "needed", "available")
 
@@ -46,27 +44,15 @@ def fail_call(context: Any, error: Exception, trailing: tuple[tuple[str, str], .
         error = known or InternalError(
             "the server failed on this call", "INTERNAL", "Report it as a bug"
         )
-    context.set_trailing_metadata(
-        (
-            *trailing,
-            (ERROR_METADATA_KEY, error_to_detail(error)),
-            (STATUS_METADATA_KEY, status_details(error)),
-        )
-    )
+    standard = status_pb2.Status(details=_standard_details(error)).SerializeToString()
+    details = ERROR_METADATA_KEY, error_to_status(error, standard)
+    context.set_trailing_metadata((*trailing, details))
     context.set_code(grpc.StatusCode[error.status])
     context.set_details(str(error))
 
 
-def status_details(error: WarpfitError) -> bytes:
-    """Serialize an error as google.rpc.Status, with those of its standard details that apply."""
-    status = status_pb2.Status(
-        code=grpc.StatusCode[error.status].value[0], message=str(error), details=_details(error)
-    )
-    serialized: bytes = status.SerializeToString()
-    return serialized
-
-
-def _details(error: WarpfitError) -> list[any_pb2.Any]:
+def _standard_details(error: WarpfitError) -> list[any_pb2.Any]:
+    """Return those of google.rpc's details that apply, for tools that know no others."""
     facts = {name: getattr(error, name) for name in _FACTS}
     known = {name: str(value) for name, value in facts.items() if value not in (None, "")}
     messages: list[Any] = [

@@ -5,38 +5,34 @@ right answer to a small evaluation (`warpfit_server.processes.watchdog`). The em
 name of the gRPC service mean readiness; the label of a device, such as ``cuda:1``, that of its
 engine.
 
-Health checks need no credentials, so each port limits them separately. Each watching call has a
-thread of its own.
+Health checks need no credentials, so each port limits them separately, with threads of their own
+among those of the port. The methods themselves are those of the package grpcio-health-checking.
 """
 
 import resource
 import threading
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import HealthServicer
 
-from warpfit_server.rpc.port import (
-    Call,
-    CallStarter,
-    ReceiveTimeouts,
-    join_address,
-    port_in_use,
-)
-from warpfit_server.system.worker_threads import Workers
+from warpfit_server.rpc.calls import CallTimeouts
+from warpfit_server.rpc.port import HEALTH_THREADS, CallThreads, join_address, port_in_use
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
 _SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-#: Most calls at a time that wait for their message, and that watch.
-_MOST_READING, _MOST_WATCHING = 8, 64
+#: Most calls at a time that wait for their message, and that watch: half of the threads, because a
+#: call that has made room for another one leaves its thread a moment later.
+_MOST_READING: Final = 8
+_MOST_WATCHING: Final = HEALTH_THREADS // 2 - _MOST_READING
 #: Seconds in which the message of a call must arrive.
 _CALL_SECONDS: Final = 1.0
-#: Seconds after which a watching call looks whether its client has gone.
-_WATCH_SECONDS: Final = 5.0
+#: A name that no service has.
+_NO_SERVICE: Final = health_pb2.HealthCheckRequest(service="-")
 #: Milliseconds that TLS and the first frames of a connection to the plain port may take, without a
 #: call and in all: so connections that nobody needs do not keep others out.
 _HANDSHAKE_MS, _IDLE_MS, _AGE_MS = 1000, 2000, 60_000
@@ -62,12 +58,14 @@ class Health:
         self._names = (READINESS, "", service)
         self._devices = frozenset(devices)
         self._on_change = on_change
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self.serving: frozenset[str] = frozenset()
         """Labels of the devices that answer calls."""
         self._draining = False
-        self.is_closed = False
-        """Whether calls that watch are ended."""
+        self._servicer = HealthServicer()
+        self._servicer.set(LIVENESS, _Response.SERVING)
+        self._methods: list[_HealthMethods] = []
+        self._tell()
 
     @property
     def ready(self) -> bool:
@@ -76,29 +74,36 @@ class Health:
 
     def set_device(self, label: str, serves: bool) -> None:
         """Set whether a device serves; after `drain` none does."""
-        with self._changed:
+        with self._lock:
             self.set_serving(self.serving | {label} if serves else self.serving - {label})
 
     def set_serving(self, serving: frozenset[str]) -> None:
         """Set which devices serve; after `drain` none does."""
-        with self._changed:
+        with self._lock:
             serving = frozenset() if self._draining else serving
             if serving != self.serving:
                 self.serving = serving
-                self._changed.notify_all()
+                self._tell()
                 self._on_change(serving)
+
+    def _tell(self) -> None:
+        """Let the health service know, which tells those that watch."""
+        statuses = dict.fromkeys(self._names, self.ready)
+        statuses |= {label: label in self.serving for label in self._devices}
+        for name, serves in statuses.items():
+            status = _Response.SERVING if serves else _Response.NOT_SERVING
+            self._servicer.set(name, status)
 
     def drain(self) -> None:
         """Be not ready for good; the process stays alive."""
-        with self._changed:
+        with self._lock:
             self._draining = True
             self.set_serving(frozenset())
 
     def close(self) -> None:
         """End the calls that watch, for which a server that stops would wait."""
-        with self._changed:
-            self.is_closed = True
-            self._changed.notify_all()
+        for methods in self._methods:
+            methods.close()
 
     def status(self, name: str) -> int:
         """Return the status of a service, SERVICE_UNKNOWN if there is none of that name."""
@@ -112,15 +117,10 @@ class Health:
 
     def add_to(self, server: grpc.Server) -> None:
         """Answer health checks on a server that has not started yet."""
-        handlers = _HealthMethods(self).handlers()
+        methods = _HealthMethods(self, self._servicer)
+        self._methods.append(methods)
+        handlers = methods.handlers()
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
-
-    def wait_for_change(self, name: str, status: int) -> None:
-        """Wait until a service has another status than this one, or for some seconds."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.is_closed or self.status(name) != status, _WATCH_SECONDS
-            )
 
 
 class _CallLimit:
@@ -133,10 +133,10 @@ class _CallLimit:
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._calls: dict[str, list[grpc.ServicerContext]] = {}
+        self._calls: dict[str, list[Any]] = {}
         self._count = 0
 
-    def enter(self, context: grpc.ServicerContext) -> bool:
+    def enter(self, context: Any) -> bool:
         """Count a call; return False if its own address has too many."""
         address = _address(context)
         victim = None
@@ -150,10 +150,17 @@ class _CallLimit:
             self._calls.setdefault(address, []).append(context)
             self._count += 1
         if victim is not None:
-            victim.cancel()  # type: ignore[no-untyped-call]
+            victim.cancel()
         return True
 
-    def leave(self, context: grpc.ServicerContext) -> None:
+    def cancel_all(self) -> None:
+        """Cancel all calls."""
+        with self._lock:
+            contexts = [context for calls in self._calls.values() for context in calls]
+        for context in contexts:
+            context.cancel()
+
+    def leave(self, context: Any) -> None:
         """Count a call no more, unless it has made room for another one."""
         address = _address(context)
         with self._lock:
@@ -166,71 +173,67 @@ class _CallLimit:
 
 
 class _HealthMethods:
-    """The methods of grpc.health.v1 on one port."""
+    """The methods of grpc.health.v1 on one port, with limits before those of gRPC's own package.
 
-    def __init__(self, health: Health) -> None:
+    Both are streams in both directions to gRPC, so that a time limit holds before the message is
+    there. On the wire, a stream of one message looks like a single message.
+    """
+
+    def __init__(self, health: Health, servicer: HealthServicer) -> None:
         self._health = health
+        self._servicer = servicer
         self._reading, self._watching = _CallLimit(_MOST_READING), _CallLimit(_MOST_WATCHING)
-        # Twice as many: a call that has made room for another one leaves its thread a moment later.
-        self._watchers = Workers(2 * _MOST_WATCHING)
-        self._timeouts = ReceiveTimeouts()
+        self._timeouts = CallTimeouts()
 
     def handlers(self) -> dict[str, Any]:
         """Return gRPC's handlers by the name of the method."""
-        methods = {"Check": self._check, "Watch": self._watch}
         return {
-            name: grpc.stream_stream_rpc_method_handler(partial(self._receive, method))
-            for name, method in methods.items()
+            "Check": grpc.stream_stream_rpc_method_handler(self._check),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
         }
 
-    def _receive(self, method: Callable[[Call, str], None], call: Call) -> None:
-        """Have a call answered once its message is there, unless too many wait for theirs."""
-        if self._reading.enter(call):
-            self._timeouts.begin(call, _CALL_SECONDS, call.cancel)
-            call.receive(partial(self._arrived, method, call))
-        else:
-            _refuse_excess(call)
+    def close(self) -> None:
+        """End the calls that watch."""
+        self._watching.cancel_all()
 
-    def _arrived(
-        self, method: Callable[[Call, str], None], call: Call, message: bytes | None
-    ) -> None:
-        self._timeouts.stop(call)
-        self._reading.leave(call)
+    def _check(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        request = self._read(messages, context)
+        if request is not None:
+            answer = self._servicer.Check(request, context)
+            if context.code() is None:
+                yield answer.SerializeToString()
+
+    def _watch(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        request = self._read(messages, context)
+        if request is None:
+            return
+        if not self._watching.enter(context):
+            _refuse_excess(context)
+            return
         try:
-            name = str(health_pb2.HealthCheckRequest.FromString(message or b"").service)
-        except DecodeError:
-            _refuse(call, grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
-        else:
-            method(call, name)
-
-    def _check(self, call: Call, name: str) -> None:
-        status = self._health.status(name)
-        if status == _Response.SERVICE_UNKNOWN:
-            _refuse(call, grpc.StatusCode.NOT_FOUND, "there is no such service")
-        else:
-            call.end(_Response(status=status).SerializeToString())
-
-    def _watch(self, call: Call, name: str) -> None:
-        if self._watchers.has_room("") and self._watching.enter(call):
-            self._watchers.start("", self._tell_changes, call, name)
-        else:
-            _refuse_excess(call)
-
-    def _tell_changes(self, call: Call, name: str) -> None:
-        told: int | None = None
-        try:
-            while call.is_active():
-                status = self._health.status(name)
-                if status != told:
-                    call.send(_Response(status=status).SerializeToString())
-                    told = status
-                elif self._health.is_closed:
-                    break
-                else:
-                    self._health.wait_for_change(name, status)
-            call.end()
+            # The package would remember every name that was ever asked for.
+            is_known = self._health.status(request.service) != _Response.SERVICE_UNKNOWN
+            for answer in self._servicer.Watch(request if is_known else _NO_SERVICE, context):
+                yield answer.SerializeToString()
         finally:
-            self._watching.leave(call)
+            self._watching.leave(context)
+
+    def _read(self, messages: Iterator[bytes], context: Any) -> Any:
+        """Return the request of a call; None if the call has been refused, or has ended."""
+        if not self._reading.enter(context):
+            _refuse_excess(context)
+            return None
+        self._timeouts.begin(context, _CALL_SECONDS)
+        try:
+            return health_pb2.HealthCheckRequest.FromString(next(messages, b""))
+        except grpc.RpcError:  # the client has gone, or its time was up
+            return None
+        except DecodeError:
+            _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
+            return None
+        finally:
+            self._timeouts.end(context)
+            self._reading.leave(context)
 
 
 class HealthPort:
@@ -241,7 +244,9 @@ class HealthPort:
     """
 
     def __init__(self, health: Health, host: str, port: int) -> None:
-        self._server = grpc.server(CallStarter(), options=_port_options())
+        threads = CallThreads(HEALTH_THREADS, "health")
+        limits: Any = {"maximum_concurrent_rpcs": HEALTH_THREADS, "options": _port_options()}
+        self._server = grpc.server(threads, **limits)
         health.add_to(self._server)
         try:
             self.port = self._server.add_insecure_port(join_address(host, port))
@@ -268,16 +273,15 @@ def _port_options() -> list[tuple[str, int]]:
     ]
 
 
-def _refuse_excess(call: Call) -> None:
-    _refuse(call, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks at a time")
+def _refuse_excess(context: Any) -> None:
+    _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks at a time")
 
 
-def _refuse(call: Call, code: grpc.StatusCode, details: str) -> None:
-    call.set_code(code)
-    call.set_details(details)
-    call.end()
+def _refuse(context: Any, code: grpc.StatusCode, details: str) -> None:
+    context.set_code(code)
+    context.set_details(details)
 
 
-def _address(context: grpc.ServicerContext) -> str:
+def _address(context: Any) -> str:
     """Return the caller's address without its port."""
     return str(context.peer()).rpartition(":")[0]

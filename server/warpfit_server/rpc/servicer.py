@@ -1,6 +1,6 @@
 """The gRPC servicers: each method decodes, checks, asks the engine and encodes.
 
-The methods raise WarpfitErrors as they are, of which `warpfit_server.rpc.interceptor` makes
+The methods raise WarpfitErrors as they are, of which `warpfit_server.rpc.calls` makes
 statuses. Requests arrive and answers leave as bytes, so that `warpfit.codec` alone decides how they
 are parsed and framed, and malformed bytes get an answer that says so.
 """
@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
-
-import grpc
 
 from warpfit import codec
 from warpfit.dataset import Layout
@@ -45,7 +43,7 @@ from warpfit_server.limits import (
     evaluation_memory,
 )
 from warpfit_server.observability.measurements import CallRecord
-from warpfit_server.rpc.port import Call
+from warpfit_server.rpc.calls import Call, Method
 from warpfit_server.tenancy.admission import Admission, CallCost
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
 from warpfit_server.tenancy.tenants import key_of
@@ -59,7 +57,8 @@ _ANSWER_SHARE: Final = 0.1
 #: Context manager that keeps the data set of a key (`warpfit_server.tenancy.tenants.key_of`)
 #: resident. It raises DatasetNotFoundError if the data set is not resident.
 Lease = Callable[[bytes], AbstractContextManager[Leased]]
-#: The messages of an answer; the last one is returned, so that it is sent with the status.
+#: The messages of an answer; the last one is returned, so that the call leaves its slot before it
+#: is sent.
 Answer = Generator[bytes, None, bytes]
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
@@ -79,11 +78,11 @@ class ComputeServicer:
         self._chunk_bytes = chunk_bytes
         self._decoding = TenantSemaphore()
 
-    def handlers(self) -> dict[str, Any]:
-        """Return gRPC method handlers by the name of the method."""
+    def methods(self) -> dict[str, Method]:
+        """Return the methods of the service by name."""
         return {
-            "Evaluate": grpc.unary_stream_rpc_method_handler(partial(self._serve, fits=False)),
-            "Optimize": grpc.unary_stream_rpc_method_handler(partial(self._serve, fits=True)),
+            "Evaluate": Method(partial(self._serve, fits=False), streams=True),
+            "Optimize": Method(partial(self._serve, fits=True), streams=True),
         }
 
     def _serve(self, message: bytes, context: Call, *, fits: bool) -> Answer:
@@ -100,7 +99,6 @@ class ComputeServicer:
             parsed: Any = codec.parse_message(
                 pb.OptimizeRequest if fits else pb.EvaluateRequest, message
             )
-            context.awaits_more = not fits and parsed.more
             evaluation, fit = _decode(parsed, tenant, limits, fits=fits)
             with self._lease(evaluation.dataset_id) as data:
                 size, cost = _check(evaluation, fit, data, limits)
@@ -135,8 +133,7 @@ class ComputeServicer:
     ) -> Answer:
         """Stream the answer to a request that is in flight, and close that."""
         try:
-            if not context.add_callback(in_flight.cancel):
-                in_flight.cancel()
+            context.on_end(in_flight.cancel)
             return (yield from answer)
         finally:
             in_flight.close()
@@ -234,15 +231,15 @@ class MainServicer(ComputeServicer):
         self._on_release = on_release
         self._version = version("warpfit")  # reads files
 
-    def handlers(self) -> dict[str, Any]:
-        """Return gRPC method handlers by the name of the method."""
+    def methods(self) -> dict[str, Method]:
+        """Return the methods of the service by name."""
         return {
-            **super().handlers(),
-            "UploadVariables": grpc.stream_unary_rpc_method_handler(self.upload_variables),
-            "OpenDataset": grpc.unary_unary_rpc_method_handler(self.open_dataset),
-            "GetVariables": grpc.unary_unary_rpc_method_handler(self.get_variables),
-            "ReleaseVariables": grpc.unary_unary_rpc_method_handler(self.release_variables),
-            "GetServerInfo": grpc.unary_unary_rpc_method_handler(self.get_server_info),
+            **super().methods(),
+            "UploadVariables": Method(self.upload_variables, uploads=True),
+            "OpenDataset": Method(self.open_dataset),
+            "GetVariables": Method(self.get_variables),
+            "ReleaseVariables": Method(self.release_variables),
+            "GetServerInfo": Method(self.get_server_info),
         }
 
     def upload_variables(self, requests: Iterator[bytes], context: Call) -> bytes:

@@ -48,9 +48,8 @@ class Servicer:
         try:
             messages = self.server.answer(Call(method.name, request, list))
         except WarpfitError as error:
-            context.set_trailing_metadata(
-                [(codec.ERROR_METADATA_KEY, codec.error_to_detail(error))]
-            )
+            metadata = [(codec.ERROR_METADATA_KEY, codec.error_to_status(error))]
+            context.set_trailing_metadata(metadata)
             context.abort(grpc.StatusCode[error.status], error.message)
         return iter(messages) if method.server_streaming else messages[0]
 

@@ -83,9 +83,8 @@ class Caller:
 def detail_of(error: Any) -> pb.ErrorDetail:
     """Return the server's details of a failed call; empty if the error is gRPC's own."""
     found = dict(error.trailing_metadata() or ()).get(codec.ERROR_METADATA_KEY)
-    if found is None:
-        return pb.ErrorDetail(message=error.details() or "")
-    return pb.ErrorDetail.FromString(found)
+    detail = None if found is None else codec.detail_of_status(found)
+    return pb.ErrorDetail(message=error.details() or "") if detail is None else detail
 
 
 def explained(error: Any) -> tuple[str, str, str]:

@@ -1,0 +1,480 @@
+"""Calls as this server serves them: authentication, admission, time limits, observation.
+
+gRPC has a thread of its pool serve each call, and reads a message only when that thread asks for
+it. So a call is admitted or refused before a byte of its message is read: it then has a slot and
+the bytes of the longest message that gRPC would receive, both counted for its tenant.
+
+A caller may send one request after the other in the same call, which spares both sides the end of
+a call and the beginning of the next. Each request is admitted, counted and observed as if it were a
+call of its own. Between two of them a call has no slot, but the bytes of the longest message are
+still counted.
+
+Whatever a client keeps a thread waiting for has a time limit: a message that it sends, a message
+that it takes, and the next request of a call. gRPC itself waits for ever, so another thread cancels
+the calls whose time is up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import grpc
+
+from warpfit.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from warpfit_server.config import Config
+from warpfit_server.observability.calls import Observer, ended_status
+from warpfit_server.observability.logs import LOGGED_REQUEST_ID
+from warpfit_server.observability.measurements import CallRecord
+from warpfit_server.rpc.error_details import fail_call
+from warpfit_server.tenancy.admission import Admission
+from warpfit_server.tenancy.authentication import Authenticator, TokenFile
+from warpfit_server.tenancy.quotas import QuotaTable
+from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits
+
+_LOG: Final = logging.getLogger("warpfit.calls")
+#: Most bytes of a message of a method without long ones, and most seconds until it has arrived.
+_SHORT_MESSAGE, _SHORT_SECONDS = 64 << 10, 5.0
+#: Seconds in which the next request of a call must arrive: a search that breeds for longer can bear
+#: the cost of a new call.
+_IDLE_SECONDS: Final = 0.5
+#: Longest message that is sent when its call has left its slot, so that nothing counts it.
+_LAST_BYTES: Final = 64 << 10
+#: Seconds after which a call may be repeated that was refused because too many are open.
+_RETRY_SECONDS: Final = 0.1
+#: Seconds between two looks for calls whose time is up.
+_LOOK_SECONDS: Final = 0.25
+
+
+class CallTimeouts:
+    """Cancels calls that wait for their client for too long, from a thread of its own.
+
+    The waiting thread and this one both remove a call from a dictionary, which only one of them
+    succeeds in.
+    """
+
+    def __init__(self) -> None:
+        self._limits: dict[Any, float] = {}
+        threading.Thread(target=self._watch, name="call-timeouts", daemon=True).start()
+
+    def begin(self, context: Any, seconds: float) -> None:
+        """Cancel a call after some seconds, unless `end` comes first."""
+        self._limits[context] = time.monotonic() + seconds
+
+    def end(self, context: Any) -> bool:
+        """Stop waiting for a call; return False if its time was up and it has been cancelled."""
+        return self._limits.pop(context, None) is not None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            for context, limit in self._limits.copy().items():
+                if limit <= now and self.end(context):
+                    try:
+                        context.cancel()
+                    except Exception:  # whatever it is, the other calls are looked at
+                        _LOG.exception("a call could not be cancelled")
+
+
+class OpenCalls:
+    """Counts the open calls of a process, each of which has a thread.
+
+    A tenant may have as many as it leaves free for the others: one alone takes half of them, a
+    second one a quarter. Where there are no tenants, all may be taken.
+    """
+
+    def __init__(self, most: int, *, is_shared: bool) -> None:
+        self._most = most
+        self._is_shared = is_shared
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._total = 0
+
+    def enter(self, tenant: str) -> bool:
+        """Count a call; return False if its tenant has too many."""
+        with self._lock:
+            own, free = self._counts.get(tenant, 0), self._most - self._total
+            if free <= 0 or (self._is_shared and own >= free):
+                return False
+            self._counts[tenant] = own + 1
+            self._total += 1
+        return True
+
+    def leave(self, tenant: str) -> None:
+        """Count a call no more."""
+        with self._lock:
+            self._total -= 1
+            left = self._counts.pop(tenant) - 1
+            if left:
+                self._counts[tenant] = left
+
+    @property
+    def are_scarce(self) -> bool:
+        """Whether so many calls are open that none is kept for another request."""
+        return 4 * self._total > 3 * self._most
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What a method of the service does with a request, and how its messages come and go."""
+
+    behaviour: Callable[[Any, Call], Any]
+    """Takes the message, or an iterator of messages, and the call; returns the answer, or is a
+    generator of the messages of the answer that returns the last one."""
+    uploads: bool = False
+    """Whether the request is a stream of messages."""
+    streams: bool = False
+    """Whether the answer is one; only then may requests follow one another in a call."""
+
+    @property
+    def has_long_messages(self) -> bool:
+        """Whether its messages may be as long as the server allows."""
+        return self.uploads or self.streams
+
+
+class CallHandlers:
+    """Serves the calls of the service's methods in one process.
+
+    The main process trusts the calls that other processes forward to it.
+
+    Raises:
+        InvalidArgumentError: if the token file or the tenants file cannot be used.
+    """
+
+    def __init__(self, config: Config, quotas: QuotaTable, *, is_main: bool = False) -> None:
+        self.authenticator = Authenticator(
+            TokenFile(config.token_file) if config.token_file else None,
+            certificates=bool(config.tls_client_ca),
+            trusts_local_socket=is_main,
+        )
+        tenants = TenantLimits(
+            config.limits(), config.tenants_file or None, shared=config.has_tenants
+        )
+        self.admission = Admission(config, tenants, quotas)
+        """Accepts or refuses the requests of this process."""
+        self.open_calls = OpenCalls(config.open_calls, is_shared=tenants.is_shared)
+        """Calls that have a thread."""
+        self.message_seconds = config.message_seconds
+        """Time in which a message must arrive, or be taken."""
+        self.timeouts = CallTimeouts()
+        """Time limits of the calls that wait for their client."""
+        self.waiting: set[Any] = set()
+        """Calls that wait for another request."""
+        self.is_draining = False
+        """Whether no call is kept for another request."""
+
+    def handlers(
+        self, methods: Mapping[str, Method], observer: Observer, *, forwards: bool = False
+    ) -> dict[str, Any]:
+        """Return gRPC's handlers by the name of the method.
+
+        If they forward calls to another process, which observes them, this process observes only
+        those that it refuses.
+        """
+        return {
+            name: grpc.stream_stream_rpc_method_handler(
+                partial(self._serve, name, method, observer, forwards)
+            )
+            for name, method in methods.items()
+        }
+
+    def _serve(
+        self,
+        name: str,
+        method: Method,
+        observer: Observer,
+        forwards: bool,
+        messages: Iterator[bytes],
+        context: Any,
+    ) -> Iterator[bytes]:
+        """Answer the requests of a call, which gRPC tells the end of the answer by the last one."""
+        return Call(self, name, method, observer, forwards, messages, context).serve()
+
+    def drain(self) -> None:
+        """End the calls that wait for another request, and let no other call wait for one."""
+        self.is_draining = True
+        for context in list(self.waiting):
+            context.cancel()
+
+
+class Call:
+    """One call, from its arrival to its end, and what is counted for its present request."""
+
+    record: CallRecord
+    """Record of the present request, with its tenant."""
+
+    def __init__(
+        self,
+        handlers: CallHandlers,
+        name: str,
+        method: Method,
+        observer: Observer,
+        forwards: bool,
+        messages: Iterator[bytes],
+        context: Any,
+    ) -> None:
+        self._handlers = handlers
+        self._name = name
+        self._method = method
+        self._observer = observer
+        self._forwards = forwards
+        self._messages = messages
+        self.context = context
+        """gRPC's own view of it."""
+        self._is_open = False
+        self._most_bytes = 0
+        self._message_seconds = 0.0
+        self._reserved = 0
+        self._slots: list[int] = []
+        self._on_end: Callable[[], None] | None = None
+
+    def is_active(self) -> bool:
+        """Return whether the call has not ended."""
+        return bool(self.context.is_active())
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds until the caller's deadline; None without one."""
+        remaining: float | None = self.context.time_remaining()
+        return remaining
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called if the call ends before the present request is answered."""
+        self._on_end = callback
+        if not self.is_active():
+            callback()
+
+    def serve(self) -> Iterator[bytes]:
+        """Yield the messages of the answers, request by request."""
+        self.context.add_callback(self._ended)
+        message: bytes | None = None
+        try:
+            while self._begin(message):
+                last = yield from self._answer(message)
+                message = None  # the method alone decides how long the message is kept
+                if last is not None:
+                    yield from self._send(last)
+                message = self._await_request()
+                if message is None:
+                    break
+        finally:
+            if self._is_open:
+                self._handlers.open_calls.leave(self.record.tenant)
+
+    def _begin(self, message: bytes | None) -> bool:
+        """Admit a request, whose message is there if it is not the first; return False if not."""
+        self.record = self._observer.new_call(self._name, self.context, ANONYMOUS)
+        try:
+            self._admit(message)
+        except Exception as error:
+            fail_call(self.context, error, self.record.trailing)
+            self._observer.end(self.record, ended_status(self.context))
+            return False
+        if not self._forwards:
+            self._observer.begin(self.record)
+        return True
+
+    def _admit(self, message: bytes | None) -> None:
+        """Find the tenant, and count the call and the bytes that its message may have.
+
+        Raises:
+            UnauthenticatedError: without valid credentials.
+            PermissionDeniedError: if the tenant is suspended.
+            ResourceExhaustedError: if it comes too soon, or too much is in flight.
+        """
+        handlers, record = self._handlers, self.record
+        admission = handlers.admission
+        tenant, is_forwarded = handlers.authenticator.authenticate(self.context, record.metadata)
+        record.tenant = tenant
+        limits = admission.limits(tenant)
+        self._most_bytes, self._message_seconds = limits.message_bytes, handlers.message_seconds
+        if not self._method.has_long_messages:
+            self._most_bytes = min(self._most_bytes, _SHORT_MESSAGE)
+            self._message_seconds = min(self._message_seconds, _SHORT_SECONDS)
+        if not is_forwarded:  # the process that forwards a call has counted all but its message
+            admission.check_rate(tenant, limits.rate)
+        if not self._is_open:
+            if not handlers.open_calls.enter(tenant):
+                raise _too_many_open()
+            self._is_open = True
+        nbytes = admission.message_bytes if message is None else len(message)
+        admission.enter(tenant, limits, nbytes, slot=not is_forwarded)
+        self._reserved = nbytes
+        if not is_forwarded:
+            self._slots.append(1)
+        if not self.is_active():  # it may have ended before it had a slot
+            self.leave_slot()
+
+    def leave_slot(self, nbytes: int = 0) -> None:
+        """Give back the slot, if the call still has one, and bytes of its message.
+
+        Any thread may call this, several times.
+        """
+        try:
+            slots = self._slots.pop()  # atomic, so that only one thread gets it
+        except IndexError:
+            slots = 0
+        if slots or nbytes:
+            self._handlers.admission.leave(self.record.tenant, slots, nbytes)
+
+    def _ended(self) -> None:
+        """Take notice that the call has ended; gRPC calls this in a thread of its own.
+
+        A cancelled call leaves its slot at once, but its memory only when the engine has stopped.
+        """
+        self.leave_slot()
+        on_end = self._on_end
+        if on_end is not None:
+            on_end()
+
+    def _answer(self, message: bytes | None) -> Generator[bytes, None, bytes | None]:
+        """Yield the messages of an answer; return the last one unless that is long."""
+        LOGGED_REQUEST_ID.set(self.record.request_id)
+        last = None
+        try:
+            request: Any = iter(self._next, None) if self._method.uploads else self._only(message)
+            del message
+            answer = self._method.behaviour(request, self)
+            del request
+            last = (yield from self._send_each(answer)) if self._method.streams else answer
+            if len(last) > _LAST_BYTES:
+                yield from self._send(last)
+                last = None
+        except Exception as error:
+            fail_call(self.context, error, self.record.trailing)
+            _clear_tracebacks(error)
+        finally:
+            self._on_end = None
+            self.leave_slot(self._reserved)
+            if not self._forwards:
+                self._observer.end(self.record, ended_status(self.context))
+        return last
+
+    def _only(self, message: bytes | None) -> bytes:
+        """Return the message of a request, and count no more bytes for it than it has."""
+        if message is None:
+            message = self._next()
+        if message is None:
+            raise InvalidArgumentError(
+                "the call has no message", "NO_MESSAGE", "Send exactly one request message"
+            )
+        if len(message) < self._reserved:
+            surplus, self._reserved = self._reserved - len(message), len(message)
+            self._handlers.admission.leave(self.record.tenant, 0, surplus)
+        return message
+
+    def _next(self) -> bytes | None:
+        """Wait for the next message; return None if there is none."""
+        timeouts, is_late = self._handlers.timeouts, False
+        timeouts.begin(self.context, self._message_seconds)
+        try:
+            message = next(self._messages, None)
+        finally:
+            is_late = not timeouts.end(self.context)
+            if is_late:  # in place of gRPC's error, which says that the call was cancelled
+                raise _too_late(self._message_seconds)
+        if message is None and not self.is_active():
+            raise CancelledError("the call has ended", "CANCELLED")
+        if message is not None and len(message) > self._most_bytes:
+            raise ResourceExhaustedError(
+                f"one message has {len(message)} bytes, the limit is {self._most_bytes}",
+                "MESSAGE_TOO_LARGE",
+                "Send smaller batches or pieces, or ask for a higher limit",
+                needed=len(message),
+                available=self._most_bytes,
+            )
+        return message
+
+    def _send_each(self, answer: Any) -> Generator[bytes, None, bytes]:
+        """Yield the messages of an answer but the last one, which is returned.
+
+        The time that making them takes is measured.
+        """
+        record = self.record
+        try:
+            while True:
+                message, is_last = _advance(answer)
+                made = time.monotonic_ns()
+                if record.finished:
+                    record.encode = made - record.finished - record.suspended
+                if is_last:
+                    return message
+                yield from self._send(message)
+                if record.finished:
+                    record.suspended += time.monotonic_ns() - made
+        finally:
+            answer.close()
+
+    def _send(self, message: bytes) -> Iterator[bytes]:
+        """Yield a message, which gRPC sends; cancel the call if the client does not take it."""
+        timeouts = self._handlers.timeouts
+        timeouts.begin(self.context, self._handlers.message_seconds)
+        try:
+            yield message
+        finally:
+            timeouts.end(self.context)
+
+    def _await_request(self) -> bytes | None:
+        """Wait for the next request of the call; return None if there is none, or cannot be."""
+        handlers, tenant, context = self._handlers, self.record.tenant, self.context
+        if not self._method.streams or context.code() is not None or handlers.is_draining:
+            return None
+        if handlers.open_calls.are_scarce or not handlers.admission.reserve_message(tenant):
+            return None
+        handlers.waiting.add(context)
+        handlers.timeouts.begin(context, _IDLE_SECONDS)
+        try:
+            return None if handlers.is_draining else next(self._messages, None)
+        except grpc.RpcError:  # the client has gone, or the time is up
+            return None
+        finally:
+            handlers.timeouts.end(context)
+            handlers.waiting.discard(context)
+            handlers.admission.leave(tenant, 0, handlers.admission.message_bytes)
+
+
+def _advance(answer: Any) -> tuple[bytes, bool]:
+    """Return the next message of an answer, and whether it is the one that the method returns."""
+    try:
+        return next(answer), False
+    except StopIteration as end:
+        return end.value, True
+
+
+def _clear_tracebacks(error: BaseException | None) -> None:
+    """Release the frames that an error has left, with all that they hold.
+
+    The error with which gRPC says that a client has gone is held by a frame of its own traceback.
+    This reference cycle would keep the call's last messages until Python's garbage collector runs,
+    which may be a thousand calls later.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
+def _too_late(seconds: float) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"no complete message has arrived within {seconds:g} s",
+        "MESSAGE_TIMEOUT",
+        "Send each message as soon as the call has begun, and smaller ones over a slow network",
+    )
+
+
+def _too_many_open() -> ResourceExhaustedError:
+    return ResourceExhaustedError(
+        "as many calls are open as this tenant may have",
+        "TOO_MANY_REQUESTS",
+        "Retry with back-off, or start the server with a higher --max-requests",
+        retry_after=_RETRY_SECONDS,
+    )
