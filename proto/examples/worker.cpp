@@ -172,8 +172,7 @@ class Worker {
 
   // Requests follow one another in a call that stays open. The server may have ended it while it
   // waited; then the request goes into a new one.
-  std::vector<double> losses(pb::EvaluateRequest request) {
-    request.set_more(true);
+  std::vector<double> losses(const pb::EvaluateRequest& request) {
     pb::EvaluateResponse message;
     if (!(evaluations_ && ask(request, &message))) {
       evaluations_.reset();  // a call goes before its context
@@ -186,18 +185,19 @@ class Worker {
         throw std::runtime_error("the call ended without an answer");
       }
     }
-    if (!message.more()) evaluations_.reset();
     return unpack<double>(message.losses());
   }
 
   pb::FitResult fit(const pb::OptimizeRequest& request) {
     grpc::ClientContext context;
-    auto reader = stub_->Optimize(&context, request);
+    auto call = stub_->Optimize(&context);
+    call->Write(request);  // if it fails, the status says why
+    call->WritesDone();
     pb::OptimizeResponse message;
     pb::FitResult result;
-    while (reader->Read(&message))
+    while (call->Read(&message))
       if (message.has_result()) result = message.result();
-    check(reader->Finish());
+    check(call->Finish());
     return result;
   }
 

@@ -87,22 +87,13 @@ end
 
 # ------------------------------------------------------------------------------- evaluations
 
-# The messages of an answer that is a stream.
-function answers(client, request, ::Type{T}) where {T}
-    messages = Channel{T}(16)
-    call = grpc_async_request(client, request, messages)
-    collected = collect(messages)
-    grpc_async_await(call)
-    return collected
-end
-
 function problem(content_id, expressions, parameters)
     return EvaluateRequest(
         content_id = content_id, rows = nothing, programs = programs(expressions, parameters),
         precision = Precision.PRECISION_PRECISE, values = false, loss = Loss.LOSS_MSE,
         tier = Tier.TIER_AUTO, loss_function = nothing, gradient = false, jacobian = false,
         variable_gradient = false, reductions = false, linear_scaling = false,
-        correlation = false, more = false,
+        correlation = false,
     )
 end
 
@@ -133,7 +124,7 @@ function main(host, port)
         standard_errors = false, covariance = false, partial = false, progress = false,
     )
     client = Evaluator_Optimize_Client(host, port)
-    result = last(answers(client, search, OptimizeResponse)).result
+    result = last(answers_to_one(client, search, OptimizeResponse)).result
     println("fitted parameters: ", unpack(Float64, result.parameters))
 end
 

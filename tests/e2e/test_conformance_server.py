@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from support.repository.conformance import DATASETS, VECTORS, array, assert_met
+from support.servers.rpcs import detail_of
 from support.servers.server import ServerProcess
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -57,8 +58,7 @@ def test_failures(channel: grpc.Channel, case):
     with pytest.raises(grpc.RpcError) as caught:
         call(channel, "Evaluate", case)
     assert caught.value.code().name == case["status"]
-    trailing = dict(caught.value.trailing_metadata())
-    detail = pb.ErrorDetail.FromString(trailing["warpfit-error-bin"])
+    detail = detail_of(caught.value)
     assert detail.reason == case["reason"]
     for place in ("expression", "token"):
         found = getattr(detail, place) if detail.HasField(place) else None

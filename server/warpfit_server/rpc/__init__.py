@@ -1,1 +1,1 @@
-"""The gRPC edge: port, interceptor, servicer, errors as statuses, health, TLS."""
+"""The gRPC edge: port, calls, servicers, errors as statuses, health, TLS."""

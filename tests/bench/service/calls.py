@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import numpy as np
 from harness import SEED, ServerProcess, percentiles, save, start_up_seconds
+from warpfit.transport.open_call import OpenCalls
 
 import warpfit
 from support.servers.bare_grpc import bare_server, serve
@@ -31,7 +32,6 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.request import Timings
 from warpfit.server_info import Limits
-from warpfit.transport.open_call import OpenCalls
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.engine.lowering import validate
 from warpfit_server.limits import check_batch

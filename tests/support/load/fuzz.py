@@ -183,7 +183,7 @@ class Fuzzer:
         return OpenCall(OpenCall.NAME, messages, timeout, dataset, [*moves, last], width)
 
     def _message(self, dataset: Dataset) -> bytes:
-        """Make a request of an open call; most are right and say that another one follows."""
+        """Make a request of an open call; most are right."""
         kind = self._random.random()
         if kind < 0.03:
             return self._random.randbytes(self._pick([0, 1, 7, 300]))
@@ -198,7 +198,7 @@ class Fuzzer:
             message = pb.EvaluateRequest(programs=programs, loss=loss, values=not loss)
         else:
             message = self._evaluation()
-        message.content_id, message.more = dataset.content_id, self._random.random() < 0.95
+        message.content_id = dataset.content_id
         sent = message.SerializeToString()
         return self._mutate(sent) if kind > 0.97 else sent
 

@@ -46,8 +46,8 @@ class _Kept:
             SERVICE + "Evaluate", None, pb.EvaluateResponse.FromString
         )
         self.rpc = method(iter(self.sent.get, None), timeout=timeout)
-        self.answers: list[tuple[bytes, bool]] = []
-        """Content of each, and whether it says that the server waits for another request."""
+        self.answers: list[bytes] = []
+        """Content of each."""
         self.pieces: list[pb.EvaluateResponse] = []
         """Messages of an answer that is not complete."""
 
@@ -57,7 +57,7 @@ class _Kept:
             for piece in self.rpc:
                 self.pieces.append(piece)
                 if piece.HasField("timings"):
-                    self.answers.append((_content(self.pieces), piece.more))
+                    self.answers.append(_content(self.pieces))
                     self.pieces = []
                     return True
         except grpc.RpcError:
@@ -126,7 +126,7 @@ def _content(pieces: list[pb.EvaluateResponse]) -> bytes:
         whole.MergeFrom(piece)
     whole.values = b"".join(piece.values for piece in pieces)
     whole.jacobian = b"".join(piece.jacobian for piece in pieces)
-    for name in ("timings", "offset", "more"):
+    for name in ("timings", "offset"):
         whole.ClearField(name)
     return whole.SerializeToString(deterministic=True)
 
@@ -139,18 +139,16 @@ def _fault(
     answered = len(call.answers)
     if answered > len(alone):
         return "there are more answers than requests"
-    for number, (content, more) in enumerate(call.answers):
+    for number, content in enumerate(call.answers):
         if alone[number][0] == "OK" and content != alone[number][2]:
             return f"request {number} has another answer than alone"
         if alone[number][0] != "OK" and alone[number][1] not in PASSING:
             return f"request {number} has an answer, but alone it gets {alone[number][:2]}"
-        if more and not pb.EvaluateRequest.FromString(request.messages[number]).more:
-            return f"after request {number} the server waits for one that was not announced"
-        if not more and number < answered - 1:
-            return f"after request {number} the server goes on although it said it would not"
     if status == "OK" and (call.pieces or not answered):
         return "the call ends with OK before an answer is complete"
-    if status == "CANCELLED" and "cancel" not in request.moves:
+    pauses = [move for move in request.moves if isinstance(move, float)]
+    waited = max(pauses, default=0.0) > 0.2 or request.moves[-1] == "silence"
+    if status == "CANCELLED" and "cancel" not in request.moves and not waited:
         return "the call is cancelled by nobody"
     if status == "DEADLINE_EXCEEDED" and request.timeout == PATIENCE:
         return "the call does not end"

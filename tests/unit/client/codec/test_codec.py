@@ -122,7 +122,7 @@ def test_server_infos_survive(devices, limits):
 )
 def test_errors_survive(kind, place):
     error = kind("what", "REASON", "remedy", "field", **place)
-    detail = [("other", "x"), (codec.ERROR_METADATA_KEY, codec.error_to_detail(error))]
+    detail = [("other", "x"), (codec.ERROR_METADATA_KEY, codec.error_to_status(error))]
     back = codec.error_from_status(error.status, "status text", detail)
     local = {"text": "", "position": None}  # of a ProgramError, and added by the client
     assert {**local, **vars(back)} == {**local, **vars(error)}

@@ -8,14 +8,24 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from warpfit.codec import error_to_detail
+from warpfit.codec import ERROR_METADATA_KEY
 from warpfit.errors import (
     CancelledError,
     InvalidArgumentError,
     ProgramError,
     ResourceExhaustedError,
 )
-from warpfit_server.rpc.error_details import STATUS_METADATA_KEY, fail_call, status_details
+from warpfit_server.rpc.error_details import fail_call
+
+
+def sent_status(error):
+    """Return the status that a failed call is sent, serialized."""
+    context = Mock()
+    context.code.return_value = None
+    fail_call(context, error, (("x-request-id", "1"),))
+    (metadata,) = context.set_trailing_metadata.call_args.args
+    assert [key for key, _ in metadata] == ["x-request-id", ERROR_METADATA_KEY]
+    return metadata[1][1]
 
 
 class FailedCall:
@@ -31,7 +41,7 @@ class FailedCall:
         return str(self._error)
 
     def trailing_metadata(self):
-        return ((STATUS_METADATA_KEY, status_details(self._error)),)
+        return ((ERROR_METADATA_KEY, sent_status(self._error)),)
 
 
 def unpack(error, kind):
@@ -69,9 +79,8 @@ def test_an_error_that_quotes_much_fits_the_metadata_of_a_call(character):
     error = InvalidArgumentError(much, much, much, much, 1 << 70, 1 << 70, 1 << 70, 1 << 70)
     printable = "".join(chr(c) for c in range(32, 127) if chr(c) != "%")
     message = quote(str(error), safe=printable)  # as gRPC encodes the message of a status
-    entries = (error_to_detail(error), status_details(error))
-    encoded = [4 * -(-len(entry) // 3) for entry in entries]
-    assert len(message) + sum(encoded) < 7_500
+    encoded = 4 * -(-len(sent_status(error)) // 3)
+    assert len(message) + encoded < 7_500
     assert error.message.endswith("...")
 
 

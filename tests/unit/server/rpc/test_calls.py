@@ -1,0 +1,405 @@
+"""Calls of one method: what is admitted, refused, counted and observed."""
+
+import gc
+import threading
+import time
+import weakref
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+
+from support.servers.requests import DATA
+from support.servers.rpcs import OWN_CONNECTION, bearer, detail_of, evaluate_request
+from support.servers.server import eventually
+from support.servers.tokens import tenants_file, token_file
+from warpfit import codec
+from warpfit.errors import UnavailableError
+from warpfit_server.config import Config
+from warpfit_server.observability.calls import Observer
+from warpfit_server.observability.measurements import Recorder
+from warpfit_server.rpc.calls import CallHandlers, Method, OpenCalls
+from warpfit_server.rpc.port import listen, make_server
+from warpfit_server.rpc.servicer import ComputeServicer
+from warpfit_server.tenancy.admission import Admission
+from warpfit_server.tenancy.quotas import Amounts, QuotaTable
+from warpfit_server.tenancy.tenants import TenantLimits
+
+KINDS = {
+    "Evaluate": {"streams": True},
+    "UploadVariables": {"uploads": True},
+    "GetVariables": {},
+}
+
+
+class FrontEnd:
+    """A port with one method, and what is counted of its calls."""
+
+    def __init__(self, behaviour, *, name="Evaluate", **settings):
+        config = replace(Config(), **settings)
+        self.quotas, self.recorder = QuotaTable.create(1), Recorder()
+        self.calls = CallHandlers(config, self.quotas)
+        methods = {name: Method(behaviour, **KINDS[name])}
+        handlers = self.calls.handlers(methods, Observer(self.recorder))
+        self.server = make_server(config, "service", handlers, shared=False)
+        self.channel = grpc.insecure_channel(
+            f"127.0.0.1:{listen(self.server, config, 0)}", OWN_CONNECTION
+        )
+        self.server.start()
+        self.method = self.channel.stream_stream(f"/service/{name}")
+        self.silence = threading.Event()
+
+    def call(self, *messages, token="", metadata=(), silent=False, timeout=20.0):
+        """Begin a call; a silent one goes on as if more messages were to come."""
+
+        def sent():
+            yield from messages
+            if silent:
+                self.silence.wait()
+
+        credentials = bearer(token) if token else ()
+        return self.method(sent(), metadata=(*metadata, *credentials), timeout=timeout)
+
+    def ended(self):
+        """Return method, status and tenant of the calls that were counted."""
+        counts = self.recorder.totals().counts
+        return {labels: n for (name, labels), n in counts.items() if name == "requests"}
+
+    def close(self):
+        self.silence.set()
+        self.channel.close()
+        self.server.stop(None).wait()
+
+
+@pytest.fixture
+def start():
+    """Start front ends."""
+    made = []
+
+    def start(*arguments, **settings):
+        made.append(FrontEnd(*arguments, **settings))
+        return made[-1]
+
+    yield start
+    for front_end in made:
+        front_end.close()
+
+
+def outcome(call):
+    """Wait for the end of a call; return its status and the messages of its answer."""
+    answer = []
+    with suppress(grpc.RpcError):
+        answer.extend(call)
+    return call.code().name, answer
+
+
+class Gate:
+    """A streaming method that echoes each message, but only once `open` is set."""
+
+    def __init__(self):
+        self.open, self.begun = threading.Event(), []
+
+    def __call__(self, message, context):
+        self.begun.append(message)
+        self.open.wait(10)
+        return message
+        yield
+
+
+def echo(message, context):
+    return message
+    yield
+
+
+def echo_of(name):
+    """Return an echoing method of the kind that the method of this name has."""
+    if name == "Evaluate":
+        return echo
+    return lambda sent, context: sent if isinstance(sent, bytes) else b"".join(sent)
+
+
+class TestAdmission:
+    def test_a_refusal_needs_no_message(self, start, tmp_path):
+        front_end = start(echo, token_file=token_file(tmp_path, "alice")[0])
+        call = front_end.call(silent=True)
+        assert outcome(call) == ("UNAUTHENTICATED", [])
+        assert detail_of(call).reason == "TOKEN_MISSING"
+        assert front_end.ended() == {("Evaluate", "UNAUTHENTICATED", "default"): 1}
+
+    def test_open_calls_count_for_their_tenant_until_their_thread_is_free(self, start, tmp_path):
+        path, tokens = token_file(tmp_path, "greedy", "modest")
+        gate = Gate()
+        front_end = start(gate, token_file=path, max_requests=4)
+        open_calls = front_end.calls.open_calls
+        for number in range(4):  # half of the threads, which are twice the slots
+            running = front_end.call(b"x", token=tokens["greedy"])
+            eventually(lambda number=number: len(gate.begun) > number)
+            running.cancel()
+            eventually(lambda: front_end.quotas.in_flight().calls == 0)
+        crowded = front_end.call(silent=True, token=tokens["greedy"])
+        assert outcome(crowded)[0] == "RESOURCE_EXHAUSTED"
+        assert detail_of(crowded).reason == "TOO_MANY_REQUESTS"
+        modest = front_end.call(b"x", token=tokens["modest"])
+        gate.open.set()
+        assert outcome(modest)[0] == "OK"
+        eventually(lambda: not open_calls._counts)
+        assert outcome(front_end.call(b"x", token=tokens["greedy"]))[0] == "OK"
+        assert front_end.quotas.in_flight() == Amounts()
+
+    def test_each_tenant_leaves_as_many_open_calls_free_as_it_has(self):
+        shared, alone = OpenCalls(8, is_shared=True), OpenCalls(8, is_shared=False)
+        assert sum(shared.enter("a") for _ in range(9)) == 4
+        assert sum(shared.enter("b") for _ in range(9)) == 2
+        assert sum(alone.enter("a") for _ in range(9)) == 8
+        for _ in range(4):
+            shared.leave("a")
+        assert sum(shared.enter("c") for _ in range(9)) == 3
+
+    def test_a_cancelled_call_leaves_its_slot_at_once_and_its_memory_at_its_end(self, start):
+        gate = Gate()
+        front_end = start(gate)
+        call = front_end.call(bytes(1000))
+        eventually(lambda: gate.begun)
+        assert front_end.quotas.in_flight() == Amounts(1, 1000)
+        call.cancel()
+        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 1000))
+        gate.open.set()
+        eventually(lambda: front_end.quotas.in_flight() == Amounts())
+        eventually(lambda: front_end.ended() == {("Evaluate", "CANCELLED", "default"): 1})
+
+
+class TestMessages:
+    @pytest.mark.parametrize(
+        ("name", "sent"), [*((name, ()) for name in KINDS), ("UploadVariables", (b"1", b"2"))]
+    )
+    def test_each_message_must_arrive_in_time(self, start, name, sent):
+        front_end = start(echo_of(name), name=name, message_seconds=0.3)
+        began = time.monotonic()
+        call = front_end.call(*sent, silent=True)
+        assert outcome(call)[0] == "CANCELLED"
+        assert 0.3 <= time.monotonic() - began < 3
+        eventually(lambda: front_end.quotas.in_flight() == Amounts())
+        eventually(lambda: front_end.ended() == {(name, "DEADLINE_EXCEEDED", "default"): 1})
+        assert outcome(front_end.call(b"x"))[0] == "OK"
+
+    @pytest.mark.parametrize(
+        ("name", "most"),
+        [("GetVariables", 64 << 10), ("Evaluate", 1 << 20), ("UploadVariables", 1 << 20)],
+    )
+    def test_messages_may_be_as_long_as_the_tenant_may_send(self, start, name, most, tmp_path):
+        tenants = tenants_file(tmp_path, "[default]\nmessage_bytes = 1048576\n")
+        front_end = start(echo_of(name), name=name, tenants_file=tenants)
+        assert outcome(front_end.call(bytes(most)))[0] == "OK"
+        call = front_end.call(bytes(most + 1))
+        assert outcome(call)[0] == "RESOURCE_EXHAUSTED"
+        detail = detail_of(call)
+        assert (detail.reason, detail.needed) == ("MESSAGE_TOO_LARGE", most + 1)
+        assert detail.available == most
+
+    def test_each_message_of_an_answer_must_be_taken_in_time(self, start):
+        def behaviour(message, context):
+            for _ in range(100):
+                yield bytes(1 << 20)  # more than gRPC keeps for a client that does not read
+            return b""
+
+        front_end = start(behaviour, message_seconds=0.3)
+        call = front_end.call(b"x")
+        eventually(lambda: front_end.ended() == {("Evaluate", "CANCELLED", "default"): 1})
+        assert outcome(call)[0] == "CANCELLED"
+        assert front_end.quotas.in_flight() == Amounts()
+
+    def test_a_call_without_a_message_is_refused(self, start):
+        call = start(echo).call()
+        assert outcome(call)[0] == "INVALID_ARGUMENT"
+        assert detail_of(call).reason == "NO_MESSAGE"
+
+
+class TestAnswers:
+    def test_a_client_that_has_gone_is_sent_no_more(self, start):
+        made, closed = [], threading.Event()
+
+        def behaviour(message, context):
+            try:
+                for number in range(500):
+                    made.append(number)
+                    yield bytes(1 << 20)
+            finally:
+                closed.set()
+
+        call = start(behaviour).call(b"x")
+        next(call)
+        call.cancel()
+        assert closed.wait(10)
+        assert len(made) < 500
+
+    def test_an_unexpected_error_tells_clients_nothing(self, start):
+        def behaviour(message, context):
+            raise RuntimeError("secret")
+            yield
+
+        front_end = start(behaviour)
+        call = front_end.call(b"x")
+        assert outcome(call) == ("INTERNAL", [])
+        assert "secret" not in str(detail_of(call)) + call.details()
+        eventually(lambda: front_end.quotas.in_flight() == Amounts())
+
+    def test_a_failed_call_keeps_no_memory(self, start):
+        """Though its error is, like gRPC's, held by a frame of its own traceback."""
+        payloads = []
+
+        def raise_in_a_cycle():
+            error = grpc.RpcError()
+            raise error
+
+        def behaviour(message, context):
+            payload = np.zeros(10)
+            payloads.append(weakref.ref(payload))
+            yield bytes(payload)
+            try:
+                raise_in_a_cycle()
+            except grpc.RpcError as error:
+                raise UnavailableError("the client has gone", "GONE") from error
+
+        gc.disable()
+        try:
+            assert outcome(start(behaviour).call(b""))[0] == "UNAVAILABLE"
+            eventually(lambda: payloads[0]() is None)
+        finally:
+            gc.enable()
+
+
+class TestDecoding:
+    """At most two calls of a tenant are decoded at a time."""
+
+    MESSAGE = evaluate_request(DATA.content_id).SerializeToString()
+
+    @staticmethod
+    def servicer(gate, router=None):
+        """A servicer whose calls pass a gate while they are decoded."""
+
+        @contextmanager
+        def lease(key):
+            gate.begun.append(key)
+            gate.open.wait(10)
+            yield SimpleNamespace(layout=DATA.layout)
+
+        config = Config()
+        tenants = TenantLimits(config.limits(), None, shared=False)
+        admission = Admission(config, tenants, QuotaTable.create(1))
+        return ComputeServicer(lease, router, admission, config.chunk_bytes)
+
+    def test_a_call_that_waits_for_the_engine_is_not_decoding(self, start):
+        go, decoded, gate = threading.Event(), threading.Semaphore(0), Gate()
+
+        def send(*_):
+            decoded.release()
+            go.wait(10)
+            raise UnavailableError("there is no engine")
+
+        gate.open.set()
+        servicer = self.servicer(gate, SimpleNamespace(start=send))
+        front_end = start(partial(servicer._serve, fits=False))
+        running = [front_end.call(self.MESSAGE) for _ in range(6)]
+        for _ in running:
+            assert decoded.acquire(timeout=10)
+        go.set()
+        assert {outcome(call)[0] for call in running} == {"UNAVAILABLE"}
+        assert not servicer._decoding._inside
+
+    def test_a_call_that_ended_while_it_waited_is_not_decoded(self, start):
+        gate = Gate()
+        servicer = self.servicer(gate)
+        front_end = start(partial(servicer._serve, fits=False))
+        running = [front_end.call(self.MESSAGE) for _ in range(2)]
+        eventually(lambda: len(gate.begun) == 2)
+        late = front_end.call(self.MESSAGE)
+        eventually(lambda: servicer._decoding._waiting)
+        late.cancel()
+        eventually(lambda: front_end.ended() == {("Evaluate", "CANCELLED", "default"): 1})
+        gate.open.set()
+        for call in running:
+            outcome(call)
+        eventually(lambda: not servicer._decoding._inside)
+        assert len(gate.begun) == 2
+
+
+class TestSeveralRequests:
+    def test_each_request_of_a_call_is_counted_and_nothing_stays(self, start):
+        front_end = start(echo)
+        answers = [b"1", b"2", b"3"]
+        assert outcome(front_end.call(b"1", b"2", b"3")) == ("OK", answers)
+        eventually(lambda: front_end.ended() == {("Evaluate", "OK", "default"): 3})
+        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
+        assert not front_end.calls.waiting
+
+    def test_a_request_that_is_refused_ends_the_call_after_its_answers(self, start):
+        front_end = start(echo, max_rate=1.0)
+        status, answers = outcome(front_end.call(b"1", b"2", b"3"))
+        assert status == "RESOURCE_EXHAUSTED"
+        assert answers == [b"1"]
+        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
+
+    def test_a_call_waits_for_some_time_only(self, start):
+        front_end, began = start(echo), time.monotonic()
+        assert outcome(front_end.call(b"1", silent=True)) == ("CANCELLED", [b"1"])
+        assert 0.4 < time.monotonic() - began < 3
+        assert front_end.ended() == {("Evaluate", "OK", "default"): 1}
+        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
+
+    def test_no_call_waits_where_few_more_may_be_open(self, start):
+        front_end = start(echo, max_requests=1)
+        running = [front_end.call(b"1", silent=True) for _ in range(2)]
+        for call in running:
+            assert next(call) == b"1"
+        assert outcome(running[1]) == ("OK", [])
+
+    def test_calls_that_wait_end_when_the_server_stops_and_none_begins_to(self, start):
+        front_end = start(echo)
+        waiting = front_end.call(b"1", silent=True)
+        assert next(waiting) == b"1"
+        eventually(lambda: front_end.calls.waiting)
+        front_end.calls.drain()
+        assert outcome(waiting) == ("CANCELLED", [])
+        assert outcome(front_end.call(b"2", silent=True)) == ("OK", [b"2"])
+        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
+
+
+class TestObservation:
+    @pytest.mark.parametrize("status", ["OK", "INTERNAL", "CANCELLED", "DEADLINE_EXCEEDED"])
+    def test_calls_are_counted_by_status(self, start, status):
+        gate, contexts = Gate(), []
+
+        def behaviour(message, context):
+            contexts.append(context)
+            if status == "INTERNAL":
+                raise RuntimeError
+            return (yield from gate(message, context))
+
+        front_end = start(behaviour)
+        call = front_end.call(b"x", timeout=0.2 if status == "DEADLINE_EXCEEDED" else 20)
+        if status == "CANCELLED":
+            eventually(lambda: gate.begun)
+            call.cancel()
+        if status == "OK":
+            gate.open.set()
+        assert outcome(call)[0] == status
+        if status == "CANCELLED":  # the client knows of it before the server does
+            eventually(lambda: not contexts[0].is_active())
+        gate.open.set()
+        eventually(lambda: front_end.ended() == {("Evaluate", status, "default"): 1})
+        assert front_end.recorder.totals().in_flight == 0
+
+    def test_a_call_keeps_a_valid_id_of_its_client_and_else_gets_a_new_one(self, start):
+        given = ("run-7/call.3", "no good!", "", "x" * 200)
+        front_end, used = start(echo), []
+        for metadata in (*((("x-request-id", name),) for name in given), ()):
+            call = front_end.call(b"x", metadata=metadata)
+            assert outcome(call)[0] == "OK"
+            used.append(dict(call.trailing_metadata())[codec.REQUEST_ID_KEY])
+        assert used[0] == given[0]
+        assert len(set(used)) == len(used)
+        assert not set(used[1:]) & set(given)
