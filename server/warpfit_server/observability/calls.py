@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 import grpc
@@ -37,15 +38,12 @@ class Observer:
         self._tracer = tracer
         self._lines = LogRateLimiter(_BURST_LINES, _LINES_A_SECOND)
 
-    def new_call(self, method: str, context: grpc.ServicerContext, tenant: str) -> CallRecord:
-        """Make the record of a call that has arrived, and give the call its id."""
-        metadata = dict(context.invocation_metadata())
+    def new_call(self, method: str, metadata: Mapping[str, Any], tenant: str) -> CallRecord:
+        """Make the record of a request that has arrived with these metadata, with its id."""
         name = metadata.get(REQUEST_ID_KEY)
         if not isinstance(name, str) or _ID.fullmatch(name) is None:
             name = secrets.token_hex(8)  # a number would tell how many calls others make
-        call = CallRecord(method, name, time.monotonic_ns(), tenant, metadata)
-        context.set_trailing_metadata(call.trailing)
-        return call
+        return CallRecord(method, name, time.monotonic_ns(), tenant, metadata)
 
     def end(self, call: CallRecord, status: str) -> None:
         """Measure, log and trace a call that has ended, whether it was served or refused."""

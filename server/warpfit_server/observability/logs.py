@@ -17,9 +17,10 @@ from typing import Any, Final
 _MOST_NAMES: Final = 10_000
 #: Lines that one place in the code may write in a process: in a burst, and a second.
 _BURST_LINES, _LINES_A_SECOND = 200, 2.0
-#: gRPC's logger that gets a traceback for each header that is not UTF-8, which callers without
-#: credentials can send thousands of a second. Such headers are read as Latin-1 and do no harm.
-_GRPC_LOGGER: Final = "grpc._cython.cygrpc"
+#: gRPC's logger. A part of it gets a traceback for each header that is not UTF-8, which callers
+#: without credentials can send thousands of a second. Such headers are read as Latin-1 and do no
+#: harm.
+_GRPC_LOGGER: Final = "grpc"
 #: Id of the call that this thread works for, which its log lines carry; "" for none.
 LOGGED_REQUEST_ID: Final[ContextVar[str]] = ContextVar("request id", default="")
 

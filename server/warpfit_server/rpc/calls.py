@@ -32,6 +32,7 @@ from warpfit.errors import (
     InvalidArgumentError,
     ResourceExhaustedError,
 )
+from warpfit.server_info import Limits
 from warpfit_server.config import Config
 from warpfit_server.observability.calls import Observer, ended_status
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID
@@ -39,7 +40,7 @@ from warpfit_server.observability.measurements import CallRecord
 from warpfit_server.rpc.error_details import fail_call
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile
-from warpfit_server.tenancy.quotas import QuotaTable
+from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits
 
 _LOG: Final = logging.getLogger("warpfit.calls")
@@ -213,6 +214,8 @@ class Call:
 
     record: CallRecord
     """Record of the present request, with its tenant."""
+    limits: Limits
+    """Those of its tenant."""
 
     def __init__(
         self,
@@ -230,62 +233,87 @@ class Call:
         self._observer = observer
         self._forwards = forwards
         self._messages = messages
-        self.context = context
-        """gRPC's own view of it."""
+        self._context = context
+        self._metadata = dict(context.invocation_metadata())
         self._is_open = False
-        self._most_bytes = 0
-        self._message_seconds = 0.0
-        self._reserved = 0
-        self._slots: list[int] = []
+        """Whether it is one of `CallHandlers.open_calls`."""
+        self._has_failed = False
+        self._is_over = False
+        """Whether gRPC has said that it has ended."""
         self._on_end: Callable[[], None] | None = None
+        self._slots: list[int] = []
+        """Holds a 1 while the present request has a slot; `_take_slot` takes it out."""
+        self._nbytes = self._nanoseconds = 0
+        """What is counted for the present request beside its slot."""
+        self._waiting_bytes = 0
+        """What is counted for the next one, while the call waits for it."""
 
     def is_active(self) -> bool:
         """Return whether the call has not ended."""
-        return bool(self.context.is_active())
+        return not self._is_over
 
     def time_remaining(self) -> float | None:
         """Return the seconds until the caller's deadline; None without one."""
-        remaining: float | None = self.context.time_remaining()
+        remaining: float | None = self._context.time_remaining()
         return remaining
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called if the call ends before the present request is answered."""
         self._on_end = callback
-        if not self.is_active():
+        if self._is_over:
             callback()
+
+    def reserve(self, nbytes: int, nanoseconds: int) -> None:
+        """Count bytes and estimated engine time until the present request is answered.
+
+        Raises:
+            ResourceExhaustedError: as `Admission.reserve`.
+        """
+        admission = self._handlers.admission
+        counted = admission.reserve(self.record.tenant, nbytes, self._nbytes, nanoseconds)
+        self._nbytes += nbytes
+        self._nanoseconds = counted
 
     def serve(self) -> Iterator[bytes]:
         """Yield the messages of the answers, request by request."""
-        self.context.add_callback(self._ended)
+        context, handlers = self._context, self._handlers
+        self._is_over = not context.add_callback(self._ended)
         message: bytes | None = None
         try:
             while self._begin(message):
                 last = yield from self._answer(message)
                 message = None  # the method alone decides how long the message is kept
                 if last is not None:
-                    yield from self._send(last)
-                message = self._await_request()
+                    handlers.timeouts.begin(context, handlers.message_seconds)
+                    yield last
+                    handlers.timeouts.end(context)
+                message = self._await_request() if self._waiting_bytes else None
                 if message is None:
                     break
+            if not self._has_failed:
+                context.set_trailing_metadata(self.record.trailing)
         finally:
+            handlers.timeouts.end(context)
+            if self._waiting_bytes:
+                handlers.admission.leave(self.record.tenant, 0, self._waiting_bytes)
             if self._is_open:
-                self._handlers.open_calls.leave(self.record.tenant)
+                handlers.open_calls.leave(self.record.tenant)
 
     def _begin(self, message: bytes | None) -> bool:
         """Admit a request, whose message is there if it is not the first; return False if not."""
-        self.record = self._observer.new_call(self._name, self.context, ANONYMOUS)
+        self.record = self._observer.new_call(self._name, self._metadata, ANONYMOUS)
         try:
             self._admit(message)
         except Exception as error:
-            fail_call(self.context, error, self.record.trailing)
-            self._observer.end(self.record, ended_status(self.context))
+            self._fail(error)
+            self._observer.end(self.record, ended_status(self._context))
             return False
         if not self._forwards:
             self._observer.begin(self.record)
         return True
 
     def _admit(self, message: bytes | None) -> None:
-        """Find the tenant, and count the call and the bytes that its message may have.
+        """Find the tenant, and count the request and the bytes that its message may have.
 
         Raises:
             UnauthenticatedError: without valid credentials.
@@ -294,13 +322,9 @@ class Call:
         """
         handlers, record = self._handlers, self.record
         admission = handlers.admission
-        tenant, is_forwarded = handlers.authenticator.authenticate(self.context, record.metadata)
+        tenant, is_forwarded = handlers.authenticator.authenticate(self._context, record.metadata)
         record.tenant = tenant
-        limits = admission.limits(tenant)
-        self._most_bytes, self._message_seconds = limits.message_bytes, handlers.message_seconds
-        if not self._method.has_long_messages:
-            self._most_bytes = min(self._most_bytes, _SHORT_MESSAGE)
-            self._message_seconds = min(self._message_seconds, _SHORT_SECONDS)
+        limits = self.limits = admission.limits(tenant)
         if not is_forwarded:  # the process that forwards a call has counted all but its message
             admission.check_rate(tenant, limits.rate)
         if not self._is_open:
@@ -308,34 +332,35 @@ class Call:
                 raise _too_many_open()
             self._is_open = True
         nbytes = admission.message_bytes if message is None else len(message)
-        admission.enter(tenant, limits, nbytes, slot=not is_forwarded)
-        self._reserved = nbytes
+        admission.enter(tenant, limits, nbytes, self._waiting_bytes, slot=not is_forwarded)
+        self._nbytes, self._waiting_bytes = nbytes, 0
         if not is_forwarded:
             self._slots.append(1)
-        if not self.is_active():  # it may have ended before it had a slot
-            self.leave_slot()
 
-    def leave_slot(self, nbytes: int = 0) -> None:
-        """Give back the slot, if the call still has one, and bytes of its message.
-
-        Any thread may call this, several times.
-        """
+    def _take_slot(self) -> int:
+        """Return 1 if the present request still has a slot, which it then has no more, else 0."""
         try:
-            slots = self._slots.pop()  # atomic, so that only one thread gets it
+            return self._slots.pop()  # atomic, so that only one thread gets it
         except IndexError:
-            slots = 0
-        if slots or nbytes:
-            self._handlers.admission.leave(self.record.tenant, slots, nbytes)
+            return 0
 
     def _ended(self) -> None:
         """Take notice that the call has ended; gRPC calls this in a thread of its own.
 
         A cancelled call leaves its slot at once, but its memory only when the engine has stopped.
         """
-        self.leave_slot()
+        self._is_over = True
+        if self._take_slot():
+            self._handlers.admission.leave(self.record.tenant, 1, 0)
         on_end = self._on_end
         if on_end is not None:
             on_end()
+
+    def _fail(self, error: Exception) -> None:
+        """End the call with the status of an error."""
+        self._has_failed = True
+        fail_call(self._context, error, self.record.trailing)
+        _clear_tracebacks(error)
 
     def _answer(self, message: bytes | None) -> Generator[bytes, None, bytes | None]:
         """Yield the messages of an answer; return the last one unless that is long."""
@@ -348,59 +373,72 @@ class Call:
             del request
             last = (yield from self._send_each(answer)) if self._method.streams else answer
             if len(last) > _LAST_BYTES:
-                yield from self._send(last)
+                self._handlers.timeouts.begin(self._context, self._handlers.message_seconds)
+                yield last
+                self._handlers.timeouts.end(self._context)
                 last = None
         except Exception as error:
-            fail_call(self.context, error, self.record.trailing)
-            _clear_tracebacks(error)
+            self._fail(error)
         finally:
             self._on_end = None
-            self.leave_slot(self._reserved)
+            self._give_back()
             if not self._forwards:
-                self._observer.end(self.record, ended_status(self.context))
+                is_well = not (self._has_failed or self._is_over)
+                self._observer.end(self.record, "OK" if is_well else ended_status(self._context))
         return last
+
+    def _give_back(self) -> None:
+        """Count the request no more, but the longest message if another one may come."""
+        handlers, tenant = self._handlers, self.record.tenant
+        counted = Amounts(self._take_slot(), self._nbytes, self._nanoseconds)
+        self._nbytes = self._nanoseconds = 0
+        may_wait = self._method.streams and not (self._has_failed or self._is_over)
+        may_wait = may_wait and not (handlers.is_draining or handlers.open_calls.are_scarce)
+        if may_wait and handlers.admission.wait(tenant, counted):
+            self._waiting_bytes = handlers.admission.message_bytes
+        else:
+            handlers.admission.give_back(tenant, counted)
 
     def _only(self, message: bytes | None) -> bytes:
         """Return the message of a request, and count no more bytes for it than it has."""
         if message is None:
             message = self._next()
-        if message is None:
-            raise InvalidArgumentError(
-                "the call has no message", "NO_MESSAGE", "Send exactly one request message"
-            )
-        if len(message) < self._reserved:
-            surplus, self._reserved = self._reserved - len(message), len(message)
+            if message is None:
+                raise InvalidArgumentError(
+                    "the call has no message", "NO_MESSAGE", "Send exactly one request message"
+                )
+        elif len(message) > self.limits.message_bytes:
+            raise _too_large(len(message), self.limits.message_bytes)
+        if len(message) < self._nbytes:
+            surplus, self._nbytes = self._nbytes - len(message), len(message)
             self._handlers.admission.leave(self.record.tenant, 0, surplus)
         return message
 
     def _next(self) -> bytes | None:
         """Wait for the next message; return None if there is none."""
-        timeouts, is_late = self._handlers.timeouts, False
-        timeouts.begin(self.context, self._message_seconds)
+        timeouts, seconds = self._handlers.timeouts, self._handlers.message_seconds
+        most = self.limits.message_bytes
+        if not self._method.has_long_messages:
+            most, seconds = min(most, _SHORT_MESSAGE), min(seconds, _SHORT_SECONDS)
+        timeouts.begin(self._context, seconds)
         try:
             message = next(self._messages, None)
         finally:
-            is_late = not timeouts.end(self.context)
-            if is_late:  # in place of gRPC's error, which says that the call was cancelled
-                raise _too_late(self._message_seconds)
-        if message is None and not self.is_active():
+            if not timeouts.end(self._context):  # then gRPC says that the call was cancelled
+                raise _too_late(seconds)
+        if message is None and self._is_over:
             raise CancelledError("the call has ended", "CANCELLED")
-        if message is not None and len(message) > self._most_bytes:
-            raise ResourceExhaustedError(
-                f"one message has {len(message)} bytes, the limit is {self._most_bytes}",
-                "MESSAGE_TOO_LARGE",
-                "Send smaller batches or pieces, or ask for a higher limit",
-                needed=len(message),
-                available=self._most_bytes,
-            )
+        if message is not None and len(message) > most:
+            raise _too_large(len(message), most)
         return message
 
     def _send_each(self, answer: Any) -> Generator[bytes, None, bytes]:
         """Yield the messages of an answer but the last one, which is returned.
 
-        The time that making them takes is measured.
+        The time that making them takes is measured. The call is cancelled if the client does not
+        take a message in time.
         """
-        record = self.record
+        record, handlers = self.record, self._handlers
         try:
             while True:
                 message, is_last = _advance(answer)
@@ -409,28 +447,17 @@ class Call:
                     record.encode = made - record.finished - record.suspended
                 if is_last:
                     return message
-                yield from self._send(message)
+                handlers.timeouts.begin(self._context, handlers.message_seconds)
+                yield message
+                handlers.timeouts.end(self._context)
                 if record.finished:
                     record.suspended += time.monotonic_ns() - made
         finally:
             answer.close()
 
-    def _send(self, message: bytes) -> Iterator[bytes]:
-        """Yield a message, which gRPC sends; cancel the call if the client does not take it."""
-        timeouts = self._handlers.timeouts
-        timeouts.begin(self.context, self._handlers.message_seconds)
-        try:
-            yield message
-        finally:
-            timeouts.end(self.context)
-
     def _await_request(self) -> bytes | None:
-        """Wait for the next request of the call; return None if there is none, or cannot be."""
-        handlers, tenant, context = self._handlers, self.record.tenant, self.context
-        if not self._method.streams or context.code() is not None or handlers.is_draining:
-            return None
-        if handlers.open_calls.are_scarce or not handlers.admission.reserve_message(tenant):
-            return None
+        """Wait for the next request of the call; return None if there is none."""
+        handlers, context = self._handlers, self._context
         handlers.waiting.add(context)
         handlers.timeouts.begin(context, _IDLE_SECONDS)
         try:
@@ -440,7 +467,6 @@ class Call:
         finally:
             handlers.timeouts.end(context)
             handlers.waiting.discard(context)
-            handlers.admission.leave(tenant, 0, handlers.admission.message_bytes)
 
 
 def _advance(answer: Any) -> tuple[bytes, bool]:
@@ -461,6 +487,16 @@ def _clear_tracebacks(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
+
+
+def _too_large(nbytes: int, most: int) -> ResourceExhaustedError:
+    return ResourceExhaustedError(
+        f"one message has {nbytes} bytes, the limit is {most}",
+        "MESSAGE_TOO_LARGE",
+        "Send smaller batches or pieces, or ask for a higher limit",
+        needed=nbytes,
+        available=most,
+    )
 
 
 def _too_late(seconds: float) -> DeadlineExceededError:

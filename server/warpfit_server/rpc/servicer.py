@@ -95,7 +95,7 @@ class ComputeServicer:
         tenant = record.tenant
         self._decoding.acquire(tenant, partial(_check_wanted, context))
         try:
-            arrived, limits = time.monotonic_ns(), admission.limits(tenant)
+            arrived, limits = time.monotonic_ns(), context.limits
             parsed: Any = codec.parse_message(
                 pb.OptimizeRequest if fits else pb.EvaluateRequest, message
             )
@@ -103,23 +103,23 @@ class ComputeServicer:
             with self._lease(evaluation.dataset_id) as data:
                 size, cost = _check(evaluation, fit, data, limits)
                 nanoseconds = admission.costs.estimate(cost)
-                with admission.reserve(tenant, size, message=len(message), nanoseconds=nanoseconds):
-                    if fit is None:
-                        request = InFlightRequest.of_evaluation(evaluation, data.layout, tenant)
-                    else:
-                        stop = _stop_time(fit, context.time_remaining())
-                        request = InFlightRequest.of_fit(fit, data.layout, stop, tenant)
-                    work = request.segment_layout
-                    record.programs, record.tokens = work.programs, work.tokens
-                    record.token_rows = work.token_rows
-                    record.decode = time.monotonic_ns() - arrived
-                    self._decoding.release(tenant)
-                    is_decoding = False
-                    _check_wanted(context)
-                    in_flight = self._router.start(request, data, nanoseconds)
-                    stream = self._stream_fit if fits else self._stream_result
-                    answer = stream(in_flight, data.layout, record)
-                    return (yield from self._answer(answer, in_flight, cost, context))
+                context.reserve(size, nanoseconds)
+                if fit is None:
+                    request = InFlightRequest.of_evaluation(evaluation, data.layout, tenant)
+                else:
+                    stop = _stop_time(fit, context.time_remaining())
+                    request = InFlightRequest.of_fit(fit, data.layout, stop, tenant)
+                work = request.segment_layout
+                record.programs, record.tokens = work.programs, work.tokens
+                record.token_rows = work.token_rows
+                record.decode = time.monotonic_ns() - arrived
+                self._decoding.release(tenant)
+                is_decoding = False
+                _check_wanted(context)
+                in_flight = self._router.start(request, data, nanoseconds)
+                stream = self._stream_fit if fits else self._stream_result
+                answer = stream(in_flight, data.layout, record)
+                return (yield from self._answer(answer, in_flight, cost, context))
         finally:
             if is_decoding:
                 self._decoding.release(tenant)
@@ -282,7 +282,7 @@ class MainServicer(ComputeServicer):
                 self._engines.quarantine.suspects.check_dataset(key)
                 with suppress(DatasetNotFoundError), self._datasets.lease(key) as dataset:
                     return _info(dataset, known[1])
-            reserve = partial(self._admission.reserve, tenant)
+            reserve = partial(self._admission.reserved, tenant)
             given = file, tenant, limits, check_wanted, reserve, self._place
             dataset, lost_digits = self._folder.read(*given)
         finally:

@@ -147,9 +147,8 @@ class Admission:
         self._server_rate = limits.rate
         self._server_quota = Amounts(limits.requests, pending, _UNLIMITED)
         half = Amounts(0, self._tenant_quota.nbytes // 2), Amounts(0, pending // 2)
-        self._waiting = Amounts(0, limits.message_bytes), *half
-        """Bytes of an idle call, and the most bytes of all idle calls of a tenant and of the
-        server."""
+        self._waiting = half
+        """Most bytes of all calls of a tenant and of the server with which another one may wait."""
 
     def check_rate(self, tenant: str, own: float) -> None:
         """Count a call against the rates, of which ``own`` is the tenant's.
@@ -170,40 +169,52 @@ class Admission:
                 retry_after=delay,
             )
 
-    def enter(self, tenant: str, limits: Limits, nbytes: int, *, slot: bool = True) -> None:
-        """Count a call that arrives, unless not ``slot``, and the bytes of its message.
+    def enter(
+        self, tenant: str, limits: Limits, nbytes: int, held: int = 0, *, slot: bool = True
+    ) -> None:
+        """Count a request that arrives, unless not ``slot``, and the bytes of its message.
 
         gRPC receives a message completely before it tells the length, so only the longest message
         that it would receive (`message_bytes`) is sure to be enough; `leave` gives the rest back.
+        ``held`` bytes are counted already, as `wait` has done.
 
         Raises:
             ResourceExhaustedError: if too much is in flight.
         """
         own = Amounts(limits.requests, self._tenant_quota.nbytes, 0)
-        self._acquire(tenant, Amounts(int(slot), nbytes, 0), own)
+        self._acquire(tenant, Amounts(int(slot), nbytes - held, 0), own, held)
 
-    def reserve_message(self, tenant: str) -> bool:
-        """Count the longest message for a call that waits for its next request, if there is room.
+    def wait(self, tenant: str, counted: Amounts) -> bool:
+        """Count the longest message in place of a request, for a call that waits for another one.
 
         Such calls take at most half of what there is for calls in flight.
+
+        Returns:
+            False if there is no room for that; then nothing has changed.
         """
-        return self.quotas.acquire(tenant, *self._waiting) is None
+        slots, nbytes, nanoseconds = counted
+        amount = Amounts(-slots, self.message_bytes - nbytes, -nanoseconds)
+        return self.quotas.acquire(tenant, amount, *self._waiting, nbytes) is None
 
     def leave(self, tenant: str, slots: int, nbytes: int) -> None:
         """Give back slots of calls in flight, and bytes of their messages."""
         self.quotas.release(tenant, Amounts(slots, nbytes))
 
-    @contextmanager
-    def reserve(
-        self, tenant: str, nbytes: int, *, message: int = 0, nanoseconds: int = 0
-    ) -> Iterator[None]:
-        """Count bytes and estimated engine time of a call in a ``with`` block.
+    def give_back(self, tenant: str, counted: Amounts) -> None:
+        """Count a request no more."""
+        self.quotas.release(tenant, counted)
+
+    def reserve(self, tenant: str, nbytes: int, message: int = 0, nanoseconds: int = 0) -> int:
+        """Count bytes and estimated engine time of a request, to be given back at its end.
 
         The bytes of its ``message`` are counted already.
 
+        Returns:
+            The engine time that is counted.
+
         Raises:
-            ResourceExhaustedError: if too much is in flight, or the call alone takes more than its
-                tenant may; it would keep all others out while it runs.
+            ResourceExhaustedError: if too much is in flight, or the request alone takes more than
+                its tenant may; it would keep all others out while it runs.
         """
         needed, most = nbytes + message, self._tenant_quota.nbytes
         if needed > most and most < self._server_quota.nbytes:
@@ -216,10 +227,18 @@ class Admission:
             )
         amount = Amounts(0, nbytes, min(self._longest_work, nanoseconds))
         self._acquire(tenant, amount, self._tenant_quota, message)
+        return amount.engine_ns
+
+    @contextmanager
+    def reserved(
+        self, tenant: str, nbytes: int, message: int = 0, nanoseconds: int = 0
+    ) -> Iterator[None]:
+        """Count bytes and estimated engine time in a ``with`` block; see `reserve`."""
+        counted = self.reserve(tenant, nbytes, message, nanoseconds)
         try:
             yield
         finally:
-            self.quotas.release(tenant, amount)
+            self.give_back(tenant, Amounts(0, nbytes, counted))
 
     def _acquire(self, tenant: str, amount: Amounts, own: Amounts, held: int = 0) -> None:
         exceeded = self.quotas.acquire(tenant, amount, own, self._server_quota, held)

@@ -119,7 +119,7 @@ class QuotaTable:
         words, processes = self._words, self._processes
         alone = (0, amount.nbytes + held, amount.engine_ns)
         for index, (more, column) in enumerate(zip(amount, self._columns, strict=True)):
-            if not more:
+            if more <= 0:
                 continue
             for entry, limits, of_tenant in ((_SERVER, server, False), (offset, own, True)):
                 used = sum(words[entry + column : entry + column + processes])

@@ -352,10 +352,11 @@ class TestSeveralRequests:
 
     def test_no_call_waits_where_few_more_may_be_open(self, start):
         front_end = start(echo, max_requests=1)
-        running = [front_end.call(b"1", silent=True) for _ in range(2)]
-        for call in running:
-            assert next(call) == b"1"
-        assert outcome(running[1]) == ("OK", [])
+        first = front_end.call(b"1", silent=True)
+        assert next(first) == b"1"
+        eventually(lambda: front_end.calls.waiting)
+        assert outcome(front_end.call(b"2", silent=True)) == ("OK", [b"2"])
+        assert outcome(first) == ("CANCELLED", [])
 
     def test_calls_that_wait_end_when_the_server_stops_and_none_begins_to(self, start):
         front_end = start(echo)

@@ -33,7 +33,7 @@ def enter(admission, tenant):
 def reserve(admission, rows=1, tenant="a"):
     layout = Layout(np.dtype("<f4"), 1, rows, has_target=True)
     cost = CallCost.of_evaluation(PROBLEM, layout)
-    return admission.reserve(tenant, 1, nanoseconds=admission.costs.estimate(cost))
+    return admission.reserved(tenant, 1, nanoseconds=admission.costs.estimate(cost))
 
 
 class TestSlots:
@@ -118,16 +118,16 @@ class TestQueue:
         if shared:
             with (
                 pytest.raises(ResourceExhaustedError) as caught,
-                admission.reserve("a", 70, message=6),
+                admission.reserved("a", 70, message=6),
             ):
                 pass
             assert (caught.value.reason, caught.value.retry_after) == ("RESULT_TOO_LARGE", None)
             assert (caught.value.needed, caught.value.available) == (76, 75)
         too_many = pytest.raises(ResourceExhaustedError, match="too many")
         with (
-            admission.reserve("a", 70 if shared else 200, message=5),
+            admission.reserved("a", 70 if shared else 200, message=5),
             nullcontext() if shared else too_many,
-            admission.reserve("b", 20, message=5),
+            admission.reserved("b", 20, message=5),
         ):
             pass
 
@@ -138,7 +138,7 @@ class TestQueue:
 
     def test_a_call_that_fails_gives_its_reservation_back(self):
         admission = make_admission()
-        with pytest.raises(ValueError, match="x"), admission.reserve("a", 1):
+        with pytest.raises(ValueError, match="x"), admission.reserved("a", 1):
             assert admission.quotas.in_flight().nbytes == 1
             raise ValueError("x")
         assert admission.quotas.in_flight() == Amounts()
@@ -148,7 +148,7 @@ class TestQueue:
         fit = FitRequest(PROBLEM, FitSettings(max_iterations=2**32 - 1))
         layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
         nanoseconds = admission.costs.estimate(CallCost.of_fit(fit, layout))
-        with admission.reserve("a", 1, nanoseconds=nanoseconds):
+        with admission.reserved("a", 1, nanoseconds=nanoseconds):
             assert admission.quotas.in_flight().engine_ns == 30 * 10**9
         assert admission.quotas.in_flight() == Amounts()
         assert CallCostModel().estimate(CallCost("fit", 1e30)) == 2**50
