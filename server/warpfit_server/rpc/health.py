@@ -11,6 +11,7 @@ among those of the port. The methods themselves are those of the package grpcio-
 
 import resource
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ _MOST_READING: Final = 8
 _MOST_WATCHING: Final = HEALTH_THREADS // 2 - _MOST_READING
 #: Seconds in which the message of a call must arrive.
 _CALL_SECONDS: Final = 1.0
+#: Seconds in which calls that watch are told that the server stops.
+_TELL_SECONDS: Final = 1.0
 #: A name that no service has.
 _NO_SERVICE: Final = health_pb2.HealthCheckRequest(service="-")
 #: Milliseconds that TLS and the first frames of a connection to the plain port may take, without a
@@ -61,7 +64,8 @@ class Health:
         self._lock = threading.RLock()
         self.serving: frozenset[str] = frozenset()
         """Labels of the devices that answer calls."""
-        self._draining = False
+        self.is_draining = False
+        """Whether it is never ready again, so that calls that watch end once they are told."""
         self._servicer = HealthServicer()
         self._servicer.set(LIVENESS, _Response.SERVING)
         self._methods: list[_HealthMethods] = []
@@ -80,7 +84,7 @@ class Health:
     def set_serving(self, serving: frozenset[str]) -> None:
         """Set which devices serve; after `drain` none does."""
         with self._lock:
-            serving = frozenset() if self._draining else serving
+            serving = frozenset() if self.is_draining else serving
             if serving != self.serving:
                 self.serving = serving
                 self._tell()
@@ -97,11 +101,12 @@ class Health:
     def drain(self) -> None:
         """Be not ready for good; the process stays alive."""
         with self._lock:
-            self._draining = True
+            self.is_draining = True
             self.set_serving(frozenset())
+            self._tell()  # also those who know it, for whom that is the end
 
     def close(self) -> None:
-        """End the calls that watch, for which a server that stops would wait."""
+        """End the calls that still watch, for which a server that stops would wait."""
         for methods in self._methods:
             methods.close()
 
@@ -153,6 +158,11 @@ class _CallLimit:
             victim.cancel()
         return True
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a call."""
+        return self._count > 0
+
     def cancel_all(self) -> None:
         """Cancel all calls."""
         with self._lock:
@@ -193,7 +203,10 @@ class _HealthMethods:
         }
 
     def close(self) -> None:
-        """End the calls that watch."""
+        """End the calls that watch, when those that are being told have had a moment."""
+        until = time.monotonic() + _TELL_SECONDS
+        while self._watching.has_any and time.monotonic() < until:
+            time.sleep(_TELL_SECONDS / 20)
         self._watching.cancel_all()
 
     def _check(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
@@ -215,6 +228,8 @@ class _HealthMethods:
             is_known = self._health.status(request.service) != _Response.SERVICE_UNKNOWN
             for answer in self._servicer.Watch(request if is_known else _NO_SERVICE, context):
                 yield answer.SerializeToString()
+                if self._health.is_draining and answer.status == _Response.NOT_SERVING:
+                    return
         finally:
             self._watching.leave(context)
 

@@ -39,7 +39,7 @@ class Servicer:
         )
 
     def _call(self, method, request, context):
-        if method.name == "Evaluate":
+        if method.client_streaming and method.server_streaming:
             request = next(request)  # each call answers one request
         if method.name == "Evaluate" and self.hang:
             context.add_callback(self.cancelled.set)
