@@ -14,7 +14,13 @@ from warpfit import codec
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.transport.call import Call, Cancellation, UploadStream, only
 from warpfit.transport.connection import Connection
-from warpfit.transport.forks import CALLS, RENEWED_IN_CHILD
+from warpfit.transport.forks import (
+    CALLS,
+    PATIENCE_SECONDS,
+    QUIET_BEFORE_FORK,
+    RENEWED_IN_CHILD,
+    register_fork_handlers,
+)
 from warpfit.transport.open_calls import OpenCalls
 from warpfit.transport.security import is_local
 from warpfit.transport.servers import NOBODY_THERE
@@ -51,6 +57,7 @@ class GrpcTransport:
         self._lock = threading.Lock()
         self._closed = False
         RENEWED_IN_CHILD.add(self)
+        QUIET_BEFORE_FORK.add(self)
         for address in addresses:
             self._to(address)
 
@@ -106,6 +113,7 @@ class GrpcTransport:
         with CALLS, self._lock:
             if address not in self._open:
                 channel = self._security.channel(address, self._options, self._proxy)
+                register_fork_handlers()
                 self._open[address] = _Channel(channel, self._metadata)
             return self._open[address]
 
@@ -122,6 +130,11 @@ class GrpcTransport:
         self._closed = True
         for address in list(self._open):
             self.forget(address)
+
+    def before_fork(self) -> None:
+        """End the calls that are open, whose threads gRPC would wait for during a second."""
+        for channel in list(self._open.values()):
+            channel.open_calls.end_idle(PATIENCE_SECONDS)
 
     def after_fork(self) -> None:
         """Begin anew in a child, whose channels must not share the connections of the parent."""

@@ -20,6 +20,8 @@ from warpfit.errors import InvalidArgumentError
 PATIENCE_SECONDS: Final = 1.0
 #: Objects with a method ``after_fork``, which makes their locks and channels new in a child.
 RENEWED_IN_CHILD: Final[WeakSet[Any]] = WeakSet()
+#: Objects with a method ``before_fork``, which ends what keeps gRPC's threads busy between calls.
+QUIET_BEFORE_FORK: Final[WeakSet[Any]] = WeakSet()
 
 
 class _Calls:
@@ -65,6 +67,8 @@ class _Calls:
         with self._changed:
             self._forks += 1
             self._changed.wait_for(lambda: not self._others(), PATIENCE_SECONDS)
+        for busy in list(QUIET_BEFORE_FORK):
+            busy.before_fork()
 
     def after_fork_in_parent(self) -> None:
         with self._changed:
@@ -91,15 +95,27 @@ class _Calls:
 
 
 def _grpc_supports_forks() -> bool:
-    from grpc._cython import cygrpc  # type: ignore[attr-defined]
-
-    return bool(cygrpc.is_fork_support_enabled())
+    """Return whether gRPC was told to support forks when it was imported; see `configure_grpc`."""
+    return os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in ("1", "true", "yes", "on")
 
 
 #: What a thread enters for the time of a call.
 CALLS: Final = _Calls()
-os.register_at_fork(
-    before=CALLS.before_fork,
-    after_in_parent=CALLS.after_fork_in_parent,
-    after_in_child=CALLS.after_fork_in_child,
-)
+_REGISTERING: Final = threading.Lock()
+_REGISTERED: Final[list[bool]] = []
+
+
+def register_fork_handlers() -> None:
+    """Have forks wait for calls; the first channel must have been made before.
+
+    gRPC registers its own handlers with its first channel. Of those before a fork the last one that
+    was registered is called first, and gRPC's would wait for threads that these set free.
+    """
+    with _REGISTERING:
+        if not _REGISTERED:
+            _REGISTERED.append(True)
+            os.register_at_fork(
+                before=CALLS.before_fork,
+                after_in_parent=CALLS.after_fork_in_parent,
+                after_in_child=CALLS.after_fork_in_child,
+            )

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -30,10 +29,16 @@ class _OpenCall:
 
     def __init__(self, method: Any, metadata: Any) -> None:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        self.has_ended = threading.Event()
+        """Set once gRPC's thread has dealt with the end of the call."""
         self.rpc = method(iter(self._requests.get, None), metadata=metadata)
         """gRPC's call, whose thread sends what is put into the queue until the call ends."""
-        if not self.rpc.add_callback(partial(self._requests.put, None)):
-            self._requests.put(None)
+        if not self.rpc.add_callback(self._end):
+            self._end()
+
+    def _end(self) -> None:
+        self._requests.put(None)
+        self.has_ended.set()
 
     def ask(self, request: bytes) -> Generator[Any, None, bool]:
         """Send a request and yield the messages of its answer; return whether it has an end."""
@@ -91,10 +96,18 @@ class OpenCalls:
         """End the calls that are idle, and those that become it."""
         with self._lock:
             self._is_closed = True
+        self.end_idle()
+
+    def end_idle(self, patience: float = 0.0) -> None:
+        """End the calls that are idle, and wait for some seconds at most until they have ended."""
+        with self._lock:
             idle = [call for _, call in self._idle]
             self._idle.clear()
         for call in idle:
             call.rpc.cancel()
+        until = time.monotonic() + patience
+        for call in idle if patience else ():
+            call.has_ended.wait(max(0.0, until - time.monotonic()))
 
     def _answer(self, call: _OpenCall, request: bytes, cancellation: Cancellation) -> Iterator[Any]:
         try:
