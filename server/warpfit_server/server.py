@@ -172,7 +172,8 @@ class Server:
                 except Exception:  # whatever it is, the others are looked at, and it is tried again
                     _LOG.exception("the server could not look after its processes")
 
-    def _look(self, _now: float) -> None:
+    def _look(self, now: float) -> None:
+        self._front_ends.repeat_readiness(now)
         self._front_ends.kill_silent([n for n, w in enumerate(self.watchdogs) if w.answers])
         self.engines.quarantine.expire()
         self.datasets.expire(self.config.lease_seconds)

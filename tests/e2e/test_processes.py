@@ -323,6 +323,30 @@ def test_sigterm_does_not_wait_for_those_that_watch_its_health():
         assert server.process.wait(timeout=15) == 0
 
 
+@pytest.mark.parametrize("harm", ["the main process hangs", "its socket is gone"])
+def test_a_front_end_without_its_main_process_is_not_ready(harm):
+    flags = ("--front-ends", "2", "--probe-seconds", "0.5", "--probe-timeout", "1")
+    with ServerProcess(*flags) as server, ExitStack() as stack:
+        (front_end,) = server.front_ends()
+        watched, known = None, len(front_end.net_connections("tcp"))
+        while len(front_end.net_connections("tcp")) == known:
+            channel = stack.enter_context(grpc.insecure_channel(server.address, OWN_CONNECTION))
+            stub = health_pb2_grpc.HealthStub(channel)
+            watched = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+            assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
+        if harm == "its socket is gone":
+            (path,) = (word for word in front_end.cmdline() if word.startswith("unix:"))
+            Path(path.removeprefix("unix:")).unlink()
+            assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            return
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
+
+
 def is_listening(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:

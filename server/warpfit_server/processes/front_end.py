@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -236,6 +237,9 @@ class FrontEndProcess:
     ) -> None:
         self._control = control
         self._config = config
+        self._main_path = Path(main_address.removeprefix("unix:"))
+        self._readiness_at = time.monotonic()
+        """Moment at which the main process last said which devices serve."""
         self._suspects = KnownSuspects()
         pool = SegmentPool(*config.idle_pool)
         self._engines = [EngineConnection(pool) for _ in config.engines]
@@ -287,8 +291,9 @@ class FrontEndProcess:
                 case SuspectList():
                     self._suspects.update(message)
                 case messages.SetReadiness():
-                    self._health.set_serving(message.serving)
+                    self._readiness_at = time.monotonic()
                     self._router.serving = message.serving
+                    self._set_readiness()
                 case messages.Stop():
                     # Beside this loop: calls in flight may need more answers of the main process.
                     threading.Thread(target=self._stop, name="stop", daemon=True).start()
@@ -336,11 +341,19 @@ class FrontEndProcess:
                     answers = False
                 self._control.send(messages.ProbeResult(engine, answers))
 
+    def _set_readiness(self) -> None:
+        """Be ready if a device serves, and the main process, which has the data sets, is there."""
+        patience = self._config.probe_seconds + self._config.probe_timeout
+        is_heard = time.monotonic() - self._readiness_at <= patience
+        is_there = is_heard and self._main_path.exists()
+        self._health.set_serving(self._router.serving if is_there else frozenset())
+
     def _report_forever(self) -> None:
         """Return idle leases, and send what was measured, again and again."""
         with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             while True:
                 time.sleep(_IDLE_SECONDS / 2)
+                self._set_readiness()
                 self._leases.return_idle()
                 self._control.send(messages.MetricsRecorded(self._recorder.take()))
 

@@ -32,6 +32,8 @@ _RESERVED_FILES: Final = 12
 _RESTART_SECONDS: Final = 0.5
 #: Longest wait in seconds until a front end takes notice of a release.
 _RELEASE_SECONDS: Final = 2.0
+#: Seconds after which front ends are told again which devices serve.
+_REPEAT_SECONDS: Final = 1.0
 #: Seconds after which a process that reads no messages is given up.
 _SEND_SECONDS: Final = 5.0
 
@@ -101,6 +103,7 @@ class FrontEndSupervisor:
         self._threads: list[threading.Thread] = []
         self._started: list[threading.Event] = []
         self._open = threading.Event()
+        self._told_at = 0.0
 
     def start(self, count: int, port: int, main_address: str) -> None:
         """Start processes, which share the port and forward calls to the main one's own address.
@@ -140,7 +143,13 @@ class FrontEndSupervisor:
     def announce_readiness(self, serving: frozenset[str]) -> None:
         """Tell every process which devices serve."""
         self._engines.router.serving = serving
+        self._told_at = time.monotonic()
         self._tell_all(messages.SetReadiness(serving))
+
+    def repeat_readiness(self, now: float) -> None:
+        """Tell it again now and then: a front end whose main process is silent is not ready."""
+        if now - self._told_at >= _REPEAT_SECONDS:
+            self.announce_readiness(self._engines.router.serving)
 
     def all_answered_by(self, engine: int) -> bool:
         """Return whether an engine answered the last probe of every process, not too long ago."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -242,15 +242,26 @@ class MainServicer(ComputeServicer):
             "GetServerInfo": Method(self.get_server_info),
         }
 
+    @contextmanager
+    def _turn(self, context: Call) -> Iterator[None]:
+        """Wait for the tenant's turn: names of variables take as long to decode as batches do."""
+        tenant = context.record.tenant
+        self._decoding.acquire(tenant, partial(_check_wanted, context))
+        try:
+            yield
+        finally:
+            self._decoding.release(tenant)
+
     def upload_variables(self, requests: Iterator[bytes], context: Call) -> bytes:
         """Receive a data set into shared memory and have the engine load it."""
         tenant = context.record.tenant
         limits = self._admission.limits(tenant)
         header = next(requests, b"")
         check_header(header, limits)
-        first = codec.parse_message(pb.UploadVariablesRequest, header, most_fields=None)
-        check_names(first.header.layout.names, limits)
-        layout, content_id = codec.upload_header(first)
+        with self._turn(context):
+            first = codec.parse_message(pb.UploadVariablesRequest, header, most_fields=None)
+            check_names(first.header.layout.names, limits)
+            layout, content_id = codec.upload_header(first)
         key = key_of(tenant, content_id)
         self._engines.quarantine.suspects.check_dataset(key)
         with suppress(DatasetNotFoundError), self._datasets.lease(key) as resident:
@@ -309,7 +320,7 @@ class MainServicer(ComputeServicer):
         request = codec.parse_message(pb.GetVariablesRequest, message)
         key = key_of(context.record.tenant, codec.check_content_id(request.content_id))
         self._engines.quarantine.suspects.check_dataset(key)
-        with self._datasets.lease(key) as dataset:
+        with self._turn(context), self._datasets.lease(key) as dataset:
             return _info(dataset)
 
     def release_variables(self, message: bytes, context: Call) -> bytes:
