@@ -131,10 +131,16 @@ class GrpcTransport:
         for address in list(self._open):
             self.forget(address)
 
-    def before_fork(self) -> None:
-        """End the calls that are open, whose threads gRPC would wait for during a second."""
-        for channel in list(self._open.values()):
-            channel.open_calls.end_idle(PATIENCE_SECONDS)
+    def before_fork(self, is_quiet: bool) -> None:
+        """End the calls that are open, for whose threads gRPC would wait for a second.
+
+        Unless it ``is_quiet``, calls are in flight, too: they fail as if the server were gone.
+        """
+        for address, channel in list(self._open.items()):
+            if is_quiet:
+                channel.open_calls.end_idle(PATIENCE_SECONDS)
+            elif self._open.pop(address, None) is not None:
+                channel.close()
 
     def after_fork(self) -> None:
         """Begin anew in a child, whose channels must not share the connections of the parent."""
@@ -166,7 +172,7 @@ class _Channel:
             if method.server_streaming:
                 self.streamed[method.name] = channel.unary_stream(*way)
             if method.name == _OPEN:
-                self.open_calls = OpenCalls(channel.stream_stream(*way), metadata)
+                self.open_calls = OpenCalls(channel.stream_stream(way[0]), metadata)
 
     def close(self) -> None:
         """Close the channel; calls in flight fail."""

@@ -3,8 +3,9 @@
 A fork copies one thread, and gRPC's locks and pollers as the other threads held them. gRPC deals
 with that itself (``GRPC_ENABLE_FORK_SUPPORT``), unless a thread is inside of it at that moment.
 So a fork waits here until the calls of other threads have ended, and calls that would begin
-meanwhile wait for the fork. Where a call takes longer than the fork waits, the child cannot use
-gRPC, and each of its calls says so at once instead of hanging.
+meanwhile wait for the fork. Calls that take longer are cut off, and repeated after the fork as
+after any interruption. Where one stays all the same, the child cannot use gRPC, and each of its
+calls says so at once instead of hanging.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from warpfit.errors import InvalidArgumentError
 PATIENCE_SECONDS: Final = 1.0
 #: Objects with a method ``after_fork``, which makes their locks and channels new in a child.
 RENEWED_IN_CHILD: Final[WeakSet[Any]] = WeakSet()
-#: Objects with a method ``before_fork``, which ends what keeps gRPC's threads busy between calls.
+#: Transports, whose method ``before_fork`` ends what keeps gRPC's threads busy between calls, and
+#: calls that are in flight unless it is told that there are none.
 QUIET_BEFORE_FORK: Final[WeakSet[Any]] = WeakSet()
 
 
@@ -67,8 +69,11 @@ class _Calls:
         with self._changed:
             self._forks += 1
             self._changed.wait_for(lambda: not self._others(), PATIENCE_SECONDS)
-        for busy in list(QUIET_BEFORE_FORK):
-            busy.before_fork()
+            is_quiet = not self._others()
+        for transport in list(QUIET_BEFORE_FORK):
+            transport.before_fork(is_quiet)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._others(), PATIENCE_SECONDS)
 
     def after_fork_in_parent(self) -> None:
         with self._changed:

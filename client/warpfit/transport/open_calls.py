@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import grpc
 
+from warpfit import codec
 from warpfit.errors import CancelledError
 from warpfit.transport.call import Cancellation
 
@@ -41,9 +42,14 @@ class _OpenCall:
         self.has_ended.set()
 
     def ask(self, request: bytes) -> Generator[Any, None, bool]:
-        """Send a request and yield the messages of its answer; return whether it has an end."""
+        """Send a request and yield the messages of its answer; return whether it has an end.
+
+        Raises:
+            InternalError: if a message is none.
+        """
         self._requests.put(request)
-        for message in self.rpc:
+        for data in self.rpc:
+            message = codec.answer_from_bytes(data)
             yield message
             if message.HasField("timings"):
                 return True
@@ -54,8 +60,7 @@ class OpenCalls:
     """The open calls of Evaluate at one server; threads may share it.
 
     Args:
-        method: Evaluate as a stream in both directions, of bytes to messages; a message with
-            ``timings`` is the last of its answer.
+        method: Evaluate as a stream of bytes in both directions.
         metadata: of all calls.
     """
 

@@ -114,7 +114,6 @@ class Security:
     def channel(self, address: str, options: list[Any], proxy: str | None = None) -> grpc.Channel:
         """Open a channel to a server; ``proxy`` is not used for one on this machine."""
         import grpc  # loaded late, because the command line imports this module for its help
-        from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
         # gRPC would take the proxy of the environment, which is meant for the Web.
         if proxy is None or is_local(address):
@@ -122,15 +121,10 @@ class Security:
         else:
             options = [*options, ("grpc.http_proxy", proxy)]
         if self.tls is None:
-            channel = grpc.insecure_channel(address, options)
-        else:
-            if self.tls.server_name:
-                options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
-            channel = grpc.secure_channel(address, self.tls.credentials(), options)
-        # Otherwise gRPC closes it in a child that is forked, and waits there for calls in flight
-        # for ever. A child does not use it; see `warpfit.transport.forks`.
-        cygrpc.fork_unregister_channel(channel)
-        return channel
+            return grpc.insecure_channel(address, options)
+        if self.tls.server_name:
+            options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
+        return grpc.secure_channel(address, self.tls.credentials(), options)
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
         """Return the metadata of every call."""

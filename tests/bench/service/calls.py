@@ -3,10 +3,10 @@
 ``run.py service/calls`` writes two results. Calls ask for the losses of 300 programs of the
 random mix with their parameters.
 
-* call_cost.json: thread time, because the clock depends on who else uses the machine; the answers
-  come from another process on loopback that computes nothing. ``grpc_alone`` is a call of its own
-  by gRPC alone, one message for one: the same bytes, nothing encoded or decoded;
-  ``open_call_alone`` is the same in a call that stays open.
+* call_cost.json: processor time of the process, gRPC's threads included, because the clock depends
+  on who else uses the machine; the answers come from another process on loopback that computes
+  nothing. ``grpc_alone`` is a call of its own by gRPC alone, one message for one: the same bytes,
+  nothing encoded or decoded; ``open_call_alone`` is the same in a call that stays open.
 * service.json: with a real server, what passes beyond the engine's own time, and its start-up.
 """
 
@@ -21,7 +21,6 @@ from typing import Any
 import grpc
 import numpy as np
 from harness import SEED, ServerProcess, percentiles, save, start_up_seconds
-from warpfit.transport.open_call import OpenCalls
 
 import warpfit
 from support.servers.bare_grpc import bare_server, serve
@@ -32,6 +31,8 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.request import Timings
 from warpfit.server_info import Limits
+from warpfit.transport.call import Cancellation
+from warpfit.transport.open_calls import OpenCalls
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.engine.lowering import validate
 from warpfit_server.limits import check_batch
@@ -43,14 +44,14 @@ METHOD = "/warpfit.v1.Evaluator/Evaluate"
 
 
 def microseconds(actions: dict[str, Callable[[int], object]]) -> dict[str, float]:
-    """Thread time of one call of each action, median of rounds in which they take turns."""
+    """Processor time of one call of each action, median of rounds in which they take turns."""
     rounds: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(ROUNDS):
         for name, action in actions.items():
-            started = time.thread_time_ns()
+            started = time.process_time_ns()
             for turn in range(BATCHES):
                 action(turn)
-            rounds[name].append((time.thread_time_ns() - started) / BATCHES / 1e3)
+            rounds[name].append((time.process_time_ns() - started) / BATCHES / 1e3)
     return {name: round(statistics.median(times), 1) for name, times in rounds.items()}
 
 
@@ -91,20 +92,22 @@ def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -
         grpc.insecure_channel(address) as channel,
     ):
         method = channel.unary_unary(METHOD)
-        open_calls = OpenCalls(channel, METHOD, None, pb.EvaluateResponse.FromString)
+        open_calls, unused = OpenCalls(channel.stream_stream(METHOD), None), Cancellation()
         return microseconds(
             {
                 "fresh": lambda turn: client.run(data, *batches[turn], **OPTIONS),
                 "repeated": lambda turn: client.run(data, *batches[0], **OPTIONS),
                 "grpc_alone": lambda turn: method(messages[turn]),
-                "open_call_alone": lambda turn: list(open_calls.ask(messages[turn], None)),
+                "open_call_alone": lambda turn: list(
+                    open_calls.ask(messages[turn], Cancellation())
+                ),
             }
         )
 
 
 def serve_answer() -> None:
     """Answer every request with the same bytes until standard input ends; calls may go on."""
-    answer = answer_bytes(DatasetHandle(data_set())) + codec.MORE_ANSWERS
+    answer = answer_bytes(DatasetHandle(data_set()))
     handler = grpc.stream_stream_rpc_method_handler(lambda asked, _: (answer for _ in asked))
     _, service, method = METHOD.split("/")
     serve(service, {method: handler})

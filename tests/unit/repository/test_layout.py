@@ -1,4 +1,4 @@
-"""The folders of the product: their duties, their sizes, and that imports point down.
+"""The folders of the product: their duties, and that imports point down.
 
 A folder imports those that stand before it in its list. A module at the top of a package, such as
 `warpfit_server.server`, assembles what is below and may import everything.
@@ -17,7 +17,6 @@ PACKAGES = {
     "warpfit": ROOT / "client" / "warpfit",
     "warpfit_server": ROOT / "server" / "warpfit_server",
 }
-MOST_FILES = 14
 #: Each folder imports folders that stand before it; a file stands for itself.
 ORDERS = {
     "warpfit_server": [
@@ -114,8 +113,6 @@ def test_imports_point_down(package):
     assert up == set()
 
 
-def test_folders_are_small_and_say_what_they_are_for():
+def test_folders_say_what_they_are_for():
     for folder in {path.parent for path in MODULES.values()}:
-        files = [path for path in folder.iterdir() if path.suffix in {".py", ".cu"}]
-        assert len(files) <= MOST_FILES, f"{folder} has {len(files)} files"
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder

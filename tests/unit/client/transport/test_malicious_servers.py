@@ -173,11 +173,10 @@ def test_a_lie_is_an_error_of_this_package(liar, name, lie, recwarn):
 def test_texts_of_a_server_do_not_control_the_terminal(liar, capsys, status):
     handler, client = liar
     address = client._operations.attempts.connection.target.addresses[0]
-    detail = pb.ErrorDetail(
-        message=ESCAPES, reason=ESCAPES, remedy=ESCAPES, field=ESCAPES, expression=7, token=2**60
-    )
+    texts = dict.fromkeys(("message", "reason", "remedy", "field"), ESCAPES)
+    error = warpfit.ProgramError(**texts, expression=7, token=2**60)
     handler.status, handler.details = status, "plain"
-    handler.metadata = ((codec.ERROR_METADATA_KEY, detail.SerializeToString()),)
+    handler.metadata = ((codec.ERROR_METADATA_KEY, codec.error_to_status(error)),)
     with pytest.raises(warpfit.WarpfitError) as caught:
         one(client, "evaluate")
     assert str(caught.value).isprintable()
