@@ -98,9 +98,7 @@ def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -
                 "fresh": lambda turn: client.run(data, *batches[turn], **OPTIONS),
                 "repeated": lambda turn: client.run(data, *batches[0], **OPTIONS),
                 "grpc_alone": lambda turn: method(messages[turn]),
-                "open_call_alone": lambda turn: list(
-                    open_calls.ask(messages[turn], Cancellation())
-                ),
+                "open_call_alone": lambda turn: list(open_calls.ask(messages[turn], unused)),
             }
         )
 
