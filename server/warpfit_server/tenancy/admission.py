@@ -187,14 +187,15 @@ class Admission:
     def wait(self, tenant: str, counted: Amounts) -> bool:
         """Count the longest message in place of a request, for a call that waits for another one.
 
-        Such calls take at most half of what there is for calls in flight.
+        Such calls take at most half of what there is for calls in flight, one alone, too.
 
         Returns:
             False if there is no room for that; then nothing has changed.
         """
         slots, nbytes, nanoseconds = counted
         amount = Amounts(-slots, self.message_bytes - nbytes, -nanoseconds)
-        return self.quotas.acquire(tenant, amount, *self._waiting, nbytes) is None
+        nothing_alone = nbytes - self.message_bytes
+        return self.quotas.acquire(tenant, amount, *self._waiting, nothing_alone) is None
 
     def leave(self, tenant: str, slots: int, nbytes: int) -> None:
         """Give back slots of calls in flight, and bytes of their messages."""
