@@ -131,9 +131,11 @@ _MANY_ITERATIONS: Final = 2
 #: Least share of the decrease by the factor's step with which that of the curvature is as good.
 _HARDLY_WORSE: Final = 0.9
 #: Most of the target's variation that rounding errors of the parameters may hide.
-_HIDDEN: Final = 1e-4
+_HIDDEN: Final = 1e-2
 #: Roundings of residuals that are no more than noise.
 _ROUNDINGS: Final = 64.0
+#: Roundings of each parameter that values inherit.
+_PARAMETER_ROUNDINGS: Final = 8.0
 #: Attempts to make a system positive definite, or a trial a new one, by more damping. The factors
 #: grow, so that a few of them lead from the least damping to more than the curvature.
 _ATTEMPTS: Final = 100
@@ -540,7 +542,7 @@ def _is_minimum(
             noise += model.curvature[i * (i + 1) // 2 + i] * vector[X, i] ** 2
     rounding = 2.0**-24 if limits.single else 2.0**-53
     epsilon = _ROUNDINGS * rounding
-    noise *= epsilon * epsilon
+    noise *= (_PARAMETER_ROUNDINGS * rounding) ** 2
     if noise > _HIDDEN * limits.variation:
         noise = 0.0
     noise += epsilon * epsilon * limits.target
@@ -753,11 +755,12 @@ def _minimise_by_factor(
     for j in range(linear):
         # Where the columns leave a linear parameter open, it goes towards 0, so that the values
         # are not the differences of huge terms.
-        # A damped one stays where it is.
+        # A damped one stays where it is, and a test (no damping) asks what the residuals alone say.
         at = unit[j] * vector[model.point, order[j]]
         own = damping if damps else 0.0
         columns[j * rows + parameters + j] = math.sqrt(ridge + own)
-        columns[n * rows + parameters + j] = -ridge / math.sqrt(ridge + own) * at
+        if damping > 0.0:
+            columns[n * rows + parameters + j] = -ridge / math.sqrt(ridge + own) * at
     for j in range(n):
         if j == linear and damping > 0.0:
             for i in range(linear, n):
