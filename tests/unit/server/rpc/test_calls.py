@@ -381,7 +381,7 @@ class TestObservation:
             return (yield from gate(message, context))
 
         front_end = start(behaviour)
-        call = front_end.call(b"x", timeout=0.2 if status == "DEADLINE_EXCEEDED" else 20)
+        call = front_end.call(b"x", timeout=1.0 if status == "DEADLINE_EXCEEDED" else 20)
         if status == "CANCELLED":
             eventually(lambda: gate.begun)
             call.cancel()
