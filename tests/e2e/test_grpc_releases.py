@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Packages of one release.
 PACKAGES = ("grpcio", "grpcio-health-checking", "grpcio-status")
 #: Calls through the client and by hand, with answers of one and of many messages.
-CORE = ("test_evaluate.py", "test_open_calls.py", "test_uploads.py")
+CORE = ("test_open_calls.py", "test_uploads.py")
 
 
 @pytest.mark.timeout(300)
