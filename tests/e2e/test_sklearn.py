@@ -200,10 +200,6 @@ def test_constraints_other_losses_and_symbols_hold_in_the_search(search):
     assert "exp" not in " ".join(model.equations_.equation)
 
 
-@pytest.mark.xfail(
-    reason="parameters with the same effect run so far in a fit that the values have noise",
-    strict=False,
-)
 def test_monotonicity_holds_in_every_row(search):
     X = points(100)
     y = np.sin(3.0 * X[:, 0]) - X[:, 1] ** 2 + 0.5 * X[:, 0]

@@ -120,6 +120,9 @@ _RIDGE_ABOVE_NOISE: Final = 1e-18
 #: Squared sine of the angle between a column and those before it, below which the curvature holds
 #: too few digits of it.
 _ILL_CONDITIONED: Final = 1e-11
+#: Part of a column outside the span of others that may be no more than rounding errors: some units
+#: in the last place.
+_ROUNDING_OF_COLUMN: Final = 2.0**-48
 #: Least relative part of a column outside the span of the linear parameters' columns.
 _INDEPENDENT: Final = 1e-13
 #: Least cosine between residuals and a column for which a parameter leaves its bound.
@@ -729,7 +732,9 @@ def _minimise_by_factor(
     """Do what `_minimise` does by Householder's reflections of the factor and the damping.
 
     The columns' condition is not squared. Each moving parameter has a row of its own for damping
-    and ridge, below the factor.
+    and ridge, below the factor. A parameter whose column lies in the span of those before it, up to
+    rounding errors, stays where it is: its step would be a quotient of rounding errors. A linear
+    one that is not damped goes to 0, so that the values are not the differences of huge terms.
     """
     parameters = vector.shape[1]
     n, linear = moving
@@ -771,6 +776,15 @@ def _minimise_by_factor(
                 vector[SCALE, place] = max(vector[SCALE, place], own)
                 damped = damping * vector[SCALE, place] / unit[i] / unit[i]
                 columns[i * rows + parameters + i] = math.sqrt(ridge + damped)
+        outside = 0.0
+        for row in range(j, rows):
+            outside += columns[j * rows + row] ** 2
+        if outside < _ROUNDING_OF_COLUMN * _ROUNDING_OF_COLUMN:
+            for row in range(j, rows):
+                columns[j * rows + row] = 0.0
+            columns[j * rows + parameters + j], columns[n * rows + parameters + j] = 1.0, 0.0
+            if j < linear and damping > 0.0 and not damps:
+                columns[n * rows + parameters + j] = -unit[j] * vector[model.point, order[j]]
         triangles.reflect(columns, rows, j, n + 1)
     for reverse in range(n):
         i = n - 1 - reverse

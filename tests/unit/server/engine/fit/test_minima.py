@@ -43,6 +43,28 @@ def test_polynomials_far_from_0_are_as_those_of_polyfit(x, degree, accuracy):
     assert found.iterations[0] <= 20
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("p1*(p2/x1 + x1 + (p3/x1 + x2*x2)*p4) + p5", 5),
+        ("p1*x1 + p2*x1 + p3 + p4", 4),
+        ("p1*exp(p2*x1) + p3*exp(p2*x1 + p4)", 4),
+    ],
+)
+def test_parameters_with_the_same_effect_do_not_run_away(text, count):
+    """The values would be differences of huge terms."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(1.0, 4.0, (100, 2))
+    y = np.sin(3.0 * x[:, 0]) - x[:, 1] ** 2 + 0.5 * x[:, 0]
+    found = fit(
+        Dataset.of(x, y, dtype="float64"),
+        [text],
+        [np.linspace(1.0, 2.0, count)],
+        max_iterations=200,
+    )
+    assert np.abs(found.parameters[0]).max() < 1e9
+
+
 def test_columns_that_float32_cannot_tell_apart_are_no_success_far_from_the_minimum():
     x = np.arange(1980.0, 2021.0)
     y = np.polyval([0.3, -0.5, 1.0, 1.0], (x - 2000.0) / 20.0)
