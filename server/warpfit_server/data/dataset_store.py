@@ -42,6 +42,8 @@ class StoredDataset:
     layout: Layout
     segment: Segment
     """Holds the payload from byte 0."""
+    cost: int
+    """Bytes that it counts for."""
     uses: int = 0
     """Calls that use it now; it is not evicted before they end."""
     last_use: float = field(default_factory=time.monotonic)
@@ -230,12 +232,18 @@ class DatasetStore:
 
         Raises:
             InvalidArgumentError: if bytes are missing or the digest does not match.
-            ResourceExhaustedError: if a small data set's least part of the budget is in use.
+            ResourceExhaustedError: if there is no room for what it counts for beside its bytes: a
+                small data set's least part of the budget, or the rows that have a weight where
+                others have none, which engines copy.
         """
         upload.verify()
+        copied = upload.weighted_bytes()
+        with self._lock:
+            upload.cost += copied
+            self._announced[upload.tenant] += copied
         self._reserve(upload, upload.cost - upload.reserved)
         own = upload.key, upload.content_id, upload.tenant, upload.layout, upload.segment
-        fresh = StoredDataset(*own)
+        fresh = StoredDataset(*own, upload.cost)
         with self._lock:
             dataset = self._resident.setdefault(upload.key, fresh)
             dataset.is_removed = False
@@ -312,7 +320,7 @@ class DatasetStore:
 
     def _remove(self, dataset: StoredDataset) -> None:
         del self._resident[dataset.key]
-        self._held[dataset.tenant] -= self._cost(dataset.layout)
+        self._held[dataset.tenant] -= dataset.cost
         dataset.segment.close()
         self._unload(dataset.key)
 
@@ -333,7 +341,7 @@ class DatasetStore:
         idle = self._idle()
         own = [dataset for dataset in idle if dataset.tenant == tenant]
         victims = self._first(own, over_own, needed, tells_available=True)
-        freed = sum(self._cost(dataset.layout) for dataset in victims)
+        freed = sum(dataset.cost for dataset in victims)
         rest = [dataset for dataset in idle if dataset not in victims]
         candidates = self._by_share(rest, tenant, needed)
         is_alone = all(name in (tenant, "") for name, held in self._held.items() if held)
@@ -353,7 +361,7 @@ class DatasetStore:
             if over <= 0:
                 break
             chosen.append(dataset)
-            over -= self._cost(dataset.layout)
+            over -= dataset.cost
         if over > 0:
             available = max(0, needed - over)
             known = f"{available} are available" if tells_available else "fewer are available"
@@ -377,7 +385,7 @@ class DatasetStore:
         callers = [dataset for dataset in resident if dataset.tenant != PROBE]
         evictable = self._by_share(callers, tenant, cost)
         resident_bytes, evictable_bytes = (
-            sum(self._cost(dataset.layout) for dataset in some) for some in (resident, evictable)
+            sum(dataset.cost for dataset in some) for some in (resident, evictable)
         )
         room = self._limits.resident_bytes - resident_bytes + evictable_bytes
         if isinstance(error, ResourceExhaustedError) and cost <= min(room, own_budget):

@@ -1,7 +1,10 @@
 """An upload of a data set on its way into shared memory."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.dataset import Layout, PayloadDigest, check_weights
 from warpfit.errors import InvalidArgumentError
@@ -86,9 +89,18 @@ class Upload:
                 "content_id",
             )
         if self.layout.has_weights:
-            rows, dtype = self.layout.rows, self.layout.dtype
-            offset = self.layout.nbytes - rows * dtype.itemsize
-            check_weights(self.segment.array(dtype, (rows,), offset))
+            check_weights(self._weights())
+
+    def weighted_bytes(self) -> int:
+        """Return the bytes of the rows that have a weight if others have none, else 0."""
+        if not self.layout.has_weights:
+            return 0
+        count = int(np.count_nonzero(self._weights()))
+        return 0 if count == self.layout.rows else self.layout.nbytes // self.layout.rows * count
+
+    def _weights(self) -> NDArray[Any]:
+        rows, dtype = self.layout.rows, self.layout.dtype
+        return self.segment.array(dtype, (rows,), self.layout.nbytes - rows * dtype.itemsize)
 
     def close(self) -> None:
         """Stop hashing and give the memory back."""

@@ -85,6 +85,23 @@ def test_bad_weights_are_refused(dtype, weight):
     put(store, good)
 
 
+def test_rows_that_engines_copy_count_twice():
+    weights = np.ones(10)
+    whole = Dataset.of(DATA.variables.T, np.arange(10.0), weights)
+    weights = np.where(np.arange(10) < 5, 0.0, weights)
+    half = Dataset.of(DATA.variables.T, np.arange(10.0), weights)
+    store, _ = make_store(10)
+    put(store, whole)
+    before = store.usage().nbytes
+    put(store, half)
+    assert store.usage().nbytes - before == 1.5 * before
+    store.remove(key(half))
+    assert store.usage().nbytes == before
+    small, _ = make_store(1.4 * before / SIZE)
+    with pytest.raises(ResourceExhaustedError, match="are needed"):
+        put(small, half)
+
+
 def test_announced_bytes_evict_nothing():
     store, removed = make_store(2)
     put(store, DATA, tenant="a")
