@@ -29,9 +29,9 @@ class UploadOptions(TypedDict, total=False):
     names: Sequence[str] | None
     """One name for each variable; by default the column names of a table, or none."""
     dtype: DTypeLike
-    """What the server computes in: float32, float64, or "auto" (default) for float32 unless that
-    loses digits that matter, or numbers are so large or small (1e9, 1e-9) that their powers leave
-    its range."""
+    """Type of the data on the server: "float32", "float64", or "auto" (default). "auto" is float64
+    where float32 loses digits that matter, or where numbers above 1e9 or below 1e-9 may have powers
+    beyond its range, and float32 elsewhere."""
     progress: Progress | bool | None
     """Callable(bytes_done, bytes_total), or True for a tqdm bar."""
 

@@ -24,7 +24,7 @@ from warpfit.expressions import special
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Language:
-    """What the renderer of `warpfit.formulas.code` knows of a language."""
+    """Syntax and functions of a language, as templates for `warpfit.formulas.code`."""
 
     head: str
     """First line of a function, over ``{name}`` and ``{arguments}``."""
@@ -61,9 +61,9 @@ class Language:
     declared_lets: str = ""
     """Declaration of the names that statements give, over ``{}``."""
     private: str = ""
-    """What stands before a function that is only called by others."""
+    """Keywords before the definition of a helper function."""
     public: str = ""
-    """What stands before the formula itself."""
+    """Keywords before the definition of the formula's function."""
     first: str = ""
     """First lines of the text."""
     last: str = ""

@@ -41,7 +41,7 @@ class TrainingData(NamedTuple):
     target: Floats
     weights: Floats
     unit: float = 1.0
-    """What the target was divided by, a power of two."""
+    """Power of two by which the target was divided."""
     variable_units: tuple[float, ...] = ()
     """The same of each variable; empty if none was divided."""
 

@@ -19,7 +19,6 @@ from warpfit.transport.forks import (
     PATIENCE_SECONDS,
     QUIET_BEFORE_FORK,
     RENEWED_IN_CHILD,
-    register_fork_handlers,
 )
 from warpfit.transport.open_calls import OpenCalls
 from warpfit.transport.security import is_local
@@ -99,11 +98,11 @@ class GrpcTransport:
             if cancellation is not None:
                 cancellation.check()  # so that the server is not blamed
             found = _error_of(call, error)
-            is_through_proxy = self._proxy is not None and not is_local(server)
             if (
-                is_through_proxy
-                and isinstance(found, WarpfitError)
+                isinstance(found, WarpfitError)
                 and found.reason in NOBODY_THERE
+                and self._proxy is not None
+                and not is_local(server)
             ):
                 proxy = str(self._proxy).removeprefix("http://").rpartition("@")[2]
                 found.message = f"{server}, asked for by the proxy {proxy}: {found.message}"
@@ -113,7 +112,7 @@ class GrpcTransport:
         with CALLS, self._lock:
             if address not in self._open:
                 channel = self._security.channel(address, self._options, self._proxy)
-                register_fork_handlers()
+                CALLS.watch_forks()
                 self._open[address] = _Channel(channel, self._metadata)
             return self._open[address]
 

@@ -36,6 +36,7 @@ class _Calls:
         self._forks = 0
         """Threads that are about to fork."""
         self._is_used = False
+        self._watches_forks = False
         self._failure = ""
         """Why gRPC does not work in this process, a child; empty where it does."""
 
@@ -64,6 +65,22 @@ class _Calls:
                 del self._inside[thread]
             if self._forks:
                 self._changed.notify_all()
+
+    def watch_forks(self) -> None:
+        """Have forks wait for calls from now on; the first channel must have been made before.
+
+        gRPC registers its own handlers with its first channel. Of the handlers before a fork the
+        last one that was registered is called first, and gRPC's would wait for threads that these
+        set free.
+        """
+        with self._changed:
+            if not self._watches_forks:
+                self._watches_forks = True
+                os.register_at_fork(
+                    before=self.before_fork,
+                    after_in_parent=self.after_fork_in_parent,
+                    after_in_child=self.after_fork_in_child,
+                )
 
     def before_fork(self) -> None:
         with self._changed:
@@ -104,23 +121,5 @@ def _grpc_supports_forks() -> bool:
     return os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in ("1", "true", "yes", "on")
 
 
-#: What a thread enters for the time of a call.
+#: Context of the calls of all clients in this process.
 CALLS: Final = _Calls()
-_REGISTERING: Final = threading.Lock()
-_REGISTERED: Final[list[bool]] = []
-
-
-def register_fork_handlers() -> None:
-    """Have forks wait for calls; the first channel must have been made before.
-
-    gRPC registers its own handlers with its first channel. Of those before a fork the last one that
-    was registered is called first, and gRPC's would wait for threads that these set free.
-    """
-    with _REGISTERING:
-        if not _REGISTERED:
-            _REGISTERED.append(True)
-            os.register_at_fork(
-                before=CALLS.before_fork,
-                after_in_parent=CALLS.after_fork_in_parent,
-                after_in_child=CALLS.after_fork_in_child,
-            )

@@ -16,7 +16,7 @@ from warpfit.errors import bad_setting
 #: kept the thread that serves all others for as long as it liked.
 _EXPERIMENTS: Final = "-event_engine_client"
 
-#: What a proxy may be; gRPC reaches servers by the method CONNECT of HTTP.
+#: Form of a proxy's address; gRPC reaches servers by the method CONNECT of HTTP.
 _PROXY: Final = re.compile(r"http://(?:[^\s/@]+@)?[^\s/@]+:\d+/?")
 
 #: Between calls nobody waits in the older poller, so that a connection that is being made only

@@ -122,13 +122,13 @@ class OpenCalls:
 
     @property
     def are_scarce(self) -> bool:
-        """Whether so many calls are open that none is kept for another request."""
+        """Whether more than three quarters of the calls are open; then none waits for a request."""
         return 4 * self._total > 3 * self._most
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What a method of the service does with a request, and how its messages come and go."""
+    """A method of the service: its behaviour, and whether its messages are streams."""
 
     behaviour: Callable[[Any, Call], Any]
     """Takes the message, or an iterator of messages, and the call; returns the answer, or is a
@@ -199,7 +199,7 @@ class CallHandlers:
         messages: Iterator[bytes],
         context: Any,
     ) -> Iterator[bytes]:
-        """Answer the requests of a call, which gRPC tells the end of the answer by the last one."""
+        """Answer the requests of a call."""
         return Call(self, name, method, observer, forwards, messages, context).serve()
 
     def drain(self) -> None:
@@ -215,7 +215,7 @@ class Call:
     record: CallRecord
     """Record of the present request, with its tenant."""
     limits: Limits
-    """Those of its tenant."""
+    """Limits of its tenant."""
 
     def __init__(
         self,
@@ -244,9 +244,9 @@ class Call:
         self._slots: list[int] = []
         """Holds a 1 while the present request has a slot; `_take_slot` takes it out."""
         self._nbytes = self._nanoseconds = 0
-        """What is counted for the present request beside its slot."""
+        """Bytes and engine time in flight that are counted for the present request."""
         self._waiting_bytes = 0
-        """What is counted for the next one, while the call waits for it."""
+        """Bytes that are counted for the next request, while the call waits for it."""
 
     def is_active(self) -> bool:
         """Return whether the call has not ended."""

@@ -118,13 +118,20 @@ def check_free(host: str, port: int) -> None:
     """Check that no server listens on a port that is about to be shared.
 
     Raises:
-        UnavailableError: if one does; with SO_REUSEPORT the two would share its connections.
+        UnavailableError: if one does, because with SO_REUSEPORT the two would share its
+            connections; or if the host is no address of this machine.
     """
     if not port:
         return
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    options: Any = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, **options)[0]
+    except (OSError, UnicodeError) as error:
+        raise UnavailableError(
+            f"cannot listen on {host}:{port}: {error}",
+            "NO_SUCH_HOST",
+            "Give an address of this machine as --host, such as 127.0.0.1 or 0.0.0.0",
+        ) from error
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -15,7 +15,7 @@ from warpfit_server.engine.native import numba_cache
 
 _NUMBERS, _ROWS, _COUNTS = types.float64[::1], types.float64[:, ::1], types.int64[:, ::1]
 _LIMITS: Final = numba.typeof(SearchLimits(0.0, 0.0, 0.0, 0, False, 0.0, 0.0, 0.0))
-#: What both methods take: the state of the searches, what a pass has found.
+#: Arguments of both methods: the state of the searches, and the results of a pass.
 _STATE: Final = _COUNTS, _ROWS, _ROWS, _COUNTS, *[_NUMBERS] * 4
 
 

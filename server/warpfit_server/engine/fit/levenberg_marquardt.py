@@ -154,7 +154,7 @@ class Workspace(NamedTuple):
     """Scratch memory for one search at a time; allocating it in `advance` costs a third more."""
 
     role: Integers
-    """What each parameter does in a step, [n]."""
+    """Role of each parameter in a step, [n]: it stays, moves, or is at a bound."""
     order: Integers
     """Indices of those that move, the linear ones first, [n]."""
     step: Floats
