@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from array import array
 from collections import deque
 from collections.abc import Container, Sequence, Set
 from string import Formatter
@@ -19,7 +20,7 @@ from warpfit.expressions.grammar import (
     WORDS,
 )
 from warpfit.expressions.short_forms import ShortForm, short_form
-from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
+from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, VARIABLE, Operator
 
 if TYPE_CHECKING:
     from warpfit.expressions.program import Program
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 #: Text in pieces, so that joining costs no copies, and the precedence of its outermost operator.
 _Pieces = deque[str]
 _Rendered = tuple[_Pieces, int]
+#: Indices of the minus signs before a term, as a linked list.
+_Signs = tuple[int, "_Signs"] | None
 
 _ATOM: Final = 100
 _NUMBER: Final = 99
@@ -35,6 +38,10 @@ _NEGATIVE: Final = OPERATORS["neg"].latex_precedence or _PRODUCT
 _QUOTIENT: Final = OPERATORS["div"].latex_precedence or _PRODUCT
 _NEGATION: Final = OPERATORS["neg"]
 _POWER: Final = OPERATORS["pow"]
+#: Codes of sum and difference by each other.
+_OPPOSITE: Final = {
+    OPERATORS[name].code: OPERATORS[other].code for name, other in (("add", "sub"), ("sub", "add"))
+}
 
 #: Mark before the token that `locate` looks for: a character that no name should contain.
 _MARK: Final = "\ue000"
@@ -65,10 +72,12 @@ def locate(program: Program, token: int, names: Sequence[str] = ()) -> tuple[str
 def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
     """Return the text with `_MARK` before a token; without it for token -1."""
     taken = frozenset(names)
+    program, places = _with_differences(program)
+    marked = -1 if token < 0 else places[token]
     tokens = iter(range(len(program)))
 
     def mark() -> str:
-        return _MARK if next(tokens) == token else ""
+        return _MARK if next(tokens) == marked else ""
 
     def leaf(code: int, value: float) -> _Rendered:
         before = mark()
@@ -85,6 +94,53 @@ def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
         return _text(row, operands, mark())
 
     return "".join(program.fold(leaf, operator)[0])
+
+
+def _with_differences(program: Program) -> tuple[Program, Sequence[int]]:
+    """Write sums with negative terms as differences, and differences with them as sums.
+
+    A term is negative if it begins with a negation or a negative constant, as ``-(a*b)*c`` does.
+
+    Returns:
+        The program, of equal value, and the index in it of each token of the given one. For a
+        negation that is gone it is that of the sum whose sign has changed.
+    """
+    codes, values = program.codes.tolist(), program.values.tolist()
+    places: Sequence[int] = range(len(codes))
+    if _NEGATION.code not in codes and not any(
+        code == CONSTANT and math.copysign(1.0, value) < 0.0
+        for code, value in zip(codes, values, strict=True)
+    ):
+        return program, places
+    # Indices of the minus signs with which each result on the stack begins, the first one first.
+    stack: list[_Signs] = []
+    gone: dict[int, int] = {}
+    for place, (code, value) in enumerate(zip(codes, values, strict=True)):
+        row = BY_CODE.get(code)
+        if row is None:
+            is_negative = code == CONSTANT and math.copysign(1.0, value) < 0.0
+            stack.append((place, None) if is_negative else None)
+            continue
+        signs = stack[-row.arity]
+        if row.name in ("add", "sub"):
+            sign = stack[-1]
+            while sign is not None:
+                first, sign = sign
+                if codes[first] == CONSTANT:
+                    values[first] = -values[first]
+                else:
+                    gone[first] = place
+                codes[place] = _OPPOSITE[codes[place]]
+        del stack[-row.arity :]
+        if row is _NEGATION:
+            stack.append((place, signs))
+        else:
+            stack.append(signs if row.name in ("mul", "div") else None)
+    kept = [place for place in range(len(codes)) if place not in gone]
+    position = {place: index for index, place in enumerate(kept)}
+    places = [position[gone.get(place, place)] for place in range(len(codes))]
+    written = array("d", [values[place] for place in kept]).tobytes()
+    return program._unchecked(bytes([codes[place] for place in kept]), written), places
 
 
 def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
@@ -106,31 +162,12 @@ def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
         for operand, wanted in zip(operands, _operand_precedences(row), strict=True)
     ]
     if row.arity == 2:
-        symbol = row.symbol
-        while symbol in ("+", "-") and _without_minus(inner[1]):
-            symbol = "-" if symbol == "+" else "+"
-        return _joined([inner[0], f" {mark}{symbol} ", inner[1]]), row.precedence
+        return _joined([inner[0], f" {mark}{row.symbol} ", inner[1]]), row.precedence
     # A minus right before a number would read as a negative constant.
     if row is _NEGATION and operands[0][1] == _NUMBER:
         inner = [_joined(["(", *inner, ")"])]
     symbol = f"{row.symbol} " if row.symbol.isalpha() else row.symbol
     return _joined([mark + symbol, *inner]), row.precedence
-
-
-def _without_minus(pieces: _Pieces) -> bool:
-    """Take a minus away that begins a term; return whether there was one."""
-    first = pieces[0]
-    is_marked = first.startswith(_MARK)
-    if not first.startswith("-", is_marked):
-        return False
-    pieces[0] = first.replace("-", "", 1)
-    if pieces[0] in ("", _MARK):
-        begin = pieces.popleft()
-        pieces[0] = begin + pieces[0]
-    if len(pieces) == 3 and pieces[0].removeprefix(_MARK) == "(":  # of a number, as in -(2)
-        pieces[0] = pieces[0][:-1]
-        pieces.pop()
-    return True
 
 
 def _operand_precedences(row: Operator) -> tuple[int, ...]:

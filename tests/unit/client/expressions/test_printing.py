@@ -35,17 +35,44 @@ def same_program(read, program):
         return True
     vector = np.linspace(-2, 2, program.parameters)
     values = [evaluate_program(each, COLUMNS, vector) for each in (read, program)]
-    texts = [to_text(each).replace("-", "+") for each in (read, program)]
-    return texts[0] == texts[1] and np.array_equal(*values, equal_nan=True)
+    return np.array_equal(*values, equal_nan=True)
 
 
-@given(programs() | programs(max_tokens=8, constants=ANY_DOUBLE))
+TERMS = programs(max_tokens=14, operators=("neg", "add", "sub", "mul", "div"))
+
+
+@given(programs() | programs(max_tokens=8, constants=ANY_DOUBLE) | TERMS)
 def test_text_round_trip_keeps_every_bit(program):
     text = to_text(program)
     assert "+ -" not in text
-    assert "- -" not in text.replace("- -(", "")
+    assert "- -" not in text
     assert to_text(parse(text)) == text
     assert same_program(parse(text), program)
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("x1 + -(x2*x3)", "x1 - x2 * x3"),
+        ("x1 - -(x2*x3)*x4", "x1 + x2 * x3 * x4"),
+        ("x1 + -(x2/x3)/x4*5", "x1 - x2 / x3 / x4 * 5"),
+        ("x1 + -(-(x2*x3)*x4)", "x1 + x2 * x3 * x4"),
+        ("x1 + --(x2 + x3)", "x1 + (x2 + x3)"),
+        ("x1 - -(x2 - -(x3*-x4))", "x1 + (x2 + x3 * -x4)"),
+        ("x1 + -(2)*x2 - -(x3^2)", "x1 - 2 * x2 + x3 ^ 2"),
+        ("(x1 + -(x2*x3)) * -(x4*x5)", "(x1 - x2 * x3) * -(x4 * x5)"),
+        ("-(x1*x2) + x3", "-(x1 * x2) + x3"),
+        ("-(x1*x2)*x3 < -(x4/x5)", "-(x1 * x2) * x3 < -(x4 / x5)"),
+    ],
+)
+def test_negative_terms_are_written_as_they_are_read(text, printed):
+    program = parse(text)
+    assert to_text(program) == to_text(parse(printed)) == printed
+    columns = np.random.default_rng(0).normal(size=(5, 20))
+    values = [evaluate_program(each, columns) for each in (parse(printed), program)]
+    np.testing.assert_array_equal(*values)
+    for token in range(len(program)):
+        assert locate(program, token)[0] == printed
 
 
 @given(programs(variables=4), NAMES)
