@@ -15,7 +15,8 @@ Operators from the lowest precedence to the highest (`warpfit.ops` has the numbe
 
 Operands are
 
-* numbers: ``2``, ``.5``, ``1e-3``; ``#`` and 16 hexadecimal digits is the float64 with these bits;
+* numbers that float64 can hold: ``2``, ``.5``, ``1e-3``; ``#`` and 16 hexadecimal digits is the
+  float64 with these bits;
 * variables: ``x1``, ``x2``, ... by position, or the names of the data set;
 * parameters ``p1``, ``p2``, ..., and the constants ``pi``, ``e``, ``inf`` and ``nan``;
 * calls of any operator, or function of `define`, by its name or an alias. ``add``, ``mul``,
@@ -33,6 +34,7 @@ and the nesting of a text.
 from __future__ import annotations
 
 import difflib
+import math
 import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,6 +58,7 @@ from warpfit.expressions.grammar import (
     WORDS,
 )
 from warpfit.expressions.macros import Macro, Macros
+from warpfit.expressions.real_numbers import leaves_float64
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
@@ -280,7 +283,7 @@ class _Reader:
     def _operand(self, token: str) -> bool:
         """Read an operand that is no name; return whether an operand is still missing."""
         if token[:1] in _DIGITS:
-            return self._constant(float(token))
+            return self._constant(self._number(token))
         if token == "(":
             self._open(None, self.at - 1)
             return True
@@ -306,7 +309,7 @@ class _Reader:
         elif IDENTIFIER.fullmatch(token) and token not in INFIX:
             self._name(token)
         elif _is_number(token):
-            self._constant(float(token))
+            self._constant(self._number(token))
         elif token and token not in (*INFIX, ")", ","):
             self._bad_character(token)
         else:
@@ -322,6 +325,15 @@ class _Reader:
             self.parser.leaves[token] = code, value
         self.codes.append(code)
         self.values.append(value)
+
+    def _number(self, token: str) -> float:
+        value = float(token)
+        if (value == 0.0 or value == math.inf) and leaves_float64(token, value):
+            shown = token if len(token) <= 40 else f"{token[:37]}..."
+            limit = "inf" if value else "0"
+            remedy = f"Write {limit} if that is meant, or choose other units"
+            self._fail(f"float64 cannot hold {shown}", "OVERFLOW", remedy)
+        return value
 
     def _constant(self, value: float) -> bool:
         """Write a constant; a minus directly before it is its sign."""

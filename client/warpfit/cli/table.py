@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.real_numbers import leaves_float64
 
 _DELIMITERS: Final = ",;\t"
 
@@ -147,8 +147,6 @@ def cell_number(cell: str) -> float:
         ValueError: if it is no number, or too large or too small for float64.
     """
     number = float(cell)
-    digits = set(cell.lower().partition("e")[0]) & set("0123456789")
-    is_lost = (math.isinf(number) and digits) or (number == 0.0 and digits != {"0"})
-    if not cell.isascii() or "_" in cell or is_lost:
+    if not cell.isascii() or "_" in cell or leaves_float64(cell, number):
         raise ValueError(f"{cell!r} is no number")
     return number

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from warpfit.errors import InvalidArgumentError, ProgramError, require
 from warpfit.expressions.parameter_vectors import float_array
 from warpfit.expressions.printing import to_latex, to_text
+from warpfit.expressions.real_numbers import real_numbers
 from warpfit.expressions.token_checks import are_well_formed, check_structure
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
@@ -29,7 +30,8 @@ class Program:
     are those of the tokens (NaN constants with equal bits are equal).
 
     Raises:
-        ProgramError: if the tokens are not one well-formed expression.
+        ProgramError: if the tokens are not one well-formed expression, or a value is no real number
+            that float64 can hold.
 
     """
 
@@ -324,11 +326,15 @@ def _token_arrays(
 ) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     try:
         given = np.array(codes, ndmin=1)
-        code_array, value_array = given.astype(np.uint8), np.array(values, np.float64, ndmin=1)
-    except (TypeError, ValueError) as error:
+        code_array = given.astype(np.uint8)
+        numbers = real_numbers(values, "values", place="token")
+    except InvalidArgumentError as error:
+        raise ProgramError(error.message, error.reason, error.remedy, "values") from error
+    except (TypeError, ValueError, OverflowError) as error:
         raise ProgramError(
             f"the tokens are no numbers: {error}", "BAD_TOKENS", "Parse texts with warpfit.parse"
         ) from error
+    value_array = np.array(numbers, np.float64, ndmin=1)
     if value_array.shape != code_array.shape or code_array.ndim != 1:
         raise ProgramError("codes and values differ in length", "LENGTH_MISMATCH")
     if (code_array != given).any():

@@ -11,6 +11,7 @@ cannot hold is refused. NaN and infinities are numbers.
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from itertools import chain
 from numbers import Complex, Real
@@ -152,6 +153,17 @@ def _is_infinite(value: Any) -> bool:
         return not bool(value - value == 0)
     except ArithmeticError:  # of a decimal
         return True
+
+
+def leaves_float64(text: str, value: float) -> bool:
+    """Return whether a text says a number that float64 takes for infinite or for 0.
+
+    Args:
+        text: of a number, or of an infinity or NaN, which it means.
+        value: its float64.
+    """
+    digits = [int(digit) for digit in text.lower().partition("e")[0] if digit.isdecimal()]
+    return bool(digits) and (math.isinf(value) or (value == 0.0 and any(digits)))
 
 
 def _row(wanted: NDArray[np.bool_]) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.real_numbers import real_numbers
 from warpfit.frontends.prefix import Node, PrefixTrees, operator_node
 from warpfit.ir import Population, Program
 from warpfit.losses import as_function, as_loss
@@ -233,13 +234,16 @@ def _indices(names: Sequence[str]) -> dict[str, int]:
 
 
 def _number(value: Any, name: str) -> float:
+    if type(value) is float:
+        return value
     try:
-        return float(value)
-    except (TypeError, ValueError) as error:
+        return float(real_numbers(value, f"DEAP terminal {name!r}", place="position").item())
+    except (InvalidArgumentError, ValueError) as error:  # ValueError of several numbers
+        is_large = getattr(error, "reason", "") == "OVERFLOW"
         raise InvalidArgumentError(
-            f"DEAP terminal {name!r} is no number",
-            "UNKNOWN_TERMINAL",
-            "Terminals are arguments and numbers",
+            f"DEAP terminal {name[:40]!r} is no number{' that float64 can hold' * is_large}",
+            "OVERFLOW" if is_large else "UNKNOWN_TERMINAL",
+            "Terminals are arguments and numbers" + " of float64" * is_large,
             "expressions",
         ) from error
 

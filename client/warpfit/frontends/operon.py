@@ -142,7 +142,7 @@ def to_operon(program: Program, variables: Any, parameters: ArrayLike = ()) -> A
 
     Raises:
         InvalidArgumentError: for an operator that Operon has not, a variable that the data set has
-            not, or a parameter without a value.
+            not, a parameter without a value, or a number that float32 cannot hold.
     """
     import pyoperon
 
@@ -156,7 +156,7 @@ def to_operon(program: Program, variables: Any, parameters: ArrayLike = ()) -> A
             node.HashValue = node.CalculatedHashValue = hashes[int(value)]
         else:
             number = vector[int(value)] if code == PARAMETER else value
-            node = pyoperon.Node.Constant(float(number))
+            node = pyoperon.Node.Constant(_coefficient(number))
         node.Optimize = code == PARAMETER
         return [node]
 
@@ -181,7 +181,7 @@ def to_operon_infix(program: Program, names: Sequence[str], parameters: ArrayLik
 
     Raises:
         InvalidArgumentError: for an operator that Operon's infix parser does not read, a variable
-            without a name, or a parameter without a value.
+            without a name, a parameter without a value, or a number that float32 cannot hold.
     """
     vector = np.asarray(parameters, dtype=np.float64)
     _check(program, len(names), len(vector))
@@ -189,7 +189,7 @@ def to_operon_infix(program: Program, names: Sequence[str], parameters: ArrayLik
     def leaf(code: int, value: float) -> str:
         if code == VARIABLE:
             return names[int(value)]
-        return f"({float(vector[int(value)] if code == PARAMETER else value)!r})"
+        return f"({_coefficient(vector[int(value)] if code == PARAMETER else value)!r})"
 
     def operator(row: Operator, operands: list[str]) -> str:
         if row.name in _INFIX:
@@ -204,6 +204,20 @@ def to_operon_infix(program: Program, names: Sequence[str], parameters: ArrayLik
         raise _unknown(row)
 
     return program.fold(leaf, operator)
+
+
+def _coefficient(number: float) -> float:
+    """Return a number; raise InvalidArgumentError if it is infinite or 0 in float32 alone."""
+    with np.errstate(all="ignore"):
+        single = np.float32(number)
+    if (np.isinf(single) and np.isfinite(number)) or (single == 0.0 and number != 0.0):
+        raise InvalidArgumentError(
+            f"Operon's coefficients are float32, which cannot hold {number:g}",
+            "OVERFLOW",
+            "Choose other units",
+            "program",
+        )
+    return float(number)
 
 
 def _check(program: Program, variables: int, parameters: int) -> None:

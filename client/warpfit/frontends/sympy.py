@@ -60,7 +60,8 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
         names: names of the data set's variables; other symbols are x1, x2, ... and p1, p2, ....
 
     Raises:
-        InvalidArgumentError: if a symbol or a function is unknown, or a number is not real.
+        InvalidArgumentError: if a symbol or a function is unknown, or a number is not real or too
+            large or small for float64.
     """
     indices = {name: index for index, name in enumerate(names)}
     codes: list[int] = []
@@ -94,11 +95,19 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
 
 
 def _float(number: Any) -> float:
-    """Return the nearest float64, infinity for numbers beyond its range."""
+    """Return the nearest float64; raise InvalidArgumentError if that is infinite or 0 instead."""
     try:
-        return float(number)
+        value = float(number)
     except OverflowError:
-        return math.inf if number > 0 else -math.inf
+        value = math.inf
+    if (math.isinf(value) and number.is_finite) or (value == 0.0 and number != 0):
+        raise InvalidArgumentError(
+            f"float64 cannot hold the number {sympy.Float(number, 6)} of a SymPy expression",
+            "OVERFLOW",
+            f"Write {'oo' if value else '0'} if that is meant, or choose other units",
+            "expressions",
+        )
+    return value
 
 
 def _symbol(symbol: Any, indices: Mapping[str, int]) -> tuple[int, float]:

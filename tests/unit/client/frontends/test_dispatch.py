@@ -1,10 +1,18 @@
 """What counts as an expression, and what it costs to import."""
 
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
 import pytest
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, ParseError
 from warpfit.frontends import as_population, as_program
+from warpfit.frontends.operon import to_operon, to_operon_infix
+from warpfit.frontends.pysr import from_pysr
 from warpfit.ir import Program
+from warpfit.losses import as_loss
+from warpfit.parse import define, parse
 
 
 def test_programs_and_texts():
@@ -36,6 +44,55 @@ def test_errors_name_the_expression(bad, reason):
     with pytest.raises(InvalidArgumentError, match="expression 2") as caught:
         as_population(["x1", "x2", bad])
     assert (caught.value.expression, caught.value.reason) == (2, reason)
+
+
+def _sympy(number):
+    sympy = pytest.importorskip("sympy")
+    return as_program(sympy.Symbol("x1") * sympy.Rational(number))
+
+
+def _deap(number):
+    gp = pytest.importorskip("deap.gp")
+    return as_program(gp.PrimitiveTree([gp.Terminal(number, False, object)]))
+
+
+def _operon(number):
+    pyoperon = pytest.importorskip("pyoperon")
+    program = parse("x1 + x2 * #0000000000000001" if number < 1 else "x1 + x2 * 1e300")
+    to_operon(program, pyoperon.Dataset(np.ones((2, 2), np.float32, order="F")))
+
+
+def _operon_text(number):
+    to_operon_infix(parse("p1 * x1"), ["a"], [1e300 if number > 1 else 1e-300])
+
+
+LARGE = Fraction(10) ** 400
+READERS = {
+    **{"text": lambda n: parse(f"x1 + 1e{_exponent(n)}*2")},
+    **{"own function": lambda n: define("too_far", f"a + 2.5e{_exponent(n)}")},
+    **{"loss": lambda n: as_loss(f"abs(d)*-2.5e{_exponent(n)}")},
+    **{"PySR": lambda n: from_pysr(f"sin(x0 - 1.5f{_exponent(n)})")},
+    **{"digits": lambda n: parse(f"x1*{n.numerator}.0" if n > 1 else f"x1 + 0.{'0' * 400}1")},
+    **{"SymPy": _sympy, "DEAP": _deap, "DEAP whole": lambda n: _deap(int(n) if n > 1 else n)},
+    **{"DEAP decimal": lambda n: _deap(Decimal(f"-1e{_exponent(n)}"))},
+    **{"Operon": _operon, "Operon text": _operon_text, "constant": Program.constant},
+}
+
+
+def _exponent(number):
+    return 400 if number > 1 else -400
+
+
+@pytest.mark.parametrize("number", [LARGE, 1 / LARGE], ids=["large", "small"])
+@pytest.mark.parametrize("reader", READERS.values(), ids=list(READERS))
+def test_numbers_that_their_type_cannot_hold_are_refused(reader, number):
+    with pytest.raises(InvalidArgumentError, match=r"cannot hold|can hold") as caught:
+        reader(number)
+    error = caught.value
+    assert error.reason == "OVERFLOW"
+    assert error.remedy
+    if isinstance(error, ParseError):
+        assert "^" in str(error).splitlines()[-1]
 
 
 @pytest.mark.parametrize("thing", ["x1", Program.variable(0)])
