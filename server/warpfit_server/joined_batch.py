@@ -67,6 +67,11 @@ class JoinedBatch(Batch):
         """Tokens of all programs."""
         return self._sizes[CODES]
 
+    @property
+    def parameter_total(self) -> int:
+        """Parameter values of all programs."""
+        return self._sizes[PARAMETERS] // BATCH_ARRAYS["parameters"].itemsize
+
     @cached_property
     def _joined(self) -> dict[str, NDArray[Any]]:
         memory = np.empty(sum(self._sizes), np.uint8)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
-from warpfit.request import Evaluation, Timings
+from warpfit.request import Evaluation, Precision, Timings
 from warpfit.server_info import Device
 
 Result = TypeVar("Result")
@@ -207,9 +207,24 @@ class Engine(Protocol):
         """Forget a data set once the evaluations that use it have ended."""
 
     def merges(self, dataset_id: bytes) -> bool:
-        """Return whether evaluations of new batches on a data set gain from being one evaluation.
+        """Return whether small requests on a data set are merged into one step.
 
-        They do not if the data set is not loaded, or takes long to pass over.
+        They are not if the data set is not loaded, or takes long to pass over.
+        """
+
+    def merge_from(
+        self, dataset_id: bytes, precision: Precision, token_rows: int, *, gradient: bool
+    ) -> int:
+        """Return how many requests must wait for one of them to be merged if its batch repeats.
+
+        Args:
+            dataset_id: of a data set on which requests are merged.
+            precision: of the request.
+            token_rows: tokens x parameter vectors x rows of the request.
+            gradient: whether the gradient of the loss is requested, beside the loss.
+
+        Returns:
+            1 if it is merged in any case, also with none; 0 if it always runs alone.
         """
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:

@@ -238,8 +238,7 @@ class Loop:
                 except WarpfitError as error:
                     connection.send(messages.RequestFinished(message.request, error=error))
                     return
-                request.merge_key = self._runner.merge_key(request)
-                request.size = request.token_rows if request.merge_key is not None else 0
+                self._runner.plan_merging(request)
                 with self._lock:
                     self._scheduler.add(request)
                     self._engine.others_wait(True)
@@ -267,7 +266,7 @@ class Loop:
             wanted.append(request)
             if request.steps is None:
                 request.mark_begun()
-        is_merged = requests[0].merge_key is not None
+        is_merged = requests[0].is_merged(len(requests))
         if is_merged:
             steps = self._runner.begin_merged(wanted)
         else:
@@ -293,7 +292,10 @@ class Loop:
             unfinished = []
         except Exception as error:
             unfinished = self._failed(step, error)
-        if waits_for is None or (isinstance(waits_for, Future) and not step.is_merged):
+        if step.is_merged and isinstance(waits_for, Future):  # each waits for that on its own
+            step.steps.close()
+            waits_for, unfinished = None, self._part(step.wanted)
+        if waits_for is None or isinstance(waits_for, Future):
             self._end(step, unfinished, waits_for)
             return
         with self._lock:
@@ -320,9 +322,14 @@ class Loop:
             self._fail(step.wanted[0], error)
             return []
         _LOG.debug("a merged evaluation failed: %s", error)
-        for request in step.wanted:
+        return self._part(step.wanted)
+
+    @staticmethod
+    def _part(requests: list[Request]) -> list[Request]:
+        """Let requests that were merged run alone; return them."""
+        for request in requests:
             request.merge_key = None
-        return step.wanted
+        return requests
 
     def _answer(self, requests: list[Request], timings: Timings) -> None:
         """Answer the finished requests of a step, those of each front end together."""

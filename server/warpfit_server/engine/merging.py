@@ -2,10 +2,12 @@
 
 The simple form:
 
-    join the programs of the requests to one batch, evaluate it, and hand each its losses
+    join the programs of the requests to one batch, evaluate it, and hand each its results
 
-This is worth it for batches that an engine has nothing for, which is what a search mostly sends.
-Then each request costs a few copies, so that many small ones are served by one thread.
+Then each request costs a few copies, so that many small ones are served by one thread. It does not
+matter whether a batch has come before: interpreting it beside others costs less than looking for
+what was compiled for it. A lone request is another matter, and so is one with so many rows that
+compiled kernels save more than merging does. So the engine says how many must wait.
 """
 
 from __future__ import annotations
@@ -15,10 +17,9 @@ from ctypes import memmove
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from warpfit.request import Evaluation, Tier
-from warpfit_server.engine.interface import Engine
+from warpfit.request import Evaluation, Precision, Tier
+from warpfit_server.engine.interface import Engine, Outputs
 from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.request import Request
 from warpfit_server.ipc.messages import SubmitEvaluation
@@ -26,20 +27,25 @@ from warpfit_server.joined_batch import JoinedBatch
 
 #: Most sketches in a set. When it is full, another one is begun, and the one before is kept.
 _REMEMBERED: Final = 8192
-#: Most tokens and losses of a request that is merged: more of them would be a long step.
+#: Most numbers of a request that is merged (tokens, losses, derivatives), and of all that are
+#: merged into one step: more of them would be a long step.
 _MOST_NUMBERS: Final = 1 << 17
+_MOST_OF_A_STEP: Final = 1 << 20
+#: The same with gradients, whose programs are differentiated on the host: such a step has no more
+#: tokens than an engine lowers at a time.
+_MOST_WITH_GRADIENTS: Final = 1 << 15
+#: Work of a loss with its gradient, relative to that of the loss alone.
+_GRADIENT_WORK: Final = 3
 #: Arrays of a batch that its sketch depends on, the bytes of an element, and most bytes of each.
 _SKETCHED: Final = (("batch_lengths", 4), ("batch_codes", 1), ("batch_values", 8))
 _MOST_BYTES: Final = 512
 
 
 class Merger:
-    """Tells which requests may be merged; safe to use from threads.
+    """Decides which requests may be merged; safe to use from threads.
 
-    An engine compiles what comes again, or keeps it lowered; to it the batches of merged requests
-    are all new. So a batch that has come before runs by itself, unless it is to be interpreted in
-    any case. That is told by a sketch, which depends on its first programs, so that nobody has to
-    read a new batch twice.
+    Whether a batch has come before is told by a sketch, which depends on its first programs, so
+    that nobody has to read a new batch twice.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -47,21 +53,34 @@ class Merger:
         self._sketches: set[int] = set()
         self._older: set[int] = set()
 
-    def key(self, request: Request) -> Hashable:
-        """Return the key that all requests of a step share; None if this one runs by itself."""
-        problem = request.problem
-        if not _is_for_losses(problem):
-            return None
-        layout = problem.segment_layout
+    def plan(self, request: Request) -> None:
+        """Set `merge_key`, `merge_from` and `size` of a new request; no key: it runs alone."""
+        problem, layout = request.problem, request.problem.segment_layout
+        if not _is_mergeable(problem) or not self._engine.merges(problem.dataset_id):
+            return
+        is_derived, step_size = bool(problem.outputs), self._engine.step_size
         numbers = layout.tokens + layout.programs * layout.vectors
-        is_short = layout.token_rows <= self._engine.step_size and numbers <= _MOST_NUMBERS
-        if not is_short or not self._engine.merges(problem.dataset_id):
-            return None
-        asked = problem.dataset_id, problem.rows, problem.precision, problem.loss, problem.tier
-        key = (*asked, layout.vectors)
+        most, work = (_MOST_NUMBERS, _MOST_OF_A_STEP), layout.token_rows
+        if is_derived:
+            numbers += layout.arrays["gradients"][1][0]
+            most, work = (_MOST_WITH_GRADIENTS, _MOST_WITH_GRADIENTS), work * _GRADIENT_WORK
+        if work > step_size or numbers > most[0]:
+            return
+        key = (
+            *(problem.dataset_id, problem.rows, problem.precision, problem.loss),
+            *(problem.outputs, layout.vectors),
+        )
         if problem.tier == Tier.AUTO.name and self._has_come(request, key):
-            return None
-        return key
+            least = self._engine.merge_from(
+                problem.dataset_id,
+                Precision[problem.precision],
+                layout.token_rows,
+                gradient=is_derived,
+            )
+            if not least:
+                return
+            request.merge_from = least
+        request.merge_key, request.size = key, max(work, numbers * step_size // most[1])
 
     def _has_come(self, request: Request, key: Hashable) -> bool:
         """Note the sketch of a batch; return whether there was an equal one before.
@@ -81,34 +100,42 @@ class Merger:
         return sketch in self._older
 
 
-def _is_for_losses(problem: SubmitEvaluation) -> bool:
-    """Return whether it asks for named losses and nothing else, of any tier that takes new ones."""
+def _is_mergeable(problem: SubmitEvaluation) -> bool:
+    """Return whether it asks for built-in losses, or these with gradients, and nothing else."""
     return (
         problem.loss is not None
         and problem.closing is None
-        and not problem.outputs
+        and problem.outputs in ((), ("gradient",))
         and not problem.alone
         and problem.fit is None
         and problem.tier != Tier.COMPILED.name
     )
 
 
-def join(requests: Sequence[Request]) -> Evaluation:
-    """Return one evaluation of the programs of requests with the same `Merger.key`, in turn.
+def join(requests: Sequence[Request]) -> tuple[Evaluation, Outputs]:
+    """Return one evaluation of the programs of requests with the same key, and its outputs.
 
-    They are new to the engine, so that nothing is compiled for them: no engine needs to look.
+    Merged batches are always interpreted: no engine asks its tier chooser or caches.
     """
     first, segments = requests[0], [request.segment for request in requests]
     parts = [request.problem.segment_layout.batch_places(request.segment) for request in requests]
     problem = first.problem._replace(tier=Tier.INTERPRETER.name)
     batch = JoinedBatch(parts, problem.segment_layout.vectors, segments)
-    return problem.evaluation(batch, first.segment)
+    merged = problem.evaluation(batch, first.segment)
+    # What several callers wait for goes on although one of them has gone.
+    cancelled = first.cancelled if len(requests) == 1 else np.zeros(1, dtype=np.uint8)
+    gradients = np.empty(batch.parameter_total) if merged.gradient else None
+    losses = np.empty((len(batch), batch.vectors))
+    return merged, Outputs(None, losses, cancelled, lambda programs: None, gradients)
 
 
-def hand_out(losses: NDArray[np.float64], requests: Sequence[Request]) -> None:
-    """Copy the losses of a joined evaluation, [programs, K], to the requests."""
-    source = array_address(losses)
-    for request in requests:
-        target, size = request.problem.segment_layout.losses_place(request.segment)
-        memmove(target, source, size)
-        source += size
+def hand_out(outputs: Outputs, requests: Sequence[Request]) -> None:
+    """Copy losses and gradients of a joined evaluation to the requests."""
+    for name, array in (("losses", outputs.losses), ("gradients", outputs.gradients)):
+        if array is None:
+            continue
+        source = array_address(array)
+        for request in requests:
+            target, size = request.problem.segment_layout.place(name, request.segment)
+            memmove(target, source, size)
+            source += size

@@ -110,11 +110,6 @@ class Request(ScheduledRequest):
     def state(self, state: int) -> None:
         self.segment.map[self.problem.segment_layout.flag_offset + 1] = state
 
-    @property
-    def token_rows(self) -> int:
-        """Tokens x parameter vectors x rows of one evaluation."""
-        return self.problem.segment_layout.token_rows
-
     def mark_begun(self) -> None:
         """Note for the front end, and for the timings, that the first step begins."""
         if not self.alone:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -61,22 +61,17 @@ class RequestRunner:
             return self._optimize(request, *request.problem.fit)
         return self._evaluate(request)
 
-    def merge_key(self, request: Request) -> Hashable:
-        """Return what requests must share to be merged; None if this one may not be merged."""
-        return self._merger.key(request)
+    def plan_merging(self, request: Request) -> None:
+        """Set what the scheduler needs to merge a new request with others."""
+        self._merger.plan(request)
 
     def begin_merged(self, requests: Sequence[Request]) -> Steps[Timings]:
-        """Evaluate requests with the same `merge_key` as one batch; fill in the losses of each."""
-        merged = join(requests)
-        losses = np.empty((len(merged.batch), merged.batch.vectors))
-        # What several callers wait for goes on although one of them has gone.
-        is_lone = len(requests) == 1
-        cancelled = requests[0].cancelled if is_lone else np.zeros(1, dtype=np.uint8)
-        outputs = Outputs(None, losses, cancelled, lambda programs: None)
+        """Evaluate requests with the same `merge_key` as one batch; fill in the results of each."""
+        merged, outputs = join(requests)
         timings = yield from self._datasets.evaluate(merged, outputs)
         dataset = self._datasets.whole(merged.dataset_id)
         yield from self._finalizer.finalize(merged, dataset, outputs)
-        hand_out(losses, requests)
+        hand_out(outputs, requests)
         return timings
 
     def _evaluate(self, request: Request) -> Steps[Timings]:

@@ -48,8 +48,15 @@ class ScheduledRequest:
     """Requests with the same key that have not begun may run as one step; None: never merged."""
     size: int = 0
     """Estimated work of a request that can be merged, in token-rows."""
+    merge_from: int = 1
+    """Least number of requests of a step into which this one is merged; with fewer that wait, it
+    runs alone."""
     used: float = 0.0
     """Seconds of the engine so far."""
+
+    def is_merged(self, requests: int) -> bool:
+        """Whether it runs in a step of so many requests with its key as a part of their batch."""
+        return self.merge_key is not None and requests >= self.merge_from
 
     @property
     def is_long(self) -> bool:
@@ -210,11 +217,14 @@ class Scheduler(Generic[Item]):
         tenant.running += 1
         self._waiting -= 1
 
-    def _take_mergeable(self, first: Item) -> Iterator[Item]:
-        """Take requests that can be merged with the first, from the tenants in turn."""
+    def _take_mergeable(self, first: Item) -> list[Item]:
+        """Take the requests that are merged with the first, from the tenants in turn.
+
+        None is taken if they are so few that the first one runs alone.
+        """
         if first.merge_key is None or first.used:
-            return
-        room = self.merged_size - first.size
+            return []
+        room, found = self.merged_size - first.size, []
         tenants = [tenant for tenant in self._tenants.values() if tenant.short.requests]
         tenants.sort(key=lambda t: t.charge)
         queues = [(tenant, self._mergeable(tenant, first.merge_key)) for tenant in tenants]
@@ -225,11 +235,15 @@ class Scheduler(Generic[Item]):
                 if request is None or request.size > room:
                     continue
                 room -= request.size
-                del tenant.short.requests[request]
-                self._count_out(tenant)
-                yield request
+                found.append((tenant, request))
                 left.append((tenant, queue))
             queues = left
+        if not first.is_merged(1 + len(found)):
+            return []
+        for tenant, request in found:
+            del tenant.short.requests[request]
+            self._count_out(tenant)
+        return [request for _, request in found]
 
     @staticmethod
     def _mergeable(tenant: _TenantQueue[Item], key: Hashable) -> Iterator[Item]:

@@ -178,10 +178,10 @@ class SegmentLayout(NamedTuple):
             found.append((start + offset, count * size))
         return found
 
-    def losses_place(self, segment: Segment) -> tuple[int, int]:
-        """Return the address in this process and the bytes of the losses."""
-        _, (programs, vectors), offset = self.arrays["losses"]
-        return segment.address + offset, 8 * programs * vectors
+    def place(self, name: str, segment: Segment) -> tuple[int, int]:
+        """Return the address in this process and the bytes of an array."""
+        dtype, shape, offset = self.arrays[name]
+        return segment.address + offset, math.prod(shape) * _DTYPES[dtype].itemsize
 
     def results(self, segment: Segment) -> dict[str, NDArray[Any]]:
         """Views of all arrays that the engine fills."""

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
-from warpfit.request import Evaluation, Loss, Timings
+from warpfit.request import Evaluation, Loss, Precision, Timings
 from warpfit.server_info import Device
 from warpfit_server.engine import interface
 from warpfit_server.engine.autodiff.requested_outputs import (
@@ -149,6 +149,12 @@ class CpuEngine:
     def merges(self, dataset_id: bytes) -> bool:
         """Return whether a data set is loaded."""
         return dataset_id in self._datasets
+
+    def merge_from(
+        self, dataset_id: bytes, precision: Precision, token_rows: int, *, gradient: bool
+    ) -> int:
+        """Return 1: nothing is compiled for a batch that repeats."""
+        return 1
 
     def evaluate(
         self, evaluation: Evaluation, outputs: interface.Outputs

@@ -19,11 +19,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, Layout
 from warpfit.errors import DatasetNotFoundError
 from warpfit.ir import Batch, Program
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss, Tier, Timings
+from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit.server_info import Device
 from warpfit_server.engine.cuda import parts
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
@@ -146,6 +146,17 @@ class CudaEngine:
         with self._lock:
             resident = self._residents.get(dataset_id)
         return resident is not None and not resident.is_streamed
+
+    def merge_from(
+        self, dataset_id: bytes, precision: Precision, token_rows: int, *, gradient: bool
+    ) -> int:
+        """Return with how many requests merging costs less than compiled kernels do."""
+        with self._lock:
+            resident = self._residents.get(dataset_id)
+        if resident is None:
+            return 0
+        mode = _mode(resident.dataset.layout, precision, gradient=gradient)
+        return self._chooser.merge_from(mode, token_rows)
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``.
@@ -326,11 +337,16 @@ def _batch_key(evaluation: Evaluation, token_hash: int) -> Hashable:
     return (token_hash, evaluation.dataset_id, evaluation.rows, *wanted)
 
 
+def _mode(layout: Layout, precision: Precision, *, gradient: bool) -> str:
+    """Return the tier chooser's mode of arithmetic."""
+    return Mode.of(layout.dtype, precision).label + GRADIENT * gradient
+
+
 def _mode_and_work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
     """Return the tier chooser's mode of arithmetic, and the token-rows of an evaluation."""
     layout = resident.dataset.layout
-    mode = Mode.of(layout.dtype, evaluation.precision)
-    return mode.label + GRADIENT * evaluation.gradient, evaluation.token_rows(layout)
+    mode = _mode(layout, evaluation.precision, gradient=evaluation.gradient)
+    return mode, evaluation.token_rows(layout)
 
 
 def _warm_up(engine: CudaEngine, tier: Tier) -> None:

@@ -15,6 +15,7 @@ no price.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
@@ -143,6 +144,22 @@ class TierChooser:
             # Kernels that are evicted before they are used have to pay again.
             self._forgone[batch] = 0.0 if pays else forgone
             return Decision.INTERPRET_AND_COMPILE if pays else Decision.INTERPRET
+
+    def merge_from(self, mode: str, token_rows: int) -> int:
+        """Return with how many requests merging them costs each less than compiled kernels do.
+
+        Of n requests that are interpreted as one, each pays one n-th of what an evaluation costs
+        beside its token-rows.
+
+        Returns:
+            1 if compiled kernels do not even pay for a lone request; 0 if they pay whatever the
+            number.
+        """
+        with self._lock:
+            interpreted = self.costs[Tier.INTERPRETER, mode]
+            compiled = self.costs[Tier.COMPILED, mode].seconds(token_rows)
+        launch = compiled - token_rows / interpreted.rate
+        return 0 if launch <= 0.0 else math.ceil(interpreted.launch / launch)
 
     def observe(self, tier: Tier, mode: str, token_rows: int, seconds: float) -> None:
         """Correct the cost of a tier by a finished evaluation.

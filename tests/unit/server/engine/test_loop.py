@@ -61,7 +61,7 @@ class FakeEngine:
         self.steps_in_flight = steps_in_flight
         self.step_threads = threads or steps_in_flight
         self.steps_share_cores = False
-        self.batches = []
+        self.batches, self.tiers = [], []
         self.steps = 0
         self.promised, self.device = Future(), []
         self.go = threading.Event()
@@ -70,12 +70,16 @@ class FakeEngine:
     def merges(self, dataset_id):
         return True
 
+    def merge_from(self, dataset_id, precision, token_rows, *, gradient):
+        return 2
+
     def others_wait(self, wait):
         pass
 
     def evaluate(self, evaluation, outputs):
         batch = evaluation.batch
         self.batches.append(len(batch))
+        self.tiers.append(evaluation.tier)
         self.go.wait(10)
         constants = set(batch.values)
         if BAD in constants:
@@ -239,6 +243,34 @@ class TestMerging:
         assert (type(error), error.reason) == (kind, reason)
         assert answers == [[0.0], [1.0], [2.0], [4.0], [5.0]]
         assert 6 in engine.batches
+        front.answer(busy)
+
+    def test_batches_that_come_again_are_merged_and_run_alone_if_they_are_alone(self, held):
+        engine, busy, front = held()
+        again = {"tier": Tier.AUTO, "constant": 2.0}
+        for _ in range(3):
+            runs = [front.start(*range(n), **again) for n in (1, 2, 3)]
+            engine.go.set()
+            assert [front.answer(run) for run in runs] == [list(range(n)) for n in (1, 2, 3)]
+            engine.go.clear()
+            front.answer(busy)
+            busy = front.start(1.0, values=True)
+            wait_until(lambda: engine.batches[-1] == 1)
+        engine.go.set()
+        front.answer(busy)
+        assert engine.batches == [1, 6, 1, 6, 1, 6, 1]
+        engine.tiers.clear()
+        assert front.answer(front.start(5.0, **again)) == [5.0]
+        assert engine.tiers == [Tier.AUTO]  # the engine may choose another one than merged ones get
+
+    def test_merged_requests_wait_apart_for_code_that_is_being_loaded(self, held):
+        engine, busy, front = held()
+        runs = [front.start(n, constant=WAITS if n == 1 else 1.0) for n in range(3)]
+        engine.go.set()
+        assert [front.answer(runs[n]) for n in (0, 2)] == [[0.0], [2.0]]
+        assert runs[1].queue.empty()
+        engine.promised.set_result(None)
+        assert front.answer(runs[1]) == [1.0]
         front.answer(busy)
 
     def test_cancelled_requests_are_left_out(self, held):

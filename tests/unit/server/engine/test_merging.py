@@ -34,9 +34,13 @@ class FakeEngine:
 
     def __init__(self):
         self.loaded = {DATASET.content_id}
+        self.least = 3
 
     def merges(self, dataset_id):
         return dataset_id in self.loaded
+
+    def merge_from(self, dataset_id, precision, token_rows, *, gradient):
+        return self.least
 
 
 def test_a_segment_that_is_too_small_for_its_layout_is_refused():
@@ -59,11 +63,11 @@ def engine():
 
 
 @pytest.fixture
-def key(engine):
-    """Return a function that tells the key of a request for some programs."""
+def plan(engine):
+    """Return a function that makes a request for some programs, and plans its merging."""
     merger, pool, random = Merger(engine), SegmentPool(1 << 20), np.random.default_rng(1)
 
-    def key(batch=BATCH, *, alone=0.0, **options):
+    def plan(batch=BATCH, *, alone=0.0, **options):
         options = {"loss": Loss.MSE, "values": False, **options}
         sent = InFlightRequest.of_evaluation(
             Evaluation(DATASET.content_id, batch, **options), DATASET.layout, "me"
@@ -72,23 +76,29 @@ def key(engine):
         segment.view()[:] = random.bytes(segment.size)  # as earlier requests have left it
         sent.write(segment)
         sent.alone = alone
-        return merger.key(Request(None, sent.message(), sent.segment))
+        request = Request(None, sent.message(), sent.segment)
+        merger.plan(request)
+        return request
 
-    return key
+    return plan
 
 
-def test_new_batches_for_the_same_losses_have_the_same_key(key):
-    assert key(BATCH[:300]) == key(BATCH[100:]) is not None
+@pytest.fixture
+def key(plan):
+    """Return a function that tells the key of a request for some programs."""
+    return lambda *given, **options: plan(*given, **options).merge_key
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_requests_that_differ_in_nothing_but_programs_have_the_same_key(key, gradient):
+    one, other = key(BATCH[:300], gradient=gradient), key(BATCH[100:], gradient=gradient)
+    assert one == other is not None
+    assert key(BATCH[:300], gradient=gradient, tier=Tier.INTERPRETER) == one
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"loss": Loss.MAE},
-        {"rows": (0, 7)},
-        {"precision": Precision.FAST},
-        {"tier": Tier.INTERPRETER},
-    ],
+    [{"loss": Loss.MAE}, {"rows": (0, 7)}, {"precision": Precision.FAST}, {"gradient": True}],
 )
 def test_requests_that_differ_in_more_than_programs_are_not_merged(key, options):
     assert key(BATCH[:10], **options) not in (key(BATCH[10:20]), None)
@@ -105,7 +115,8 @@ def test_parameter_vectors_must_be_equally_many(key):
     [
         {"values": True},
         {"loss": None, "values": True},
-        {"gradient": True},
+        {"gradient": True, "values": True},
+        {"gradient": True, "variable_gradient": True},
         {"linear_scaling": True},
         {"loss": None, "custom_loss": LossFunction(parse("x1 - x2"), Closing.SUM)},
         {"tier": Tier.COMPILED},
@@ -134,18 +145,40 @@ def test_nothing_is_merged_on_a_data_set_that_does_not_gain_from_it(key, engine)
     assert key() is None
 
 
+def test_a_gradient_counts_as_the_work_of_three_losses(plan, engine):
+    batch = BATCH[:20]
+    engine.step_size = 8 * 3 * batch.token_count
+    assert plan(batch).size == 8 * batch.token_count
+    assert plan(batch, gradient=True).size == 8 * 3 * batch.token_count
+    engine.step_size -= 1
+    assert plan(batch, gradient=True).merge_key is None
+    assert plan(batch).merge_key is not None
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_merged_requests_on_few_rows_have_not_too_many_numbers(plan, engine, gradient):
+    engine.step_size = 1 << 40
+    request = plan(BATCH[:300], rows=(0, 1), gradient=gradient)
+    numbers = BATCH[:300].token_count + 300 + gradient * len(BATCH[:300].parameters)
+    most = merging._MOST_WITH_GRADIENTS if gradient else merging._MOST_OF_A_STEP
+    assert engine.step_size // request.size == most // numbers
+
+
 @pytest.mark.parametrize("programs", [1, 10, 300])
-def test_batches_that_come_again_run_by_themselves(key, monkeypatch, programs):
+def test_batches_that_come_again_are_merged_if_enough_wait(plan, engine, monkeypatch, programs):
     monkeypatch.setattr(merging, "_REMEMBERED", 3)
-    assert key(BATCH[:programs]) is not None
-    assert key(BATCH[:programs]) is None
-    assert key(BATCH[:programs], precision=Precision.FAST) is not None
+    assert plan(BATCH[:programs]).merge_from == 1
+    again = plan(BATCH[:programs])
+    assert (again.merge_from, again.merge_key) == (3, plan(BATCH[100:103]).merge_key)
+    assert [again.is_merged(count) for count in (1, 2, 3, 4)] == [False, False, True, True]
+    assert plan(BATCH[:programs], precision=Precision.FAST).merge_from == 1
+    engine.least = 0  # compiled kernels are worth more than merging
+    assert plan(BATCH[:programs]).merge_key is None
     for first in range(20, 29):  # the oldest are forgotten
-        key(BATCH[first : first + 5])
-    assert key(BATCH[:programs]) is not None
+        plan(BATCH[first : first + 5])
+    assert plan(BATCH[:programs]).merge_from == 1
 
 
-def test_what_is_to_be_interpreted_is_merged_however_often_it_comes(key):
-    keys = [key(BATCH[:10], tier=Tier.INTERPRETER) for _ in range(3)]
-    assert len(set(keys)) == 1
-    assert keys[0] is not None
+def test_what_is_to_be_interpreted_is_merged_however_often_it_comes(plan):
+    plans = [plan(BATCH[:10], tier=Tier.INTERPRETER) for _ in range(3)]
+    assert {(one.merge_key is not None, one.merge_from) for one in plans} == {(True, 1)}

@@ -198,6 +198,19 @@ def test_only_equal_keys_are_merged_up_to_the_size_of_a_step():
     assert len(scheduler) == 0
 
 
+def test_a_request_runs_alone_while_too_few_wait_to_be_merged_with_it():
+    scheduler = Scheduler(merged_size=100)
+    requests = [ScheduledRequest("ab"[n % 2], "x", 10, merge_from=3) for n in range(5)]
+    for request in requests[:2]:
+        scheduler.add(request)
+    assert scheduler.next() == requests[:1]
+    assert not requests[0].is_merged(1)
+    for request in requests[2:]:
+        scheduler.add(request)
+    assert set(scheduler.next()) == set(requests[1:])
+    assert len(scheduler) == 0
+
+
 def test_requests_that_have_begun_are_not_merged():
     scheduler = Scheduler(merged_size=100)
     first, second, third = (ScheduledRequest(tenant, "key", 10) for tenant in "aab")

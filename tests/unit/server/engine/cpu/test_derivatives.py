@@ -13,6 +13,7 @@ from support.suites.derivatives import *  # noqa: F403
 from support.suites.derivatives import make_dataset, smooth_programs
 from support.suites.losses import *  # noqa: F403
 from support.suites.losses import LossErrors
+from support.suites.merging import *  # noqa: F403
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES

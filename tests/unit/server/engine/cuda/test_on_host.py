@@ -32,6 +32,9 @@ from support.suites.losses import (  # noqa: F401
     test_values_that_are_not_numbers_are_counted,
 )
 from support.suites.losses import test_reductions_and_moments as check_statistics
+from support.suites.merging import (  # noqa: F401
+    test_merged_requests_have_the_bits_that_they_have_alone,
+)
 from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.expressions import reference_engine
