@@ -213,14 +213,21 @@ class Engine(Protocol):
         """
 
     def merge_from(
-        self, dataset_id: bytes, precision: Precision, token_rows: int, *, gradient: bool
+        self,
+        dataset_id: bytes,
+        precision: Precision,
+        *,
+        tokens: int,
+        token_rows: int,
+        gradient: bool,
     ) -> int:
         """Return how many requests must wait for one of them to be merged if its batch repeats.
 
         Args:
             dataset_id: of a data set on which requests are merged.
             precision: of the request.
-            token_rows: tokens x parameter vectors x rows of the request.
+            tokens: of its programs.
+            token_rows: tokens x parameter vectors x rows.
             gradient: whether the gradient of the loss is requested, beside the loss.
 
         Returns:

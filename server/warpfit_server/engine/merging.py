@@ -74,7 +74,8 @@ class Merger:
             least = self._engine.merge_from(
                 problem.dataset_id,
                 Precision[problem.precision],
-                layout.token_rows,
+                tokens=layout.tokens,
+                token_rows=layout.token_rows,
                 gradient=is_derived,
             )
             if not least:

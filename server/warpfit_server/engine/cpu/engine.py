@@ -78,6 +78,9 @@ _EXPECTED_RATE: Final = 4e9
 _RATE_WEIGHT: Final = 0.2
 #: Tokens that are checked without a pause, which takes less than a millisecond.
 _CHECKED_AT_ONCE: Final = 1 << 17
+#: Tokens of a batch that repeats from which on its lowered form is worth more than merging it:
+#: lowering a token takes 0.1 us, and a step of its own 0.3 ms, beside what it computes.
+_TOKENS_TO_KEEP: Final = 4_000
 
 
 class CpuEngine:
@@ -151,10 +154,16 @@ class CpuEngine:
         return dataset_id in self._datasets
 
     def merge_from(
-        self, dataset_id: bytes, precision: Precision, token_rows: int, *, gradient: bool
+        self,
+        dataset_id: bytes,
+        precision: Precision,
+        *,
+        tokens: int,
+        token_rows: int,
+        gradient: bool,
     ) -> int:
-        """Return 1: nothing is compiled for a batch that repeats."""
-        return 1
+        """Return 0 for a batch that takes longer to lower than a step of its own does."""
+        return 0 if tokens > _TOKENS_TO_KEEP else 1
 
     def evaluate(
         self, evaluation: Evaluation, outputs: interface.Outputs

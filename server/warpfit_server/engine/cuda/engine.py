@@ -148,7 +148,13 @@ class CudaEngine:
         return resident is not None and not resident.is_streamed
 
     def merge_from(
-        self, dataset_id: bytes, precision: Precision, token_rows: int, *, gradient: bool
+        self,
+        dataset_id: bytes,
+        precision: Precision,
+        *,
+        tokens: int,
+        token_rows: int,
+        gradient: bool,
     ) -> int:
         """Return with how many requests merging costs less than compiled kernels do."""
         with self._lock:

@@ -70,7 +70,7 @@ class FakeEngine:
     def merges(self, dataset_id):
         return True
 
-    def merge_from(self, dataset_id, precision, token_rows, *, gradient):
+    def merge_from(self, dataset_id, precision, *, tokens, token_rows, gradient):
         return 2
 
     def others_wait(self, wait):

@@ -39,7 +39,7 @@ class FakeEngine:
     def merges(self, dataset_id):
         return dataset_id in self.loaded
 
-    def merge_from(self, dataset_id, precision, token_rows, *, gradient):
+    def merge_from(self, dataset_id, precision, *, tokens, token_rows, gradient):
         return self.least
 
 

@@ -54,6 +54,23 @@ def test_kernels_that_were_pushed_out_are_made_again_when_they_would_have_paid()
     assert set(np.diff(turns)) == {turns[0] + 1}
 
 
+def test_merging_is_compared_with_compiled_kernels():
+    chooser = _chooser()
+    interpreted = chooser.costs[Tier.INTERPRETER, "fast"]
+    compiled = chooser.costs[Tier.COMPILED, "fast"]
+    # On few rows nothing is gained by compiling, and on many merging does not make up for it.
+    assert chooser.merge_from("fast", SMALL) == 1
+    assert chooser.merge_from("fast", LARGE) == 0
+    between = [n * 100_000_000 for n in range(2, 8)]
+    least = [chooser.merge_from("fast", size) for size in between]
+    assert least == sorted(least)
+    assert least[-1] > 2
+    for size, count in zip(between, least, strict=True):
+        merged = [interpreted.launch / n + size / interpreted.rate for n in (count, count - 1) if n]
+        assert merged[0] <= compiled.seconds(size)
+        assert all(one > compiled.seconds(size) for one in merged[1:])
+
+
 def test_costs_follow_observation():
     chooser = _chooser()
     truth = TierCost(launch=1e-3, rate=5e12)
