@@ -61,7 +61,7 @@ def test_merging_is_compared_with_compiled_kernels():
     # On few rows nothing is gained by compiling, and on many merging does not make up for it.
     assert chooser.merge_from("fast", SMALL) == 1
     assert chooser.merge_from("fast", LARGE) == 0
-    between = [n * 100_000_000 for n in range(2, 8)]
+    between = [n * 108_000_000 for n in range(2, 7)]
     least = [chooser.merge_from("fast", size) for size in between]
     assert least == sorted(least)
     assert least[-1] > 2
