@@ -28,7 +28,8 @@ _MOST_TOKENS: Final = 100_000
 
 #: Functions by name, over the operands ``a``, ``b`` and ``c``. They are written so that neither
 #: they nor their derivatives lose digits near 0 and far from it, that they do not overflow before
-#: their result does, and that they have their limits at infinity.
+#: their result does (but for subnormal operands and results), and that they have their limits at
+#: infinity.
 STANDARD: Final[Mapping[str, str]] = {
     "asinh": "where(abs(a) > 1e9, sign(a)*(logabs(a) + 0.6931471805599453), where(a < 0, "
     "-log1p(a*(aq(a, a)/(1 + aq(1, a)) - 1)), log1p(a*(aq(a, a)/(1 + aq(1, a)) + 1))))",
@@ -44,13 +45,13 @@ STANDARD: Final[Mapping[str, str]] = {
     "sinc": "where(abs(a) < 0.5, fma(square(a), fma(square(a), fma(square(a), fma(square(a), "
     "fma(square(a), fma(square(a), fma(square(a), -7.647163731819816e-13, 1.6059043836821613e-10), "
     "-2.505210838544172e-08), 2.7557319223985893e-06), -0.0001984126984126984), "
-    "0.008333333333333333), -0.16666666666666666), 1), sin(a)/a)",
-    "fmod": "sign(a)*mod(abs(a), abs(b))",
-    "trunc": "sign(a)*floor(abs(a))",
+    "0.008333333333333333), -0.16666666666666666), 1), where(abs(a) == inf, 0, sin(a)/a))",
+    "fmod": "where(abs(a) < abs(b), a, sign(a)*mod(abs(a), abs(b)))",
+    "trunc": "where(a < 0, ceil(a), floor(a))",
     "copysign": "where(b < 0 or inv(b) < 0, -abs(a), abs(a))",
     # The larger magnitude is taken out, so that no square overflows.
-    "hypot": "where(max(abs(a), abs(b)) == 0 or max(abs(a), abs(b)) == inf, max(abs(a), abs(b)), "
-    "max(abs(a), abs(b))*sqrt(1 + square(min(abs(a), abs(b))/max(abs(a), abs(b)))))",
+    "hypot": "where(abs(a) == inf or abs(b) == inf, inf, where(max(abs(a), abs(b)) == 0, 0, "
+    "max(abs(a), abs(b))*sqrt(1 + square(min(abs(a), abs(b))/max(abs(a), abs(b))))))",
     # The operand is reduced before it is multiplied by pi: exact zeros, and digits far out.
     "sinpi": "sin(pi*(a - round(a)))*(1 - 2*mod(round(a), 2))",
     "cospi": "sin(pi*(0.5 - abs(a - round(a))))*(1 - 2*mod(round(a), 2))",

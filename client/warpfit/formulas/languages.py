@@ -151,10 +151,12 @@ HELPERS: Final[Mapping[str, str]] = {
     "* erfc_series((a - 4) / (a + 4)) / (1 + 2 * a))",
     "exp_minus_square": "exp(-(b * b)) * exp((b - a) * (a + b))",
     "erfc_series": _polynomial(_ERFC, "a"),
+    # Below -170 the reflected value is infinite before the result is 0.
     "tgamma": "select(a == 0, 1 / a, select(a < 0.5, select(floor(a) == a, nan, "
-    "3.141592653589793 / (sinpi(a) * gamma_right(1 - a))), "
+    "select(a < -170, gamma_left(a + 8) / rising(a), gamma_left(a))), "
     "select(a < 23, select(floor(a) == a, floor(gamma_right(a) + 0.5), gamma_right(a)), "
     "gamma_right(a))))",
+    "gamma_left": "3.141592653589793 / (sinpi(a) * gamma_right(1 - a))",
     "gamma_right": "select(a > 171.7, inf, "
     "select(a < 9, gamma_stirling(a + 8) / rising(a), gamma_stirling(a)))",
     "gamma_stirling": "2.5066282746310007 * power(a, 0.5 * a - 0.25) * exp(-a) "
@@ -164,8 +166,8 @@ HELPERS: Final[Mapping[str, str]] = {
     "sinpi": "select(floor(0.5 * floor(a + 0.5)) == 0.5 * floor(a + 0.5), "
     "sin(3.141592653589793 * (a - floor(a + 0.5))), "
     "-sin(3.141592653589793 * (a - floor(a + 0.5))))",
-    "lgamma": "select(a < 0.5, select(floor(a) == a, inf, "
-    "1.1447298858494002 - log(abs(sinpi(a))) - lgamma_right(1 - a)), lgamma_right(a))",
+    "lgamma": "select(a < 0.5, select(abs(a) < 1e-30, -log(abs(a)), select(floor(a) == a, inf, "
+    "1.1447298858494002 - log(abs(sinpi(a))) - lgamma_right(1 - a))), lgamma_right(a))",
     "lgamma_right": "select(a < 9, lgamma_stirling(a + 8) - log(rising(a)), lgamma_stirling(a))",
     "lgamma_stirling": "(a - 0.5) * (log(a) - 1) + 0.4189385332046727 + stirling(1 / a)",
 }
@@ -394,8 +396,8 @@ _R: Final = Language(
         **{"lgamma": "suppressWarnings(lgamma({a}))", "max": "pmax({a}, {b})"},
         **{"min": "pmin({a}, {b})", "sign": "sign({a})"},
     },
-    missing=frozenset({"mod", "pow", "cbrt", "erf", "erfc"}),
-    helpers={"tgamma": "select(abs(a) < 1e-300, 1 / a, select(a == -inf, nan, gamma_of_r(a)))"},
+    # R's own gamma loses four digits next to its overflow, and is 0 where it is subnormal.
+    missing=frozenset({"mod", "pow", "cbrt", "erf", "erfc", "tgamma"}),
     texts={
         "true": "formula_true <- function(a) a & !is.na(a)",
         "select": """
@@ -421,7 +423,6 @@ formula_fmod <- function(a, b) {
   }
   ifelse(rep_len(a, rows) < 0, -rest, rest)
 }""",
-        "gamma_of_r": "formula_gamma_of_r <- function(a) suppressWarnings(gamma(a))",
     },
     words="""
     if else repeat while function for next break TRUE FALSE NULL Inf NaN NA NA_integer_ NA_real_
@@ -580,8 +581,18 @@ _TORCH: Final = Language(
         **{"select": "formula_select({a}, {b:0}, {c:0})", "rint": "torch.round({a})"},
         **{"max": "torch.maximum({a}, {b})", "min": "torch.minimum({a}, {b})"},
         **{"power": "torch.pow({a}, {b})", "square": "torch.square({a})"},
+        **{"short_sinh": "torch.sinh({a})", "short_cosh": "torch.cosh({a})"},
+        "short_fmod": "torch.fmod({a}, {b})",
     },
     missing=frozenset({"tgamma", "mod", "cbrt"}),
+    # Torch's own sinh and cosh overflow before their results do, its fmod where the quotient does.
+    helpers={
+        "fmod": f"short_fmod(short_fmod(short_fmod(a, b * {2.0**700} * {2.0**700}), "
+        f"b * {2.0**700}), b)",
+        "sinh": "select(abs(a) < 709, short_sinh(a), select(a < 0, -long_cosh(-a), long_cosh(a)))",
+        "cosh": "select(abs(a) < 709, short_cosh(a), long_cosh(abs(a)))",
+        "long_cosh": "exp(a * 0.5) * 0.5 * exp(a * 0.5)",
+    },
     texts={
         "number": """
 def formula_number(value):

@@ -24,7 +24,8 @@ MEANINGS = {
     "sech": lambda a: 1 / np.cosh(a),
     "csch": lambda a: 1 / np.sinh(a),
     "coth": lambda a: 1 / np.tanh(a),
-    "sinc": lambda a: np.where(a == 0, 1, np.sin(a) / a),
+    # Of the limits at infinity; NumPy's own has NaN there.
+    "sinc": lambda a: np.where(a == 0, 1, np.where(np.isinf(a), 0, np.sin(a) / a)),
     "fmod": np.fmod,
     "trunc": np.trunc,
     "copysign": np.copysign,
@@ -58,7 +59,15 @@ FAR = np.array(
 A = np.concatenate(
     [[0.0, 1e-9, -1e-9, 1e-3, 1.0, 300.0, -300.0], np.linspace(-5, 5, 33) + 0.01, FAR, -FAR]
 )
-ROWS = np.stack([A, np.roll(A, 3) + 0.5, np.abs(A) + 1.0])
+EDGES = [0.0, -0.0, 1.0, -2.5, 5e-324, -1e-310, 1.7e308, -1.7e308, np.inf, -np.inf, np.nan]
+ROWS = np.hstack(
+    [
+        np.stack([A, np.roll(A, 3) + 0.5, np.abs(A) + 1.0]),
+        np.stack([*map(np.ravel, np.meshgrid(EDGES, EDGES)), np.full(len(EDGES) ** 2, 2.0)]),
+    ]
+)
+#: Functions whose zeros have the sign that C and NumPy give them.
+SIGNED_ZEROS = ("asinh", "atanh", "fmod", "trunc", "copysign", "hypot", "deg2rad", "rad2deg")
 
 
 @pytest.fixture
@@ -81,6 +90,9 @@ def test_standard_functions_are_what_numpy_and_scipy_compute(name):
         wanted = MEANINGS[name](*ROWS[:operands])
         got = reference.evaluate_program(program, ROWS)
     np.testing.assert_allclose(got, wanted, rtol=1e-13, atol=1e-300 if name == "gelu" else 0)
+    if name in SIGNED_ZEROS:
+        zeros = wanted == 0
+        np.testing.assert_array_equal(np.signbit(got[zeros]), np.signbit(wanted[zeros]))
 
 
 @pytest.mark.parametrize(

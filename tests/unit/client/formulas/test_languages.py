@@ -15,6 +15,8 @@ from warpfit.ops import OPERATORS
 VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, 0.0005, 30.0, np.inf, -np.inf, np.nan]
 COLUMNS = np.array([(a, b, c) for a in VALUES for b in VALUES for c in (0.5, -2.0, np.nan)]).T
 COLUMNS = np.hstack([COLUMNS, np.random.default_rng(0).uniform(-8, 8, (3, 100))])
+#: Operators that may return either of 0 and -0, as NumPy's.
+MIN_MAX = [OPERATORS[name].code for name in ("min", "max")]
 CONSTANTS = [0.7, -2.0, 0.0, -0.0, np.inf, -np.inf, np.nan, 2.5e-300, 1e300, 1 / 3]
 
 
@@ -97,20 +99,49 @@ def cases():
     return programs, vectors, np.array(wanted), np.array(allowed)
 
 
+SMALL_EDGES = [0.0, 5e-324, 2.2250738585072014e-308, 1e-160, 0.001, 0.5, 1.0, 2.5, 3.0, 710.0]
+LARGE_EDGES = [2.0**53 + 2, 1e160, 1e308, np.inf]
+EDGES = [sign * edge for edge in SMALL_EDGES + LARGE_EDGES for sign in (1.0, -1.0)] + [np.nan]
+#: Where single functions overflow, underflow, have poles, or round to another whole number.
+ODD = [
+    *(1e-310, 1 - 1e-7, 0.49999999999999994, 170.5, 171.5, 172.0, 709.9, 746.0, 29.5),
+    *(-171.5, -177.3, -180.5, -184.3, -1.0000000001, -29.5, 4503599627370497.5, 1e16, 1e22),
+]
+EDGE_COLUMNS = np.hstack(
+    [
+        np.stack(
+            [*map(np.ravel, np.meshgrid(EDGES, EDGES)), np.resize(EDGES[::-1], len(EDGES) ** 2)]
+        ),
+        np.stack([ODD, np.roll(ODD, 5), np.roll(ODD, 9)]),
+    ]
+)
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_numbers_at_the_edges_of_float64(language, tmp_path):
-    """Remainders of numbers 2,000 powers of two apart, and functions beside their poles."""
-    if not available(language) or language == "jax":  # which has no subnormal numbers
+def test_every_operator_at_the_edges_of_float64(language, tmp_path):
+    if not available(language) or language == "jax":
         pytest.skip(f"nothing here runs {language}, or it has no subnormal numbers")
-    columns = np.array([(1e308, 1e-310), (-1e308, 1e-310), (2.2e-308, -1e-320), (-2.3e-308, 7e307)])
-    programs = [parse(text) for text in ("mod(x1, x2)", "fmod(x1, x2)", "gamma(x1)", "lgamma(x2)")]
+    texts = ["fmod(x1, x2)", "hypot(x1, x2)", "sinc(x1)"]
+    programs = [
+        *(
+            Program.apply(row, *map(Program.variable, range(row.arity)))
+            for row in OPERATORS.values()
+        ),
+        *map(parse, texts),
+    ]
     codes = [program.code(language) for program in programs]
     with np.errstate(all="ignore"):
-        found = run(language, codes, [[]] * 4, columns.T.copy(), tmp_path)
+        found = run(language, codes, [[]] * len(codes), EDGE_COLUMNS, tmp_path)
     for values, program in zip(found, programs, strict=True):
-        wanted = evaluate_program(program, columns.T)
-        # The reference of lgamma is not for numbers beside its pole that are subnormal.
-        np.testing.assert_allclose(values, wanted, rtol=1e-3 if "lg" in str(program) else 1e-13)
+        wanted = evaluate_program(program, EDGE_COLUMNS)
+        is_log = "lgamma" in str(program)  # with zeros at 1 and 2, and an absolute error there
+        np.testing.assert_allclose(
+            values, wanted, rtol=1e-13, atol=2e-15 if is_log else 1e-322, err_msg=str(program)
+        )
+        # Octave's driver adds 0 to the results.
+        if language != "octave" and program.codes[-1] not in MIN_MAX:
+            at = np.flatnonzero((wanted == 0) & (np.signbit(values) != np.signbit(wanted)))
+            assert not len(at), (str(program), EDGE_COLUMNS[:, at[:3]].T)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
