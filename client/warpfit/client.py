@@ -114,7 +114,8 @@ class Client:
         Args:
             name: path of the file below the server's folder of data.
             **options: ``x`` (names of the columns that are variables; all others by default),
-                ``y`` and ``weights`` (names of columns), ``dtype``.
+                ``y`` and ``weights`` (names of columns), ``dtype`` (as for `upload`, "auto" by
+                default).
 
         Returns:
             A handle as `upload` returns it, without numbers in this process.

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -125,8 +126,32 @@ def test_digits_that_float32_loses_are_warned_of_here(reader: ServerProcess, roo
         warpfit.connect(reader.address) as client,
         pytest.warns(warpfit.PrecisionWarning, match="time") as caught,
     ):
-        client.open("times.parquet")
+        client.open("times.parquet", dtype="float32")
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [
+        (np.arange(100.0), "float32"),
+        (1.7e9 + np.arange(100.0), "float64"),
+        (1e10 * np.linspace(1, 2, 100), "float64"),
+        (1e300 * np.linspace(1, 2, 100), "float64"),
+    ],
+    ids=["plain", "digits", "powers", "overflow"],
+)
+def test_a_file_has_the_type_that_an_upload_of_it_has(reader, root, numbers, dtype):
+    name = f"auto-{numbers[-1]:g}.parquet"
+    parquet.write_table(pa.table({"a": numbers}), root / name)
+    with warpfit.connect(reader.address) as client, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opened, uploaded = client.open(name), client.upload(root / name)
+        assert opened.layout.dtype == dtype
+        assert opened.content_id == uploaded.content_id
+        assert client.open(name).content_id == opened.content_id
+        client.release(opened, everywhere=True)
+        assert client.evaluate(opened, "a").ravel().tolist() == numbers.tolist()
+        assert client.open(name, dtype="float64").layout.dtype == "float64"
 
 
 @pytest.mark.parametrize(

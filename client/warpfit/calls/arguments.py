@@ -59,7 +59,7 @@ class OpenOptions(TypedDict, total=False):
     weights: str | None
     """Column of the rows' weights."""
     dtype: DTypeLike
-    """float32 (default) or float64: what the server computes in."""
+    """As for `upload`: "float32", "float64", or "auto" (default), by which the server chooses."""
 
 
 class SharedOptions(CommonOptions, total=False):
@@ -103,12 +103,13 @@ def build_dataset(X: Any, y: Any, weights: Any, options: UploadOptions) -> Clien
 
 def build_file(name: str, options: OpenOptions) -> ServerFile:
     """Turn the arguments of `open` into a file of a server; errors as there."""
+    dtype = options.get("dtype", "auto")
     return ServerFile(
         name=str(name),
         x=tuple(ColumnNames.of(options.get("x")).x or ()),
         y=options.get("y") or "",
         weights=options.get("weights") or "",
-        dtype=canonical_dtype(options.get("dtype", "float32")),
+        dtype=None if isinstance(dtype, str) and dtype == "auto" else canonical_dtype(dtype),
     )
 
 

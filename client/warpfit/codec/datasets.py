@@ -2,6 +2,7 @@
 
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -78,13 +79,13 @@ def open_message(file: ServerFile) -> pb.OpenDatasetRequest:
         x=file.x,
         y=file.y,
         weights=file.weights,
-        dtype=DTYPE_CODES[file.dtype],
+        dtype=pb.DTYPE_UNSPECIFIED if file.dtype is None else DTYPE_CODES[file.dtype],
     )
 
 
 def open_request(message: pb.OpenDatasetRequest) -> ServerFile:
     """Decode the request of OpenDataset; raise InvalidArgumentError for an unknown dtype."""
-    dtype = _dtype(message.dtype, "dtype")
+    dtype = None if message.dtype == pb.DTYPE_UNSPECIFIED else _dtype(message.dtype, "dtype")
     columns = tuple(message.x), message.y, message.weights
     return ServerFile(message.name, *columns, dtype)
 
@@ -93,7 +94,7 @@ def open_request(message: pb.OpenDatasetRequest) -> ServerFile:
 def opened_dataset(message: pb.DatasetInfo, file: ServerFile) -> DatasetReference:
     """Decode the answer to OpenDataset; raise InternalError if it is not what was asked for."""
     layout = layout_from_message(message.layout)
-    asked = bool(file.y), bool(file.weights), file.dtype
+    asked = bool(file.y), bool(file.weights), file.dtype or layout.dtype
     if (layout.has_target, layout.has_weights, layout.dtype) != asked:
         raise broken_answer("has another layout than was asked for")
     if file.x and layout.names != tuple(file.x):
@@ -101,7 +102,8 @@ def opened_dataset(message: pb.DatasetInfo, file: ServerFile) -> DatasetReferenc
     controls = {c for c in "".join(layout.names) if unicodedata.category(c) == "Cc"}
     if not file.x and controls - set("\t\r\n"):
         raise broken_answer("has names with control characters, which the file may have: give x=")
-    return DatasetReference(layout, check_content_id(message.content_id), file)
+    chosen = replace(file, dtype=layout.dtype)
+    return DatasetReference(layout, check_content_id(message.content_id), chosen)
 
 
 @decodes_answer

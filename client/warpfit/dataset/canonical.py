@@ -206,7 +206,8 @@ class ServerFile:
     """Target, or empty."""
     weights: str
     """Weights, or empty."""
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any] | None
+    """None lets the server choose, as an upload does with "auto"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,10 +288,9 @@ def client_dataset(
         if not is_auto or error.reason != "OVERFLOW":
             raise
         return client_dataset(table, names=names, dtype=np.float64)
-    lost = rounding.lost_digits()
-    if is_auto and (lost or rounding.leaves_float32):
+    if is_auto and rounding.wants_float64:
         return client_dataset(table, names=names, dtype=np.float64)
-    warn_of_lost_digits(lost)
+    warn_of_lost_digits(rounding.lost_digits())
     return found
 
 

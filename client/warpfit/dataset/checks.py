@@ -83,6 +83,11 @@ class RoundingCheck:
         is_far = (sizes > _LARGE_IN_FLOAT32) | ((sizes < 1.0 / _LARGE_IN_FLOAT32) & (sizes > 0.0))
         return bool(is_far.any())
 
+    @property
+    def wants_float64(self) -> bool:
+        """Whether the dtype "auto" is float64 for these numbers, which were rounded to float32."""
+        return bool(self.lost_digits()) or self.leaves_float32
+
     def lost_digits(self) -> str:
         """Say which columns lose digits that matter; empty if none does."""
         if self._layout.has_weights:

@@ -86,7 +86,7 @@ def canonical_dtype(dtype: DTypeLike) -> np.dtype[Any]:
         raise InvalidArgumentError(
             f"dtype {dtype} is not supported",
             "BAD_DTYPE",
-            "Use float32 or float64; an upload also takes auto",
+            "Use float32, float64 or auto",
             "dtype",
         )
     return canonical

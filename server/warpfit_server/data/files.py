@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from warpfit.dataset import (
     ParquetColumns,
     RoundingCheck,
@@ -125,9 +127,10 @@ class DataFolder:
         check: Callable[[], None],
         place: Callable[[StoredDataset], None],
     ) -> tuple[StoredDataset, str]:
-        layout = table.layout(None, file.dtype)
+        is_auto = file.dtype is None
+        layout = table.layout(None, np.float32 if is_auto else file.dtype)
         check_names(layout.names, limits)
-        rounding = RoundingCheck(layout)
+        rounding = RoundingCheck(layout, measures=is_auto)
         upload = self._store.begin(layout, b"", tenant, limits)
         try:
             for block in blocks_of(layout, table.sources):
@@ -135,12 +138,18 @@ class DataFolder:
                 rounding.check(block.numbers, block.given, block.first, block.start)
                 self._store.add(upload, block.numbers.reshape(-1).data.cast("B"))
             check()
-            with self._store.commit(upload) as dataset:
-                place(dataset)
-            return dataset, rounding.lost_digits()
-        except BaseException:
+            if not (is_auto and rounding.wants_float64):
+                with self._store.commit(upload) as dataset:
+                    place(dataset)
+                return dataset, rounding.lost_digits()
             self._store.abandon(upload)
-            raise
+        except BaseException as error:
+            self._store.abandon(upload)
+            is_large = isinstance(error, InvalidArgumentError) and error.reason == "OVERFLOW"
+            if not (is_auto and is_large):
+                raise
+        wide = replace(file, dtype=np.dtype("<f8"))
+        return self._store_table(table, wide, tenant, limits, check, place)
 
     @contextmanager
     def _open(self, name: str) -> Iterator[int]:
