@@ -128,7 +128,7 @@ class DataFolder:
         place: Callable[[StoredDataset], None],
     ) -> tuple[StoredDataset, str]:
         is_auto = file.dtype is None
-        layout = table.layout(None, np.float32 if is_auto else file.dtype)
+        layout = table.layout(None, np.float32 if file.dtype is None else file.dtype)
         check_names(layout.names, limits)
         rounding = RoundingCheck(layout, measures=is_auto)
         upload = self._store.begin(layout, b"", tenant, limits)
