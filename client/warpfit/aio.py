@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
 
 from numpy.typing import NDArray
 
-from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
-from warpfit.calls.batches import Parameters
+from warpfit.calls.arguments import (
+    EvaluateOptions,
+    OpenOptions,
+    Parameters,
+    SharedOptions,
+    UploadOptions,
+)
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client, connect
 from warpfit.errors import DeadlineExceededError
@@ -33,7 +39,7 @@ def _awaited(
     @wraps(method)
     async def awaited(self: AsyncClient, /, *args: P.args, **options: P.kwargs) -> T:
         cancellation = Cancellation()
-        client = Client(self._client._operations.under(cancellation))
+        client = self._client.with_cancellation(cancellation)
         asked = time.monotonic()
 
         def call() -> T:
@@ -47,7 +53,9 @@ def _awaited(
             return method(client, *args, **options)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            # A current span of OpenTelemetry belongs to the task's context.
+            own = partial(contextvars.copy_context().run, call)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, own)
         finally:
             cancellation.cancel()
 

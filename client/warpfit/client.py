@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Self, Unpack, overload
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final, Self, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit import codec
 from warpfit.calls import arguments
-from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
-from warpfit.calls.batches import Parameters
-from warpfit.calls.checks import check_keywords
-from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.calls.fit_arguments import FitOptions, build_fit
-from warpfit.calls.operations import ClientOperations
-from warpfit.calls.progress import reporter
+from warpfit.calls.arguments import (
+    EvaluateOptions,
+    FitOptions,
+    OpenOptions,
+    Parameters,
+    PopulationCache,
+    SharedOptions,
+    UploadOptions,
+    deadline_of,
+)
+from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.results import Answer, Fit
-from warpfit.calls.retries import Deadline
 from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
+from warpfit.calls.splitting import KnownLimits, searches
+from warpfit.dataset import warn_of_lost_digits
 from warpfit.dataset.float32_range import warn_of_range
 from warpfit.embedded import embedded_server
-from warpfit.errors import InvalidArgumentError
-from warpfit.fitting import REASONS, Reason
+from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ProgramError
+from warpfit.expressions.printing import locate
+from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, Reason
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Address
+from warpfit.transport.call import Cancellation, Deadline, Request, only
 from warpfit.transport.channel import GrpcTransport
 from warpfit.transport.connection import Connection
+from warpfit.transport.failover import Failover
 from warpfit.transport.security import TlsConfig
 from warpfit.transport.settings import RetryPolicy, TransportConfig
+
+#: Longest time in seconds that a server may take to release a data set where it is not a must.
+_RELEASE_SECONDS: Final = 5.0
 
 
 class UploadedDataset(DatasetHandle):
@@ -57,18 +71,29 @@ class Client:
     longer than the retry policy allows, ResourceExhaustedError over one of its limits.
     """
 
-    def __init__(self, operations: ClientOperations) -> None:
+    def __init__(
+        self,
+        failover: Failover,
+        batches: PopulationCache | None = None,
+        limits: KnownLimits | None = None,
+    ) -> None:
         """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
-        self._operations = operations
+        self._failover = failover
+        self._batches = batches or PopulationCache()
+        self._limits = limits or KnownLimits()
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
         """Make a client over gRPC."""
-        return cls(ClientOperations.of(GrpcTransport(connection), connection))
+        return cls(Failover.of(GrpcTransport(connection), connection))
+
+    def with_cancellation(self, token: Cancellation) -> Self:
+        """Return a client over the same connection whose calls ``token`` cancels."""
+        return type(self)(self._failover.with_cancellation(token), self._batches, self._limits)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the connection, a token among them; a copy connects anew."""
-        return type(self).of, (self._operations.attempts.connection,)
+        return type(self).of, (self._failover.connection,)
 
     def upload(
         self, X: Any, y: Any = None, weights: Any = None, **options: Unpack[UploadOptions]
@@ -98,10 +123,22 @@ class Client:
                 no number, or pyarrow is needed and not installed.
             ResourceExhaustedError: if the server has no room for it.
         """
-        check_keywords(options, UploadOptions)
+        arguments.check_keywords(options, UploadOptions)
         dataset = arguments.build_dataset(X, y, weights, options)
-        with reporter(options.get("progress")) as report:
-            self._operations.make_resident(dataset, report)
+        failover, size = self._failover, dataset.layout.nbytes
+        question = codec.get_message(dataset)
+
+        def is_resident(messages: Iterable[Any]) -> None:
+            codec.check_dataset(dataset, only(messages))
+            report(size, size)
+
+        with arguments.reporter(options.get("progress")) as report:
+            request = Request("GetVariables", question, is_resident, dataset=dataset, report=report)
+            failover.call_with_failover(request)
+        if failover.servers.is_several:
+            for server in failover.servers.homes(dataset.content_id, size):
+                if server.address != request.server and dataset.content_id not in server.refusals:
+                    failover.call_if_up(server, Request("GetVariables", question, dataset=dataset))
         return UploadedDataset(dataset, self)
 
     def open(self, name: str, **options: Unpack[OpenOptions]) -> UploadedDataset:
@@ -125,8 +162,13 @@ class Client:
             ResourceExhaustedError: if the server has no room for it.
             UnimplementedError: if the server reads no files.
         """
-        check_keywords(options, OpenOptions)
-        return UploadedDataset(self._operations.open(arguments.build_file(name, options)), self)
+        arguments.check_keywords(options, OpenOptions)
+        file = arguments.build_file(name, options)
+        request = Request("OpenDataset", codec.open_message(file))
+        answer = self._failover.call_with_failover(request)
+        opened = codec.opened_dataset(answer, file)
+        warn_of_lost_digits(codec.printable(answer.lost_digits))
+        return UploadedDataset(opened, self)
 
     @overload
     def evaluate(
@@ -196,13 +238,28 @@ class Client:
 
         Arguments and errors are those of `evaluate`; ``values=True`` asks for values beside a loss.
         """
-        check_keywords(options, EvaluateOptions)
-        deadline = Deadline(options.get("timeout"))
-        request, leading_axis = arguments.build_evaluation(
-            data, expressions, parameters, values, options, self._operations.batches
+        arguments.check_keywords(options, EvaluateOptions)
+        deadline = deadline_of(options.get("timeout"))
+        evaluation, leading_axis = arguments.build_evaluation(
+            data, expressions, parameters, values, options, self._batches
         )
-        result = self._operations.evaluate(request, data, deadline)
-        return Answer.of(result, request.batch, leading_axis=leading_axis)
+
+        def send(part: Evaluation) -> Result:
+            found: Result = self._failover.call_with_failover(
+                Request(
+                    "Evaluate",
+                    codec.evaluation_to_bytes(part),
+                    read=lambda messages: codec.read_result(part, data.layout, messages),
+                    is_single=not (part.values or part.jacobian),
+                    dataset=data.dataset,
+                    deadline=deadline,
+                )
+            )
+            return found
+
+        with _naming_the_program(evaluation.batch, data.names):
+            result = self._limits.call_in_parts(evaluation, data.layout, send)
+        return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 
     def optimize(
         self,
@@ -226,7 +283,7 @@ class Client:
             **options: ``loss`` ("mse" by default), ``method`` ("auto", "lm", "bfgs"),
                 ``max_iterations``, tolerances, ``bounds``, ``fixed``, ``all_starts``,
                 ``standard_errors``, ``covariance``, ``rows``, ``partial``, ``progress``,
-                ``timeout``; see `warpfit.calls.fit_arguments.FitOptions`.
+                ``timeout``; see `warpfit.calls.arguments.FitOptions`.
 
         Returns:
             Parameters, losses before and after, iterations, and why each search ended. No loss is
@@ -237,13 +294,40 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes and ``partial`` is not set.
             UnimplementedError: if the server's engine computes no derivatives.
         """
-        check_keywords(options, FitOptions)
-        deadline = Deadline(options.get("timeout"))
-        request = build_fit(data, expressions, parameters, options, self._operations.batches)
-        result = self._operations.fit(request, data, deadline, options.get("progress"))
+        arguments.check_keywords(options, FitOptions)
+        deadline = deadline_of(options.get("timeout"))
+        fit = arguments.build_fit(data, expressions, parameters, options, self._batches)
+        report, total = options.get("progress"), searches(fit)
+        left = total  # searches of the parts that have not ended
+
+        def send(part: FitRequest) -> FitResult:
+            nonlocal left
+            own = searches(part)
+
+            def tell(progress: FitProgress) -> None:
+                assert report is not None, "progress was asked for"
+                active = left - own + progress.active
+                report(FitProgress(progress.iterations, active, total))
+
+            result: FitResult = self._failover.call_with_failover(
+                Request(
+                    "Optimize",
+                    codec.fit_to_message(part),
+                    read=lambda messages: codec.read_fit(part, messages, tell if report else None),
+                    is_single=not part.settings.progress,
+                    dataset=data.dataset,
+                    deadline=deadline.part(own / left) if part.settings.partial else deadline,
+                )
+            )
+            left -= own
+            return result
+
+        batch = fit.problem.batch
+        with _naming_the_program(batch, data.names):
+            result = self._limits.call_in_parts(fit, data.layout, send)
         failed = (result.reasons == REASONS.index(Reason.NOT_FINITE) + 1).any(axis=1)
-        warn_of_range(request.problem.batch, data.dataset, np.flatnonzero(failed).tolist())
-        return Fit.of(result, request, data)
+        warn_of_range(batch, data.dataset, np.flatnonzero(failed).tolist())
+        return Fit.of(result, fit, data)
 
     def simplify(
         self,
@@ -281,7 +365,7 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes.
             UnimplementedError: if the server's engine computes no derivatives.
         """
-        check_keywords(options, SimplifyOptions)
+        arguments.check_keywords(options, SimplifyOptions)
         task = SimplifyTask(data, expressions, parameters, options)
         found = task.proceed()
         while not isinstance(found, Simplification):
@@ -306,11 +390,22 @@ class Client:
             UnavailableError: if the server stays away; only with ``everywhere``, because a server
                 that is away has nothing to keep.
         """
-        self._operations.release(data, everywhere=everywhere)
+        dataset = checked_handle(data).dataset
+        message = codec.release_message(dataset, everywhere=everywhere)
+        failover = self._failover
+        if everywhere and not failover.servers.is_several:
+            with suppress(DatasetNotFoundError):
+                failover.call_with_failover(Request("ReleaseVariables", message))
+            return
+        # What a server holds that is away is evicted some time. So a caller that has done its work
+        # does not wait for a server only to tell it that.
+        for server in failover.servers.homes(data.content_id, data.layout.nbytes):
+            deadline = Deadline(_RELEASE_SECONDS)
+            failover.call_if_up(server, Request("ReleaseVariables", message, deadline=deadline))
 
     def info(self, timeout: float | None = None) -> ServerInfo:
         """Return the server's version, engine, devices, limits and operator table."""
-        return self._operations.info(timeout)
+        return self._info(self._failover, timeout)
 
     def wait_ready(self, timeout: float = 30.0) -> ServerInfo:
         """Wait until the server answers.
@@ -318,11 +413,17 @@ class Client:
         Raises:
             DeadlineExceededError: if it does not within ``timeout`` seconds.
         """
-        return self._operations.wait_ready(timeout)
+        return self._info(self._failover.with_patience(), timeout)
+
+    @staticmethod
+    def _info(failover: Failover, timeout: float | None) -> ServerInfo:
+        deadline = deadline_of(timeout)
+        request = Request("GetServerInfo", codec.info_request(), deadline=deadline)
+        return codec.info_from_message(failover.call_with_failover(request))
 
     def close(self) -> None:
         """Close the connection; data sets stay resident until they are evicted."""
-        self._operations.attempts.transport.close()
+        self._failover.transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -357,14 +458,26 @@ def connect(
         wait: seconds for which the first call waits for a server that is still starting. By default
             it fails after 1.5 s if nobody listens. Later calls wait as ``retry`` says.
         replicas: on how many of several servers each data set lives; those of up to 16 MiB live on
-            all, or on 16 of them. Calls go to the less loaded one, and to another one if it fails
-            or is busy; a large batch is split.
+            all, or on 16 of them. A call goes to one with the fewest calls of this client in
+            flight, and to another one if it fails or is busy.
 
     Raises:
         InvalidArgumentError: if the address has no port, a file cannot be read, or the token would
             leave this machine in plain text without ``tls=False``.
     """
     return Client.of(Connection.of(address, token, tls, retry, transport, wait, replicas))
+
+
+@contextmanager
+def _naming_the_program(batch: Batch, names: tuple[str, ...]) -> Iterator[None]:
+    """Add the program's text, and the place in it, to an error that names a token."""
+    try:
+        yield
+    except ProgramError as error:
+        index, token = error.expression, error.token
+        if index is not None and token is not None and index < len(batch):
+            error.text, error.position = locate(batch.program(index), token, names)
+        raise
 
 
 @contextmanager

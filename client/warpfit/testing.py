@@ -25,7 +25,6 @@ import numpy as np
 import warpfit
 from warpfit import codec
 from warpfit.aio import AsyncClient
-from warpfit.calls.operations import ClientOperations
 from warpfit.client import Client
 from warpfit.dataset import Dataset
 from warpfit.embedded import require_server
@@ -42,8 +41,9 @@ from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.transport.addresses import Target
-from warpfit.transport.call import Call, UploadStream
+from warpfit.transport.call import Request, UploadStream
 from warpfit.transport.connection import Connection
+from warpfit.transport.failover import Failover
 from warpfit.transport.settings import RetryPolicy
 
 #: Retries with short pauses, for tests.
@@ -85,19 +85,19 @@ class InProcessServer:
         """Tell whether a data set is resident."""
         return content_id in self._datasets
 
-    def answer(self, call: Call) -> Any:
-        """Answer one call; return what ``call.read`` makes of the answer.
+    def answer(self, request: Request) -> Any:
+        """Answer one request; return what ``request.read`` makes of the answer.
 
         Raises:
             WarpfitError: the error as a client receives it.
         """
-        self.calls.append(call.method)
+        self.calls.append(request.method)
         try:
             if self._failures:
                 raise self._failures.pop(0)
-            return call.read(self._methods[call.method](call.request))
+            return request.read(self._methods[request.method](request.message))
         except WarpfitError as error:
-            raise _received_error(call, error) from error
+            raise _received_error(request, error) from error
 
     def _upload(self, messages: Iterable[Any]) -> Iterator[Any]:
         stream = iter(messages)
@@ -187,8 +187,8 @@ class _InProcessTransport:
     def __init__(self, servers: Mapping[str, InProcessServer]) -> None:
         self._servers = servers
 
-    def call(self, call: Call, server: str, *_: Any) -> Any:
-        return self._servers[server].answer(call)
+    def call(self, request: Request) -> Any:
+        return self._servers[request.server].answer(request)
 
     def forget(self, address: str) -> None:
         """Nothing is open."""
@@ -206,7 +206,7 @@ def client(server: InProcess | None = None, *, retry: RetryPolicy = FAST_RETRIES
     servers = server if isinstance(server, Mapping) else {"here:1": server or InProcessServer()}
     target = Target(lambda: tuple(servers), tuple(servers), ", ".join(servers))
     connection = Connection(target, retry)
-    return Client(ClientOperations.of(_InProcessTransport(servers), connection))
+    return Client(Failover.of(_InProcessTransport(servers), connection))
 
 
 def async_client(
@@ -252,9 +252,9 @@ class _ReferenceEngine:
         )
 
 
-def _received_error(call: Call, error: WarpfitError) -> Exception:
+def _received_error(request: Request, error: WarpfitError) -> Exception:
     """Return a server's error as a client's transport would raise it."""
-    if isinstance(call.request, UploadStream) and call.request.failure is not None:
-        return call.request.failure
+    if isinstance(request.message, UploadStream) and request.message.failure is not None:
+        return request.message.failure
     metadata = [(codec.ERROR_METADATA_KEY, codec.error_to_status(error))]
     return codec.error_from_status(error.status, error.message, metadata)

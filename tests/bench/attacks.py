@@ -37,7 +37,7 @@ from support.servers.long_calls import request, start
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer
 from support.servers.tokens import token_file
 from warpfit import codec
-from warpfit.calls.fit_arguments import build_fit
+from warpfit.calls.arguments import build_fit
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.v1 import evaluator_pb2 as pb

@@ -42,8 +42,7 @@ from support.load.callers import (
 )
 from support.servers.server import write_secret
 from warpfit import codec
-from warpfit.calls.arguments import build_evaluation
-from warpfit.calls.fit_arguments import build_fit
+from warpfit.calls.arguments import build_evaluation, build_fit
 from warpfit.expressions.workload import thesis_mix
 from warpfit.transport.security import new_token
 

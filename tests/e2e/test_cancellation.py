@@ -14,7 +14,7 @@ from support.servers.long_calls import LONG, request, start
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller
 from support.servers.server import runs
 from warpfit import codec
-from warpfit.calls.fit_arguments import build_fit
+from warpfit.calls.arguments import build_fit
 from warpfit.dataset import Dataset
 from warpfit_server.config import Config
 from warpfit_server.limits import check_batch

@@ -18,7 +18,7 @@ def fleet():
         yield made
 
 
-def test_a_large_batch_is_split_and_gives_the_same_bits(fleet):
+def test_every_server_gives_the_same_bits(fleet):
     texts = [f"sin(x1*p1) + exp(x{1 + n % 4})*{n}" for n in range(60)]
     starts = [[0.1 + n] for n in range(60)]
     options = {"loss": "mse", "gradient": True}

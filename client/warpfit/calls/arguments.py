@@ -1,24 +1,50 @@
-"""Data sets and evaluations from the arguments of `upload`, `evaluate` and `run`."""
+"""What callers pass becomes what is sent: batches, data sets, evaluations and fits.
 
-from collections.abc import Sequence
-from operator import index
-from typing import Any, TypeAlias, TypedDict
+Keywords of each method first, then the checks of single values, then what is built of them. A new
+keyword begins here; `warpfit.request` and `warpfit.fitting` say what the server knows of it.
+"""
 
-from numpy.typing import DTypeLike
+import difflib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any, Final, TypeAlias, TypedDict, TypeVar
 
-from warpfit.calls.batches import Parameters, PopulationCache, build_batch
-from warpfit.calls.checks import member
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
-from warpfit.calls.progress import Progress
+from warpfit.calls.display import MOST_ROWS
 from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_table
 from warpfit.dataset.float32_range import warn_of_range
 from warpfit.dataset.layout import canonical_dtype
 from warpfit.dataset.sources import ColumnNames
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, bad_setting, require
+from warpfit.expressions.parameter_vectors import ParameterVectors, join_vectors
+from warpfit.expressions.real_numbers import real_numbers
+from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
+from warpfit.frontends import as_population
+from warpfit.ir import Batch, Population, Program
 from warpfit.losses import LossFunction, as_loss
 from warpfit.request import OUTPUTS, Evaluation, Loss, Precision, Tier
+from warpfit.transport.call import Deadline, Progress, silent
+
+E = TypeVar("E", bound=StrEnum)
 
 Rows: TypeAlias = slice | tuple[int, int] | None
+#: One vector [n] or K vectors [K, n] for each expression; for a single expression its own alone.
+Parameters: TypeAlias = Sequence[ArrayLike] | ArrayLike | None
+#: One value for all parameters, or an entry (a value, one for each parameter, or None) for each
+#: expression; a single expression's entry may stand alone.
+EachParameter: TypeAlias = float | Sequence[ArrayLike | None] | ArrayLike | None
+
+#: Number of batches that a client keeps, and the most tokens of one of them (9 bytes a token).
+_MOST_BATCHES: Final = 8
+_MOST_TOKENS: Final = 1 << 17
+
+# ---------------------------------------------------------------------------------------- keywords
 
 
 class UploadOptions(TypedDict, total=False):
@@ -87,9 +113,199 @@ class EvaluateOptions(SharedOptions, total=False):
     """Ask for Pearson's correlation of values and target."""
 
 
-def common(options: CommonOptions) -> Any:
-    """Return the common keywords for a call inside of another; it has a timeout of its own."""
-    return {name: value for name, value in options.items() if name in ("rows", "precision", "tier")}
+class FitOptions(CommonOptions, total=False):
+    """Keywords of `optimize`."""
+
+    loss: Loss | LossFunction | str
+    """The loss to minimise (r2 is maximised), as in `evaluate`; "mse" by default."""
+    method: Method | str
+    """``"auto"`` (default), ``"lm"`` or ``"bfgs"``; see `warpfit.Method`."""
+    accuracy: Accuracy | str
+    """``"screening"`` (default), to compare expressions: 50 iterations, tolerances of 1e-6 (float32
+    data) or 1e-8 (float64). ``"final"``, to report parameters: 2,000 iterations, tolerances near
+    the rounding errors; upload as float64 for it. The next four keywords override it."""
+    max_iterations: int | None
+    """Most iterations of each search; None (default) as ``accuracy`` says."""
+    gradient_tolerance: float | None
+    """See `warpfit.fitting.Tolerances`, as the next two; 0 switches a test off, None (default)
+    means what ``accuracy`` says."""
+    step_tolerance: float | None
+    loss_tolerance: float | None
+    bounds: tuple[EachParameter, EachParameter] | None
+    """Least and greatest value: each a number for all parameters, or an entry for each
+    expression (a number, one number for each of its parameters, or None)."""
+    fixed: EachParameter
+    """Parameters that keep their start: for each expression one truth value for each parameter."""
+    all_starts: bool
+    """Return the outcome of every start vector, on a leading axis, instead of the best."""
+    standard_errors: bool | None
+    """Ask for standard errors; None (default) does for up to 20 expressions, as many as a result
+    prints, if Levenberg-Marquardt fits them, which has them at no cost. A parameter that ends at a
+    bound has the one that it would have without bounds; fix it to have the errors of the others
+    given its value."""
+    covariance: bool
+    """Ask for the covariance of each expression's parameters; bounds are ignored, as above."""
+    partial: bool
+    """Return the best parameters so far when ``timeout`` is about to pass, instead of failing."""
+    progress: Callable[[FitProgress], None] | None
+    """Called a few times a second while the searches run."""
+
+
+# ------------------------------------------------------------------------------- single values
+
+
+def check_keywords(given: Mapping[str, Any], known: Any) -> None:
+    """Check that all keywords of a call are those of a TypedDict."""
+    for name in given.keys() - known.__optional_keys__:
+        names = sorted(known.__optional_keys__)
+        close = difflib.get_close_matches(name, names, n=1)
+        raise InvalidArgumentError(
+            f"there is no keyword {name!r}",
+            "UNKNOWN_KEYWORD",
+            f"Did you mean {close[0]}?" if close else f"Use {', '.join(names)}",
+            name,
+        )
+
+
+def number(value: Any, field: str, wanted: str = "a number") -> float:
+    """Return a number that a caller gave; raise InvalidArgumentError for text and other things."""
+    try:
+        array = real_numbers(value, field)
+    except InvalidArgumentError:
+        raise bad_setting(field, value, wanted) from None
+    if array.size != 1:
+        raise bad_setting(field, value, wanted)
+    return float(array.item())
+
+
+def whole_number(value: Any, field: str, wanted: str = "a whole number") -> int:
+    """Return an integer that a caller gave, NumPy's included; raise InvalidArgumentError if not."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise bad_setting(field, value, wanted) from None
+
+
+def member(kind: type[E], value: Any, field: str) -> E:
+    """Return the member of an enumeration; raise InvalidArgumentError for an unknown value."""
+    try:
+        return kind(value)
+    except ValueError:
+        known = f"Use one of: {', '.join(kind)}"
+        what = f"{field} {value!r} is not known"
+        raise InvalidArgumentError(what, "BAD_ENUM", known, field) from None
+
+
+def deadline_of(timeout: Any) -> Deadline:
+    """Return the deadline that begins now; raise InvalidArgumentError for what is no time."""
+    wanted = "seconds, or None to wait for ever"
+    seconds = None if timeout is None else number(timeout, "timeout", wanted)
+    if seconds is not None and not seconds > 0:
+        raise InvalidArgumentError(
+            f"timeout {seconds} is not positive", "BAD_TIMEOUT", f"Give {wanted}", "timeout"
+        )
+    return Deadline(seconds)
+
+
+@contextmanager
+def reporter(progress: Progress | bool | None) -> Iterator[Progress]:
+    """Yield the callable for what the caller passed; True opens a tqdm bar for the block."""
+    if callable(progress) or not progress:
+        yield progress if callable(progress) else silent
+        return
+    require("tqdm", "tqdm", "progress")
+    from tqdm.auto import tqdm
+
+    with tqdm(desc="upload", unit="B", unit_scale=True, unit_divisor=1024) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield report
+
+
+# ------------------------------------------------------------------------------------- batches
+
+
+class PopulationCache:
+    """The last few lists of programs of a client as populations; threads may share it.
+
+    A local search sends the same programs again and again, and joining their tokens takes longer
+    than finding them here. The state is one tuple that is replaced as a whole: if two threads add
+    a batch at the same time, one of the two may be lost, which does no harm.
+    """
+
+    def __init__(self) -> None:
+        self._recent: tuple[tuple[list[Program], Population], ...] = ()
+
+    def of(self, programs: list[Program]) -> Population:
+        """Return a population of these programs, in a list that nobody changes any more."""
+        for known, batch in self._recent:
+            # The first and the last one tell most batches apart before equality looks at tokens.
+            if (
+                len(known) == len(programs)
+                and known[0] is programs[0]
+                and known[-1] is programs[-1]
+                and known == programs
+            ):
+                return batch
+        batch = Population.joining(programs)
+        if len(batch.codes) <= _MOST_TOKENS:
+            self._recent = ((programs, batch), *self._recent[: _MOST_BATCHES - 1])
+        return batch
+
+
+def build_batch(
+    expressions: Any, parameters: Parameters, names: tuple[str, ...], cache: PopulationCache
+) -> tuple[Batch, bool]:
+    """Turn expressions and parameters, as `warpfit.Client.evaluate` takes them, into a batch.
+
+    Also returned is whether answers have a leading axis for parameter vectors.
+    """
+    if isinstance(expressions, Batch):
+        if parameters is not None:
+            raise InvalidArgumentError(
+                "a Batch contains its parameters",
+                "BAD_PARAMETERS",
+                "Leave parameters= out, or give a list of Programs",
+                "parameters",
+            )
+        expressions.check_dtypes()
+        expressions.check_shapes()
+        return expressions, expressions.vectors > 1
+    single = is_single(expressions)
+    programs = [expressions] if single else expressions
+    if isinstance(programs, Population):
+        programs.check_dtypes()
+    else:
+        programs = list(programs)
+        is_converted = set(map(type, programs)) == {Program}
+        programs = cache.of(programs) if is_converted else as_population(programs, names)
+    entries = _entries(parameters, single, len(programs))
+    vectors = ParameterVectors.of(len(programs), entries)
+    return Batch.joined(programs, vectors), vectors.leading_axis
+
+
+def is_single(expressions: Any) -> bool:
+    """Tell one expression from several; a DEAP tree is a subclass of list."""
+    if isinstance(expressions, str) or not hasattr(expressions, "__iter__"):
+        return True
+    return isinstance(expressions, list) and type(expressions) is not list
+
+
+def _entries(parameters: Parameters, single: bool, programs: int) -> Sequence[ArrayLike] | None:
+    """Return one entry for each program; a single expression's vector may stand alone."""
+    if parameters is None:
+        return None
+    entries: Any = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    is_one_vector = programs == 1 and all(
+        not hasattr(entry, "__len__") or getattr(entry, "ndim", 1) == 0 for entry in entries
+    )
+    return [parameters] if single or is_one_vector else entries  # type: ignore[list-item]
+
+
+# ---------------------------------------------------------------------- data sets, evaluations
 
 
 def build_dataset(X: Any, y: Any, weights: Any, options: UploadOptions) -> ClientDataset:
@@ -158,7 +374,7 @@ def _row_range(rows: Any, count: int) -> tuple[int, int] | None:
     try:
         start, stop, step = rows.indices(count) if isinstance(rows, slice) else (*rows, 1)
         if step == 1:
-            return index(start), index(stop)
+            return operator.index(start), operator.index(stop)
     except (TypeError, ValueError):
         pass
     raise InvalidArgumentError(
@@ -167,3 +383,126 @@ def _row_range(rows: Any, count: int) -> tuple[int, int] | None:
         "Give a slice of consecutive rows or (start, stop), or upload the rows as a data set",
         "rows",
     )
+
+
+# ---------------------------------------------------------------------------------------- fits
+
+
+def common(options: CommonOptions) -> Any:
+    """Return the common keywords for a call inside of another; it has a timeout of its own."""
+    return {name: value for name, value in options.items() if name in ("rows", "precision", "tier")}
+
+
+def build_fit(
+    data: DatasetHandle,
+    expressions: Any,
+    parameters: Parameters,
+    options: FitOptions,
+    cache: PopulationCache | None = None,
+) -> FitRequest:
+    """Turn the arguments of `warpfit.Client.optimize` into a fit; the server checks its tokens."""
+    shared: Any = {"loss": options.get("loss", Loss.MSE), **common(options)}
+    problem, _ = build_evaluation(data, expressions, parameters, False, shared, cache)
+    settings = _settings(
+        problem.batch.parameter_counts, is_single(expressions), options, data.layout.dtype
+    )
+    request = FitRequest(problem, settings)
+    request.check_options(data.layout)
+    if options.get("standard_errors") is None:
+        is_free = len(problem.batch) <= MOST_ROWS and request.method == Method.LM
+        request = replace(request, settings=replace(settings, standard_errors=is_free))
+    return request
+
+
+def _settings(
+    counts: NDArray[np.uint32], single: bool, options: FitOptions, dtype: np.dtype[Any]
+) -> FitSettings:
+    lower, upper = _bounds(options.get("bounds"))
+    fixed = _flat(options.get("fixed"), counts, single, "fixed", 0.0)
+    if fixed is not None and np.isnan(fixed).any():
+        raise bad_setting("fixed", options.get("fixed"), "a truth value for each parameter")
+    accuracy = member(Accuracy, options.get("accuracy", Accuracy.SCREENING), "accuracy")
+    iterations, usual = options.get("max_iterations"), Tolerances.of(dtype, accuracy)
+    tolerances = {
+        f"{name}_tolerance": getattr(usual, name) for name in ("gradient", "step", "loss")
+    }
+    given = {
+        name: number(value, name) for name in tolerances if (value := options.get(name)) is not None
+    }
+    progress = options.get("progress")
+    if not (progress is None or callable(progress)):
+        raise bad_setting("progress", progress, "a function of one FitProgress, or None")
+    return FitSettings(
+        method=member(Method, options.get("method", Method.AUTO), "method"),
+        max_iterations=(
+            accuracy.max_iterations
+            if iterations is None
+            else whole_number(iterations, "max_iterations")
+        ),
+        **(tolerances | given),
+        lower=_flat(lower, counts, single, "bounds", -np.inf),
+        upper=_flat(upper, counts, single, "bounds", np.inf),
+        fixed=None if fixed is None else fixed != 0.0,
+        all_starts=bool(options.get("all_starts")),
+        standard_errors=bool(options.get("standard_errors")),
+        covariance=bool(options.get("covariance")),
+        partial=bool(options.get("partial")),
+        progress=progress is not None,
+    )
+
+
+def _bounds(given: Any) -> tuple[Any, Any]:
+    """Return lower and upper bounds; a list, SciPy's pairs of a lower and an upper one, is none."""
+    if given is None:
+        return None, None
+    if not isinstance(given, tuple) or len(given) != 2:
+        wanted = "a tuple (lower, upper), each a number or an entry for each expression"
+        raise bad_setting("bounds", given, wanted)
+    return given
+
+
+def _flat(
+    given: Any, counts: NDArray[np.uint32], single: bool, name: str, otherwise: float
+) -> NDArray[np.float64] | None:
+    """Return one number for each parameter of each program, [sum(counts)]; None if none is given.
+
+    Parameters without an entry have ``otherwise``; ``single`` tells a lone expression.
+    """
+    if given is None:
+        return None
+    if np.isscalar(given):
+        return np.full(int(counts.sum()), number(given, name))
+    entries = list(given) if isinstance(given, Iterable) else [given]
+    if len(counts) == 1 and (single or all(e is None or np.isscalar(e) for e in entries)):
+        entries = [given]
+    if len(entries) != len(counts):
+        raise InvalidArgumentError(
+            f"{name} has {len(entries)} entries for {len(counts)} expressions",
+            "LENGTH_MISMATCH",
+            "Give one number for all parameters, or an entry for each expression",
+            name,
+        )
+    joined = join_vectors(entries)
+    if joined is not None and np.array_equal(joined.counts, counts):
+        return joined.numbers
+    pieces = [
+        _entry_numbers(entry, int(count), name, otherwise)
+        for entry, count in zip(entries, counts.tolist(), strict=True)
+    ]
+    return np.concatenate(pieces)
+
+
+def _entry_numbers(entry: Any, count: int, name: str, otherwise: float) -> NDArray[np.float64]:
+    if entry is None:
+        return np.full(count, otherwise)
+    if isinstance(entry, list | tuple):
+        entry = [otherwise if value is None else value for value in entry]
+    values = real_numbers(entry, name, place="position").astype(np.float64).ravel()
+    if len(values) not in (1, count):
+        raise InvalidArgumentError(
+            f"{name} has {len(values)} numbers for an expression with {count} parameters",
+            "LENGTH_MISMATCH",
+            "Give one number for each parameter of the expression, or one for all",
+            name,
+        )
+    return np.broadcast_to(values, (count,)).copy()

@@ -8,14 +8,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.calls.arguments import CommonOptions, common
-from warpfit.calls.batches import Parameters, PopulationCache, build_batch
-from warpfit.calls.checks import number
+from warpfit.calls.arguments import (
+    CommonOptions,
+    FitOptions,
+    Parameters,
+    PopulationCache,
+    build_batch,
+    common,
+    deadline_of,
+    number,
+)
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import TextTable
-from warpfit.calls.fit_arguments import FitOptions
 from warpfit.calls.results import Fit
-from warpfit.calls.retries import Deadline
 from warpfit.dataset.canonical import ranges
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.printing import to_latex, to_text
@@ -87,7 +92,7 @@ class SimplifyTask:
     ) -> None:
         """Take the arguments of `warpfit.Client.simplify`; errors as there."""
         self._data, self._options = data, options
-        self._deadline = Deadline(options.get("timeout"))
+        self._deadline = deadline_of(options.get("timeout"))
         loss = as_function(as_loss(options.get("loss", Loss.MSE)))
         self._is_score = loss.is_score
         # Lower is better in a search.

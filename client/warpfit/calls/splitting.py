@@ -1,13 +1,12 @@
 """Splitting evaluations and fits by programs into parts, and joining the results of the parts.
 
-A batch is split where a server refuses it as too large, or where several servers share it. Each
-part is an evaluation or a fit of its own; results come back in the order of the programs.
+A batch is split where a server refuses it as too large. Each part is an evaluation or a fit of its
+own, one is sent after the other, and the results come back in the order of the programs.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -17,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
-from warpfit.errors import ResourceExhaustedError
-from warpfit.fitting import FitProgress, FitRequest, FitResult
+from warpfit.errors import ResourceExhaustedError, WarpfitError
+from warpfit.fitting import FitRequest, FitResult
 from warpfit.request import OUTPUTS, STAGES, Evaluation, Result
 
 R = TypeVar("R", Evaluation, FitRequest)
@@ -74,42 +73,6 @@ def even_bounds(weights: NDArray[np.float64], parts: int) -> list[int]:
     return sorted({0, *cuts.tolist(), len(weights)})
 
 
-class SearchProgress:
-    """Adds up the progress of the parts of a fit, some of which may run at the same time.
-
-    Args:
-        request: the whole fit.
-        report: the caller's callback, or None.
-    """
-
-    def __init__(self, request: FitRequest, report: Callable[[FitProgress], None] | None) -> None:
-        self._total, self._report = searches(request), report
-        self._latest: dict[FitRequest, FitProgress] = {}
-        self._lock = threading.Lock()
-
-    def of_part(self, part: FitRequest) -> Callable[[FitProgress], None] | None:
-        """Return what takes the progress of a part; None if nobody asks for it."""
-        report = self._report
-        if report is None:
-            return None
-
-        def take(progress: FitProgress) -> None:
-            with self._lock:
-                self._latest[part] = progress
-                known = self._latest.values()
-                ended = sum(one.searches - one.active for one in known)
-                running = (one.iterations for one in known if one.active)
-                iterations = max(running, default=progress.iterations)
-                report(FitProgress(iterations, self._total - ended, self._total))
-
-        return take
-
-    def finish(self, part: FitRequest) -> None:
-        """Note that a part has ended."""
-        with self._lock:
-            self._latest[part] = FitProgress(0, 0, searches(part))
-
-
 def searches(request: FitRequest) -> int:
     """Return the number of searches of a fit."""
     return len(request.problem.batch) * request.problem.batch.vectors
@@ -125,15 +88,41 @@ class KnownLimits:
     def __init__(self) -> None:
         self._most: dict[tuple[Any, ...], float] = {}
 
-    def bounds(self, request: Evaluation | FitRequest, layout: Layout) -> list[int]:
+    def call_in_parts(self, request: R, layout: Layout, call: Callable[[R], S]) -> S:
+        """Return the result of a request, or of its parts where the server refuses it as too large.
+
+        Args:
+            request: an evaluation or a fit.
+            layout: of its data set.
+            call: sends a request and returns its result.
+
+        Raises:
+            WarpfitError: what ``call`` raises, with the index of the expression in the whole batch.
+        """
+        bounds = self._bounds(request, layout)
+        if len(bounds) == 2:
+            try:
+                return call(request)
+            except ResourceExhaustedError as error:
+                bounds = self._learn(error, request, layout)
+        results = []
+        for start, part in zip(bounds, split(request, bounds), strict=False):
+            try:
+                results.append(self.call_in_parts(part, layout, call))
+            except WarpfitError as error:
+                error.expression = None if error.expression is None else error.expression + start
+                raise
+        return join(results)
+
+    def _bounds(self, request: Evaluation | FitRequest, layout: Layout) -> list[int]:
         """Return the bounds of the parts of a request that a server has not refused yet."""
         most = self._most.get(_kind(request, layout)) if self._most else None
         if most is None:
             return [0, len(problem_of(request).batch)]
-        weights = program_weights(request)
+        weights = _weights(request)
         return even_bounds(weights, math.ceil(min(weights.sum() / most, len(weights))))
 
-    def learn(
+    def _learn(
         self, error: ResourceExhaustedError, request: Evaluation | FitRequest, layout: Layout
     ) -> list[int]:
         """Return the bounds of the parts of a refused request; raise ``error`` if none can help."""
@@ -143,10 +132,10 @@ class KnownLimits:
         if error.reason not in _REASONS or is_busy or not needed or not limit or programs == 1:
             raise error
         # Programs of the same weight may differ a little in what the server counts.
-        most = 0.95 * min(limit / needed, 1.0) * program_weights(request).sum()
+        most = 0.95 * min(limit / needed, 1.0) * _weights(request).sum()
         kind = _kind(request, layout)
         self._most[kind] = min(most, self._most.get(kind, math.inf))
-        bounds = self.bounds(request, layout)
+        bounds = self._bounds(request, layout)
         return bounds if len(bounds) > 2 else [0, programs // 2, programs]
 
 
@@ -160,7 +149,7 @@ def problem_of(request: Evaluation | FitRequest) -> Evaluation:
     return request if isinstance(request, Evaluation) else request.problem
 
 
-def program_weights(request: Evaluation | FitRequest) -> NDArray[np.float64]:
+def _weights(request: Evaluation | FitRequest) -> NDArray[np.float64]:
     """Return what each program weighs as work, message and answer: tokens and parameters."""
     batch = problem_of(request).batch
     return np.add(batch.lengths, batch.parameter_counts, dtype=np.float64) + 1.0

@@ -251,7 +251,7 @@ def _info(options: argparse.Namespace) -> None:
 
 
 def _health(options: argparse.Namespace) -> None:
-    from warpfit.transport.health import health
+    from warpfit.transport.channel import health
 
     status = health(options.address, options.service, options.timeout)
     print(f"{options.service}: {status}")

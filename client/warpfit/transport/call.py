@@ -1,17 +1,86 @@
-"""One remote call: its request, the reader of its answer, what carries and what cancels it."""
+"""A remote call: its request, its deadline, what cancels it, and the transport that carries it."""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 from warpfit import codec
 from warpfit.dataset import ClientDataset
 from warpfit.errors import CancelledError
+
+#: Called with the bytes done and the bytes in total, from 0 again when an upload is repeated.
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+def silent(done: int, total: int) -> None:
+    """Report nothing."""
+
+
+class Deadline:
+    """A moment that all attempts of a call share."""
+
+    def __init__(self, timeout: float | None = None) -> None:
+        """Begin ``timeout`` seconds; None or infinity never ends."""
+        self.timeout = None if timeout == math.inf else timeout
+        self._end = None if self.timeout is None else time.monotonic() + self.timeout
+
+    def remaining(self) -> float | None:
+        """Return the seconds left, at least 0; None without a deadline."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    def part(self, share: float) -> Deadline:
+        """Return a deadline after this share of the time left."""
+        remaining = self.remaining()
+        return Deadline(None if remaining is None else max(1e-3, share * remaining))
+
+
+class Cancellation:
+    """Cancels calls that run in other threads."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._calls: set[Any] = set()
+
+    @contextmanager
+    def covering(self, rpc: Any) -> Iterator[None]:
+        """Cancel gRPC's call ``rpc`` if `cancel` is called before the block ends."""
+        with self._lock:
+            self._calls.add(rpc)
+        try:
+            if self.is_cancelled():
+                rpc.cancel()
+            yield
+        finally:
+            with self._lock:
+                self._calls.discard(rpc)
+
+    def cancel(self) -> None:
+        """Cancel all calls, those that begin later too."""
+        self._event.set()
+        with self._lock:  # so that no call is cancelled that has left its block for another request
+            for rpc in self._calls:
+                rpc.cancel()
+
+    def is_cancelled(self) -> bool:
+        """Return whether `cancel` has been called."""
+        return self._event.is_set()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, at most until `cancel` is called."""
+        self._event.wait(seconds)
+
+    def check(self) -> None:
+        """Raise CancelledError once `cancel` has been called."""
+        if self.is_cancelled():
+            raise CancelledError("the call was cancelled", "CANCELLED")
 
 
 def only(messages: Iterable[Any]) -> Any:
@@ -22,33 +91,43 @@ def only(messages: Iterable[Any]) -> Any:
     return found[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """A remote call, which may be made several times."""
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request to a server. It may be sent several times, one attempt after the other."""
 
     method: str
     """Name of the method in evaluator.proto."""
-    request: Any
+    message: Any
     """The message, or an iterator of messages where the contract says stream."""
     read: Callable[[Iterable[Any]], Any] = only
     """Makes a result of the messages of an answer, while later ones are still on their way."""
     is_single: bool = True
     """Whether the contract promises that the answer is one message."""
+    dataset: ClientDataset | None = None
+    """Data set of the request, which decides between servers, and is uploaded where it is not
+    resident."""
+    deadline: Deadline = Deadline()  # noqa: RUF009 (it never ends)
+    report: Progress = silent
+    """Told the progress of an upload."""
+    server: str = ""
+    """Address for the present attempt, as the next two."""
+    seconds: float | None = None
+    """Time for its answer; None waits for ever."""
+    cancellation: Cancellation | None = None
+    """Ends it; None if nothing but an interrupt does."""
 
 
 class Transport(Protocol):
-    """Carries calls to servers and answers back; `warpfit.testing` has one without a network."""
+    """Carries requests to servers and answers back; `warpfit.testing` has one without a network."""
 
-    def call(
-        self, call: Call, server: str, seconds: float | None, cancellation: Cancellation | None
-    ) -> Any:
-        """Make a call at the address of a server; None waits for ever.
+    def call(self, request: Request) -> Any:
+        """Send a request to its server.
 
         Returns:
-            What ``call.read`` makes of the answer.
+            What ``request.read`` makes of the answer.
 
         Raises:
-            WarpfitError: the server's error, or what ``call.read`` raises.
+            WarpfitError: the server's error, or what ``request.read`` raises.
         """
 
     def forget(self, address: str) -> None:
@@ -58,50 +137,6 @@ class Transport(Protocol):
         """Close all connections; calls in flight fail."""
 
 
-class Cancellation:
-    """Cancels calls that run in other threads."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self._lock = threading.Lock()
-        self._calls: set[Any] = set()
-
-    @contextmanager
-    def within(self, outer: Cancellation | None) -> Iterator[Self]:
-        """Cancel this, too, if ``outer`` is cancelled before the block ends."""
-        with nullcontext() if outer is None else outer.covering(self):
-            yield self
-
-    @contextmanager
-    def covering(self, rpc: Any) -> Iterator[None]:
-        """Cancel gRPC's call ``rpc`` if `cancel` is called before the block ends."""
-        with self._lock:
-            self._calls.add(rpc)
-        try:
-            if self.event.is_set():
-                rpc.cancel()
-            yield
-        finally:
-            with self._lock:
-                self._calls.discard(rpc)
-
-    def cancel(self) -> None:
-        """Cancel all calls, those that begin later too."""
-        self.event.set()
-        with self._lock:  # so that no call is cancelled that has left its block for another request
-            for rpc in self._calls:
-                rpc.cancel()
-
-    def sleep(self, seconds: float) -> None:
-        """Wait, at most until `cancel` is called."""
-        self.event.wait(seconds)
-
-    def check(self) -> None:
-        """Raise CancelledError once `cancel` has been called."""
-        if self.event.is_set():
-            raise CancelledError("the call was cancelled", "CANCELLED")
-
-
 class UploadStream:
     """Iterator of the messages of an upload, which keeps an exception of the progress callback.
 
@@ -109,9 +144,7 @@ class UploadStream:
     the stream, and the transport raises it in the caller's thread.
     """
 
-    def __init__(
-        self, dataset: ClientDataset, chunk_bytes: int, report: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, dataset: ClientDataset, chunk_bytes: int, report: Progress) -> None:
         self.failure: Exception | None = None
         self._messages = self._stream(dataset, chunk_bytes, report)
 
@@ -122,7 +155,7 @@ class UploadStream:
         return next(self._messages)
 
     def _stream(
-        self, dataset: ClientDataset, chunk_bytes: int, report: Callable[[int, int], None]
+        self, dataset: ClientDataset, chunk_bytes: int, report: Progress
     ) -> Iterator[bytes]:
         """Yield each message, and report it when the next one is asked for."""
         total = dataset.layout.nbytes

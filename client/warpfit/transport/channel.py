@@ -1,18 +1,31 @@
-"""The transport that carries out calls over gRPC channels."""
+"""The transport that carries requests over gRPC channels.
+
+Short evaluations follow one another in a call that stays open, as the contract allows: beginning
+and ending a call takes gRPC most of what a small call costs (result ``call_cost`` of the
+benchmarks). Every other request is a call of its own.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from typing import Any, Final
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import chain
+from queue import SimpleQueue
+from typing import Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
 from warpfit import codec
-from warpfit.errors import InvalidArgumentError, WarpfitError
-from warpfit.transport.call import Call, Cancellation, UploadStream, only
+from warpfit.errors import CancelledError, InvalidArgumentError, WarpfitError
+from warpfit.transport.addresses import check_address
+from warpfit.transport.call import Request, UploadStream, only
 from warpfit.transport.connection import Connection
 from warpfit.transport.forks import (
     CALLS,
@@ -20,10 +33,12 @@ from warpfit.transport.forks import (
     QUIET_BEFORE_FORK,
     RENEWED_IN_CHILD,
 )
-from warpfit.transport.open_calls import OpenCalls
-from warpfit.transport.security import is_local
+from warpfit.transport.security import Security, is_local
 from warpfit.transport.servers import NOBODY_THERE
 from warpfit.v1 import evaluator_pb2 as pb
+
+#: Metadata of a call.
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 #: The method whose calls carry several requests, and the one whose request has several messages.
 _OPEN: Final = "Evaluate"
@@ -32,11 +47,15 @@ _UPLOAD: Final = "UploadVariables"
 #: is not there in half a second, so that a long one would be sent twice over a slow network; beside
 #: what it takes itself the cost of a call does not matter.
 _OPEN_BYTES: Final = 256 << 10
-#: Methods whose requests reach gRPC as bytes.
-_OF_BYTES: Final = frozenset({_OPEN, _UPLOAD})
+#: Seconds after which an open call is not used again: servers end one that waits for 0.5 s.
+_IDLE_SECONDS: Final = 0.4
+#: Statuses with which a server ends a call that waits for a request, without reading another one.
+_ENDED: Final = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 #: Channels of the parent in a child that was forked. They are kept, because closing them there
 #: could wait for a lock that a thread of the parent had.
 _PARENTS_CHANNELS: Final[list[Any]] = []
+#: HealthCheckResponse.ServingStatus by number.
+_HEALTH: Final = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 
 
 class GrpcTransport:
@@ -60,53 +79,33 @@ class GrpcTransport:
         for address in addresses:
             self._to(address)
 
-    def call(
-        self, call: Call, server: str, seconds: float | None, cancellation: Cancellation | None
-    ) -> Any:
-        """Make a call; an interrupt in the caller's thread cancels it on the server too."""
+    def call(self, request: Request) -> Any:
+        """Send a request; an interrupt in the caller's thread cancels it on the server too."""
         if self._closed:
             raise InvalidArgumentError(
                 "the client is closed", "CLIENT_CLOSED", "Keep it open as long as it is used"
             )
         with CALLS:
-            return self._call(call, server, seconds, cancellation)
-
-    def _call(
-        self, call: Call, server: str, seconds: float | None, cancellation: Cancellation | None
-    ) -> Any:
-        channel = self._open.get(server) or self._to(server)
-        single, streamed = channel.single[call.method], channel.streamed.get(call.method)
-        options = {"timeout": seconds, "metadata": self._metadata}
-        try:
-            if call.method == _OPEN and seconds is None and len(call.request) <= _OPEN_BYTES:
-                asked = channel.open_calls.ask(call.request, cancellation or Cancellation())
-                return call.read(asked)
-            if call.is_single and cancellation is None and not _is_upload(call):
-                # gRPC cancels such a call by itself when it is interrupted.
-                return call.read((only((single(call.request, **options),)),))
-            # This thread reads a stream itself, while a future has to wait for one of gRPC's.
-            rpc = (streamed or single.future)(call.request, **options)
+            channel = self._open.get(request.server) or self._to(request.server)
             try:
-                with (cancellation or Cancellation()).covering(rpc):
-                    return call.read(rpc if streamed else (only((rpc.result(),)),))
-            except grpc.RpcError:
-                raise
-            except BaseException:
-                rpc.cancel()
-                raise
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            if cancellation is not None:
-                cancellation.check()  # so that the server is not blamed
-            found = _error_of(call, error)
-            if (
-                isinstance(found, WarpfitError)
-                and found.reason in NOBODY_THERE
-                and self._proxy is not None
-                and not is_local(server)
-            ):
-                proxy = str(self._proxy).removeprefix("http://").rpartition("@")[2]
-                found.message = f"{server}, asked for by the proxy {proxy}: {found.message}"
-            raise found from error
+                return channel.call(request, self._metadata)
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                if request.cancellation is not None:
+                    request.cancellation.check()  # so that the server is not blamed
+                raise self._error_of(request, error) from error
+
+    def _error_of(self, request: Request, error: Any) -> Exception:
+        """Return the exception of a failed call; a progress callback's comes before gRPC's."""
+        if isinstance(request.message, UploadStream) and request.message.failure is not None:
+            return request.message.failure
+        found = codec.error_from_status(
+            error.code().name, error.details() or "", error.trailing_metadata()
+        )
+        is_away = isinstance(found, WarpfitError) and found.reason in NOBODY_THERE
+        if is_away and self._proxy is not None and not is_local(request.server):
+            proxy = str(self._proxy).removeprefix("http://").rpartition("@")[2]
+            found.message = f"{request.server}, asked for by the proxy {proxy}: {found.message}"
+        return found
 
     def _to(self, address: str) -> _Channel:
         with CALLS, self._lock:
@@ -157,21 +156,45 @@ class _Channel:
     one message the method is called as a unary one, which saves 0.1 ms a call.
     """
 
-    def __init__(self, channel: Any, metadata: Any) -> None:
+    def __init__(self, channel: Any, metadata: Metadata) -> None:
         service = pb.DESCRIPTOR.services_by_name["Evaluator"]
         self._channel = channel
-        self.streamed: dict[str, Any] = {}
-        self.single: dict[str, Any] = {}
+        self._streamed: dict[str, Any] = {}
+        self._single: dict[str, Any] = {}
         for method in service.methods:
             request, answer = map(GetMessageClass, (method.input_type, method.output_type))
-            serializer = None if method.name in _OF_BYTES else request.SerializeToString
+            is_bytes = method.name in (_OPEN, _UPLOAD)
+            serializer = None if is_bytes else request.SerializeToString
             way = f"/{service.full_name}/{method.name}", serializer, answer.FromString
             unary = channel.stream_unary if method.name == _UPLOAD else channel.unary_unary
-            self.single[method.name] = unary(*way)
+            self._single[method.name] = unary(*way)
             if method.server_streaming:
-                self.streamed[method.name] = channel.unary_stream(*way)
+                self._streamed[method.name] = channel.unary_stream(*way)
             if method.name == _OPEN:
                 self.open_calls = OpenCalls(channel.stream_stream(way[0]), metadata)
+
+    def call(self, request: Request, metadata: Metadata) -> Any:
+        """Send a request; raise what gRPC raises."""
+        seconds, message = request.seconds, request.message
+        traced = trace_context()
+        is_evaluation = request.method == _OPEN
+        if is_evaluation and seconds is None and len(message) <= _OPEN_BYTES and not traced:
+            return self.open_calls.call(request)
+        options = {"timeout": seconds, "metadata": (*metadata, *traced)}
+        single, streamed = self._single[request.method], self._streamed.get(request.method)
+        if request.is_single and request.cancellation is None and request.method != _UPLOAD:
+            # gRPC cancels such a call by itself when it is interrupted.
+            return request.read((only((single(message, **options),)),))
+        # This thread reads a stream itself, while a future has to wait for one of gRPC's.
+        rpc = (streamed or single.future)(message, **options)
+        try:
+            with nullcontext() if (token := request.cancellation) is None else token.covering(rpc):
+                return request.read(rpc if streamed else (only((rpc.result(),)),))
+        except grpc.RpcError:
+            raise
+        except BaseException:
+            rpc.cancel()
+            raise
 
     def close(self) -> None:
         """Close the channel; calls in flight fail."""
@@ -179,14 +202,154 @@ class _Channel:
         self._channel.close()
 
 
-def _is_upload(call: Call) -> bool:
-    return isinstance(call.request, UploadStream)
+class _OpenCall:
+    """A call in which requests follow one another; used by one thread at a time."""
+
+    def __init__(self, method: Any, metadata: Metadata) -> None:
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        self.has_ended = threading.Event()
+        """Set once gRPC's thread has dealt with the end of the call."""
+        self.is_complete = False
+        """Whether the whole answer to the last request has been read."""
+        self.rpc = method(iter(self._requests.get, None), metadata=metadata)
+        """gRPC's call, whose thread sends what is put into the queue until the call ends."""
+        if not self.rpc.add_callback(self._end):
+            self._end()
+
+    def _end(self) -> None:
+        self._requests.put(None)
+        self.has_ended.set()
+
+    def ask(self, request: bytes) -> Iterator[Any]:
+        """Send a request and yield the messages of its answer, as far as they come.
+
+        Raises:
+            grpc.RpcError: with the status, if the server ends the call with an error instead.
+            InternalError: if a message is none.
+        """
+        self.is_complete = False
+        self._requests.put(request)
+        for data in self.rpc:
+            message = codec.answer_from_bytes(data)
+            self.is_complete = message.HasField("timings")
+            yield message
+            if self.is_complete:
+                return
 
 
-def _error_of(call: Call, error: Any) -> Exception:
-    """Return the exception of a failed call; that of a progress callback comes before gRPC's."""
-    if isinstance(call.request, UploadStream) and call.request.failure is not None:
-        return call.request.failure
-    return codec.error_from_status(
-        error.code().name, error.details() or "", error.trailing_metadata()
-    )
+class OpenCalls:
+    """The open calls of Evaluate at one server; threads may share it.
+
+    Args:
+        method: Evaluate as a stream of bytes in both directions.
+        metadata: of all calls.
+    """
+
+    def __init__(self, method: Any, metadata: Metadata) -> None:
+        self._given = method, metadata
+        self._idle: deque[tuple[float, _OpenCall]] = deque()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def call(self, request: Request) -> Any:
+        """Send a request and return what it reads of the answer.
+
+        Raises:
+            grpc.RpcError: with the status, if the server has ended the call instead.
+            CancelledError: if the client was closed before.
+        """
+        call = self._take()
+        answer = None if call is None else self._ask(call, request)
+        if answer is not None:
+            return answer
+        try:
+            call = _OpenCall(*self._given)
+        except ValueError as error:  # gRPC's word for a channel that was closed a moment ago
+            raise CancelledError("the client was closed", "CANCELLED") from error
+        return self._ask(call, request, is_new=True)
+
+    def close(self) -> None:
+        """End the calls that are idle, and those that become it."""
+        with self._lock:
+            self._is_closed = True
+        self.end_idle()
+
+    def end_idle(self, patience: float = 0.0) -> None:
+        """End the calls that are idle, and wait for some seconds at most until they have ended."""
+        with self._lock:
+            idle = [call for _, call in self._idle]
+            self._idle.clear()
+        for call in idle:
+            call.rpc.cancel()
+        until = time.monotonic() + patience
+        for call in idle if patience else ():
+            call.has_ended.wait(max(0.0, until - time.monotonic()))
+
+    def _ask(self, call: _OpenCall, request: Request, *, is_new: bool = False) -> Any:
+        """Send a request in a call; return None if the server has ended that without reading it."""
+        token, first = request.cancellation, None
+        try:
+            with nullcontext() if token is None else token.covering(call.rpc):
+                messages = call.ask(request.message)
+                first = next(messages, None)
+                if first is None and not is_new:
+                    return None  # the server has not waited long enough
+                answer = request.read(messages if first is None else chain((first,), messages))
+        except BaseException as error:
+            call.rpc.cancel()
+            is_cancelled = token is not None and token.is_cancelled()
+            if is_new or first is not None or is_cancelled or not isinstance(error, grpc.RpcError):
+                raise
+            if call.rpc.code() not in _ENDED:
+                raise
+            return None
+        with self._lock:
+            is_kept = call.is_complete and not self._is_closed
+            if is_kept:
+                self._idle.append((time.monotonic(), call))
+        if not is_kept:
+            call.rpc.cancel()
+        return answer
+
+    def _take(self) -> _OpenCall | None:
+        """Return an idle call that the server has not ended yet, if there is one."""
+        earliest = time.monotonic() - _IDLE_SECONDS
+        with self._lock:
+            late = []
+            while self._idle and self._idle[0][0] < earliest:
+                late.append(self._idle.popleft()[1])
+            found = self._idle.pop()[1] if self._idle else None
+        for call in late:
+            call.rpc.cancel()
+        return found
+
+
+def trace_context() -> Metadata:
+    """Return the caller's span of OpenTelemetry as W3C Trace Context; empty without one."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None or not trace.get_current_span().get_span_context().is_valid:
+        return ()  # nobody can have made a span without that module
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(carrier.items())
+
+
+def health(address: str, service: str, timeout: float) -> str:
+    """Return a service's status from grpc.health.v1, or the gRPC status of a call that failed.
+
+    It needs no package that has the stubs of the health service.
+    """
+    check_address(address)
+    name = service.encode()[:127]
+    request = b"\n" + bytes([len(name)]) + name if name else b""  # HealthCheckRequest.service
+    with CALLS, Security().channel(address, []) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)
+        try:
+            answer = check(request, timeout=timeout)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    # HealthCheckResponse.status
+    number = answer[1] if answer[:1] == b"\x08" and len(answer) > 1 else 0
+    return _HEALTH[number] if number < len(_HEALTH) else "UNKNOWN"

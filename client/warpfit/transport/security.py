@@ -126,9 +126,9 @@ class Security:
             options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
         return grpc.secure_channel(address, self.tls.credentials(), options)
 
-    def metadata(self) -> tuple[tuple[str, str], ...] | None:
+    def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of every call."""
-        return ((TOKEN_METADATA_KEY, f"Bearer {self.token}"),) if self.token else None
+        return ((TOKEN_METADATA_KEY, f"Bearer {self.token}"),) if self.token else ()
 
 
 def is_local(address: str) -> bool:

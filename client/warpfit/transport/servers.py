@@ -4,7 +4,7 @@ Where a data set lives is decided by rendezvous hashing (Thaler and Ravishankar 
 ranks the servers by a hash of content id and address, and the first ones are the data set's homes.
 So all clients agree without asking, and a server that goes moves its own data sets only.
 
-Among the homes that are up, a call takes the less loaded of two that are drawn (Mitzenmacher 2001).
+Among the homes that are up, a call takes one with the fewest calls of this client in flight.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from warpfit.errors import UnavailableError, WarpfitError
+from warpfit.errors import DeadlineExceededError, UnavailableError, WarpfitError
 from warpfit.transport.forks import RENEWED_IN_CHILD
 
 #: Reasons of errors that say that there is no server, rather than one that is in trouble.
@@ -33,14 +33,6 @@ _PAUSES: Final = (0.1, 5.0)
 _RESOLVE_SECONDS: Final = (10.0, 1.0)
 #: Seconds for which a server that had no room for a data set is not asked again to take it.
 _REFUSAL_SECONDS: Final = 30.0
-#: Shortest part in seconds of a batch that is split.
-_PART_SECONDS: Final = 0.02
-#: Factor by which a call has to take longer than expected to be a sign that its server hangs.
-_SURPRISE: Final = 16.0
-#: Work a second that is assumed before the first answer: more than a CPU does, less than a GPU.
-_USUAL_RATE: Final = 1e10
-#: Weight of all earlier calls in averages that follow the recent ones.
-_MEMORY: Final = 0.95
 _MOST_RANKINGS: Final = 256
 #: Not the module's own functions, whose seed decides the searches of callers.
 _RANDOM: Final = random.SystemRandom()
@@ -53,8 +45,6 @@ class Server:
     address: str
     outstanding: int = 0
     """Calls of this client that are in flight there."""
-    load: float = 1.0
-    """Seconds of recent calls over what calls of their size take on all servers."""
     failures: int = 0
     failed_at: float = 0.0
     down_until: float = 0.0
@@ -64,31 +54,6 @@ class Server:
     because a call to a machine that is gone would wait for a long time."""
     refusals: dict[bytes, float] = field(default_factory=dict)
     """Content ids of data sets that it has no room for, and until when that is believed."""
-
-
-class DurationModel:
-    """Seconds of a call as a straight line over its work, fitted to recent calls."""
-
-    def __init__(self) -> None:
-        self._sums = [0.0] * 5
-
-    def add(self, work: float, seconds: float) -> None:
-        """Take the outcome of one call."""
-        new = (1.0, work, seconds, work * work, work * seconds)
-        self._sums = [_MEMORY * old + one for old, one in zip(self._sums, new, strict=True)]
-
-    def seconds(self, work: float) -> float:
-        """Return what a call of this much work is expected to take."""
-        count, sum_work, sum_seconds, squares, products = self._sums
-        if not count:
-            return work / _USUAL_RATE
-        mean_work, mean_seconds = sum_work / count, sum_seconds / count
-        spread = squares / count - mean_work**2
-        slope = mean_seconds / mean_work if mean_work else 0.0
-        if spread > 1e-6 * mean_work**2:
-            # A base below zero is an artefact of noise: then the line goes through the origin.
-            slope = min(slope, max(0.0, (products / count - mean_work * mean_seconds) / spread))
-        return max(1e-6, mean_seconds + slope * (work - mean_work))
 
 
 class Servers:
@@ -116,10 +81,9 @@ class Servers:
         self._servers: dict[str, Server] = {}
         self._dropped: list[Server] = []
         self._rankings: dict[bytes, list[Server]] = {}
-        self._costs: dict[str, DurationModel] = {}
         self._resolve_at = 0.0
         self.is_several = not is_fixed or len(addresses) > 1
-        """Whether there may be more than one server; if not, nothing is chosen or measured."""
+        """Whether there may be more than one server; if not, nothing is chosen."""
         self.update(addresses)
         RENEWED_IN_CHILD.add(self)
 
@@ -198,32 +162,6 @@ class Servers:
             count = max(count, _SMALL_REPLICAS)
         return self._ranked(content_id)[:count]
 
-    def parts(self, method: str, work: float, content_id: bytes, nbytes: int) -> int:
-        """Return into how many parts to split a call of so much work."""
-        if not self.is_several:
-            return 1
-        with self._lock:
-            most = int(
-                self._costs.setdefault(method, DurationModel()).seconds(work) / _PART_SECONDS
-            )
-            if most < 2:
-                return 1
-            now = self.clock()
-            up = sum(server.down_until <= now for server in self.homes(content_id, nbytes))
-        return max(1, min(up, most))
-
-    def share(self, method: str, work: float, seconds: float) -> float:
-        """Return how much of the seconds to its deadline a call may spend at one server.
-
-        An evaluation that is expected to be quick leaves time for another server, in case this one
-        hangs. Fits are given everything, because a fit uses its time.
-        """
-        if not self.is_several or method != "Evaluate":
-            return seconds
-        with self._lock:
-            expected = self._costs.setdefault(method, DurationModel()).seconds(work)
-        return seconds / 2 if _SURPRISE * expected < seconds else seconds
-
     def probe_seconds(self, server: Server) -> float:
         """Return how long to wait for a server's first answer: longer if there is no other one."""
         has_others = any(other.is_trusted for other in self)
@@ -237,7 +175,8 @@ class Servers:
             self._forgive(content_id, now)
         up = [server for server in alive if server.down_until <= now and server not in tried]
         if up:
-            return self._less_loaded(up)
+            # First those whose turn it is to be asked whether they are there.
+            return min(up, key=lambda one: (one.is_trusted, one.outstanding, self._draw()))
         if not any(server.is_trusted for server in alive):
             # No home is merely busy: the next in rank takes over, and will be sent the data set.
             for server in self._ranked(content_id)[len(homes) :]:
@@ -252,22 +191,6 @@ class Servers:
         if all(server.refusals.get(content_id, 0.0) > now for server in ranked):
             for server in ranked:
                 del server.refusals[content_id]
-
-    def _less_loaded(self, servers: list[Server]) -> Server:
-        for server in servers:
-            if not server.is_trusted:
-                return server  # its turn to be asked whether it is there
-        if len(servers) == 1:
-            return servers[0]
-        first = int(self._draw() * len(servers))
-        second = (first + 1 + int(self._draw() * (len(servers) - 1))) % len(servers)
-        one, other = servers[first], servers[second]
-        if one.outstanding != other.outstanding:
-            return min(one, other, key=lambda server: (1 + server.outstanding) * server.load)
-        # Clients with one call at a time see the same loads: if each took the less loaded server,
-        # all would move to it together.
-        share = 1.0 / (1.0 + (one.load / other.load) ** 2)
-        return one if self._draw() < share else other
 
     def _ranked(self, content_id: bytes) -> list[Server]:
         ranking = self._rankings.get(content_id)
@@ -285,33 +208,29 @@ class Servers:
 
     # ---------------------------------------------------------------------------------- outcomes
 
-    def succeeded(self, server: Server, method: str, work: float, seconds: float) -> None:
-        """Take note of an answer; work is 0 if the time says nothing about the server's load."""
+    def succeeded(self, server: Server) -> None:
+        """Take note of an answer."""
         self.has_answered = True
-        if not self.is_several:
-            return
-        with self._lock:
-            server.failures, server.down_until, server.is_trusted = 0, 0.0, True
-            if work:
-                costs = self._costs.setdefault(method, DurationModel())
-                costs.add(work, seconds)
-                ratio = min(10.0, max(0.1, seconds / costs.seconds(work)))
-                server.load += (1.0 - _MEMORY) * 4 * (ratio - server.load)
+        if self.is_several:
+            with self._lock:
+                server.failures, server.down_until, server.is_trusted = 0, 0.0, True
 
     def failed(self, server: Server, error: WarpfitError, started: float) -> None:
         """Take note of a failure that another server may not have.
 
-        A server that is busy is left alone for as long as it asked for; one that is away for longer
-        and longer, and its address is soon asked for again. Attempts that were under way together
-        count as one failure, which is why the start of the attempt is needed.
+        A busy server is left alone for as long as it asked for. One that is away, or has not
+        answered in time, is left alone for longer and longer, and its address is soon asked for
+        again. Attempts that were under way together count as one failure, which is why the start of
+        the attempt is needed.
         """
-        self.has_answered |= error.reason not in NOBODY_THERE
+        is_late = isinstance(error, DeadlineExceededError)
+        self.has_answered |= not is_late and error.reason not in NOBODY_THERE
         if not self.is_several:
             return
         now = self.clock()
         with self._lock:
             pause = error.retry_after or 0.0
-            if isinstance(error, UnavailableError):
+            if is_late or isinstance(error, UnavailableError):
                 self._resolve_at = min(self._resolve_at, now + _RESOLVE_SECONDS[1])
                 server.is_trusted = False
                 if started >= server.failed_at:

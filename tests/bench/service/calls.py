@@ -31,8 +31,8 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.request import Timings
 from warpfit.server_info import Limits
-from warpfit.transport.call import Cancellation
-from warpfit.transport.open_calls import OpenCalls
+from warpfit.transport.call import Request
+from warpfit.transport.channel import OpenCalls
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.engine.lowering import validate
 from warpfit_server.limits import check_batch
@@ -92,13 +92,15 @@ def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -
         grpc.insecure_channel(address) as channel,
     ):
         method = channel.unary_unary(METHOD)
-        open_calls, unused = OpenCalls(channel.stream_stream(METHOD), None), Cancellation()
+        open_calls = OpenCalls(channel.stream_stream(METHOD), ())
         return microseconds(
             {
                 "fresh": lambda turn: client.run(data, *batches[turn], **OPTIONS),
                 "repeated": lambda turn: client.run(data, *batches[0], **OPTIONS),
                 "grpc_alone": lambda turn: method(messages[turn]),
-                "open_call_alone": lambda turn: list(open_calls.ask(messages[turn], unused)),
+                "open_call_alone": lambda turn: open_calls.call(
+                    Request("Evaluate", messages[turn], list)
+                ),
             }
         )
 

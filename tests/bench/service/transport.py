@@ -28,9 +28,8 @@ from harness import SEED, ServerProcess, save, seconds_of
 
 from support.load.faults import injected
 from support.servers.bare_grpc import NO_LIMIT, bare_server, serve
-from warpfit.calls.progress import silent
-from warpfit.calls.retries import Deadline, Retries
 from warpfit.dataset import Dataset
+from warpfit.transport.call import Request
 
 ROUNDS = 9
 ROWS, PROGRAMS = 100_000, 300
@@ -146,15 +145,16 @@ def uploads(client: warpfit.Client, front_end: psutil.Process) -> dict[str, Any]
     """Fresh content each time: making it ready (transposed, hashed), and sending."""
     X = np.random.default_rng(SEED).normal(size=(UPLOAD_ROWS, UPLOAD_VARIABLES)).astype(np.float32)
     ready, seconds, work = [], [], []
-    attempts = client._operations.attempts
+    failover = client._failover
     for turn in range(5):
         X[0, 0] = turn
         started = time.perf_counter()
         dataset = Dataset.of(X)
         ready.append(time.perf_counter() - started)
         cpu, started = cpu_seconds(front_end), time.perf_counter()
-        retries = Retries(warpfit.RetryPolicy(), Deadline(None))
-        attempts.send(next(iter(attempts.servers)), dataset, retries, silent)
+        failover.upload(
+            next(iter(failover.servers)), Request("GetVariables", None, dataset=dataset)
+        )
         seconds.append(time.perf_counter() - started)
         work.append(cpu_seconds(front_end) - cpu)
         handle = warpfit.calls.dataset_handle.DatasetHandle(dataset)

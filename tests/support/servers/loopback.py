@@ -12,7 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 from warpfit import codec
 from warpfit.errors import WarpfitError
 from warpfit.testing import InProcessServer
-from warpfit.transport.call import Call
+from warpfit.transport.call import Request
 from warpfit.v1 import evaluator_pb2 as pb
 
 
@@ -21,6 +21,8 @@ class Servicer:
 
     def __init__(self, server: InProcessServer) -> None:
         self.server = server
+        self.metadata: dict[str, str] = {}
+        """Of the last request that was a call of its own."""
         self.hang = False
         self.hangs = threading.Event()
         self.cancelled = threading.Event()
@@ -39,6 +41,7 @@ class Servicer:
         )
 
     def _call(self, method, request, context):
+        self.metadata = dict(context.invocation_metadata())
         if method.client_streaming and method.server_streaming:
             request = next(request)  # each call answers one request
         if method.name == "Evaluate" and self.hang:
@@ -46,7 +49,7 @@ class Servicer:
             self.hangs.set()
             self.cancelled.wait(30)
         try:
-            messages = self.server.answer(Call(method.name, request, list))
+            messages = self.server.answer(Request(method.name, request, list))
         except WarpfitError as error:
             metadata = [(codec.ERROR_METADATA_KEY, codec.error_to_status(error))]
             context.set_trailing_metadata(metadata)

@@ -1,5 +1,7 @@
 """Answers and uploads of the blocking client, in process and over gRPC."""
 
+import asyncio
+import inspect
 import sys
 
 import numpy as np
@@ -9,8 +11,7 @@ import pytest
 import warpfit
 from support.servers.client_examples import EXPRESSIONS, PARAMETERS, X, Y, expected_values
 from support.servers.loopback import serve
-from warpfit.calls import attempts
-from warpfit.calls.attempts import Attempts
+from warpfit.transport import failover
 from warpfit.transport.settings import TransportConfig
 
 
@@ -155,7 +156,7 @@ def test_a_with_block_ends_in_peace_where_the_server_is_away(client, server):
 
 def test_a_data_set_that_is_evicted_again_and_again_is_uploaded_again(client, server, monkeypatch):
     data, pauses = client.upload(X), []
-    monkeypatch.setattr(Attempts, "sleep", lambda _, seconds: pauses.append(seconds))
+    monkeypatch.setattr(failover.Failover, "sleep", lambda _, seconds: pauses.append(seconds))
     evaluate, evictions = server._methods["Evaluate"], iter(range(20))
 
     def evict(message):
@@ -167,7 +168,7 @@ def test_a_data_set_that_is_evicted_again_and_again_is_uploaded_again(client, se
     np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
     assert len(pauses) == 19, "between uploads"
     assert max(pauses) <= 1
-    monkeypatch.setattr(attempts, "_MOST_UPLOADS", 5)
+    monkeypatch.setattr(failover, "_MOST_UPLOADS", 5)
     evictions = iter(range(10**6))
     with pytest.raises(warpfit.DatasetNotFoundError):
         client.evaluate(data, "x1")
@@ -205,3 +206,41 @@ def test_a_population_is_taken_wherever_programs_are(client):
     )
     fits = [client.optimize(data, given, starts).loss for given in (population, list(population))]
     np.testing.assert_array_equal(*fits)
+
+
+# ------------------------------------------------------------------------------------------ traces
+
+
+@pytest.mark.parametrize("made", [warpfit.connect, warpfit.connect_async])
+def test_a_call_continues_the_callers_span(server, made):
+    trace = pytest.importorskip("opentelemetry.trace")
+    span = trace.SpanContext(0x4BF9, 0x00F0, is_remote=False, trace_flags=trace.TraceFlags(1))
+    sent = []
+
+    async def body(address, servicer):
+        client = made(address)
+
+        async def call(method, *arguments, **options):
+            found = getattr(client, method)(*arguments, **options)
+            found = await found if inspect.isawaitable(found) else found
+            sent.append(servicer.metadata.get("traceparent"))
+            return found
+
+        data = await call("upload", X, Y)
+        await call("evaluate", data, "x1", loss="mse")
+        with trace.use_span(trace.NonRecordingSpan(span)):
+            losses = await call("evaluate", data, "x1", loss="mse")
+            values = await call("evaluate", data, "x1")
+            await call("optimize", data, "p1*x1", [1.0])
+            await call("info")
+        await call("evaluate", data, "x1", loss="mse")
+        np.testing.assert_array_equal(values[:, 0], X[:, 0])
+        assert losses.shape == (1,)
+        closed = client.close()
+        if inspect.isawaitable(closed):
+            await closed
+
+    with serve(server) as (address, servicer):
+        asyncio.run(body(address, servicer))
+    parent = f"00-{0x4BF9:032x}-{0x00F0:016x}-01"
+    assert sent == [None, None, *[parent] * 4, None]

@@ -44,7 +44,7 @@ def test_a_client_is_pickled_as_its_arguments(monkeypatch):
     with warpfit.connect(token="secret", transport=transport, replicas=1) as client:
         monkeypatch.delenv("WARPFIT_ADDRESS")
         with pickle.loads(pickle.dumps(client)) as again:
-            one, other = (each._operations.attempts.connection for each in (client, again))
+            one, other = (each._failover.connection for each in (client, again))
             assert one == other
             assert other.arguments[0] == ["127.0.0.1:1", "127.0.0.1:2"]
 

@@ -1,8 +1,7 @@
-"""Clients of several servers: fail-over, uploads, parts of a batch, addresses that change."""
+"""Clients of several servers: fail-over, uploads, addresses that change."""
 
 import asyncio
 import inspect
-import itertools
 import logging
 import random
 import socket
@@ -18,9 +17,9 @@ import warpfit
 from support.servers.client_examples import EXPRESSIONS, PARAMETERS, QUICK, X, expected_values
 from support.servers.loopback import serve
 from warpfit import testing
-from warpfit.calls import attempts, operations
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import DatasetReference
+from warpfit.transport import failover
 from warpfit.transport import servers as choice
 
 BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.2)
@@ -34,17 +33,10 @@ def fleet():
 
 
 @pytest.fixture
-def small_parts(monkeypatch):
-    """Split every batch."""
-    monkeypatch.setattr(choice, "_PART_SECONDS", 1e-12)
-
-
-@pytest.fixture
 def even_servers(monkeypatch):
-    """Let all calls of new clients seem equally long, and draw the same servers in each run."""
-    ticks = itertools.count()
-    choose = partial(choice.Servers, clock=lambda: 1e-3 * next(ticks), draw=random.Random(1).random)
-    monkeypatch.setattr(operations, "Servers", choose)
+    """Draw the same servers in each run."""
+    choose = partial(choice.Servers, draw=random.Random(1).random)
+    monkeypatch.setattr(failover, "Servers", choose)
 
 
 @pytest.fixture
@@ -82,7 +74,7 @@ def test_calls_are_spread_and_each_server_is_sent_the_data_once(fleet):
 @pytest.mark.parametrize("error", [GONE, BUSY])
 def test_a_call_that_fails_goes_to_another_server_at_once(fleet, error, monkeypatch):
     pauses = []
-    monkeypatch.setattr(attempts.Attempts, "sleep", lambda _, seconds: pauses.append(seconds))
+    monkeypatch.setattr(failover.Failover, "sleep", lambda _, seconds: pauses.append(seconds))
     with testing.client(fleet) as client:
         data = client.upload(X)
         for _ in range(6):
@@ -151,22 +143,6 @@ def test_a_handle_without_numbers_finds_a_server_that_has_the_data(fleet):
             np.testing.assert_array_equal(client.evaluate(handle, "x1")[:, 0], X[:, 0])
 
 
-# -------------------------------------------------------------------------------- parts of a batch
-
-
-def test_a_part_that_fails_cancels_the_others(small_parts, over_grpc):
-    client, hanging, failing = over_grpc
-    data = client.upload(X)
-    client.evaluate(data, ["x1", "x2"])
-    hanging.hang = True
-    failing.server.fail(error=warpfit.InternalError("bug", "INTERNAL"))
-    answer = failing.server.answer
-    failing.server.answer = lambda call: hanging.hangs.wait(10) and answer(call)
-    with pytest.raises(warpfit.InternalError, match="bug"):
-        client.evaluate(data, ["x1", "x2"])
-    assert hanging.cancelled.wait(10)
-
-
 # --------------------------------------------------------------------------------------- addresses
 
 
@@ -192,7 +168,7 @@ def test_servers_come_and_go(monkeypatch, connect):
                 np.testing.assert_array_equal(got[:, 0], X[:, 0])
                 await asyncio.sleep(0.005)
         blocking = getattr(client, "_client", client)
-        assert list(blocking._operations.attempts.transport._open) == addresses[2:]
+        assert list(blocking._failover.transport._open) == addresses[2:]
         await done(client.close())
 
     with ExitStack() as stack:
@@ -200,15 +176,17 @@ def test_servers_come_and_go(monkeypatch, connect):
     assert all("Evaluate" in server.calls for server in servers)
 
 
-@pytest.mark.usefixtures("even_servers")
-def test_a_server_that_hangs_costs_a_share_of_the_deadline(over_grpc):
+def test_a_server_that_has_not_answered_in_time_is_left_alone(over_grpc):
     client, hanging, _ = over_grpc
     data = client.upload(X)
-    for _ in range(10):
-        client.evaluate(data, "x1")
     hanging.hang = True
-    for _ in range(10):
-        np.testing.assert_array_equal(client.evaluate(data, "x1", timeout=1.0)[:, 0], X[:, 0])
+    late = 0
+    for _ in range(30):
+        try:
+            np.testing.assert_array_equal(client.evaluate(data, "x1", timeout=0.5)[:, 0], X[:, 0])
+        except warpfit.DeadlineExceededError:
+            late += 1
+    assert 1 <= late <= 3, "it is asked again after a while only"
     assert hanging.cancelled.wait(10)
 
 
@@ -236,7 +214,7 @@ def test_a_wrong_address_fails_soon_and_says_what_to_do(address, caplog):
 
 
 def test_no_server_yet_is_a_wrong_address_too(monkeypatch):
-    monkeypatch.setattr(attempts, "_FIRST_CONTACT_SECONDS", 0.05)
+    monkeypatch.setattr(failover, "_FIRST_CONTACT_SECONDS", 0.05)
     with (
         warpfit.connect(list) as client,
         pytest.raises(warpfit.UnavailableError, match="there is no server") as caught,
@@ -246,7 +224,7 @@ def test_no_server_yet_is_a_wrong_address_too(monkeypatch):
 
 
 def test_a_server_that_is_starting_is_waited_for(monkeypatch):
-    monkeypatch.setattr(attempts, "_FIRST_CONTACT_SECONDS", 0.05)
+    monkeypatch.setattr(failover, "_FIRST_CONTACT_SECONDS", 0.05)
     port = free_port()
     with ExitStack() as stack:
         start = threading.Timer(0.5, _serve_at, (stack, port))

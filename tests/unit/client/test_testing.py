@@ -14,7 +14,7 @@ from warpfit import codec, testing
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.server_info import Limits
-from warpfit.transport.call import Call
+from warpfit.transport.call import Request
 
 X = np.random.default_rng(8).uniform(0.1, 3, size=(20, 3))
 
@@ -48,7 +48,7 @@ def test_faults_are_used_up_in_order():
 
 
 def upload(messages):
-    testing.InProcessServer().answer(Call("UploadVariables", iter(messages)))
+    testing.InProcessServer().answer(Request("UploadVariables", iter(messages)))
 
 
 def messages_of(X):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from warpfit import Program, parse
-from warpfit.calls import batches
-from warpfit.calls.batches import PopulationCache
+from warpfit.calls import arguments
+from warpfit.calls.arguments import PopulationCache
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions.parameter_vectors import ParameterVectors
 
@@ -43,12 +43,12 @@ def test_other_programs_are_another_batch(place):
 def test_only_the_last_small_batches_are_kept(monkeypatch):
     cache, first = PopulationCache(), parsed(*TEXTS)
     batch = cache.of(first)
-    for index in range(batches._MOST_BATCHES - 1):
+    for index in range(arguments._MOST_BATCHES - 1):
         cache.of(parsed(f"x{index + 1}", "x2"))
     assert cache.of(first) is batch
     cache.of(parsed("x1", "x3"))
     assert cache.of(first) is not batch
-    monkeypatch.setattr(batches, "_MOST_TOKENS", 3)
+    monkeypatch.setattr(arguments, "_MOST_TOKENS", 3)
     large = parsed("x1 + x2 + x3")
     assert cache.of(large) is not cache.of(large)
 

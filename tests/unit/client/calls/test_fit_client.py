@@ -5,8 +5,8 @@ import pytest
 
 import warpfit
 from warpfit import InvalidArgumentError, Reason
+from warpfit.calls.arguments import build_fit
 from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.calls.fit_arguments import build_fit
 from warpfit.dataset import Dataset
 
 rng = np.random.default_rng(6)

@@ -10,7 +10,7 @@ import warpfit
 from warpfit import codec
 from warpfit.cli.main import main
 from warpfit.dataset import Dataset
-from warpfit.transport.health import health
+from warpfit.transport.channel import health
 from warpfit.v1 import evaluator_pb2 as pb
 
 ESCAPES = "a\x1b]0;owned\x07\x1b[2J\r\n\u202eb\x9b"
@@ -172,7 +172,7 @@ def test_a_lie_is_an_error_of_this_package(liar, name, lie, recwarn):
 @pytest.mark.parametrize("status", [grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT])
 def test_texts_of_a_server_do_not_control_the_terminal(liar, capsys, status):
     handler, client = liar
-    address = client._operations.attempts.connection.target.addresses[0]
+    address = client._failover.connection.target.addresses[0]
     texts = dict.fromkeys(("message", "reason", "remedy", "field"), ESCAPES)
     error = warpfit.ProgramError(**texts, expression=7, token=2**60)
     handler.status, handler.details = status, "plain"
@@ -196,5 +196,5 @@ def test_texts_of_a_server_do_not_control_the_terminal(liar, capsys, status):
 def test_any_answer_about_health_is_a_status(liar, said):
     handler, client = liar
     handler.answers = {"Check": [said]}
-    address = client._operations.attempts.connection.target.addresses[0]
+    address = client._failover.connection.target.addresses[0]
     assert health(address, "", 5) == "UNKNOWN"
