@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +25,8 @@ _MESSAGE_PART, _LEAST_MESSAGE_BYTES = 8, 4 << 20
 _MOST_FRONT_ENDS: Final = 16
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _LAST_PORT: Final = 65_535
+#: Greatest whole number of a setting, and greatest number of seconds, which is 31 years.
+_MOST_COUNT, _MOST_SECONDS = 2**62, 10**9
 #: Default of the most connections of a front-end process: this part of its file descriptors, but
 #: no more than this. A quarter is for data sets, and the rest for calls in flight and all else.
 _CONNECTIONS_PART, _MOST_CONNECTIONS = 0.4, 4096
@@ -34,12 +38,15 @@ _IDLE_PART, _IDLE_FILES, _MOST_IDLE = 1 / 8, 2, 256
 _IDLE_BYTES, _IDLE_MEMORY_PART = 512 << 20, 16
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, least: int = 0) -> int:
     """Return the bytes of a size like ``4096``, ``256MiB`` or ``16GB``; raise ValueError."""
     match = re.fullmatch(r"(\d+)\s*([kmg]i?)?b?", text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is no size; write it like 4096, 256MiB or 16GB")
-    return int(match[1]) * _UNITS[match[2] or ""]
+    size = int(match[1]) * _UNITS[match[2] or ""]
+    if not least <= size <= _MOST_COUNT:
+        raise ValueError(f"{text!r} is no size from {least} to {_MOST_COUNT} bytes")
+    return size
 
 
 def parse_switch(text: str) -> bool:
@@ -57,8 +64,23 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
-def _option(default: Any, text: str, choices: Sequence[str] | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices})
+def parse_number(kind: type[int] | type[float], least: int, text: str) -> float:
+    """Return a number of a kind, from ``least`` on; raise ValueError."""
+    what, most = ("whole number", _MOST_COUNT) if kind is int else ("number", _MOST_SECONDS)
+    try:
+        number = kind(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise ValueError(f"{text.strip()!r} is no {what} from {least} to {most}")
+    return number
+
+
+def _option(
+    default: Any, text: str, choices: Sequence[str] | None = None, *, least: int = 0
+) -> Any:
+    metadata = {"help": text, "choices": choices, "least": least}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +114,7 @@ class Config:
         0, "front-end processes; 0 makes one for each core but one, at most 16"
     )
     threads: int | None = _option(
-        None, "threads of all CPU engines together (default: one for each core)"
+        None, "threads of all CPU engines together (default: one for each core)", least=1
     )
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
     data_root: str = _option("", "folder whose Parquet files callers may open (default: none)")
@@ -123,7 +145,7 @@ class Config:
     )
     stuck_seconds: float = _option(120.0, "seconds that a cancelled request may take to stop")
     start_seconds: float = _option(600.0, "seconds that an engine may take to start")
-    chunk_bytes: int = _option(1 << 20, "bytes of values in one message of an answer")
+    chunk_bytes: int = _option(1 << 20, "bytes of values in one message of an answer", least=1)
     idle_bytes: int | None = _option(
         None,
         "result memory that all front ends together keep for reuse (default: 512 MiB, but at most "
@@ -291,13 +313,15 @@ def _parser_of(setting: Any) -> Callable[[str], Any]:
     if setting.name == "devices":
         return _with_reason(check_devices)
     if setting.name.endswith(("bytes", "memory")):
-        return _with_reason(parse_bytes)
+        return _with_reason(partial(parse_bytes, least=setting.metadata["least"]))
     if setting.name.endswith("port"):
         return _with_reason(parse_port)
     if setting.type == "bool":
         return _with_reason(parse_switch)
-    numbers: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
-    return numbers.get(setting.type.split()[0], str.lower if setting.metadata["choices"] else str)
+    kind = {"int": int, "float": float}.get(setting.type.split()[0])
+    if kind is not None:
+        return _with_reason(partial(parse_number, kind, setting.metadata["least"]))
+    return str.lower if setting.metadata["choices"] else str
 
 
 def _with_reason(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -43,7 +43,8 @@ def test_every_method_is_tried():
 def tokens(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokens") / "tokens"
     made = {name: new_token(name) for name in ("alice", "bob", "carol", "mallory")}
-    made["late"] = new_token("alice", days=-1)
+    token, line = new_token("alice", days=1)
+    made["late"] = token, f"{line.rpartition(' ')[0]} 2020-01-01T00:00:00Z"
     write_secret(path, "# tenants\n\n" + "".join(f"{line}\n" for _, line in made.values()))
     path.with_name("tenants.toml").write_text(
         "[tenants.mallory]\nsuspended = true\n[tenants.carol]\nprograms = 1\nrate = 5\n"

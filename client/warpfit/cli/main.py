@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.calls.display import aligned
+from warpfit.cli.numbers import number, seconds, whole_from
 from warpfit.cli.standard_streams import (
     discard_output,
     open_standard_streams,
@@ -22,7 +23,6 @@ from warpfit.cli.standard_streams import (
     tell,
     watch_output,
 )
-from warpfit.cli.table import cell_number
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.expressions.printing import to_text
 from warpfit.fitting import Accuracy, Method
@@ -137,12 +137,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_fit(commands)
     info = commands.add_parser("info", help="describe a running server")
     info.add_argument("address", metavar="HOST:PORT", nargs="?", help=_ADDRESS_HELP)
-    info.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default: 10")
+    info.add_argument(
+        "--timeout", type=seconds, default=10.0, metavar="SECONDS", help="default: 10"
+    )
     add_flags(info)
     info.set_defaults(command=_info)
     token = commands.add_parser("token", help="make a bearer token for a server's token file")
     token.add_argument("tenant", help="whose token it is")
-    token.add_argument("--days", type=float, metavar="N", help="days of validity (default: ever)")
+    token.add_argument("--days", type=number, metavar="N", help="days of validity (default: ever)")
     token.set_defaults(command=_token)
     _add_health_and_top(commands)
     return parser
@@ -156,7 +158,9 @@ def _add_health_and_top(commands: Any) -> None:
     )
     health.add_argument("address", metavar="HOST:PORT", help="its health port, or the main one")
     health.add_argument("--service", default="readiness", help="default: readiness")
-    health.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: 5")
+    health.add_argument(
+        "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="default: 5"
+    )
     health.set_defaults(command=_health)
     top = commands.add_parser(
         "top",
@@ -164,7 +168,7 @@ def _add_health_and_top(commands: Any) -> None:
         description="Show throughput, latency, tenants, caches and GPUs of a server, live.",
     )
     top.add_argument("address", metavar="HOST:PORT", help="its metrics port")
-    top.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: 2")
+    top.add_argument("--interval", type=seconds, default=2.0, metavar="SECONDS", help="default: 2")
     top.add_argument("--once", action="store_true", help="print one interval and end")
     top.set_defaults(command=_top)
 
@@ -179,13 +183,13 @@ def _add_eval(commands: Any) -> None:
     )
     add = evaluate.add_argument
     add("--target", metavar="COLUMN", help="column to predict")
-    add("--params", type=_number, nargs="+", default=[], metavar="P", help="values of p1, p2, ...")
+    add("--params", type=number, nargs="+", default=[], metavar="P", help="values of p1, p2, ...")
     add("--loss", help=f"{_LOSSES} (default: mse if there is a target)")
     add("--precision", choices=list(Precision), default=Precision.PRECISE)
     add("--tier", choices=list(Tier), default=Tier.AUTO)
-    add("--head", type=int, default=5, metavar="N", help="rows to print (default: 5)")
+    add("--head", type=whole_from(0), default=5, metavar="N", help="rows to print (default: 5)")
     add("--profile", action="store_true", help="print where the time went")
-    _add_data_flags(evaluate, "float32")
+    _add_data_flags(evaluate, "auto")
     evaluate.set_defaults(command=_eval)
 
 
@@ -198,12 +202,12 @@ def _add_fit(commands: Any) -> None:
     )
     add = fit.add_argument
     add("--target", metavar="COLUMN", required=True, help="column to predict")
-    add("--params", type=_number, nargs="+", metavar="P", help="start (default: ones)")
+    add("--params", type=number, nargs="+", metavar="P", help="start (default: ones)")
     add("--loss", default="mse", help=f"{_LOSSES} (default: mse)")
     add("--method", choices=list(Method), default=Method.AUTO)
     accuracies = "tolerances and iterations (default: final)"
     add("--accuracy", choices=list(Accuracy), default=Accuracy.FINAL, help=accuracies)
-    add("--iterations", type=int, metavar="N", help="default: as the accuracy says")
+    add("--iterations", type=whole_from(0), metavar="N", help="default: as the accuracy says")
     _add_data_flags(fit, "float64")
     fit.set_defaults(command=_fit)
 
@@ -216,18 +220,11 @@ def _add_data_flags(parser: argparse.ArgumentParser, dtype: str) -> None:
     here = os.environ.get("WARPFIT_ADDRESS")
     described = "default: WARPFIT_ADDRESS, or start a server here"
     add("--address", metavar="HOST:PORT", default=here, help=described)
-    add("--dtype", choices=("float32", "float64"), default=dtype)
+    choices = ("auto", "float32", "float64")
+    add("--dtype", choices=choices, default=dtype, help="default: %(default)s")
     add("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
-    add("--timeout", type=float, metavar="SECONDS")
+    add("--timeout", type=seconds, metavar="SECONDS")
     add_flags(parser)
-
-
-def _number(text: str) -> float:
-    """Read a number as one of a table."""
-    try:
-        return cell_number(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
 
 
 def _rows(text: str) -> slice:
@@ -238,6 +235,22 @@ def _rows(text: str) -> slice:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not START:STOP")
+
+
+def _rows_of(options: argparse.Namespace, count: int) -> tuple[int, int] | None:
+    """Return the first row and the end of those that were asked for, of ``count`` rows."""
+    if options.rows is None:
+        return None
+    ends = (options.rows.start, options.rows.stop)
+    start, stop, _ = options.rows.indices(count)
+    if start >= stop or any(end is not None and not -count <= end <= count for end in ends):
+        raise InvalidArgumentError(
+            f"--rows does not fit {options.file}, which has {count} rows",
+            "ROWS_OUT_OF_RANGE",
+            f"Give START:STOP from 0 to {count}; negative numbers count from the end",
+            "rows",
+        )
+    return start, stop
 
 
 # ------------------------------------------------------------------------------------- commands
@@ -275,7 +288,7 @@ def _eval(options: argparse.Namespace) -> None:
             "TARGET_MISSING",
             f"Add --target with one of: {', '.join(table.names)}",
         )
-    program = parse(options.expression, table.names)
+    program, rows = parse(options.expression, table.names), _rows_of(options, len(table.columns))
     loss = options.loss or (None if target is None else Loss.MSE)
     with _client(options) as client:
         data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)
@@ -285,13 +298,12 @@ def _eval(options: argparse.Namespace) -> None:
             options.params,
             loss=loss,
             values=True,
-            rows=options.rows,
+            rows=rows,
             precision=options.precision,
             tier=options.tier,
             timeout=options.timeout,
         )
-    start = options.rows.indices(len(table.columns))[0] if options.rows else 0
-    _print_answer(answer, loss, target, start, options.head)
+    _print_answer(answer, loss, target, rows[0] if rows else 0, options.head)
     if options.profile:
         print(answer.timings)
 
@@ -321,7 +333,7 @@ def _fit(options: argparse.Namespace) -> None:
             accuracy=options.accuracy,
             max_iterations=options.iterations,
             standard_errors=as_function(loss).is_squares,
-            rows=options.rows,
+            rows=_rows_of(options, len(table.columns)),
             timeout=options.timeout,
         )
     _print_fit(fit, options.loss)
@@ -358,7 +370,7 @@ def _print_answer(
     assert answer.values is not None
     if answer.losses is not None:
         print(f"{loss}  {answer.losses[0]:.8g}")
-    shown = answer.values[: max(head, 0), 0].tolist()
+    shown = answer.values[:head, 0].tolist()
     rows = [["row", "value"], *([str(i), f"{v:.7g}"] for i, v in enumerate(shown, start))]
     if target is not None:
         targets = [f"{y:.7g}" for y in target[start : start + len(shown)]]

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from warpfit import ray
+from warpfit.cli.numbers import amount
 
 
 def main(words: Sequence[str]) -> int:
@@ -25,7 +26,7 @@ def main(words: Sequence[str]) -> int:
         add("namespace", nargs="?", default=ray.NAMESPACE, help="default: %(default)s")
         if name == "up":
             add("--devices", default="all", help="all GPUs of a node, or cpu (default: all)")
-            add("--cpus", type=float, default=1.0, help="CPUs reserved for each (default: 1)")
+            add("--cpus", type=amount, default=1.0, help="CPUs reserved for each (default: 1)")
             command.epilog = "What follows -- are further flags of `warpfit serve`."
     end = words.index("--") if "--" in words else len(words)
     _run(parser.parse_args(words[:end]), words[end + 1 :])

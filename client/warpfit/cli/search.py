@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warpfit.cli.numbers import seconds, whole_from
 from warpfit.cli.table import Table, read_table
 from warpfit.errors import InvalidArgumentError, require
 
@@ -142,11 +143,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("file", type=Path, metavar="FILE.csv")
     add("--target", metavar="COLUMN", required=True, help="column to predict")
-    add("--seconds", type=float, default=60.0, help="time of the search (default: 60)")
+    add("--seconds", type=seconds, default=60.0, help="time of the search (default: 60)")
     add("--operators", nargs="+", metavar="NAME", help="names or symbols, such as + '*' sin")
     add("--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)")
     add("--select", default="bic", choices=("best", "accuracy", "score", "bic"))
-    add("--max-size", type=int, default=25, metavar="N", help="most tokens (default: 25)")
+    add("--max-size", type=whole_from(1), default=25, metavar="N", help="most tokens (default: 25)")
     add("--seed", type=_seed, default=0, help="from 0 to 4294967295 (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the front as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw the front and the fit, such as y.png")
@@ -161,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
 def _seed(text: str) -> int:
     if text.strip().isdecimal() and int(text) < 2**32:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 4294967295")
+    raise argparse.ArgumentTypeError(f"{text.strip()!r} is no whole number from 0 to 4294967295")
 
 
 def _model(options: argparse.Namespace) -> SymbolicRegressor:

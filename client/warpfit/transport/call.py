@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,8 +26,9 @@ class Deadline:
     """A moment that all attempts of a call share."""
 
     def __init__(self, timeout: float | None = None) -> None:
-        """Begin ``timeout`` seconds; None or infinity never ends."""
-        self.timeout = None if timeout == math.inf else timeout
+        """Begin ``timeout`` seconds; None, infinity, and 1e9 and more never end."""
+        # gRPC takes a deadline that its clock cannot count for one that has passed.
+        self.timeout = timeout if timeout is not None and timeout < 1e9 else None
         self._end = None if self.timeout is None else time.monotonic() + self.timeout
 
     def remaining(self) -> float | None:

@@ -167,11 +167,11 @@ def new_token(tenant: str, days: float | None = None) -> tuple[str, str]:
             "Use up to 63 letters, digits, '.', '_', '@' and '-', a letter or digit first",
             "tenant",
         )
-    if days is not None and not abs(days) <= _MOST_DAYS:
+    if days is not None and not 0 < days <= _MOST_DAYS:
         raise InvalidArgumentError(
             f"a token cannot be valid for {days:g} days",
             "BAD_DAYS",
-            f"Give a number of days up to {_MOST_DAYS}, or none for a token without an end",
+            f"Give days above 0, up to {_MOST_DAYS}, or none for a token without an end",
             "days",
         )
     token = secrets.token_urlsafe(_TOKEN_BYTES)

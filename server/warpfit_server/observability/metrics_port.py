@@ -28,7 +28,7 @@ class MetricsPort:
     """Serves one page over HTTP, which the port's thread renders; port 0 takes a free one.
 
     Raises:
-        UnavailableError: if the port is taken, or the address is none of this machine.
+        UnavailableError: if the port is taken, or the host is no address of this machine.
     """
 
     def __init__(self, render: Render, host: str, port: int) -> None:
@@ -39,10 +39,10 @@ class MetricsPort:
             self._server = self._loop.run_until_complete(
                 asyncio.start_server(self._serve, host, port, limit=_MOST_BYTES)
             )
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError of a host that cannot be a name
             self._loop.close()
             raise UnavailableError(
-                f"cannot listen on {host}:{port}: {error.strerror}",
+                f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
                 "PORT_IN_USE",
                 "Choose another --metrics-port or --metrics-host",
             ) from error

@@ -266,7 +266,7 @@ class HealthPort:
         try:
             self.port = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
-            raise port_in_use(host, port, "--health-port") from error
+            raise port_in_use(host, port, "--health-port or --health-host") from error
         self._server.start()
 
     def stop(self) -> None:

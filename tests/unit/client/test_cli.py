@@ -85,7 +85,10 @@ def test_eval_takes_a_row_range_a_loss_and_a_profile(capsys, data, address):
         (["p1"], "p1 is used, and 0 parameters were given"),
         (["x1", "--target", "z"], "there is no column 'z'. The columns are: x1, x2, y"),
         (["x1", "--loss", "mse"], "needs a target"),
-        (["x1", "--rows", "4:9"], "row range 4:4 does not fit"),
+        *(
+            (["x1", "--rows", rows], "data.csv, which has 4 rows")
+            for rows in ("4:9", "0:99999", "2:2", "3:1", "-5:", ":-4", "99:")
+        ),
     ],
 )
 def test_eval_errors_are_one_message_and_status_2(capsys, data, address, words, message):
@@ -107,9 +110,37 @@ def test_a_token_is_for_a_name_that_can_stand_in_a_token_file(capsys, name):
     assert "no name of a tenant" in err
 
 
-@pytest.mark.parametrize("days", ["1e12", "nan"])
+@pytest.mark.parametrize("days", ["1e12", "nan", "-1", "0", "-0.5", "inf"])
 def test_a_token_ends_at_a_date(capsys, days):
-    assert run(capsys, "token", "alice", "--days", days)[0] == 2
+    status, out, err = run(capsys, "token", "alice", "--days", days)
+    assert (status, out) == (2, "")
+    assert "a token cannot be valid for" in err
+
+
+#: Of each flag with a number: a command line, and numbers that it does not take.
+RANGES = {
+    "--timeout": (["info", "127.0.0.1:1"], "0 -1 nan inf 1e300 1_0 soon"),
+    " --timeout": (["health", "127.0.0.1:1"], "0 -1 nan inf 1e300"),
+    "  --timeout": (["eval", "t.csv", "x1"], "0 -1 nan inf 1e300"),
+    "   --timeout": (["fit", "t.csv", "p1", "--target", "y"], "0 -1 nan inf"),
+    "--interval": (["top", "127.0.0.1:1"], "0 -1 nan inf 1e300"),
+    "--head": (["eval", "t.csv", "x1"], "-1 1.5 nan 1e20"),
+    "--iterations": (["fit", "t.csv", "p1", "--target", "y"], "-1 0.5 inf 9e9"),
+    "--seconds": (["search", "t.csv", "--target", "y"], "0 -1 nan inf 1e300"),
+    "--max-size": (["search", "t.csv", "--target", "y"], "0 -1 2.5 nan"),
+    "--cpus": (["ray", "up"], "-1 nan inf"),
+    "--seed": (["search", "t.csv", "--target", "y"], "-1 1.5 4294967296"),
+}
+
+
+@pytest.mark.parametrize("flag", RANGES)
+def test_numbers_of_flags_have_ranges(capsys, flag):
+    words, numbers = RANGES[flag]
+    for number in numbers.split():
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*words, flag.strip(), number])
+        assert ended.value.code == 2
+        assert f"argument {flag.strip()}: {number!r} is no " in capsys.readouterr().err
 
 
 def test_a_client_refuses_a_token_that_others_can_read(capsys, address, tmp_path):

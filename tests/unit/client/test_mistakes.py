@@ -5,6 +5,7 @@ import pytest
 
 import warpfit
 from warpfit import Batch, LossFunction, Population, Program, WarpfitError, testing
+from warpfit.transport.call import Deadline
 
 X = np.random.default_rng(2).normal(size=(20, 2))
 U1, F8, U4 = np.uint8, np.float64, np.uint32
@@ -85,6 +86,7 @@ def test_numbers_of_numpy_are_numbers(bound):
     rows = np.int64(0), np.int64(5)
     assert client.evaluate(data, ["x1"], rows=rows, timeout=np.float32(5)).shape == (5, 1)
     assert client.evaluate(data, ["x1"], timeout=np.inf).shape == (20, 1)
+    assert Deadline(1e10).remaining() is None
     one = np.int64(1)
     assert client.optimize(data, ["p1*x1"], [[one]], max_iterations=one).iterations[0] <= 1
     warpfit.connect("127.0.0.1:1", replicas=np.int64(2), wait=np.float32(1.0)).close()

@@ -25,8 +25,14 @@ def test_json_keeps_every_setting():
         (["--devices", "cpu:65"], {}),
         ([], {"WARPFIT_DEVICES": "0,,1"}),
         ([], {"WARPFIT_PORT": "many"}),
-        (["--chunk-bytes", "1 furlong"], {}),
+        *((["--chunk-bytes", text], {}) for text in ("1 furlong", "0", "-1", f"{10**20}GB")),
         (["--log-level", "loud"], {}),
+        *((["--threads", text], {}) for text in ("0", "-1", "1.5", "nan", str(10**20))),
+        *((["--grace", text], {}) for text in ("-0.1", "nan", "inf", "1e300", "soon")),
+        *((["--port", text], {}) for text in ("-1", "65536", "1.0")),
+        ([], {"WARPFIT_FRONT_ENDS": "-1"}),
+        (["--parent", "-5"], {}),
+        (["--max-rate=-1"], {}),
     ],
 )
 def test_wrong_settings_are_refused(arguments, environment, capsys):
