@@ -123,6 +123,12 @@ def test_a_taken_port_is_an_error(port):
         MetricsPort(render, "127.0.0.1", port)
 
 
+@pytest.mark.parametrize("host", ["nohost.invalid", "a b", "x" * 300, "a..b", "192.0.2.1"])
+def test_a_host_that_is_none_of_this_machine_is_an_error(host):
+    with pytest.raises(UnavailableError, match="--metrics-host"):
+        MetricsPort(render, host, 0)
+
+
 def test_a_closed_port_answers_nobody():
     made = MetricsPort(render, "127.0.0.1", 0)
     silent = connect(made.port)
