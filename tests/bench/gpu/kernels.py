@@ -144,7 +144,7 @@ def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
         print(rows[-1], flush=True)
     seconds_to_compile = {mode: compile_seconds(device, kernels, planner, mode) for mode in MODES}
     return {
-        "compiler_threads": threads,
+        "compiler_threads": kernels.compile_queue.processes,
         "compile_300_expressions_seconds": seconds_to_compile,
         "results": rows,
     }

@@ -9,7 +9,7 @@ from warpfit_server.engine.interface import COUNTERS
 
 def test_the_kernel_store_counts_hits_and_misses(tmp_path):
     kernels = pytest.importorskip("warpfit_server.engine.cuda.jit.kernel_store")
-    store = kernels.KernelStore(SimpleNamespace(cache_directory=tmp_path), threads=1)
+    store = kernels.KernelStore(SimpleNamespace(cache_directory=tmp_path), cores=1)
     try:
         assert store.find([object()]) is None
         assert store.disk.get("00ff") is None

@@ -65,8 +65,8 @@ class CudaEngine:
         memory_limit: bytes of device memory to use; None for 90% of the engine's share.
         memory_share: part of the device's memory that is for this engine.
         cache_directory: where compiled code is kept; None for the user's cache directory.
-        threads: threads that compile kernels, and that lower derivatives; None for one a core.
-            At most half of them run background jobs.
+        threads: threads that lower derivatives, and cores of which a quarter compiles kernels;
+            None for all cores.
 
     Raises:
         UnavailableError: if CuPy is not installed or the device does not answer.
@@ -97,7 +97,7 @@ class CudaEngine:
         kernels = KernelStore(self._device, self._threads)
         self._planner = ThreadPoolExecutor(1, "plan")
         self._compiled = CompiledTier(self._device, kernels, self._planner)
-        self._chooser = TierChooser(kernels.compile_queue.background)
+        self._chooser = TierChooser(kernels.compile_queue.processes)
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
         _warm_up(self, Tier.INTERPRETER)

@@ -74,7 +74,7 @@ COSTS: Final = MappingProxyType(
         (Tier.COMPILED, "float64"): TierCost(0.4e-3, 1.5e12),
     }
 )
-#: Seconds of one thread to compile one expression as part of a fused group, by mode; likewise.
+#: Seconds of one process to compile one expression as part of a fused group, by mode; likewise.
 COMPILE_SECONDS: Final = MappingProxyType({"fast": 0.012, "precise": 0.06, "float64": 0.07})
 #: Rate, and compile time, of losses with gradients relative to losses alone: where the model
 #: starts, measured on one H200.
@@ -96,12 +96,12 @@ class TierChooser:
     """Chooses tiers; safe to use from several threads.
 
     Args:
-        compiler_threads: threads that compile in the background at the same time.
+        compilers: processes that compile at the same time.
         costs: by tier and mode, at the start and as observations have corrected them; those of
             gradients are derived.
     """
 
-    compiler_threads: int
+    compilers: int
     costs: dict[tuple[Tier, str], TierCost] = field(default_factory=lambda: dict(COSTS))
     _start: dict[tuple[Tier, str], TierCost] = field(init=False)
     """The costs at the start."""
@@ -140,7 +140,7 @@ class TierChooser:
             compiling = COMPILE_SECONDS[mode.removesuffix(GRADIENT)]
             compiling *= _GRADIENT_COMPILE if mode.endswith(GRADIENT) else 1.0
             forgone = self._forgone.get(batch, 0.0) + interpreted - compiled
-            pays = forgone >= programs * compiling / self.compiler_threads
+            pays = forgone >= programs * compiling / self.compilers
             # Kernels that are evicted before they are used have to pay again.
             self._forgone[batch] = 0.0 if pays else forgone
             return Decision.INTERPRET_AND_COMPILE if pays else Decision.INTERPRET

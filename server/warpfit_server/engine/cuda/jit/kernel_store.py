@@ -1,7 +1,7 @@
 """A store of compiled kernels by key: loaded, on disk, or made by the compiler, once each.
 
-Kernels that are requested together are compiled by many threads, and loaded together once all are
-compiled. The driver loads a module only when the device is idle, and delays launches meanwhile.
+Kernels that are requested together are compiled by several processes, and loaded together once all
+are compiled. The driver loads a module only when the device is idle, and delays launches meanwhile.
 Modules loaded one by one would each wait for the launches since the last one, and delay further
 launches in turn. So launches are held back in `driver_calls` until all modules are loaded: one wait
 for the device, and then some 0.1 ms a module.
@@ -29,7 +29,7 @@ from warpfit_server.engine.cuda.jit.kernel_interface import Output
 from warpfit_server.engine.cuda.jit.shapes import Shape
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
-from warpfit_server.engine.cuda.runtime.compile_queue import CompileQueue
+from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import LAUNCHES_HELD, LOAD_MODULE
 from warpfit_server.engine.native import numba_cache
@@ -38,6 +38,8 @@ from warpfit_server.system.compile_cache import CacheCounters, DiskCache
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 _ENTRY: Final = "evaluate"
+#: Module of the processes that compile.
+_COMPILER: Final = "warpfit_server.engine.cuda.jit.compiler"
 #: Estimated work of a call of a library function, in instructions.
 _CALL_WORK: Final = 100
 #: Estimated work of a leaf, most of which are in registers already.
@@ -79,17 +81,20 @@ class _KernelCache(LRUCache[KernelKey, Kernel]):
 
 
 class KernelStore:
-    """Compiles kernels in background threads, and keeps them loaded and on disk."""
+    """Has kernels compiled, and keeps them loaded and on disk.
 
-    def __init__(self, device: CudaDevice, threads: int) -> None:
+    Args:
+        device: that the kernels are for.
+        cores: of which a quarter may compile.
+    """
+
+    def __init__(self, device: CudaDevice, cores: int) -> None:
         self._device = device
         self._cache = _KernelCache()
         self.disk = DiskCache(device.cache_directory / "kernels", _MOST_DISK_BYTES)
-        self.compile_queue = CompileQueue(threads)
-        # Not a thread of the queue: those have a low priority, and launches wait for this one.
+        self.compile_queue = CompileQueue(cores, _COMPILER)
         self._loader = ThreadPoolExecutor(1, "load")
         self._lock = threading.Lock()
-        self._writer_lock = threading.Lock()
 
     def key(self, mode: Mode, output: Output, shapes: tuple[Shape, ...]) -> KernelKey:
         """Return the key of the kernel that evaluates a group of expressions."""
@@ -177,11 +182,12 @@ class KernelStore:
         """Return the device library of a mode; the first call takes some tenths of a second."""
         return library.build(mode, self._device.architecture, derivatives=output.gradient)
 
-    def _cubin(self, key: KernelKey) -> bytes:
+    def _cubin(self, key: KernelKey, process: CompileProcess) -> bytes:
         """Return machine code, from disk if it is there; runs in a thread of the queue."""
         cubin = self.disk.get(key.text)
         if cubin is None:
-            cubin = self._compile(key)
+            given = self._device.architecture, key.mode, key.output
+            cubin = process.run((*given, _ENTRY, key.shapes))
             self.disk.put(key.text, cubin)
         return cubin
 
@@ -207,13 +213,6 @@ class KernelStore:
             done.set_exception(error)
         else:
             done.set_result(kernels)
-
-    def _compile(self, key: KernelKey) -> bytes:
-        device_library = self._library(key.mode, key.output)
-        # PTX is written in Python: several writers would only delay evaluations by Python's lock.
-        with self._writer_lock:
-            text = ptx.module(device_library, key.output, {_ENTRY: key.shapes})
-        return linker.link(text, device_library.architecture, device_library.functions)
 
 
 def _when_all_done(jobs: Sequence[Future[Any]], then: Callable[[], object]) -> None:

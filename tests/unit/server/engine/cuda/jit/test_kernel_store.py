@@ -5,14 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("cuda.bindings")
 
+from warpfit.errors import UnavailableError
+from warpfit.ir import Batch
+from warpfit.parse import parse
 from warpfit_server.engine.cuda.jit import kernel_store
+from warpfit_server.engine.cuda.jit.compiler import compile_kernel
 from warpfit_server.engine.cuda.jit.kernel_interface import Output
+from warpfit_server.engine.cuda.jit.shapes import shapes_of_batch
 from warpfit_server.engine.cuda.math.modes import Mode
 
 
@@ -29,30 +35,45 @@ def images(monkeypatch):
     return found
 
 
+def test_another_process_compiles_what_this_one_would(tmp_path):
+    device = SimpleNamespace(cache_directory=tmp_path, architecture=90)
+    batch = Batch.of([parse("p1*x1 + exp(x2)"), parse("x1 / 3")], [[1.0], []])
+    output, shapes = Output(loss="squares"), shapes_of_batch(batch).shapes
+    store = kernel_store.KernelStore(device, cores=4)
+    try:
+        key = store.key(Mode.FAST, output, shapes)
+        job = store.compile_queue.submit(key, partial(store._cubin, key), urgent=True)
+        assert job.result(120) == compile_kernel((90, Mode.FAST, output, "evaluate", shapes))
+        assert store.disk.get(key.text) == job.result()
+    finally:
+        store.close()
+
+
 class TestKernelStore:
-    """The text of a key is a number here, and the machine code is that number."""
+    """The shapes and the text of a key are a number here, and so is the machine code."""
 
     @pytest.fixture
     def store(self, images, tmp_path, monkeypatch):
         self.gates, self.begun = {}, threading.Event()
 
-        def compile_key(_, key):
+        def run(_, job):
+            *_, text = job
             self.begun.set()
-            if key.text in self.gates:
-                self.gates[key.text].wait(10)
-            if key.text == "bad":
+            if text in self.gates:
+                self.gates[text].wait(10)
+            if text == "bad":
                 raise ValueError("does not link")
-            return int(key.text).to_bytes(4, "little")
+            return int(text).to_bytes(4, "little")
 
-        monkeypatch.setattr(kernel_store.KernelStore, "_compile", compile_key)
+        monkeypatch.setattr(kernel_store.CompileProcess, "run", run)
         device = SimpleNamespace(cache_directory=tmp_path, architecture=90)
-        store = kernel_store.KernelStore(device, threads=4)
+        store = kernel_store.KernelStore(device, cores=16)
         yield store
         store.close()
 
     @staticmethod
     def keys(*texts):
-        return [kernel_store.KernelKey(None, None, (), text) for text in texts]
+        return [kernel_store.KernelKey(None, None, text, text) for text in texts]
 
     def test_kernels_are_loaded_when_the_last_is_compiled(self, store, images):
         self.gates["3"] = threading.Event()
@@ -118,4 +139,5 @@ class TestKernelStore:
         assert self.begun.wait(10)
         threading.Timer(0.1, self.gates["1"].set).start()
         store.close()
-        assert waiting.result(0)
+        with pytest.raises(UnavailableError):
+            waiting.result(0)
