@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Self, Unpack, overload
 
-import numpy as np
 from numpy.typing import NDArray
 
 from warpfit import codec
@@ -26,11 +25,10 @@ from warpfit.calls.results import Answer, Fit
 from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
 from warpfit.calls.splitting import KnownLimits, searches
 from warpfit.dataset import warn_of_lost_digits
-from warpfit.dataset.float32_range import warn_of_range
 from warpfit.embedded import embedded_server
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ProgramError
 from warpfit.expressions.printing import locate
-from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, Reason
+from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
@@ -259,6 +257,7 @@ class Client:
 
         with _naming_the_program(evaluation.batch, data.names):
             result = self._limits.call_in_parts(evaluation, data.layout, send)
+        data.warn_of_range(evaluation.batch, result)
         return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 
     def optimize(
@@ -325,8 +324,7 @@ class Client:
         batch = fit.problem.batch
         with _naming_the_program(batch, data.names):
             result = self._limits.call_in_parts(fit, data.layout, send)
-        failed = (result.reasons == REASONS.index(Reason.NOT_FINITE) + 1).any(axis=1)
-        warn_of_range(batch, data.dataset, np.flatnonzero(failed).tolist())
+        data.warn_of_range(batch, result)
         return Fit.of(result, fit, data)
 
     def simplify(

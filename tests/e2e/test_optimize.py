@@ -257,9 +257,20 @@ def test_a_fit_survives_the_death_of_the_engine(server: ServerProcess, client):
 def test_a_fit_that_cannot_begin_says_what_float32_cannot_hold(client):
     x = 1e8 * np.linspace(1.0, 3.0, 50)[:, None]
     with client.upload(x, x[:, 0], dtype="float32") as data:
-        with pytest.warns(warpfit.PrecisionWarning, match=r"x1 \^ 5"):
+        with pytest.warns(warpfit.PrecisionWarning, match=r"x1 \^ 5") as caught:
             fit = client.optimize(data, ["p1*x1^5/x1^4"], [[1.0]])
         assert fit.reason == [Reason.NOT_FINITE]
+        assert len(caught) == 1
+    with client.upload(x, x[:, 0], dtype="float32") as data:
+        with pytest.warns(warpfit.PrecisionWarning, match=r"x1 \^ 5") as caught:
+            client.optimize(data, ["p1*(1e30*x1^5)/(1e30*x1^4)"], [[1.0]])
+        assert len(caught) == 1
+    with client.upload(x / 1e8, x[:, 0], dtype="float32") as data:
+        text = "exp(100*x1)/exp(100*x1)"
+        with pytest.warns(warpfit.PrecisionWarning, match=r"exp\(100 \* x1\)") as caught:
+            assert np.isnan(client.evaluate(data, text, loss="mse"))
+            assert np.isnan(client.evaluate(data, text)).any()
+        assert len(caught) == 1
     with client.upload(1e3 * x, x[:, 0]) as data:
         fit = client.optimize(data, ["p1*x1^5/x1^4"], [[1.0]])
     np.testing.assert_allclose(fit.parameters[0], [1e-3])

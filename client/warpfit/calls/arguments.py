@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.display import MOST_ROWS
 from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_table
-from warpfit.dataset.float32_range import warn_of_range
 from warpfit.dataset.layout import canonical_dtype
 from warpfit.dataset.sources import ColumnNames
 from warpfit.errors import InvalidArgumentError, bad_setting, require
@@ -363,7 +362,6 @@ def build_evaluation(
         **outputs,
     )
     evaluation.check_options(data.layout)
-    warn_of_range(batch, data.dataset)
     return evaluation, leading_axis
 
 

@@ -1,10 +1,20 @@
 """The handle of an uploaded data set, which users pass to `evaluate` and `optimize`."""
 
-from typing import Any, Self
+from typing import Any, Final, Self
+
+import numpy as np
 
 from warpfit.dataset import ClientDataset, DatasetReference, Layout
+from warpfit.dataset.float32_range import suspects_of, warn_of_range
 from warpfit.errors import InvalidArgumentError
+from warpfit.fitting import REASONS, FitResult, Reason
+from warpfit.ir import Batch
 from warpfit.losses import TargetStatistics
+from warpfit.request import Result
+
+#: Most expressions with results that are not finite that are looked at for a data set: each takes
+#: half a millisecond.
+_MOST_LOOKS: Final = 100
 
 
 class DatasetHandle:
@@ -18,6 +28,8 @@ class DatasetHandle:
     def __init__(self, dataset: ClientDataset, client: Any = None) -> None:
         self.dataset, self._client = dataset, client
         self._statistics: TargetStatistics | None = None
+        #: Expressions with results that are not finite that are still looked at, for a warning.
+        self._looks = _MOST_LOOKS
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the numbers."""
@@ -62,6 +74,25 @@ class DatasetHandle:
         part = slice(*rows)
         weights = None if whole.weights is None else whole.weights[part]
         return TargetStatistics(whole.target[part], weights)
+
+    def warn_of_range(self, batch: Batch, result: Result | FitResult) -> None:
+        """Warn of an expression of a call that float32, the data's type, makes wrong.
+
+        Numbers far from 1 are looked for in each call. Results that are not finite, and fits that
+        cannot begin, are usual in a search: of them a data set is warned of once.
+        """
+        if self.layout.dtype.itemsize > 4:
+            return
+        suspects: list[int] = []
+        if self._looks and isinstance(result, FitResult):
+            not_finite = result.reasons == REASONS.index(Reason.NOT_FINITE) + 1
+            suspects = np.flatnonzero(not_finite.any(axis=1)).tolist()
+        elif self._looks and isinstance(result, Result):
+            suspects = suspects_of(result.values, result.losses)
+        suspects = suspects[: self._looks]
+        if warn_of_range(batch, self.dataset, suspects) and suspects:
+            self._looks = 0
+        self._looks = max(0, self._looks - len(suspects))
 
     def __repr__(self) -> str:
         """Show the shape, not the numbers."""

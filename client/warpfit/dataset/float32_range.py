@@ -1,14 +1,15 @@
 """Warnings of expressions that float32 data cannot be evaluated with, by the name of what is lost.
 
-A constant such as 1e39 is infinite in float32, and Planck's constant to the fourth power is 0. Both
-are looked for where they are likely: in expressions with numbers far from 1, and in those whose
-fit could not begin. Such an expression is evaluated here on a few rows in both types.
+A constant such as 1e39 is infinite in float32, Planck's constant to the fourth power is 0, and
+``exp(100*x1)/exp(99*x1)`` is NaN at 1. They are looked for where they are likely: in expressions
+with numbers far from 1, and in those whose results are not finite or whose fit could not begin.
+Such an expression is evaluated here on a few rows in both types.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -31,26 +32,42 @@ _LARGEST: Final = float(np.finfo(np.float32).max)
 _LEAST: Final = float(np.finfo(np.float32).tiny)
 
 
-def warn_of_range(
-    batch: Batch, dataset: ClientDataset, suspects: Iterable[int] | None = None
-) -> None:
+def suspects_of(values: NDArray[Any] | None, losses: NDArray[np.float64] | None) -> list[int]:
+    """Return the indices of expressions with a loss, or a value among a few, that is not finite.
+
+    Args:
+        values: [programs, vectors, rows], or None.
+        losses: [programs, vectors], or None.
+    """
+    odd = False if losses is None else ~np.isfinite(losses).all(axis=1)
+    if values is not None:
+        step = -(-values.shape[2] // _ROWS)
+        odd = odd | ~np.isfinite(values[:, :, ::step]).all(axis=(1, 2))
+    return np.flatnonzero(odd).tolist()
+
+
+def warn_of_range(batch: Batch, dataset: ClientDataset, suspects: Sequence[int] = ()) -> bool:
     """Warn of the first expression whose results are wrong because numbers leave float32's range.
+
+    Those with a number far from 1 are looked at, and the suspects.
 
     Args:
         batch: of a call.
         dataset: one of float64 is passed over.
-        suspects: indices of expressions; by default those with a number far from 1.
+        suspects: indices of expressions.
+
+    Returns:
+        Whether there was such an expression.
     """
     layout = dataset.layout
     if layout.dtype.itemsize > 4:
-        return
-    if suspects is None:
-        suspects = _with_far_numbers(batch)
-    for index in list(suspects)[:_EXPRESSIONS]:
-        rows = np.zeros((layout.variables, 0))
-        if isinstance(dataset, Dataset):  # of others a look at a few rows takes a pass over all
-            step = -(-layout.rows // _ROWS)
-            rows = dataset.every(step)[: layout.variables].astype(np.float64)
+        return False
+    looked = list(dict.fromkeys([*_with_far_numbers(batch), *suspects]))[:_EXPRESSIONS]
+    rows = np.zeros((layout.variables, 0))
+    if looked and isinstance(dataset, Dataset):  # of others a few rows take a pass over all
+        step = -(-layout.rows // _ROWS)
+        rows = dataset.every(step)[: layout.variables].astype(np.float64)
+    for index in looked:
         for vector in batch.program_parameters(index)[:1]:
             found = _first_lost(batch.program(index), vector, rows)
             if found is not None:
@@ -62,7 +79,8 @@ def warn_of_range(
                     PrecisionWarning,
                     stacklevel=caller_level(),
                 )
-                return
+                return True
+    return False
 
 
 def _with_far_numbers(batch: Batch) -> list[int]:

@@ -8,6 +8,7 @@ import pytest
 import warpfit
 import warpfit.testing
 from warpfit.dataset.float32_range import warn_of_range
+from warpfit.request import Result
 
 X = np.linspace(1.0, 3.0, 50)[:, None]
 
@@ -44,6 +45,49 @@ def test_what_float32_computes_right_is_not_warned_of(client, text):
         warnings.simplefilter("error")
         if "300" not in text:
             client.evaluate(data, [text, "1/x1", "1000*x1"], loss="mse")
+
+
+def warned_of(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("kind", ["losses", "values"])
+@pytest.mark.parametrize(
+    "text", ["exp(100*x1)/exp(99*x1)", "inv(exp(-60*x1)*exp(-60*x1))", "log(exp(p1*x1))"]
+)
+def test_results_that_only_float32_makes_infinite_are_warned_of_once(client, text, kind):
+    """What an engine of float32 answers; the one of these tests computes in float64."""
+    texts = ["log(-x1)", "x1", text]
+    batch = warpfit.Batch.of([*map(warpfit.parse, texts)], [[], [], [100.0] * ("p1" in text)])
+    odd = np.array([[np.nan], [1.0], [np.inf]])
+
+    def answer(rows):
+        own = odd[rows] if kind == "losses" else np.repeat(odd[rows], 50, axis=1)[:, None]
+        return Result(**{kind: own})
+
+    data = client.upload(X, X[:, 0], dtype="float32")
+    for _ in range(20):  # what float64 cannot compute either is no reason
+        assert warned_of(lambda: data.warn_of_range(batch[:2], answer(slice(0, 2)))) == []
+    (found,) = warned_of(lambda: data.warn_of_range(batch, answer(slice(0, 3))))
+    assert "of expression 2, which reaches" in found
+    assert 'dtype="float64"' in found
+    assert warned_of(lambda: data.warn_of_range(batch, answer(slice(0, 3)))) == []
+    double = client.upload(X, X[:, 0], dtype="float64")
+    assert warned_of(lambda: double.warn_of_range(batch, answer(slice(0, 3)))) == []
+
+
+def test_a_search_is_not_looked_at_for_ever(client, monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        "warpfit.calls.dataset_handle.warn_of_range", lambda *given: looked.append(len(given[2]))
+    )
+    data = client.upload(X, X[:, 0], dtype="float32")
+    for _ in range(30):
+        client.evaluate(data, ["log(-x1)"] * 7, loss="mse")
+    assert sum(looked) == 100
 
 
 def planck(frequency, temperature):
