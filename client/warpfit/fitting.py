@@ -49,8 +49,8 @@ class Reason(StrEnum):
     that their squares are 0, or no row has a weight. The parameters are the start."""
     STALLED = "stalled"
     """The search cannot make progress, but the first-order condition of a minimum does not hold:
-    the gradient along parameters that may move is not small. Another start, fewer parameters or
-    float64 data may help."""
+    the gradient along parameters that may move is not small. Of float32 data, an upload with
+    ``dtype="float64"`` may help; else another start, or fewer parameters."""
 
     @property
     def converged(self) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import MOST_ROWS, TextTable, numbers, shortened
 from warpfit.expressions.printing import to_latex, to_text
-from warpfit.fitting import REASONS, FitRequest, FitResult
+from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import coefficients_of_determination
 from warpfit.request import Result, Timings
@@ -136,6 +136,8 @@ class Fit:
     """The expressions and their starts."""
     names: tuple[str, ...]
     """Names of the variables, or empty."""
+    dtype: np.dtype[Any] | None = None
+    """Type of the data: float32 or float64; None if it is not known."""
 
     @classmethod
     def of(cls, result: FitResult, request: FitRequest, data: DatasetHandle | None = None) -> Fit:
@@ -171,7 +173,19 @@ class Fit:
             r2=None if r2 is None else shaped(r2),
             batch=batch,
             names=() if data is None else data.names,
+            dtype=None if data is None else data.layout.dtype,
         )
+
+    @property
+    def hint(self) -> str:
+        """What may help where searches have stalled; empty where none has."""
+        count = self.reason.ravel().tolist().count(Reason.STALLED)
+        if not count:
+            return ""
+        what = "1 search has stalled" if count == 1 else f"{count} searches have stalled"
+        if self.dtype == np.float32:
+            return f'{what}, for which float32 may be too coarse: upload with dtype="float64"'
+        return f"{what} at a point that is no minimum: try other starts, or fewer parameters"
 
     def formula(self, expression: int = 0, start: int = 0) -> Program:
         """Return an expression with its fitted parameters as constants, by the indices of both."""
@@ -206,7 +220,8 @@ class Fit:
         places = ("expression", "start") if by_start else ("expression",)
         score = () if self.r2 is None else ("R2",)
         header = (*places, "formula", "parameters", *score, "initial loss", "loss")
-        return TextTable((*header, "iterations", "reason"), rows, total=self.loss.size)
+        header = (*header, "iterations", "reason")
+        return TextTable(header, rows, self.hint, total=self.loss.size)
 
     @property
     def x(self) -> list[NDArray[np.float64]]:

@@ -388,6 +388,8 @@ def _print_fit(fit: Fit, loss: str) -> None:
     if fit.r2 is not None and loss != Loss.R2:
         print(f"R2  {fit.r2[0]:.8g}")
     print(f"ended after {fit.iterations[0]} iterations: {fit.reason[0]}")
+    if fit.hint:
+        tell(f"warpfit: {fit.hint.replace('upload with dtype=', '--dtype ')}")
     parameters = fit.parameters[0].tolist()
     rows = [["parameter", "value"]]
     rows += [[f"p{number}", f"{value:.10g}"] for number, value in enumerate(parameters, 1)]

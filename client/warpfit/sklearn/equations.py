@@ -35,9 +35,9 @@ class Equation:
     """Decrease of the logarithm of the loss, above the least that any prediction could have, for
     each unit of complexity since the equation before (PySR's score); 0 for the first one."""
     bic: float
-    """A Bayesian information criterion, -2 log L + k log(rows) (Schwarz 1978), with a k that is no
-    number of parameters: each unit of complexity counts 1, as the structure was searched for, too,
-    and a constant once more or, in a short form, a part of 1. Comparable on the same data only."""
+    """A Bayesian information criterion, -2 log L + k log(rows) (Schwarz 1978). Its k is no number
+    of parameters but ``complexity``, as the structure was searched for, too, plus 1 for each
+    constant, or a part of 1 for one in a short form. Comparable on the same data only."""
     r2: float
     """R^2 of this formula on the rows held out, which no fit has seen; minus infinity if it has no
     value on one of them, and NaN if none were held out."""

@@ -78,8 +78,9 @@ class SymbolicRegressor(FormulaRegressor):
         proposed by least squares, and compared by this loss. It may be negative, but has to have a
         least value. A sum that is not one of squares is taken for a negative log likelihood.
     model_selection : str
-        Which equation ``predict`` uses: ``"bic"``, the least Bayesian information criterion in
-        which each unit of complexity counts as a parameter (`warpfit.sklearn.equations.Equation`);
+        Which equation ``predict`` uses: ``"bic"``, the least Bayesian information criterion whose
+        number of parameters is the complexity, plus 1 for each constant, or a part of 1 for a short
+        one (`warpfit.sklearn.equations.Equation`);
         ``"accuracy"``, the least loss; ``"score"``, the steepest decrease of the loss; or
         ``"best"``, the highest score among those with at most 1.5 times the least loss, as in PySR.
         Equations with variables that have no value on one of the rows held out or, if squares

@@ -1,5 +1,7 @@
 """Results in a terminal and a notebook, and errors that point into programs."""
 
+import dataclasses
+import html
 import pickle
 import re
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 import warpfit.testing
-from warpfit import ProgramError
+from warpfit import ProgramError, Reason
 from warpfit.calls.display import TextTable, numbers
 from warpfit.request import Tier, Timings
 
@@ -35,9 +37,27 @@ def test_fits_show_formulas_r2_and_standard_errors(client):
     assert len({len(line) for line in lines}) == 1
     residuals = data.dataset.target - client.evaluate(data, fit.formula())[:, 0]
     np.testing.assert_allclose(fit.r2[0], 1 - residuals.var() / data.dataset.target.var())
-    html = fit._repr_html_()
-    assert html.count("<tr>") == 4
-    assert re.search(r"<td>\$\S+ \\cdot x_\{1\} \+ \S+\$</td>", html)
+    page = fit._repr_html_()
+    assert page.count("<tr>") == 4
+    assert re.search(r"<td>\$\S+ \\cdot x_\{1\} \+ \S+\$</td>", page)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"), [("float32", 'upload with dtype="float64"'), ("float64", "other starts")]
+)
+@pytest.mark.parametrize(
+    ("stalled", "what"), [(0, ""), (1, "1 search has"), (3, "3 searches have")]
+)
+def test_fits_that_stalled_say_what_helps(client, dtype, remedy, stalled, what):
+    data = client.upload(X, 2 * X[:, 0], dtype=dtype)
+    fit = client.optimize(data, ["p1*x1"] * 4, [[1.0]] * 4)
+    reasons = np.array([Reason.STALLED] * stalled + [Reason.STEP] * (4 - stalled), object)
+    fit = dataclasses.replace(fit, reason=reasons)
+    assert fit.hint == "" if not stalled else what in fit.hint and remedy in fit.hint
+    assert fit.success.tolist() == [False] * stalled + [True] * (4 - stalled)
+    assert str(fit).endswith(fit.hint)
+    assert len(str(fit).splitlines()) == 5 + bool(stalled)
+    assert not stalled or f"<p>{html.escape(fit.hint)}</p>" in fit._repr_html_()
 
 
 def test_fits_of_all_starts_show_each_start(client):
