@@ -356,7 +356,8 @@ class Client:
 
         Returns:
             The programs, with constants alone, and their losses. None is worse than ``tolerance``
-            allows, measured against the given formula with its constants fitted.
+            allows, measured against the given formula with its constants fitted. The sign of a zero
+            is not kept, see `warpfit.Program.simplify`.
 
         Raises:
             InvalidArgumentError: for arguments that are wrong or do not fit together.

@@ -228,7 +228,9 @@ class Program:
                 simplified program may have fewer parameters.
             assume_defined: also apply rules that hold only where the formula is defined, such as
                 x/x = 1 and exp(log(x)) = x, as for a publication. By default NaN and infinities
-                stay where they are for finite variables.
+                stay where they are for finite variables, but for the sign of a zero, which no rule
+                keeps: ``0 - x1`` is ``-x1``, which is -0 at 0. Only an operator that tells -0 from
+                0 makes more of it: ``1/(0 - x1)`` is inf at 0, and ``-1/x1`` is -inf there.
             algebra: also ask SymPy, for at most ten seconds; what it finds is taken if it is
                 shorter and agrees with the program on random rows.
 
@@ -248,8 +250,9 @@ class Program:
     def to_numpy(self, names: Sequence[str] = ()) -> Callable[..., NDArray[np.float64]]:
         """Return a function of X [rows, variables] that needs NumPy alone, and gives values [rows].
 
-        It computes in float64, whatever the dtype of X is. A pandas or Polars frame is read by
-        ``names``, by position without them. A program with parameters gives a function of X and p
+        It computes in float64, whatever the dtype of X is, and raises TypeError for what are no
+        numbers, such as text. Masked cells are NaN. A pandas or Polars frame is read by ``names``,
+        by position without them. A program with parameters gives a function of X and p
         [parameters]. The attribute ``source`` of the function is its text, which a project can keep
         instead of warpfit; ``names`` is that of `code`.
 

@@ -511,7 +511,7 @@ _NUMPY: Final = Language(
     call="np.{name}",
     first="import math\nimport numpy as np",
     columns="    {names} = formula_columns(X, {columns})",
-    vector="    p = np.asarray(p, dtype=np.float64)",
+    vector="    p = formula_numbers(p)",
     rows="np.zeros(len(X)) + {value}",
     templates={
         **{name: f"np.{name}({{a}})" for name in ("square", "sign")},
@@ -520,15 +520,24 @@ _NUMPY: Final = Language(
         **{f: f"np.{name}({{a}}{', {b}' * (f == 'atan2')})" for f, name in _INVERSE.items()},
     },
     texts={
+        "numbers": '''
+def formula_numbers(data):
+    """Return real numbers in float64; masked ones are NaN, and anything else is a TypeError."""
+    data = np.asanyarray(data)
+    others = [
+        x
+        for x in (data.flat if data.dtype.kind == "O" else ())
+        if isinstance(x, (str, bytes, complex)) or not hasattr(x, "__float__")
+    ]
+    if data.dtype.kind not in "biufO" or others:
+        raise TypeError("text, dates and what is missing are no numbers")
+    return np.ma.filled(data.astype(np.float64), np.nan)''',
         "columns": '''
 def formula_columns(X, columns):
-    """Return columns of an array [rows, variables], or of a frame by name, in float64.
-
-    Cells of a masked array are NaN.
-    """
+    """Return columns of an array [rows, variables], or of a frame by name, in float64."""
     if isinstance(columns, dict) and hasattr(X, "columns"):
-        return [np.asarray(X[name], dtype=np.float64) for name in columns]
-    X = np.ma.filled(np.asanyarray(X, dtype=np.float64), np.nan)
+        return [formula_numbers(X[name]) for name in columns]
+    X = formula_numbers(X)
     return [X[:, i] for i in (columns.values() if isinstance(columns, dict) else columns)]''',
         **{
             name: inspect.getsource(getattr(special, name))
@@ -612,7 +621,7 @@ _PYTHON: Final = Language(
     head="def {name}({arguments}):",
     tail="    return {value}",
     let="    {name} = {value}",
-    as_float="float({name})",
+    as_float="float(+{name})",
     comment="# {}",
     infinity="math.inf",
     nan="math.nan",

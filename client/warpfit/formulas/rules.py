@@ -4,7 +4,13 @@ Real numbers obey each rule where the rule applies. In floating point some round
 original, because constants are combined and sums and products are reordered. Variables and
 parameters are taken to be finite, and sums, products and powers of finite numbers not to leave the
 range of their type; under these assumptions NaN and infinities stay where they are, unless rules
-that hold only where a formula is defined are allowed. The sign of a zero is not kept.
+that hold only where a formula is defined are allowed.
+
+The sign of a zero is not kept: ``0 - x`` becomes ``-x``, and ``1/(b - a)`` may become
+``-1/(a - b)``. So a value can change, to that of the formula with 0 of the other sign, where an
+operator that tells -0 from 0 has such an operand: inv, div, atan2, gamma, and pow with a negative
+exponent. What these make infinite stays infinite, but its sign, and what follows from it,
+may change.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 from support.engines.languages import available, run
-from warpfit import InvalidArgumentError, Program, ResourceExhaustedError, parse
+from warpfit import InvalidArgumentError, Program, ResourceExhaustedError, parse, testing
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.languages import LANGUAGES
 from warpfit.ops import OPERATORS, VARIABLE
@@ -54,6 +54,39 @@ def test_numpy_functions_take_frames_by_name():
         function(pd.DataFrame(columns).drop(columns="b"), [10])
     masked = np.ma.array([[1.0], [2.0]], mask=[[False], [True]])
     np.testing.assert_array_equal(parse("x1 + 1").to_numpy()(masked), [2.0, np.nan])
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["1", "2"], np.array([1.0, "2"], object), [b"1", b"2"], np.array(["nan", "1"]),
+        np.array([1, np.str_("2")], object), [None, 1.0], [1.0, 2j], np.array([1j, 2]),
+        np.array(["2024-01-01", "2024-01-02"], "M8[D]"), pd.Series(["1", "2"], dtype="category"),
+        pl.Series(["1", "2"]), [pd.Timestamp(0), 1.0],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numpy_functions_take_numbers_alone(cells):
+    """As an upload does, which refuses text also where it can be read as a number."""
+    one, two = parse("x1 + 1").to_numpy(), parse("p1*p2*x1").to_numpy()
+    by_name = parse("a + 1", ["a"]).to_numpy(["a"])
+    with pytest.raises(TypeError):
+        one(np.asarray(cells)[:, None])
+    with pytest.raises(TypeError):
+        two([[1.0], [2.0]], cells)
+    with pytest.raises(TypeError):
+        by_name(pd.DataFrame({"a": np.asarray(cells), "b": ["x", "y"]}))
+    with testing.client() as client, pytest.raises(InvalidArgumentError):
+        client.upload(np.asarray(cells)[:, None])
+
+
+def test_python_functions_take_numbers_alone():
+    namespace: dict = {}
+    exec(parse("x1 + p1").code("python"), namespace)
+    assert namespace["formula"](np.float32(1.5), True) == 2.5
+    for pair in (("1", 2.0), (1.0, "2"), (None, 1.0), (1j, 1.0)):
+        with pytest.raises(TypeError):
+            namespace["formula"](*pair)
 
 
 @pytest.mark.parametrize("language", SCRIPTS)

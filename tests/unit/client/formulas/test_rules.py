@@ -67,6 +67,11 @@ CASES = [
     ("sin(2)*3 + floor(2.5)", repr(3 * math.sin(2) + 2), None),
     ("fma(x1, 2, x1)", "3 * x1", None),
     ("inf - inf + x1", "x1 + nan", None),
+    # The sign of a zero is not kept.
+    ("0 - x1", "-x1", None),
+    ("1/(0 - x1)", "-inv(x1)", None),
+    ("inv(x1*-1) + x2", "x2 - inv(x1)", None),
+    ("atan2(0 - x1, x2)", "atan2(-x1, x2)", None),
 ]
 
 
