@@ -6,7 +6,8 @@ import gc
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple, Self
@@ -63,8 +64,8 @@ def work(number: int, orders: Connection) -> None:
     """Serve the orders of the main process: connect, then call until the time is up.
 
     An order has address, programs a call, rows, seconds, and what is sent: that many batches that
-    are encoded before, other batches for each call (None), or one batch again and again
-    (0).
+    are encoded before, other batches for each call (None), one batch again and again (0), or
+    batches that come some times each (`Repeats`).
     """
     pool = Pool(SEED + 1 + number % 16, 2_000)
     pool.random = np.random.default_rng(SEED + number)
@@ -75,7 +76,9 @@ def work(number: int, orders: Connection) -> None:
         address, programs, rows, seconds, fresh = order
         with warpfit.connect(address) as client, grpc.insecure_channel(address) as channel:
             data = client.upload(*table(rows))
-            if fresh is None:
+            if isinstance(fresh, Repeats):
+                send = moved(client, data, pool, programs, fresh)
+            elif fresh is None:
                 calls = int(seconds * PROGRAMS_A_SECOND / programs)
                 send = drawn(client, data, pool, programs, calls)
             elif fresh:
@@ -86,6 +89,14 @@ def work(number: int, orders: Connection) -> None:
             orders.send(None)
             orders.recv()  # all workers are ready
             orders.send(call(send, seconds))
+
+
+class Repeats(NamedTuple):
+    """What a local search sends: a batch some times with new parameters, then another one."""
+
+    times: int
+    tier: str = "auto"
+    gradient: bool = False
 
 
 class Answer(NamedTuple):
@@ -114,6 +125,29 @@ def drawn(client: warpfit.Client, data: Any, pool: Pool, count: int, calls: int)
         tokens, programs, parameters = next(batches)
         answer = client.run(data, programs, parameters, loss="mse", precision="fast")
         return Answer(tokens, answer.timings.device, b"")
+
+    return send
+
+
+def moved(
+    client: warpfit.Client, data: Any, pool: Pool, count: int, repeats: Repeats
+) -> Callable[[], Answer]:
+    """Return what sends the batches of a local search."""
+    options = {"tier": repeats.tier, "gradient": repeats.gradient}
+
+    def batches() -> Iterator[Batch]:
+        while True:
+            batch = pool.draw(count)
+            for _ in range(repeats.times):
+                factors = pool.random.uniform(0.9, 1.1, len(batch.parameters))
+                yield replace(batch, parameters=batch.parameters * factors)
+
+    sent = batches()
+
+    def send() -> Answer:
+        batch = next(sent)
+        answer = client.run(data, batch, loss="mse", precision="fast", **options)
+        return Answer(len(batch.codes), answer.timings.device, b"")
 
     return send
 
@@ -195,8 +229,14 @@ class Workers:
         self, count: int, order: tuple[Any, ...], meanwhile: Callable[[], None] = lambda: None
     ) -> list[dict[str, Any]]:
         """Have some workers call at the same time; return what each has found."""
-        ends = self._ends[:count]
-        for end in ends:
+        return self.run_each([order] * count, meanwhile)
+
+    def run_each(
+        self, orders: Sequence[tuple[Any, ...]], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[dict[str, Any]]:
+        """Have a worker for each order call at the same time; return what each has found."""
+        ends = self._ends[: len(orders)]
+        for end, order in zip(ends, orders, strict=True):
             end.send(order)
         for end in ends:
             end.recv()
