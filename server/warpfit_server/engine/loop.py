@@ -3,9 +3,9 @@
 The simple form:
 
     while True:
-        go on with steps whose device is done
-        queue.extend(connections.receive())     # sleeps if there is nothing to do
-        step = isolation.next()                 # a probe, a suspect, or what the scheduler says
+        queue.extend(connections.receive())
+        step = one whose device is done, or else what the scheduler says
+        if there is none, sleep until something arrives, or a device or a future is done
         run the step until it waits for the device, or has ended
         answer what is finished, put the rest back into the queue
 
@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -35,7 +34,6 @@ from numpy.typing import NDArray
 from warpfit.errors import CancelledError, InternalError, WarpfitError
 from warpfit.request import Timings
 from warpfit_server.engine.interface import DeviceWork, Engine, EngineBrokenError, Steps
-from warpfit_server.engine.isolation import Isolation
 from warpfit_server.engine.request import FrontEndConnection, Request
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.engine.scheduler import Scheduler
@@ -58,17 +56,18 @@ _LOOK_SECONDS: Final = 0.05
 _MANY_CORES: Final = 8
 
 
-@dataclass(slots=True, eq=False)
 class _Step:
-    """A step that has begun, of one request or of several that are merged."""
+    """A step of one request, or of several that are merged."""
 
-    requests: list[Request]
-    wanted: list[Request]
-    """The requests that have not been cancelled."""
-    steps: Steps[Timings]
-    began: float
-    is_merged: bool
-    """Whether its requests can be merged, even if it has one only: it has no pauses then."""
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.is_merged = requests[0].is_merged(len(requests))
+        """Whether they are evaluated as one batch, even a lone one; it has no pauses then."""
+        self.began = time.perf_counter()
+        self.wanted: list[Request] = []
+        """The requests that had not been cancelled when it began."""
+        self.steps: Steps[Timings] | None = None
+        """None until it has begun."""
 
 
 class Loop:
@@ -86,15 +85,13 @@ class Loop:
         self._scheduler: Scheduler[Request] = Scheduler(
             engine.step_size, shares_cores=engine.steps_share_cores
         )
-        self._isolation = Isolation(self._scheduler)
         self._lock = threading.Lock()
-        """Guards the scheduler, the isolation, and all sets and lists."""
+        """Guards the scheduler, the sets and the numbers below."""
         self._running: set[Request] = set()
         """Requests of which a step is running."""
-        self._waiting: set[Request] = set()
-        """Requests that wait for a future."""
-        self._in_flight: dict[_Step, DeviceWork | Future[Any]] = {}
-        """Steps with what they wait for, which is the device."""
+        self._waits: dict[_Step, DeviceWork | Future[Any]] = {}
+        """What steps wait for. The device keeps a step in flight. A future, of code that is being
+        loaded or compiled, ends it: its request is queued again once that is done."""
         self._idle = 0
         """Threads that have found nothing to do."""
         self._busy_polling = threading.Lock()
@@ -104,9 +101,9 @@ class Loop:
         self._once = select.EPOLLONESHOT if engine.step_threads > 1 else 0
         self._connections: dict[int, FrontEndConnection] = {}
         self._poll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Edge-triggered, so that each write wakes one thread and nobody has to read.
-        self._poll.register(self._wake, select.EPOLLIN | select.EPOLLET)
+        self._poll.register(self._wake_event, select.EPOLLIN | select.EPOLLET)
 
     def start(self) -> None:
         """Start the threads."""
@@ -131,76 +128,136 @@ class Loop:
     def _run(self) -> None:
         try:
             while True:
-                ended = self._take_ended()
-                for step in ended:
-                    self._advance(step)
                 self._receive(0.0)  # so that everything that has arrived is considered
-                requests = self._choose()
-                if requests:
-                    self._begin(requests)
-                    continue
-                if not ended:
+                step = self._schedule()
+                if step is None:
                     self._wait()
-                with self._lock:
-                    self._idle -= 1
+                else:
+                    self._run_step(step)
         except Exception:
             _LOG.exception("the engine is broken; the supervisor starts a new process")
             os._exit(EXIT_BROKEN)
 
-    def _take_ended(self) -> list[_Step]:
-        """Take the steps in flight that can go on."""
-        if not self._in_flight:
-            return []
+    def _schedule(self) -> _Step | None:
+        """Return the next step: one that the device is done with, or one that begins."""
         with self._lock:
-            ended = [step for step, work in self._in_flight.items() if work.done()]
-            for step in ended:
-                del self._in_flight[step]
-        return ended
-
-    def _choose(self) -> list[Request]:
-        """Take the requests of the next step, if one can begin."""
-        with self._lock:
-            self._end_wait([request for request in self._waiting if request.is_cancelled])
-            is_full = len(self._in_flight) >= self._engine.steps_in_flight
+            in_flight = 0
+            for step, waits_for in list(self._waits.items()):
+                if isinstance(waits_for, Future):
+                    if waits_for.done() or step.requests[0].is_cancelled:
+                        del self._waits[step]
+                        self._scheduler.ended(step.requests, step.requests)
+                elif waits_for.done():
+                    del self._waits[step]
+                    return step
+                else:
+                    in_flight += 1
             self._scheduler.merged_size = self._engine.step_size
-            requests = [] if is_full else self._isolation.next()
+            is_full = in_flight >= self._engine.steps_in_flight
+            requests = [] if is_full else self._scheduler.next()
             self._engine.others_wait(len(self._scheduler) > 0)
             self._running.update(requests)
             if not requests:  # nothing waits, or everything waits until a suspect has run
                 self._idle += 1
-            leaves_work = bool(requests) and self._idle > 0 and len(self._scheduler) > 0
+                return None
+            leaves_work = self._idle > 0 and len(self._scheduler) > 0
         if leaves_work:
-            os.eventfd_write(self._wake, 1)
-        return requests
+            self._wake()
+        return _Step(requests)
+
+    def _run_step(self, step: _Step) -> None:
+        """Run a step until it waits for something or has ended; answer what is finished."""
+        if step.steps is None:
+            for request in step.requests:
+                if request.is_cancelled:
+                    self._fail(request, CancelledError("the request was cancelled", "CANCELLED"))
+                    continue
+                step.wanted.append(request)
+                if request.steps is None:
+                    request.mark_begun()
+            if not step.wanted:
+                self._finish(step, [])
+                return
+            if step.is_merged:
+                step.steps = self._runner.begin_merged(step.wanted)
+            else:
+                request = step.wanted[0]
+                step.steps = request.steps = request.steps or self._runner.begin(request)
+        is_lone, unfinished = len(step.wanted) == 1, step.wanted
+        LOGGED_REQUEST_ID.set(step.wanted[0].problem.request_id if is_lone else "")
+        waits_for: Future[Any] | DeviceWork | None = None
+        try:
+            while (waits_for := next(step.steps)) is None and step.is_merged:
+                pass
+        except StopIteration as end:
+            self._answer(step.wanted, end.value)
+            unfinished = []
+        except EngineBrokenError:
+            raise
+        except Exception as error:
+            _LOG.debug("a step of %d requests failed: %s", len(step.wanted), error)
+            if is_lone:
+                self._fail(step.wanted[0], error)
+                unfinished = []
+            else:
+                self._part(step.wanted)
+        if step.is_merged and isinstance(waits_for, Future):  # each waits for that on its own
+            step.steps.close()
+            self._part(step.wanted)
+            waits_for = None
+        self._finish(step, unfinished, waits_for)
+
+    def _finish(
+        self,
+        step: _Step,
+        unfinished: list[Request],
+        waits_for: Future[Any] | DeviceWork | None = None,
+    ) -> None:
+        """Charge the tenants for a step that has ended, and queue what is unfinished.
+
+        A step that waits for the device goes on later.
+        """
+        seconds = time.perf_counter() - step.began
+        with self._lock:
+            if waits_for is not None:
+                self._waits[step] = waits_for
+            if waits_for is None or isinstance(waits_for, Future):
+                self._scheduler.ran(step.requests, seconds)
+                self._running.difference_update(step.requests)
+            if waits_for is None:
+                self._scheduler.ended(step.requests, unfinished)
+        if isinstance(waits_for, Future):
+            waits_for.add_done_callback(lambda _: self._wake())
 
     def _wait(self) -> None:
         """Wait for something to do; one thread polls for a while first if no step is running."""
-        if self._in_flight:
-            work = list(self._in_flight.values())
-            while not (self._receive(0.0) or any(one.done() for one in work)):
+        waits = list(self._waits.values())
+        devices = [one for one in waits if not isinstance(one, Future)]
+        if devices:
+            while not (self._receive(0.0) or any(one.done() for one in devices)):
                 if not self._has_many_cores:
                     time.sleep(_DEVICE_SECONDS)
-            return
-        if self._has_many_cores and self._busy_polling.acquire(blocking=False):
-            try:
-                end = time.perf_counter() + _BUSY_POLL_SECONDS
-                while not self._running and time.perf_counter() < end:
-                    if self._receive(0.0):
-                        return
-            finally:
-                self._busy_polling.release()
-        self._receive(_LOOK_SECONDS if self._waiting else self._isolation.timeout)
-
-    def _resume(self, requests: list[Request]) -> None:
-        """Queue a request again that has waited for a future, unless it was cancelled meanwhile."""
+        elif not self._poll_busily():
+            self._receive(_LOOK_SECONDS if waits else self._scheduler.timeout)
         with self._lock:
-            self._end_wait([request for request in requests if request in self._waiting])
-        os.eventfd_write(self._wake, 1)
+            self._idle -= 1
 
-    def _end_wait(self, requests: list[Request]) -> None:
-        """Queue requests that wait for a future; under the lock."""
-        self._waiting.difference_update(requests)
-        self._isolation.ended(requests, requests)
+    def _poll_busily(self) -> bool:
+        """Poll for a moment without sleeping; return whether anything has arrived."""
+        if not (self._has_many_cores and self._busy_polling.acquire(blocking=False)):
+            return False
+        try:
+            end = time.perf_counter() + _BUSY_POLL_SECONDS
+            while not self._running and time.perf_counter() < end:
+                if self._receive(0.0):
+                    return True
+        finally:
+            self._busy_polling.release()
+        return False
+
+    def _wake(self) -> None:
+        """Wake a thread that waits."""
+        os.eventfd_write(self._wake_event, 1)
 
     # ------------------------------------------------------------------------- receiving
 
@@ -213,7 +270,7 @@ class Loop:
         """
         found = self._poll.poll(timeout)
         for descriptor, _ in found:
-            if descriptor == self._wake:
+            if descriptor == self._wake_event:
                 continue
             connection = self._connections[descriptor]
             try:
@@ -253,83 +310,13 @@ class Loop:
         for request in list(connection.requests):
             request.cancelled[0] = 1
 
-    # ------------------------------------------------------------------------- running
-
-    def _begin(self, requests: list[Request]) -> None:
-        """Run a step of a request, or of several as one, until it waits or has ended."""
-        began = time.perf_counter()
-        wanted = []
-        for request in requests:
-            if request.is_cancelled:
-                self._fail(request, CancelledError("the request was cancelled", "CANCELLED"))
-                continue
-            wanted.append(request)
-            if request.steps is None:
-                request.mark_begun()
-        is_merged = requests[0].is_merged(len(requests))
-        if is_merged:
-            steps = self._runner.begin_merged(wanted)
-        else:
-            request = requests[0]
-            steps = request.steps = request.steps or self._runner.begin(request)
-        step = _Step(requests, wanted, steps, began, is_merged)
-        if wanted:
-            self._advance(step)
-        else:
-            self._end(step, [])
-
-    def _advance(self, step: _Step) -> None:
-        """Go on with a step until it waits, or has ended: answer, or queue what is unfinished."""
-        unfinished = step.wanted
-        is_lone = len(step.wanted) == 1
-        LOGGED_REQUEST_ID.set(step.wanted[0].problem.request_id if is_lone else "")
-        waits_for: Future[Any] | DeviceWork | None = None
-        try:
-            while (waits_for := next(step.steps)) is None and step.is_merged:
-                pass
-        except StopIteration as end:
-            self._answer(step.wanted, end.value)
-            unfinished = []
-        except Exception as error:
-            unfinished = self._failed(step, error)
-        if step.is_merged and isinstance(waits_for, Future):  # each waits for that on its own
-            step.steps.close()
-            waits_for, unfinished = None, self._part(step.wanted)
-        if waits_for is None or isinstance(waits_for, Future):
-            self._end(step, unfinished, waits_for)
-            return
-        with self._lock:
-            self._in_flight[step] = waits_for
-
-    def _end(
-        self, step: _Step, unfinished: list[Request], waits_for: Future[Any] | None = None
-    ) -> None:
-        """Charge the tenants for a step, and queue the rest again once it can go on."""
-        seconds = time.perf_counter() - step.began
-        with self._lock:
-            self._scheduler.ran(step.requests, seconds)
-            self._running.difference_update(step.requests)
-            if waits_for is None:
-                self._isolation.ended(step.requests, unfinished)
-            else:
-                self._waiting.update(step.requests)
-        if waits_for is not None:
-            waits_for.add_done_callback(lambda _: self._resume(step.requests))
-
-    def _failed(self, step: _Step, error: Exception) -> list[Request]:
-        """Answer a request whose step has failed; return those that must run alone instead."""
-        if len(step.wanted) == 1 or isinstance(error, EngineBrokenError):
-            self._fail(step.wanted[0], error)
-            return []
-        _LOG.debug("a merged evaluation failed: %s", error)
-        return self._part(step.wanted)
+    # ------------------------------------------------------------------------- answering
 
     @staticmethod
-    def _part(requests: list[Request]) -> list[Request]:
-        """Let requests that were merged run alone; return them."""
+    def _part(requests: list[Request]) -> None:
+        """Let requests that were merged run alone."""
         for request in requests:
             request.merge_key = None
-        return requests
 
     def _answer(self, requests: list[Request], timings: Timings) -> None:
         """Answer the finished requests of a step, those of each front end together."""
@@ -342,9 +329,7 @@ class Loop:
             connection.send(*found)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Answer a request with an error; raise what ends the process."""
-        if isinstance(error, EngineBrokenError):
-            raise error
+        """Answer a request with an error."""
         if request.steps is not None:
             request.steps.close()
         if not isinstance(error, WarpfitError):

@@ -79,7 +79,6 @@ class Request(ScheduledRequest):
         self.segment = segment
         self.number = problem.request
         self.alone = problem.alone
-        """Seconds for which nothing may run beside it; 0 if it is no suspect."""
         self.steps: Steps[Timings] | None = None
         """None until the first step."""
         self.waited = 0
@@ -101,17 +100,12 @@ class Request(ScheduledRequest):
         """Whether nobody waits for the answer; a fit sets the flag to 2 when its time is up."""
         return self.segment.map[self.problem.segment_layout.flag_offset] == 1
 
-    @property
-    def state(self) -> int:
-        """`QUEUED`, `BEGUN` or `ALONE`; the front end reads it if this process dies."""
-        return self.problem.segment_layout.state(self.segment)
-
-    @state.setter
-    def state(self, state: int) -> None:
+    def note_state(self, state: int) -> None:
+        """Write a state into the segment; the front end reads it if this process dies."""
         self.segment.map[self.problem.segment_layout.flag_offset + 1] = state
 
     def mark_begun(self) -> None:
         """Note for the front end, and for the timings, that the first step begins."""
         if not self.alone:
-            self.state = BEGUN
+            self.note_state(BEGUN)
         self.waited = time.monotonic_ns() - self.problem.submitted

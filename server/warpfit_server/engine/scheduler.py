@@ -2,26 +2,34 @@
 
 The simple form:
 
-    take the tenant that has used least of the engine, and the next one of its requests
-    run one step of the request, charge the tenant with the time
-    queue the request again, unless it is finished
+    if a health probe waits, take it
+    else, while a suspect has its turn, take nothing but its next step, once all others have ended
+    else take the tenant that has used least of the engine, the next one of its requests, and
+        those that can be merged with it
+    run one step, charge the tenants with the time
+    queue the requests again, unless they are finished
 
 This is start-time fair queueing (Goyal, Vin and Cheng 1996) with measured instead of announced
 costs. The same rule is used twice: among tenants, and within a tenant between *short* requests,
 which have used little of the engine so far, and *long* ones, such as fits and large batches. So a
 long request does not delay every small call of its tenant, and small calls do not starve it.
 
-The scheduler has no thread, clock or socket: its caller tells it what has arrived and what steps
-have cost.
+A suspect is a request that may have crashed an engine. If the engine dies while it runs alone, the
+culprit is known; see `warpfit_server.ipc.quarantine`.
+
+The scheduler has no thread or socket: its caller tells it what has arrived, what steps have cost
+and what has ended.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
+from warpfit_server.ipc.segment_layout import ALONE, BEGUN
 from warpfit_server.tenancy.tenants import PROBE
 
 #: Seconds of the engine after which a request is a long one.
@@ -37,6 +45,8 @@ _ACTIVE: Final = 1.0
 _REMEMBERED: Final = 1000
 #: Waiting requests of one tenant that are examined for merging.
 _EXAMINED: Final = 64
+#: Seconds between two looks at the clock and at new requests while a suspect has its turn.
+_LOOK_SECONDS: Final = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +63,16 @@ class ScheduledRequest:
     runs alone."""
     used: float = 0.0
     """Seconds of the engine so far."""
+    alone: float = 0.0
+    """Seconds for which nothing may run beside it; 0 if it is no suspect."""
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return False
+
+    def note_state(self, state: int) -> None:
+        """Let the front end know that the request has begun, or that it runs alone."""
 
     def is_merged(self, requests: int) -> bool:
         """Whether it runs in a step of so many requests with its key as a part of their batch."""
@@ -94,19 +114,19 @@ class _TenantQueue(Generic[Item]):
         if request.used and not request.is_long:
             own.requests.move_to_end(request, last=False)
 
-    def pop(self) -> Item:
-        """Take the next request of the class that has been charged least."""
+    def first(self) -> Item:
+        """Return the next request of the class that has been charged least."""
         waiting = [queue for queue in (self.short, self.long) if queue.requests]
-        request, _ = min(waiting, key=lambda q: q.charge).requests.popitem(last=False)
-        return request
+        return next(iter(min(waiting, key=lambda q: q.charge).requests))
 
-    def remove(self, request: Item) -> bool:
-        """Take a certain request; return whether it was waiting."""
-        for queue in (self.short, self.long):
-            if request in queue.requests:
-                del queue.requests[request]
-                return True
-        return False
+    def is_queued(self, request: Item) -> bool:
+        """Whether a request waits."""
+        return request in self.short.requests or request in self.long.requests
+
+    def remove(self, request: Item) -> None:
+        """Take a request out of the queue."""
+        queue = self.short if request in self.short.requests else self.long
+        del queue.requests[request]
 
     def add_charge(self, request: Item, seconds: float) -> None:
         """Charge a step of a request to its class and to the tenant."""
@@ -120,27 +140,58 @@ class _TenantQueue(Generic[Item]):
         return bool(self.short.requests or self.long.requests)
 
 
+@dataclass(slots=True, eq=False)
+class _Turn(Generic[Item]):
+    """The turn of a suspect."""
+
+    suspect: Item
+    until: float
+    """End of the time for which it waits for the others, or the others for it; on the clock."""
+    is_alone: bool = False
+
+
 class Scheduler(Generic[Item]):
     """The fair queue. Calls must not overlap; the caller holds a lock.
+
+    At a suspect's turn no other request may begin a step for at most `ScheduledRequest.alone`
+    seconds, until all running steps have ended, and then for as long again. A suspect runs beside
+    others if their steps do not end in that time, or once it takes longer itself. Probes never
+    wait.
 
     Args:
         merged_size: most token-rows of the requests that are merged into one step; may be changed.
         shares_cores: whether steps that run at the same time slow each other down. Then only one
             runs at a time while several tenants are active.
-
+        clock: returns seconds.
     """
 
-    def __init__(self, merged_size: int, *, shares_cores: bool = False) -> None:
+    def __init__(
+        self,
+        merged_size: int,
+        *,
+        shares_cores: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.merged_size = merged_size
         self._shares_cores = shares_cores
+        self._clock = clock
         self._tenants: OrderedDict[str, _TenantQueue[Item]] = OrderedDict()
         self._virtual_time = 0.0
         """Highest charge of a tenant when it was chosen."""
         self._waiting = 0
+        self._begun = 0
+        """Requests with a step that runs or waits for a future; without probes."""
+        self._turn: _Turn[Item] | None = None
+        """The turn of a suspect, if there is one."""
 
     def __len__(self) -> int:
         """Count the waiting requests."""
         return self._waiting
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds after which `next` may return something although nothing has arrived or ended."""
+        return None if self._turn is None else _LOOK_SECONDS
 
     def add(self, request: Item) -> None:
         """Queue a request, when it arrives or after one of its steps."""
@@ -153,49 +204,26 @@ class Scheduler(Generic[Item]):
         tenant.add(request)
         self._waiting += 1
 
-    def next(self, only: str | None = None) -> list[Item]:
+    def next(self) -> list[Item]:
         """Take the requests of the next step: none, one, or several to be merged.
 
-        Each must come back through `ran`.
-
-        Args:
-            only: the tenant to take them from; None for the one that has been charged least.
-
+        Each must come back through `ran`, and then through `ended`.
         """
         if not self._waiting:
             return []
-        names = self._tenants if only is None else [only]
-        tenants = [t for name in names if (t := self._tenants.get(name)) and t.is_waiting]
-        if not tenants:
-            return []
-        tenant = min(tenants, key=lambda t: t.charge)
-        if only is None and self._must_wait():
-            return []
-        self._virtual_time = max(self._virtual_time, tenant.charge)
-        first = tenant.pop()
-        self._count_out(tenant)
-        return [first, *self._take_mergeable(first)]
-
-    def take(self, request: Item) -> list[Item]:
-        """Take a certain request for the next step, if it waits."""
-        tenant = self._tenants.get(request.tenant)
-        if tenant is None or not tenant.remove(request):
-            return []
-        self._count_out(tenant)
-        return [request]
-
-    def put_back(self, request: Item) -> None:
-        """Queue a request again that `next` has returned and that has not run."""
-        self.ran([request], 0.0)
-        self.add(request)
+        probes = self._tenants.get(PROBE)
+        if probes is not None and probes.is_waiting:
+            return self._take(probes, probes.first())
+        requests = self._next_of_turn() if self._turn is not None else self._next_of_tenants()
+        self._begun += len(requests)
+        return requests
 
     def ran(self, requests: list[Item], seconds: float) -> None:
-        """Charge the tenants for a step; unfinished requests have to be added again.
+        """Charge the tenants for a step.
 
         Args:
             requests: as `next` returned them.
             seconds: duration of the step, shared among the requests by their sizes.
-
         """
         total = sum(request.size for request in requests)
         for request in requests:
@@ -205,6 +233,57 @@ class Scheduler(Generic[Item]):
             tenant.running -= 1
             request.used += share
 
+    def ended(self, requests: list[Item], unfinished: list[Item]) -> None:
+        """Take note that a step has ended, and what it waited for; queue unfinished requests.
+
+        Args:
+            requests: those of the step.
+            unfinished: those of them that have more steps.
+        """
+        self._begun -= sum(request.tenant != PROBE for request in requests)
+        for request in unfinished:
+            self.add(request)
+        if self._turn is not None and self._turn.suspect in requests and not unfinished:
+            self._turn = None
+
+    def _next_of_tenants(self) -> list[Item]:
+        """Take requests of the tenant that has been charged least, or begin a suspect's turn."""
+        tenants = [tenant for tenant in self._tenants.values() if tenant.is_waiting]
+        if not tenants or self._must_wait():
+            return []
+        tenant = min(tenants, key=lambda t: t.charge)
+        self._virtual_time = max(self._virtual_time, tenant.charge)
+        first = tenant.first()
+        if first.alone:
+            self._turn = _Turn(first, self._clock() + first.alone)
+            return self._next_of_turn()
+        return self._take(tenant, first)
+
+    def _next_of_turn(self) -> list[Item]:
+        """Take the suspect's next step once it may run, or end its turn."""
+        assert self._turn is not None
+        turn, suspect, now = self._turn, self._turn.suspect, self._clock()
+        if not (turn.is_alone or self._begun):
+            turn.is_alone, turn.until = True, now + suspect.alone
+            suspect.note_state(ALONE)
+        elif now >= turn.until or suspect.is_cancelled:  # others run beside it from now on
+            suspect.note_state(BEGUN)
+            suspect.alone, self._turn = 0.0, None
+        tenant, may_run = self._tenants.get(suspect.tenant), turn.is_alone or self._turn is None
+        if may_run and tenant is not None and tenant.is_queued(suspect):
+            return self._take(tenant, suspect)
+        return [] if self._turn is not None else self._next_of_tenants()
+
+    def _take(self, tenant: _TenantQueue[Item], first: Item) -> list[Item]:
+        """Take a request out of the queue of its tenant, and those that are merged with it."""
+        self._take_one(tenant, first)
+        return [first, *self._take_mergeable(first)]
+
+    def _take_one(self, tenant: _TenantQueue[Item], request: Item) -> None:
+        tenant.remove(request)
+        tenant.running += 1
+        self._waiting -= 1
+
     def _must_wait(self) -> bool:
         """Tell whether a step would slow down another one while several tenants are active."""
         tenants = [tenant for name, tenant in self._tenants.items() if name != PROBE]
@@ -212,10 +291,6 @@ class Scheduler(Generic[Item]):
             return False
         recently = self._virtual_time - _ACTIVE
         return sum(tenant.is_waiting or tenant.charge > recently for tenant in tenants) > 1
-
-    def _count_out(self, tenant: _TenantQueue[Item]) -> None:
-        tenant.running += 1
-        self._waiting -= 1
 
     def _take_mergeable(self, first: Item) -> list[Item]:
         """Take the requests that are merged with the first, from the tenants in turn.
@@ -241,8 +316,7 @@ class Scheduler(Generic[Item]):
         if not first.is_merged(1 + len(found)):
             return []
         for tenant, request in found:
-            del tenant.short.requests[request]
-            self._count_out(tenant)
+            self._take_one(tenant, request)
         return [request for _, request in found]
 
     @staticmethod

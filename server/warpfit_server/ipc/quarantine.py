@@ -1,7 +1,7 @@
 """The quarantine: batches and data sets that have crashed engines are not run again.
 
 When an engine dies, one of the requests that it had begun may be to blame, so all of them become
-*suspects*. A suspect that is sent again runs alone (`warpfit_server.engine.isolation`). If it ends,
+*suspects*. A suspect that is sent again runs alone (`warpfit_server.engine.scheduler`). If it ends,
 it is cleared. If the engine dies while nothing else runs, and is not the first one that died with
 it, the suspect goes into *quarantine* and is refused. So a batch that merely ran beside the one to
 blame is never refused, however often both are sent again.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from warpfit_server.engine.isolation import Isolation
 from warpfit_server.engine.scheduler import ScheduledRequest, Scheduler
 from warpfit_server.ipc.segment_layout import ALONE, BEGUN, QUEUED
 from warpfit_server.tenancy.tenants import PROBE
@@ -15,18 +14,19 @@ from warpfit_server.tenancy.tenants import PROBE
 @dataclass(eq=False)
 class FakeRequest(ScheduledRequest):
     name: str = ""
-    alone: float = 0.0
     state: int = QUEUED
     is_cancelled: bool = False
 
+    def note_state(self, state):
+        self.state = state
+
 
 class Steps:
-    """An isolation with a clock, and an engine that runs its steps."""
+    """A scheduler with a clock, and an engine that runs its steps."""
 
     def __init__(self):
         self.now = 0.0
-        self.scheduler = Scheduler(1 << 20)
-        self.isolation = Isolation(self.scheduler, lambda: self.now)
+        self.scheduler = Scheduler(1 << 20, clock=lambda: self.now)
 
     def add(self, name, alone=0.0, tenant="me"):
         request = FakeRequest(tenant, name=name, alone=alone)
@@ -35,7 +35,7 @@ class Steps:
 
     def next(self):
         """Begin the next step; return its request, or None if nothing may run now."""
-        requests = self.isolation.next()
+        requests = self.scheduler.next()
         for request in requests:
             if not request.alone:
                 request.state = BEGUN
@@ -43,7 +43,7 @@ class Steps:
 
     def end(self, request, *, finished=True):
         self.scheduler.ran([request], 0.001)
-        self.isolation.ended([request], [] if finished else [request])
+        self.scheduler.ended([request], [] if finished else [request])
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_suspect_waits_for_running_steps_and_others_wait_for_the_suspect(steps
     assert steps.next() is None
     steps.end(suspect)
     assert steps.next() is after
-    assert steps.isolation.timeout is None
+    assert steps.scheduler.timeout is None
 
 
 def test_a_suspect_runs_all_its_steps_alone(steps):
@@ -115,7 +115,7 @@ def test_a_suspect_that_waits_for_a_future_keeps_its_turn(steps):
     steps.next()
     steps.scheduler.ran([suspect], 0.001)  # it waits for a future
     assert steps.next() is None
-    steps.isolation.ended([suspect], [suspect])
+    steps.scheduler.ended([suspect], [suspect])
     assert steps.next() is suspect
     steps.end(suspect)
     assert steps.next() is after
