@@ -45,7 +45,8 @@ class Merger:
     """Decides which requests may be merged; safe to use from threads.
 
     Whether a batch has come before is told by a sketch, which depends on its first programs, so
-    that nobody has to read a new batch twice.
+    that nobody has to read a new batch twice. One that has not is interpreted: no engine needs to
+    look for what was compiled for it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -56,6 +57,15 @@ class Merger:
     def plan(self, request: Request) -> None:
         """Set `merge_key`, `merge_from` and `size` of a new request; no key: it runs alone."""
         problem, layout = request.problem, request.problem.segment_layout
+        key = (
+            *(problem.dataset_id, problem.rows, problem.precision, problem.loss),
+            *(problem.outputs, layout.vectors),
+        )
+        has_come = False
+        if problem.tier == Tier.AUTO.name and problem.fit is None:
+            has_come = self._has_come(request, key)
+            if not has_come:
+                request.problem = problem._replace(tier=Tier.INTERPRETER.name)
         if not _is_mergeable(problem) or not self._engine.merges(problem.dataset_id):
             return
         is_derived, step_size = bool(problem.outputs), self._engine.step_size
@@ -66,11 +76,7 @@ class Merger:
             most, work = (_MOST_WITH_GRADIENTS, _MOST_WITH_GRADIENTS), work * _GRADIENT_WORK
         if work > step_size or numbers > most[0]:
             return
-        key = (
-            *(problem.dataset_id, problem.rows, problem.precision, problem.loss),
-            *(problem.outputs, layout.vectors),
-        )
-        if problem.tier == Tier.AUTO.name and self._has_come(request, key):
+        if has_come:
             least = self._engine.merge_from(
                 problem.dataset_id,
                 Precision[problem.precision],

@@ -179,6 +179,15 @@ def test_batches_that_come_again_are_merged_if_enough_wait(plan, engine, monkeyp
     assert plan(BATCH[:programs]).merge_from == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"values": True}, {"gradient": True}, {"rows": (0, 1)}])
+def test_engines_look_for_kernels_of_batches_that_have_come_before_alone(plan, options):
+    """That takes a hash of all tokens, which are many in a large batch."""
+    batch = BATCH if options else BATCH[:10]
+    tiers = [plan(batch, **options).evaluation.tier for _ in range(3)]
+    assert tiers == [Tier.INTERPRETER, Tier.AUTO, Tier.AUTO]
+    assert plan(batch, tier=Tier.COMPILED, **options).evaluation.tier is Tier.COMPILED
+
+
 def test_what_is_to_be_interpreted_is_merged_however_often_it_comes(plan):
     plans = [plan(BATCH[:10], tier=Tier.INTERPRETER) for _ in range(3)]
     assert {(one.merge_key is not None, one.merge_from) for one in plans} == {(True, 1)}
