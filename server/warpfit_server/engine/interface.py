@@ -221,7 +221,7 @@ class Engine(Protocol):
         token_rows: int,
         gradient: bool,
     ) -> int:
-        """Return how many requests must wait for one of them to be merged if its batch repeats.
+        """Return how many requests must wait or run for a batch that repeats to be merged.
 
         Args:
             dataset_id: of a data set on which requests are merged.
@@ -231,7 +231,8 @@ class Engine(Protocol):
             gradient: whether the gradient of the loss is requested, beside the loss.
 
         Returns:
-            1 if it is merged in any case, also with none; 0 if it always runs alone.
+            Their number, this request included: 1 if it is merged in any case; 0 if it always runs
+            alone.
         """
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:

@@ -61,7 +61,7 @@ class _Step:
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
-        self.is_merged = requests[0].is_merged(len(requests))
+        self.is_merged = requests[0].merge_key is not None
         """Whether they are evaluated as one batch, even a lone one; it has no pauses then."""
         self.began = time.perf_counter()
         self.wanted: list[Request] = []

@@ -7,7 +7,7 @@ The simple form:
 Then each request costs a few copies, so that many small ones are served by one thread. It does not
 matter whether a batch has come before: interpreting it beside others costs less than looking for
 what was compiled for it. A lone request is another matter, and so is one with so many rows that
-compiled kernels save more than merging does. So the engine says how many must wait.
+compiled kernels save more than merging does. So the engine says with how many it pays.
 """
 
 from __future__ import annotations

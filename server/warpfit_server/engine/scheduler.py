@@ -59,8 +59,8 @@ class ScheduledRequest:
     size: int = 0
     """Estimated work of a request that can be merged, in token-rows."""
     merge_from: int = 1
-    """Least number of requests of a step into which this one is merged; with fewer that wait, it
-    runs alone."""
+    """Number of requests that wait to be merged with it or run already, this one included, from
+    which on it is merged; with fewer it runs alone."""
     used: float = 0.0
     """Seconds of the engine so far."""
     alone: float = 0.0
@@ -73,10 +73,6 @@ class ScheduledRequest:
 
     def note_state(self, state: int) -> None:
         """Let the front end know that the request has begun, or that it runs alone."""
-
-    def is_merged(self, requests: int) -> bool:
-        """Whether it runs in a step of so many requests with its key as a part of their batch."""
-        return self.merge_key is not None and requests >= self.merge_from
 
     @property
     def is_long(self) -> bool:
@@ -295,7 +291,7 @@ class Scheduler(Generic[Item]):
     def _take_mergeable(self, first: Item) -> list[Item]:
         """Take the requests that are merged with the first, from the tenants in turn.
 
-        None is taken if they are so few that the first one runs alone.
+        If there are so few that the first one runs alone, it loses its key.
         """
         if first.merge_key is None or first.used:
             return []
@@ -313,7 +309,9 @@ class Scheduler(Generic[Item]):
                 found.append((tenant, request))
                 left.append((tenant, queue))
             queues = left
-        if not first.is_merged(1 + len(found)):
+        # Where others run, more will come: their number tells a lone caller from many.
+        if 1 + len(found) + self._begun < first.merge_from:
+            first.merge_key = None
             return []
         for tenant, request in found:
             self._take_one(tenant, request)

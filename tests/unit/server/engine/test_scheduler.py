@@ -203,12 +203,19 @@ def test_a_request_runs_alone_while_too_few_wait_to_be_merged_with_it():
     requests = [ScheduledRequest("ab"[n % 2], "x", 10, merge_from=3) for n in range(5)]
     for request in requests[:2]:
         scheduler.add(request)
-    assert scheduler.next() == requests[:1]
-    assert not requests[0].is_merged(1)
-    for request in requests[2:]:
+    for request in requests[:2]:  # the second waits beside the first, which runs
+        assert scheduler.next() == [request]
+        assert request.merge_key is None
+    for request in requests[2:4]:
         scheduler.add(request)
-    assert set(scheduler.next()) == set(requests[1:])
-    assert len(scheduler) == 0
+    assert scheduler.next() == requests[2:4]
+    scheduler.add(requests[4])
+    assert scheduler.next() == requests[4:]
+    assert requests[4].merge_key == "x", "others run, and more will come"
+    scheduler.ended(requests, [])
+    scheduler.add(lone := ScheduledRequest("a", "x", 10, merge_from=2))
+    assert scheduler.next() == [lone]
+    assert lone.merge_key is None
 
 
 def test_requests_that_have_begun_are_not_merged():
