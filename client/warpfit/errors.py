@@ -25,6 +25,8 @@ from typing import ClassVar, Final
 #: Largest size of each text in bytes. An error travels in trailing metadata, which contain its
 #: texts up to four times, encoded; gRPC drops a call whose metadata are larger than 8 KiB.
 _MOST_BYTES: Final = {"message": 480, "remedy": 240, "field": 128, "reason": 64}
+#: Name of the metadata entry with the id of a call, in the request and in every answer.
+REQUEST_ID_KEY: Final = "x-request-id"
 #: The class to raise for each gRPC status name; any other status becomes InternalError.
 BY_STATUS: Final[dict[str, "type[WarpfitError]"]] = {}
 

@@ -14,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from warpfit.errors import InvalidArgumentError
 from warpfit.server_info import Limits
+from warpfit.transport.security import is_loopback
 from warpfit_server.system.devices import EngineDevice, check_devices, engine_devices
 from warpfit_server.system.resources import available_cores, available_memory
 
@@ -22,7 +24,8 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2
 _LIMITS: Final = Limits()
 #: One message may take this part of the bytes in flight, and in any case this many bytes.
 _MESSAGE_PART, _LEAST_MESSAGE_BYTES = 8, 4 << 20
-_MOST_FRONT_ENDS: Final = 16
+#: Front ends that keep one device busy, if there are cores for them.
+_FRONT_ENDS_A_DEVICE: Final = 16
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _LAST_PORT: Final = 65_535
 #: Greatest whole number of a setting, and greatest number of seconds, which is 31 years.
@@ -111,7 +114,7 @@ class Config:
         "standard input is closed; 0 for none",
     )
     front_ends: int = _option(
-        0, "front-end processes; 0 makes one for each core but one, at most 16"
+        0, "front-end processes; 0 makes one for each core but one, at most 16 for each device"
     )
     threads: int | None = _option(
         None, "threads of all CPU engines together (default: one for each core)", least=1
@@ -202,8 +205,11 @@ class Config:
 
     @property
     def processes(self) -> int:
-        """Number of front-end processes, the main process included."""
-        return self.front_ends or max(1, min(_MOST_FRONT_ENDS, available_cores() - 1))
+        """Number of front-end processes."""
+        if self.front_ends:
+            return self.front_ends
+        most = _FRONT_ENDS_A_DEVICE * max(1, len(self.engines))
+        return max(1, min(most, available_cores() - 1))
 
     @property
     def connections(self) -> int:
@@ -250,6 +256,36 @@ class Config:
         """Most bytes of a message, so that a few calls can send one at the same time."""
         part = max(_LEAST_MESSAGE_BYTES, self.pending_bytes // _MESSAGE_PART)
         return min(self.max_message_bytes, part)
+
+    def check_exposure(self) -> None:
+        """Refuse settings that would expose plain text or the names of tenants to a network.
+
+        Raises:
+            InvalidArgumentError: if TLS is half configured, if other machines could reach the port
+                in plain text without ``--insecure``, or the metrics of several tenants without
+                ``--expose-tenants``.
+        """
+        if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
+            raise InvalidArgumentError(
+                "TLS is only half configured",
+                "INCOMPLETE_CERTIFICATE",
+                "Give --tls-cert and --tls-key together; --tls-client-ca needs both",
+            )
+        if not (self.tls_cert or self.insecure or is_loopback(self.host)):
+            raise InvalidArgumentError(
+                f"plain text on {self.host} can be read and changed by others on the network",
+                "INSECURE",
+                "Give --tls-cert and --tls-key, listen on 127.0.0.1, or accept it with --insecure",
+            )
+        is_public = self.metrics_port is not None and not is_loopback(self.metrics_host)
+        if is_public and self.has_tenants and not self.expose_tenants:
+            raise InvalidArgumentError(
+                f"whoever can reach the metrics port on {self.metrics_host} can read the names of "
+                "the tenants and how much they compute",
+                "TENANTS_EXPOSED",
+                "Listen with --metrics-host 127.0.0.1, or keep others away by a firewall or "
+                "network policy and give --expose-tenants",
+            )
 
     def limits(self) -> Limits:
         """Return the limits, as clients see them."""

@@ -71,12 +71,13 @@ class ServerCollector(Collector):
         yield from _processes(self.server.processes())
 
     def _engine(self) -> Iterator[Metric]:
+        serving = self.server.readiness.serving
         engine = (version("warpfit"), self.server.engines.engine)
         yield _gauge("build_info", "Version and engine", {engine: 1.0}, "version", "engine")
-        yield _gauge("ready", "1 if an engine answers rightly", self.server.health.ready)
+        yield _gauge("ready", "1 if an engine answers rightly", bool(serving))
         labels = [(supervisor.device.label,) for supervisor in self.server.engines.supervisors]
         text = "1 if the engine of the device answers rightly"
-        ready = {label: label[0] in self.server.health.serving for label in labels}
+        ready = {label: label[0] in serving for label in labels}
         yield _gauge("device_ready", text, ready, "device")
         text = "Estimated engine time of the calls that the device has not finished"
         work = {

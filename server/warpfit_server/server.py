@@ -1,4 +1,8 @@
-"""The server as a whole: assembles the main process and takes it apart again."""
+"""The server as a whole: assembles the main process and takes it apart again.
+
+The main process supervises engines and front ends and owns the memory of the data sets. It answers
+no calls.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +11,20 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
 from warpfit_server.data.dataset_store import DatasetStore
-from warpfit_server.data.files import DataFolder
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.metrics import ServerCollector
-from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.measurements import Recorder
-from warpfit_server.observability.metrics_port import MetricsPort
-from warpfit_server.observability.tracing import make_tracer
 from warpfit_server.processes.engine_start import Preparation
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.engines import Engines
-from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor
+from warpfit_server.processes.front_ends import FrontEnds
 from warpfit_server.processes.probe import Probe
-from warpfit_server.processes.watchdog import Watchdog
-from warpfit_server.rpc.calls import CallHandlers
-from warpfit_server.rpc.health import Health, HealthPort
-from warpfit_server.rpc.port import (
-    check_free,
-    join_address,
-    listen,
-    listen_locally,
-    make_server,
-)
-from warpfit_server.rpc.servicer import SERVICE_NAME, MainServicer
-from warpfit_server.rpc.tls import check_exposure
+from warpfit_server.processes.watchdog import Readiness, Watchdog
+from warpfit_server.system.sockets import join_address, reserve_port
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit")
@@ -47,35 +37,62 @@ class Server:
 
     ``port`` is the port that it listens on; `ServerCollector` reads the other fields. Once
     ``is_stopping``, the server waits for no engine to start.
+
+    Raises:
+        InvalidArgumentError: if the settings would expose what they should not.
+        UnavailableError: if a port is taken.
     """
 
     def __init__(
         self, prepared: Preparation, is_stopping: Callable[[], bool] = lambda: False
     ) -> None:
-        config = prepared.config
+        config = self.config = prepared.config
+        config.check_exposure()
         self._is_stopping = is_stopping
-        check_exposure(config)
-        # Only this user can open it: the front ends forward calls to a socket in it.
-        self._local_path = f"{prepared.directory}/main"
+        self._stack = ExitStack()
+        self.port = self._reserve(config.host, config.port, "--host or --port")
+        self._ports: dict[str, str] = {}
+        health_port = -1
+        if config.health_port is not None:
+            flag = "--health-host or --health-port"
+            health_port = self._reserve(config.health_host, config.health_port, flag)
+            self._ports["health"] = join_address(config.health_host, health_port)
         pool, self.recorder = SegmentPool(*config.idle_pool), Recorder()
-        self.config = config
         self.quotas = QuotaTable.create(config.processes, len(config.engines))
-        self.engines = Engines(config, pool, self.quotas, prepared.engines)
-        self.datasets = DatasetStore(config.limits(), pool, self.engines.unload)
-        parts = self.engines, self.datasets, self.quotas, self.recorder
-        self._front_ends = FrontEndSupervisor(config, *parts)
-        labels = [device.label for device in config.engines]
-        self.health = Health(SERVICE_NAME, labels, self._front_ends.announce_readiness)
+        self.engines = Engines(config, pool, prepared.engines)
+        self.readiness = Readiness(lambda: self._front_ends.announce_readiness())
+        self._front_ends = FrontEnds(
+            config,
+            self.engines,
+            self.quotas,
+            self.recorder,
+            lambda: self.readiness.serving,
+            self.port,
+            health_port,
+        )
+        self.datasets = DatasetStore(
+            config.limits(),
+            self.quotas,
+            self._front_ends.unload_dataset,
+            self._front_ends.announce_dataset,
+            self._front_ends.withdraw_dataset,
+        )
         self._probes = [
             Probe(supervisor.connection, self._front_ends.seed)
             for supervisor in self.engines.supervisors
         ]
-        self._probed = self._probes[0].make_resident(self.datasets, self.engines)
+        key = self._probes[0].make_resident(self.datasets, pool)
+        self._probed = self._stack.enter_context(self.datasets.pin(key))
+        for supervisor in self.engines.supervisors:
+            supervisor.load(self._probed).result()
         self.watchdogs = [self._watchdog(s) for s in self.engines.supervisors]
         self._stopped = threading.Event()
-        self._ports: dict[str, HealthPort | MetricsPort] = {}
-        self._tracer = make_tracer(config.tracing)
-        self._make_service()
+
+    def _reserve(self, host: str, port: int, flag: str) -> int:
+        """Reserve a port for the front ends; return its number."""
+        reserved = self._stack.enter_context(reserve_port(host, port, flag))
+        number: int = reserved.getsockname()[1]
+        return number
 
     def _watchdog(self, supervisor: EngineSupervisor) -> Watchdog:
         """Make an engine's watchdog."""
@@ -83,81 +100,59 @@ class Server:
             self.config,
             supervisor,
             self._probes[supervisor.number],
-            self.health,
+            self.readiness,
             partial(self._front_ends.all_answered_by, supervisor.number),
             partial(supervisor.load, self._probed),
         )
         supervisor.on_loss = watchdog.engine_lost
         return watchdog
 
-    def _make_service(self) -> None:
-        """Make the gRPC service and bind its port."""
-        config = self.config
-        calls = self._calls = CallHandlers(config, self.quotas, is_main=True)
-        servicer = MainServicer(
-            self.datasets,
-            DataFolder(config.data_root, self.datasets),
-            self.engines,
-            calls.admission,
-            config.chunk_bytes,
-            self._front_ends.announce_release,
-        )
-        check_free(config.host, config.port)
-        observer = Observer(self.recorder, self._tracer)
-        handlers = calls.handlers(servicer.methods(), observer)
-        self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.processes > 1)
-        self.health.add_to(self._grpc)
-        self.port = listen(self._grpc, config, config.port)
-        listen_locally(self._grpc, self._local_path)
-
     def __enter__(self) -> Server:
-        """Start the engines, the port, the other front ends; return when the server is ready."""
-        self._open_ports()
-        self._front_ends.start(self.config.processes - 1, self.port, f"unix:{self._local_path}")
-        self.engines.start(self.datasets.pinned, self._engine_ready, self._is_stopping)
-        self._grpc.start()
-        self._front_ends.open()
+        """Start all processes; return when the server is ready."""
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Be not ready, then refuse new calls, let those in flight finish in time, stop."""
+        self.readiness.drain()
+        self._front_ends.announce_readiness(is_draining=True)
+        time.sleep(self.config.notice)  # load balancers take notice
+        self._stop()
+
+    def _start(self) -> None:
+        config = self.config
+        if config.metrics_port is not None:  # imported only then, because that takes a while
+            from warpfit_server.metrics import ServerCollector
+            from warpfit_server.observability.metrics_port import MetricsPort
+
+            render = ServerCollector(self).render
+            page = MetricsPort(render, config.metrics_host, config.metrics_port)
+            self._stack.callback(page.stop)
+            self._ports["metrics"] = join_address(config.metrics_host, page.port)
+        self._front_ends.start(self.datasets)
+        self.engines.start(
+            self.datasets.pinned,
+            self._engine_ready,
+            lambda: self._is_stopping() or self._front_ends.failure is not None,
+        )
+        self._front_ends.open(self._is_stopping)
         for watchdog in self.watchdogs:
             watchdog.start()
         threading.Thread(target=self._look_forever, name="watchdog", daemon=True).start()
         for watchdog in self.watchdogs:
             watchdog.wait_ready()
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        """Be not ready, then refuse new calls, let those in flight finish in time, stop."""
-        self.health.drain()
-        time.sleep(self.config.notice)  # load balancers take notice
-        stopped = self._grpc.stop(self.config.grace)
-        self._calls.drain()
-        self.health.close()
+    def _stop(self) -> None:
         self._front_ends.stop()
-        stopped.wait()
         self._stopped.set()
         for watchdog in self.watchdogs:
             watchdog.stop()
-        self._probes[0].close()
-        for port in self._ports.values():
-            port.stop()
-        if self._tracer is not None:
-            self._tracer.close()
+        self._stack.close()
         self.engines.stop()
-
-    def _open_ports(self) -> None:
-        """Open the ports for health checks and metrics that are configured.
-
-        Raises:
-            UnavailableError: if one is taken.
-        """
-        config = self.config
-        if config.health_port is not None:
-            port = HealthPort(self.health, config.health_host, config.health_port)
-            self._ports[f"health={join_address(config.health_host, port.port)}"] = port
-        if config.metrics_port is not None:
-            page = MetricsPort(
-                ServerCollector(self).render, config.metrics_host, config.metrics_port
-            )
-            self._ports[f"metrics={join_address(config.metrics_host, page.port)}"] = page
 
     def _engine_ready(self, supervisor: EngineSupervisor) -> None:
         self._front_ends.engine_ready(supervisor.number)
@@ -194,12 +189,12 @@ class Server:
             f"{device.label} {device.name}"
             + (f" ({device.threads} threads)" if device.threads else "")
             + ("" if device.serving else " (not ready)")
-            for device in self.engines.devices
+            for device in self.engines.devices(self.readiness.serving)
         )
         return (
             f"warpfit listening on {self.config.host}:{self.port}"
             f" engine={self.engines.engine} [{devices}] front-ends={self.config.processes}"
-            f"{''.join(f' {port}' for port in self._ports)}"
+            f"{''.join(f' {name}={address}' for name, address in self._ports.items())}"
             f" resident<={limits.resident_bytes >> 20}MiB result<={limits.result_bytes >> 20}MiB"
             f" programs<={limits.programs} tokens<={limits.tokens} requests<={limits.requests}"
         )

@@ -17,7 +17,6 @@ from warpfit import codec
 from warpfit.calls.arguments import build_fit
 from warpfit.dataset import Dataset
 from warpfit_server.config import Config
-from warpfit_server.limits import check_batch
 from warpfit_server.processes.engine_start import prepare
 from warpfit_server.server import Server
 from warpfit_server.tenancy.quotas import Amounts
@@ -59,10 +58,7 @@ def leaves_nothing(server, engine, data):
 
     def check():
         deadline = time.monotonic() + 10
-        while not (
-            server.quotas.in_flight() == Amounts()
-            and not server.engines.supervisors[0].connection._in_flight
-        ):
+        while server.quotas.in_flight() != Amounts() or any(server.quotas.work()):
             assert time.monotonic() < deadline, server.quotas.in_flight()
             time.sleep(0.02)
         while _load(engine) > 0.5:
@@ -122,7 +118,7 @@ def test_while_it_waits_for_the_engine(caller, server, data, leaves_nothing, way
     timeout = 1.0 if way == "deadline" else 60
     calls = [start(caller.channel, message, timeout=timeout) for _ in range(20)]
     deadline = time.monotonic() + 10
-    while way == "cancelled" and len(server.engines.supervisors[0].connection._in_flight) < 10:
+    while way == "cancelled" and server.quotas.in_flight().engine_ns == 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     _end(calls, way, least=0.4)
@@ -180,28 +176,3 @@ def test_while_data_are_uploaded(caller, server, leaves_nothing, way):
         assert call.exception().code() is END[way]
     leaves_nothing()
     assert server.datasets._held.total() == held
-
-
-def test_before_it_begins(caller, server, data, leaves_nothing, monkeypatch):
-    def slow(*arguments):
-        time.sleep(0.1)
-        return check_batch(*arguments)
-
-    monkeypatch.setattr("warpfit_server.rpc.servicer.check_batch", slow)
-    connection = server.engines.supervisors[0].connection
-    started = []
-    original = connection.send
-
-    def recorded(request):
-        if request.tenant:  # the probe goes the same way
-            started.append(request)
-        return original(request)
-
-    connection.send = recorded
-    try:
-        call = start(caller.channel, request(data, ["x1"]), timeout=0.05)
-        _end([call], "deadline")
-        leaves_nothing()
-    finally:
-        del connection.send
-    assert not started

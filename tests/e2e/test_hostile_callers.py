@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 
 import warpfit
@@ -72,7 +71,7 @@ def test_calls_without_a_message(server, modest, greedy, method):
 
 def test_unfinished_messages_are_accounted(server, modest, greedy):
     """As many as fit what may be in flight are received, ten times as much is sent."""
-    front_ends = [psutil.Process(server.process.process.pid), *server.process.front_ends()]
+    front_ends = server.process.front_ends()
     most = PENDING // 8
 
     def resident():

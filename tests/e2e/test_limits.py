@@ -125,7 +125,7 @@ class TestCallsInFlight:
 
     def test_those_of_a_front_end_that_dies_come_back(self, server, data):
         request = long_request(data)
-        (front_end,) = server.front_ends()
+        front_end = server.front_ends()[0]
         port = int(server.address.rpartition(":")[2])
         for _ in range(40):
             with callers(server, 2) as connected:

@@ -28,7 +28,6 @@ from warpfit.codec.datasets import (
 )
 from warpfit.codec.errors import (
     ERROR_METADATA_KEY,
-    REQUEST_ID_KEY,
     detail_of_status,
     error_from_status,
     error_to_status,

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from warpfit import errors
 from warpfit.codec.framing import broken_answer, printable
-from warpfit.errors import InvalidArgumentError, WarpfitError
+from warpfit.errors import REQUEST_ID_KEY, InvalidArgumentError, WarpfitError
 from warpfit.v1 import evaluator_pb2 as pb
 
 #: Name of the trailing metadata entry with the ErrorStatus of a failed call, fixed by gRPC's richer
@@ -21,8 +21,6 @@ ERROR_METADATA_KEY: Final = "grpc-status-details-bin"
 _DETAIL_TYPE: Final = f"type.googleapis.com/{pb.ErrorDetail.DESCRIPTOR.full_name}"
 _TEXTS: Final = ("message", "reason", "remedy", "field")
 _NUMBERS: Final = ("expression", "token", "needed", "available")
-#: Name of the metadata entry with the id of a call, in the request and in every answer.
-REQUEST_ID_KEY: Final = "x-request-id"
 _LONGEST_ID: Final = 128
 _UINT64_MAX: Final = 2**64 - 1
 #: gRPC's own message for a message over the limit, sent or received.

@@ -1,5 +1,13 @@
-"""The resident data sets: copies in shared memory, from which every engine loads them."""
+"""The resident data sets: copies in shared memory, from which every engine loads them.
 
+The main process owns them. Front ends receive uploads into memory that they hand over, and look
+data sets up in their own registries (`warpfit_server.ipc.registry`). Which calls
+use a data set stands in the shared table of `warpfit_server.tenancy.quotas`.
+"""
+
+from __future__ import annotations
+
+import itertools
 import logging
 import resource
 import threading
@@ -8,26 +16,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from warpfit.dataset import Layout
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.server_info import Limits
-from warpfit_server.data.upload import Upload
-from warpfit_server.ipc.segments import Segment, SegmentPool
-from warpfit_server.limits import check_limit
-from warpfit_server.tenancy.tenants import ANONYMOUS, PROBE
+from warpfit_server.ipc.messages import FoundDataset
+from warpfit_server.ipc.segments import Segment
+from warpfit_server.tenancy.quotas import DATASET_SLOTS, QuotaTable
+from warpfit_server.tenancy.tenants import PROBE, key_of
 
 _LOG: Final = logging.getLogger("warpfit.datasets")
 #: Most data sets that are resident at a time, and descriptors of the process for each of them: a
 #: data set counts for at least its part of the budget, because it takes two descriptors.
-_MOST_DATASETS, _FILES_EACH = 2048, 8
+_MOST_DATASETS, _FILES_EACH = DATASET_SLOTS // 2, 8
 #: Memory that a variable's name takes beside its characters.
 _NAME_BYTES: Final = 64
 #: Seconds without use after which a data set that was given back leaves the devices.
 _DEVICE_SECONDS: Final = 5.0
 #: Seconds after which an upload is tried again that had no room beside what is in use.
 _RETRY_SECONDS: Final = 0.2
+#: Files of the server whose columns are remembered.
+_MOST_FILES: Final = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -44,15 +54,32 @@ class StoredDataset:
     """Holds the payload from byte 0."""
     cost: int
     """Bytes that it counts for."""
-    uses: int = 0
-    """Calls that use it now; it is not evicted before they end."""
-    last_use: float = field(default_factory=time.monotonic)
-    is_given_back: bool = False
-    """Whether a caller has ended its use and no call has used it since; it is evicted first."""
-    is_unloaded: bool = False
-    """Whether engines have been told to forget it since it was given back."""
+    slot: int
+    """Number of its entry in the table of uses."""
+    pins: int = 0
+    """Reasons of this process to keep it."""
+    touched: float = field(default_factory=time.monotonic)
+    """Moment at which a caller has last asked for it without using it."""
+    given_back: float = 0.0
+    """Moment at which a caller has last said that it does not need it; the next use takes that
+    back."""
+    unloaded: float = 0.0
+    """Moment at which engines were last told to forget it."""
     is_removed: bool = False
     """Whether new calls cannot use it any more; it is removed when the last use ends."""
+
+
+@dataclass(eq=False, slots=True)
+class _Upload:
+    """The memory that an upload counts for."""
+
+    tenant: str
+    cost: int
+    """Bytes that it will count for."""
+    budget: int
+    """Bytes that its tenant may hold."""
+    reserved: int = 0
+    """Bytes that it counts for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +94,7 @@ class StoreUsage:
 
 
 class DatasetStore:
-    """Owns the resident data sets: leases, budgets, eviction of the least recently used.
+    """Owns the resident data sets: budgets, and eviction of the least recently used.
 
     Callers that upload the same content share one data set. Nobody counts them: a caller that
     gives a data set back merely says that it does not need it, and the next use takes that back.
@@ -81,21 +108,40 @@ class DatasetStore:
     An upload that needs room evicts, in this order: data sets of its own tenant while that is over
     its own budget; those of tenants that hold more than an equal share of the server's budget; any
     others, unless its own tenant holds more than such a share. Among these the one used least
-    recently goes first, and what was given back before the rest. Data sets in use stay. ``unload``
-    is called with the key of each data set that the engines are to forget.
+    recently goes first, and what was given back before the rest. Data sets in use stay, as far as
+    the table of uses says so: a call that begins in the moment of an eviction gets NOT_FOUND.
+
+    Args:
+        limits: of the server.
+        table: of uses, which front ends write.
+        unload: called with the key of each data set that the engines are to forget.
+        announce: called with each data set that has become resident.
+        withdraw: called with the key of each data set that no new call may use.
     """
 
-    def __init__(self, limits: Limits, pool: SegmentPool, unload: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        table: QuotaTable,
+        unload: Callable[[bytes], None] = lambda key: None,
+        announce: Callable[[FoundDataset], None] = lambda found: None,
+        withdraw: Callable[[bytes], None] = lambda key: None,
+    ) -> None:
         self._limits = limits
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._least_cost = limits.resident_bytes // min(_MOST_DATASETS, files // _FILES_EACH)
-        self._pool = pool
-        self._unload = unload
+        self._table = table
+        self._unload, self._announce, self._withdraw = unload, announce, withdraw
         self._lock = threading.Lock()
         self._resident: dict[bytes, StoredDataset] = {}
+        self._slots = list(range(DATASET_SLOTS))
+        """Entries of the table that no data set has."""
+        self._uploads: dict[int, _Upload] = {}
+        self._numbers = itertools.count()
         self._held: Counter[str] = Counter()  # bytes of each tenant, resident and arrived
         self._announced: Counter[str] = Counter()  # bytes of each that have not arrived yet
         self._evictions = 0
+        self._files: dict[Any, tuple[bytes, str]] = {}
 
     def usage(self) -> StoreUsage:
         """Return what the store holds now."""
@@ -109,29 +155,44 @@ class DatasetStore:
         """
         with self._lock:
             own = [d for d in self._resident.values() if d.tenant == tenant]
-            return sum(not (d.is_given_back or d.is_removed) for d in own)
+            return sum(not (d.is_removed or self._is_given_back(d)) for d in own)
 
     def pinned(self) -> Iterator[StoredDataset]:
         """Yield every resident data set, each pinned while the caller has it; not a use."""
         with self._lock:
             keys = list(self._resident)
         for key in keys:
-            with suppress(DatasetNotFoundError), self._pin(key) as dataset:
+            with suppress(DatasetNotFoundError), self.pin(key) as dataset:
                 yield dataset
 
     @contextmanager
-    def lease(self, key: bytes) -> Iterator[StoredDataset]:
-        """Use a data set, which stays resident inside the ``with`` block.
+    def pin(self, key: bytes) -> Iterator[StoredDataset]:
+        """Keep a data set resident inside the ``with`` block.
 
         Raises:
             DatasetNotFoundError: if it is not resident.
         """
-        with self._pin(key) as dataset:
-            _mark_used(dataset)
-            try:
-                yield dataset
-            finally:
-                _mark_used(dataset)  # also if it was given back meanwhile: another caller needs it
+        with self._lock:
+            dataset = self._find(key)
+            dataset.pins += 1
+        try:
+            yield dataset
+        finally:
+            with self._lock:
+                dataset.pins -= 1
+
+    # ------------------------------------------------------------------- for front ends
+
+    def find(self, key: bytes) -> FoundDataset:
+        """Return a data set, which a caller asks for; that takes back that it was given back.
+
+        Raises:
+            DatasetNotFoundError: if it is not resident.
+        """
+        with self._lock:
+            dataset = self._find(key)
+            dataset.touched = time.monotonic()
+            return FoundDataset(key, dataset.content_id, dataset.layout, dataset.slot)
 
     def give_back(self, key: bytes) -> None:
         """Take note that a caller does not need a data set any more; others may still use it.
@@ -140,7 +201,7 @@ class DatasetStore:
             DatasetNotFoundError: if it is not resident.
         """
         with self._lock:
-            self._find(key).is_given_back = True
+            self._find(key).given_back = time.monotonic()
 
     def remove(self, key: bytes) -> None:
         """Remove a data set, whoever uses it: as soon as the calls that use it now have ended.
@@ -149,117 +210,95 @@ class DatasetStore:
             DatasetNotFoundError: if it is not resident.
         """
         with self._lock:
-            self._remove_soon(self._find(key))
-
-    def expire(self, seconds: float) -> None:
-        """Remove data sets that have not been used for some time.
-
-        Those that were given back leave the devices much earlier.
-        """
-        now = time.monotonic()
-        with self._lock:
-            idle = [dataset for dataset in self._resident.values() if not dataset.uses]
-            old = [dataset for dataset in idle if dataset.last_use < now - seconds]
-            for dataset in old:
+            dataset = self._find(key)
+            dataset.is_removed = True
+            if self._is_used(dataset):
+                self._withdraw(key)
+            else:
                 self._remove(dataset)
-            for dataset in idle:
-                if (
-                    dataset.is_given_back
-                    and not dataset.is_unloaded
-                    and dataset.last_use < now - _DEVICE_SECONDS
-                ):
-                    dataset.is_unloaded = True
-                    self._unload(dataset.key)
-        if old:
-            _LOG.info("%d data sets were removed after %g s without use", len(old), seconds)
 
-    def begin(
-        self,
-        layout: Layout,
-        content_id: bytes,
-        tenant: str = ANONYMOUS,
-        limits: Limits | None = None,
-    ) -> Upload:
+    def begin(self, layout: Layout, tenant: str, budget: int) -> int:
         """Begin a tenant's upload if there is or can be room for it; nothing is evicted yet.
 
-        An empty ``content_id`` takes the content as it is; the server's limits are the default.
+        Returns:
+            The upload's number, for `reserve`, `commit` and `abandon`.
 
         Raises:
-            ResourceExhaustedError: if the data set is over a limit, or the budget is in use; with a
-                time to retry after if there would be room with no call and no upload in flight.
+            ResourceExhaustedError: if the tenant's ``budget`` of bytes or the server's is in use;
+                with a time to retry after if there would be room with no call and no upload in
+                flight.
         """
-        limits = limits or self._limits
-        check_limit(limits, "dataset_bytes", layout.nbytes)
-        check_limit(limits, "rows", layout.rows)
-        cost, budget = self._cost(layout), limits.resident_bytes
-        segment = self._pool.create(layout.nbytes)  # takes memory when it is written
+        names = sum(_NAME_BYTES + len(name) for name in layout.names)
+        upload = _Upload(tenant, max(layout.nbytes + names, self._least_cost), budget)
         with self._lock:
             try:
-                self._victims(cost + self._announced[tenant], tenant, budget)
+                self._victims(upload.cost + self._announced[tenant], tenant, budget)
             except BaseException as error:
-                segment.close()
-                self._advise(error, cost, tenant, budget)
+                self._advise(error, upload)
                 raise
-            self._announced[tenant] += cost
-        return Upload(layout, content_id, tenant, segment, cost, budget)
+            self._announced[tenant] += upload.cost
+            number = next(self._numbers)
+            self._uploads[number] = upload
+        return number
 
-    def add(self, upload: Upload, data: memoryview) -> None:
-        """Take the next bytes of an upload, evicting idle data sets where that is needed.
+    def reserve(self, number: int, nbytes: int) -> None:
+        """Count the next bytes of an upload, evicting idle data sets where that is needed.
 
         Raises:
-            InvalidArgumentError: if there are more than the layout says.
             ResourceExhaustedError: if the budget is in use.
         """
-        upload.check(data)
-        self._reserve(upload, len(data))
-        upload.add(data)
+        self._reserve(self._uploads[number], nbytes)
 
-    def abandon(self, upload: Upload) -> None:
-        """Give the memory of an upload back, unless that is over."""
-        if upload.is_over:
-            return
-        upload.is_over = True
-        upload.close()
+    def abandon(self, number: int) -> None:
+        """Count an upload no more."""
         with self._lock:
-            self._held[upload.tenant] -= upload.reserved
-            self._announced[upload.tenant] -= upload.cost - upload.reserved
+            self._forget(self._uploads.pop(number))
 
-    @contextmanager
-    def commit(self, upload: Upload) -> Iterator[StoredDataset]:
-        """Make a finished upload resident; if its content already is, the older copy stays.
+    def commit(
+        self, number: int, content_id: bytes, layout: Layout, copied: int, segment: Segment
+    ) -> FoundDataset:
+        """Make a complete upload resident; if its content already is, the older copy stays.
 
-        It is in use inside the ``with`` block. An error there removes it, unless it is older.
+        Args:
+            number: of the upload, which is over then, unless this fails.
+            content_id: of the content.
+            layout: of the content.
+            copied: bytes that engines copy of it: rows that have a weight where others have none.
+            segment: holds the content; it belongs to the store then, unless this fails.
 
         Raises:
-            InvalidArgumentError: if bytes are missing or the digest does not match.
             ResourceExhaustedError: if there is no room for what it counts for beside its bytes: a
-                small data set's least part of the budget, or the rows that have a weight where
-                others have none, which engines copy.
+                small data set's least part of the budget, or what engines copy.
         """
-        upload.verify()
-        copied = upload.weighted_bytes()
+        upload = self._uploads[number]
         with self._lock:
             upload.cost += copied
             self._announced[upload.tenant] += copied
         self._reserve(upload, upload.cost - upload.reserved)
-        own = upload.key, upload.content_id, upload.tenant, upload.layout, upload.segment
-        fresh = StoredDataset(*own, upload.cost)
+        key = key_of(upload.tenant, content_id)
         with self._lock:
-            dataset = self._resident.setdefault(upload.key, fresh)
-            dataset.is_removed = False
-            dataset.uses += 1
-        upload.is_over = dataset is fresh
-        self.abandon(upload)
-        _mark_used(dataset)
-        try:
-            yield dataset
-        except BaseException:
-            with self._lock:
-                if dataset is fresh:
-                    self._remove_soon(dataset)
-            raise
-        finally:
-            self._end_use(dataset)
+            self._uploads.pop(number)
+            dataset = self._resident.get(key)
+            is_fresh = dataset is None
+            if dataset is None:
+                dataset = self._resident[key] = StoredDataset(
+                    key,
+                    content_id,
+                    upload.tenant,
+                    layout,
+                    segment,
+                    upload.cost,
+                    self._slots.pop(),
+                )
+            else:
+                self._forget(upload)
+                segment.close()
+                dataset.is_removed = False
+                dataset.touched = time.monotonic()
+            own = key, content_id, dataset.layout, dataset.slot
+            found = FoundDataset(*own, is_fresh=is_fresh)
+            self._announce(found)  # under the lock, so that a withdrawal comes later
+        return found
 
     def evict_for_device(self, tenant: str) -> int:
         """Evict one data set, because a tenant's upload has no room on any device.
@@ -269,34 +308,51 @@ class DatasetStore:
         """
         with self._lock:
             for dataset in self._by_share(self._idle(), tenant, 0):
-                if not dataset.is_unloaded:
+                if dataset.unloaded <= self._last_use(dataset):
                     self._remove(dataset)
                     self._evictions += 1
                     return dataset.layout.nbytes
         return 0
 
-    @contextmanager
-    def _pin(self, key: bytes) -> Iterator[StoredDataset]:
-        with self._lock:
-            dataset = self._find(key)
-            dataset.uses += 1
-        try:
-            yield dataset
-        finally:
-            self._end_use(dataset)
+    def known_file(self, columns: Any) -> tuple[bytes, str] | None:
+        """Return what was remembered of columns of a file: content id, warning."""
+        return self._files.get(columns)
 
-    def _end_use(self, dataset: StoredDataset) -> None:
-        with self._lock:
-            dataset.uses -= 1
-            if dataset.is_removed and not dataset.uses:
-                self._remove(dataset)
+    def remember_file(self, columns: Any, content_id: bytes, lost_digits: str) -> None:
+        """Remember the content id of columns of a file, and the warning that belongs to it."""
+        if len(self._files) >= _MOST_FILES:
+            self._files.clear()
+        self._files[columns] = content_id, lost_digits
 
-    def _reserve(self, upload: Upload, size: int) -> None:
+    # ------------------------------------------------------------------- for the main process
+
+    def expire(self, seconds: float) -> None:
+        """Remove data sets that were withdrawn, or have not been used for some time.
+
+        Those that were given back leave the devices much earlier.
+        """
+        now = time.monotonic()
+        with self._lock:
+            idle = [d for d in self._resident.values() if not self._is_used(d)]
+            old = [d for d in idle if not d.is_removed and self._last_use(d) < now - seconds]
+            for dataset in idle:
+                if dataset.is_removed or dataset in old:
+                    self._remove(dataset)
+                elif (
+                    self._is_given_back(dataset)
+                    and dataset.unloaded < dataset.given_back < now - _DEVICE_SECONDS
+                ):
+                    dataset.unloaded = now
+                    self._unload(dataset.key)
+        if old:
+            _LOG.info("%d data sets were removed after %g s without use", len(old), seconds)
+
+    def _reserve(self, upload: _Upload, size: int) -> None:
         with self._lock:
             try:
                 victims = self._victims(size, upload.tenant, upload.budget)
             except BaseException as error:
-                self._advise(error, upload.cost, upload.tenant, upload.budget)
+                self._advise(error, upload)
                 raise
             for dataset in victims:
                 self._remove(dataset)
@@ -313,20 +369,27 @@ class DatasetStore:
             raise DatasetNotFoundError
         return dataset
 
-    def _remove_soon(self, dataset: StoredDataset) -> None:
-        dataset.is_removed = True
-        if not dataset.uses:
-            self._remove(dataset)
+    def _last_use(self, dataset: StoredDataset) -> float:
+        return max(dataset.touched, self._table.dataset_use(dataset.slot)[1])
+
+    def _is_used(self, dataset: StoredDataset) -> bool:
+        return bool(dataset.pins or self._table.dataset_use(dataset.slot)[0])
+
+    def _is_given_back(self, dataset: StoredDataset) -> bool:
+        return dataset.given_back > self._last_use(dataset) and not self._is_used(dataset)
+
+    def _forget(self, upload: _Upload) -> None:
+        """Count an upload no more, which does not become a data set."""
+        self._held[upload.tenant] -= upload.reserved
+        self._announced[upload.tenant] -= upload.cost - upload.reserved
 
     def _remove(self, dataset: StoredDataset) -> None:
         del self._resident[dataset.key]
         self._held[dataset.tenant] -= dataset.cost
+        self._slots.append(dataset.slot)
         dataset.segment.close()
+        self._withdraw(dataset.key)
         self._unload(dataset.key)
-
-    def _cost(self, layout: Layout) -> int:
-        names = sum(_NAME_BYTES + len(name) for name in layout.names)
-        return max(layout.nbytes + names, self._least_cost)
 
     def _victims(self, needed: int, tenant: str, own_budget: int) -> list[StoredDataset]:
         """Choose what must be evicted for a tenant's next bytes.
@@ -376,11 +439,12 @@ class DatasetStore:
 
     def _idle(self) -> list[StoredDataset]:
         """Return the data sets that no call uses, in the order in which they are evicted."""
-        idle = [dataset for dataset in self._resident.values() if not dataset.uses]
-        return sorted(idle, key=lambda dataset: (not dataset.is_given_back, dataset.last_use))
+        idle = [dataset for dataset in self._resident.values() if not self._is_used(dataset)]
+        return sorted(idle, key=lambda d: (not self._is_given_back(d), self._last_use(d)))
 
-    def _advise(self, error: BaseException, cost: int, tenant: str, own_budget: int) -> None:
+    def _advise(self, error: BaseException, upload: _Upload) -> None:
         """Have an upload tried again that would have room if nothing were in use or arriving."""
+        cost, tenant = upload.cost, upload.tenant
         resident = list(self._resident.values())
         callers = [dataset for dataset in resident if dataset.tenant != PROBE]
         evictable = self._by_share(callers, tenant, cost)
@@ -388,7 +452,7 @@ class DatasetStore:
             sum(dataset.cost for dataset in some) for some in (resident, evictable)
         )
         room = self._limits.resident_bytes - resident_bytes + evictable_bytes
-        if isinstance(error, ResourceExhaustedError) and cost <= min(room, own_budget):
+        if isinstance(error, ResourceExhaustedError) and cost <= min(room, upload.budget):
             error.retry_after = _RETRY_SECONDS
 
     def _by_share(self, idle: list[StoredDataset], tenant: str, needed: int) -> list[StoredDataset]:
@@ -400,11 +464,5 @@ class DatasetStore:
         held = self._held + Counter({tenant: needed})  # tenants that hold anything
         share = self._limits.resident_bytes / len(held)
         if held[tenant] > share:
-            idle = [d for d in idle if d.is_given_back or held[d.tenant] > share]
-        return sorted(idle, key=lambda d: not d.is_given_back and held[d.tenant] <= share)
-
-
-def _mark_used(dataset: StoredDataset) -> None:
-    """Take note that somebody needs a data set that is in use."""
-    dataset.last_use = time.monotonic()
-    dataset.is_given_back = dataset.is_unloaded = False
+            idle = [d for d in idle if self._is_given_back(d) or held[d.tenant] > share]
+        return sorted(idle, key=lambda d: not self._is_given_back(d) and held[d.tenant] <= share)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -21,12 +21,12 @@ from warpfit.dataset import (
 )
 from warpfit.errors import InvalidArgumentError, UnimplementedError
 from warpfit.server_info import Limits
-from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
-from warpfit_server.limits import check_names
+from warpfit_server.data.upload import Upload, UploadStore
+from warpfit_server.ipc.messages import FoundDataset
+from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.limits import check_limit, check_names
 from warpfit_server.system.shortages import shortage
 
-#: Files and columns of them whose content ids are remembered.
-_REMEMBERED: Final = 1024
 #: Longest footer of a file, which takes some fifteen times as much memory: that of a hundred
 #: thousand columns.
 _MOST_FOOTER_BYTES: Final = 32 << 20
@@ -34,8 +34,15 @@ _MOST_FOOTER_BYTES: Final = 32 << 20
 _MOST_PAGE_BYTES: Final = 2**31
 
 
+class FileStore(UploadStore, Protocol):
+    """What a folder needs of the store of data sets; see `DatasetStore`."""
+
+    def known_file(self, columns: Any) -> tuple[bytes, str] | None: ...
+    def remember_file(self, columns: Any, content_id: bytes, lost_digits: str) -> None: ...
+
+
 class DataFolder:
-    """Reads data sets from files below a folder into a store.
+    """Reads data sets from files below a folder into a store, over memory of a pool.
 
     The content id of a file's columns is remembered while the file stays what it is, so that a file
     whose columns are resident is not read again. An empty ``root`` means that no files are read.
@@ -44,10 +51,10 @@ class DataFolder:
         InvalidArgumentError: if there is no such folder, or pyarrow is not installed.
     """
 
-    def __init__(self, root: str, store: DatasetStore) -> None:
+    def __init__(self, root: str, store: FileStore, pool: SegmentPool) -> None:
         self._root = Path(root).resolve() if root else None
         self._store = store
-        self._known: dict[Any, tuple[bytes, str]] = {}
+        self._pool = pool
         if self._root is None:
             return
         if not self._root.is_dir():
@@ -66,7 +73,7 @@ class DataFolder:
     def known(self, file: ServerFile) -> tuple[bytes, str] | None:
         """Return what `read` found for a file that has not changed since: content id, warning."""
         with self._open(file.name) as descriptor:
-            return self._known.get(_identity(file, descriptor))
+            return self._store.known_file(_identity(file, descriptor))
 
     def read(
         self,
@@ -75,8 +82,7 @@ class DataFolder:
         limits: Limits,
         check_wanted: Callable[[], None],
         reserve: Callable[[int], AbstractContextManager[None]],
-        place: Callable[[StoredDataset], None] = lambda dataset: None,
-    ) -> tuple[StoredDataset, str]:
+    ) -> tuple[FoundDataset, str]:
         """Read columns of a file and make them resident.
 
         Args:
@@ -85,7 +91,6 @@ class DataFolder:
             limits: of the tenant; they are checked before numbers are read.
             check_wanted: called between blocks; raises an error if the call has ended.
             reserve: counts bytes of memory while the file is decompressed.
-            place: has engines load the data set.
 
         Returns:
             The data set, and what is said of columns that float32 rounds too coarsely, or "".
@@ -108,14 +113,12 @@ class DataFolder:
                 columns = ParquetColumns(_path_of(descriptor))
                 table = open_table(columns, file.y or None, file.weights or None, file.x or None)
                 with reserve(min(max(0, columns.group_bytes), _MOST_PAGE_BYTES)):
-                    found = self._store_table(table, file, tenant, limits, check, place)
+                    found = self._store_table(table, file, tenant, limits, check)
             except InvalidArgumentError as error:
                 if error.reason != "BAD_FILE":
                     raise
                 raise _no_file(file.name) from error  # without the path and what the system says
-        if len(self._known) >= _REMEMBERED:
-            self._known.clear()
-        self._known[identity] = found[0].content_id, found[1]
+        self._store.remember_file(identity, found[0].content_id, found[1])
         return found
 
     def _store_table(
@@ -125,31 +128,28 @@ class DataFolder:
         tenant: str,
         limits: Limits,
         check: Callable[[], None],
-        place: Callable[[StoredDataset], None],
-    ) -> tuple[StoredDataset, str]:
+    ) -> tuple[FoundDataset, str]:
         is_auto = file.dtype is None
         layout = table.layout(None, np.float32 if file.dtype is None else file.dtype)
         check_names(layout.names, limits)
+        check_limit(limits, "dataset_bytes", layout.nbytes)
+        check_limit(limits, "rows", layout.rows)
         rounding = RoundingCheck(layout, measures=is_auto)
-        upload = self._store.begin(layout, b"", tenant, limits)
+        own = layout, b"", tenant, limits.resident_bytes
         try:
-            for block in blocks_of(layout, table.sources):
+            with Upload(self._store, self._pool, *own) as upload:
+                for block in blocks_of(layout, table.sources):
+                    check()
+                    rounding.check(block.numbers, block.given, block.first, block.start)
+                    upload.add(block.numbers.reshape(-1).data.cast("B"))
                 check()
-                rounding.check(block.numbers, block.given, block.first, block.start)
-                self._store.add(upload, block.numbers.reshape(-1).data.cast("B"))
-            check()
-            if not (is_auto and rounding.wants_float64):
-                with self._store.commit(upload) as dataset:
-                    place(dataset)
-                return dataset, rounding.lost_digits()
-            self._store.abandon(upload)
-        except BaseException as error:
-            self._store.abandon(upload)
-            is_large = isinstance(error, InvalidArgumentError) and error.reason == "OVERFLOW"
-            if not (is_auto and is_large):
+                if not (is_auto and rounding.wants_float64):
+                    return upload.commit(), rounding.lost_digits()
+        except InvalidArgumentError as error:
+            if not (is_auto and error.reason == "OVERFLOW"):
                 raise
         wide = replace(file, dtype=np.dtype("<f8"))
-        return self._store_table(table, wide, tenant, limits, check, place)
+        return self._store_table(table, wide, tenant, limits, check)
 
     @contextmanager
     def _open(self, name: str) -> Iterator[int]:

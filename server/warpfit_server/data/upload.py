@@ -1,108 +1,136 @@
-"""An upload of a data set on its way into shared memory."""
+"""An upload of a data set on its way into shared memory; in a front end."""
 
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout, PayloadDigest, check_weights
 from warpfit.errors import InvalidArgumentError
-from warpfit_server.ipc.segments import Segment
-from warpfit_server.tenancy.tenants import key_of
+from warpfit_server.ipc.messages import FoundDataset
+from warpfit_server.ipc.segments import Segment, SegmentPool
 
 #: Most bytes of an upload that have arrived and are not hashed yet.
 _UNHASHED_BYTES: Final = 4 << 20
 _REMEDY: Final = "Send exactly (variables + target + weights) x rows numbers of the dtype"
 
 
-@dataclass(eq=False)
+class UploadStore(Protocol):
+    """What an upload needs of the store of data sets; see `DatasetStore`."""
+
+    def begin(self, layout: Layout, tenant: str, budget: int) -> int: ...
+    def reserve(self, number: int, nbytes: int) -> None: ...
+    def abandon(self, number: int) -> None: ...
+    def commit(
+        self, number: int, content_id: bytes, layout: Layout, copied: int, segment: Segment
+    ) -> FoundDataset: ...
+
+
 class Upload:
-    """A data set of which not all bytes have been checked."""
+    """A data set of which not all bytes have been checked; a context manager.
 
-    layout: Layout
-    content_id: bytes
-    """SHA-256 that its content must have; empty to take what it has."""
-    tenant: str
-    segment: Segment
-    """Shared memory into which the payload is written."""
-    cost: int
-    """Bytes that it will count for."""
-    budget: int
-    """Bytes that its tenant may hold."""
-    reserved: int = 0
-    """Bytes that it counts for now."""
-    is_over: bool = False
-    """Whether its memory has been given back, or is that of a resident data set."""
-    _received: int = 0
+    What is not committed inside the ``with`` block is abandoned at its end.
 
-    def __post_init__(self) -> None:
-        self._digest = PayloadDigest(self.layout, _UNHASHED_BYTES)
+    Args:
+        store: that counts its bytes and takes it over.
+        pool: that makes its memory.
+        layout: of the data set.
+        content_id: SHA-256 that its content must have; empty to take what it has.
+        tenant: to whom it will belong.
+        budget: bytes that its tenant may hold.
 
-    @property
-    def key(self) -> bytes:
-        """Its name in this server, once the content id is known."""
-        return key_of(self.tenant, self.content_id)
+    Raises:
+        ResourceExhaustedError: if the budget is in use, or the machine has no memory.
+    """
 
-    def check(self, data: memoryview) -> None:
-        """Check that there is room for the next bytes of the payload.
+    def __init__(
+        self,
+        store: UploadStore,
+        pool: SegmentPool,
+        layout: Layout,
+        content_id: bytes,
+        tenant: str,
+        budget: int,
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._content_id = content_id
+        self._received = 0
+        self._is_committed = False
+        self._segment = pool.create(layout.nbytes)  # takes memory when it is written
+        try:
+            self._number = store.begin(layout, tenant, budget)
+        except BaseException:
+            self._segment.close()
+            raise
+        self._digest = PayloadDigest(layout, _UNHASHED_BYTES)
+
+    def __enter__(self) -> "Upload":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop hashing, and give the memory back unless the store has it."""
+        self._digest.close()
+        if not self._is_committed:
+            self._store.abandon(self._number)
+            self._segment.close()
+
+    def add(self, data: memoryview) -> None:
+        """Take the next bytes of the payload, evicting idle data sets where that is needed.
 
         Raises:
             InvalidArgumentError: if there are more than the layout says.
+            ResourceExhaustedError: if the budget is in use.
         """
         end = self._received + len(data)
-        if end > self.layout.nbytes:
+        if end > self._layout.nbytes:
             raise InvalidArgumentError(
-                f"the upload has at least {end} bytes where its layout has {self.layout.nbytes}",
+                f"the upload has at least {end} bytes where its layout has {self._layout.nbytes}",
                 "SURPLUS_UPLOAD",
                 _REMEDY,
                 "data",
             )
-
-    def add(self, data: memoryview) -> None:
-        """Take the next bytes of the payload, which have been checked and reserved."""
+        self._store.reserve(self._number, len(data))
         self._digest.update(data)
-        self.segment.write(data, self._received)
-        self._received += len(data)
+        self._segment.write(data, self._received)
+        self._received = end
 
-    def verify(self) -> None:
-        """Check that the upload is complete, has the content of its id, and has valid weights.
+    def commit(self) -> FoundDataset:
+        """Make the data set resident; if its content already is, the older copy stays.
 
         Raises:
-            InvalidArgumentError: otherwise.
+            InvalidArgumentError: if bytes are missing, the digest does not match, or weights are
+                not valid.
+            ResourceExhaustedError: as `DatasetStore.commit`.
         """
-        if self._received != self.layout.nbytes:
+        if self._received != self._layout.nbytes:
             raise InvalidArgumentError(
-                f"the upload ended after {self._received} of {self.layout.nbytes} bytes",
+                f"the upload ended after {self._received} of {self._layout.nbytes} bytes",
                 "TRUNCATED_UPLOAD",
                 _REMEDY,
                 "data",
             )
         digest = self._digest.finish()
-        self.content_id = self.content_id or digest
-        if digest != self.content_id:
+        if digest != (self._content_id or digest):
             raise InvalidArgumentError(
                 f"the content hashes to {digest.hex()[:16]}..., "
-                f"content_id says {self.content_id.hex()[:16]}...",
+                f"content_id says {self._content_id.hex()[:16]}...",
                 "BAD_DIGEST",
                 "Compute SHA-256 over the header and payload as evaluator.proto describes",
                 "content_id",
             )
-        if self.layout.has_weights:
-            check_weights(self._weights())
-
-    def weighted_bytes(self) -> int:
-        """Return the bytes of the rows that have a weight if others have none, else 0."""
-        if not self.layout.has_weights:
-            return 0
-        count = int(np.count_nonzero(self._weights()))
-        return 0 if count == self.layout.rows else self.layout.nbytes // self.layout.rows * count
+        copied = 0
+        if self._layout.has_weights:
+            weights = self._weights()
+            check_weights(weights)
+            count, rows = int(np.count_nonzero(weights)), self._layout.rows
+            copied = 0 if count == rows else self._layout.nbytes // rows * count
+            del weights  # a view of the segment, which the store may close
+        own = digest, self._layout, copied, self._segment
+        found = self._store.commit(self._number, *own)
+        self._is_committed = True
+        return found
 
     def _weights(self) -> NDArray[Any]:
-        rows, dtype = self.layout.rows, self.layout.dtype
-        return self.segment.array(dtype, (rows,), self.layout.nbytes - rows * dtype.itemsize)
-
-    def close(self) -> None:
-        """Stop hashing and give the memory back."""
-        self._digest.close()
-        self.segment.close()
+        rows, dtype = self._layout.rows, self._layout.dtype
+        return self._segment.array(dtype, (rows,), self._layout.nbytes - rows * dtype.itemsize)

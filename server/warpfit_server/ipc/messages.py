@@ -32,6 +32,20 @@ class _AboutDataset:
     """See `warpfit_server.tenancy.tenants.key_of`, as in all messages."""
 
 
+class FoundDataset(NamedTuple):
+    """A resident data set, as front ends are told of it."""
+
+    key: bytes
+    content_id: bytes
+    layout: Layout
+    slot: int
+    """Number of its entry in the table of uses, see `warpfit_server.tenancy.quotas`."""
+    engines: tuple[int, ...] = ()
+    """Numbers of the engines that hold it."""
+    is_fresh: bool = False
+    """Whether it has just become resident."""
+
+
 # ------------------------------------------------------------------------ supervisor -> engine
 
 
@@ -195,20 +209,19 @@ class RequestFinished(NamedTuple):
 # ------------------------------------------------------ front-end process -> main process
 
 
+class FrontEndPrepared:
+    """The front end has read its settings, and waits for StartServing to open the port."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEndFailed:
+    """The front end cannot serve with its settings, and ends."""
+
+    error: WarpfitError
+
+
 class FrontEndReady:
     """The front end has opened the port."""
-
-
-class LeaseDataset(_AboutDataset):
-    """Lease a data set to the front end; answered by DatasetLease."""
-
-
-class ReturnLease(_AboutDataset):
-    """The front end gives a lease back."""
-
-
-class ReleaseNoticed(_AboutDataset):
-    """Answer to DatasetReleased: no new call uses the data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +235,15 @@ class RequestConnection(_AboutEngine):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLoad(_AboutEngine):
-    """Load a data set that is leased to the front end; answered by LoadEnded."""
+class Question:
+    """Call a function of the main process that front ends may call; answered by Answer.
 
-    key: bytes
+    The segment of a committed upload comes along.
+    """
+
+    number: int
+    function: str
+    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +265,7 @@ class MetricsRecorded:
 
 @dataclass(frozen=True, slots=True)
 class StartServing:
-    """Take calls: the engine is ready."""
+    """Take calls: the engines have started."""
 
     seed: int
     """Seed of the front end's probe."""
@@ -262,27 +280,34 @@ class ConnectEngine(_AboutEngine):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadEnded(_AboutEngine):
-    """An engine has loaded a data set, or cannot."""
+class Answer:
+    """The result of a Question, or the error that it has ended with."""
 
-    key: bytes
-    error: WarpfitError | None
+    number: int
+    result: Any
+    error: WarpfitError | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class DatasetLease:
-    """The data set is leased to the front end until ReturnLease, or cannot be."""
+class DatasetAnnounced:
+    """A data set has become resident."""
+
+    found: FoundDataset
+
+
+class DatasetWithdrawn(_AboutDataset):
+    """No new call may use the data set."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetHeld(_AboutEngine):
+    """An engine has loaded a data set."""
 
     key: bytes
-    layout: Layout | None = None
-    engines: tuple[int, ...] = ()
-    """Numbers of the engines that have loaded it."""
-    error: WarpfitError | None = None
-    """Set if there is no lease."""
 
 
-class DatasetReleased(_AboutDataset):
-    """The data set was released by a caller; answered by ReleaseNoticed."""
+class DatasetUnloaded(_AboutDataset):
+    """No engine holds the data set any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +316,8 @@ class SetReadiness:
 
     serving: frozenset[str]
     """Labels of the devices that serve."""
+    is_draining: bool
+    """Whether the server stops, so that none ever serves again."""
 
 
 class Stop:
@@ -305,9 +332,10 @@ Message = (
     LoadDataset | UnloadDataset | ConnectFrontEnd | RequestCounters | Stop
     | EngineReady | DatasetLoaded | EngineCounters
     | SubmitEvaluation | UnmapSegment | Reply
-    | FrontEndReady | LeaseDataset | ReturnLease | ReleaseNoticed | RequestConnection
-    | RequestLoad | LoadEnded | ProbeResult | MetricsRecorded | InterruptedBatch | ClearedSuspect
-    | StartServing | ConnectEngine | DatasetLease | DatasetReleased | SetReadiness | SuspectList
+    | FrontEndPrepared | FrontEndFailed | FrontEndReady | RequestConnection | Question
+    | ProbeResult | MetricsRecorded | InterruptedBatch | ClearedSuspect
+    | StartServing | ConnectEngine | Answer | SetReadiness | SuspectList
+    | DatasetAnnounced | DatasetWithdrawn | DatasetHeld | DatasetUnloaded
 )  # fmt: skip
 #: Kinds of packed messages.
 _PICKLED, _EVALUATION, _FINISHED = range(3)

@@ -8,20 +8,19 @@ have compiled kernels of it. A request of several milliseconds is split over idl
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from warpfit.calls.splitting import even_bounds
-from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.ir import Batch
 from warpfit.request import Precision
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.in_flight_request import InFlightRequest, unavailable
 from warpfit_server.ipc.quarantine import KnownSuspects
+from warpfit_server.ipc.registry import KnownDataset
 from warpfit_server.ipc.segment_layout import MOST_PARTS
 from warpfit_server.ipc.split_request import SplitRequest, end_parts
 from warpfit_server.system.resources import available_cores
@@ -40,21 +39,6 @@ _CORES_A_CALL: Final = 8
 _MASK, _MIXER = 2**32 - 1, 2654435761
 
 
-class Leased(NamedTuple):
-    """A leased data set, which engines load when a request needs it there."""
-
-    layout: Layout
-    has: Callable[[int], bool]
-    """Returns whether an engine has loaded it, as far as this process knows."""
-    load: Callable[[int], Future[None]]
-    """Has an engine load it, unless the engine has loaded it already.
-
-    The future fails with ResourceExhaustedError if the device has no room, with
-    FailedPreconditionError if engines have died of the data set, and with UnavailableError if one
-    may have.
-    """
-
-
 class Router:
     """Sends the requests of one front end to engines."""
 
@@ -66,6 +50,8 @@ class Router:
         suspects: KnownSuspects,
     ) -> None:
         self._connections = connections
+        self.engines = len(connections)
+        """Number of engines."""
         self._suspects = suspects
         self._labels = labels
         self._table = table
@@ -76,7 +62,7 @@ class Router:
         """Labels of the devices that answer rightly; calls avoid the others where they can."""
 
     def start(
-        self, request: InFlightRequest, data: Leased, nanoseconds: int
+        self, request: InFlightRequest, data: KnownDataset, nanoseconds: int
     ) -> InFlightRequest | SplitRequest:
         """Send a request to an engine, or its parts to idle engines; the caller must close it.
 
@@ -84,6 +70,7 @@ class Router:
 
         Raises:
             UnavailableError: if there is no engine.
+            DatasetNotFoundError: if the data set is gone.
             FailedPreconditionError: if engines have died of it, or of its data set.
             ResourceExhaustedError: if there is no memory for batch and results, or no device with
                 room for the data set.
@@ -106,8 +93,33 @@ class Router:
             raise
         return request if sent[0] is request else SplitRequest(request, sent)
 
+    def place(self, data: KnownDataset, loads: Callable[[int], int]) -> None:
+        """Have one engine load a new data set, where that has room for it.
+
+        Engines come first that serve, are connected, and have few data sets, as ``loads`` says.
+
+        Raises:
+            ResourceExhaustedError: if none has room.
+            FailedPreconditionError: if engines have died of the data set.
+        """
+        if data.engines:
+            return None
+
+        def rank(number: int) -> tuple[bool, bool, int]:
+            serves = self._labels[number] in self.serving
+            return not serves, not self._connections[number].is_open, loads(number)
+
+        refusal: ResourceExhaustedError | None = None
+        for number in sorted(range(len(self._connections)), key=rank):
+            try:
+                return data.load(number).result()
+            except ResourceExhaustedError as error:
+                refusal = refusal or error
+        assert refusal is not None  # there is an engine at least
+        raise refusal
+
     def _parts(
-        self, request: InFlightRequest, data: Leased, nanoseconds: int
+        self, request: InFlightRequest, data: KnownDataset, nanoseconds: int
     ) -> list[tuple[InFlightRequest, list[int]]]:
         """Return the parts of a request, or all of it, with the engines to try for each in turn."""
         if len(self._connections) == 1:
@@ -126,13 +138,13 @@ class Router:
         return [(part, [*idle[number:], *idle[:number]]) for number, part in parts]
 
     def _send(
-        self, request: InFlightRequest, data: Leased, nanoseconds: int, order: Sequence[int]
+        self, request: InFlightRequest, data: KnownDataset, nanoseconds: int, order: Sequence[int]
     ) -> None:
         """Send a request to the first engine that has or loads the data set, and is there."""
         refusal: ResourceExhaustedError | None = None
         for number in order:
             try:
-                if not data.has(number):
+                if number not in data.engines:
                     data.load(number).result()
             except ResourceExhaustedError as error:
                 refusal = refusal or error
@@ -152,11 +164,11 @@ class Router:
                 return
         raise refusal or unavailable()
 
-    def _waits(self, data: Leased) -> dict[int, float]:
+    def _waits(self, data: KnownDataset) -> dict[int, float]:
         """Return the estimated nanoseconds after which each connected engine has time."""
         outstanding, load = self._table.work(), data.layout.nbytes / _LOAD_BYTES
         return {
-            number: outstanding[number] + (0.0 if data.has(number) else load)
+            number: outstanding[number] + (0.0 if number in data.engines else load)
             for number, connection in enumerate(self._connections)
             if connection.is_open
         }

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import grpc
 
-from warpfit.codec import REQUEST_ID_KEY
+from warpfit.errors import REQUEST_ID_KEY
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID, LogRateLimiter
 from warpfit_server.observability.measurements import CallRecord, Recorder
 from warpfit_server.observability.tracing import SpanTracer

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from warpfit.codec import REQUEST_ID_KEY
+from warpfit.errors import REQUEST_ID_KEY
 from warpfit.request import Timings
 
 #: Upper bounds of the buckets of every histogram, in seconds.

@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Final
 
-from warpfit.errors import (
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from warpfit.errors import UnavailableError
 from warpfit.server_info import Device
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
+from warpfit_server.data.dataset_store import StoredDataset
 from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.ipc.quarantine import Quarantine
-from warpfit_server.ipc.router import Leased, Router
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_start import StartedEngine
 from warpfit_server.processes.engine_supervisor import EngineSupervisor, settled
-from warpfit_server.tenancy.quotas import QuotaTable
 
-_LOG: Final = logging.getLogger("warpfit.engines")
+#: Seconds between two looks whether the server stops while its engines start.
+_POLL_SECONDS = 0.1
 
 
 class Engines:
     """Owns the supervisors of all engines; an engine loads a data set when it is needed there.
 
-    They take the processes that have been ``started`` out of that dictionary.
+    They take the processes that have been ``started`` out of that dictionary. ``pool`` has the
+    memory of probes.
     """
 
     def __init__(
         self,
         config: Config,
         pool: SegmentPool,
-        table: QuotaTable,
         started: dict[int, StartedEngine] | None = None,
     ) -> None:
         self.quarantine = Quarantine()
@@ -52,11 +45,6 @@ class Engines:
             EngineSupervisor(config, number, pool, self.quarantine, numbers, started)
             for number in range(len(config.engines))
         ]
-        labels = [device.label for device in config.engines]
-        self.router = Router(
-            [s.connection for s in self.supervisors], labels, table, self.quarantine.suspects
-        )
-        """Routes the calls of this process."""
 
     def start(
         self,
@@ -66,18 +54,23 @@ class Engines:
     ) -> None:
         """Start all engines, and wait until each is ready or is too late or has failed.
 
-        Engines that are not ready are tried again. ``on_ready`` is called with its supervisor
-        whenever an engine process has become ready; see `EngineSupervisor.start`. If the server
-        ``is_stopping``, none is waited for.
+        Engines that are not ready are tried again. ``resident`` yields the resident data sets,
+        pinned; ``on_ready`` is called with its supervisor whenever an engine process has become
+        ready. If the server ``is_stopping``, none is waited for.
 
         Raises:
             UnavailableError: if none can run on this machine; the log says why.
         """
         for supervisor in self.supervisors:
-            supervisor.start(resident, partial(on_ready, supervisor))
+            supervisor.resident, supervisor.on_ready = resident, partial(on_ready, supervisor)
+            supervisor.start()
         end = time.monotonic() + self._start_seconds
-        started = [supervisor.wait_started(end, is_stopping) for supervisor in self.supervisors]
-        if not any(started) and not is_stopping():
+        for supervisor in self.supervisors:
+            while not supervisor.settled.wait(_POLL_SECONDS):
+                if is_stopping() or time.monotonic() > end:
+                    break
+        has_any = any(supervisor.has_been_ready for supervisor in self.supervisors)
+        if not has_any and not is_stopping():
             self.stop()
             raise UnavailableError(
                 "no engine has started",
@@ -91,11 +84,10 @@ class Engines:
         """Kind of the engines, ``"cpu"`` or ``"cuda"``."""
         return self.supervisors[0].device.kind
 
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """Every device, and whether it serves."""
+    def devices(self, serving: frozenset[str]) -> tuple[Device, ...]:
+        """Return every device, and whether its label is among those that serve."""
         described = [supervisor.description for supervisor in self.supervisors]
-        return tuple(replace(d, serving=d.label in self.router.serving) for d in described)
+        return tuple(replace(device, serving=device.label in serving) for device in described)
 
     @property
     def restarts(self) -> Counter[tuple[str, str]]:
@@ -112,36 +104,6 @@ class Engines:
         """Return the numbers of the engines that have loaded a data set."""
         return tuple(s.number for s in self.supervisors if s.has(key))
 
-    def place(self, dataset: StoredDataset) -> None:
-        """Load a new data set into one engine that has room for it.
-
-        Raises:
-            ResourceExhaustedError: if none has.
-            FailedPreconditionError: if engines have died of the data set.
-        """
-        if self.holders(dataset.key):
-            return
-        refusal: ResourceExhaustedError | None = None
-        for supervisor in self._by_load():
-            try:
-                supervisor.load(dataset).result()
-            except ResourceExhaustedError as error:
-                refusal = refusal or error
-            else:
-                return
-        assert refusal is not None  # there is an engine at least
-        raise refusal
-
-    def _by_load(self) -> list[EngineSupervisor]:
-        """Return the engines, those first that serve and have few data sets."""
-        serving = self.router.serving
-
-        def rank(supervisor: EngineSupervisor) -> tuple[bool, bool, int]:
-            serves = supervisor.device.label in serving
-            return not serves, not supervisor.is_ready, supervisor.loads
-
-        return sorted(self.supervisors, key=rank)
-
     def unload(self, key: bytes) -> None:
         """Make every engine forget a data set."""
         for supervisor in self.supervisors:
@@ -154,17 +116,7 @@ class Engines:
         for supervisor in self.supervisors:
             supervisor.stop()
 
-    @contextmanager
-    def lease(self, datasets: DatasetStore, key: bytes) -> Iterator[Leased]:
-        """Lease a data set of the main process; see `warpfit_server.rpc.servicer.Lease`."""
-        with datasets.lease(key) as dataset:
-            yield Leased(
-                dataset.layout,
-                lambda number: self.supervisors[number].has(key),
-                partial(self._load, dataset),
-            )
-
-    def _load(self, dataset: StoredDataset, number: int) -> Future[None]:
+    def load(self, number: int, dataset: StoredDataset) -> Future[None]:
         """Have an engine load a data set, unless the data set may have crashed another one.
 
         That one finds out as it starts.

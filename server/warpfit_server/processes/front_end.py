@@ -1,297 +1,230 @@
-"""A front-end process: one more process on the server's port, for more calls than one Python takes.
+"""A front-end process: one of several equal ones on the server's port, which answer all calls.
 
-It answers Evaluate and Optimize itself, over a connection of its own to each engine, and forwards
-all other calls to the main process, which owns the data sets. It leases a data set from the main
-process when a call first needs it, and returns the lease when no call has used it for a while::
+It has a connection of its own to each engine, and a registry of the resident data sets, which the
+main process owns. It receives uploads into memory that it hands over to the main process::
 
-    python -m warpfit_server.processes.front_end DESCRIPTOR PORT MAIN_ADDRESS QUOTAS NUMBER CONFIG
+    python -m warpfit_server.processes.front_end CONTROL QUOTAS NUMBER PORT HEALTH_PORT CONFIG
+
+CONTROL is the descriptor of a socket to the main process, QUOTAS that of the table of quotas.
 """
 
+import itertools
 import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-import grpc
-
-from warpfit import codec
-from warpfit.errors import (
-    CancelledError,
-    ResourceExhaustedError,
-    UnavailableError,
-    WarpfitError,
-)
+from warpfit.dataset import Layout
+from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
+from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.engine_connection import EngineConnection
+from warpfit_server.ipc.messages import FoundDataset
 from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
-from warpfit_server.ipc.router import Leased, Router
-from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.ipc.registry import Registry
+from warpfit_server.ipc.router import Router
+from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.tracing import make_tracer
 from warpfit_server.processes.probe import Probe
-from warpfit_server.rpc.calls import Call, CallHandlers, Method
-from warpfit_server.rpc.health import Health
+from warpfit_server.rpc.calls import CallHandlers
+from warpfit_server.rpc.health import Health, HealthPort
 from warpfit_server.rpc.port import listen, make_server
-from warpfit_server.rpc.servicer import SERVICE_NAME, ComputeServicer
+from warpfit_server.rpc.servicer import SERVICE_NAME, Servicer
+from warpfit_server.rpc.tls import server_credentials
 from warpfit_server.system.resources import keep_freed_memory, shorten_gil_switch_interval
-from warpfit_server.tenancy.authentication import FORWARDED_METADATA_KEY
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_end")
-#: Seconds after which a lease is returned that no call uses.
-_IDLE_SECONDS: Final = 1.0
-#: gRPC reports this or more remaining seconds for calls without a deadline.
-_NO_DEADLINE: Final = 1e8
-#: Unary methods that the main process answers.
-_FORWARDED: Final = ("OpenDataset", "GetVariables", "ReleaseVariables", "GetServerInfo")
+#: Seconds between two reports of what was measured.
+_REPORT_SECONDS: Final = 0.5
 
 
-@dataclass(eq=False, slots=True)
-class _BorrowedLease:
-    """A lease that the main process has given to this process, or was asked for."""
+class MainProcess:
+    """The main process, which owns the data sets, as a front end sees it.
 
-    answer: Future[Leased] = field(default_factory=Future)
-    """The data set, once the main process has answered."""
-    data: Leased | None = None
-    """The same; calls need not ask the future."""
-    loaded: set[int] = field(default_factory=set)
-    """Engines that have loaded the data set."""
-    uses: int = 0
-    idle_since: float = 0.0
-    is_released: bool = False
-    """Released by a caller while the main process was asked for it."""
-    is_returned: bool = False
-    """Not for new calls; the lease is returned when the last use ends."""
+    The methods have the meaning, the errors and the names of those of
+    `warpfit_server.data.dataset_store.DatasetStore`; any thread may call them.
+    """
 
+    def __init__(self, control: Channel) -> None:
+        self._control = control
+        self._numbers = itertools.count()
+        self._asked: dict[int, Future[Any]] = {}
 
-class BorrowedLeases:
-    """The main process's data sets as this process sees them."""
-
-    def __init__(self, send: Callable[[messages.Message], None]) -> None:
-        self._send = send
-        self._leases: dict[bytes, _BorrowedLease] = {}
-        self._loading: dict[tuple[int, bytes], tuple[Future[None], set[int]]] = {}
-        """Loads under way, with the engines that have loaded the data set."""
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def lease(self, key: bytes) -> Iterator[Leased]:
-        """Lease a data set, from the main process unless this process has a lease."""
-        with self._lock:
-            lease = self._leases.get(key)
-            if lease is None:
-                lease = _BorrowedLease()
-                self._send(messages.LeaseDataset(key))  # fails where there is no room for messages
-                self._leases[key] = lease
-            lease.uses += 1
+    def _ask(self, function: str, *arguments: Any, descriptor: int | None = None) -> Future[Any]:
+        number, answer = next(self._numbers), Future[Any]()
+        self._asked[number] = answer
         try:
-            yield lease.data or lease.answer.result()
-        finally:
-            with self._lock:
-                lease.uses -= 1
-                lease.idle_since = time.monotonic()
-                if lease.is_returned and not lease.uses:
-                    self._send(messages.ReturnLease(key))
-
-    def answered(self, answer: messages.DatasetLease) -> None:
-        """Take the main process's answer; after a refusal the next call asks again."""
-        key, layout, loaded = answer.key, answer.layout, set(answer.engines)
-        with self._lock:
-            if layout is None:
-                error = answer.error or UnavailableError("the data set cannot be leased")
-                self._leases.pop(key).answer.set_exception(error)
-                return
-            lease, load = self._leases[key], partial(self._load, key, loaded)
-            lease.loaded = loaded
-            lease.data = Leased(layout, loaded.__contains__, load)
-            lease.answer.set_result(lease.data)
-            if lease.is_released:
-                self._return(key)
-
-    def _load(self, key: bytes, loaded: set[int], engine: int) -> Future[None]:
-        """Ask the main process to have an engine load a data set, unless that is under way."""
-        with self._lock:
-            if (engine, key) not in self._loading:
-                self._send(messages.RequestLoad(engine, key))
-                self._loading[engine, key] = Future(), loaded
-            return self._loading[engine, key][0]
-
-    def load_ended(self, message: messages.LoadEnded) -> None:
-        """Take notice that an engine has loaded a data set, or cannot."""
-        with self._lock:
-            future, loaded = self._loading.pop((message.engine, message.key))
-        if message.error is None:
-            loaded.add(message.engine)
-            future.set_result(None)
-        else:
-            future.set_exception(message.error)
-
-    def released(self, key: bytes) -> None:
-        """Let no new call use a data set that a caller has released."""
-        with self._lock:
-            lease = self._leases.get(key)
-            if lease is not None and lease.answer.done():
-                self._return(key)
-            elif lease is not None:
-                lease.is_released = True  # it is returned once the main process has answered
-            self._send(messages.ReleaseNoticed(key))
-
-    def engine_started(self, engine: int) -> None:
-        """Ask again whether an engine has loaded data sets: a new process may have had no room."""
-        with self._lock:
-            for lease in self._leases.values():
-                lease.loaded.discard(engine)
-
-    def return_idle(self) -> None:
-        """Return leases that no call has used for a while."""
-        limit = time.monotonic() - _IDLE_SECONDS
-        with self._lock:
-            idle = [
-                key
-                for key, lease in self._leases.items()
-                if not lease.uses and lease.answer.done() and lease.idle_since < limit
-            ]
-            for key in idle:
-                self._return(key)
-
-    def _return(self, key: bytes) -> None:
-        lease = self._leases.pop(key)
-        lease.is_returned = True
-        if not lease.uses:
-            self._send(messages.ReturnLease(key))
-
-
-def forwarding_methods(address: str) -> dict[str, Method]:
-    """Return methods by name that forward calls to the main process as they are."""
-    names = ("grpc.max_send_message_length", "grpc.max_receive_message_length")
-    unlimited = [*((name, -1) for name in names), ("grpc.enable_http_proxy", 0)]
-    channel = grpc.insecure_channel(address, unlimited)
-    upload = channel.stream_unary(f"/{SERVICE_NAME}/UploadVariables", None, None)
-    methods = {"UploadVariables": Method(_forwarding(upload), uploads=True)}
-    for name in _FORWARDED:
-        method = channel.unary_unary(f"/{SERVICE_NAME}/{name}", None, None)
-        methods[name] = Method(_forwarding(method))
-    return methods
-
-
-def _forwarding(method: Any) -> Callable[[Any, Call], bytes]:
-    def forward(request: Any, context: Call) -> bytes:
-        remaining = context.time_remaining()
-        timeout = remaining if remaining is not None and remaining < _NO_DEADLINE else None
-        record = context.record
-        tenant = (FORWARDED_METADATA_KEY, record.tenant.encode())
-        metadata = (*record.trailing, *record.trace.items(), tenant)
-        failed: list[Exception] = []
-        is_made = threading.Event()
-
-        def messages_of_upload() -> Iterator[bytes]:
-            try:
-                yield from request
-            except Exception as error:  # gRPC would log it, and answer UNKNOWN
-                failed.append(error)
-                is_made.wait()
-                call.cancel()
-
-        sent = request if isinstance(request, bytes) else messages_of_upload()
-        call = method.future(sent, timeout=timeout, metadata=metadata)
-        is_made.set()
-        context.on_end(call.cancel)
-        try:
-            answer: bytes = call.result()
-        except (grpc.RpcError, grpc.FutureCancelledError):
-            if failed:
-                raise failed[0] from None
-            if call.code() is grpc.StatusCode.CANCELLED:
-                raise CancelledError("the call has ended", "CANCELLED") from None
-            status = call.code().name, call.details() or "", call.trailing_metadata()
-            raise codec.error_from_status(*status) from None
+            self._control.send(messages.Question(number, function, arguments), descriptor)
+        except BaseException as error:
+            del self._asked[number]
+            if isinstance(error, ChannelClosedError):
+                raise UnavailableError("the server stops", "STOPPING") from error
+            raise
         return answer
 
-    return forward
+    def answered(self, answer: messages.Answer) -> None:
+        """Take an answer."""
+        future = self._asked.pop(answer.number)
+        if answer.error is None:
+            future.set_result(answer.result)
+        else:
+            future.set_exception(answer.error)
+
+    def find(self, key: bytes) -> FoundDataset:
+        """Return a resident data set, with the engines that hold it."""
+        found: FoundDataset = self._ask("find", key).result()
+        return found
+
+    def begin(self, layout: Layout, tenant: str, budget: int) -> int:
+        """Begin an upload."""
+        number: int = self._ask("begin", layout, tenant, budget).result()
+        return number
+
+    def reserve(self, number: int, nbytes: int) -> None:
+        """Count the next bytes of an upload."""
+        self._ask("reserve", number, nbytes).result()
+
+    def abandon(self, number: int) -> None:
+        """Count an upload no more."""
+        self._ask("abandon", number).result()
+
+    def commit(
+        self, number: int, content_id: bytes, layout: Layout, copied: int, segment: Segment
+    ) -> FoundDataset:
+        """Hand a complete upload over; the segment is closed here."""
+        own = number, content_id, layout, copied
+        found: FoundDataset = self._ask("commit", *own, descriptor=segment.descriptor).result()
+        segment.close()
+        return found
+
+    def load(self, engine: int, key: bytes) -> Future[None]:
+        """Have an engine load a data set; see `KnownDataset.load`."""
+        return self._ask("load", engine, key)
+
+    def give_back(self, key: bytes) -> None:
+        """Take note that a caller does not need a data set any more."""
+        self._ask("give_back", key).result()
+
+    def remove(self, key: bytes) -> None:
+        """Remove a data set for all."""
+        self._ask("remove", key).result()
+
+    def evict_for_device(self, tenant: str) -> int:
+        """Evict a data set for an upload; return its bytes."""
+        nbytes: int = self._ask("evict_for_device", tenant).result()
+        return nbytes
+
+    def known_file(self, columns: Any) -> tuple[bytes, str] | None:
+        """Return the content id and the warning that belong to columns of a file, if known."""
+        known: tuple[bytes, str] | None = self._ask("known_file", columns).result()
+        return known
+
+    def remember_file(self, columns: Any, content_id: bytes, lost_digits: str) -> None:
+        """Remember them."""
+        self._ask("remember_file", columns, content_id, lost_digits).result()
+
+    def describe(self, tenant: str) -> tuple[tuple[Device, ...], int]:
+        """Return all devices, and the number of a tenant's data sets."""
+        described: tuple[tuple[Device, ...], int] = self._ask("describe", tenant).result()
+        return described
 
 
 class FrontEndProcess:
-    """State of a front-end process."""
+    """State of a front-end process; `run` it.
 
-    def __init__(
-        self,
-        control: Channel,
-        config: Config,
-        port: int,
-        main_address: str,
-        quotas: QuotaTable,
-        seed: int,
-    ) -> None:
+    Args:
+        control: channel to the main process.
+        config: the server's configuration.
+        quotas: the table that all processes share.
+
+    Raises:
+        WarpfitError: if it cannot serve with this configuration.
+    """
+
+    def __init__(self, control: Channel, config: Config, quotas: QuotaTable) -> None:
         self._control = control
         self._config = config
-        self._main_path = Path(main_address.removeprefix("unix:"))
         self._readiness_at = time.monotonic()
         """Moment at which the main process last said which devices serve."""
-        self._suspects = KnownSuspects()
+        self._readiness = messages.SetReadiness(frozenset(), False)
+        suspects = self._suspects = KnownSuspects()
         pool = SegmentPool(*config.idle_pool)
         self._engines = [EngineConnection(pool) for _ in config.engines]
         for number, engine in enumerate(self._engines):
             engine.report = self._tell
             engine.on_loss = partial(self._tell, messages.RequestConnection(number))
-        labels = [device.label for device in config.engines]
-        self._router = Router(self._engines, labels, quotas, self._suspects)
-        self._probes = [Probe(engine, seed) for engine in self._engines]
+        self._labels = [device.label for device in config.engines]
+        self._router = Router(self._engines, self._labels, quotas, suspects)
         self._probe_now = [threading.Event() for _ in self._engines]
-        self._leases = BorrowedLeases(control.send)
+        main = self._main = MainProcess(control)
+        registry = self._registry = Registry(quotas, main.find, main.load)
         calls = self._calls = CallHandlers(config, quotas)
-        servicer = ComputeServicer(
-            self._leases.lease, self._router, calls.admission, config.chunk_bytes
-        )
+        servicer = Servicer(main, registry, self._router, suspects, calls.admission, pool, config)
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)
+        self._credentials = server_credentials(config)
         observer = Observer(self._recorder, self._tracer)
-        forwarding = forwarding_methods(main_address)
-        handlers = {
-            **calls.handlers(forwarding, observer, forwards=True),
-            **calls.handlers(servicer.methods(), observer),
-        }
-        self._grpc = make_server(config, SERVICE_NAME, handlers, shared=True)
-        self._health = Health(SERVICE_NAME, labels)
+        handlers = calls.handlers(servicer.methods(), observer)
+        self._grpc = make_server(config, SERVICE_NAME, handlers)
+        self._health = Health(SERVICE_NAME, self._labels)
         self._health.add_to(self._grpc)
-        listen(self._grpc, config, port)
+        self._health_port: HealthPort | None = None
 
-    def run(self) -> None:
-        """Serve until the main process is gone, or the process ends because it says Stop."""
-        threading.Thread(target=self._report_forever, daemon=True).start()
-        for number in range(len(self._engines)):
-            threading.Thread(
-                target=self._probe_forever, args=(number,), name="probe", daemon=True
-            ).start()
+    def open(self, port: int, health_port: int) -> None:
+        """Listen on the port, and on that for health checks unless it is -1.
+
+        Raises:
+            UnavailableError: if a port is taken.
+        """
+        listen(self._grpc, self._config, port, self._credentials)
+        if health_port >= 0:
+            self._health_port = HealthPort(self._health, self._config.health_host, health_port)
         self._grpc.start()
+
+    def run(self, seed: int) -> None:
+        """Serve until the main process is gone, or the process ends because it says Stop.
+
+        ``seed`` is that of the probe's numbers.
+        """
+        threading.Thread(target=self._report_forever, daemon=True).start()
+        for number, engine in enumerate(self._engines):
+            probing = number, Probe(engine, seed)
+            threading.Thread(
+                target=self._probe_forever, args=probing, name="probe", daemon=True
+            ).start()
         self._control.send(messages.FrontEndReady())
         while True:
             message, descriptor = self._control.receive()
             match message:
+                case messages.Answer():
+                    self._main.answered(message)
+                case messages.DatasetAnnounced():
+                    self._registry.add(message.found)
+                case messages.DatasetWithdrawn():
+                    self._registry.forget(message.key)
+                case messages.DatasetHeld():
+                    self._registry.held(message.key, message.engine)
+                case messages.DatasetUnloaded():
+                    self._registry.unloaded(message.key)
                 case messages.ConnectEngine():
                     self._connect(message, descriptor)
-                case messages.DatasetLease():
-                    self._leases.answered(message)
-                case messages.LoadEnded():
-                    self._leases.load_ended(message)
-                case messages.DatasetReleased():
-                    self._leases.released(message.key)
                 case SuspectList():
                     self._suspects.update(message)
                 case messages.SetReadiness():
-                    self._readiness_at = time.monotonic()
+                    self._readiness_at, self._readiness = time.monotonic(), message
                     self._router.serving = message.serving
                     self._set_readiness()
                 case messages.Stop():
@@ -305,6 +238,8 @@ class FrontEndProcess:
         self._calls.drain()
         self._health.close()
         stopped.wait()
+        if self._health_port is not None:
+            self._health_port.stop()
         self._tell(messages.MetricsRecorded(self._recorder.take()))
         if self._tracer is not None:
             self._tracer.close()
@@ -314,7 +249,7 @@ class FrontEndProcess:
         if descriptor is None:  # this process can open no more files; the probe asks again
             _LOG.error("the engine's connection was lost: too many open files")
             return
-        self._leases.engine_started(message.engine)
+        self._registry.engine_started(message.engine)
         try:
             end = socket.socket(fileno=descriptor)
             self._engines[message.engine].open(end, message.process)
@@ -327,14 +262,14 @@ class FrontEndProcess:
         with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             self._control.send(message)
 
-    def _probe_forever(self, engine: int) -> None:
+    def _probe_forever(self, engine: int, probe: Probe) -> None:
         """Probe an engine again and again, as the calls of this process use it."""
         with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             while True:
                 self._probe_now[engine].wait(self._config.probe_seconds)
                 self._probe_now[engine].clear()
                 try:
-                    answers = self._probes[engine].ask()
+                    answers = probe.ask()
                 except Exception as error:
                     level = logging.DEBUG if isinstance(error, WarpfitError) else logging.ERROR
                     _LOG.log(level, "the probe of the engine failed: %s", error)
@@ -343,42 +278,50 @@ class FrontEndProcess:
 
     def _set_readiness(self) -> None:
         """Be ready if a device serves, and the main process, which has the data sets, is there."""
+        if self._readiness.is_draining:
+            self._health.drain()
+            return
         patience = self._config.probe_seconds + self._config.probe_timeout
         is_heard = time.monotonic() - self._readiness_at <= patience
-        is_there = is_heard and self._main_path.exists()
-        self._health.set_serving(self._router.serving if is_there else frozenset())
+        self._health.set_serving(self._readiness.serving if is_heard else frozenset())
 
     def _report_forever(self) -> None:
-        """Return idle leases, and send what was measured, again and again."""
+        """Send what was measured, again and again."""
         with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             while True:
-                time.sleep(_IDLE_SECONDS / 2)
+                time.sleep(_REPORT_SECONDS)
                 self._set_readiness()
-                self._leases.return_idle()
                 self._control.send(messages.MetricsRecorded(self._recorder.take()))
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run a front-end process; `FrontEndSupervisor` starts it."""
-    descriptor, port, main_address, table, number, text = arguments
-    config = Config.from_json(text)
+    descriptor, table, number, port, health_port = map(int, arguments[:-1])
+    config = Config.from_json(arguments[-1])
     configure_logging(config.log_level, config.log_format)
     shorten_gil_switch_interval()
     keep_freed_memory()
-    control = Channel(socket.socket(fileno=int(descriptor)))
+    control = Channel(socket.socket(fileno=descriptor))
     try:
-        start, _ = control.receive()
-        assert isinstance(start, messages.StartServing)  # nothing else is sent before
-        quotas = QuotaTable(int(table), config.processes, int(number), len(config.engines))
-        FrontEndProcess(control, config, int(port), main_address, quotas, start.seed).run()
+        try:
+            quotas = QuotaTable(table, config.processes, number, len(config.engines))
+            process = FrontEndProcess(control, config, quotas)
+            control.send(messages.FrontEndPrepared())
+            start, _ = control.receive()
+            assert isinstance(start, messages.StartServing)  # nothing else is sent before
+            process.open(port, health_port)
+        except WarpfitError as error:
+            control.send(messages.FrontEndFailed(error))
+            _end(1)
+        process.run(start.seed)
     except ChannelClosedError:
         _LOG.info("the main process is gone")
         _end()
 
 
-def _end() -> None:
+def _end(status: int = 0) -> NoReturn:
     logging.shutdown()
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Every front-end process has one of its own.
 """
 
-from contextlib import ExitStack
 from typing import Final
 
 import numpy as np
@@ -14,10 +13,11 @@ from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Tier
 from warpfit.server_info import Limits
-from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
+from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.data.upload import Upload
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
-from warpfit_server.processes.engines import Engines
+from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.tenancy.tenants import PROBE, key_of
 
 _ROWS: Final = 64
@@ -44,22 +44,19 @@ class Probe:
             tier=Tier.INTERPRETER,
         )
         self._expected = evaluate_program(program, dataset.variables, [_PARAMETER])
-        self._lease = ExitStack()
 
-    def make_resident(self, datasets: DatasetStore, engines: Engines) -> StoredDataset:
-        """Upload the data set, once for all processes, and let every engine load it; return it.
+    def make_resident(self, datasets: DatasetStore, pool: SegmentPool) -> bytes:
+        """Upload the data set, once for all processes; return its key.
 
         Raises:
             ResourceExhaustedError: if there is no memory for it.
         """
         dataset = self._dataset
         # The limits of callers do not hold for the probe.
-        upload = datasets.begin(dataset.layout, dataset.content_id, PROBE, Limits())
-        datasets.add(upload, dataset.matrix.data.cast("B"))
-        resident = self._lease.enter_context(datasets.commit(upload))
-        for supervisor in engines.supervisors:
-            supervisor.load(resident).result()
-        return resident
+        own = dataset.layout, dataset.content_id, PROBE, Limits().resident_bytes
+        with Upload(datasets, pool, *own) as upload:
+            upload.add(dataset.matrix.data.cast("B"))
+            return upload.commit().key
 
     def ask(self) -> bool:
         """Evaluate, however long it takes; return whether the values are right.
@@ -77,7 +74,3 @@ class Probe:
             return bool(np.abs(values[0, 0] - self._expected).max() <= _TOLERANCE)
         finally:
             request.close()
-
-    def close(self) -> None:
-        """Give the data set back."""
-        self._lease.close()

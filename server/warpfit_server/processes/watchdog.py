@@ -16,17 +16,48 @@ from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, Warpfit
 from warpfit_server.config import Config
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.probe import Probe
-from warpfit_server.rpc.health import Health
+from warpfit_server.processes.supervisor import State
 
 _LOG: Final = logging.getLogger("warpfit.watchdog")
 #: Seconds between two looks whether a new server is ready.
 _POLL_SECONDS: Final = 0.01
 
 
+class Readiness:
+    """The devices that serve, as far as the main process knows.
+
+    ``on_change`` is called after each change, in the order of the changes.
+    """
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._on_change = on_change
+        self._lock = threading.RLock()
+        self._is_draining = False
+        self.serving: frozenset[str] = frozenset()
+        """Labels of the devices that answer calls."""
+
+    def set_device(self, label: str, serves: bool) -> None:
+        """Set whether a device serves; after `drain` none does."""
+        with self._lock:
+            serving = self.serving | {label} if serves else self.serving - {label}
+            self._set(frozenset() if self._is_draining else serving)
+
+    def drain(self) -> None:
+        """Let no device serve for good; the process stays alive."""
+        with self._lock:
+            self._is_draining = True
+            self._set(frozenset())
+
+    def _set(self, serving: frozenset[str]) -> None:
+        if serving != self.serving:
+            self.serving = serving
+            self._on_change()
+
+
 class Watchdog:
     """Keeps readiness true to what one engine does, as long as `look` is called often.
 
-    ``others_answer`` tells whether the engine answers the other front-end processes; ``load_again``
+    ``others_answer`` tells whether the engine answers all front ends, too; ``load_again``
     has the engine load the probe's data set, for which it may have had no room as it started.
     """
 
@@ -35,14 +66,14 @@ class Watchdog:
         config: Config,
         supervisor: EngineSupervisor,
         probe: Probe,
-        health: Health,
+        readiness: Readiness,
         others_answer: Callable[[], bool] = lambda: True,
         load_again: Callable[[], object] = lambda: None,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
         self._probe = probe
-        self._health = health
+        self._readiness = readiness
         self._others_answer = others_answer
         self._load_again = load_again
         self.label = supervisor.device.label
@@ -64,7 +95,9 @@ class Watchdog:
     def wait_ready(self) -> None:
         """Wait until the engine answers all processes, does not start, or it is too late."""
         end = time.monotonic() + self._config.probe_timeout
-        while not self.serves and self._supervisor.is_ready and time.monotonic() < end:
+        while (
+            not self.serves and self._supervisor.state > State.STARTING and time.monotonic() < end
+        ):
             time.sleep(_POLL_SECONDS)
             self._publish()
 
@@ -86,10 +119,10 @@ class Watchdog:
     @property
     def serves(self) -> bool:
         """Whether the engine's device serves."""
-        return self.label in self._health.serving
+        return self.label in self._readiness.serving
 
     def _publish(self) -> None:
-        self._health.set_device(self.label, self.answers and self._others_answer())
+        self._readiness.set_device(self.label, self.answers and self._others_answer())
 
     def _probe_forever(self) -> None:
         while not self._stopping.is_set():

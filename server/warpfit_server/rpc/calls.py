@@ -147,17 +147,14 @@ class Method:
 class CallHandlers:
     """Serves the calls of the service's methods in one process.
 
-    The main process trusts the calls that other processes forward to it.
-
     Raises:
         InvalidArgumentError: if the token file or the tenants file cannot be used.
     """
 
-    def __init__(self, config: Config, quotas: QuotaTable, *, is_main: bool = False) -> None:
+    def __init__(self, config: Config, quotas: QuotaTable) -> None:
         self.authenticator = Authenticator(
             TokenFile(config.token_file) if config.token_file else None,
             certificates=bool(config.tls_client_ca),
-            trusts_local_socket=is_main,
         )
         tenants = TenantLimits(
             config.limits(), config.tenants_file or None, shared=config.has_tenants
@@ -175,17 +172,11 @@ class CallHandlers:
         self.is_draining = False
         """Whether no call is kept for another request."""
 
-    def handlers(
-        self, methods: Mapping[str, Method], observer: Observer, *, forwards: bool = False
-    ) -> dict[str, Any]:
-        """Return gRPC's handlers by the name of the method.
-
-        If they forward calls to another process, which observes them, this process observes only
-        those that it refuses.
-        """
+    def handlers(self, methods: Mapping[str, Method], observer: Observer) -> dict[str, Any]:
+        """Return gRPC's handlers by the name of the method."""
         return {
             name: grpc.stream_stream_rpc_method_handler(
-                partial(self._serve, name, method, observer, forwards)
+                partial(self._serve, name, method, observer)
             )
             for name, method in methods.items()
         }
@@ -195,12 +186,11 @@ class CallHandlers:
         name: str,
         method: Method,
         observer: Observer,
-        forwards: bool,
         messages: Iterator[bytes],
         context: Any,
     ) -> Iterator[bytes]:
         """Answer the requests of a call."""
-        return Call(self, name, method, observer, forwards, messages, context).serve()
+        return Call(self, name, method, observer, messages, context).serve()
 
     def drain(self) -> None:
         """End the calls that wait for another request, and let no other call wait for one."""
@@ -223,7 +213,6 @@ class Call:
         name: str,
         method: Method,
         observer: Observer,
-        forwards: bool,
         messages: Iterator[bytes],
         context: Any,
     ) -> None:
@@ -231,7 +220,6 @@ class Call:
         self._name = name
         self._method = method
         self._observer = observer
-        self._forwards = forwards
         self._messages = messages
         self._context = context
         self._metadata = dict(context.invocation_metadata())
@@ -308,8 +296,7 @@ class Call:
             self._fail(error)
             self._observer.end(self.record, ended_status(self._context))
             return False
-        if not self._forwards:
-            self._observer.begin(self.record)
+        self._observer.begin(self.record)
         return True
 
     def _admit(self, message: bytes | None) -> None:
@@ -322,20 +309,18 @@ class Call:
         """
         handlers, record = self._handlers, self.record
         admission = handlers.admission
-        tenant, is_forwarded = handlers.authenticator.authenticate(self._context, record.metadata)
+        tenant = handlers.authenticator.authenticate(self._context, record.metadata)
         record.tenant = tenant
         limits = self.limits = admission.limits(tenant)
-        if not is_forwarded:  # the process that forwards a call has counted all but its message
-            admission.check_rate(tenant, limits.rate)
+        admission.check_rate(tenant, limits.rate)
         if not self._is_open:
             if not handlers.open_calls.enter(tenant):
                 raise _too_many_open()
             self._is_open = True
         nbytes = admission.message_bytes if message is None else len(message)
-        admission.enter(tenant, limits, nbytes, self._waiting_bytes, slot=not is_forwarded)
+        admission.enter(tenant, limits, nbytes, self._waiting_bytes)
         self._nbytes, self._waiting_bytes = nbytes, 0
-        if not is_forwarded:
-            self._slots.append(1)
+        self._slots.append(1)
 
     def _take_slot(self) -> int:
         """Return 1 if the present request still has a slot, which it then has no more, else 0."""
@@ -382,9 +367,8 @@ class Call:
         finally:
             self._on_end = None
             self._give_back()
-            if not self._forwards:
-                is_well = not (self._has_failed or self._is_over)
-                self._observer.end(self.record, "OK" if is_well else ended_status(self._context))
+            is_well = not (self._has_failed or self._is_over)
+            self._observer.end(self.record, "OK" if is_well else ended_status(self._context))
         return last
 
     def _give_back(self) -> None:

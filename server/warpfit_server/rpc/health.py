@@ -12,7 +12,7 @@ among those of the port. The methods themselves are those of the package grpcio-
 import resource
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 import grpc
@@ -21,7 +21,8 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import HealthServicer
 
 from warpfit_server.rpc.calls import CallTimeouts
-from warpfit_server.rpc.port import HEALTH_THREADS, CallThreads, join_address, port_in_use
+from warpfit_server.rpc.port import HEALTH_THREADS, CallThreads
+from warpfit_server.system.sockets import join_address, port_in_use
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
@@ -47,20 +48,11 @@ _Response = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """Readiness of a gRPC service and of its devices, and the health service that reports it.
+    """Readiness of a gRPC service and of its devices, and the health service that reports it."""
 
-    ``on_change`` is called with the labels of the devices that serve, in the order of the changes.
-    """
-
-    def __init__(
-        self,
-        service: str,
-        devices: Collection[str] = (),
-        on_change: Callable[[frozenset[str]], None] = lambda serving: None,
-    ) -> None:
+    def __init__(self, service: str, devices: Collection[str] = ()) -> None:
         self._names = (READINESS, "", service)
         self._devices = frozenset(devices)
-        self._on_change = on_change
         self._lock = threading.RLock()
         self.serving: frozenset[str] = frozenset()
         """Labels of the devices that answer calls."""
@@ -76,11 +68,6 @@ class Health:
         """Whether calls can be answered: by one device at least."""
         return bool(self.serving)
 
-    def set_device(self, label: str, serves: bool) -> None:
-        """Set whether a device serves; after `drain` none does."""
-        with self._lock:
-            self.set_serving(self.serving | {label} if serves else self.serving - {label})
-
     def set_serving(self, serving: frozenset[str]) -> None:
         """Set which devices serve; after `drain` none does."""
         with self._lock:
@@ -88,7 +75,6 @@ class Health:
             if serving != self.serving:
                 self.serving = serving
                 self._tell()
-                self._on_change(serving)
 
     def _tell(self) -> None:
         """Let the health service know, which tells those that watch."""
@@ -254,6 +240,8 @@ class _HealthMethods:
 class HealthPort:
     """A plain port that answers health checks and nothing else, with threads of its own.
 
+    All front ends listen on it, so that it answers as long as one of them is there.
+
     Raises:
         UnavailableError: if the port is taken.
     """
@@ -264,7 +252,7 @@ class HealthPort:
         self._server = grpc.server(threads, **limits)
         health.add_to(self._server)
         try:
-            self.port = self._server.add_insecure_port(join_address(host, port))
+            self._server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
             raise port_in_use(host, port, "--health-port or --health-host") from error
         self._server.start()
@@ -278,7 +266,7 @@ def _port_options() -> list[tuple[str, int]]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections = min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_PART))
     return [
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", 1),
         ("grpc.max_receive_message_length", 4096),
         ("grpc.max_concurrent_streams", 16),
         ("grpc.max_allowed_incoming_connections", connections),

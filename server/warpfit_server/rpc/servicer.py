@@ -1,4 +1,4 @@
-"""The gRPC servicers: each method decodes, checks, asks the engine and encodes.
+"""The gRPC service: each method decodes, checks, asks the engine or the main process, and encodes.
 
 The methods raise WarpfitErrors as they are, of which `warpfit_server.rpc.calls` makes
 statuses. Requests arrive and answers leave as bytes, so that `warpfit.codec` alone decides how they
@@ -9,29 +9,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from warpfit import codec
 from warpfit.dataset import Layout
-from warpfit.errors import (
-    CancelledError,
-    DatasetNotFoundError,
-    ResourceExhaustedError,
-)
+from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.request import Evaluation, Timings
-from warpfit.server_info import Limits, ServerInfo
+from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
-from warpfit_server.data.files import DataFolder
+from warpfit_server.config import Config
+from warpfit_server.data.files import DataFolder, FileStore
+from warpfit_server.data.upload import Upload
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.in_flight_request import InFlightRequest
-from warpfit_server.ipc.router import Leased, Router
+from warpfit_server.ipc.messages import FoundDataset
+from warpfit_server.ipc.quarantine import KnownSuspects
+from warpfit_server.ipc.registry import KnownDataset, Registry
+from warpfit_server.ipc.router import Router
+from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.ipc.split_request import SplitRequest
 from warpfit_server.limits import (
     check_batch,
@@ -48,41 +49,71 @@ from warpfit_server.tenancy.admission import Admission, CallCost
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
 from warpfit_server.tenancy.tenants import key_of
 
-if TYPE_CHECKING:
-    from warpfit_server.processes.engines import Engines
-
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05
 _ANSWER_SHARE: Final = 0.1
-#: Context manager that keeps the data set of a key (`warpfit_server.tenancy.tenants.key_of`)
-#: resident. It raises DatasetNotFoundError if the data set is not resident.
-Lease = Callable[[bytes], AbstractContextManager[Leased]]
 #: The messages of an answer; the last one is returned, so that the call leaves its slot before it
 #: is sent.
 Answer = Generator[bytes, None, bytes]
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
 
-class ComputeServicer:
-    """Implements Evaluate and Optimize, in every front-end process.
+class Store(FileStore, Protocol):
+    """What the service needs of the main process, which owns the data sets."""
 
-    A message of an answer has at most ``chunk_bytes`` bytes of values.
+    def find(self, key: bytes) -> FoundDataset: ...
+    def give_back(self, key: bytes) -> None: ...
+    def remove(self, key: bytes) -> None: ...
+    def evict_for_device(self, tenant: str) -> int: ...
+    def describe(self, tenant: str) -> tuple[tuple[Device, ...], int]: ...
+
+
+class Servicer:
+    """Implements all methods of evaluator.proto, in every front end.
+
+    Args:
+        store: of the data sets, in the main process.
+        registry: of the data sets that this process knows.
+        router: sends requests to engines.
+        suspects: batches and data sets that are not run.
+        admission: accepts or refuses requests.
+        pool: makes the memory of uploads.
+        config: the server's configuration.
     """
 
     def __init__(
-        self, lease: Lease, router: Router, admission: Admission, chunk_bytes: int
+        self,
+        store: Store,
+        registry: Registry,
+        router: Router,
+        suspects: KnownSuspects,
+        admission: Admission,
+        pool: SegmentPool,
+        config: Config,
     ) -> None:
-        self._lease = lease
+        self._store = store
+        self._registry = registry
         self._router = router
+        self._suspects = suspects
         self._admission = admission
-        self._chunk_bytes = chunk_bytes
+        self._pool = pool
+        self._chunk_bytes = config.chunk_bytes
+        self._engine = config.engines[0].kind
+        self._folder = DataFolder(config.data_root, store, pool)
         self._decoding = TenantSemaphore()
+        self._reading = TenantSemaphore()
+        self._version = version("warpfit")  # reads files
 
     def methods(self) -> dict[str, Method]:
         """Return the methods of the service by name."""
         return {
             "Evaluate": Method(partial(self._serve, fits=False), streams=True),
             "Optimize": Method(partial(self._serve, fits=True), streams=True),
+            "UploadVariables": Method(self.upload_variables, uploads=True),
+            "OpenDataset": Method(self.open_dataset),
+            "GetVariables": Method(self.get_variables),
+            "ReleaseVariables": Method(self.release_variables),
+            "GetServerInfo": Method(self.get_server_info),
         }
 
     def _serve(self, message: bytes, context: Call, *, fits: bool) -> Answer:
@@ -100,7 +131,7 @@ class ComputeServicer:
                 pb.OptimizeRequest if fits else pb.EvaluateRequest, message
             )
             evaluation, fit = _decode(parsed, tenant, limits, fits=fits)
-            with self._lease(evaluation.dataset_id) as data:
+            with self._registry.use(evaluation.dataset_id) as data:
                 size, cost = _check(evaluation, fit, data, limits)
                 nanoseconds = admission.costs.estimate(cost)
                 context.reserve(size, nanoseconds)
@@ -120,6 +151,10 @@ class ComputeServicer:
                 stream = self._stream_fit if fits else self._stream_result
                 answer = stream(in_flight, data.layout, record)
                 return (yield from self._answer(answer, in_flight, cost, context))
+        except DatasetNotFoundError:  # perhaps it has left the engine just before this came there
+            if not is_decoding:
+                self._registry.forget(evaluation.dataset_id)
+            raise
         finally:
             if is_decoding:
                 self._decoding.release(tenant)
@@ -207,41 +242,6 @@ class ComputeServicer:
         hides = self._admission.is_shared and told.cache_hits
         return replace(told, cache_hits=0) if hides else told
 
-
-class MainServicer(ComputeServicer):
-    """Implements all methods of evaluator.proto, in the main process.
-
-    ``on_release`` is called with the key of each data set that a client releases.
-    """
-
-    def __init__(
-        self,
-        datasets: DatasetStore,
-        folder: DataFolder,
-        engines: Engines,
-        admission: Admission,
-        chunk_bytes: int,
-        on_release: Callable[[bytes], None],
-    ) -> None:
-        super().__init__(partial(engines.lease, datasets), engines.router, admission, chunk_bytes)
-        self._datasets = datasets
-        self._folder = folder
-        self._reading = TenantSemaphore()
-        self._engines = engines
-        self._on_release = on_release
-        self._version = version("warpfit")  # reads files
-
-    def methods(self) -> dict[str, Method]:
-        """Return the methods of the service by name."""
-        return {
-            **super().methods(),
-            "UploadVariables": Method(self.upload_variables, uploads=True),
-            "OpenDataset": Method(self.open_dataset),
-            "GetVariables": Method(self.get_variables),
-            "ReleaseVariables": Method(self.release_variables),
-            "GetServerInfo": Method(self.get_server_info),
-        }
-
     @contextmanager
     def _turn(self, context: Call) -> Iterator[None]:
         """Wait for the tenant's turn: names of variables take as long to decode as batches do."""
@@ -253,7 +253,7 @@ class MainServicer(ComputeServicer):
             self._decoding.release(tenant)
 
     def upload_variables(self, requests: Iterator[bytes], context: Call) -> bytes:
-        """Receive a data set into shared memory and have the engine load it."""
+        """Receive a data set into shared memory and have an engine load it."""
         tenant = context.record.tenant
         limits = self._admission.limits(tenant)
         header = next(requests, b"")
@@ -263,20 +263,19 @@ class MainServicer(ComputeServicer):
             check_names(first.header.layout.names, limits)
             layout, content_id = codec.upload_header(first)
         key = key_of(tenant, content_id)
-        self._engines.quarantine.suspects.check_dataset(key)
-        with suppress(DatasetNotFoundError), self._datasets.lease(key) as resident:
-            return _info(resident)
-        upload = self._datasets.begin(layout, content_id, tenant, limits)
-        try:
+        self._suspects.check_dataset(key)
+        with suppress(DatasetNotFoundError):
+            return _info(self._store.find(key))
+        check_limit(limits, "dataset_bytes", layout.nbytes)
+        check_limit(limits, "rows", layout.rows)
+        own = layout, content_id, tenant, limits.resident_bytes
+        with Upload(self._store, self._pool, *own) as upload:
             for message in requests:
-                self._datasets.add(upload, codec.upload_data(message))
-            with self._datasets.commit(upload) as dataset:
-                self._place(dataset)
-        except BaseException:
-            self._datasets.abandon(upload)
-            raise
+                upload.add(codec.upload_data(message))
+            found = upload.commit()
+        self._place(found, tenant)
         context.record.received_bytes = layout.nbytes
-        return _info(dataset)
+        return _info(found)
 
     def open_dataset(self, message: bytes, context: Call) -> bytes:
         """Read a data set from a file of the server; few calls of a tenant do so at a time."""
@@ -290,61 +289,75 @@ class MainServicer(ComputeServicer):
             known = self._folder.known(file)
             if known is not None:  # another call may have read it meanwhile
                 key = key_of(tenant, known[0])
-                self._engines.quarantine.suspects.check_dataset(key)
-                with suppress(DatasetNotFoundError), self._datasets.lease(key) as dataset:
-                    return _info(dataset, known[1])
+                self._suspects.check_dataset(key)
+                with suppress(DatasetNotFoundError):
+                    return _info(self._store.find(key), known[1])
             reserve = partial(self._admission.reserved, tenant)
-            given = file, tenant, limits, check_wanted, reserve, self._place
-            dataset, lost_digits = self._folder.read(*given)
+            found, lost_digits = self._folder.read(file, tenant, limits, check_wanted, reserve)
+            self._place(found, tenant)
         finally:
             self._reading.release(tenant)
-        context.record.received_bytes = dataset.layout.nbytes
-        return _info(dataset, lost_digits)
+        context.record.received_bytes = found.layout.nbytes
+        return _info(found, lost_digits)
 
-    def _place(self, dataset: StoredDataset) -> None:
-        """Have engines load a data set that has come, evicting others where no device has room."""
-        self._engines.quarantine.suspects.check_dataset(dataset.key)
-        size, evicted = dataset.layout.nbytes, 0
-        while True:
-            try:
-                return self._engines.place(dataset)
-            except ResourceExhaustedError as error:
-                is_enough = evicted >= 2 * size * len(self._engines.supervisors)
-                freed = 0 if is_enough else self._datasets.evict_for_device(dataset.tenant)
-                if error.reason != "DEVICE_MEMORY" or not freed:
-                    raise
-                evicted += freed
+    def _place(self, found: FoundDataset, tenant: str) -> None:
+        """Have an engine load a data set that has come, evicting others where no device has room.
+
+        It is removed again if that fails, unless it was there before. Others may evict or remove it
+        in the meantime; an upload is answered all the same, and the next call is told.
+        """
+        key, size, evicted = found.key, found.layout.nbytes, 0
+        self._registry.add(found)
+        try:
+            self._suspects.check_dataset(key)
+            with self._registry.use(key) as data:
+                while True:
+                    try:
+                        return self._router.place(data, self._registry.loads)
+                    except ResourceExhaustedError as error:
+                        is_enough = evicted >= 2 * size * self._router.engines
+                        freed = 0 if is_enough else self._store.evict_for_device(tenant)
+                        if error.reason != "DEVICE_MEMORY" or not freed:
+                            raise
+                        evicted += freed
+        except DatasetNotFoundError:
+            return None
+        except BaseException:
+            if found.is_fresh:
+                with suppress(DatasetNotFoundError):
+                    self._store.remove(key)
+            raise
 
     def get_variables(self, message: bytes, context: Call) -> bytes:
         """Describe a data set if it is resident, and renew its lease."""
         request = codec.parse_message(pb.GetVariablesRequest, message)
         key = key_of(context.record.tenant, codec.check_content_id(request.content_id))
-        self._engines.quarantine.suspects.check_dataset(key)
-        with self._turn(context), self._datasets.lease(key) as dataset:
-            return _info(dataset)
+        self._suspects.check_dataset(key)
+        with self._turn(context):
+            return _info(self._store.find(key))
 
     def release_variables(self, message: bytes, context: Call) -> bytes:
         """Take note that a caller does not need a data set any more, or remove it for all."""
         request = codec.parse_message(pb.ReleaseVariablesRequest, message)
         key = key_of(context.record.tenant, codec.check_content_id(request.content_id))
         if request.everywhere:
-            self._datasets.remove(key)
-            self._on_release(key)
+            self._store.remove(key)
         else:
-            self._on_release(key)  # before: a front end that keeps it unused does not need it
-            self._datasets.give_back(key)
+            self._store.give_back(key)
         return pb.ReleaseVariablesResponse().SerializeToString()
 
     def get_server_info(self, message: bytes, context: Call) -> bytes:
         """Describe the server."""
         codec.parse_message(pb.GetServerInfoRequest, message)
+        tenant = context.record.tenant
+        devices, datasets = self._store.describe(tenant)
         info = ServerInfo(
             version=self._version,
-            engine=self._engines.engine,
-            devices=self._engines.devices,
-            limits=self._admission.limits(context.record.tenant),
+            engine=self._engine,
+            devices=devices,
+            limits=self._admission.limits(tenant),
             operators=codec.operator_infos(),
-            datasets=self._datasets.count(context.record.tenant),
+            datasets=datasets,
         )
         return codec.info_to_message(info).SerializeToString()
 
@@ -362,7 +375,7 @@ def _decode(
 
 
 def _check(
-    problem: Evaluation, fit: FitRequest | None, data: Leased, limits: Limits
+    problem: Evaluation, fit: FitRequest | None, data: KnownDataset, limits: Limits
 ) -> tuple[int, CallCost]:
     """Check a request on its data set; return the bytes that it takes, and its cost."""
     layout = data.layout
@@ -379,7 +392,7 @@ def _check(
     return size + values.nbytes * values.flags.owndata, cost
 
 
-def _info(dataset: StoredDataset, lost_digits: str = "") -> bytes:
+def _info(dataset: FoundDataset, lost_digits: str = "") -> bytes:
     """Describe a data set."""
     own = dataset.content_id, dataset.layout, lost_digits
     return codec.dataset_info(*own).SerializeToString()

@@ -14,44 +14,11 @@ from typing import Any, Final
 import grpc
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.transport.security import check_secret, is_loopback
+from warpfit.transport.security import check_secret
 from warpfit_server.config import Config
 from warpfit_server.system.file_watcher import WatchedFiles
 
 _LOG: Final = logging.getLogger("warpfit.tls")
-
-
-def check_exposure(config: Config) -> None:
-    """Refuse settings that would expose plain text or the names of tenants to a network.
-
-    Raises:
-        InvalidArgumentError: if TLS is half configured, if other machines could reach the port in
-            plain text without ``--insecure``, or the metrics of several tenants without
-            ``--expose-tenants``.
-    """
-    if bool(config.tls_cert) != bool(config.tls_key) or (
-        config.tls_client_ca and not config.tls_cert
-    ):
-        raise InvalidArgumentError(
-            "TLS is only half configured",
-            "INCOMPLETE_CERTIFICATE",
-            "Give --tls-cert and --tls-key together; --tls-client-ca needs both",
-        )
-    if not (config.tls_cert or config.insecure or is_loopback(config.host)):
-        raise InvalidArgumentError(
-            f"plain text on {config.host} can be read and changed by others on the network",
-            "INSECURE",
-            "Give --tls-cert and --tls-key, listen on 127.0.0.1, or accept it with --insecure",
-        )
-    is_public = config.metrics_port is not None and not is_loopback(config.metrics_host)
-    if is_public and config.has_tenants and not config.expose_tenants:
-        raise InvalidArgumentError(
-            f"whoever can reach the metrics port on {config.metrics_host} can read the names of "
-            "the tenants and how much they compute",
-            "TENANTS_EXPOSED",
-            "Listen with --metrics-host 127.0.0.1, or keep others away by a firewall or network "
-            "policy and give --expose-tenants",
-        )
 
 
 def server_credentials(config: Config) -> grpc.ServerCredentials | None:

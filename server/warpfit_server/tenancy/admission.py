@@ -169,10 +169,8 @@ class Admission:
                 retry_after=delay,
             )
 
-    def enter(
-        self, tenant: str, limits: Limits, nbytes: int, held: int = 0, *, slot: bool = True
-    ) -> None:
-        """Count a request that arrives, unless not ``slot``, and the bytes of its message.
+    def enter(self, tenant: str, limits: Limits, nbytes: int, held: int = 0) -> None:
+        """Count a request that arrives, and the bytes of its message.
 
         gRPC receives a message completely before it tells the length, so only the longest message
         that it would receive (`message_bytes`) is sure to be enough; `leave` gives the rest back.
@@ -182,7 +180,7 @@ class Admission:
             ResourceExhaustedError: if too much is in flight.
         """
         own = Amounts(limits.requests, self._tenant_quota.nbytes, 0)
-        self._acquire(tenant, Amounts(int(slot), nbytes - held, 0), own, held)
+        self._acquire(tenant, Amounts(1, nbytes - held, 0), own, held)
 
     def wait(self, tenant: str, counted: Amounts) -> bool:
         """Count the longest message in place of a request, for a call that waits for another one.

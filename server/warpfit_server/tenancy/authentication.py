@@ -1,4 +1,4 @@
-"""Authentication: the tenant of a call, from a bearer token, a client certificate or a front end.
+"""Authentication: the tenant of a call, from a bearer token or a client certificate.
 
 A token file has one line for each token, which holds the token's digest only::
 
@@ -22,8 +22,6 @@ from warpfit_server.system.file_watcher import WatchedFiles
 from warpfit_server.tenancy.tenants import ANONYMOUS
 
 _LOG: Final = logging.getLogger("warpfit.auth")
-#: Metadata entry in which a front end names the tenant of a call that it forwards.
-FORWARDED_METADATA_KEY: Final = "warpfit-tenant-bin"
 _SCHEME: Final = "bearer "
 #: Most bytes of a tenant's name: it stands in every message about its calls, and in the metrics.
 _NAME_BYTES: Final = 128
@@ -98,25 +96,16 @@ class Authenticator:
     certificates: bool
     """Whether the port demands client certificates, whose common name is the tenant where no token
     is needed."""
-    trusts_local_socket: bool = False
-    """Whether calls over the local socket come from the server's own front ends, which have
-    authenticated them; true in the main process."""
 
-    def authenticate(self, context: Any, metadata: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the tenant of a call with these metadata, and whether a front end forwards it.
+    def authenticate(self, context: Any, metadata: Mapping[str, Any]) -> str:
+        """Return the tenant of a call with these metadata.
 
         Raises:
             UnauthenticatedError: without valid credentials.
         """
-        if self.trusts_local_socket:
-            tenant = metadata.get(FORWARDED_METADATA_KEY)
-            if tenant is not None and context.peer().startswith("unix:"):
-                return tenant.decode(), True
         if self.tokens is not None:
-            return self.tokens.tenant(_bearer(metadata)), False
-        if self.certificates:
-            return _common_name(context), False
-        return ANONYMOUS, False
+            return self.tokens.tenant(_bearer(metadata))
+        return _common_name(context) if self.certificates else ANONYMOUS
 
 
 def _bearer(metadata: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ never exceed a limit. Rates have no columns: two processes that count a call in 
 may count it once. When a process has died, its column is cleared.
 
 The table also has, with a column for each process, the estimated work that each engine has not
-finished, by which requests are routed.
+finished, by which requests are routed, and for each data set the calls that use it and the moment
+of the last use, by which the main process decides what to evict.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ import hashlib
 import mmap
 import os
 import threading
+import time
 from typing import Final, NamedTuple
 
 #: Tenants that have an entry of their own; any more share these.
 _ENTRIES: Final = 2048
+#: Data sets that the table has room for.
+DATASET_SLOTS: Final = 4096
 _WORD: Final = 8
 #: Words of an entry: key, two moments (`QuotaTable.count_call`, `QuotaTable.retry_delay`), then the
 #: columns: the calls of each process, the bytes of each process, the engine time of each process.
@@ -69,9 +73,10 @@ class QuotaTable:
         self._own_columns = tuple(column + process for column in self._columns)
         self._entry_words = _COLUMNS + len(Amounts._fields) * processes
         self._map = mmap.mmap(descriptor, _table_bytes(processes, engines))
-        self._work = [
-            (_ENTRIES + 1) * self._entry_words + processes * engine for engine in range(engines)
-        ]
+        end = (_ENTRIES + 1) * self._entry_words
+        self._work = [end + processes * engine for engine in range(engines)]
+        self._uses = end + processes * engines
+        self._used_at = self._uses + processes * DATASET_SLOTS
         self._words = memoryview(self._map).cast("q")
         self._numbers = memoryview(self._map).cast("d")
         self._lock = threading.Lock()
@@ -79,7 +84,7 @@ class QuotaTable:
 
     @classmethod
     def create(cls, processes: int, engines: int = 1) -> QuotaTable:
-        """Make an empty table and return the access of process 0."""
+        """Make an empty table and return the access of process 0, or of one that only reads."""
         descriptor = os.memfd_create("warpfit-quotas", os.MFD_CLOEXEC)
         os.truncate(descriptor, _table_bytes(processes, engines))
         return cls(descriptor, processes, 0, engines)
@@ -189,8 +194,30 @@ class QuotaTable:
         """Return the estimated nanoseconds of work that each engine has not finished."""
         return [self._sum(start) for start in self._work]
 
+    def use_dataset(self, slot: int, change: int) -> None:
+        """Count one more call (1) or one less (-1) that uses the data set of a slot, at this time.
+
+        A front end may still hold the slot of a data set that is gone. Another data set that has it
+        then is kept a little longer, which does no harm.
+        """
+        at = self._processes * slot + self._process
+        with self._lock:
+            self._words[self._uses + at] += change
+            self._numbers[self._used_at + at] = time.monotonic()
+
+    def dataset_use(self, slot: int) -> tuple[int, float]:
+        """Return the calls that use the data set of a slot, and when one has begun or ended last.
+
+        The moment is on the clock of ``time.monotonic()``, which all processes of a machine share.
+        """
+        used_at = self._used_at + self._processes * slot
+        moments = self._numbers[used_at : used_at + self._processes]
+        return self._sum(self._uses + self._processes * slot), max(moments)
+
     def clear_process(self, process: int) -> None:
         """Subtract all that a process had in flight which has ended."""
+        for slot in range(DATASET_SLOTS):
+            self._words[self._uses + self._processes * slot + process] = 0
         for offset in range(0, (_ENTRIES + 1) * self._entry_words, self._entry_words):
             for column in self._columns:
                 if self._words[offset + column + process]:
@@ -233,4 +260,4 @@ class QuotaTable:
 
 def _table_bytes(processes: int, engines: int) -> int:
     entries = (_ENTRIES + 1) * (_COLUMNS + len(Amounts._fields) * processes)
-    return _WORD * (entries + processes * engines)
+    return _WORD * (entries + processes * (engines + 2 * DATASET_SLOTS))

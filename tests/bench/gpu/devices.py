@@ -100,7 +100,7 @@ def cpu_seconds(server: ServerProcess, workers: Workers) -> dict[str, float]:
     of_machine = psutil.cpu_times()
     return {
         "workers": seconds_of(workers.processes()),
-        "front ends": seconds_of([psutil.Process(server.process.pid), *server.front_ends()]),
+        "front ends": seconds_of(server.front_ends()),
         "engines": engine_seconds(server),
         "machine": sum(of_machine) - of_machine.idle - getattr(of_machine, "iowait", 0.0),
         "clock": time.perf_counter(),

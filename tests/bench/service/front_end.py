@@ -110,7 +110,7 @@ def main() -> None:
             if "serve" in process.cmdline()[-1] and process.pid != server.process.pid
         )
         batches = [Batch.of(*thesis_mix(SEED + turn)) for turn in range(BATCHES)]
-        own = psutil.Process(server.process.pid)
+        (own,) = server.front_ends()
         loads = {
             "front_end": Load(server.address, own, batches, stack),
             "plain_stream": Load(plain, child, batches, stack),

@@ -112,7 +112,7 @@ def client_and_front_end(**environment: str) -> Iterator[tuple[warpfit.Client, p
         ServerProcess("--front-ends", "1", **environment) as server,
         warpfit.connect(server.address) as client,
     ):
-        yield client, server.family()["main"]
+        yield client, server.front_ends()[0]
 
 
 def answers(client: warpfit.Client, front_end: psutil.Process, *, idle: bool) -> dict[str, Any]:

@@ -64,11 +64,11 @@ def is_clean(seen: dict[str, Any]) -> bool:
 
 
 def held(server: ServerProcess) -> dict[str, int]:
-    """What the main process holds: shared memory, descriptors, private memory."""
+    """What main process and front ends hold: shared memory, descriptors, private memory."""
     return {
         "shared_bytes": server.shared_memory(),
         "descriptors": server.descriptors(),
-        "private_bytes": private_bytes(server.process.pid),
+        "private_bytes": sum(private_bytes(one.pid) for one in server.front_ends()),
     }
 
 

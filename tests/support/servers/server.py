@@ -61,9 +61,10 @@ class ServerProcess:
         raise TimeoutError("no engine process")
 
     def front_ends(self) -> list[psutil.Process]:
-        """The front-end processes beside the main one, which is a front end itself."""
+        """The front-end processes, in the order of their numbers."""
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if runs(child, "warpfit_server.processes.front_end")]
+        found = [child for child in children if runs(child, "warpfit_server.processes.front_end")]
+        return sorted(found, key=lambda child: int(child.cmdline()[5]))
 
     def kill_engine(self, number: int = 0) -> None:
         """SIGKILL an engine process."""
@@ -85,26 +86,28 @@ class ServerProcess:
         assert not alive, "processes outlive the main one"
 
     def shared_memory(self) -> int:
-        """Bytes of memory files that the main process has mapped."""
+        """Bytes of memory files that the main process and the front ends have mapped."""
         inodes = {}
-        for maps in psutil.Process(self.process.pid).memory_maps(grouped=False):
-            if "memfd:warpfit" in maps.path:
-                inodes[maps.addr] = maps.size
+        for process in (psutil.Process(self.process.pid), *self.front_ends()):
+            for maps in process.memory_maps(grouped=False):
+                if "memfd:warpfit" in maps.path:
+                    inodes[process.pid, maps.addr] = maps.size
         return sum(inodes.values())
 
     def in_flight(self) -> Amounts:
         """Return the calls, bytes and engine time in flight, from the server's shared table."""
         for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
             if "memfd:warpfit-quotas" in str(entry.readlink()):
-                processes, engines = 1 + len(self.front_ends()), len(self.engines())
+                processes, engines = len(self.front_ends()), len(self.engines())
                 descriptor = os.open(entry, os.O_RDWR | os.O_CLOEXEC)
                 with closing(QuotaTable(descriptor, processes, 0, engines)) as table:
                     return table.in_flight()
         raise FileNotFoundError("the server has no table of quotas")
 
     def descriptors(self) -> int:
-        """Open file descriptors of the main process."""
-        return psutil.Process(self.process.pid).num_fds()
+        """Open file descriptors of the main process and the front ends."""
+        processes = (psutil.Process(self.process.pid), *self.front_ends())
+        return sum(process.num_fds() for process in processes)
 
     def stop(self) -> int:
         """SIGTERM, wait, return the exit status."""

@@ -36,7 +36,6 @@ from warpfit_server.observability.measurements import (
     CallRecord,
     Recorder,
 )
-from warpfit_server.rpc.tls import check_exposure
 
 #: Values under which the chart is rendered.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -214,7 +213,7 @@ def test_the_chart_asks_for_tls_and_tokens_unless_told(manifests):
     for name in ("tls", "tokens"):
         (mode,) = (v["secret"]["defaultMode"] for v in volumes if v["name"] == name)
         assert mode & 0o027 == 0  # as `warpfit.transport.security.check_secret` demands
-    check_exposure(Config.from_arguments([], environment))
+    Config.from_arguments([], environment).check_exposure()
 
 
 def test_the_cache_is_a_folder_that_the_server_makes_itself(manifests):
@@ -251,7 +250,7 @@ def test_the_chart_refuses_what_is_open_by_accident(changes, message):
     (container,) = found["spec"]["template"]["spec"]["containers"]
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
     assert ("WARPFIT_INSECURE" in environment) is (message == "insecure.plainText")
-    check_exposure(Config.from_arguments([], environment))
+    Config.from_arguments([], environment).check_exposure()
 
 
 def test_selectors_select_the_pods(manifests):
@@ -316,7 +315,7 @@ def test_the_job_of_slurm_starts_a_server_that_its_workers_find():
     text = script.read_text().replace("\\\n", " ")
     (words,) = re.findall(r"warpfit serve (.*) &$", text, re.MULTILINE)
     config = Config.from_arguments(shlex.split(words), {})
-    check_exposure(config)
+    config.check_exposure()
     assert f'WARPFIT_ADDRESS="file://{config.address_file}"' in text
 
 

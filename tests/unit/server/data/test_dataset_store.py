@@ -1,5 +1,7 @@
 """The store of resident data sets: what is evicted for whom, and what is left in memory."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
@@ -13,11 +15,13 @@ from warpfit.errors import (
 from warpfit.request import Loss
 from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.data.upload import Upload
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.tenancy.quotas import QuotaTable
 from warpfit_server.tenancy.tenants import ANONYMOUS, key_of
 
 SIZE = DATA.layout.nbytes
@@ -27,16 +31,33 @@ def key(dataset, tenant=ANONYMOUS):
     return key_of(tenant, dataset.content_id)
 
 
-def make_store(sets):
+class Store(DatasetStore):
     """A store with room for so many data sets, and the keys of those that it removes."""
-    removed = []
-    limits = Limits(resident_bytes=int(sets * SIZE))
-    return DatasetStore(limits, SegmentPool(0), removed.append), removed
+
+    def __init__(self, sets):
+        self.table, self.removed = QuotaTable.create(1), []
+        limits = Limits(resident_bytes=int(sets * SIZE))
+        super().__init__(limits, self.table, self.removed.append)
+
+    @contextmanager
+    def use(self, key):
+        """Use a data set as a call does."""
+        slot = self.find(key).slot
+        self.table.use_dataset(slot, 1)
+        try:
+            yield
+        finally:
+            self.table.use_dataset(slot, -1)
 
 
-def commit(store, upload):
-    with store.commit(upload):
-        pass
+def make_store(sets):
+    store = Store(sets)
+    return store, store.removed
+
+
+def upload(store, dataset, tenant=ANONYMOUS, sets=1000):
+    own = dataset.layout, dataset.content_id, tenant, int(sets * SIZE)
+    return Upload(store, SegmentPool(0), *own)
 
 
 def numbered(number):
@@ -47,23 +68,21 @@ OTHERS = [numbered(0), numbered(1)]
 
 
 def put(store, dataset, tenant=ANONYMOUS, own_sets=1000):
-    limits = Limits(resident_bytes=own_sets * SIZE)
-    upload = store.begin(dataset.layout, dataset.content_id, tenant, limits)
-    for chunk in dataset.chunks(64):
-        store.add(upload, chunk)
-    with store.commit(upload) as resident:
-        return resident
+    with upload(store, dataset, tenant, own_sets) as arriving:
+        for chunk in dataset.chunks(64):
+            arriving.add(chunk)
+        return arriving.commit()
 
 
 def test_eviction_makes_room_but_not_for_data_sets_in_use():
     store, removed = make_store(2)
     put(store, DATA)
     put(store, OTHERS[0])
-    with store.lease(key(DATA)):
+    with store.use(key(DATA)):
         put(store, OTHERS[1])
         assert removed == [key(OTHERS[0])]
-        with store.lease(key(OTHERS[1])), pytest.raises(ResourceExhaustedError) as caught:
-            store.begin(OTHERS[0].layout, OTHERS[0].content_id)
+        with store.use(key(OTHERS[1])), pytest.raises(ResourceExhaustedError) as caught:
+            upload(store, OTHERS[0])
     assert (caught.value.needed, caught.value.available) == (SIZE, 0)
 
 
@@ -75,12 +94,12 @@ def test_bad_weights_are_refused(dtype, weight):
     matrix[-1, 5] = weight
     bad = Dataset(good.layout, matrix)
     store, _ = make_store(5000)
-    upload = store.begin(bad.layout, bad.content_id)
-    store.add(upload, next(bad.chunks(1 << 20)))
+    arriving = upload(store, bad)
+    arriving.add(next(bad.chunks(1 << 20)))
     with pytest.raises(InvalidArgumentError, match="row 5") as caught:
-        commit(store, upload)
+        arriving.commit()
     assert caught.value.reason == "BAD_WEIGHT"
-    store.abandon(upload)
+    arriving.__exit__()
     assert store.usage().datasets == store.usage().nbytes == 0
     put(store, good)
 
@@ -106,40 +125,40 @@ def test_announced_bytes_evict_nothing():
     store, removed = make_store(2)
     put(store, DATA, tenant="a")
     put(store, OTHERS[0], tenant="a")
-    upload = store.begin(OTHERS[1].layout, OTHERS[1].content_id, "b")
+    arriving = upload(store, OTHERS[1], "b")
     assert (removed, store.usage().nbytes) == ([], 2 * SIZE)
     for chunk in OTHERS[1].chunks(80):
-        store.add(upload, chunk)
+        arriving.add(chunk)
         assert removed == [key(DATA, "a")]
         assert store.usage().nbytes <= 2 * SIZE
-    commit(store, upload)
+    arriving.commit()
     assert removed == [key(DATA, "a")]
 
 
 def test_announced_bytes_count_against_their_own_tenant_only():
     store, _ = make_store(2)
-    announced = [store.begin(DATA.layout, DATA.content_id, "a") for _ in range(2)]
+    announced = [upload(store, DATA, "a") for _ in range(2)]
     with pytest.raises(ResourceExhaustedError):
-        store.begin(OTHERS[0].layout, OTHERS[0].content_id, "a")
+        upload(store, OTHERS[0], "a")
     put(store, OTHERS[0], tenant="b")
     put(store, OTHERS[1], tenant="b")
-    for upload in announced:
-        store.abandon(upload)
+    for each in announced:
+        each.__exit__()
     put(store, DATA, tenant="a")
 
 
 def test_an_upload_that_runs_out_of_room_gives_its_bytes_back():
     store, _ = make_store(2)
-    upload = store.begin(DATA.layout, DATA.content_id, "a")
+    arriving = upload(store, DATA, "a")
     chunks = list(DATA.chunks(SIZE // 2))
-    store.add(upload, chunks[0])
-    other = store.begin(OTHERS[1].layout, OTHERS[1].content_id, "c")
-    store.add(other, next(OTHERS[1].chunks(SIZE // 2)))
+    arriving.add(chunks[0])
+    other = upload(store, OTHERS[1], "c")
+    other.add(next(OTHERS[1].chunks(SIZE // 2)))
     put(store, OTHERS[0], tenant="b")
-    with store.lease(key(OTHERS[0], "b")), pytest.raises(ResourceExhaustedError):
-        store.add(upload, chunks[1])
-    store.abandon(upload)
-    store.abandon(other)
+    with store.use(key(OTHERS[0], "b")), pytest.raises(ResourceExhaustedError):
+        arriving.add(chunks[1])
+    arriving.__exit__()
+    other.__exit__()
     assert store.usage().nbytes == SIZE
 
 
@@ -148,10 +167,10 @@ def test_a_tenant_over_its_share_evicts_no_tenant_below():
     put(store, OTHERS[0], tenant="modest")
     for tenant, dataset in (("b", DATA), ("b", OTHERS[1])):
         put(store, dataset, tenant=tenant)
-    with store.lease(key(DATA, "b")), store.lease(key(OTHERS[1], "b")):
+    with store.use(key(DATA, "b")), store.use(key(OTHERS[1], "b")):
         put(store, DATA, tenant="greedy")
-        upload = store.begin(OTHERS[0].layout, OTHERS[0].content_id, "greedy")
-        store.add(upload, OTHERS[0].matrix.data.cast("B"))
+        arriving = upload(store, OTHERS[0], "greedy")
+        arriving.add(OTHERS[0].matrix.data.cast("B"))
     assert removed == [key(DATA, "greedy")], "its own"
 
 
@@ -160,22 +179,22 @@ def test_what_is_full_for_a_moment_only_is_tried_again():
     put(store, DATA)
     put(store, OTHERS[0])
     with (
-        store.lease(key(DATA)),
-        store.lease(key(OTHERS[0])),
+        store.use(key(DATA)),
+        store.use(key(OTHERS[0])),
         pytest.raises(ResourceExhaustedError) as caught,
     ):
         put(store, OTHERS[1])
     assert caught.value.retry_after > 0
-    upload = store.begin(OTHERS[1].layout, OTHERS[1].content_id)
-    other = store.begin(numbered(2).layout, numbered(2).content_id)
+    arriving = upload(store, OTHERS[1])
+    other = upload(store, numbered(2))
     with pytest.raises(ResourceExhaustedError) as caught:
-        store.begin(numbered(3).layout, numbered(3).content_id)
+        upload(store, numbered(3))
     assert caught.value.retry_after > 0, "once the uploads that are announced have come"
-    store.abandon(upload)
-    store.abandon(other)
+    arriving.__exit__()
+    other.__exit__()
     large = Dataset.of(np.zeros((30, 4)), np.zeros(30))
     with pytest.raises(ResourceExhaustedError) as caught:
-        store.begin(large.layout, large.content_id)
+        upload(store, large)
     assert caught.value.retry_after is None, "it never fits"
     with pytest.raises(ResourceExhaustedError) as caught:
         put(store, OTHERS[0], tenant="a", own_sets=0.5)
@@ -188,7 +207,7 @@ def test_a_tenant_over_its_share_is_not_told_to_wait_for_others_below_theirs():
         put(store, numbered(number), tenant)
     large = Dataset.of(np.zeros((20, 4)), np.zeros(20))
     with pytest.raises(ResourceExhaustedError) as caught:
-        store.begin(large.layout, large.content_id, "greedy")
+        upload(store, large, "greedy")
     assert caught.value.retry_after is None
 
 
@@ -198,7 +217,7 @@ def test_what_was_given_back_stays_and_is_evicted_first():
     store.give_back(keys[1])
     store.give_back(keys[2])
     assert removed == []
-    with store.lease(keys[2]):  # another caller has the same content
+    with store.use(keys[2]):  # another caller has the same content
         pass
     assert store.count(ANONYMOUS) == 2
     put(store, numbered(3))
@@ -213,10 +232,10 @@ def test_what_is_given_back_while_another_call_uses_it_counts_as_used():
     store, removed = make_store(2)
     first = put(store, numbered(0)).key
     put(store, numbered(1))
-    with store.lease(first):
+    with store.use(first):
         store.give_back(first)
     put(store, numbered(2))
-    with store.lease(first):
+    with store.use(first):
         assert removed == [key(numbered(1))]
 
 
@@ -228,7 +247,7 @@ def test_what_another_tenant_gave_back_makes_room_for_one_over_its_share():
         put(store, numbered(number), "greedy")
     assert removed == [back]
     put(store, numbered(7), "greedy")
-    with store.lease(kept):
+    with store.use(kept):
         assert removed[1:] == [key(numbered(0), "greedy")]
 
 
@@ -242,7 +261,7 @@ def test_what_was_given_back_leaves_the_devices_and_is_found_again(monkeypatch):
     for _ in range(3):
         store.expire(1000)
     assert unloaded == [back], "once"
-    with store.lease(back), store.lease(used):
+    with store.use(back), store.use(used):
         store.expire(1000)
     store.expire(1000)
     assert unloaded == [back]
@@ -253,56 +272,65 @@ def test_a_device_without_room_evicts_in_the_same_order_and_nothing_in_use():
     store, removed = make_store(8)
     first, second, third = (put(store, numbered(number)).key for number in range(3))
     store.give_back(second)
-    with store.lease(third):
+    with store.use(third):
         assert [store.evict_for_device(ANONYMOUS) for _ in range(3)] == [SIZE, SIZE, 0]
     assert removed == [second, first]
 
 
-def test_a_failure_to_place_an_upload_leaves_nothing_behind():
-    store, removed = make_store(5000)
-
-    def fail():
-        upload = store.begin(DATA.layout, DATA.content_id)
-        store.add(upload, DATA.matrix.data.cast("B"))
-        try:
-            with store.commit(upload):
-                raise ResourceExhaustedError("no device has room", "DEVICE_MEMORY")
-        except ResourceExhaustedError:
-            store.abandon(upload)
-
-    fail()
-    assert removed == [key(DATA)]
-    assert store.usage().datasets == store.usage().nbytes == 0
-    put(store, DATA)
-    fail()  # the older copy serves others
-    assert (store.usage().datasets, len(removed)) == (1, 1)
+def test_the_same_content_again_keeps_the_older_copy():
+    store, _ = make_store(5000)
+    first, second = put(store, DATA), put(store, DATA)
+    assert (first.is_fresh, second.is_fresh) == (True, False)
+    assert first.slot == second.slot
+    assert store.usage().datasets == 1
     store.remove(key(DATA))
     assert store.usage().nbytes == 0
 
 
-def test_an_upload_is_in_use_until_its_end_whoever_removes_it():
-    store, removed = make_store(1)
-    upload = store.begin(DATA.layout, DATA.content_id)
-    store.add(upload, DATA.matrix.data.cast("B"))
-    with store.commit(upload):
-        with pytest.raises(ResourceExhaustedError):
-            put(store, OTHERS[0])
-        store.remove(key(DATA))
-        assert removed == []
-    assert removed == [key(DATA)]
-
-
-def test_removal_waits_for_the_last_use():
+def test_removal_waits_for_the_last_use_and_a_new_upload_takes_it_back():
     store, removed = make_store(5000)
     put(store, DATA)
-    with store.lease(key(DATA)):
+    with store.use(key(DATA)):
+        store.remove(key(DATA))
+        with pytest.raises(DatasetNotFoundError):
+            store.find(key(DATA))
+        with pytest.raises(DatasetNotFoundError):
+            store.remove(key(DATA))
+        store.expire(1000)
+        put(store, DATA)
+        store.find(key(DATA))
         store.remove(key(DATA))
         assert removed == []
-        with pytest.raises(DatasetNotFoundError), store.lease(key(DATA)):
-            pass
+    store.expire(1000)
     assert removed == [key(DATA)]
-    with pytest.raises(DatasetNotFoundError):
-        store.remove(key(DATA))
+    assert store.usage().datasets == store.usage().nbytes == 0
+
+
+def test_front_ends_are_told_what_comes_and_goes_in_that_order():
+    told = []
+    store = DatasetStore(
+        Limits(resident_bytes=SIZE),
+        QuotaTable.create(1),
+        announce=lambda found: told.append(("announced", found.key)),
+        withdraw=lambda key: told.append(("withdrawn", key)),
+    )
+    for dataset in (DATA, OTHERS[0]):
+        put(store, dataset)
+    store.remove(key(OTHERS[0]))
+    first, second = key(DATA), key(OTHERS[0])
+    assert told == [
+        *(("announced", first), ("withdrawn", first)),
+        *(("announced", second), ("withdrawn", second)),
+    ]
+
+
+def test_the_calls_of_a_front_end_that_dies_use_nothing():
+    table = QuotaTable.create(2)
+    other = QuotaTable(table.descriptor, 2, 1)
+    other.use_dataset(7, 1)
+    assert table.dataset_use(7)[0] == 1
+    table.clear_process(1)
+    assert table.dataset_use(7)[0] == 0
 
 
 def test_a_tenant_evicts_its_own_data_sets():
@@ -310,7 +338,7 @@ def test_a_tenant_evicts_its_own_data_sets():
     modest = put(store, numbered(0), "modest").key  # the one used least recently
     greedy = [put(store, numbered(number), "greedy").key for number in range(8)]
     assert removed == greedy[:5]
-    with store.lease(modest):
+    with store.use(modest):
         pass
 
 
@@ -319,9 +347,9 @@ def test_a_tenant_keeps_to_its_own_budget():
     others = put(store, numbered(0), "other").key
     own = [put(store, numbered(number), "a", own_sets=2).key for number in range(3)]
     assert removed == own[:1]
-    with store.lease(own[1]), store.lease(own[2]), pytest.raises(ResourceExhaustedError):
+    with store.use(own[1]), store.use(own[2]), pytest.raises(ResourceExhaustedError):
         put(store, numbered(9), "a", own_sets=2)
-    with store.lease(others):
+    with store.use(others):
         pass
 
 
@@ -329,10 +357,10 @@ def test_refused_uploads_evict_nothing():
     store, removed = make_store(2)
     used, idle = (put(store, numbered(number), "a").key for number in range(2))
     large = Dataset.of(np.zeros((20, 4)), np.zeros(20))
-    with store.lease(used), pytest.raises(ResourceExhaustedError):
-        store.begin(large.layout, large.content_id, "b", Limits())
+    with store.use(used), pytest.raises(ResourceExhaustedError):
+        upload(store, large, "b")
     assert removed == []
-    with store.lease(idle):
+    with store.use(idle):
         pass
 
 

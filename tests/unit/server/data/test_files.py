@@ -16,6 +16,7 @@ from warpfit_server.data import files
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.data.files import DataFolder
 from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.tenancy.quotas import QuotaTable
 
 NUMBERS = np.arange(1000.0)
 EXPECTED = Dataset.of(NUMBERS, names=("a",)).content_id
@@ -28,8 +29,8 @@ def write(path: Path, numbers=NUMBERS):
 @pytest.fixture
 def folder(tmp_path: Path) -> DataFolder:
     (tmp_path / "root").mkdir()
-    store = DatasetStore(Limits(), SegmentPool(0), lambda key: None)
-    return DataFolder(str(tmp_path / "root"), store)
+    store = DatasetStore(Limits(), QuotaTable.create(1))
+    return DataFolder(str(tmp_path / "root"), store, SegmentPool(0))
 
 
 def read(folder, name="a.parquet", x=(), check=lambda: None, reserve=lambda size: nullcontext()):

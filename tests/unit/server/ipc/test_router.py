@@ -47,17 +47,14 @@ class Data:
     layout = DATASET.layout
 
     def __init__(self, loaded=(0, 1, 2), full=()):
-        self.loaded, self.full = set(loaded), full
-
-    def has(self, engine):
-        return engine in self.loaded
+        self.engines, self.full = set(loaded), full
 
     def load(self, engine):
         future = Future()
         if engine in self.full:
             future.set_exception(ResourceExhaustedError("no room"))
         else:
-            self.loaded.add(engine)
+            self.engines.add(engine)
             future.set_result(None)
         return future
 
@@ -120,7 +117,7 @@ def test_an_engine_without_the_data_set_waits_until_the_others_are_busy(front):
     numbers = [front.start(seed, data, int(loading / 4))[0] for seed in range(9)]
     assert numbers[:4] == [2, 2, 2, 2]
     assert set(numbers) == {0, 1, 2}
-    assert data.loaded == {0, 1, 2}
+    assert data.engines == {0, 1, 2}
 
 
 def test_a_device_without_room_is_left_out(front):
@@ -129,6 +126,19 @@ def test_a_device_without_room_is_left_out(front):
     with pytest.raises(ResourceExhaustedError):
         front.start(1, Data(loaded=[], full=[0, 1, 2]))
     assert front.table.work()[:2] == [0, 0]
+
+
+def test_a_new_data_set_goes_where_there_is_room_and_little_else(front):
+    """An engine that hangs is not waited for."""
+    full, loads = Data(loaded=[], full=[0, 2]), {0: 1, 1: 2, 2: 0}.__getitem__
+    front.router.place(full, loads)
+    assert full.engines == {1}
+    front.router.serving = frozenset(["cpu:0", "cpu:1"])
+    data = Data(loaded=[])
+    front.router.place(data, loads)
+    assert data.engines == {0}
+    with pytest.raises(ResourceExhaustedError):
+        front.router.place(Data(loaded=[], full=[0, 1, 2]), loads)
 
 
 def test_lost_and_silent_engines_are_avoided_and_none_is_an_error(front):
@@ -200,7 +210,7 @@ def test_a_lone_engine_that_is_gone_is_not_asked_to_load_anything():
     data = Data(loaded=())
     with pytest.raises(UnavailableError):
         front.start(data=data)
-    assert not data.loaded
+    assert not data.engines
     front.table.close()
 
 

@@ -1,231 +1,366 @@
-"""The supervisors of front-end processes and engine, without processes."""
+"""The supervisors of front ends and engines, and what front ends are told, without processes."""
 
+import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
 from itertools import count
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from support.servers.requests import DATA
-from warpfit.errors import ResourceExhaustedError, UnavailableError
-from warpfit.server_info import Device
+from support.servers.server import eventually
+from warpfit.dataset import Dataset
+from warpfit.errors import (
+    DatasetNotFoundError,
+    InternalError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from warpfit.server_info import Device, Limits
 from warpfit_server.config import Config
+from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.data.upload import Upload
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
+from warpfit_server.ipc.registry import Registry
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.processes import engine_supervisor
+from warpfit_server.observability.measurements import Recorder
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.engines import Engines
-from warpfit_server.processes.front_end import BorrowedLeases
-from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor, _FrontEnd
+from warpfit_server.processes.front_end import MainProcess
+from warpfit_server.processes.front_ends import FrontEnds
+from warpfit_server.processes.supervisor import State, Supervisor
 from warpfit_server.tenancy.quotas import QuotaTable
 
-
-@pytest.fixture
-def killed():
-    return []
-
-
-@pytest.fixture
-def front_end(killed):
-    return _FrontEnd(SimpleNamespace(pid=7, kill=lambda: killed.append(True)), None)
+CONFIG = Config(
+    devices="cpu:2", front_ends=2, probe_seconds=2.0, probe_timeout=3.0, hang_seconds=10.0
+)
+FULL = ResourceExhaustedError("no room", "MEMORY")
 
 
 @pytest.fixture
-def supervisor(front_end):
-    config = Config(probe_seconds=2.0, probe_timeout=3.0, hang_seconds=10.0)
-    made = FrontEndSupervisor(config, SimpleNamespace(quarantine=Quarantine()), None, None, None)
-    front_end.serving.set()
-    made._front_ends.append(front_end)
+def front_ends():
+    engines, table = Engines(CONFIG, SegmentPool(0)), QuotaTable.create(2, 2)
+    made = FrontEnds(CONFIG, engines, table, Recorder(), frozenset, 1, -1)
+    made.datasets = DatasetStore(
+        Limits(), table, made.unload_dataset, made.announce_dataset, made.withdraw_dataset
+    )
     return made
 
 
-def test_a_front_end_answers_while_its_last_right_probe_is_recent(supervisor, front_end):
-    assert not supervisor.all_answered_by(1)
+@pytest.fixture
+def front_end(front_ends):
+    """A front end that serves; `killed` tells whether it was killed, `told` what it was told."""
+    found, killed = front_ends.supervisors[0], []
+    found.process = SimpleNamespace(pid=7, kill=lambda: killed.append(True))
+    found.killed, found.told = killed, []
+    found.state = State.SERVING
+    found.channel = SimpleNamespace(send=lambda message, _=None: found.told.append(message))
+    found.last_message = time.monotonic()
+    return found
+
+
+def ask(front_ends, front_end, function, *arguments, descriptor=None):
+    """Ask the main process as a front end does; raise the error that it answers."""
+    front_end.told.clear()
+    front_ends.answer(front_end, messages.Question(5, function, arguments), descriptor)
+    (answer,) = [each for each in front_end.told if isinstance(each, messages.Answer)]
+    assert answer.number == 5
+    if answer.error is not None:
+        raise answer.error
+    return answer.result
+
+
+# ------------------------------------------------------------------------------ any kind of process
+
+
+class Sleeper(Supervisor):
+    """Processes that say that they are ready, and sleep."""
+
+    CODE = "import sys, time; time.sleep(float(sys.argv[1]))"
+
+    def __init__(self, seconds, stop_seconds=5.0):
+        super().__init__("a process that sleeps", stop_seconds)
+        self.seconds, self.codes, self.pids, self.theirs = seconds, [], [], []
+
+    def spawn(self):
+        ours, theirs = Channel.pair()
+        command = [sys.executable, "-S", "-c", self.CODE, str(self.seconds)]
+        with theirs:
+            pass_fds = [theirs.fileno()]
+            process = subprocess.Popen(command, pass_fds=pass_fds, process_group=0)
+        self.pids.append(process.pid)
+        return process, ours
+
+    def handle(self, channel, message, descriptor):
+        raise AssertionError("it says nothing")
+
+    def lost(self):
+        pass
+
+    def ended(self, code):
+        self.codes.append(code)
+
+
+def test_a_process_that_ends_is_replaced_at_once_and_later_with_pauses():
+    supervisor = Sleeper(0.0)
+    supervisor.start()
+    eventually(lambda: len(supervisor.codes) >= 2)
+    assert supervisor.settled.is_set(), "nobody waits for one that cannot start"
+    supervisor.stop()
+    assert len(supervisor.codes) < 6
+
+
+def test_a_process_that_hangs_does_not_outlive_the_server():
+    supervisor = Sleeper(60.0)
+    supervisor.start()
+    eventually(lambda: supervisor.state is State.STARTING)
+    supervisor.stop()
+    assert supervisor.codes == [-signal.SIGKILL]
+    with pytest.raises(ProcessLookupError):
+        os.kill(supervisor.pids[0], 0)
+
+
+def test_a_process_that_is_told_to_end_and_hangs_is_killed():
+    supervisor = Sleeper(60.0, stop_seconds=0.1)
+    supervisor.start()
+    eventually(lambda: supervisor.state is State.STARTING)
+    supervisor.ready(SimpleNamespace(send=lambda *_: None))
+    supervisor.stop()
+    assert supervisor.codes == [-signal.SIGKILL]
+
+
+# --------------------------------------------------------------------------------- front ends
+
+
+def test_a_front_end_answers_while_its_last_right_probe_is_recent(front_ends, front_end):
+    assert not front_ends.all_answered_by(1)
     probe = front_end.probes[1]
     probe.answers, probe.ended = True, time.monotonic()
-    assert supervisor.all_answered_by(1)
-    assert not supervisor.all_answered_by(0)
+    assert front_ends.all_answered_by(1)
+    assert not front_ends.all_answered_by(0)
     probe.ended -= 6.0
-    assert not supervisor.all_answered_by(1)
+    assert not front_ends.all_answered_by(1)
 
 
-def test_a_front_end_is_replaced_if_the_engine_answers_only_others(supervisor, front_end, killed):
+def test_no_engine_answers_where_there_is_no_front_end(front_ends):
+    assert not front_ends.all_answered_by(0)
+
+
+def test_a_front_end_is_replaced_if_the_engine_answers_only_others(front_ends, front_end):
     front_end.probes[1].answered -= 11.0
-    supervisor.kill_silent([0])
-    assert not killed
-    supervisor.kill_silent([0, 1])
-    assert killed
+    front_ends.kill_silent([0])
+    assert not front_end.killed
+    front_ends.kill_silent([0, 1])
+    assert front_end.killed
 
 
-@pytest.mark.parametrize(
-    "error", [ResourceExhaustedError("no room", "MEMORY"), ChannelClosedError("it is gone")]
-)
-def test_a_release_does_not_fail_because_a_front_end_cannot_be_told(supervisor, front_end, error):
+@pytest.mark.parametrize("error", [FULL, ChannelClosedError("it is gone")])
+def test_what_a_front_end_cannot_be_told_fails_nothing(front_ends, front_end, error):
     def send(*_):
         raise error
 
-    front_end.control = SimpleNamespace(send=send)
-    began = time.monotonic()
-    supervisor.announce_release(b"data")
-    assert time.monotonic() - began < 1, "no answer can come"
+    front_end.channel = SimpleNamespace(send=send)
+    front_ends.withdraw_dataset(b"data")
+    assert not front_end.tell(messages.Stop())
 
 
-def test_a_lease_is_asked_for_again_where_a_message_had_no_room():
-    """Calls would wait for ever for an answer to what was never sent."""
+def test_a_front_end_that_cannot_serve_says_why(front_ends, front_end):
+    front_end.handle(None, messages.FrontEndFailed(FULL), None)
+    for supervisor in front_ends.supervisors:
+        supervisor.settled.set()
+    with pytest.raises(ResourceExhaustedError, match="no room"):
+        front_ends.open(lambda: False)
+
+
+class TestQuestions:
+    def upload(self, front_ends, front_end, dataset, pool):
+        """Upload a data set over questions, as a front end does."""
+        own = dataset.layout, "tenant", 1 << 30
+        number = ask(front_ends, front_end, "begin", *own)
+        segment = pool.create(dataset.layout.nbytes)
+        segment.write(dataset.matrix.data.cast("B"), 0)
+        ask(front_ends, front_end, "reserve", number, dataset.layout.nbytes)
+        rest = number, dataset.content_id, dataset.layout, 0
+        descriptor = os.dup(segment.descriptor)
+        return ask(front_ends, front_end, "commit", *rest, descriptor=descriptor)
+
+    def test_an_upload_becomes_a_data_set_that_all_are_told_of(self, front_ends, front_end):
+        dataset = Dataset.of(np.arange(12.0).reshape(4, 3), names=("a", "b", "c"))
+        found = self.upload(front_ends, front_end, dataset, SegmentPool(0))
+        assert found.is_fresh and found.layout == dataset.layout
+        announced = [m for m in front_end.told if isinstance(m, messages.DatasetAnnounced)]
+        assert announced[0].found.layout.names == (), "they may be long"
+        assert not front_end.uploads
+        assert ask(front_ends, front_end, "find", found.key).layout.names == ("a", "b", "c")
+        with front_ends.datasets.pin(found.key) as stored:
+            held = stored.segment.array(dataset.layout.dtype, (3, 4))
+            np.testing.assert_array_equal(held, dataset.matrix)
+        assert ask(front_ends, front_end, "describe", "tenant")[1] == 1
+
+    def test_a_device_that_has_loaded_a_data_set_is_known_to_all(self, front_ends, front_end):
+        found = self.upload(front_ends, front_end, DATA, SegmentPool(0))
+        ask(front_ends, front_end, "load", 1, found.key)
+        assert messages.DatasetHeld(1, found.key) in front_end.told
+        assert ask(front_ends, front_end, "find", found.key).engines == (1,)
+
+    def test_uploads_of_a_front_end_that_dies_count_no_more(self, front_ends, front_end):
+        number = ask(front_ends, front_end, "begin", DATA.layout, "tenant", 1 << 30)
+        ask(front_ends, front_end, "reserve", number, 100)
+        assert front_ends.datasets.usage().nbytes == 100
+        front_end.lost()
+        assert front_ends.datasets.usage().nbytes == 0
+
+    def test_a_commit_without_its_memory_is_refused(self, front_ends, front_end):
+        number = ask(front_ends, front_end, "begin", DATA.layout, "tenant", 1 << 30)
+        with pytest.raises(ResourceExhaustedError, match="open no more files"):
+            ask(front_ends, front_end, "commit", number, b"id", DATA.layout, 0)
+        ask(front_ends, front_end, "abandon", number)
+
+    def test_errors_are_answers(self, front_ends, front_end):
+        for function in ("find", "give_back", "remove"):
+            with pytest.raises(DatasetNotFoundError):
+                ask(front_ends, front_end, function, b"no such key")
+        with pytest.raises(DatasetNotFoundError):
+            ask(front_ends, front_end, "load", 0, b"no such key")
+        with pytest.raises(InternalError, match="main process"):
+            ask(front_ends, front_end, "no such function")
+
+
+def test_a_question_that_was_not_sent_is_not_waited_for():
     sent = []
 
-    def send(message):
-        sent.append(type(message))
-        if len(sent) in (1, 3):
-            raise ResourceExhaustedError("the system has no room", "MEMORY")
-        if isinstance(message, messages.LeaseDataset):
-            threading.Timer(0.01, leases.answered, [answer]).start()
+    def send(question, descriptor):
+        sent.append(question.function)
+        if len(sent) == 1:
+            raise FULL
+        threading.Timer(0.01, main.answered, [messages.Answer(question.number, None)]).start()
 
-    leases, answer = BorrowedLeases(send), messages.DatasetLease(b"data", DATA.layout)
-    with pytest.raises(ResourceExhaustedError), leases.lease(b"data"):
+    main = MainProcess(SimpleNamespace(send=send))
+    with pytest.raises(ResourceExhaustedError):
+        main.give_back(b"data")
+    main.give_back(b"data")
+    assert not main._asked
+
+
+# ------------------------------------------------------------------------------- the registry
+
+
+class Known:
+    """A registry, and the main process's answers that the test gives."""
+
+    def __init__(self, engines=()):
+        self.asked, self.loads = [], []
+        self.found = messages.FoundDataset(b"data", b"id", DATA.layout, 3, engines)
+        self.table = QuotaTable.create(1, 2)
+        self.registry = Registry(self.table, self._find, self._load)
+
+    def _find(self, key):
+        self.asked.append(key)
+        if self.found is None:
+            raise DatasetNotFoundError
+        return self.found
+
+    def _load(self, engine, key):
+        self.loads.append((engine, Future()))
+        return self.loads[-1][1]
+
+
+def test_a_data_set_is_asked_for_once_and_is_in_use_inside_the_block():
+    known = Known()
+    for _ in range(2):
+        with known.registry.use(b"data") as data:
+            assert known.table.dataset_use(3)[0] == 1
+            assert data.layout == DATA.layout
+    uses, last = known.table.dataset_use(3)
+    assert uses == 0
+    assert time.monotonic() - last < 10
+    assert known.asked == [b"data"]
+
+
+def test_what_was_withdrawn_is_asked_for_again_and_may_be_gone():
+    known = Known()
+    known.registry.add(known.found)
+    known.registry.forget(b"data")
+    known.found = None
+    with pytest.raises(DatasetNotFoundError), known.registry.use(b"data"):
         pass
-    with leases.lease(b"data") as leased:
-        with pytest.raises(ResourceExhaustedError):
-            leased.load(0)
-        leased.load(0)
-    assert sent == [messages.LeaseDataset] * 2 + [messages.RequestLoad] * 2
+
+
+def test_the_same_content_in_another_slot_is_another_data_set():
+    known = Known(engines=(0, 1))
+    known.registry.add(known.found)
+    known.registry.add(known.found._replace(slot=4, engines=()))
+    with known.registry.use(b"data") as data:
+        assert (data.slot, data.engines) == (4, frozenset())
 
 
 def test_an_engine_that_had_no_room_is_asked_again():
-    """However long calls keep the lease."""
-    sent = []
-    leases, answer = BorrowedLeases(sent.append), messages.DatasetLease(b"data", DATA.layout)
-    threading.Timer(0.01, leases.answered, [answer]).start()
-    full = ResourceExhaustedError("no room", "MEMORY")
-    with leases.lease(b"data") as data:
-        for error in (full, full, None):
+    known = Known()
+    with known.registry.use(b"data") as data:
+        for error in (FULL, FULL, None):
             load = data.load(1)
             assert data.load(1) is load, "one request at a time"
-            assert not data.has(1)
-            leases.load_ended(messages.LoadEnded(1, b"data", error))
-            assert load.exception() is error
-        assert data.has(1)
-    assert sent == [messages.LeaseDataset(b"data"), *[messages.RequestLoad(1, b"data")] * 3]
+            assert 1 not in data.engines
+            if error is None:
+                known.loads[-1][1].set_result(None)
+            else:
+                known.loads[-1][1].set_exception(error)
+        assert data.engines == {1}
+    assert [engine for engine, _ in known.loads] == [1, 1, 1]
 
 
-def test_a_new_engine_process_is_asked_whether_it_has_a_data_set():
-    sent = []
-    leases, answer = BorrowedLeases(sent.append), messages.DatasetLease(b"data", DATA.layout, (0,))
-    threading.Timer(0.01, leases.answered, [answer]).start()
-    with leases.lease(b"data") as data:
-        assert data.has(0)
-        leases.engine_started(0)
-        assert not data.has(0)
-        load = data.load(0)
-        leases.load_ended(messages.LoadEnded(0, b"data", None))
-        assert load.done() and data.has(0)
-    assert sent == [messages.LeaseDataset(b"data"), messages.RequestLoad(0, b"data")]
+def test_what_engines_hold_follows_what_the_main_process_says():
+    known = Known(engines=(0,))
+    data = known.registry.add(known.found)
+    known.registry.held(b"data", 1)
+    assert data.engines == {0, 1}
+    assert known.registry.loads(1) == 1
+    known.registry.engine_started(0)
+    assert data.engines == {1}
+    known.registry.unloaded(b"data")
+    assert data.engines == frozenset()
 
 
-def test_a_new_data_set_does_not_wait_for_an_engine_that_hangs(monkeypatch):
-    engines = Engines(Config(devices="cpu:2"), SegmentPool(0), QuotaTable.create(1, 2))
-    engines.router.serving = frozenset(["cpu:1"])
-    asked = []
-
-    def load(supervisor, dataset):
-        asked.append(supervisor.number)
-        loaded = Future()
-        loaded.set_result(None)
-        return loaded
-
-    monkeypatch.setattr(EngineSupervisor, "load", load)
-    engines.place(SimpleNamespace(key=b"data", layout=DATA.layout))
-    assert asked == [1]
+# ----------------------------------------------------------------------------------- engines
 
 
-def test_a_data_set_goes_to_the_next_engine_where_one_has_no_room(monkeypatch):
-    asked = []
-
-    def load(supervisor, dataset):
-        asked.append(supervisor.number)
-        loaded = Future()
-        loaded.set_exception(ResourceExhaustedError("no room", "MEMORY"))
-        if supervisor.number == has_room:
-            loaded = Future()
-            loaded.set_result(None)
-        return loaded
-
-    monkeypatch.setattr(EngineSupervisor, "load", load)
-    engines = Engines(Config(devices="cpu:2"), SegmentPool(0), QuotaTable.create(1, 2))
-    dataset, has_room = SimpleNamespace(key=b"data", layout=DATA.layout), 1
-    engines.place(dataset)
-    assert asked == [0, 1]
-    has_room = None
-    with pytest.raises(ResourceExhaustedError):
-        engines.place(dataset)
+def engine_supervisor():
+    return EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
 
 
 def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost():
-    supervisor = EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
+    supervisor = engine_supervisor()
     channel, theirs = Channel.pair()
     seen = []
 
     def resident():
         seen.append(supervisor.starting_since)
-        return iter(())
-
-    supervisor._resident = resident
-    supervisor._serve(channel, messages.EngineReady(Device("a processor")))
-    assert seen == [0.0]
-    assert supervisor.starting_since is None
-    supervisor._lose_engine()
-    assert time.monotonic() - supervisor.starting_since < 10, "not since it was started"
-    channel.close()
-    theirs.close()
-
-
-def test_nobody_is_connected_to_an_engine_that_lacks_data_sets():
-    """It would say that they are not resident; front ends that have lost it ask again and again."""
-    supervisor = EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
-    channel, theirs = Channel.pair()
-
-    def resident():
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnavailableError):  # front ends that have lost it ask again and again
             supervisor.connect()
         yield from ()
 
-    supervisor._resident = resident
-    supervisor._serve(channel, messages.EngineReady(Device("a processor")))
+    supervisor.resident = resident
+    supervisor.handle(channel, messages.EngineReady(Device("a processor")), None)
+    assert seen == [0.0]
+    assert supervisor.starting_since is None
     supervisor.connect()[1].close()
-    supervisor._lose_engine()
+    supervisor.state = State.GONE
+    supervisor.lost()
+    assert supervisor.starting_since is not None
     channel.close()
     theirs.close()
-
-
-def test_a_front_end_that_hangs_does_not_outlive_the_server(supervisor, front_end, killed):
-    front_end.control = SimpleNamespace(send=lambda *_: None)
-    supervisor.stop()
-    assert killed
-
-
-def test_an_engine_that_hangs_does_not_outlive_the_server(monkeypatch):
-    monkeypatch.setattr(engine_supervisor, "_STOP_SECONDS", 0.1)
-    supervisor = EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
-    channel, theirs = Channel.pair()
-    with subprocess.Popen(["sleep", "60"], process_group=0) as process, theirs:
-        supervisor._process, supervisor._channel = process, channel
-        supervisor._thread = threading.Thread(target=process.wait)
-        supervisor._thread.start()
-        supervisor.stop()
-        assert process.poll() == -signal.SIGKILL
-    channel.close()
 
 
 class TestLoads:
     """Loads of an engine that is asked to forget a data set while it loads that."""
-
-    ROOM = ResourceExhaustedError("no room", "MEMORY")
 
     @pytest.fixture
     def dataset(self):
@@ -234,15 +369,14 @@ class TestLoads:
 
     @pytest.fixture
     def supervisor(self):
-        config = Config(devices="cpu")
-        supervisor = EngineSupervisor(config, 0, SegmentPool(0), Quarantine(), count(1))
+        supervisor = engine_supervisor()
         channel, theirs = Channel.pair()
-        supervisor._channel = channel
+        supervisor.ready(channel)
         with theirs:
             yield supervisor
         channel.close()
 
-    @pytest.mark.parametrize("error", [None, ROOM])
+    @pytest.mark.parametrize("error", [None, FULL])
     def test_an_answer_is_that_of_its_own_load(self, supervisor, dataset, error):
         first = supervisor.load(dataset)
         supervisor.unload(b"data")
@@ -259,4 +393,14 @@ class TestLoads:
         loads = [supervisor.load(dataset)]
         supervisor.unload(b"data")
         loads.append(supervisor.load(dataset))
-        assert supervisor._lose_engine() == [(b"data", load) for load in loads]
+        supervisor.lost()
+        assert not any(load.done() for load in loads), "the quarantine hears of it first"
+        supervisor.ended(-signal.SIGKILL)
+        assert all(load.done() for load in loads)
+
+    def test_an_upload_in_this_process_needs_no_questions(self):
+        store = DatasetStore(Limits(), QuotaTable.create(1))
+        own = DATA.layout, DATA.content_id, "tenant", 1 << 30
+        with Upload(store, SegmentPool(0), *own) as upload:
+            upload.add(DATA.matrix.data.cast("B"))
+            assert upload.commit().layout == DATA.layout

@@ -7,8 +7,7 @@ import pytest
 
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, UnavailableError
 from warpfit_server.config import Config
-from warpfit_server.processes.watchdog import Watchdog
-from warpfit_server.rpc.health import Health
+from warpfit_server.processes.watchdog import Readiness, Watchdog
 from warpfit_server.server import Server
 
 
@@ -18,7 +17,7 @@ class Watched:
     def __init__(self, starting_since=None):
         self.replaced, self.loads = [], []
         self.others_answer = True
-        self.health = Health("service", ["cpu:0"])
+        self.health = Readiness()
         self.health.set_device("cpu:0", True)
         supervisor = SimpleNamespace(
             starting_since=starting_since,
@@ -47,9 +46,9 @@ def test_a_probe_without_an_answer_ends_readiness_and_then_the_engine():
     watched = Watched()
     watched.watchdog._asked = 100.0
     watched.watchdog.look(102.9)
-    assert watched.health.ready
+    assert watched.health.serving
     watched.watchdog.look(103.1)
-    assert not watched.health.ready
+    assert not watched.health.serving
     assert not watched.replaced
     for now in (110.1, 110.2, 120.0):
         watched.watchdog.look(now)
@@ -68,7 +67,7 @@ def test_an_engine_that_takes_too_long_to_start_is_replaced_once():
 def test_a_wrong_answer_replaces_the_engine():
     watched = Watched()
     watched.probe(False)
-    assert not watched.health.ready
+    assert not watched.health.serving
     assert watched.replaced == ["wrong_answer"]
 
 
@@ -83,9 +82,9 @@ def test_an_engine_that_had_no_room_for_the_probes_data_set_is_given_it_again():
 def test_readiness_comes_back_with_the_next_answer():
     watched = Watched()
     watched.probe(UnavailableError("the engine is restarting"))
-    assert not watched.health.ready
+    assert not watched.health.serving
     watched.probe(True)
-    assert watched.health.ready
+    assert watched.health.serving
     assert not watched.replaced
 
 
@@ -99,7 +98,7 @@ def test_an_engine_on_which_all_probes_fail_for_long_is_replaced():
     watched.watchdog.look(failing + 10.1)
     watched.watchdog.look(failing + 10.2)
     assert watched.replaced == ["no_answer"]
-    assert not watched.health.ready
+    assert not watched.health.serving
     watched.watchdog.engine_ready()
     assert watched.watchdog._failing is None
 
@@ -119,7 +118,7 @@ def test_a_shortage_in_this_process_does_not_replace_the_engine(error):
     watched = Watched()
     watched.probe(error)
     watched.watchdog.look(1e12)
-    assert not watched.health.ready
+    assert not watched.health.serving
     assert watched.replaced == ([] if isinstance(error, ResourceExhaustedError) else ["no_answer"])
 
 
@@ -127,10 +126,10 @@ def test_the_server_is_ready_only_when_every_process_answers():
     watched = Watched()
     watched.others_answer = False
     watched.probe(True)
-    assert not watched.health.ready
+    assert not watched.health.serving
     watched.others_answer = True
     watched.watchdog.look(0.0)
-    assert watched.health.ready
+    assert watched.health.serving
 
 
 def test_an_error_in_one_look_ends_neither_the_others_nor_the_next_one(caplog):
@@ -149,3 +148,15 @@ def test_an_error_in_one_look_ends_neither_the_others_nor_the_next_one(caplog):
     Server._look_forever(SimpleNamespace(_stopped=stopped, watchdogs=watchdogs, _look=look))
     assert looks == ["failed", "looked"] * 2
     assert "could not look after" in caplog.text
+
+
+def test_changes_of_readiness_are_reported_once_and_draining_is_final():
+    reported = []
+    readiness = Readiness(lambda: reported.append(sorted(readiness.serving)))
+    for serves in (False, True, True, False, True):
+        readiness.set_device("cpu:0", serves)
+    readiness.set_device("cpu:1", True)
+    assert reported == [["cpu:0"], [], ["cpu:0"], ["cpu:0", "cpu:1"]]
+    readiness.drain()
+    readiness.set_device("cpu:1", True)
+    assert reported[4:] == [[]]

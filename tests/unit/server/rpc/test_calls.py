@@ -17,14 +17,15 @@ from support.servers.requests import DATA
 from support.servers.rpcs import OWN_CONNECTION, bearer, detail_of, evaluate_request
 from support.servers.server import eventually
 from support.servers.tokens import tenants_file, token_file
-from warpfit import codec
-from warpfit.errors import UnavailableError
+from warpfit.errors import REQUEST_ID_KEY, UnavailableError
 from warpfit_server.config import Config
+from warpfit_server.ipc.quarantine import KnownSuspects
+from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.rpc.calls import CallHandlers, Method, OpenCalls
-from warpfit_server.rpc.port import listen, make_server
-from warpfit_server.rpc.servicer import ComputeServicer
+from warpfit_server.rpc.port import make_server
+from warpfit_server.rpc.servicer import Servicer
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 from warpfit_server.tenancy.tenants import TenantLimits
@@ -45,10 +46,9 @@ class FrontEnd:
         self.calls = CallHandlers(config, self.quotas)
         methods = {name: Method(behaviour, **KINDS[name])}
         handlers = self.calls.handlers(methods, Observer(self.recorder))
-        self.server = make_server(config, "service", handlers, shared=False)
-        self.channel = grpc.insecure_channel(
-            f"127.0.0.1:{listen(self.server, config, 0)}", OWN_CONNECTION
-        )
+        self.server = make_server(config, "service", handlers)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", OWN_CONNECTION)
         self.server.start()
         self.method = self.channel.stream_stream(f"/service/{name}")
         self.silence = threading.Event()
@@ -282,15 +282,17 @@ class TestDecoding:
         """A servicer whose calls pass a gate while they are decoded."""
 
         @contextmanager
-        def lease(key):
+        def use(key):
             gate.begun.append(key)
             gate.open.wait(10)
             yield SimpleNamespace(layout=DATA.layout)
 
-        config = Config()
+        config = Config(devices="cpu")
         tenants = TenantLimits(config.limits(), None, shared=False)
         admission = Admission(config, tenants, QuotaTable.create(1))
-        return ComputeServicer(lease, router, admission, config.chunk_bytes)
+        registry = SimpleNamespace(use=use)
+        own = registry, router, KnownSuspects(), admission, SegmentPool(0), config
+        return Servicer(None, *own)
 
     def test_a_call_that_waits_for_the_engine_is_not_decoding(self, start):
         go, decoded, gate = threading.Event(), threading.Semaphore(0), Gate()
@@ -309,6 +311,18 @@ class TestDecoding:
         go.set()
         assert {outcome(call)[0] for call in running} == {"UNAVAILABLE"}
         assert not servicer._decoding._inside
+
+    def test_a_call_that_ends_while_it_is_decoded_is_not_started(self, start):
+        gate, started = Gate(), []
+        servicer = self.servicer(gate, SimpleNamespace(start=started.append))
+        front_end = start(partial(servicer._serve, fits=False))
+        call = front_end.call(self.MESSAGE)
+        eventually(lambda: gate.begun)
+        call.cancel()
+        eventually(lambda: front_end.quotas.in_flight().calls == 0)
+        gate.open.set()
+        eventually(lambda: front_end.quotas.in_flight() == Amounts())
+        assert not started
 
     def test_a_call_that_ended_while_it_waited_is_not_decoded(self, start):
         gate = Gate()
@@ -400,7 +414,7 @@ class TestObservation:
         for metadata in (*((("x-request-id", name),) for name in given), ()):
             call = front_end.call(b"x", metadata=metadata)
             assert outcome(call)[0] == "OK"
-            used.append(dict(call.trailing_metadata())[codec.REQUEST_ID_KEY])
+            used.append(dict(call.trailing_metadata())[REQUEST_ID_KEY])
         assert used[0] == given[0]
         assert len(set(used)) == len(used)
         assert not set(used[1:]) & set(given)

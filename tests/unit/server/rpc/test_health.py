@@ -10,8 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.servers.health import check
 from support.servers.http2 import RawConnection
-from support.servers.server import eventually
 from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort, _CallLimit
+from warpfit_server.system.sockets import reserve_port
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 Status = health_pb2.HealthCheckResponse
@@ -24,9 +24,11 @@ def health():
 
 @pytest.fixture
 def address(health):
-    port = HealthPort(health, "0.0.0.0", 0)
-    yield f"127.0.0.1:{port.port}"
-    port.stop()
+    with reserve_port("0.0.0.0", 0, "--health-port") as reserved:
+        number = reserved.getsockname()[1]
+        port = HealthPort(health, "0.0.0.0", number)
+        yield f"127.0.0.1:{number}"
+        port.stop()
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def test_readiness_has_three_names_and_unknown_ones_are_refused(health, stub):
     for name in (READINESS, "", "service"):
         assert stub.Check(request(name)).status == Status.NOT_SERVING
     assert stub.Check(request(LIVENESS)).status == Status.SERVING
-    health.set_device("cpu:1", True)
+    health.set_serving(frozenset(["cpu:1"]))
     assert stub.Check(request()).status == Status.SERVING
     assert stub.Check(request("cpu:1")).status == Status.SERVING
     assert stub.Check(request("cpu:0")).status == Status.NOT_SERVING
@@ -56,7 +58,7 @@ def test_readiness_has_three_names_and_unknown_ones_are_refused(health, stub):
 def test_watch_reports_every_change(health, stub):
     heard = stub.Watch(request(), timeout=20)
     for ready in (False, True, False):
-        health.set_device("cpu:0", ready)
+        health.set_serving(frozenset(["cpu:0"] * ready))
         assert next(heard).status == (Status.SERVING if ready else Status.NOT_SERVING)
     heard.cancel()
 
@@ -82,7 +84,9 @@ def test_a_client_that_does_not_read_delays_nobody(health, address, stub):
         time.sleep(0.3)
         heard = stub.Watch(request(), timeout=20)
         assert next(heard).status == Status.NOT_SERVING
-        change = threading.Thread(target=health.set_device, args=("cpu:0", True), daemon=True)
+        change = threading.Thread(
+            target=health.set_serving, args=(frozenset(["cpu:0"]),), daemon=True
+        )
         change.start()
         change.join(5)
         assert not change.is_alive(), "it waits for a client"
@@ -113,25 +117,8 @@ def test_the_address_with_most_calls_makes_room():
     assert [calls.enter(call) for call in greedy] == [True, True, True, False]
 
 
-def test_changes_are_reported_once_and_draining_is_final():
-    reported = []
-    health = Health("service", ["cpu:0", "cpu:1"], lambda serving: reported.append(sorted(serving)))
-    for ready in (False, True, True, False, True):
-        health.set_device("cpu:0", ready)
-    health.set_device("cpu:1", True)
-    assert reported == [["cpu:0"], [], ["cpu:0"], ["cpu:0", "cpu:1"]]
-    health.drain()
-    health.set_device("cpu:1", True)
+def test_draining_is_final(health):
     health.set_serving(frozenset(["cpu:0"]))
-    assert reported[4:] == [[]]
+    health.drain()
+    health.set_serving(frozenset(["cpu:1"]))
     assert not health.ready
-
-
-def test_connections_that_are_idle_do_not_shut_the_port(address):
-    with ExitStack() as opened:
-        for _ in range(400):
-            opened.enter_context(RawConnection(address))
-        assert check(address, LIVENESS) == "SERVING"
-        last = opened.enter_context(RawConnection(address))
-        eventually(lambda: not last.is_open, 15.0)
-        assert check(address, LIVENESS) == "SERVING"

@@ -135,11 +135,11 @@ class Context:
 class TestAuthenticator:
     def test_a_server_without_credentials_has_one_tenant(self):
         authenticator = Authenticator(None, certificates=False)
-        assert authenticator.authenticate(Context(), {}) == (ANONYMOUS, False)
+        assert authenticator.authenticate(Context(), {}) == ANONYMOUS
 
     def test_the_common_name_of_a_certificate_is_the_tenant(self):
         authenticator = Authenticator(None, certificates=True)
-        assert authenticator.authenticate(Context(names=[b"alice"]), {}) == ("alice", False)
+        assert authenticator.authenticate(Context(names=[b"alice"]), {}) == "alice"
         for names in (None, [], [b""], [b"a" * 129], [b"\xff" * 100]):
             with pytest.raises(UnauthenticatedError):
                 authenticator.authenticate(Context(names=names), {})
@@ -152,15 +152,4 @@ class TestAuthenticator:
         with pytest.raises(UnauthenticatedError):
             authenticator.authenticate(context, {})
         metadata = {"authorization": f"bearer {token}"}
-        assert authenticator.authenticate(context, metadata) == ("alice", False)
-
-    @pytest.mark.parametrize(
-        ("is_main", "peer", "is_forwarded"),
-        [(True, "unix:", True), (True, "ipv4:127.0.0.1:5", False), (False, "unix:", False)],
-    )
-    def test_only_the_main_process_trusts_callers_on_its_local_socket(
-        self, is_main, peer, is_forwarded
-    ):
-        authenticator = Authenticator(None, certificates=False, trusts_local_socket=is_main)
-        found = authenticator.authenticate(Context(peer), {"warpfit-tenant-bin": "zoë".encode()})
-        assert found == ("zoë" if is_forwarded else ANONYMOUS, is_forwarded)
+        assert authenticator.authenticate(context, metadata) == "alice"

@@ -1,0 +1,123 @@
+"""The registry: what a front end knows of the resident data sets, which the main process owns.
+
+The main process announces and withdraws data sets, and tells which engines hold them. A front end
+asks it for a data set that it does not know, so that NOT_FOUND is only said where the main process
+says so. That it knows one does not keep it resident: what keeps it are the calls that use it, which
+stand in the shared table of `warpfit_server.tenancy.quotas`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+
+from warpfit_server.ipc.messages import FoundDataset
+from warpfit_server.tenancy.quotas import QuotaTable
+
+
+class KnownDataset:
+    """A data set as a front end knows it.
+
+    Args:
+        found: what the main process says of it.
+        load: asks the main process to have an engine, by its number, load a data set.
+    """
+
+    __slots__ = ("_load", "_loading", "_lock", "engines", "key", "layout", "slot")
+
+    def __init__(self, found: FoundDataset, load: Callable[[int, bytes], Future[None]]) -> None:
+        self.key, self.slot = found.key, found.slot
+        self.layout = replace(found.layout, names=())  # which may be long
+        self.engines = frozenset(found.engines)
+        """Numbers of the engines that hold it, as far as this process knows."""
+        self._load = load
+        self._loading: dict[int, Future[None]] = {}
+        self._lock = threading.Lock()
+
+    def load(self, engine: int) -> Future[None]:
+        """Have an engine load it, unless that is under way.
+
+        The future fails with ResourceExhaustedError if the device has no room, with
+        FailedPreconditionError if engines have died of the data set, and with UnavailableError if
+        one may have.
+        """
+        with self._lock:
+            future = self._loading.get(engine)
+            if future is None:
+                future = self._loading[engine] = self._load(engine, self.key)
+                future.add_done_callback(lambda ended: self._loaded(engine, ended))
+        return future
+
+    def _loaded(self, engine: int, ended: Future[None]) -> None:
+        """Take note of the end of a load; the next call asks again if it failed."""
+        self._loading.pop(engine, None)
+        if ended.exception() is None:
+            self.engines |= {engine}
+
+
+class Registry:
+    """The data sets that this front end knows.
+
+    Args:
+        table: of uses.
+        find: asks the main process for a data set; raises DatasetNotFoundError.
+        load: see `KnownDataset`.
+    """
+
+    def __init__(
+        self,
+        table: QuotaTable,
+        find: Callable[[bytes], FoundDataset],
+        load: Callable[[int, bytes], Future[None]],
+    ) -> None:
+        self._table = table
+        self._find = find
+        self._load = load
+        self._known: dict[bytes, KnownDataset] = {}
+
+    @contextmanager
+    def use(self, key: bytes) -> Iterator[KnownDataset]:
+        """Use a data set, which stays resident inside the ``with`` block.
+
+        Raises:
+            DatasetNotFoundError: if it is not resident.
+        """
+        dataset = self._known.get(key) or self.add(self._find(key))
+        self._table.use_dataset(dataset.slot, 1)
+        try:
+            yield dataset
+        finally:
+            self._table.use_dataset(dataset.slot, -1)
+
+    def add(self, found: FoundDataset) -> KnownDataset:
+        """Know a data set that the main process has found or announced."""
+        known = self._known.get(found.key)
+        if known is None or known.slot != found.slot:
+            known = self._known[found.key] = KnownDataset(found, self._load)
+        return known
+
+    def forget(self, key: bytes) -> None:
+        """Ask again for a data set: it was withdrawn, or an engine does not know it."""
+        self._known.pop(key, None)
+
+    def held(self, key: bytes, engine: int) -> None:
+        """Take note that an engine holds a data set."""
+        if (known := self._known.get(key)) is not None:
+            known.engines |= {engine}
+
+    def unloaded(self, key: bytes) -> None:
+        """Take note that no engine holds a data set any more."""
+        if (known := self._known.get(key)) is not None:
+            known.engines = frozenset()
+
+    def engine_started(self, engine: int) -> None:
+        """Ask again whether an engine holds data sets: a new process may have had no room."""
+        for known in list(self._known.values()):
+            known.engines -= {engine}
+
+    def loads(self, engine: int) -> int:
+        """Return the number of data sets that an engine holds, as far as this process knows."""
+        return sum(engine in known.engines for known in list(self._known.values()))
