@@ -1,20 +1,19 @@
-"""The quarantine: batches and data sets that have crashed engines are not run again.
+"""The quarantine: batches and data sets that have crashed engines twice are refused for an hour.
 
-When an engine dies, one of the requests that it had begun may be to blame, so all of them become
-*suspects*. A suspect that is sent again runs alone (`warpfit_server.engine.scheduler`). If it ends,
-it is cleared. If the engine dies while nothing else runs, and is not the first one that died with
-it, the suspect goes into *quarantine* and is refused. So a batch that merely ran beside the one to
-blame is never refused, however often both are sent again.
+When an engine dies, what it had begun gets a strike. If a request was alone in the engine, the
+strike is its own; else each of them gets one and becomes a *suspect*. A suspect that is sent again
+runs alone for some seconds (`warpfit_server.engine.scheduler`), and is cleared if it ends. What has
+two strikes is in *quarantine*.
 
-A data set is a suspect if it was being loaded, or if batches on it had begun. It goes into
-quarantine when a second engine dies while it loads the data set and does nothing else, or when two
-different batches on it were each all that ran when an engine died.
+A data set gets a strike when an engine dies while it loads that, and for each batch on it that died
+alone. Batches on a suspect data set run alone, too.
 """
 
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,23 +26,17 @@ from warpfit.fitting import FitSettings
 from warpfit.request import Evaluation
 from warpfit_server.joined_batch import BATCH_ARRAYS
 
-#: Most data sets and batches with a record; the oldest record is dropped first, of suspects before
-#: those in quarantine.
-_MOST_RECORDS: Final = 256
-#: Seconds after its last crash until a suspect is forgotten, and something in quarantine.
+#: Strikes with which a batch or a data set is refused.
+_STRIKES: Final = 2
+#: Seconds after which a strike is forgotten, and after which the quarantine ends.
 _SUSPECT_SECONDS: Final = 600.0
 _QUARANTINE_SECONDS: Final = 3600.0
-#: Seconds that a suspect may run alone after one crash; four times as long after each further one.
-#: So a batch that crashes the engine at once keeps others waiting only briefly, and one that takes
-#: long to do so is found in the end.
+#: Seconds that a suspect may run alone, and keep others waiting.
 _ALONE_SECONDS: Final = 2.0
-_LONGEST_ALONE: Final = 120.0
-#: Most crashes that are counted of one batch or data set; more would change nothing.
-_MOST_COUNTED: Final = 8
 #: A request that was lost so many seconds before its engine died has nothing to do with that.
 _TOGETHER_SECONDS: Final = 5.0
-#: Engines whose deaths are remembered, for reports that come late.
-_MOST_DEATHS: Final = 64
+#: Most deaths that are remembered, most requests of each, and most names in quarantine.
+_MOST_DEATHS, _MOST_BATCHES, _MOST_REFUSED = 32, 64, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +65,8 @@ class SuspectList:
     """The suspects and the quarantined, as `Quarantine` sends them to all front-end processes."""
 
     version: int = 0
-    suspects: Mapping[bytes, float] = field(default_factory=dict)
-    """Seconds for which each must run alone, by digest of a batch or key of a data set."""
+    suspects: frozenset[bytes] = frozenset()
+    """Digests of batches and keys of data sets that run alone."""
     quarantined: frozenset[bytes] = frozenset()
     """Digests of batches and keys of data sets."""
 
@@ -106,7 +99,7 @@ class KnownSuspects:
         name = batch()
         if name in known.quarantined:
             raise _refusal("batch", "programs", "Leave expressions out to find the one to blame")
-        return max(known.suspects.get(dataset, 0.0), known.suspects.get(name, 0.0))
+        return _ALONE_SECONDS if known.suspects & {dataset, name} else 0.0
 
     def is_suspect(self, dataset: bytes) -> bool:
         """Return whether engines may have died of a data set, or of batches on it."""
@@ -156,38 +149,27 @@ def digest(
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
-    """The crashes with which a batch or a data set had to do."""
+class _Death:
+    """An engine process that has died, or to which front ends have lost their connections."""
 
-    is_dataset: bool
-    last: float = 0.0
-    """``time.monotonic()`` of the last crash."""
-    processes: set[int] = field(default_factory=set)
-    """Numbers of the first few engine processes that died while it ran."""
-    alone: set[bytes] = field(default_factory=set)
-    """Batches that were all that ran when an engine died; also the data set itself, if an engine
-    that did nothing else died of loading it."""
+    is_blamed: bool | None = None
+    """Whether what it ran may be the cause; None while its death is not known."""
+    at: float = 0.0
+    """Moment of its death."""
+    loading: bytes | None = None
+    """Key of the data set that it was loading."""
+    batches: list[tuple[float, InterruptedBatch]] = field(default_factory=list)
+    """What it had begun, with the moments of the reports."""
 
-    def accuse(self, process: int, alone: bytes | None) -> None:
-        """Add a crash.
-
-        ``alone`` is what was all that ran, if that is known.
-        """
-        if len(self.processes) < _MOST_COUNTED:
-            self.processes.add(process)
-        if alone is not None and len(self.alone) < _MOST_COUNTED:
-            self.alone.add(alone)
-
-    def is_guilty(self, name: bytes) -> bool:
-        """Return whether it belongs into quarantine."""
-        if self.is_dataset and len(self.alone - {name}) >= 2:
-            return True
-        return len(self.processes) >= 2 and name in self.alone
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that it may run alone."""
-        return float(min(_LONGEST_ALONE, _ALONE_SECONDS * 4.0 ** (len(self.processes) - 1)))
+    def strikes(self) -> Iterator[tuple[bytes, InterruptedBatch | None]]:
+        """Yield the name of each batch or data set with a strike, and the batch if it is one."""
+        if not self.is_blamed:
+            return
+        if self.loading is not None:
+            yield self.loading, None
+        begun = [batch for at, batch in self.batches if self.at - at < _TOGETHER_SECONDS]
+        for batch in [batch for batch in begun if batch.alone] or begun:
+            yield batch.batch, batch
 
 
 class Quarantine:
@@ -198,25 +180,27 @@ class Quarantine:
         """The list as this process knows it."""
         self.on_change: Callable[[SuspectList], None] = lambda known: None
         """Called with every new list."""
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._records: dict[bytes, _Record] = {}
-        self._waiting: list[tuple[float, InterruptedBatch]] = []  # for the death of their engine
-        self._deaths: dict[int, bool] = {}  # whether what the engine ran is to blame
         self.current = SuspectList()
         """The list as it is now."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._deaths: dict[int, _Death] = {}
+        self._refused: dict[bytes, float] = {}
+        """When what is in quarantine came there."""
 
     def report(self, outcome: InterruptedBatch | ClearedSuspect) -> None:
         """Take in what became of a batch, before or after its engine's death is known."""
         with self._lock:
-            if isinstance(outcome, ClearedSuspect):
-                self._clear(outcome)
-            elif outcome.process not in self._deaths:
-                self._waiting = [*self._waiting, (self._clock(), outcome)][-_MOST_RECORDS:]
-                return
-            elif self._deaths[outcome.process]:
-                self._accuse(outcome)
-        self._publish()
+            if isinstance(outcome, InterruptedBatch):
+                batches = self._death(outcome.process).batches
+                batches.append((self._clock(), outcome))
+                del batches[:-_MOST_BATCHES]
+            else:
+                names = outcome.batch, outcome.dataset
+                for death in self._deaths.values():
+                    death.batches = [b for b in death.batches if b[1].batch not in names]
+                    death.loading = None if death.loading in names else death.loading
+        self._judge()
 
     def engine_died(
         self, process: int, *, is_blamed: bool, loading: bytes | None, at_start: bool
@@ -228,61 +212,51 @@ class Quarantine:
         did nothing else.
         """
         with self._lock:
-            now = self._clock()
-            self._deaths[process] = is_blamed and not (loading and at_start)
-            self._deaths = dict(list(self._deaths.items())[-_MOST_DEATHS:])
-            waiting = [entry for entry in self._waiting if entry[1].process == process]
-            self._waiting = [entry for entry in self._waiting if entry[1].process != process]
-            if is_blamed and loading:
-                record = self._record(loading, is_dataset=True)
-                record.accuse(process, loading if at_start else None)
-            for since, batch in waiting:
-                if now - since < _TOGETHER_SECONDS and self._deaths[process]:
-                    self._accuse(batch)
-        self._publish()
+            death = self._death(process)
+            death.is_blamed, death.at, death.loading = is_blamed, self._clock(), loading
+            if at_start:
+                death.batches.clear()
+        self._judge()
 
     def expire(self) -> None:
-        """Drop the records of what has not crashed an engine for long."""
-        if not self._records:
-            return
+        """Forget what has not crashed an engine for long."""
+        if self._deaths or self._refused:
+            self._judge()
+
+    def _death(self, process: int) -> _Death:
+        found = self._deaths.setdefault(process, _Death(at=self._clock()))
+        while len(self._deaths) > _MOST_DEATHS:
+            del self._deaths[next(iter(self._deaths))]
+        return found
+
+    def _judge(self) -> None:
+        """Count the strikes, and publish a new list if anything has changed."""
         with self._lock:
             now = self._clock()
-            for name, record in list(self._records.items()):
-                is_guilty = record.is_guilty(name)
-                if now - record.last > (_QUARANTINE_SECONDS if is_guilty else _SUSPECT_SECONDS):
-                    del self._records[name]
-        self._publish()
-
-    def _accuse(self, batch: InterruptedBatch) -> None:
-        for name, is_dataset in ((batch.dataset, True), (batch.batch, False)):
-            record = self._record(name, is_dataset=is_dataset)
-            record.accuse(batch.process, batch.batch if batch.alone else None)
-
-    def _clear(self, suspect: ClearedSuspect) -> None:
-        for name in (suspect.batch, suspect.dataset):
-            record = self._records.get(name)
-            if record is not None and not record.is_guilty(name):
-                del self._records[name]
-
-    def _record(self, name: bytes, *, is_dataset: bool) -> _Record:
-        """Find or make a record, which becomes the newest."""
-        record = self._records.pop(name, None) or _Record(is_dataset)
-        record.last = self._clock()
-        self._records[name] = record
-        while len(self._records) > _MOST_RECORDS:
-            suspects = (n for n, old in self._records.items() if not old.is_guilty(n))
-            oldest = next(suspects, name)
-            del self._records[next(iter(self._records)) if oldest == name else oldest]
-        return record
-
-    def _publish(self) -> None:
-        """Make a new list, and publish it if anything has changed."""
-        with self._lock:
-            guilty = {name for name, record in self._records.items() if record.is_guilty(name)}
-            suspects = {n: record.seconds for n, record in self._records.items() if n not in guilty}
-            now = self.current
-            if suspects == now.suspects and guilty == now.quarantined:
+            for process, death in list(self._deaths.items()):
+                if now - death.at > _SUSPECT_SECONDS:
+                    del self._deaths[process]
+            strikes: Counter[bytes] = Counter()
+            alone: dict[bytes, set[bytes]] = defaultdict(set)
+            """Batches that died alone, by data set."""
+            suspects: set[bytes] = set()
+            for death in self._deaths.values():
+                for name, batch in death.strikes():
+                    strikes[name] += 1
+                    if batch is not None:
+                        suspects.add(batch.dataset)
+                        if batch.alone:
+                            alone[batch.dataset].add(name)
+            strikes.update({dataset: len(batches) for dataset, batches in alone.items()})
+            for name, count in strikes.items():
+                if count >= _STRIKES:
+                    self._refused.setdefault(name, now)
+            kept = [(n, at) for n, at in self._refused.items() if now - at <= _QUARANTINE_SECONDS]
+            self._refused = dict(kept[-_MOST_REFUSED:])
+            refused = frozenset(self._refused)
+            others = frozenset(suspects | set(strikes)) - refused
+            if (others, refused) == (self.current.suspects, self.current.quarantined):
                 return
-            known = self.current = SuspectList(now.version + 1, suspects, frozenset(guilty))
+            known = self.current = SuspectList(self.current.version + 1, others, refused)
         self.suspects.update(known)
         self.on_change(known)
