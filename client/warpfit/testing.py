@@ -154,9 +154,11 @@ class InProcessServer:
 
     def _optimize(self, message: Any) -> Iterator[Any]:
         require_server()
+        from warpfit_server.engine.fit import compiled
         from warpfit_server.engine.fit.driver import FitContext, optimize
         from warpfit_server.engine.interface import run_to_end
 
+        compiled.load()  # the same code as engines load; calls would compile another one
         request = codec.fit_from_message(message)
         dataset = self._dataset(request.problem.dataset_id)
         request.check(dataset.layout)

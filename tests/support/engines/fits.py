@@ -17,7 +17,6 @@ from warpfit_server.engine.interface import run_to_end
 
 def fit(dataset: Dataset, texts, starts, **options) -> Fit:
     """Fit texts from starts, with the options of `prepared`."""
-    compiled.load()  # as an engine does before its first pass ends
     request, context = prepared(dataset, texts, starts, **options)
     result = run_to_end(optimize(request, context))
     return Fit.of(result, request)
@@ -49,6 +48,7 @@ def prepared(
     **settings,
 ) -> tuple[FitRequest, FitContext]:
     """Make a request of texts and starts, with the settings of `FitSettings`."""
+    compiled.load()  # as an engine does before its first pass ends
     batch = Batch.of([parse(text) for text in texts], starts)
     problem = Evaluation(
         dataset.content_id,

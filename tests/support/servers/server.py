@@ -113,7 +113,7 @@ class ServerProcess:
         """SIGTERM, wait, return the exit status."""
         if self.process.poll() is None:
             self.process.terminate()
-        status = self.process.wait(timeout=30)
+        status = self.process.wait(timeout=100)
         if self.process.stdout:
             self.process.stdout.close()
         if self._log:

@@ -66,7 +66,7 @@ def random_programs():
     rng = np.random.default_rng(1)
     return [
         random_program(rng, int(rng.integers(4, 20)), variables=3, operators=tuple(OPERATORS))
-        for _ in range(500)
+        for _ in range(150)
     ]
 
 

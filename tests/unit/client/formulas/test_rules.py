@@ -164,7 +164,7 @@ columns = st.lists(st.tuples(ordinary, ordinary, ordinary), min_size=1, max_size
     st.tuples(ordinary, ordinary),
     st.integers(0, 2**32),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_simplified_programs_agree_with_the_reference(program, rows, parameters, seed):
     simplified = program.simplify()
     assert len(simplified) <= len(program)

@@ -105,7 +105,7 @@ class Gate:
 
     def __call__(self, message, context):
         self.begun.append(message)
-        self.open.wait(10)
+        self.open.wait(60)
         return message
         yield
 
@@ -395,15 +395,17 @@ class TestObservation:
             return (yield from gate(message, context))
 
         front_end = start(behaviour)
-        call = front_end.call(b"x", timeout=1.0 if status == "DEADLINE_EXCEEDED" else 20)
+        call = front_end.call(b"x", timeout=2.0 if status == "DEADLINE_EXCEEDED" else 100)
         if status == "CANCELLED":
             eventually(lambda: gate.begun)
             call.cancel()
         if status == "OK":
             gate.open.set()
         assert outcome(call)[0] == status
-        if status == "CANCELLED":  # the client knows of it before the server does
+        if status in ("CANCELLED", "DEADLINE_EXCEEDED"):  # the client knows of it first
             eventually(lambda: not contexts[0].is_active())
+        if status == "DEADLINE_EXCEEDED":
+            eventually(lambda: contexts[0].time_remaining() <= 0)
         gate.open.set()
         eventually(lambda: front_end.ended() == {("Evaluate", status, "default"): 1})
         assert front_end.recorder.totals().in_flight == 0
