@@ -165,12 +165,16 @@ def in_process(settings: Mapping[str, str], environment: Mapping[str, str]) -> d
     return {**environment, **named, **free, **kept}
 
 
-@pytest.mark.parametrize("service", ["warpfit-cpu", "warpfit-gpu"])
-def test_the_services_of_the_compose_file_start(service, environment, tmp_path):
-    settings = dict(yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"][service])
-    variables = in_process(settings["environment"], environment)
-    if service == "warpfit-gpu":
-        assert variables.pop("WARPFIT_DEVICES") == "all"  # there may be none here
+def test_the_services_of_the_compose_file_start(environment, tmp_path):
+    """The two differ by the devices, and there may be no GPU here."""
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    variables, other = (
+        in_process(services[f"warpfit-{kind}"]["environment"], environment)
+        for kind in ("cpu", "gpu")
+    )
+    assert other.pop("WARPFIT_DEVICES") == "all"
+    variables.pop("WARPFIT_DEVICES", None)
+    assert variables == other
     with started(["warpfit", "serve"], variables, tmp_path) as (_, port):
         assert answers(port)
 
@@ -208,9 +212,10 @@ def test_the_pods_of_the_chart_start(changes, environment, tmp_path):
         assert answers(port, **security)
 
 
-@pytest.mark.parametrize("extra", ["", "WARPFIT_TOKEN_FILE=%d/tokens"])
-def test_the_unit_of_systemd_starts(extra, environment, tmp_path):
+def test_the_unit_of_systemd_starts(environment, tmp_path):
+    """With the tokens that the unit names in a comment."""
     unit = (DEPLOY / "systemd/warpfit.service").read_text()
+    extra = "WARPFIT_TOKEN_FILE=%d/tokens"
     assert extra in unit
     lines = [*re.findall(r"^Environment=(.*)$", unit, re.M), extra.replace("%d", str(tmp_path))]
     settings = dict(pair.split("=", 1) for line in lines for pair in shlex.split(line))
@@ -224,7 +229,7 @@ def test_the_unit_of_systemd_starts(extra, environment, tmp_path):
     variables = {**environment, **settings, "WARPFIT_PORT": "0"}
     words = [Path(command.split()[0]).name, *command.split()[1:]]
     with started(words, variables, tmp_path) as (_, port):
-        assert answers(port, token=token if extra else None)
+        assert answers(port, token=token)
 
 
 def test_the_job_of_slurm_runs_to_its_end(environment, tmp_path):

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 #: Packages of one release.
 PACKAGES = ("grpcio", "grpcio-health-checking", "grpcio-status")
-#: Calls through the client and by hand, with answers of one and of many messages.
-CORE = ("test_open_calls.py", "test_uploads.py")
+#: Calls through the client and by hand, with uploads and with answers of one and of many messages.
+CORE = ("test_open_calls.py",)
 
 
 @pytest.mark.timeout(300)

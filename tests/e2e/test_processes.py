@@ -270,14 +270,15 @@ def test_sigterm_lets_calls_finish_whichever_thread_gets_it(tmp_path):
     assert not list(tmp_path.iterdir()), "the file with its address is gone, too"
 
 
-def test_sigterm_lets_calls_begin_to_use_a_data_set():
-    """Which a front end may have to ask the main process for, while it ends itself."""
+def test_sigterm_waits_for_calls_and_not_for_those_that_watch_its_health():
+    """A front end may have to ask the main process for a data set, while it ends itself."""
     with (
         ServerProcess("--front-ends", "2", "--grace", "30") as server,
         warpfit.connect(server.address) as client,
         ExitStack() as stack,
     ):
         message, has_stopped = request(client.upload(X), ["x1"]), threading.Event()
+        heard = []
 
         def messages():
             has_stopped.wait()
@@ -288,11 +289,16 @@ def test_sigterm_lets_calls_begin_to_use_a_data_set():
             channel = stack.enter_context(grpc.insecure_channel(server.address, OWN_CONNECTION))
             calls.append(channel.stream_stream(SERVICE + "Evaluate")(messages(), timeout=60))
             eventually(lambda: server.in_flight().calls == len(calls))
+            stub = health_pb2_grpc.HealthStub(channel)
+            heard.append(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
+            assert next(heard[-1]).status == health_pb2.HealthCheckResponse.SERVING
         server.process.terminate()
+        for watched in heard:
+            assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
         eventually(lambda: not is_listening(server.address))
         has_stopped.set()
         assert [] not in [list(call) for call in calls]
-        assert server.process.wait(timeout=15) == 0
+        assert server.process.wait(timeout=25) == 0  # before its grace has passed
 
 
 def test_sigterm_ends_a_front_end_that_has_just_started():
@@ -302,23 +308,6 @@ def test_sigterm_ends_a_front_end_that_has_just_started():
         known = {process.pid for process in server.front_ends()} | {old.pid}
         eventually(lambda: {new.pid for new in server.front_ends()} - known)
         server.process.terminate()
-        assert server.process.wait(timeout=15) == 0
-
-
-def test_sigterm_does_not_wait_for_those_that_watch_its_health():
-    with (
-        ServerProcess("--front-ends", "2", "--grace", "30") as server,
-        ExitStack() as stack,
-    ):
-        heard = []
-        while len(heard) < CLIENTS or len(processes_with_connections(server)) < 2:
-            channel = stack.enter_context(grpc.insecure_channel(server.address, OWN_CONNECTION))
-            stub = health_pb2_grpc.HealthStub(channel)
-            heard.append(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
-            assert next(heard[-1]).status == health_pb2.HealthCheckResponse.SERVING
-        server.process.terminate()
-        for watched in heard:
-            assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert server.process.wait(timeout=15) == 0
 
 

@@ -13,15 +13,12 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
-import joblib
 import numpy as np
 import pytest
-from sklearn.model_selection import GridSearchCV
 
 import warpfit
 from support.servers.server import ServerProcess
 from support.servers.tokens import token_file
-from warpfit.sklearn import ParameterOptimizer
 
 WORKERS = 16
 ROWS = 400
@@ -76,22 +73,22 @@ def small():
 
 
 def test_blocks_of_workers_with_the_same_content_do_not_end_each_others(server):
-    assert run(server.address, 40, contents=1) == {"ok": 40 * WORKERS}
+    assert run(server.address, 20, contents=1) == {"ok": 20 * WORKERS}
 
 
 def test_a_data_set_that_is_removed_for_all_is_uploaded_again_by_all(server):
-    assert run(server.address, 20, contents=2, rude=True) == {"ok": 20 * WORKERS}
+    assert run(server.address, 10, contents=2, rude=True) == {"ok": 10 * WORKERS}
 
 
 def test_workers_that_share_too_little_memory_wait_for_each_other(small):
-    assert run(small.address, 15, contents=16) == {"ok": 15 * WORKERS}
+    assert run(small.address, 8, contents=16) == {"ok": 8 * WORKERS}
 
 
 def test_workers_in_processes(server):
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(3, context) as pool:
-        parts = [pool.submit(blocks, n, server.address, 40, 1) for n in range(6)]
-        assert sum((part.result() for part in parts), Counter()) == {"ok": 40 * 6}
+    with ProcessPoolExecutor(2, context) as pool:
+        parts = [pool.submit(blocks, n, server.address, 20, 1) for n in range(4)]
+        assert sum((part.result() for part in parts), Counter()) == {"ok": 20 * 4}
 
 
 def test_an_engine_that_is_killed_costs_no_block():
@@ -177,6 +174,12 @@ def test_what_never_fits_is_refused_at_once(small):
 
 
 def test_folds_of_a_grid_search(server):
+    # Imported here, as each of the processes above would import them, too.
+    import joblib
+    from sklearn.model_selection import GridSearchCV
+
+    from warpfit.sklearn import ParameterOptimizer
+
     X = np.random.default_rng(2).normal(size=(120, 2))
     y = 1.5 * X[:, 0] + 0.5
     estimator = ParameterOptimizer("p1*x1 + p2", address=server.address)
