@@ -1,5 +1,6 @@
 """Settings and hooks for all tests."""
 
+import fcntl
 import os
 import signal
 
@@ -22,7 +23,7 @@ settings.register_profile(
 )
 settings.load_profile("untimed")
 
-#: Each process of the tests loads libraries and keeps a server: about a gigabyte.
+#: Each process of the tests loads libraries and keeps servers: about a gigabyte.
 _MOST_PROCESSES = 4
 
 
@@ -42,6 +43,19 @@ def pytest_sessionstart() -> None:
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         return  # it collects the tests, and so compiles every module's bytecode for the others
     from warpfit_server.engine.cpu.codegen import parts
+    from warpfit_server.engine.cuda.derivatives import lowering
+    from warpfit_server.system.compile_cache import default_cache_directory, make_private_directory
     from warpfit_server.system.resources import available_cores
 
-    parts.precompile(available_cores())
+    def load_lowering() -> None:
+        make_private_directory(default_cache_directory())
+        with (default_cache_directory() / "tests.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lowering.load()
+
+    if os.environ["PYTEST_XDIST_WORKER"] == "gw1":
+        parts.precompile(available_cores())
+        load_lowering()
+    else:
+        load_lowering()
+        parts.precompile(available_cores())

@@ -48,7 +48,7 @@ def run(text, address, table, *redirections):
     line = f"{WARPFIT} {text} {' '.join(redirections)}"
     environment = {**os.environ, "ADDRESS": address, "TABLE": str(table)}
     done = subprocess.run(
-        ["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=60, check=False
+        ["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=200
     )
     return done.returncode, done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from warpfit_server.system.compile_cache import default_cache_directory, find_or_make
 
 _OPTIONS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti"]
 _WRAPS = ["-fwrapv", "-ffp-contract=off"]
@@ -24,7 +27,7 @@ _KERNEL = re.compile(
 
 
 def compile_for_host(source: str, *, wraps: bool = False) -> ctypes.CDLL:
-    """Compile CUDA C++ for this machine.
+    """Compile CUDA C++ for this machine, once for all processes that share a cache directory.
 
     `launch_on_host` runs its kernels. Undefined behaviour ends the process, unless integers are to
     wrap as on a device.
@@ -33,11 +36,20 @@ def compile_for_host(source: str, *, wraps: bool = False) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C++ compiler")
     words = Path(__file__).with_name("cuda_on_host.h").read_text()
+    text = words + _translated(source) + _entries(source)
+    command = [compiler, *_OPTIONS, *(_WRAPS if wraps else _TRAPS), "-Wl,-Bsymbolic"]
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True)
+    key = hashlib.sha256("\0".join([version.stdout, *command, text]).encode()).hexdigest()
     with tempfile.TemporaryDirectory() as folder:
         path, library = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
-        path.write_text(words + _translated(source) + _entries(source))
-        options = [*_OPTIONS, *(_WRAPS if wraps else _TRAPS), "-Wl,-Bsymbolic"]
-        subprocess.run([compiler, *options, "-o", library, path], check=True)
+
+        def compiled() -> bytes:
+            path.write_text(text)
+            subprocess.run([*command, "-o", library, path], check=True)
+            return library.read_bytes()
+
+        place = default_cache_directory() / "cuda-on-host" / f"{key}.so"
+        library.write_bytes(find_or_make(place, compiled))
         return ctypes.CDLL(str(library))
 
 

