@@ -82,7 +82,7 @@ class ServerProcess:
         others = psutil.Process(self.process.pid).children()
         self.process.kill()
         self.process.wait()
-        _, alive = psutil.wait_procs(others, 10)
+        _, alive = psutil.wait_procs(others, 60)
         assert not alive, "processes outlive the main one"
 
     def shared_memory(self) -> int:

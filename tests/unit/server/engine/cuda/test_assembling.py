@@ -17,13 +17,14 @@ FAST = Variant(Mode.FAST, 4)
 PRECISE = Variant(Mode.PRECISE, 4)
 DOUBLE = Variant(Mode.DOUBLE, 2)
 #: Those of derivatives take fewer rows.
+FAST_DERIVATIVES = Variant(Mode.FAST, 2)
 PRECISE_DERIVATIVES = Variant(Mode.PRECISE, 2)
 DOUBLE_DERIVATIVES = Variant(Mode.DOUBLE, 1)
 #: The interpreter's variant or that of derivatives, and whether these spill, by architecture; few
 #: rows a thread assemble sooner.
 INTERPRETED = {75: DOUBLE, 86: PRECISE, 89: FAST, 100: FAST}
 DIFFERENTIATED = {
-    **{80: (PRECISE_DERIVATIVES, True), 90: (FAST, True)},
+    **{80: (PRECISE_DERIVATIVES, True), 90: (FAST_DERIVATIVES, True)},
     **{120: (DOUBLE_DERIVATIVES, False)},
 }
 
