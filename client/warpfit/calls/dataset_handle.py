@@ -5,7 +5,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from warpfit.dataset import ClientDataset, DatasetReference, Layout
-from warpfit.dataset.float32_range import suspects_of, warn_of_range
+from warpfit.dataset.float32_range import EXPRESSIONS, suspects_of, warn_of_range
 from warpfit.errors import InvalidArgumentError
 from warpfit.fitting import REASONS, FitResult, Reason
 from warpfit.ir import Batch
@@ -89,7 +89,7 @@ class DatasetHandle:
             suspects = np.flatnonzero(not_finite.any(axis=1)).tolist()
         elif self._looks and isinstance(result, Result):
             suspects = suspects_of(result.values, result.losses)
-        suspects = suspects[: self._looks]
+        suspects = suspects[: min(self._looks, EXPRESSIONS)]
         if warn_of_range(batch, self.dataset, suspects) and suspects:
             self._looks = 0
         self._looks = max(0, self._looks - len(suspects))

@@ -24,7 +24,7 @@ from warpfit.ops import CONSTANT, PARAMETER, VARIABLE, Operator
 #: Numbers above this size, or below its inverse, are worth a look.
 _FAR: Final = 1e10
 #: Most expressions of a call that are looked at, and most rows.
-_EXPRESSIONS: Final = 10
+EXPRESSIONS: Final = 10
 _ROWS: Final = 200
 #: Relative error that other roundings of float32 do not reach where nothing cancels.
 _WRONG: Final = 1e-2
@@ -62,7 +62,7 @@ def warn_of_range(batch: Batch, dataset: ClientDataset, suspects: Sequence[int] 
     layout = dataset.layout
     if layout.dtype.itemsize > 4:
         return False
-    looked = list(dict.fromkeys([*_with_far_numbers(batch), *suspects]))[:_EXPRESSIONS]
+    looked = list(dict.fromkeys([*_with_far_numbers(batch), *suspects]))[:EXPRESSIONS]
     rows = np.zeros((layout.variables, 0))
     if looked and isinstance(dataset, Dataset):  # of others a few rows take a pass over all
         step = -(-layout.rows // _ROWS)

@@ -85,8 +85,9 @@ def test_a_search_is_not_looked_at_for_ever(client, monkeypatch):
         "warpfit.calls.dataset_handle.warn_of_range", lambda *given: looked.append(len(given[2]))
     )
     data = client.upload(X, X[:, 0], dtype="float32")
-    for _ in range(30):
-        client.evaluate(data, ["log(-x1)"] * 7, loss="mse")
+    for _ in range(15):
+        client.evaluate(data, ["log(-x1)"] * 17, loss="mse")
+    assert looked[:11] == [10] * 10 + [0]
     assert sum(looked) == 100
 
 
