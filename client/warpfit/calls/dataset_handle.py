@@ -13,7 +13,7 @@ from warpfit.losses import TargetStatistics
 from warpfit.request import Result
 
 #: Most expressions with results that are not finite that are looked at for a data set: each takes
-#: half a millisecond.
+#: 1 to 2 ms.
 _MOST_LOOKS: Final = 100
 
 
