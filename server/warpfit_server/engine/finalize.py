@@ -23,7 +23,7 @@ from warpfit.losses import (
     close_losses,
 )
 from warpfit.request import Evaluation
-from warpfit_server.engine.interface import Outputs, Steps, aside
+from warpfit_server.engine.interface import Outputs, Steps, offload
 
 Floats = NDArray[np.float64]
 #: Moments of a program and parameter vector, see `Outputs.moments`.
@@ -90,7 +90,7 @@ class Finalizer:
         statistics = self._of_rows(dataset, rows)
         if not statistics.has_divisor(loss.closing):
             pass_over_rows = partial(statistics.divisor, loss.closing)
-            yield from aside((rows[1] - rows[0]) * _ROW_BYTES, pass_over_rows)
+            yield from offload((rows[1] - rows[0]) * _ROW_BYTES, pass_over_rows)
         outputs.losses[...] = close_losses(loss.closing, outputs.losses, statistics)
         _finalize_gradients(evaluation, loss, outputs, statistics)
 

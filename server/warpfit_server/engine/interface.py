@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 #: threads wait for Python's lock, and the device for both. With 64 workers and all merged batches
 #: above 1 MiB copied by other threads, an H200 answered 0.7 to 0.8 of the calls.
 _MANY_BYTES: Final = 1 << 23
-_THREADS: Final = ThreadPoolExecutor(2, "aside")
+_THREADS: Final = ThreadPoolExecutor(2, "offload")
 
 
 class DeviceWork(Protocol):
@@ -71,10 +71,10 @@ def timed(steps: Steps[Result]) -> Steps[tuple[Result, int]]:
         steps.close()
 
 
-def aside(size: int, work: Callable[[], Result]) -> Steps[Result]:
-    """Do work on so many bytes of memory; on many, another thread does it.
+def offload(size: int, work: Callable[[], Result]) -> Steps[Result]:
+    """Run work on some bytes of memory; above 8 MiB on a helper thread, so that the loop goes on.
 
-    It is waited for like a device: nobody else uses the memory meanwhile.
+    The thread is waited for like a device: no other step uses the memory meanwhile.
     """
     if size < _MANY_BYTES:
         return work()
@@ -206,7 +206,7 @@ class Engine(Protocol):
     def unload(self, dataset_id: bytes) -> None:
         """Forget a data set once the evaluations that use it have ended."""
 
-    def merges(self, dataset_id: bytes) -> bool:
+    def should_merge(self, dataset_id: bytes) -> bool:
         """Return whether small requests on a data set are merged into one step.
 
         They are not if the data set is not loaded, or takes long to pass over.

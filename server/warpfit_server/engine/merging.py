@@ -66,7 +66,7 @@ class Merger:
             has_come = self._has_come(request, key)
             if not has_come:
                 request.problem = problem._replace(tier=Tier.INTERPRETER.name)
-        if not _is_mergeable(problem) or not self._engine.merges(problem.dataset_id):
+        if not _is_mergeable(problem) or not self._engine.should_merge(problem.dataset_id):
             return
         is_derived, step_size = bool(problem.outputs), self._engine.step_size
         numbers = layout.tokens + layout.programs * layout.vectors

@@ -20,7 +20,7 @@ from warpfit_server.engine.interface import (
     Engine,
     Outputs,
     Steps,
-    aside,
+    offload,
 )
 from warpfit_server.engine.loaded_datasets import LoadedDatasets
 from warpfit_server.engine.merging import Merger, hand_out, join
@@ -135,7 +135,7 @@ class RequestRunner:
         )
         result = yield from optimize(fit, context)
         for name, array in layout.results(segment).items():
-            yield from aside(array.nbytes, partial(np.copyto, array, getattr(result, name)))
+            yield from offload(array.nbytes, partial(np.copyto, array, getattr(result, name)))
         return result.timings
 
     def _value_progress(self, request: Request) -> Callable[[int], None]:

@@ -149,7 +149,7 @@ class CpuEngine:
         self._programs.clear()
         self._derived.clear()
 
-    def merges(self, dataset_id: bytes) -> bool:
+    def should_merge(self, dataset_id: bytes) -> bool:
         """Return whether a data set is loaded."""
         return dataset_id in self._datasets
 

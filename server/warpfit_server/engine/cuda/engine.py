@@ -141,7 +141,7 @@ class CudaEngine:
     def others_wait(self, wait: bool) -> None:
         """Do nothing: launches are short whether or not somebody waits."""
 
-    def merges(self, dataset_id: bytes) -> bool:
+    def should_merge(self, dataset_id: bytes) -> bool:
         """Return whether a data set is resident: other steps must not wait for streamed rows."""
         with self._lock:
             resident = self._residents.get(dataset_id)

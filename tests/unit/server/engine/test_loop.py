@@ -67,7 +67,7 @@ class FakeEngine:
         self.go = threading.Event()
         self.go.set()
 
-    def merges(self, dataset_id):
+    def should_merge(self, dataset_id):
         return True
 
     def merge_from(self, dataset_id, precision, *, tokens, token_rows, gradient):

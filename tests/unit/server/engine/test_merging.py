@@ -36,7 +36,7 @@ class FakeEngine:
         self.loaded = {DATASET.content_id}
         self.least = 3
 
-    def merges(self, dataset_id):
+    def should_merge(self, dataset_id):
         return dataset_id in self.loaded
 
     def merge_from(self, dataset_id, precision, *, tokens, token_rows, gradient):

@@ -17,7 +17,7 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit.driver import optimize
-from warpfit_server.engine.interface import Outputs, aside, timed
+from warpfit_server.engine.interface import Outputs, offload, timed
 
 X = np.random.default_rng(2).uniform(0.5, 2.0, size=(40_000, 2))
 DATA = Dataset.of(X, X[:, 0] * X[:, 1])
@@ -85,7 +85,7 @@ def test_the_calling_thread_does_other_things_while_many_bytes_are_copied():
         assert go.wait(20)
         copied.append(threading.get_ident())
 
-    steps = aside(1 << 30, copy)
+    steps = offload(1 << 30, copy)
     work = next(steps)
     assert not work.done()
     go.set()
@@ -94,5 +94,5 @@ def test_the_calling_thread_does_other_things_while_many_bytes_are_copied():
     with pytest.raises(StopIteration):
         next(steps)
     assert copied != [threading.get_ident()]
-    assert list(aside(1000, copy)) == []  # few are copied at once
+    assert list(offload(1000, copy)) == []  # few are copied at once
     assert copied[1:] == [threading.get_ident()]

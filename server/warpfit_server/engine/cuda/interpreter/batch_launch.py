@@ -33,7 +33,7 @@ from warpfit_server.engine.cuda.runtime.batch_layout import (
     places_of,
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Steps, aside
+from warpfit_server.engine.interface import Steps, offload
 from warpfit_server.engine.native.arguments import array_address
 
 #: First job of a launch, and the number of its jobs.
@@ -94,7 +94,7 @@ class BatchLaunch:
         first_invalid = context.pinned("first invalid", 4 * counts[1]).view(np.uint32)
         record = new_batch(counts, variables, address, slots, array_address(first_invalid))
         given = arrays, kernels.flags, staging, kernels.record, record, max_jobs
-        yield from aside(layout.uploaded, partial(prepare, *given))
+        yield from offload(layout.uploaded, partial(prepare, *given))
         check_length(int(record["longest"][0]))
         device = context.functions, context.handle
         started = context.event("started").ptr

@@ -42,7 +42,7 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     cut_rows,
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Outputs, Steps, aside
+from warpfit_server.engine.interface import Outputs, Steps, offload
 from warpfit_server.engine.sum_tree import sum_nodes
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
@@ -352,4 +352,4 @@ def _copy_values(
     context.download_rows(staging, arguments["values"], arguments["pitch"])
     context.mark("copied")
     yield from context.reach("copied")
-    yield from aside(target.nbytes, partial(np.copyto, target, staging))
+    yield from offload(target.nbytes, partial(np.copyto, target, staging))

@@ -15,7 +15,7 @@ from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Steps, aside
+from warpfit_server.engine.interface import Steps, offload
 
 #: Rows of the variables are padded to whole 128-byte lines, the unit of device memory traffic.
 ROW_MULTIPLE: Final = 32
@@ -135,7 +135,7 @@ def run_chunks(
         side, copy_results = pending.pop(0)
         yield from context.reach(f"{end} {side}")
         computed += context.nanoseconds(f"begun {side}", f"computed {side}")
-        yield from aside(each, copy_results)
+        yield from offload(each, copy_results)
 
     with resident.windows(spans, context, cancelled) as next_window:
         for number, (node, chunk) in enumerate(product(range(len(spans)), chunks)):
