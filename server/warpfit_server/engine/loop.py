@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -319,11 +320,21 @@ class Loop:
             request.merge_key = None
 
     def _answer(self, requests: list[Request], timings: Timings) -> None:
-        """Answer the finished requests of a step, those of each front end together."""
+        """Answer the finished requests of a step, those of each front end together.
+
+        Each has been computed for its share of the time, by size, and has waited for the others.
+        Front ends learn from that what a request costs the engine.
+        """
         answers: dict[FrontEndConnection, list[messages.RequestFinished]] = {}
+        total, own = sum(request.size for request in requests), timings
         for request in requests:
             request.connection.requests.discard(request)
-            answer = messages.RequestFinished.of(request.number, timings, request.waited)
+            if len(requests) > 1:
+                compute = int(timings.compute) * request.size // max(1, total)
+                own = replace(
+                    timings, compute=compute, queue=timings.queue + timings.compute - compute
+                )
+            answer = messages.RequestFinished.of(request.number, own, request.waited)
             answers.setdefault(request.connection, []).append(answer)
         for connection, found in answers.items():
             connection.send(*found)

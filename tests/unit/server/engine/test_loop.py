@@ -39,6 +39,8 @@ from warpfit_server.system.stuck_detector import EXIT_BROKEN
 BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS = 601.0, 602.0, 603.0, 604.0, 605.0, 606.0
 ON_DEVICE = 607.0
 STEPS = 400
+#: Nanoseconds that the engine below says that it computes.
+COMPUTE = 5_500
 
 
 def results(batch):
@@ -105,7 +107,7 @@ class FakeEngine:
         if outputs.values is not None:
             outputs.values[...] = found[..., None]
             outputs.ready(len(batch))
-        return Timings(compute=5)
+        return Timings(compute=COMPUTE)
 
 
 class Front:
@@ -206,7 +208,7 @@ class TestAnswers:
         assert isinstance(run.next_reply(), messages.RequestFinished)
         values = run.array("values")
         np.testing.assert_array_equal(values[:, 0, 0], np.arange(2_000))
-        assert run.timings.compute == 5
+        assert run.timings.compute == COMPUTE
         run.close()
 
 
@@ -222,6 +224,8 @@ class TestMerging:
         engine.go.set()
         for front, n, run in runs:
             assert front.answer(run) == list(range(n, 2 * n))
+            assert run.timings.compute == 100 * n, "its share of the step"
+            assert run.timings.queue >= COMPUTE - 100 * n
         assert one.answer(others) == [7.0]
         one.answer(busy)
         assert sorted(engine.batches) == [1, 1, 55]
