@@ -157,18 +157,14 @@ def _matrices(
 def _last(evaluation: Evaluation, layout: Layout, message: pb.EvaluateResponse) -> dict[str, Any]:
     """Return the timings and the arrays of the last message."""
     cells = len(evaluation.batch), evaluation.batch.vectors
-    shapes: dict[str, tuple[int, ...]] = {
-        "gradients": (len(evaluation.batch.parameters),),
-        "variable_gradients": (*cells, layout.variables),
-        "reductions": (*cells, 5),
-        "scaling": (*cells, 2),
-        "correlations": cells,
-    }
-    found: dict[str, Any] = {
-        name: received_array(getattr(message, name), F64, shapes[name], name)
-        for name, output in EXTRAS.items()
-        if getattr(evaluation, output)
-    }
+    last_axis = {"variable_gradients": (layout.variables,), "reductions": (5,), "scaling": (2,)}
+    found: dict[str, Any] = {}
+    for name, output in EXTRAS.items():
+        if getattr(evaluation, output):
+            shape: tuple[int, ...] = (*cells, *last_axis.get(name, ()))
+            if name == "gradients":
+                shape = (len(evaluation.batch.parameters),)
+            found[name] = received_array(getattr(message, name), F64, shape, name)
     if evaluation.loss_function is not None:
         found["losses"] = received_array(message.losses, F64, cells, "losses")
     found["timings"] = timings_from_message(message.timings)

@@ -19,7 +19,7 @@ from warpfit.dataset.canonical import ClientDataset, Dataset
 from warpfit.dataset.checks import PrecisionWarning, caller_level
 from warpfit.expressions.printing import to_text
 from warpfit.ir import Batch, Program
-from warpfit.ops import CONSTANT, PARAMETER, VARIABLE, Operator
+from warpfit.ops import PARAMETER, VARIABLE, Operator
 
 #: Numbers above this size, or below its inverse, are worth a look.
 _FAR: Final = 1e10
@@ -39,11 +39,14 @@ def suspects_of(values: NDArray[Any] | None, losses: NDArray[np.float64] | None)
         values: [programs, vectors, rows], or None.
         losses: [programs, vectors], or None.
     """
-    odd = False if losses is None else ~np.isfinite(losses).all(axis=1)
+    odd: Any = False
+    # Most often all are finite, which one pass over them shows.
+    if losses is not None and np.count_nonzero(finite := np.isfinite(losses)) < losses.size:
+        odd = ~finite.all(axis=1)
     if values is not None:
         step = -(-values.shape[2] // _ROWS)
         odd = odd | ~np.isfinite(values[:, :, ::step]).all(axis=(1, 2))
-    return np.flatnonzero(odd).tolist()
+    return [] if odd is False else np.flatnonzero(odd).tolist()
 
 
 def warn_of_range(batch: Batch, dataset: ClientDataset, suspects: Sequence[int] = ()) -> bool:
@@ -63,8 +66,10 @@ def warn_of_range(batch: Batch, dataset: ClientDataset, suspects: Sequence[int] 
     if layout.dtype.itemsize > 4:
         return False
     looked = list(dict.fromkeys([*_with_far_numbers(batch), *suspects]))[:EXPRESSIONS]
+    if not looked:
+        return False
     rows = np.zeros((layout.variables, 0))
-    if looked and isinstance(dataset, Dataset):  # of others a few rows take a pass over all
+    if isinstance(dataset, Dataset):  # of others a few rows take a pass over all
         step = -(-layout.rows // _ROWS)
         rows = dataset.every(step)[: layout.variables].astype(np.float64)
     for index in looked:
@@ -85,18 +90,14 @@ def warn_of_range(batch: Batch, dataset: ClientDataset, suspects: Sequence[int] 
 
 def _with_far_numbers(batch: Batch) -> list[int]:
     """Return the indices of expressions with a constant or a parameter far from 1."""
-
-    def far(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:
+    # Indices, which are values of tokens too, are near, so that only constants are found.
+    found: set[int] = set()
+    for numbers, starts in ((batch.values, "starts"), (batch.parameters, "parameter_starts")):
         sizes = np.abs(numbers)
-        return ((sizes > _FAR) | (sizes < 1.0 / _FAR)) & (sizes > 0.0) & (sizes < np.inf)
-
-    constants = np.flatnonzero(batch.codes == CONSTANT)
-    constants = constants[far(batch.values[constants])]
-    places = np.flatnonzero(far(batch.parameters))
-    if not (len(constants) or len(places)):
-        return []
-    found = set((np.searchsorted(batch.starts, constants, side="right") - 1).tolist())
-    found |= set((np.searchsorted(batch.parameter_starts, places, side="right") - 1).tolist())
+        is_far = (sizes > _FAR) | ((sizes < 1.0 / _FAR) & (sizes > 0.0))
+        if np.count_nonzero(is_far):  # none usually
+            (places,) = (is_far & (sizes < np.inf)).nonzero()
+            found |= set((np.searchsorted(getattr(batch, starts), places, "right") - 1).tolist())
     return sorted(found)
 
 
