@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain
 from queue import SimpleQueue
@@ -220,21 +219,24 @@ class _OpenCall:
         self._requests.put(None)
         self.has_ended.set()
 
-    def ask(self, request: bytes) -> Iterator[Any]:
-        """Send a request and yield the messages of its answer, as far as they come.
+    def send(self, request: bytes) -> None:
+        """Send a request; the whole answer to the last one must have been received."""
+        self.is_complete = False
+        self._requests.put(request)
+
+    def receive(self) -> Any:
+        """Return the next message of an answer; None after the last one, or if the call has ended.
 
         Raises:
             grpc.RpcError: with the status, if the server ends the call with an error instead.
             InternalError: if a message is none.
         """
-        self.is_complete = False
-        self._requests.put(request)
-        for data in self.rpc:
-            message = codec.answer_from_bytes(data)
-            self.is_complete = message.HasField("timings")
-            yield message
-            if self.is_complete:
-                return
+        data = None if self.is_complete else next(self.rpc, None)
+        if data is None:
+            return None
+        message = codec.answer_from_bytes(data)
+        self.is_complete = message.HasField("timings")
+        return message
 
 
 class OpenCalls:
@@ -290,11 +292,12 @@ class OpenCalls:
         token, first = request.cancellation, None
         try:
             with nullcontext() if token is None else token.covering(call.rpc):
-                messages = call.ask(request.message)
-                first = next(messages, None)
+                call.send(request.message)
+                first = call.receive()
                 if first is None and not is_new:
                     return None  # the server has not waited long enough
-                answer = request.read(messages if first is None else chain((first,), messages))
+                rest = iter(call.receive, None)
+                answer = request.read(rest if first is None else chain((first,), rest))
         except BaseException as error:
             call.rpc.cancel()
             is_cancelled = token is not None and token.is_cancelled()
