@@ -19,7 +19,7 @@ from warpfit.dataset.canonical import ClientDataset, Dataset
 from warpfit.dataset.checks import PrecisionWarning, caller_level
 from warpfit.expressions.printing import to_text
 from warpfit.ir import Batch, Program
-from warpfit.ops import PARAMETER, VARIABLE, Operator
+from warpfit.ops import CONSTANT, PARAMETER, VARIABLE, Operator
 
 #: Numbers above this size, or below its inverse, are worth a look.
 _FAR: Final = 1e10
@@ -90,13 +90,15 @@ def warn_of_range(batch: Batch, dataset: ClientDataset, suspects: Sequence[int] 
 
 def _with_far_numbers(batch: Batch) -> list[int]:
     """Return the indices of expressions with a constant or a parameter far from 1."""
-    # Indices, which are values of tokens too, are near, so that only constants are found.
     found: set[int] = set()
     for numbers, starts in ((batch.values, "starts"), (batch.parameters, "parameter_starts")):
         sizes = np.abs(numbers)
         is_far = (sizes > _FAR) | ((sizes < 1.0 / _FAR) & (sizes > 0.0))
-        if np.count_nonzero(is_far):  # none usually
-            (places,) = (is_far & (sizes < np.inf)).nonzero()
+        if np.count_nonzero(is_far):  # none usually: indices, which are values too, are near
+            is_far &= sizes < np.inf
+            if numbers is batch.values:
+                is_far &= batch.codes == CONSTANT
+            (places,) = is_far.nonzero()
             found |= set((np.searchsorted(getattr(batch, starts), places, "right") - 1).tolist())
     return sorted(found)
 

@@ -96,8 +96,8 @@ def test_data_that_are_lost_each_time_are_uploaded_again_until_the_deadline(clie
         return answer(call)
 
     server.answer = forgetful
-    with pytest.raises(warpfit.DeadlineExceededError, match="evicted"):
-        client.evaluate(data, "x1", timeout=0.5)
+    with pytest.raises(warpfit.DeadlineExceededError, match=r"evicted|Deadline Exceeded"):
+        client.evaluate(data, "x1", timeout=1.0)
     assert server.calls.count("UploadVariables") > 1 + 3
 
 
