@@ -8,7 +8,6 @@ from warpfit_server.data.dataset_store import StoreUsage
 from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability.gpu_monitor import GpuUsage
 from warpfit_server.observability.measurements import Recorder
-from warpfit_server.rpc.health import Health
 
 
 def collector(
@@ -16,8 +15,6 @@ def collector(
 ) -> ServerCollector:
     """Collect the metrics of engines with these counters, of which the last one serves."""
     labels = [f"cuda:{number}" for number in range(len(counters))]
-    health = Health("service", labels)
-    health.set_device(labels[-1], True)
     supervisors = [
         SimpleNamespace(device=SimpleNamespace(label=label), counters=own)
         for label, own in zip(labels, counters, strict=True)
@@ -27,7 +24,7 @@ def collector(
         recorder=recorder or Recorder(),
         engines=SimpleNamespace(engine="cuda", restarts=restarts, supervisors=supervisors),
         datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 100, 3)),
-        health=health,
+        readiness=SimpleNamespace(serving=frozenset(labels[-1:])),
         config=Config(max_resident_bytes=1000),
         processes=lambda: {"main": 1, "engine": 2**22 + 1},  # no such process
         watchdogs=[SimpleNamespace(label="cuda:0", probe_seconds=0.5)],
