@@ -111,7 +111,7 @@ class Evaluation:
             self._check_scaling(loss)
         if self.loss is not None and self.custom_loss is not None:
             raise InvalidArgumentError(
-                "two losses are asked for", "WISHES_CONFLICT", "Ask for one", "loss_function"
+                "two losses are asked for", "CONFLICTING_OUTPUTS", "Ask for one", "loss_function"
             )
 
     def _check_without_loss(self) -> None:
@@ -123,7 +123,7 @@ class Evaluation:
         if not any((self.values, self.jacobian, self.reductions, self.correlation)):
             raise InvalidArgumentError(
                 "neither values nor a loss is asked for",
-                "NOTHING_WANTED",
+                "NO_OUTPUT_REQUESTED",
                 "Set values, loss, jacobian, reductions or correlation",
                 "values",
             )
@@ -132,7 +132,7 @@ class Evaluation:
         if self.gradient or self.variable_gradient:
             raise InvalidArgumentError(
                 "the gradient of a linearly scaled loss is not computed",
-                "WISHES_CONFLICT",
+                "CONFLICTING_OUTPUTS",
                 "Write the scaling into the expression (p1 + p2*(...)), or ask for one of the two",
                 "linear_scaling",
             )

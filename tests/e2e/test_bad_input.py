@@ -105,7 +105,7 @@ EVALUATE_CASES = {
     "rows outside": ("ROWS_OUT_OF_RANGE", None, request(rows=pb.RowRange(start=0, stop=5))),
     "rows huge": ("ROWS_OUT_OF_RANGE", None, request(rows=pb.RowRange(stop=2**64 - 1))),
     "no rows": ("ROWS_OUT_OF_RANGE", None, request(rows=pb.RowRange(start=2, stop=2))),
-    "nothing wanted": ("NOTHING_WANTED", None, request(wanted=False)),
+    "nothing wanted": ("NO_OUTPUT_REQUESTED", None, request(wanted=False)),
     "bad loss": ("BAD_ENUM", None, request(loss=99)),
     "many vectors": ("TOO_MANY_VECTORS", None, request([1], vectors=4_000_000_000)),
     "garbage": ("MALFORMED_MESSAGE", None, b"\xff\xfe garbage \x00" * 10),

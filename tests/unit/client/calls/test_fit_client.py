@@ -82,7 +82,7 @@ def test_gradients_come_beside_losses(client, data):
         ({"gradient": True}, "LOSS_MISSING"),
         ({"linear_scaling": True}, "LOSS_MISSING"),
         ({"loss": "huber", "linear_scaling": True}, "SCALING_UNDEFINED"),
-        ({"loss": "mse", "linear_scaling": True, "gradient": True}, "WISHES_CONFLICT"),
+        ({"loss": "mse", "linear_scaling": True, "gradient": True}, "CONFLICTING_OUTPUTS"),
         ({"loss": "abs("}, "EXPECTED_OPERAND"),
     ],
 )
