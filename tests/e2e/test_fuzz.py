@@ -12,7 +12,7 @@ from support.servers.rpcs import OWN_CONNECTION, Caller
 from support.servers.server import ServerProcess, eventually, private_bytes
 from warpfit_server.tenancy.quotas import Amounts
 
-REQUESTS = 1200
+REQUESTS = 800
 THREADS = 4
 GROWTH_BYTES = 32 << 20
 

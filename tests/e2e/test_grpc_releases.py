@@ -37,7 +37,7 @@ def test_the_oldest_release_serves_and_calls(tmp_path):
     )
     assert found.stdout.strip() == f"{oldest}.0"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    tests = [str(ROOT / "tests" / "e2e" / name) for name in CORE]
+    tests = [*(str(ROOT / "tests" / "e2e" / name) for name in CORE), "-k", "not stops"]
     ended = subprocess.run(
         [*command, *tests], env=environment, cwd=ROOT, capture_output=True, text=True
     )

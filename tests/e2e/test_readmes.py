@@ -134,7 +134,7 @@ def test_shell(
         check_build(snippet, server, checkout)
         return
     for line in commands(snippet):
-        line = line.replace("--seconds 60", "--seconds 4")
+        line = line.replace("--seconds 60", "--seconds 1")
         check_command(re.sub(f"{ADDRESS}|HOST:PORT", server.address, line), checkout)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def _in_python(language, texts, calls, columns):
         else:
             table = columns.T
             if language == "torch":
-                table = sys.modules["torch"].from_numpy(table.copy())
+                table = importlib.import_module("torch").from_numpy(table.copy())
             found = np.asarray(function(table, vector) if vector else function(table))
             assert (found.dtype, found.shape) == (np.float64, columns[0].shape), text
         values.append(found)
@@ -170,9 +170,5 @@ def _script(language: str, texts, calls, shape) -> str:
 def available(language: str) -> bool:
     """Tell whether the text of a language can be run here."""
     if language in ("jax", "torch"):
-        try:
-            __import__(language)
-        except ImportError:
-            return False
-        return True
+        return importlib.util.find_spec(language) is not None
     return language in ("numpy", "python") or shutil.which(COMMANDS[language]) is not None

@@ -224,7 +224,7 @@ def test_deep_programs(form, side):
         assert Parser().parse(form(program)) == program
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(program=programs(), pick=st.integers(0, 10**6), named=st.booleans())
 def test_every_token_is_found_in_the_text(program, pick, named):
     names = ("a b", "not", "c") if named else ()

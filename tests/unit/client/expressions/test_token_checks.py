@@ -76,7 +76,7 @@ def test_the_fast_test_agrees_with_the_exact_checks(drawn, damages, spare):
         assert fast(batch) == compiled(batch) == exact(batch)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from(CODES), min_size=1, max_size=30),
     st.lists(st.integers(1, 6), min_size=1, max_size=8),

@@ -205,7 +205,7 @@ def test_long_and_deep_programs(language, tmp_path):
     assert len(codes[3]) < 4_000
     with pytest.raises(ResourceExhaustedError, match="10001 tokens"):
         Program.apply("sin", deep).code(language)
-    if available(language):
+    if available(language) and language != "cuda":  # whose text is that of C++ but for two words
         columns = np.random.default_rng(0).uniform(0.1, 1, (3, 4))
         found = run(language, codes, [[]] * len(codes), columns, tmp_path)
         for values, program in zip(found[1:], programs[1:], strict=True):

@@ -57,7 +57,7 @@ def test_each_program_of_a_batch_has_its_own_marks():
     assert linear(*map(parse, texts)) == [[1], [0, 1], [0, 1, 1], []]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(programs(parameters=3), st.integers(0, 2**32 - 1))
 def test_a_program_is_affine_in_the_marked_parameters(program, seed):
     """Half way between two vectors of the marked parameters is half way between the values."""

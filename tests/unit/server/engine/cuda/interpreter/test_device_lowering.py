@@ -63,7 +63,7 @@ def check_program(found: Lowered, index: int) -> None:
     assert found.slot_counts()[index] == len(slots)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(programs(max_tokens=50), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 8)
 )
@@ -119,7 +119,7 @@ def test_invalid_tokens_are_found(seed):
     check_invalid(spoilt(Batch.of(*thesis_mix(seed, 40, variables=FEW)), seed, 20))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.lists(
