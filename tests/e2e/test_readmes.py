@@ -189,7 +189,7 @@ def test_commands_in_sentences(path: str, line: str, server, checkout, monkeypat
     line = line.replace("HOST:PORT", server.address).replace("PATH", "addresses")
     if line == "docker --cpus":  # a flag
         return
-    if line.startswith("warpfit serve"):
+    if line.removeprefix(".venv/bin/").startswith("warpfit serve"):
         known = run(["warpfit", "serve", "--help"], checkout)
         assert all(flag in known for flag in flags_in(line))
         return
