@@ -175,7 +175,7 @@ class _Driver:
             float(tolerances.loss),
             request.settings.max_iterations,
             dtype.itemsize == 4,
-            1e-6 if tolerances.loss <= _FINAL_LOSS and tolerances.step <= _FINAL_STEP else 1e-2,
+            min(max(math.sqrt(tolerances.loss), 1e-6), 1e-2),
             *self._target_sizes(),
         )
         self._problem = request.problem

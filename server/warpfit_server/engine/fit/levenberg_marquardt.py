@@ -377,7 +377,7 @@ def _propose(
     model = Model(X, vector[SLOPE], curvature, factor, counter[FACTOR] == READY)
     ridge = _RIDGE_OF_FACTOR if model.factored else _RIDGE
     _find_roles(vector, model, space)
-    if _is_exact(number, limits):
+    if _is_exact(vector, number, model, limits):
         counter[REASON] = LOSS_CHANGE
         return
     reason = RUNNING
@@ -412,7 +412,8 @@ def _propose(
                     counter[REASON] = reason if believed else STALLED
                     return
                 number[RESTARTED] = number[LOSS]
-                number[DAMPING], number[GROWTH], counter[REFUSED] = _FIRST_DAMPING, 2.0, 0
+                number[DAMPING] = min(number[DAMPING], _FIRST_DAMPING)
+                number[GROWTH], counter[REFUSED] = 2.0, 0
                 triangles.copy(vector[X], vector[TRIAL])  # what no later trial may equal
                 for i in range(n):
                     vector[SCALE, i] = 0.0
@@ -507,13 +508,18 @@ def _steepest(vector: Floats, model: Model, loss: float, space: Workspace) -> fl
 
 
 @inlined
-def _is_exact(number: Floats, limits: SearchLimits) -> bool:
+def _is_exact(vector: Floats, number: Floats, model: Model, limits: SearchLimits) -> bool:
     """Whether the residuals are no more than rounding errors of the target.
 
-    If that is 0, they are compared with those at the start.
+    If that is 0, they are compared with the parameters' contributions to the values, and with the
+    residuals at the start.
     """
     epsilon = 2.0**-24 if limits.single else 2.0**-53
-    scale = limits.target if limits.target > 0.0 else number[INITIAL]
+    scale = limits.target
+    if not scale > 0.0:
+        for i in range(vector.shape[1]):
+            scale += model.curvature[i * (i + 1) // 2 + i] * vector[model.point, i] ** 2
+        scale = min(scale, number[INITIAL])
     return bool(number[LOSS] <= (_ROUNDINGS * epsilon) ** 2 * scale)
 
 
