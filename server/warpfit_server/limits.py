@@ -31,9 +31,13 @@ _PARAMETER_BYTES: Final = 200
 _OWN_MOMENTS: Final = 9
 _REDUCTIONS: Final = 5
 #: Matrices that are alive during a pass. Levenberg-Marquardt has triangles of all searches, of
-#: those that still run, and of what the pass returns; BFGS has squares of the first two.
+#: those that still run, and of what the pass returns, and the square factors of those that run;
+#: BFGS has squares of the first two, which factors take the place of.
 _TRIANGLES: Final = 3
+_FACTORS: Final = 1
 _SQUARES: Final = 2
+#: Most numbers of Jacobians that a fit holds at a time while it factorises them.
+JACOBIAN_NUMBERS: Final = 2**21
 #: Most sums of an evaluation for which the CPU engine keeps those of several blocks of rows apart
 #: (256 MiB), the least rows of such a block, and the most blocks.
 MOST_SUMS: Final = 2**25
@@ -203,7 +207,8 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
     """Estimate the memory of a fit at its peak, in bytes.
 
     A search is a program with one start. It has tokens, a few vectors and matrices of its own, and
-    the engine computes a sum over the rows for each pair of its parameters.
+    the engine computes a sum over the rows for each pair of its parameters. Any search may want an
+    orthogonal factor of its Jacobian.
     """
     batch = request.problem.batch
     counts = batch.parameter_counts.astype(np.float64)
@@ -213,12 +218,14 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
     sums = searches + parameters + squares
     start, stop = request.problem.row_range(layout)
     triangles = _TRIANGLES * (squares + parameters) / 2
-    matrices = _SQUARES * squares if request.method == Method.BFGS else triangles
+    is_bfgs = request.method == Method.BFGS
+    matrices = _SQUARES * squares if is_bfgs else triangles + _FACTORS * squares
+    jacobians = min(JACOBIAN_NUMBERS, (searches + parameters) * (stop - start))
     return int(
         (_LOWERED_BYTES + _TOKEN_BYTES * batch.vectors) * len(batch.codes)
         + _SEARCH_BYTES * searches
         + _PARAMETER_BYTES * parameters
-        + 8 * matrices
+        + 8 * (matrices + jacobians * request.loss.is_squares)
         + _bytes_of_sums(sums, stop - start, int(np.square(counts).max(initial=0.0)) // 2)
     )
 

@@ -24,24 +24,19 @@ J^T W d, as if the row loss were a square with that factor.
 
 Parameters are measured in the lengths of their columns of the Jacobian (WIDTH). These are known
 where a search begins, and may be wrong by any factor elsewhere. So a search that would end is
-*inspected* first: the driver evaluates the curvature at its point, and the search ends if the
-first-order condition holds there. The condition limits the cosine between two vectors over the
-rows: the derivative of the row loss by the prediction, and its projection on the span of the
-columns of the parameters that may move:
-
-    cosine^2 = g.(J^T W J)^-1 g / sum of w (dl/df)^2
-
-For squares the first vector is that of the residuals. The cosine depends neither on units nor on
-constants in the loss. Where it is too large the search restarts from that point with the new
-widths and a new inverse. If the restart has not made the loss less, the search has stalled; with a
-row loss that has kinks, at which gradients do not vanish, it ends as one whose steps are too small.
+*inspected* first: the driver evaluates the curvature at its point, and the search ends if
+`linear_model.is_minimum` holds there. Where that is doubtful and the loss is of squares, the driver
+factorises the Jacobian first (`orthogonal`); for other losses the curvature has to do. If the
+condition does not hold, the search restarts from that point with the new widths and a new inverse.
+If the restart has not made the loss less, the search has stalled; with a row loss that has kinks,
+at which gradients do not vanish, it ends as one whose steps are too small.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +44,7 @@ from numpy.typing import NDArray
 from warpfit.ir import Program
 from warpfit.losses import PREDICTION, TARGET, WEIGHT, mentions_weight
 from warpfit.ops import BY_CODE, FIRST_OPERATOR, VARIABLE
+from warpfit_server.engine.fit.linear_model import Model, Workspace, is_exact, is_minimum
 from warpfit_server.engine.fit.searches import (
     BEGINS,
     BEST,
@@ -57,6 +53,7 @@ from warpfit_server.engine.fit.searches import (
     DIRECTION,
     ENDING,
     EVALUATIONS,
+    FACTOR,
     FREE,
     GRADIENT,
     HIGH,
@@ -68,9 +65,11 @@ from warpfit_server.engine.fit.searches import (
     LOSS_CHANGE,
     LOW,
     LOWER,
+    NO_FACTOR,
     NOT_FINITE,
     PAIRS,
     PULL,
+    READY,
     REASON,
     RESTART_LOSS,
     RESTARTS,
@@ -84,6 +83,7 @@ from warpfit_server.engine.fit.searches import (
     TRIALS,
     UPDATES,
     UPPER,
+    WANTED,
     WIDTH,
     Floats,
     Integers,
@@ -108,8 +108,6 @@ _EVALUATIONS: Final = 4
 #: columns that are nearly dependent.
 _RIDGE: Final = 1e-3
 _RESTART_RIDGE: Final = 1e-9
-#: Damping of the curvature in the first-order condition: what rounding makes of its eigenvalues.
-_NOISE_OF_CURVATURE: Final = 1e-11
 #: Least cosine between step and change of the gradient for an update.
 _CURVED: Final = 1e-10
 #: Share of the tolerance of the loss below which a decrease is not worth a pass.
@@ -121,19 +119,6 @@ _PROGRESS: Final = 1e-3
 _BOX: Final = 1.0
 #: Most sets of bounds that are tried for a direction; usually one to four are needed.
 _SETS: Final = 30
-
-
-class Condition(NamedTuple):
-    """The first-order condition, under which a search may say that it has converged."""
-
-    cosine: float
-    """Greatest cosine, see above."""
-    noise: float
-    """Square of the length of the rounding errors of all values; 0 if it is not known."""
-    squares: bool
-    """Whether the row loss is the squared difference."""
-    kinks: bool
-    """Whether the row loss may have kinks."""
 
 
 @lru_cache(64)
@@ -177,45 +162,51 @@ def advance(
     inverses: Floats,
     new_sums: Floats,
     new_gradients: Floats,
-    limits: SearchLimits,
-    condition: Condition,
     inspects: bool,
-    cancelled: NDArray[np.uint8],
+    resumes: bool,
+    limits: SearchLimits,
+    space: Workspace,
 ) -> None:
     """Judge the evaluated trials of all searches, and propose the next ones; see `Searches`.
 
     Row TRIAL of ``vectors`` holds the evaluated trials, with their sums of row losses [S] and
-    gradients [P], and then the next ones. Another thread that writes another number than 0 to
-    ``cancelled`` [1] ends this early.
+    gradients [P], and then the next ones. Where ``space.cancelled`` ends this early, the best
+    parameters so far are kept.
 
     With ``inspects`` searches that begin or would end are inspected, given the curvatures at X and
-    the columns STIFFNESS and PULL of ``numbers``; without, they go on waiting.
+    the columns STIFFNESS and PULL of ``numbers``; without, they go on waiting. Searches that want
+    an orthogonal factor get it in place of the inverse, and a call that ``resumes`` inspects them
+    again, and no other ones.
     """
+    cancelled = space.cancelled
     for s in range(len(numbers)):
         if cancelled[0]:
             return
         waits = counters[s, ENDING] != RUNNING
         if counters[s, REASON] != RUNNING or (waits and not inspects):
             continue
+        if (counters[s, FACTOR] == WANTED) != resumes:
+            continue
         state = (edges, vectors, numbers, counters)
         vector, number, counter, gradient = parts_of(s, *state, new_gradients)
         inverse = inverses[edges[s, SQUARES] : edges[s + 1, SQUARES]]
-        counter[EVALUATIONS] += 1
+        if resumes:
+            counter[FACTOR] = READY
+        else:
+            counter[EVALUATIONS] += 1
         if waits:
             if counter[ENDING] == BEGINS:
                 number[INITIAL] = number[LOSS] = new_sums[s]
                 vector[SLOPE, :] = gradient
             curvature = curvatures[edges[s, PAIRS] : edges[s + 1, PAIRS]]
-            turning = _inspect(
-                vector, number, counter, curvature, inverse, limits, condition, cancelled
-            )
+            turning = _inspect(vector, number, counter, curvature, inverse, limits, space)
         else:
             finite = math.isfinite(new_sums[s]) and all_finite(gradient)
             turning = _judge(
                 vector, number, counter, inverse, gradient, new_sums[s], finite, limits
             )
         if turning:
-            _turn(vector, number, counter, inverse, limits, condition, waits, cancelled)
+            _turn(vector, number, counter, inverse, limits, waits, cancelled)
 
 
 @inlined
@@ -226,10 +217,12 @@ def _inspect(
     curvature: Floats,
     inverse: Floats,
     limits: SearchLimits,
-    condition: Condition,
-    cancelled: NDArray[np.uint8],
+    space: Workspace,
 ) -> bool:
-    """Begin a search, or end it where the first-order condition holds; True if it goes on."""
+    """Begin a search, or end it where it may say that it has converged; True if it goes on.
+
+    Where that is doubtful, the search asks for an orthogonal factor.
+    """
     n, ending = vector.shape[1], counter[ENDING]
     if not are_usable(number[LOSS], vector[SLOPE], curvature):
         counter[REASON] = NOT_FINITE if ending == BEGINS else STALLED
@@ -237,70 +230,59 @@ def _inspect(
     for i in range(n):
         free = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
         vector[WIDTH, i] = math.sqrt(curvature[i * (i + 1) // 2 + i]) if free else 0.0
+    least = number[RESTART_LOSS] - _PROGRESS * abs(number[RESTART_LOSS])
+    is_stuck = ending != BEGINS and counter[RESTARTS] > 0 and not number[LOSS] < least
     moving = np.empty(n, dtype=np.bool_)
     find_moving(vector, X, vector[SLOPE], moving)
-    steepest = _steepest(vector, number, moving, condition)
-    if ending != BEGINS or steepest <= limits.gradient:
-        noise = condition.noise / number[LOSS] if condition.squares else 0.0
-        square = _cosine_squared(vector, number, curvature, moving, condition, cancelled)
-        if steepest == 0.0 or square <= max(condition.cosine**2, noise):
-            counter[REASON] = GRADIENT if ending == BEGINS else ending
+    steepest = _steepest(vector, number, moving, limits)
+    factored = counter[FACTOR] == READY
+    counter[FACTOR] = NO_FACTOR
+    # Half of the derivatives of the row losses are the residuals, where these are squares.
+    squares = 0.25 * _pull(number, limits)
+    model = Model(X, vector[SLOPE], curvature, inverse, factored, squares)
+    ends = steepest == 0.0 or (limits.squares and is_exact(vector, number, model, limits))
+    if not ends and (ending != BEGINS or steepest <= limits.gradient):
+        # These rows are those that Levenberg-Marquardt's damping uses, and a test has none.
+        vector[DIRECTION, :] = 0.0
+        vector[BEST, :] = 0.0
+        ends, doubtful = is_minimum(vector, number, counter, model, is_stuck, limits, space)
+        if doubtful and limits.squares and not space.cancelled[0]:
+            counter[FACTOR] = WANTED
             return False
+    if ends:
+        counter[REASON] = GRADIENT if ending == BEGINS else ending
+        return False
     if counter[ITERATIONS] >= limits.iterations:
         counter[REASON] = ITERATIONS_USED
         return False
+    if is_stuck:
+        counter[REASON] = STEP if limits.kinks else STALLED
+        return False
     if ending != BEGINS:
-        least = number[RESTART_LOSS] - _PROGRESS * abs(number[RESTART_LOSS])
-        if counter[RESTARTS] > 0 and not number[LOSS] < least:
-            counter[REASON] = STEP if condition.kinks else STALLED
-            return False
         counter[RESTARTS] += 1
         number[RESTART_LOSS] = number[LOSS]
     counter[ENDING] = RUNNING
     ridge = _RIDGE if counter[RESTARTS] == 0 else _RESTART_RIDGE
-    _begin_inverse(vector, number, counter, curvature, inverse, ridge, cancelled)
+    _begin_inverse(vector, number, counter, curvature, inverse, ridge, space.cancelled)
     return True
 
 
 @inlined
-def _pull(number: Floats, condition: Condition) -> float:
+def _pull(number: Floats, limits: SearchLimits) -> float:
     """Return the sum of w (dl/df)^2, for losses other than squares where it was last known."""
-    return float(4.0 * number[LOSS] if condition.squares else number[PULL])
+    return float(4.0 * number[LOSS] if limits.squares else number[PULL])
 
 
 @inlined
-def _steepest(vector: Floats, number: Floats, moving: Any, condition: Condition) -> float:
+def _steepest(vector: Floats, number: Floats, moving: Any, limits: SearchLimits) -> float:
     """Return the greatest cosine between the derivatives of the row losses and one column."""
     steepest = 0.0
     for i in range(len(moving)):
         if moving[i] and vector[WIDTH, i] > 0.0:
             steepest = max(steepest, abs(vector[SLOPE, i]) / vector[WIDTH, i])
     if steepest > 0.0:
-        steepest /= math.sqrt(_pull(number, condition))
+        steepest /= math.sqrt(_pull(number, limits))
     return steepest
-
-
-@inlined
-def _cosine_squared(
-    vector: Floats,
-    number: Floats,
-    curvature: Floats,
-    moving: Any,
-    condition: Condition,
-    cancelled: NDArray[np.uint8],
-) -> float:
-    """Return the square of the cosine between derivatives of row losses and columns."""
-    n, width = vector.shape[1], vector[WIDTH]
-    system, b = np.empty(n * (n + 1) // 2), np.zeros(n)
-    _fill(system, curvature, width, moving, _NOISE_OF_CURVATURE)
-    for i in range(n):
-        if moving[i] and width[i] > 0.0:
-            b[i] = vector[SLOPE, i] / width[i]
-    if not factorise(system, 0, n, n, cancelled):
-        return math.inf
-    solution = b.copy()
-    solve(system, solution)
-    return float(dot(b, solution) / _pull(number, condition))
 
 
 @inlined
@@ -409,14 +391,13 @@ def _turn(
     counter: Integers,
     inverse: Floats,
     limits: SearchLimits,
-    condition: Condition,
     begins: bool,
     cancelled: NDArray[np.uint8],
 ) -> None:
     """Choose a direction and its first trial, or end the search; one that begins goes on."""
     moving = np.empty(vector.shape[1], dtype=np.bool_)
     find_moving(vector, X, vector[SLOPE], moving)
-    if not begins and _steepest(vector, number, moving, condition) <= limits.gradient:
+    if not begins and _steepest(vector, number, moving, limits) <= limits.gradient:
         _end(vector, counter, GRADIENT)
         return
     used_up = counter[EVALUATIONS] >= _EVALUATIONS * limits.iterations + _TRIALS

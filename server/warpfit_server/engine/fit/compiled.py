@@ -9,12 +9,13 @@ import numba
 import numpy as np
 from numba import types
 
-from warpfit_server.engine.fit import bfgs, levenberg_marquardt, orthogonal, separable
+from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, orthogonal, separable
 from warpfit_server.engine.fit.searches import SearchLimits
 from warpfit_server.engine.native import numba_cache
 
 _NUMBERS, _ROWS, _COUNTS = types.float64[::1], types.float64[:, ::1], types.int64[:, ::1]
-_LIMITS: Final = numba.typeof(SearchLimits(0.0, 0.0, 0.0, 0, False, 0.0, 0.0, 0.0))
+_LIMITS: Final = numba.typeof(SearchLimits(0.0, 0.0, 0.0, 0, False, 0.0, 0.0, 0.0, True, False))
+_SPACE: Final = numba.typeof(linear_model.workspace(1, np.zeros(1, dtype=np.uint8)))
 #: Arguments of both methods: the state of the searches, and the results of a pass.
 _STATE: Final = _COUNTS, _ROWS, _ROWS, _COUNTS, *[_NUMBERS] * 4
 
@@ -26,9 +27,8 @@ def load() -> None:
 
 
 def _load_levenberg_marquardt() -> None:
-    space = numba.typeof(levenberg_marquardt.workspace(1, np.zeros(1, dtype=np.uint8)))
     numba_cache.load(
-        levenberg_marquardt.advance, types.void(*_STATE, _NUMBERS, types.boolean, _LIMITS, space)
+        levenberg_marquardt.advance, types.void(*_STATE, _NUMBERS, types.boolean, _LIMITS, _SPACE)
     )
     codes = types.Array(types.uint8, 1, "C", readonly=True)
     values = types.Array(types.float64, 1, "C", readonly=True)
@@ -41,9 +41,8 @@ def _load_levenberg_marquardt() -> None:
 
 
 def _load_bfgs() -> None:
-    condition = numba.typeof(bfgs.Condition(0.0, 0.0, False, False))
-    flag = types.uint8[::1]
-    numba_cache.load(bfgs.advance, types.void(*_STATE, _LIMITS, condition, types.boolean, flag))
+    flags = types.boolean, types.boolean
+    numba_cache.load(bfgs.advance, types.void(*_STATE, *flags, _LIMITS, _SPACE))
 
 
 #: What other processes compile: seconds that it takes, and what loads it.

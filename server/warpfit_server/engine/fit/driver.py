@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from warpfit.ir import Program
 from warpfit.losses import SQUARES as SQUARED_DIFFERENCES
 from warpfit.losses import TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Evaluation, Precision, Timings
-from warpfit_server.engine.fit import bfgs, levenberg_marquardt, orthogonal
+from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, orthogonal
 from warpfit_server.engine.fit.bfgs import has_kinks, squared_slope
 from warpfit_server.engine.fit.covariance import estimate_covariances, standard_errors
 from warpfit_server.engine.fit.searches import (
@@ -66,7 +66,7 @@ from warpfit_server.engine.fit.searches import (
 from warpfit_server.engine.fit.separable import mark_linear, operator_table
 from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps, timed
 from warpfit_server.engine.native.compile_processes import NICE
-from warpfit_server.limits import fit_memory
+from warpfit_server.limits import JACOBIAN_NUMBERS, fit_memory
 from warpfit_server.system.resources import give_back_memory
 
 #: The batch shrinks when at least this share of its searches has ended: each selection costs the
@@ -88,15 +88,7 @@ _MUCH_WORK: Final = 2_000.0
 _PIECE: Final = 100_000.0
 #: Such work takes about a microsecond for each search, and as much for so many cubes of parameters.
 _CUBES: Final = 500.0
-#: Numbers of Jacobians that are held at a time while they are factorised.
-_JACOBIAN_NUMBERS: Final = 2**21
 _THREAD: Final = ThreadPoolExecutor(1, "fit", os.nice, (NICE,))  # on Linux, of it alone
-#: Rounding errors of a value, in units of the last place, that have no direction.
-_ROUNDINGS: Final = 30.0
-#: Tolerances up to which an answer is taken for a final one, which must hold a stricter
-#: first-order condition.
-_FINAL_LOSS: Final = 1e-9
-_FINAL_STEP: Final = 1e-7
 Result = TypeVar("Result")
 #: Some searches, and the estimated microseconds in which the next step of each is found.
 Piece = tuple[slice, float]
@@ -169,34 +161,42 @@ class _Driver:
         self._rows = slice(*request.problem.row_range(context.dataset.layout))
         self._statistics = TargetStatistics.of_rows(context.dataset, self._rows)
         tolerances = request.settings.tolerances(dtype)
-        self._limits = SearchLimits(
-            float(tolerances.gradient),
-            float(tolerances.step),
-            float(tolerances.loss),
-            request.settings.max_iterations,
-            dtype.itemsize == 4,
-            min(max(math.sqrt(tolerances.loss), 1e-6), 1e-2),
-            *self._target_sizes(),
-        )
+        self._limits = self._search_limits(tolerances, dtype.itemsize == 4)
         self._problem = request.problem
         self._batch = one_vector_each(request.problem.batch)
         """The program of each search."""
         self._all = Searches.begin(request, self._batch, dtype)
         self._select(np.arange(len(self._all)), self._all)
         longest = int(self._all.counts.max(initial=0))
-        self._workspace = levenberg_marquardt.workspace(longest, context.cancelled)
+        self._workspace = linear_model.workspace(longest, context.cancelled)
         self._pass_seconds = 0.0
-        self._condition = self._first_order_condition(tolerances, dtype)
 
-    def _target_sizes(self) -> tuple[float, float]:
-        """Return the sum of squares of the target, and its variation."""
-        if not self._is_lm:
-            return 0.0, 0.0
-        with np.errstate(all="ignore"):  # rows of weight 0 may hold anything
-            squares = np.square(self._statistics.target, dtype=np.float64)
-            if self._statistics.weights is not None:
-                squares *= self._statistics.weights
-        return float(np.nansum(squares)), self._statistics.variation
+    def _search_limits(self, tolerances: Tolerances, single: bool) -> SearchLimits:
+        """Return what ends a search.
+
+        The square of the cosine is the share of the loss that the linear model may promise to take
+        off. It follows the tolerance of the loss, from 1e-2 down to 1e-6.
+        """
+        squares, variation = 0.0, 0.0
+        if self._loss.is_squares:
+            with np.errstate(all="ignore"):  # rows of weight 0 may hold anything
+                each = np.square(self._statistics.target, dtype=np.float64)
+                if self._statistics.weights is not None:
+                    each *= self._statistics.weights
+            squares, variation = float(np.nansum(each)), self._statistics.variation
+        cosine = min(max(math.sqrt(tolerances.loss), 1e-6), 1e-2)
+        return SearchLimits(
+            gradient=float(tolerances.gradient),
+            step=float(tolerances.step),
+            loss=float(tolerances.loss),
+            iterations=self._request.settings.max_iterations,
+            single=single,
+            flat=max(cosine, float(tolerances.gradient)),
+            target=squares,
+            variation=variation,
+            squares=self._loss.is_squares,
+            kinks=not self._loss.is_squares and has_kinks(self._loss.row),
+        )
 
     def run(self) -> Steps[FitResult]:
         """Advance until every search has ended or the time is used up; return the result."""
@@ -210,8 +210,7 @@ class _Driver:
                 yield None
                 new = yield from self._evaluate_trials()
                 yield from self._in_pieces(self._pieces, partial(self._advance, new))
-                if self._is_lm:
-                    yield from self._factorise(new)
+                yield from self._factorise(new)
         return (yield from self._result())
 
     def _on_fit_thread(self, do: Callable[[], Result]) -> Steps[Result]:
@@ -244,9 +243,8 @@ class _Driver:
             yield from self._on_fit_thread(copy)
             self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
         yield from self._in_pieces(self._pieces, partial(self._advance, first))
-        if self._is_lm:
-            yield from self._factorise(first)
-        if self._is_undefined(first):
+        yield from self._factorise(first)
+        if self._is_undefined():
             self._all.counters[:, REASON] = NOT_FINITE
 
     def _leaves_float32(self, first: Linearisation) -> bool:
@@ -257,37 +255,16 @@ class _Driver:
         small = _SMALL_IN_FLOAT32 * (self._rows.stop - self._rows.start)
         return not len(finite) or bool((finite < small).any() or (columns < small).any())
 
-    def _is_undefined(self, first: Linearisation) -> bool:
-        """Whether the loss has no value for any parameters, or its squares vanish in float64."""
+    def _is_undefined(self) -> bool:
+        """Whether the loss has no value for any parameters, or the target's squares vanish."""
         weightless = not self._weighed_rows() and not mentions_weight(self._loss.row)
         if weightless or not np.isfinite(self._finalize(np.zeros(1))).all():
             return True
-        if not self._loss.is_squares or not (first.losses < _SMALL_IN_FLOAT64).any():
+        if not self._loss.is_squares:
             return False
         target = self._statistics.target
         return bool(
             target.any() and np.square(np.abs(target, dtype=np.float64).max()) < _SMALL_IN_FLOAT64
-        )
-
-    def _first_order_condition(
-        self, tolerances: Tolerances, dtype: np.dtype[Any]
-    ) -> bfgs.Condition:
-        """Return the condition under which BFGS says that a search has converged.
-
-        The square of the cosine is the share of the loss that the linear model promises to take
-        off, roughly: it follows the tolerance of the loss, from 1e-2 down to 1e-6.
-        """
-        cosine = min(max(10.0 * math.sqrt(tolerances.loss), 1e-6), 1e-2)
-        with np.errstate(all="ignore"):
-            squares = np.square(self._statistics.target, dtype=np.float64)
-            if self._statistics.weights is not None:
-                squares *= self._statistics.weights
-            noise = (_ROUNDINGS * float(np.finfo(dtype).eps)) ** 2 * float(squares.sum())
-        return bfgs.Condition(
-            max(cosine, tolerances.gradient),
-            noise if math.isfinite(noise) else 0.0,
-            self._loss.is_squares,
-            not self._loss.is_squares and has_kinks(self._loss.row),
         )
 
     def _mark_linear(self) -> None:
@@ -384,7 +361,7 @@ class _Driver:
         if not len(active.inverse):
             active.make_room_for_inverse()
         counts = active.counts
-        group_of = np.cumsum(np.where(wanted, counts + 1, 0)) // (_JACOBIAN_NUMBERS // 2048)
+        group_of = np.cumsum(np.where(wanted, counts + 1, 0)) // (JACOBIAN_NUMBERS // 2048)
         for group in np.unique(group_of[wanted]).tolist():
             mask = wanted & (group_of == group)
             columns, squares = np.repeat(mask, counts), np.repeat(mask, counts * counts)
@@ -392,7 +369,7 @@ class _Driver:
             batch = replace(batch, parameters=active.vectors[X, columns])
             factors, rights = np.zeros(int(squares.sum())), np.zeros(int(columns.sum()))
             numbers = len(rights) + len(batch)
-            step = max(orthogonal.BLOCK, _JACOBIAN_NUMBERS // numbers & -orthogonal.BLOCK)
+            step = max(orthogonal.BLOCK, JACOBIAN_NUMBERS // numbers & -orthogonal.BLOCK)
             for start in range(self._rows.start, self._rows.stop, step):
                 yield None
                 self._check_cancelled()
@@ -434,16 +411,12 @@ class _Driver:
         sums = np.ascontiguousarray(new.losses).reshape(-1)
         edges = active.edges[some.start : some.stop + 1]
         own = active.numbers[some], active.counters[some]
-        state, sums = (edges, active.vectors, *own, active.curvature), sums[some]
+        state = edges, active.vectors, *own, active.curvature, active.inverse
+        found, limits = (sums[some], new.gradients), (self._limits, self._workspace)
         if self._is_lm:
-            found = active.inverse, sums, new.gradients, new.curvatures
-            limits = self._limits, self._workspace
-            levenberg_marquardt.advance(*state, *found, resumes, *limits)
+            levenberg_marquardt.advance(*state, *found, new.curvatures, resumes, *limits)
         else:
-            evaluated = (active.inverse, sums, new.gradients)
-            bounds = self._limits, self._condition
-            inspects = new.curvatures is not None
-            bfgs.advance(*state, *evaluated, *bounds, inspects, self._context.cancelled)
+            bfgs.advance(*state, *found, new.curvatures is not None, resumes, *limits)
 
     def _drop_finished(self) -> bool:
         """Keep the outcomes of ended searches, shrink the batch if it pays; False if all ended."""

@@ -40,7 +40,7 @@ SCALE: Final = 6  # Levenberg-Marquardt: scale of each parameter's damping
 DIRECTION: Final = 6  # BFGS: direction of the line search
 LINEAR: Final = 7  # Levenberg-Marquardt: 1 where the program is linear in the parameter, else 0
 BEST: Final = 7  # BFGS: best parameters along the direction with a sufficient decrease
-RIGHT: Final = 8  # Levenberg-Marquardt: residuals in the columns' orthogonal basis, see `inverse`
+RIGHT: Final = 8  # residuals in the columns' orthogonal basis, see `inverse`
 BEST_SLOPE: Final = 8  # BFGS: gradient there
 WIDTH: Final = 9  # BFGS: length of a column of the Jacobian when last known, 0 if never or fixed
 _VECTORS: Final = 10
@@ -72,14 +72,15 @@ UPDATES: Final = 4  # BFGS: updates of the inverse since it was set up
 ENDING: Final = 5  # BFGS: 0, or why the search waits for being inspected: BEGINS or a reason
 RESTARTS: Final = 6  # BFGS: how often the search has restarted
 REFUSED: Final = 4  # Levenberg-Marquardt: steps refused in a row
-FACTOR: Final = 5  # Levenberg-Marquardt: state of the orthogonal factor
-FIRED: Final = 6  # Levenberg-Marquardt: reason that the search would have ended with, without it
-ASKED: Final = 7  # Levenberg-Marquardt: 1 if there has been a factor
+FIRED: Final = 5  # Levenberg-Marquardt: reason that the search would have ended with, without it
+ASKED: Final = 6  # Levenberg-Marquardt: 1 if there has been a factor
+FACTOR: Final = 7  # state of the orthogonal factor
 _COUNTERS: Final = 8
 #: Value of ENDING of a search that has not been inspected yet.
 BEGINS: Final = -1
 
-# Values of the counter FACTOR. Searches whose curvature is ill-conditioned go on with a factor.
+# Values of the counter FACTOR. Levenberg-Marquardt goes on with a factor where the curvature is
+# ill-conditioned; BFGS takes one only to know whether it has converged.
 NO_FACTOR: Final = 0
 WANTED: Final = 1
 READY: Final = 2
@@ -101,12 +102,17 @@ class SearchLimits(NamedTuple):
     single: bool
     """Whether the engine rounds parameters to float32."""
     flat: float
-    """Largest cosine between residuals and the columns of their Jacobian at which a search may say
-    that it has converged."""
+    """Largest cosine between the residuals and their projection on the columns of their Jacobian at
+    which a search may say that it has converged."""
     target: float
-    """Sum of w y^2."""
+    """Sum of w y^2; 0 for row losses other than squares."""
     variation: float
-    """Sum of w (y - m)^2, where m is the weighted mean of y."""
+    """Sum of w (y - m)^2, where m is the weighted mean of y; 0 for row losses other than squares.
+    """
+    squares: bool
+    """Whether the row loss is the squared difference."""
+    kinks: bool
+    """Whether the row loss may have kinks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,9 +130,9 @@ class Searches:
     curvature: Floats
     """Sum of w (df/dp_i) (df/dp_j) at X, lower triangles row by row; [T]."""
     inverse: Floats
-    """BFGS: estimate of the inverse of the second derivatives; Levenberg-Marquardt, if a search
-    wants it: R of the factorisation W^1/2 J = Q R at X, above zeros, where row RIGHT of ``vectors``
-    has Q^T W^1/2 times the residuals; [Q], or empty."""
+    """BFGS: estimate of the inverse of the second derivatives. Of a search that wants it, the
+    factor R of W^1/2 J = Q R at X, above zeros, where row RIGHT of ``vectors`` has Q^T W^1/2 times
+    the residuals; [Q], or empty."""
 
     @classmethod
     def begin(cls, request: FitRequest, batch: Batch, dtype: np.dtype[Any]) -> Searches:

@@ -1,0 +1,501 @@
+"""The sum of squares near a point as a function of the step: its minimum, and what it promises.
+
+Near a point x the residuals r change by J h with the step h. The model |r + J h|^2 is minimised
+inside the bounds (`solve_step`), with a damping for Levenberg-Marquardt, and without one where a
+search asks whether it has converged (`is_minimum`). That is one idea for both methods:
+
+    the minimum of the undamped model inside the bounds promises to take off no more of the loss
+    than the square of `SearchLimits.flat`, or than rounding errors explain
+
+The share of the loss that the model promises is the square of the cosine between r and its
+projection on the span of the columns of the parameters that may move. It depends neither on units
+nor on constants in the loss. For a row loss l other than squares, r is half of the derivative of
+l by the prediction, divided by the weight.
+
+Normal equations square the condition of J. Where they hold too few digits, the answer of
+`is_minimum` is doubtful, and a search asks for the orthogonal factor of J (`orthogonal`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit_server.engine.fit import triangles
+from warpfit_server.engine.fit.searches import (
+    DAMPING,
+    FREE,
+    GROWTH,
+    INITIAL,
+    LINEAR,
+    LOWER,
+    REFUSED,
+    RIGHT,
+    SCALE,
+    UPPER,
+    Floats,
+    Integers,
+    SearchLimits,
+)
+from warpfit_server.engine.native.intrinsics import inlined
+
+#: Relative increase of the curvature's diagonal, for parameters with the same effect, above the
+#: rounding errors of the sums, which would else make long steps of no direction; in a test
+#: whether columns of float32, whose own rounding errors differ, can lower the loss; and with the
+#: orthogonal factor, whose columns are rounded to float64: usually, and so much that only what is
+#: well above these rounding errors counts.
+RIDGE: Final = 1e-13
+_RIDGE_IN_FLOAT32: Final = 1e-11
+RIDGE_OF_FACTOR: Final = 1e-30
+_RIDGE_ABOVE_NOISE: Final = 1e-18
+#: Squared sine of the angle between a column and those before it, below which the curvature holds
+#: too few digits of it.
+ILL_CONDITIONED: Final = 1e-11
+#: Part of a column outside the span of others that may be no more than rounding errors: some units
+#: in the last place.
+_ROUNDING_OF_COLUMN: Final = 2.0**-48
+#: Least relative part of a column outside the span of the linear parameters' columns.
+_INDEPENDENT: Final = 1e-13
+#: Least cosine between residuals and a column for which a parameter leaves its bound.
+_LEAST_RELEASE: Final = 1e-13
+#: Steps refused in a row after which linear parameters are damped, too.
+_PATIENCE: Final = 12
+#: Most of the target's variation that rounding errors of the parameters may hide.
+_HIDDEN: Final = 1e-2
+#: Roundings of residuals that are no more than noise.
+_ROUNDINGS: Final = 64.0
+#: Roundings of each parameter that values inherit.
+_PARAMETER_ROUNDINGS: Final = 8.0
+#: Attempts to make a system positive definite by more damping.
+_ATTEMPTS: Final = 100
+
+# What a parameter does in a step.
+STAYS: Final = 0  # fixed, or without effect
+MOVES: Final = 1
+_AT_LOWER: Final = 2
+_AT_UPPER: Final = 3
+
+
+class Workspace(NamedTuple):
+    """Scratch memory for one search at a time; allocating it in `advance` costs a third more."""
+
+    role: Integers
+    """Role of each parameter in a step, [n]: it stays, moves, or is at a bound."""
+    order: Integers
+    """Indices of those that move, the linear ones first, [n]."""
+    step: Floats
+    """[n]."""
+    target: Floats
+    """Step that minimises the model where the bounds are ignored, [n]."""
+    best: Floats
+    """Parameters, [n]."""
+    unit: Floats
+    """Square roots of the curvature's diagonal, [n]."""
+    right: Floats
+    """Right-hand side of the normal equations, then their solution, [n]."""
+    system: Floats
+    """Matrix of the normal equations, then its factor, [n (n + 1) / 2]."""
+    columns: Floats
+    """Columns of the orthogonal factor with rows of damping, and the right-hand side,
+    [(n + 1) 2 n]."""
+    cancelled: NDArray[np.uint8]
+    """[1]; another thread writes another number than 0 to end what is being computed."""
+
+
+def workspace(longest: int, cancelled: NDArray[np.uint8]) -> Workspace:
+    """Allocate scratch memory for searches of at most ``longest`` parameters."""
+    return Workspace(
+        np.empty(longest, dtype=np.int64),
+        np.empty(longest, dtype=np.int64),
+        np.empty(longest),
+        np.empty(longest),
+        np.empty(longest),
+        np.empty(longest),
+        np.empty(longest),
+        np.empty(longest * (longest + 1) // 2),
+        np.empty(2 * longest * (longest + 1)),
+        cancelled,
+    )
+
+
+class Model(NamedTuple):
+    """The sum of squares near one point, as a function of the step; in compiled code."""
+
+    point: int
+    """Row of the vectors with the parameters."""
+    gradient: Any
+    """Its gradient there, [n]."""
+    curvature: Any
+    """J^T W J, [n (n + 1) / 2]."""
+    factor: Any
+    """R of the orthogonal factorisation of W^1/2 J, [n n] row by row, if ``factored``; row RIGHT of
+    the search's vectors then has Q^T W^1/2 times the residuals."""
+    factored: bool
+    loss: float
+    """Sum of squares at the point."""
+
+
+@inlined
+def damp(number: Floats) -> None:
+    number[DAMPING] *= number[GROWTH]
+    number[GROWTH] *= 2.0
+
+
+@inlined
+def find_roles(vector: Floats, model: Model, space: Workspace) -> None:
+    """Find what each parameter does at the beginning of a step."""
+    for i in range(vector.shape[1]):
+        x, slope = vector[model.point, i], model.gradient[i]
+        moves = vector[FREE, i] != 0.0 and model.curvature[i * (i + 1) // 2 + i] > 0.0
+        space.role[i] = STAYS
+        if moves and vector[LOWER, i] < vector[UPPER, i]:
+            space.role[i] = MOVES
+            if x <= vector[LOWER, i] and slope > 0.0:
+                space.role[i] = _AT_LOWER
+            elif x >= vector[UPPER, i] and slope < 0.0:
+                space.role[i] = _AT_UPPER
+
+
+@inlined
+def steepest_cosine(vector: Floats, model: Model, space: Workspace) -> float:
+    """Return the greatest cosine between the residuals and the column of a parameter that moves."""
+    steepest = 0.0
+    for i in range(vector.shape[1]):
+        if space.role[i] == MOVES and model.loss > 0.0:
+            diagonal = model.curvature[i * (i + 1) // 2 + i]
+            cosine = 0.5 * abs(model.gradient[i]) / math.sqrt(diagonal) / math.sqrt(model.loss)
+            steepest = max(steepest, cosine)
+    return steepest
+
+
+@inlined
+def is_exact(vector: Floats, number: Floats, model: Model, limits: SearchLimits) -> bool:
+    """Whether the residuals are no more than rounding errors of the target.
+
+    If that is 0, they are compared with the parameters' contributions to the values, and with the
+    residuals at the start.
+    """
+    epsilon = 2.0**-24 if limits.single else 2.0**-53
+    scale = limits.target
+    if not scale > 0.0:
+        for i in range(vector.shape[1]):
+            scale += _contribution(vector, model, i)
+        scale = min(scale, number[INITIAL])
+    return bool(model.loss <= (_ROUNDINGS * epsilon) ** 2 * scale)
+
+
+@inlined
+def _contribution(vector: Floats, model: Model, i: int) -> float:
+    """Return the square of what a parameter contributes to the values, roughly."""
+    length = math.sqrt(model.curvature[i * (i + 1) // 2 + i])
+    return float((length * vector[model.point, i]) ** 2)
+
+
+@inlined
+def is_minimum(
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    model: Model,
+    is_stuck: bool,
+    limits: SearchLimits,
+    space: Workspace,
+) -> Any:
+    """Whether a search may say that it has converged, see above.
+
+    Where the search ``is_stuck``, a decrease that is lost in the rounding errors of the loss is
+    none, and neither is one that the rounding errors of the factor's columns may promise.
+
+    Returns:
+        Whether it is a minimum, and whether that is doubtful because the curvature holds too few
+        digits. The columns of float32 have no more digits than it.
+    """
+    n, ridge = vector.shape[1], RIDGE
+    if model.factored:
+        ridge = _RIDGE_ABOVE_NOISE if is_stuck else RIDGE_OF_FACTOR
+    if limits.single:
+        ridge = max(ridge, _RIDGE_IN_FLOAT32)
+    find_roles(vector, model, space)
+    pivot = solve_step(vector, number, counter, model, 0.0, ridge, space)
+    rounding = 2.0**-24 if limits.single else 2.0**-53
+    noise = 0.0
+    for i in range(n):
+        if space.role[i] != STAYS:
+            noise += _contribution(vector, model, i)
+    noise *= (_PARAMETER_ROUNDINGS * rounding) ** 2
+    if noise > _HIDDEN * limits.variation:
+        noise = 0.0
+    noise += (_ROUNDINGS * rounding) ** 2 * limits.target
+    allowed = max(limits.flat * limits.flat * model.loss, noise)
+    if is_stuck:
+        allowed = max(allowed, 2.0 * rounding * math.sqrt(model.loss * limits.target))
+    doubtful = pivot < ILL_CONDITIONED and not model.factored and not limits.single
+    return bool(promised_decrease(vector, model, space.step[:n]) <= allowed), bool(doubtful)
+
+
+@inlined
+def promised_decrease(vector: Floats, model: Model, h: Floats) -> float:
+    """Return the decrease of the loss that the model predicts."""
+    n = len(h)
+    if not model.factored:
+        # The loss is twice the F of the module's docstring.
+        return -triangles.dot(model.gradient, h) - triangles.quadratic(model.curvature, h)
+    decrease = 0.0
+    for i in range(n):
+        turned = 0.0
+        for j in range(i, n):
+            turned += model.factor[i * n + j] * h[j]
+        decrease -= turned * (2.0 * vector[RIGHT, i] + turned)
+    return decrease
+
+
+@inlined
+def solve_step(
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    model: Model,
+    damping: float,
+    ridge: float,
+    space: Workspace,
+) -> float:
+    """Minimise the damped model inside the bounds, from the roles in ``space.role``.
+
+    An active set method for convex quadratic functions (Nocedal and Wright, "Numerical
+    Optimization", 2nd edition, 2006, section 16.5): where the minimum over the moving parameters is
+    outside the bounds, the step goes up to the first bound and that parameter stops; where it is
+    inside, the parameter that pulls most from its bound moves again.
+
+    Returns:
+        The least pivot of the systems, relative to the diagonal.
+    """
+    n, least = vector.shape[1], 1.0
+    h, target, role = space.step[:n], space.target[:n], space.role[:n]
+    for i in range(n):
+        h[i] = 0.0
+    for _ in range(4 * n + 4):
+        if space.cancelled[0]:
+            break
+        order = _order(vector[LINEAR], role, space.order)
+        if model.factored:
+            _minimise_by_factor(vector, counter, model, order, damping, ridge, space)
+        else:
+            pivot = _minimise(vector, number, counter, model, order, damping, ridge, space)
+            least = min(least, pivot)
+        share, stopped, at = 1.0, -1, _AT_LOWER
+        for i in range(n):
+            if role[i] == MOVES:
+                x = vector[model.point, i]
+                lowest, highest = vector[LOWER, i] - x, vector[UPPER, i] - x
+                if target[i] < lowest and (lowest - h[i]) / (target[i] - h[i]) < share:
+                    share, stopped, at = (lowest - h[i]) / (target[i] - h[i]), i, _AT_LOWER
+                elif target[i] > highest and (highest - h[i]) / (target[i] - h[i]) < share:
+                    share, stopped, at = (highest - h[i]) / (target[i] - h[i]), i, _AT_UPPER
+        for i in range(n):
+            if role[i] == MOVES:
+                h[i] = h[i] + share * (target[i] - h[i]) if stopped >= 0 else target[i]
+        if stopped >= 0:
+            bound = vector[LOWER, stopped] if at == _AT_LOWER else vector[UPPER, stopped]
+            h[stopped] = bound - vector[model.point, stopped]
+            role[stopped] = at
+            continue
+        strongest, released = _LEAST_RELEASE, -1
+        for i in range(n):
+            if role[i] == _AT_LOWER or role[i] == _AT_UPPER:
+                slope = _slope(vector, model, h, i)
+                if vector[LINEAR, i] == 0.0:
+                    slope += damping * vector[SCALE, i] * h[i]
+                pull = -slope if role[i] == _AT_LOWER else slope
+                pull /= math.sqrt(model.curvature[i * (i + 1) // 2 + i] * model.loss)
+                if pull > strongest:
+                    strongest, released = pull, i
+        if released < 0:
+            break
+        role[released] = MOVES
+    return least
+
+
+@inlined
+def _slope(vector: Floats, model: Model, h: Floats, i: int) -> float:
+    """Return half the derivative of the model by parameter ``i`` after a step."""
+    n = len(h)
+    slope: float = 0.0
+    if model.factored:
+        for row in range(i + 1):
+            residual = vector[RIGHT, row]
+            for j in range(row, n):
+                residual += model.factor[row * n + j] * h[j]
+            slope += model.factor[row * n + i] * residual
+        return slope
+    for j in range(n):
+        slope += triangles.element(model.curvature, i, j) * h[j]
+    return slope + float(0.5 * model.gradient[i])
+
+
+@inlined
+def _minimise(
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    model: Model,
+    moving: Any,
+    damping: float,
+    ridge: float,
+    space: Workspace,
+) -> float:
+    """Minimise over the moving parameters by the normal equations; return the least pivot.
+
+    Reads ``space.step`` of the others, writes ``space.target``. Damps the nonlinear parameters,
+    and the linear ones after refused steps that this could not mend.
+    """
+    parameters = vector.shape[1]
+    n, linear = moving
+    order, unit, b = space.order[:n], space.unit[:n], space.right[:n]
+    h, role, curvature = space.step[:parameters], space.role[:parameters], model.curvature
+    for i in range(n):
+        place = order[i]
+        unit[i] = math.sqrt(curvature[place * (place + 1) // 2 + place])
+        b[i] = -0.5 * model.gradient[place]
+        for j in range(parameters):
+            if role[j] != MOVES and h[j] != 0.0:
+                b[i] -= triangles.element(curvature, place, j) * h[j]
+        b[i] /= unit[i]
+    system = space.system[: n * (n + 1) // 2]
+    damps = _damps_linear(counter, n, linear)
+    for _ in range(_ATTEMPTS):
+        if space.cancelled[0]:
+            return 1.0
+        for i in range(n):
+            row = i * (i + 1) // 2
+            for j in range(i + 1):
+                element = triangles.element(curvature, order[i], order[j])
+                system[row + j] = element / unit[i] / unit[j]
+            system[row + i] += ridge
+            if i < linear and damps:
+                system[row + i] += damping
+        if not triangles.factorise(system, 0, linear, n, space.cancelled):
+            ridge *= 10.0
+            continue
+        for i in range(linear, n):
+            place, row = order[i], i * (i + 1) // 2
+            own = max(system[row + i], _INDEPENDENT) * unit[i] * unit[i]
+            if damping > 0.0:
+                vector[SCALE, place] = max(vector[SCALE, place], own)
+            system[row + i] += damping * vector[SCALE, place] / unit[i] / unit[i]
+        if triangles.factorise(system, linear, n, n, space.cancelled):
+            break
+        if damping > 0.0:
+            damp(number)
+            damping = number[DAMPING]
+        else:
+            ridge *= 10.0
+    triangles.solve(system, b)
+    least = 1.0
+    for i in range(n):
+        space.target[order[i]] = b[i] / unit[i]
+        least = min(least, system[i * (i + 1) // 2 + i] ** 2)
+    return least
+
+
+@inlined
+def _minimise_by_factor(
+    vector: Floats,
+    counter: Integers,
+    model: Model,
+    moving: Any,
+    damping: float,
+    ridge: float,
+    space: Workspace,
+) -> None:
+    """Do what `_minimise` does by Householder's reflections of the factor and the damping.
+
+    The columns' condition is not squared. Each moving parameter has a row of its own for damping
+    and ridge, below the factor. A parameter whose column lies in the span of those before it, up to
+    rounding errors, stays where it is: its step would be a quotient of rounding errors. A linear
+    one that is not damped goes to 0, so that the values are not the differences of huge terms.
+    """
+    parameters = vector.shape[1]
+    n, linear = moving
+    order, unit, columns = space.order[:n], space.unit[:n], space.columns
+    h, role, factor = space.step[:parameters], space.role[:parameters], model.factor
+    rows = parameters + n
+    damps = _damps_linear(counter, n, linear)
+    for j in range(n + 1):
+        for row in range(rows):
+            columns[j * rows + row] = 0.0
+    for j in range(n):
+        place = order[j]
+        unit[j] = math.sqrt(model.curvature[place * (place + 1) // 2 + place])
+        for row in range(place + 1):
+            columns[j * rows + row] = factor[row * parameters + place] / unit[j]
+        columns[j * rows + parameters + j] = math.sqrt(ridge)
+    for row in range(parameters):
+        right = -vector[RIGHT, row]
+        for j in range(row, parameters):
+            if role[j] != MOVES:
+                right -= factor[row * parameters + j] * h[j]
+        columns[n * rows + row] = right
+    for j in range(linear):
+        # Where the columns leave a linear parameter open, it goes towards 0, so that the values
+        # are not the differences of huge terms.
+        # A damped one stays where it is, and a test (no damping) asks what the residuals alone say.
+        at = unit[j] * vector[model.point, order[j]]
+        own = damping if damps else 0.0
+        columns[j * rows + parameters + j] = math.sqrt(ridge + own)
+        if damping > 0.0:
+            columns[n * rows + parameters + j] = -ridge / math.sqrt(ridge + own) * at
+    for j in range(n):
+        if j == linear and damping > 0.0:
+            for i in range(linear, n):
+                own, place = _INDEPENDENT, order[i]
+                for row in range(linear, rows):
+                    own += columns[i * rows + row] ** 2
+                own *= unit[i] * unit[i]
+                vector[SCALE, place] = max(vector[SCALE, place], own)
+                damped = damping * vector[SCALE, place] / unit[i] / unit[i]
+                columns[i * rows + parameters + i] = math.sqrt(ridge + damped)
+        outside = 0.0
+        for row in range(j, rows):
+            outside += columns[j * rows + row] ** 2
+        if outside < _ROUNDING_OF_COLUMN * _ROUNDING_OF_COLUMN:
+            for row in range(j, rows):
+                columns[j * rows + row] = 0.0
+            columns[j * rows + parameters + j], columns[n * rows + parameters + j] = 1.0, 0.0
+            if j < linear and damping > 0.0 and not damps:
+                columns[n * rows + parameters + j] = -unit[j] * vector[model.point, order[j]]
+        triangles.reflect(columns, rows, j, n + 1)
+    for reverse in range(n):
+        i = n - 1 - reverse
+        rest = columns[n * rows + i]
+        for j in range(i + 1, n):
+            rest -= columns[j * rows + i] * columns[n * rows + j]
+        columns[n * rows + i] = rest / columns[i * rows + i]
+    for i in range(n):
+        space.target[order[i]] = columns[n * rows + i] / unit[i]
+
+
+@inlined
+def _damps_linear(counter: Integers, n: int, linear: int) -> bool:
+    """Whether steps were refused that less nonlinear movement cannot make better."""
+    return bool(counter[REFUSED] > (0 if linear == n else _PATIENCE))
+
+
+@inlined
+def _order(linear: Floats, role: Integers, order: Integers) -> Any:
+    """Fill in the parameters that move, the linear ones first.
+
+    Returns:
+        How many they are, and how many of them are linear.
+    """
+    n = count = 0
+    for nonlinear in (False, True):
+        for i in range(len(role)):
+            if role[i] == MOVES and (linear[i] == 0.0) == nonlinear:
+                order[n] = i
+                n += 1
+        if not nonlinear:
+            count = n
+    return n, count
