@@ -55,13 +55,16 @@ class Formula:
         """Return the values, [rows]."""
         return np.real(self._evaluate(parameters))
 
-    def jacobian(self, parameters: Floats) -> Floats:
-        """Return the derivatives of the values by the parameters, [rows, parameters]."""
+    def jacobian(self, parameters: Floats, step: float = _STEP) -> Floats:
+        """Return the derivatives of the values by the parameters, [rows, parameters].
+
+        At a singular point, such as that of the square root at 0, they depend on the step.
+        """
         columns = []
         for i in range(len(parameters)):
             moved = np.asarray(parameters, dtype=complex)
-            moved[i] += 1j * _STEP
-            columns.append(np.imag(self._evaluate(moved)) / _STEP)
+            moved[i] += 1j * step
+            columns.append(np.imag(self._evaluate(moved)) / step)
         return np.stack(columns, axis=1)
 
     def _evaluate(self, parameters: NDArray[Any]) -> NDArray[Any]:

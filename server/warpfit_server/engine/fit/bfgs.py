@@ -230,8 +230,6 @@ def _inspect(
     for i in range(n):
         free = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
         vector[WIDTH, i] = math.sqrt(curvature[i * (i + 1) // 2 + i]) if free else 0.0
-    least = number[RESTART_LOSS] - _PROGRESS * abs(number[RESTART_LOSS])
-    is_stuck = ending != BEGINS and counter[RESTARTS] > 0 and not number[LOSS] < least
     moving = np.empty(n, dtype=np.bool_)
     find_moving(vector, X, vector[SLOPE], moving)
     steepest = _steepest(vector, number, moving, limits)
@@ -245,7 +243,7 @@ def _inspect(
         # These rows are those that Levenberg-Marquardt's damping uses, and a test has none.
         vector[DIRECTION, :] = 0.0
         vector[BEST, :] = 0.0
-        ends, doubtful = is_minimum(vector, number, counter, model, is_stuck, limits, space)
+        ends, doubtful = is_minimum(vector, number, counter, model, False, limits, space)
         if doubtful and limits.squares and not space.cancelled[0]:
             counter[FACTOR] = WANTED
             return False
@@ -255,10 +253,11 @@ def _inspect(
     if counter[ITERATIONS] >= limits.iterations:
         counter[REASON] = ITERATIONS_USED
         return False
-    if is_stuck:
-        counter[REASON] = STEP if limits.kinks else STALLED
-        return False
     if ending != BEGINS:
+        least = number[RESTART_LOSS] - _PROGRESS * abs(number[RESTART_LOSS])
+        if counter[RESTARTS] > 0 and not number[LOSS] < least:
+            counter[REASON] = STEP if limits.kinks else STALLED
+            return False
         counter[RESTARTS] += 1
         number[RESTART_LOSS] = number[LOSS]
     counter[ENDING] = RUNNING

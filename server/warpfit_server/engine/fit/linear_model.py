@@ -140,6 +140,7 @@ class Model(NamedTuple):
 
 @inlined
 def damp(number: Floats) -> None:
+    """Raise the damping, the next time by more."""
     number[DAMPING] *= number[GROWTH]
     number[GROWTH] *= 2.0
 
@@ -241,7 +242,7 @@ def promised_decrease(vector: Floats, model: Model, h: Floats) -> float:
     """Return the decrease of the loss that the model predicts."""
     n = len(h)
     if not model.factored:
-        # The loss is twice the F of the module's docstring.
+        # The gradient is 2 J^T W r.
         return -triangles.dot(model.gradient, h) - triangles.quadratic(model.curvature, h)
     decrease = 0.0
     for i in range(n):

@@ -85,6 +85,27 @@ def test_searches_reach_the_minimum_from_far(cpu, columns, target, text, start, 
     np.testing.assert_allclose(found.loss[0], best, rtol=1e-6, atol=1e-20)
 
 
+@pytest.mark.filterwarnings("ignore::numpy.exceptions.RankWarning")
+@pytest.mark.parametrize("accuracy", Accuracy)
+@pytest.mark.parametrize(
+    ("x", "degree"),
+    [
+        (np.linspace(1000.0, 1010.0, 82), 5),
+        (np.arange(1980.0, 2021.0), 4),
+        (np.linspace(1e6, 1e6 + 1.0, 60), 2),
+        (np.linspace(1e6, 1e6 + 1.0, 60), 6),
+    ],
+)
+def test_no_polynomial_far_from_0_is_falsely_converged(cpu, x, degree, accuracy):
+    """The curvature does not hold the digits that tell the columns apart."""
+    z = (x - x.mean()) / (np.ptp(x) / 2.0)
+    y = 1.0 + z - 0.5 * z**2 + 0.3 * z**3 + 0.01 * np.sin(50.0 * x)
+    text = " + ".join(f"p{i + 1}*x1^{i}" if i else "p1" for i in range(degree + 1))
+    found = search(cpu, x, y, text, np.ones(degree + 1), accuracy)
+    best = np.square(np.polyval(np.polyfit(x, y, degree), x) - y).sum()
+    assert found.loss[0] <= 1.01 * best or not found.success[0]
+
+
 def test_lines_with_one_bound_take_a_few_evaluations(cpu):
     for seed in range(20):
         draw = np.random.default_rng(seed)

@@ -105,11 +105,14 @@ def test_fixed_parameters_count_nowhere():
     np.testing.assert_allclose(np.exp(found.parameters[0][0]), 7.0, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "most"), [("Powell singular", 100), ("Brown-Dennis", 900)])
-def test_hard_problems_converge(name, most):
+@pytest.mark.parametrize(
+    ("name", "times", "most"),
+    [("Powell singular", 1, 100), ("Brown-Dennis", 1, 900), ("Brown almost linear", 100, 60)],
+)
+def test_hard_problems_converge(name, times, most):
     problem = MGH[name]
     data = Dataset.of(problem.columns, problem.target, dtype="float64")
-    found = fit(data, [problem.formula], [problem.start], **tight(Accuracy.FINAL))
+    found = fit(data, [problem.formula], [times * problem.start], **tight(Accuracy.FINAL))
     assert found.success[0]
     assert found.iterations[0] <= most
     assert found.loss[0] <= max(problem.minimum * (1 + 1e-6), 1e-20)
@@ -121,3 +124,36 @@ def test_a_search_that_cannot_move_away_from_a_plateau_has_stalled():
     data = Dataset.of(x[:, None], np.ones(40), dtype="float64")
     found = fit(data, ["abs(p1) + x1"], [[1.0]], **tight(Accuracy.FINAL))
     assert found.reason[0] is Reason.STALLED
+
+
+@pytest.mark.parametrize("start", [[-11.0, -32.6], [0.144, -24.4], [5.3, -9.7], [0.27, -8.3]])
+def test_no_plateau_is_called_converged_in_screening(start):
+    """A power so steep that it sees one row at most moves the loss by next to nothing."""
+    x = np.linspace(0.1, 5.0, 100)
+    y = 1.5 * x**1.7 + 0.1 * np.sin(40.0 * x)
+    data = Dataset.of(x[:, None], y, dtype="float64")
+    found = fit(data, ["p1*x1^p2"], [start], **tight(Accuracy.SCREENING))
+    again = fit(data, ["p1*x1^p2"], found.parameters, **tight(Accuracy.FINAL))
+    assert not found.success[0] or again.loss[0] > 0.99 * found.loss[0]
+
+
+@pytest.mark.parametrize("method", ["lm", "bfgs"])
+def test_a_target_whose_squares_vanish_is_not_finite_from_any_start(method):
+    x = np.linspace(0.1, 3.0, 40)
+    data = Dataset.of(x[:, None], 1e-170 * (2.0 + 3.0 * x), dtype="float64")
+    found = fit(data, ["p1 + p2*x1"], [[1.0, 1.0]], method=method)
+    assert found.reason[0] is Reason.NOT_FINITE
+
+
+def test_steps_whose_squares_vanish_are_steps():
+    x = np.linspace(0.1, 3.0, 40)
+    data = Dataset.of(1e150 * x[:, None], 2.0 * np.exp(-0.7 * x), dtype="float64")
+    found = fit(data, ["exp(p1*x1)"], [[-1e-151]], **tight(Accuracy.FINAL))
+    other = fit(
+        Dataset.of(x[:, None], 2.0 * np.exp(-0.7 * x), dtype="float64"),
+        ["exp(p1*x1)"],
+        [[-0.1]],
+        **tight(Accuracy.FINAL),
+    )
+    np.testing.assert_allclose(1e150 * found.parameters[0], other.parameters[0], rtol=1e-9)
+    assert found.success[0]
