@@ -176,16 +176,16 @@ def steepest_cosine(vector: Floats, model: Model, space: Workspace) -> float:
 def is_exact(vector: Floats, number: Floats, model: Model, limits: SearchLimits) -> bool:
     """Whether the residuals are no more than rounding errors of the target.
 
-    If that is 0, they are compared with the parameters' contributions to the values, and with the
-    residuals at the start.
+    If that is 0, they are compared with the residuals at the start, and their squares with those of
+    the parameters' contributions to the values, because a start may be as far away as it likes.
     """
-    epsilon = 2.0**-24 if limits.single else 2.0**-53
+    epsilon = _ROUNDINGS * (2.0**-24 if limits.single else 2.0**-53)
     scale = limits.target
     if not scale > 0.0:
         for i in range(vector.shape[1]):
             scale += _contribution(vector, model, i)
-        scale = min(scale, number[INITIAL])
-    return bool(model.loss <= (_ROUNDINGS * epsilon) ** 2 * scale)
+        scale = min(scale / epsilon, number[INITIAL])
+    return bool(model.loss <= epsilon * epsilon * scale)
 
 
 @inlined
