@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 from warpfit.ir import Program
 from warpfit.losses import PREDICTION, TARGET, WEIGHT, mentions_weight
 from warpfit.ops import BY_CODE, FIRST_OPERATOR, VARIABLE
-from warpfit_server.engine.fit.linear_model import Model, Workspace, is_exact, is_minimum
+from warpfit_server.engine.fit.linear_model import Model, Workspace, is_minimum
 from warpfit_server.engine.fit.searches import (
     BEGINS,
     BEST,
@@ -238,7 +238,7 @@ def _inspect(
     # Half of the derivatives of the row losses are the residuals, where these are squares.
     squares = 0.25 * _pull(number, limits)
     model = Model(X, vector[SLOPE], curvature, inverse, factored, squares)
-    ends = steepest == 0.0 or (limits.squares and is_exact(vector, number, model, limits))
+    ends = steepest == 0.0
     if not ends and (ending != BEGINS or steepest <= limits.gradient):
         # These rows are those that Levenberg-Marquardt's damping uses, and a test has none.
         vector[DIRECTION, :] = 0.0
