@@ -46,7 +46,8 @@ class Reason(StrEnum):
     """The time is over; these are the best parameters until then."""
     NOT_FINITE = "not_finite"
     """The search could not begin: loss or derivatives at the start are NaN, infinite, or so small
-    that their squares are 0, or no row has a weight. The parameters are the start."""
+    that their squares are 0; so may be the squares of the target; or no row has a weight. The
+    parameters are the start."""
     STALLED = "stalled"
     """The search cannot make progress, but the first-order condition of a minimum does not hold:
     the gradient along parameters that may move is not small. Of float32 data, an upload with

@@ -207,8 +207,8 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
     """Estimate the memory of a fit at its peak, in bytes.
 
     A search is a program with one start. It has tokens, a few vectors and matrices of its own, and
-    the engine computes a sum over the rows for each pair of its parameters. Any search may want an
-    orthogonal factor of its Jacobian.
+    the engine computes a sum over the rows for each pair of its parameters. Any search of squares
+    of float64 data may want an orthogonal factor of its Jacobian.
     """
     batch = request.problem.batch
     counts = batch.parameter_counts.astype(np.float64)
@@ -218,14 +218,15 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
     sums = searches + parameters + squares
     start, stop = request.problem.row_range(layout)
     triangles = _TRIANGLES * (squares + parameters) / 2
-    is_bfgs = request.method == Method.BFGS
-    matrices = _SQUARES * squares if is_bfgs else triangles + _FACTORS * squares
-    jacobians = min(JACOBIAN_NUMBERS, (searches + parameters) * (stop - start))
+    matrices = _SQUARES * squares if request.method == Method.BFGS else triangles
+    if request.loss.is_squares and layout.dtype.itemsize == 8:
+        matrices += _FACTORS * squares * (request.method == Method.LM)
+        matrices += min(JACOBIAN_NUMBERS, (searches + parameters) * (stop - start))
     return int(
         (_LOWERED_BYTES + _TOKEN_BYTES * batch.vectors) * len(batch.codes)
         + _SEARCH_BYTES * searches
         + _PARAMETER_BYTES * parameters
-        + 8 * (matrices + jacobians * request.loss.is_squares)
+        + 8 * matrices
         + _bytes_of_sums(sums, stop - start, int(np.square(counts).max(initial=0.0)) // 2)
     )
 

@@ -10,7 +10,7 @@ import pytest
 from support.servers.requests import DATA, an_evaluation
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.workload import thesis_mix
-from warpfit.fitting import FitRequest, FitSettings
+from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
@@ -86,6 +86,16 @@ def test_the_memory_of_searches_is_limited():
     module.check_fit(_fit(), DATA.layout, Limits(result_bytes=size))
     with pytest.raises(ResourceExhaustedError, match="bytes of searches"):
         module.check_fit(_fit(), DATA.layout, Limits(result_bytes=size - 1))
+
+
+@pytest.mark.parametrize(("method", "factors"), [(Method.LM, 1), (Method.BFGS, 0)])
+def test_searches_of_float64_data_may_want_orthogonal_factors(method, factors):
+    """BFGS has them in place of the inverse."""
+    layout = replace(DATA.layout, dtype=np.dtype("float64"))
+    single, double = (module.fit_memory(_fit(method=method), of) for of in (DATA.layout, layout))
+    squares = BATCH.vectors * int(np.square(BATCH.parameter_counts.astype(int)).sum())
+    numbers = (BATCH.vectors * len(BATCH) + len(BATCH.parameters)) * layout.rows
+    assert double - single == 8 * (factors * squares + numbers)
 
 
 def test_the_parameters_of_a_fitted_program_are_limited():

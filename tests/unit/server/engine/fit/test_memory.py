@@ -32,7 +32,7 @@ def resident():
 method, kind = sys.argv[1:]
 rng = np.random.default_rng(1)
 x = rng.uniform(0.1, 5, (300, 10))
-data = Dataset.of(x, 2 * x[:, 0] + x[:, 1], dtype="float64" if kind == "factors" else "float32")
+data = Dataset.of(x, 2 * x[:, 0] + x[:, 1])
 if kind == "starts":
     programs, parameters = thesis_mix(1, 300)
     starts = [np.tile(p, (100, 1)) for p in parameters]
@@ -41,8 +41,8 @@ elif kind == "vectors":
 elif kind == "tokens":
     programs = [parse("*".join(f"sin({i}.5*x1)" for i in range(200)))] * 500
     starts = [[]] * 500
-else:  # columns that are nearly dependent, so that every search wants an orthogonal factor
-    programs = [parse("+".join(f"p{i + 1}*cos({i + 1}e-2*x1)" for i in range(60)))] * 20
+else:
+    programs = [parse("+".join(f"p{i + 1}*sin({i + 1}*x{i % 10 + 1})" for i in range(60)))] * 20
     starts = [rng.uniform(0.5, 2, (20, 60)) for _ in programs]
 engine = CpuEngine(2)
 engine.load(data)
@@ -91,7 +91,7 @@ def compiled_code():
 
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [("lm", "factors"), ("bfgs", "starts"), ("evaluate", "vectors"), ("evaluate", "tokens")],
+    [("lm", "parameters"), ("bfgs", "starts"), ("evaluate", "vectors"), ("evaluate", "tokens")],
 )
 def test_memory_is_estimated_and_released(method, kind):
     command = (sys.executable, "-c", _PROGRAM, method, kind)
