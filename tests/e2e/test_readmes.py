@@ -299,8 +299,9 @@ def test_the_start_of_the_tutorial(tmp_path):
     first = programs("client/README.md")[0][0].code.replace(ADDRESS, address)
     (tmp_path / "first.py").write_text(first)
     start = server.code.splitlines()[1].replace("50551", address.partition(":")[2])
-    wait = f"until warpfit info {address}; do sleep 0.2; done"
-    out = shell(f"{start}\n{wait}\npython first.py", extra, tmp_path)
+    listens = f": < /dev/tcp/{address.replace(':', '/')}"
+    wait = f"until ({listens}) 2>&-; do sleep 0.2; done"
+    out = shell(f"{start}\n{wait}\nwarpfit info {address}\npython first.py", extra, tmp_path)
     losses = re.search(r"^\[\s*(\S+)\s+(\S+)\s+(\S+?)\s*\]$", out, re.M)
     assert float(losses[2]) < 1e-6 < float(losses[1])
     assert "cpu" in out
