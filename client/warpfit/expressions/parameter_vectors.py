@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +16,9 @@ from warpfit.expressions.real_numbers import real_numbers
 
 #: The remedy for parameters that are none.
 _REMEDY: Final = "Give one vector [n] or K vectors [K, n] of numbers, [] where it has no parameters"
+
+_FLOAT64: Final = np.dtype(np.float64)
+_DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,14 +60,19 @@ def join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
         # First, because so quick a pass has the cache fetch many arrays at a time.
         counts = list(map(len, entries))  # type: ignore[arg-type]
         kinds = set(map(type, entries))
-        if not (kinds <= {list, np.ndarray} and _are_numbers(entries)):
+        if kinds == {np.ndarray} and set(map(_DTYPE, entries)) == {_FLOAT64}:
+            if set(map(_NDIM, entries)) != {1}:
+                return None
+            # A third of the time of np.concatenate.
+            numbers = np.frombuffer(bytearray().join(entries))  # type: ignore[arg-type]
+        elif not (kinds <= {list, np.ndarray} and _are_numbers(entries)):
             return None
-        if kinds == {list}:
+        elif kinds == {list}:
             # Half of the time that NumPy takes to make an array of each list.
             numbers = np.fromiter(chain.from_iterable(entries), np.float64)  # type: ignore[arg-type]
         else:
             numbers = np.concatenate(entries, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, BufferError):
         return None
     if numbers.ndim != 1 or sum(counts) != len(numbers):
         return None
