@@ -30,6 +30,8 @@ from warpfit_server.tenancy.quotas import QuotaTable
 _LOG: Final = logging.getLogger("warpfit")
 #: Seconds between two looks at what takes too long.
 _TICK: Final = 0.1
+#: Seconds between two looks after which the main process itself was stopped.
+_STOPPED_SECONDS: Final = 1.0
 
 
 class Server:
@@ -159,8 +161,20 @@ class Server:
         self.watchdogs[supervisor.number].engine_ready()
 
     def _look_forever(self) -> None:
-        """Act on engines and processes that take too long, and let go of what is out of date."""
+        """Act on engines and processes that take too long, and let go of what is out of date.
+
+        A main process that was stopped (SIGSTOP, a paused machine) has read no messages meanwhile.
+        So it does not count that time against the others.
+        """
+        looked = time.monotonic()
         while not self._stopped.wait(_TICK):
+            now = time.monotonic()
+            if now - looked > _STOPPED_SECONDS:
+                _LOG.warning("the main process did not run for %.1f s", now - looked)
+                self._front_ends.resumed = now
+                for watchdog in self.watchdogs:
+                    watchdog.resumed = now
+            looked = now
             for look in (*(watchdog.look for watchdog in self.watchdogs), self._look):
                 try:
                     look(time.monotonic())

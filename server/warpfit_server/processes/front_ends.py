@@ -7,6 +7,7 @@ connects them to engines, and answers what they ask (`messages.Question`) at onc
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import subprocess
 import sys
@@ -68,8 +69,6 @@ class FrontEndSupervisor(Supervisor):
     def __init__(self, owner: FrontEnds, number: int) -> None:
         super().__init__(f"front end {number + 1}", owner.config.grace + _STOP_SECONDS)
         self.number = number
-        self.failure: WarpfitError | None = None
-        """Why the process cannot serve with these settings."""
         self.last_message = 0.0
         """Moment of the last message, on the monotonic clock, as all moments here."""
         self.probes: dict[int, _ProbeRecord] = defaultdict(_ProbeRecord)
@@ -174,6 +173,8 @@ class FrontEnds:
         self.may_serve = threading.Event()
         """Open once the processes may take calls."""
         self.supervisors = [FrontEndSupervisor(self, n) for n in range(config.processes)]
+        self.resumed = 0.0
+        """Moment at which this process ran again after it had been stopped, and heard nothing."""
         self._serving = serving
         self._is_draining = False
         self._told_at = 0.0
@@ -197,12 +198,14 @@ class FrontEnds:
             WarpfitError: if one cannot serve.
         """
         self.may_serve.set()
+        end = time.monotonic() + self.config.start_seconds
         for supervisor in self.supervisors:
-            while not (supervisor.settled.wait(_POLL_SECONDS) or is_stopping()):
-                pass
+            while not supervisor.settled.wait(_POLL_SECONDS):
+                if is_stopping() or time.monotonic() > end:
+                    break
         if self.failure is not None:
             raise self.failure
-        if not is_stopping() and any(s.state is State.GONE for s in self.supervisors):
+        if not is_stopping() and any(s.state < State.SERVING for s in self.supervisors):
             raise UnavailableError(
                 "a front-end process did not start", "FRONT_END_FAILED", "See the log lines above"
             )
@@ -288,7 +291,10 @@ class FrontEnds:
                 error = shortage(error) or InternalError(
                     "the server's main process failed", "MAIN_PROCESS_FAILURE"
                 )
-            front_end.tell(messages.Answer(question.number, result, error))
+            is_sent = front_end.tell(messages.Answer(question.number, result, error))
+            if not is_sent and error is None:  # else the call would wait for it for ever
+                failed = InternalError("the answer was not sent", "MAIN_PROCESS_FAILURE")
+                front_end.tell(messages.Answer(question.number, None, failed))
 
         try:
             function = self._functions(front_end, descriptor)[question.function]
@@ -322,7 +328,11 @@ class FrontEnds:
         def commit(number: int, content_id: bytes, layout: Any, copied: int) -> FoundDataset:
             if descriptor is None:
                 raise too_many_files()
-            segment = Segment(0, descriptor, layout.nbytes)
+            try:
+                segment = Segment(0, descriptor, layout.nbytes)
+            except BaseException:
+                os.close(descriptor)
+                raise
             try:
                 found = datasets.commit(number, content_id, layout, copied, segment)
             except BaseException:
@@ -371,19 +381,27 @@ class FrontEnds:
         """Return whether an engine answered the last probe of every process, not too long ago."""
         limit = time.monotonic() - self.config.probe_seconds - self.config.probe_timeout
         probes = [front_end.probes[engine] for front_end in self._present()]
-        return bool(probes) and all(probe.answers and probe.ended >= limit for probe in probes)
+        return bool(probes) and all(
+            probe.answers and max(probe.ended, self.resumed) >= limit for probe in probes
+        )
 
     def kill_silent(self, answering: Collection[int]) -> None:
-        """Kill processes that hang, so that new ones start.
+        """Kill processes that hang, or do not start, so that new ones start.
 
         The engines of these numbers answer the main process. So a process to which one of them has
         given no answer for long is broken, too.
         """
-        limit = time.monotonic() - self.config.hang_seconds
-        for front_end in self._present():
-            has_no_answer = any(front_end.probes[n].answered < limit for n in answering)
-            if front_end.last_message < limit or has_no_answer:
+        now = time.monotonic()
+        limit, awake = now - self.config.hang_seconds, now - self.resumed
+        for front_end in self.supervisors:
+            if front_end.state is State.SERVING:
+                has_no_answer = any(front_end.probes[n].answered < limit for n in answering)
+                is_silent = front_end.last_message < limit or has_no_answer
+                hangs = is_silent and awake > self.config.hang_seconds
+            else:
+                starts_for = min(now - front_end.since, awake)
+                hangs = front_end.state > State.GONE and starts_for > self.config.start_seconds
+            if hangs and front_end.process is not None:
                 _LOG.error("%s hangs", front_end.name)
-                if front_end.process is not None:
-                    with suppress(ProcessLookupError):
-                        front_end.process.kill()
+                with suppress(ProcessLookupError):
+                    front_end.process.kill()

@@ -65,6 +65,8 @@ class Supervisor(ABC):
         """The present process, or the last one."""
         self.channel: Channel | None = None
         """Channel to a process that has said that it is ready."""
+        self.failure: WarpfitError | None = None
+        """Why the present process, or the last one, cannot serve, as it has said itself."""
         self.stopping = threading.Event()
         self.settled = threading.Event()
         """Set once the first process serves or has failed."""
@@ -116,7 +118,7 @@ class Supervisor(ABC):
     def ready(self, channel: Channel) -> None:
         """Take note that the process can read messages."""
         with self.lock:
-            self.channel, self.state = channel, State.LOADING
+            self.channel, self.state, self.failure = channel, State.LOADING, None
 
     def serves(self) -> None:
         """Take note that the process serves."""
@@ -172,7 +174,10 @@ class Supervisor(ABC):
                 continue
             if self.stopping.is_set():
                 return
-            _LOG.error("%s ended: exit code %s", self.name, code)
+            if self.failure is None:
+                _LOG.error("%s ended: exit code %s", self.name, code)
+            elif self.settled.is_set():  # else it is what the start of the server ends with
+                _LOG.error("%s ended: exit code %s: %s", self.name, code, self.failure)
             # After one that was ready, the next one starts at once: clients wait. If the very
             # first one has failed, another one is not likely to start.
             if reached > State.STARTING:

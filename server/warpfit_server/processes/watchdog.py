@@ -82,6 +82,8 @@ class Watchdog:
         """Whether the last probe of this process was answered rightly."""
         self.probe_seconds = 0.0
         """Time that the last answer took."""
+        self.resumed = 0.0
+        """Moment at which this process ran again after it had been stopped; see `look`."""
         self._asked: float | None = None  # since when a probe waits for its answer
         self._failing: float | None = None  # since when each probe fails, though there is an engine
         self._replaced: float | None = None  # the moment in one of these that led to a replacement
@@ -154,19 +156,24 @@ class Watchdog:
             self._publish()
 
     def look(self, now: float) -> None:
-        """Act on probes, and on starts of the engine, that take too long at ``now``."""
+        """Act on probes, and on starts of the engine, that take too long at ``now``.
+
+        Time before this process has ``resumed`` does not count.
+        """
         asked, failing, starting = self._asked, self._failing, self._supervisor.starting_since
-        if asked is not None and now - asked > self._config.probe_timeout and self.serves:
+        awake, config = now - self.resumed, self._config
+        if asked is not None and min(now - asked, awake) > config.probe_timeout and self.serves:
             _LOG.warning("%s has not answered for %.1f s: not ready", self.label, now - asked)
             self.answers = False
         self._publish()
         if starting is not None:
             self._failing = None  # there is no engine that could answer
-        if asked is not None and now - asked > self._config.hang_seconds:
+        if asked is not None and min(now - asked, awake) > config.hang_seconds:
             self._replace_once(asked, "hung")
-        if starting is None and failing is not None and now - failing > self._config.hang_seconds:
+        fails_for = 0.0 if failing is None else min(now - failing, awake)
+        if failing is not None and starting is None and fails_for > config.hang_seconds:
             self._replace_once(failing, "no_answer")
-        if starting is not None and now - starting > self._config.start_seconds:
+        if starting is not None and min(now - starting, awake) > config.start_seconds:
             self._replace_once(starting, "slow_start")
 
     def _replace_once(self, since: float, cause: str) -> None:

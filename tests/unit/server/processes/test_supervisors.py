@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -162,6 +163,35 @@ def test_a_front_end_is_replaced_if_the_engine_answers_only_others(front_ends, f
     assert front_end.killed
 
 
+def test_silence_counts_only_while_this_process_hears(front_ends, front_end):
+    probe = front_end.probes[0]
+    probe.answers, probe.ended = True, time.monotonic() - 20.0
+    front_end.last_message = probe.answered = time.monotonic() - 20.0
+    front_ends.resumed = time.monotonic() - 1.0
+    front_ends.kill_silent([0])
+    assert front_ends.all_answered_by(0) and not front_end.killed
+    front_ends.resumed -= 10.0
+    assert not front_ends.all_answered_by(0)
+    front_ends.kill_silent([])
+    assert front_end.killed
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_front_end_that_does_not_start_is_replaced_and_not_waited_for(
+    front_ends, front_end, waiting
+):
+    front_ends.config = replace(CONFIG, start_seconds=0.3)
+    front_end.state, front_end.since = State.STARTING, time.monotonic()
+    front_ends.kill_silent([])
+    assert not front_end.killed
+    if waiting:
+        with pytest.raises(UnavailableError, match="did not start"):
+            front_ends.open(lambda: False)
+    front_end.since -= 0.4
+    front_ends.kill_silent([])
+    assert front_end.killed
+
+
 @pytest.mark.parametrize("error", [FULL, ChannelClosedError("it is gone")])
 def test_what_a_front_end_cannot_be_told_fails_nothing(front_ends, front_end, error):
     def send(*_):
@@ -178,6 +208,19 @@ def test_a_front_end_that_cannot_serve_says_why(front_ends, front_end):
         supervisor.settled.set()
     with pytest.raises(ResourceExhaustedError, match="no room"):
         front_ends.open(lambda: False)
+    front_end.ready(front_end.channel)
+    assert front_ends.failure is None
+
+
+def test_why_a_process_cannot_serve_is_said_once(caplog):
+    """As the server starts, by the error that it ends with; later in the log."""
+    supervisor = Sleeper(0.0)
+    supervisor.lost = lambda: setattr(supervisor, "failure", FULL)
+    supervisor.start()
+    eventually(lambda: len(supervisor.codes) >= 2 and caplog.messages)
+    supervisor.stop()
+    assert len(caplog.messages) < len(supervisor.codes)
+    assert all("no room" in message for message in caplog.messages)
 
 
 class TestQuestions:
@@ -223,6 +266,27 @@ class TestQuestions:
         with pytest.raises(ResourceExhaustedError, match="open no more files"):
             ask(front_ends, front_end, "commit", number, b"id", DATA.layout, 0)
         ask(front_ends, front_end, "abandon", number)
+
+    def test_a_commit_that_cannot_be_mapped_leaves_nothing_open(self, front_ends, front_end):
+        number = ask(front_ends, front_end, "begin", DATA.layout, "tenant", 1 << 30)
+        empty = os.memfd_create("empty")
+        with pytest.raises(InternalError):
+            ask(front_ends, front_end, "commit", number, b"", DATA.layout, 0, descriptor=empty)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(empty)
+        ask(front_ends, front_end, "abandon", number)
+
+    def test_an_answer_that_cannot_be_sent_becomes_an_error(self, front_ends, front_end):
+        sent = front_end.channel.send
+
+        def send(message, descriptor=None):
+            if message.error is None:
+                raise InternalError("a message is too long", "MESSAGE_TOO_LONG")
+            sent(message, descriptor)
+
+        front_end.channel = SimpleNamespace(send=send)
+        with pytest.raises(InternalError, match="answer was not sent"):
+            ask(front_ends, front_end, "describe", "tenant")
 
     def test_errors_are_answers(self, front_ends, front_end):
         for function in ("find", "give_back", "remove"):

@@ -55,6 +55,19 @@ def test_a_probe_without_an_answer_ends_readiness_and_then_the_engine():
     assert watched.replaced == ["hung"]  # once
 
 
+@pytest.mark.parametrize("kind", ["asked", "failing", "starting"])
+def test_time_in_which_this_process_was_stopped_does_not_count(kind):
+    watched = Watched(starting_since=100.0 if kind == "starting" else None)
+    watchdog, seconds = watched.watchdog, 60.0 if kind == "starting" else 10.0
+    if kind != "starting":
+        setattr(watchdog, f"_{kind}", 100.0)
+    watchdog.resumed = 200.0
+    watchdog.look(202.9)
+    assert watched.health.serving and not watched.replaced
+    watchdog.look(200.1 + seconds)
+    assert len(watched.replaced) == 1
+
+
 def test_an_engine_that_takes_too_long_to_start_is_replaced_once():
     watched = Watched(starting_since=100.0)
     watched.watchdog.look(159.0)
@@ -144,10 +157,31 @@ def test_an_error_in_one_look_ends_neither_the_others_nor_the_next_one(caplog):
         if len(looks) == 4:
             stopped.set()
 
-    watchdogs = [SimpleNamespace(look=fail)]
-    Server._look_forever(SimpleNamespace(_stopped=stopped, watchdogs=watchdogs, _look=look))
+    server = SimpleNamespace(_stopped=stopped, watchdogs=[SimpleNamespace(look=fail)], _look=look)
+    Server._look_forever(server)
     assert looks == ["failed", "looked"] * 2
     assert "could not look after" in caplog.text
+
+
+def test_a_main_process_that_was_stopped_tells_who_judges_others(monkeypatch):
+    clock, judges = [100.0], [SimpleNamespace(look=lambda now: None, resumed=0.0) for _ in "ab"]
+    monkeypatch.setattr("warpfit_server.server.time.monotonic", lambda: clock[0])
+    resumed = []
+
+    def wait(seconds):
+        resumed.append(judges[0].resumed)
+        clock[0] += 0.1 if len(resumed) != 2 else 7.0
+        return len(resumed) == 4
+
+    server = SimpleNamespace(
+        _stopped=SimpleNamespace(wait=wait),
+        watchdogs=judges[:1],
+        _front_ends=judges[1],
+        _look=lambda now: None,
+    )
+    Server._look_forever(server)
+    assert resumed == [0.0, 0.0, pytest.approx(107.1), pytest.approx(107.1)]
+    assert judges[1].resumed == judges[0].resumed
 
 
 def test_changes_of_readiness_are_reported_once_and_draining_is_final():
