@@ -206,7 +206,7 @@ class Server:
             for device in self.engines.devices(self.readiness.serving)
         )
         return (
-            f"warpfit listening on {self.config.host}:{self.port}"
+            f"warpfit listening on {join_address(self.config.host, self.port)}"
             f" engine={self.engines.engine} [{devices}] front-ends={self.config.processes}"
             f"{''.join(f' {name}={address}' for name, address in self._ports.items())}"
             f" resident<={limits.resident_bytes >> 20}MiB result<={limits.result_bytes >> 20}MiB"

@@ -23,7 +23,7 @@ from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.server_info import Limits
 from warpfit_server.ipc.messages import FoundDataset
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.tenancy.quotas import DATASET_SLOTS, QuotaTable
+from warpfit_server.tenancy.quotas import DATASET_SLOTS, DatasetUses, QuotaTable
 from warpfit_server.tenancy.tenants import PROBE, key_of
 
 _LOG: Final = logging.getLogger("warpfit.datasets")
@@ -154,8 +154,9 @@ class DatasetStore:
         Those that were given back do not count.
         """
         with self._lock:
+            uses = self._table.dataset_uses()
             own = [d for d in self._resident.values() if d.tenant == tenant]
-            return sum(not (d.is_removed or self._is_given_back(d)) for d in own)
+            return sum(not (d.is_removed or self._is_given_back(d, uses)) for d in own)
 
     def pinned(self) -> Iterator[StoredDataset]:
         """Yield every resident data set, each pinned while the caller has it; not a use."""
@@ -212,7 +213,7 @@ class DatasetStore:
         with self._lock:
             dataset = self._find(key)
             dataset.is_removed = True
-            if self._is_used(dataset):
+            if self._is_used(dataset, self._table.dataset_uses()):
                 self._withdraw(key)
             else:
                 self._remove(dataset)
@@ -307,8 +308,9 @@ class DatasetStore:
             Bytes of the data set; 0 if there is none that may be evicted for this tenant.
         """
         with self._lock:
-            for dataset in self._by_share(self._idle(), tenant, 0):
-                if dataset.unloaded <= self._last_use(dataset):
+            uses = self._table.dataset_uses()
+            for dataset in self._by_share(self._idle(uses), tenant, 0, uses):
+                if dataset.unloaded <= self._last_use(dataset, uses):
                     self._remove(dataset)
                     self._evictions += 1
                     return dataset.layout.nbytes
@@ -333,13 +335,15 @@ class DatasetStore:
         """
         now = time.monotonic()
         with self._lock:
-            idle = [d for d in self._resident.values() if not self._is_used(d)]
-            old = [d for d in idle if not d.is_removed and self._last_use(d) < now - seconds]
+            uses = self._table.dataset_uses()
+            idle = [d for d in self._resident.values() if not self._is_used(d, uses)]
+            old = [d for d in idle if not d.is_removed and self._last_use(d, uses) < now - seconds]
             for dataset in idle:
                 if dataset.is_removed or dataset in old:
                     self._remove(dataset)
                 elif (
-                    self._is_given_back(dataset)
+                    dataset.given_back
+                    and self._is_given_back(dataset, uses)
                     and dataset.unloaded < dataset.given_back < now - _DEVICE_SECONDS
                 ):
                     dataset.unloaded = now
@@ -369,14 +373,15 @@ class DatasetStore:
             raise DatasetNotFoundError
         return dataset
 
-    def _last_use(self, dataset: StoredDataset) -> float:
-        return max(dataset.touched, self._table.dataset_use(dataset.slot)[1])
+    def _last_use(self, dataset: StoredDataset, uses: DatasetUses) -> float:
+        return max(dataset.touched, uses.moments[dataset.slot])
 
-    def _is_used(self, dataset: StoredDataset) -> bool:
-        return bool(dataset.pins or self._table.dataset_use(dataset.slot)[0])
+    def _is_used(self, dataset: StoredDataset, uses: DatasetUses) -> bool:
+        return bool(dataset.pins or uses.calls[dataset.slot])
 
-    def _is_given_back(self, dataset: StoredDataset) -> bool:
-        return dataset.given_back > self._last_use(dataset) and not self._is_used(dataset)
+    def _is_given_back(self, dataset: StoredDataset, uses: DatasetUses) -> bool:
+        is_later = dataset.given_back > self._last_use(dataset, uses)
+        return is_later and not self._is_used(dataset, uses)
 
     def _forget(self, upload: _Upload) -> None:
         """Count an upload no more, which does not become a data set."""
@@ -401,12 +406,13 @@ class DatasetStore:
         over = self._held.total() + needed - self._limits.resident_bytes
         if over_own <= 0 and over <= 0:
             return []
-        idle = self._idle()
+        uses = self._table.dataset_uses()
+        idle = self._idle(uses)
         own = [dataset for dataset in idle if dataset.tenant == tenant]
         victims = self._first(own, over_own, needed, tells_available=True)
         freed = sum(dataset.cost for dataset in victims)
         rest = [dataset for dataset in idle if dataset not in victims]
-        candidates = self._by_share(rest, tenant, needed)
+        candidates = self._by_share(rest, tenant, needed, uses)
         is_alone = all(name in (tenant, "") for name, held in self._held.items() if held)
         return victims + self._first(candidates, over - freed, needed, tells_available=is_alone)
 
@@ -437,17 +443,19 @@ class DatasetStore:
             )
         return chosen
 
-    def _idle(self) -> list[StoredDataset]:
+    def _idle(self, uses: DatasetUses) -> list[StoredDataset]:
         """Return the data sets that no call uses, in the order in which they are evicted."""
-        idle = [dataset for dataset in self._resident.values() if not self._is_used(dataset)]
-        return sorted(idle, key=lambda d: (not self._is_given_back(d), self._last_use(d)))
+        idle = [d for d in self._resident.values() if not self._is_used(d, uses)]
+        return sorted(
+            idle, key=lambda d: (not self._is_given_back(d, uses), self._last_use(d, uses))
+        )
 
     def _advise(self, error: BaseException, upload: _Upload) -> None:
         """Have an upload tried again that would have room if nothing were in use or arriving."""
         cost, tenant = upload.cost, upload.tenant
         resident = list(self._resident.values())
         callers = [dataset for dataset in resident if dataset.tenant != PROBE]
-        evictable = self._by_share(callers, tenant, cost)
+        evictable = self._by_share(callers, tenant, cost, self._table.dataset_uses())
         resident_bytes, evictable_bytes = (
             sum(dataset.cost for dataset in some) for some in (resident, evictable)
         )
@@ -455,7 +463,9 @@ class DatasetStore:
         if isinstance(error, ResourceExhaustedError) and cost <= min(room, upload.budget):
             error.retry_after = _RETRY_SECONDS
 
-    def _by_share(self, idle: list[StoredDataset], tenant: str, needed: int) -> list[StoredDataset]:
+    def _by_share(
+        self, idle: list[StoredDataset], tenant: str, needed: int, uses: DatasetUses
+    ) -> list[StoredDataset]:
         """Put data sets of tenants that hold more than an equal share first.
 
         Those of others are left out if the tenant itself holds more than its share. What was given
@@ -464,5 +474,7 @@ class DatasetStore:
         held = self._held + Counter({tenant: needed})  # tenants that hold anything
         share = self._limits.resident_bytes / len(held)
         if held[tenant] > share:
-            idle = [d for d in idle if self._is_given_back(d) or held[d.tenant] > share]
-        return sorted(idle, key=lambda d: not self._is_given_back(d) and held[d.tenant] <= share)
+            idle = [d for d in idle if held[d.tenant] > share or self._is_given_back(d, uses)]
+        return sorted(
+            idle, key=lambda d: held[d.tenant] <= share and not self._is_given_back(d, uses)
+        )

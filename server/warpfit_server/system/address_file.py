@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from warpfit.errors import InvalidArgumentError
+from warpfit_server.system.sockets import join_address
 
 #: Addresses to listen on that stand for all of the machine's.
 _ANY = ("0.0.0.0", "::", "[::]")
@@ -25,13 +26,13 @@ def address_file(path: str, host: str, port: int) -> Iterator[None]:
     if not path:
         yield
         return
-    host = socket.gethostname() if host in _ANY else host
-    file = Path(f"{Path(path).absolute()}.{host.strip('[]').replace(':', '_')}-{port}")
+    host = socket.gethostname() if host in _ANY else host.strip("[]")
+    file = Path(f"{Path(path).absolute()}.{host.replace(':', '_')}-{port}")
     half = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         half.unlink(missing_ok=True)
         with half.open("x") as new:  # follows no link that another user has put there
-            new.write(f"{host}:{port}\n")
+            new.write(f"{join_address(host, port)}\n")
         half.replace(file)  # so that nobody reads a part of it
     except OSError as error:
         raise InvalidArgumentError(

@@ -26,6 +26,8 @@ import threading
 import time
 from typing import Final, NamedTuple
 
+import numpy as np
+
 #: Tenants that have an entry of their own; any more share these.
 _ENTRIES: Final = 2048
 #: Data sets that the table has room for.
@@ -59,6 +61,16 @@ class Exceeded(NamedTuple):
     """Whether it is the tenant's limit, not the server's."""
     used: int
     limit: int
+
+
+class DatasetUses(NamedTuple):
+    """Which calls use the data sets, by the slots of these."""
+
+    calls: list[int]
+    """Calls that use it now."""
+    moments: list[float]
+    """When one has begun or ended last, on the clock of ``time.monotonic()``, which all processes
+    of a machine share."""
 
 
 class QuotaTable:
@@ -205,14 +217,13 @@ class QuotaTable:
             self._words[self._uses + at] += change
             self._numbers[self._used_at + at] = time.monotonic()
 
-    def dataset_use(self, slot: int) -> tuple[int, float]:
-        """Return the calls that use the data set of a slot, and when one has begun or ended last.
-
-        The moment is on the clock of ``time.monotonic()``, which all processes of a machine share.
-        """
-        used_at = self._used_at + self._processes * slot
-        moments = self._numbers[used_at : used_at + self._processes]
-        return self._sum(self._uses + self._processes * slot), max(moments)
+    def dataset_uses(self) -> DatasetUses:
+        """Return the uses of all data sets at this moment."""
+        shape, count = (DATASET_SLOTS, self._processes), DATASET_SLOTS * self._processes
+        uses, used_at = self._uses * _WORD, self._used_at * _WORD
+        calls = np.frombuffer(self._map, np.int64, count, uses).reshape(shape)
+        moments = np.frombuffer(self._map, np.float64, count, used_at).reshape(shape)
+        return DatasetUses(calls.sum(axis=1).tolist(), moments.max(axis=1).tolist())
 
     def clear_process(self, process: int) -> None:
         """Subtract all that a process had in flight which has ended."""

@@ -328,9 +328,9 @@ def test_the_calls_of_a_front_end_that_dies_use_nothing():
     table = QuotaTable.create(2)
     other = QuotaTable(table.descriptor, 2, 1)
     other.use_dataset(7, 1)
-    assert table.dataset_use(7)[0] == 1
+    assert table.dataset_uses().calls[7] == 1
     table.clear_process(1)
-    assert table.dataset_use(7)[0] == 0
+    assert table.dataset_uses().calls[7] == 0
 
 
 def test_a_tenant_evicts_its_own_data_sets():
@@ -371,6 +371,19 @@ def test_the_number_of_data_sets_is_limited(monkeypatch, most, files):
     store, removed = make_store(100)
     keys = [put(store, numbered(number), "a").key for number in range(5)]
     assert removed == keys[:2]
+
+
+def test_the_uses_of_all_data_sets_are_read_at_once(monkeypatch):
+    """With thousands of them, to read one after the other took longer than the upload itself."""
+    store, removed = make_store(300)
+    for number in range(300):
+        put(store, numbered(number))
+    read, reads = store.table.dataset_uses, []
+    monkeypatch.setattr(store.table, "dataset_uses", lambda: reads.append(1) or read())
+    put(store, numbered(300))
+    store.expire(1000.0)
+    assert len(removed) == 1
+    assert len(reads) < 20
 
 
 # ----------------------------------------------------------------- memory that others have used

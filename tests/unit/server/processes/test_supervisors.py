@@ -341,9 +341,9 @@ def test_a_data_set_is_asked_for_once_and_is_in_use_inside_the_block():
     known = Known()
     for _ in range(2):
         with known.registry.use(b"data") as data:
-            assert known.table.dataset_use(3)[0] == 1
+            assert known.table.dataset_uses().calls[3] == 1
             assert data.layout == DATA.layout
-    uses, last = known.table.dataset_use(3)
+    uses, last = (each[3] for each in known.table.dataset_uses())
     assert uses == 0
     assert time.monotonic() - last < 10
     assert known.asked == [b"data"]
