@@ -167,8 +167,9 @@ class Supervisor(ABC):
         while not self.stopping.is_set():
             try:
                 code, reached = self._run()
-            except Exception:  # whatever it is, another process must come
-                _LOG.exception("%s could not be run", self.name)
+            except Exception as error:  # whatever it is, another process must come
+                is_shortage = isinstance(error, (OSError, WarpfitError))
+                _LOG.error("%s could not be run: %s", self.name, error, exc_info=not is_shortage)
                 self.settled.set()
                 self.stopping.wait(_SPAWN_PAUSE)
                 continue

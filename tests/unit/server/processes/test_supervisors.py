@@ -212,6 +212,26 @@ def test_a_front_end_that_cannot_serve_says_why(front_ends, front_end):
     assert front_ends.failure is None
 
 
+@pytest.mark.parametrize("error", [FULL, BlockingIOError("no process"), KeyError("a bug")])
+def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch, caplog, error):
+    monkeypatch.setattr("warpfit_server.processes.supervisor._SPAWN_PAUSE", 0.01)
+    supervisor = Sleeper(0.0)
+    spawn, errors = supervisor.spawn, [error, error]
+
+    def spawn_later():
+        if errors:
+            raise errors.pop()
+        return spawn()
+
+    supervisor.spawn = spawn_later
+    supervisor.start()
+    eventually(lambda: supervisor.codes)
+    supervisor.stop()
+    told = [record for record in caplog.records if "could not be run" in record.message]
+    assert len(told) == 2 and str(error) in told[0].message
+    assert ("Traceback" in caplog.text) == isinstance(error, KeyError), "only of a bug"
+
+
 def test_why_a_process_cannot_serve_is_said_once(caplog):
     """As the server starts, by the error that it ends with; later in the log."""
     supervisor = Sleeper(0.0)
