@@ -139,9 +139,10 @@ def test_a_process_that_can_open_no_more_files_says_so_and_recovers(lenient):
                     for number in range(30):  # the first ones get the files of idle memory
                         client.upload(wide[:, :1] + number, dtype="float64")
                 assert (caught.value.reason, caught.value.retry_after) == ("TOO_MANY_FILES", 1.0)
-                with pytest.raises(warpfit.ResourceExhaustedError) as caught:
-                    client.evaluate(data, ["x1"] * count)  # its answer needs a segment
-                assert caught.value.reason == "TOO_MANY_FILES"
+                if pid == engine:
+                    with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+                        client.evaluate(data, ["x1"] * count)  # its answer needs a segment
+                    assert caught.value.reason == "TOO_MANY_FILES"
                 assert client.info().engine == "cpu"
             np.testing.assert_array_equal(
                 client.evaluate(data, ["x1"] * count)[:, 7], wide[:, 0].astype(np.float32)

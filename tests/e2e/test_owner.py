@@ -130,7 +130,14 @@ def test_sighup_ends_a_server_in_good_order(tmp_path):
     command += ["--devices", "cpu", "--threads", "1"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, env=environment, text=True) as process:
+    given = {"stdout": pipe, "env": environment, "text": True}
+    # The tests themselves may run under nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        process = subprocess.Popen(command, **given)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with process:
         assert process.stdout is not None
         try:
             assert "listening" in process.stdout.readline()

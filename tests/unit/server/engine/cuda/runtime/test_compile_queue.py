@@ -33,7 +33,7 @@ def _module(tmp_path_factory):
     folder = tmp_path_factory.mktemp("modules")
     Path(folder, "evaluates_jobs.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]))
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         yield
 
 
