@@ -31,7 +31,7 @@ _LOG: Final = logging.getLogger("warpfit")
 #: Seconds between two looks at what takes too long.
 _TICK: Final = 0.1
 #: Seconds between two looks after which the main process itself was stopped.
-_STOPPED_SECONDS: Final = 1.0
+_STOPPED_SECONDS: Final = 2.0
 
 
 class Server:

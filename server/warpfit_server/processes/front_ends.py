@@ -40,8 +40,9 @@ _LOG: Final = logging.getLogger("warpfit.front_ends")
 _STOP_SECONDS: Final = 5.0
 #: Seconds after which front ends are told again which devices serve.
 _REPEAT_SECONDS: Final = 1.0
-#: Seconds after which a process that reads no messages is given up.
-_SEND_SECONDS: Final = 5.0
+#: Seconds after which a process is given up that has not read thousands of messages: all uploads
+#: wait for the sending of the next one.
+_SEND_SECONDS: Final = 1.0
 #: Seconds between two looks whether front ends have started.
 _POLL_SECONDS: Final = 0.1
 

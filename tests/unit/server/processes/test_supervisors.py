@@ -202,6 +202,24 @@ def test_what_a_front_end_cannot_be_told_fails_nothing(front_ends, front_end, er
     assert not front_end.tell(messages.Stop())
 
 
+def test_a_front_end_that_reads_nothing_stops_the_others_for_a_moment_only(
+    front_ends, front_end, monkeypatch
+):
+    popen = SimpleNamespace(pid=7)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: popen)
+    held = []
+    pair = Channel.pair()
+    monkeypatch.setattr(Channel, "pair", lambda: (pair[0], held.append(pair[1].dup()) or pair[1]))
+    front_end.process, front_end.channel = front_end.spawn()
+    longest = 0.0
+    for _ in range(20_000):
+        began = time.monotonic()
+        front_ends.withdraw_dataset(bytes(32))
+        longest = max(longest, time.monotonic() - began)
+    assert 0.5 < longest < 2.5, "the others' uploads wait meanwhile"
+    pair[0].close(), held[0].close()
+
+
 def test_a_front_end_that_cannot_serve_says_why(front_ends, front_end):
     front_end.handle(None, messages.FrontEndFailed(FULL), None)
     for supervisor in front_ends.supervisors:
