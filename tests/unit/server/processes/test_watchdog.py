@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, UnavailableError
+from warpfit.transport.addresses import target_of
 from warpfit_server.config import Config
 from warpfit_server.processes.watchdog import Readiness, Watchdog
 from warpfit_server.server import Server
@@ -194,3 +195,17 @@ def test_changes_of_readiness_are_reported_once_and_draining_is_final():
     readiness.drain()
     readiness.set_device("cpu:1", True)
     assert reported[4:] == [[]]
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("127.0.0.1", "127.0.0.1:7"), ("::1", "[::1]:7"), ("node", "node:7")]
+)
+def test_the_start_up_line_gives_an_address_that_clients_accept(host, address):
+    config = Config(host=host)
+    engines = SimpleNamespace(devices=lambda serving: (), engine="cpu")
+    server = SimpleNamespace(
+        config=config, port=7, engines=engines, readiness=Readiness(), _ports={"health": "node:8"}
+    )
+    line = Server.describe(server)
+    assert line.startswith(f"warpfit listening on {address} engine=cpu")
+    assert "health=node:8" in line and target_of(address).find()
