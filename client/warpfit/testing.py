@@ -141,10 +141,10 @@ class InProcessServer:
         evaluation.check(dataset.layout)
         result = reference_engine.evaluate(evaluation, dataset)
         message = codec.result_start(dataset.layout, evaluation.shape(dataset.layout))
-        for matrix, jacobian in ((result.values, False), (result.jacobian, True)):
+        for name, matrix in (("values", result.values), ("jacobian", result.jacobian)):
             if matrix is not None and matrix.size:
                 payload = matrix.reshape(-1).data.cast("B")
-                for piece in codec.value_pieces(payload, 0, self._chunk_bytes, jacobian=jacobian):
+                for piece in codec.array_pieces(name, payload, 0, self._chunk_bytes):
                     yield codec.answer_from_bytes(message)
                     message = piece
         extras = {name: getattr(result, name) for name in codec.EXTRAS}

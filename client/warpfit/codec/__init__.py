@@ -3,11 +3,11 @@
 from warpfit.codec.answers import (
     EXTRAS,
     answer_from_bytes,
+    array_pieces,
     read_result,
     result_end,
     result_start,
     timings_from_message,
-    value_pieces,
 )
 from warpfit.codec.datasets import (
     check_content_id,

@@ -27,8 +27,6 @@ from warpfit.request import STAGES, Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
 _TIMINGS: Final = (*STAGES, "cache_hits", "device")
-_VALUES_TAG: Final = bytes_tag(pb.EvaluateResponse.VALUES_FIELD_NUMBER)
-_JACOBIAN_TAG: Final = bytes_tag(pb.EvaluateResponse.JACOBIAN_FIELD_NUMBER)
 #: Arrays of float64 in the last message, and the field of `Evaluation` that requests each.
 EXTRAS: Final[Mapping[str, str]] = {
     "gradients": "gradient",
@@ -36,6 +34,14 @@ EXTRAS: Final[Mapping[str, str]] = {
     "reductions": "reductions",
     "scaling": "linear_scaling",
     "correlations": "correlation",
+}
+
+#: Fields in the data set's dtype, which come in pieces however short they are.
+_IN_PIECES: Final = ("values", "jacobian")
+#: Fields of an answer that may come in pieces, and their tags.
+_TAGS: Final = {
+    name: bytes_tag(pb.EvaluateResponse.DESCRIPTOR.fields_by_name[name].number)
+    for name in ("values", "jacobian", "losses", *EXTRAS)
 }
 
 
@@ -51,17 +57,21 @@ def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
     return pb.EvaluateResponse(header=header).SerializeToString()
 
 
-def value_pieces(
-    values: memoryview, offset: int, chunk_bytes: int, *, jacobian: bool = False
-) -> Iterator[bytes]:
-    """Serialize the bytes of a contiguous part of the value or Jacobian matrix in messages.
+def array_pieces(name: str, data: memoryview, offset: int, chunk_bytes: int) -> Iterator[bytes]:
+    """Serialize the bytes of a contiguous part of an array of the answer in messages.
 
-    They are framed by hand, because protobuf would copy each piece twice more. ``offset`` is the
-    index of the part's first byte in the matrix.
+    They are framed by hand, because protobuf would copy each piece twice more. So a long array also
+    never holds Python's lock for long.
+
+    Args:
+        name: field of the array.
+        data: the bytes.
+        offset: index of the first of them in the array.
+        chunk_bytes: most bytes of a message.
     """
-    tag = _JACOBIAN_TAG if jacobian else _VALUES_TAG
-    for begin in range(0, len(values), chunk_bytes):
-        piece = values[begin : begin + chunk_bytes]
+    tag = _TAGS[name]
+    for begin in range(0, len(data), chunk_bytes):
+        piece = data[begin : begin + chunk_bytes]
         place = pb.EvaluateResponse(offset=offset + begin).SerializeToString()
         yield b"".join((place, tag, varint(len(piece)), piece))
 
@@ -116,20 +126,34 @@ def read_result(
     """
     matrices: dict[str, _Matrix] = {}
     last: dict[str, Any] = {}
+    shapes = _shapes(evaluation, layout)
+    names = dict.fromkeys(("values", *shapes))
     for message in messages:
         if message.HasField("header"):
-            matrices = _matrices(evaluation, layout, message.header)
-        # Reading a field of bytes copies it, so the Jacobian is read only if it was requested.
-        for name in ("values", "jacobian") if evaluation.jacobian else ("values",):
-            piece = getattr(message, name)
-            if piece and name not in matrices:
-                raise broken_answer("has value bytes out of order")
-            if piece:
-                matrices[name].fill(piece, message.offset)
-        if message.HasField("timings"):
-            last = _last(evaluation, layout, message)
-    for name in ("values", "jacobian"):
-        if getattr(evaluation, name) and name not in matrices:
+            _check_header(evaluation, layout, message.header)
+            matrices |= {
+                name: _Matrix(shapes[name], layout.dtype) for name in _IN_PIECES if name in shapes
+            }
+        is_last = message.HasField("timings")
+        # Reading a field of bytes copies it, so only what was requested is read, and values.
+        for name in names:
+            piece = b"" if is_last and name not in _IN_PIECES else getattr(message, name)
+            if not piece:
+                continue
+            if name not in matrices:
+                if name in _IN_PIECES:
+                    raise broken_answer("has value bytes out of order")
+                matrices[name] = _Matrix(shapes[name], F64)
+            matrices[name].fill(piece, message.offset)
+        if is_last:
+            last = {
+                name: received_array(getattr(message, name), F64, shape, name)
+                for name, shape in shapes.items()
+                if name not in _IN_PIECES and name not in matrices
+            }
+            last["timings"] = _timings(message)
+    for name in _IN_PIECES:
+        if name in shapes and name not in matrices:
             raise broken_answer(f"has no {name}")
     if not last:
         raise broken_answer("has no end")
@@ -137,38 +161,33 @@ def read_result(
     return Result(**last)
 
 
-def _matrices(
-    evaluation: Evaluation, layout: Layout, header: pb.ResultHeader
-) -> dict[str, _Matrix]:
-    shape = evaluation.shape(layout)
-    if (header.programs, header.vectors, header.rows) != shape:
+def _shapes(evaluation: Evaluation, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the arrays that were requested, by field."""
+    programs, vectors, rows = evaluation.shape(layout)
+    cells, parameters = (programs, vectors), len(evaluation.batch.parameters)
+    requested: dict[str, tuple[bool, tuple[int, ...]]] = {
+        "values": (evaluation.values, (*cells, rows)),
+        "jacobian": (evaluation.jacobian, (parameters, rows)),
+        "losses": (evaluation.loss_function is not None, cells),
+        "gradients": (evaluation.gradient, (parameters,)),
+        "variable_gradients": (evaluation.variable_gradient, (*cells, layout.variables)),
+        "reductions": (evaluation.reductions, (*cells, 5)),
+        "scaling": (evaluation.linear_scaling, (*cells, 2)),
+        "correlations": (evaluation.correlation, cells),
+    }
+    return {name: shape for name, (is_wanted, shape) in requested.items() if is_wanted}
+
+
+def _check_header(evaluation: Evaluation, layout: Layout, header: pb.ResultHeader) -> None:
+    if (header.programs, header.vectors, header.rows) != evaluation.shape(layout):
         raise broken_answer("has another shape than the request")
     if header.dtype != DTYPE_CODES[layout.dtype]:
         raise broken_answer("has values of another dtype than the data set")
-    shapes = {"values": shape, "jacobian": (len(evaluation.batch.parameters), shape[-1])}
-    return {
-        name: _Matrix(shape, layout.dtype)
-        for name, shape in shapes.items()
-        if getattr(evaluation, name)
-    }
 
 
 @decodes_answer
-def _last(evaluation: Evaluation, layout: Layout, message: pb.EvaluateResponse) -> dict[str, Any]:
-    """Return the timings and the arrays of the last message."""
-    cells = len(evaluation.batch), evaluation.batch.vectors
-    last_axis = {"variable_gradients": (layout.variables,), "reductions": (5,), "scaling": (2,)}
-    found: dict[str, Any] = {}
-    for name, output in EXTRAS.items():
-        if getattr(evaluation, output):
-            shape: tuple[int, ...] = (*cells, *last_axis.get(name, ()))
-            if name == "gradients":
-                shape = (len(evaluation.batch.parameters),)
-            found[name] = received_array(getattr(message, name), F64, shape, name)
-    if evaluation.loss_function is not None:
-        found["losses"] = received_array(message.losses, F64, cells, "losses")
-    found["timings"] = timings_from_message(message.timings)
-    return found
+def _timings(message: pb.EvaluateResponse) -> Timings:
+    return timings_from_message(message.timings)
 
 
 class _Matrix:

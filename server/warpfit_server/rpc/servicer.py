@@ -183,13 +183,17 @@ class Servicer:
     def _stream_result(
         self, in_flight: InFlightRequest | SplitRequest, data: Layout, record: CallRecord
     ) -> Answer:
-        """Send values in chunks as they become ready, and return the last message with the rest."""
+        """Send values in chunks as they become ready, and other long arrays; return the end.
+
+        No message is long, so that encoding a long answer delays no other call.
+        """
         layout, segment = in_flight.segment_layout, in_flight.segment
         # Views of what the engine fills: making them while it computes costs the caller no time.
         values, jacobian = (layout.view(name, segment) for name in ("values", "jacobian"))
-        losses = layout.array("losses", segment)
-        present = {
-            name: layout.require(name, segment) for name in codec.EXTRAS if name in layout.arrays
+        others = {
+            name: layout.require(name, segment)
+            for name in ("losses", *codec.EXTRAS)
+            if name in layout.arrays
         }
         start = codec.result_start(data, (layout.programs, layout.vectors, layout.rows))
         message, sent = start, 0
@@ -201,17 +205,22 @@ class Servicer:
             elif isinstance(reply, messages.ValuesReady):  # only whole chunks before the end
                 ready = reply.programs * layout.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
-            for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
+            for piece in codec.array_pieces("values", values[sent:ready], sent, self._chunk_bytes):
                 if message is not start:  # the first chunk goes with the start of the result
                     yield message
                     message = b""
                 message += piece
             sent = ready
-        if jacobian:
+        long = {name: a for name, a in others.items() if a.nbytes > self._chunk_bytes}
+        pieces = {"jacobian": jacobian} if jacobian else {}
+        pieces |= {name: layout.view(name, segment) for name in long}
+        if pieces:
             yield message
             message = b""
-            yield from codec.value_pieces(jacobian, 0, self._chunk_bytes, jacobian=True)
-        return message + codec.result_end(losses, timings, present)
+        for name, view in pieces.items():
+            yield from codec.array_pieces(name, view, 0, self._chunk_bytes)
+        short = {name: array for name, array in others.items() if name not in long}
+        return message + codec.result_end(short.pop("losses", None), timings, short)
 
     def _stream_fit(
         self, in_flight: InFlightRequest | SplitRequest, _data: Layout, record: CallRecord

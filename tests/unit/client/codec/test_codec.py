@@ -131,6 +131,30 @@ def test_errors_survive(kind, place):
     assert type(back) is (with_place if issubclass(kind, errors.InvalidArgumentError) else kind)
 
 
+@given(st.integers(1, 200))
+def test_long_arrays_survive_in_pieces_of_any_size(chunk_bytes):
+    """Whichever of them come whole at the end."""
+    batch = Batch.of(_two_programs(), [[[1.0], [2.0]], [[], []]])
+    requested = dict.fromkeys(codec.EXTRAS.values(), True) | {"linear_scaling": False}
+    evaluation = Evaluation(bytes(32), batch, loss=Loss.MSE, values=False, **requested)
+    shapes = {"losses": (2, 2), "gradients": (2,), "variable_gradients": (2, 2, LAYOUT.variables)}
+    shapes |= {"reductions": (2, 2, 5), "correlations": (2, 2)}
+    arrays = {name: np.random.default_rng(1).normal(size=shape) for name, shape in shapes.items()}
+    long = {name: array for name, array in arrays.items() if array.nbytes > chunk_bytes}
+    short = {name: array for name, array in arrays.items() if name not in long}
+    sent = [codec.result_start(LAYOUT, (2, 2, LAYOUT.rows))]
+    for name, array in long.items():
+        sent += codec.array_pieces(name, array.reshape(-1).data.cast("B"), 0, chunk_bytes)
+    sent.append(codec.result_end(short.pop("losses", None), Timings(compute=5), short))
+    messages = [pb.EvaluateResponse.FromString(message) for message in sent]
+    result = codec.read_result(evaluation, LAYOUT, messages)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(getattr(result, name), array)
+    for missing in range(1, len(messages) - 1):
+        with pytest.raises(errors.InternalError, match="server's answer"):
+            codec.read_result(evaluation, LAYOUT, messages[:missing] + messages[missing + 1 :])
+
+
 @given(st.integers(1, 9000), st.booleans(), st.sampled_from(list(DTYPES.values())))
 def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
     batch = Batch.of(_two_programs(), [[[1.0], [2.0]], [[], []]])
@@ -141,7 +165,7 @@ def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
     payload = values.reshape(-1).data.cast("B")
     sent = [
         codec.result_start(layout, values.shape),
-        *codec.value_pieces(payload, 0, chunk_bytes),
+        *codec.array_pieces("values", payload, 0, chunk_bytes),
         codec.result_end(losses if with_loss else None, Timings(compute=5)),
     ]
     messages = [pb.EvaluateResponse.FromString(message) for message in sent]

@@ -154,7 +154,7 @@ def test_jacobians_and_extras_arrive_in_pieces(chunk_bytes, value):
     payload = jacobian.reshape(-1).data.cast("B")
     sent = [
         codec.result_start(LAYOUT, (2, 1, 100)),
-        *codec.value_pieces(payload, 0, chunk_bytes, jacobian=True),
+        *codec.array_pieces("jacobian", payload, 0, chunk_bytes),
         codec.result_end(np.ones((2, 1)), Timings(), {"gradients": np.array([3.0])}),
     ]
     result = codec.read_result(evaluation, LAYOUT, map(codec.answer_from_bytes, sent))
