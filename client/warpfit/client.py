@@ -248,7 +248,7 @@ class Client:
                     "Evaluate",
                     codec.evaluation_to_bytes(part),
                     read=lambda messages: codec.read_result(part, data.layout, messages),
-                    is_single=not (part.values or part.jacobian),
+                    is_single=codec.is_one_message(part, data.layout),
                     dataset=data.dataset,
                     deadline=deadline,
                 )

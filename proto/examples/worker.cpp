@@ -202,7 +202,7 @@ class Worker {
   }
 
  private:
-  // Without values, Jacobian and arrays above 1 MiB an answer is one message.
+  // Without values, Jacobian and arrays above 64 KiB an answer is one message.
   bool ask(const pb::EvaluateRequest& request, pb::EvaluateResponse* message) {
     return evaluations_->Write(request) && evaluations_->Read(message);
   }

@@ -2,8 +2,10 @@
 
 from warpfit.codec.answers import (
     EXTRAS,
+    WHOLE_BYTES,
     answer_from_bytes,
     array_pieces,
+    is_one_message,
     read_result,
     result_end,
     result_start,

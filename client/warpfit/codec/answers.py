@@ -36,6 +36,8 @@ EXTRAS: Final[Mapping[str, str]] = {
     "correlations": "correlation",
 }
 
+#: Other arrays come whole in the last message if each has no more bytes, says the contract.
+WHOLE_BYTES: Final = 64 << 10
 #: Fields in the data set's dtype, which come in pieces however short they are.
 _IN_PIECES: Final = ("values", "jacobian")
 #: Fields of an answer that may come in pieces, and their tags.
@@ -43,6 +45,14 @@ _TAGS: Final = {
     name: bytes_tag(pb.EvaluateResponse.DESCRIPTOR.fields_by_name[name].number)
     for name in ("values", "jacobian", "losses", *EXTRAS)
 }
+
+
+def is_one_message(evaluation: Evaluation, layout: Layout) -> bool:
+    """Return whether the contract promises an answer of one message."""
+    shapes = _shapes(evaluation, layout)
+    return not shapes.keys() & set(_IN_PIECES) and all(
+        8 * math.prod(shape) <= WHOLE_BYTES for shape in shapes.values()
+    )
 
 
 def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:

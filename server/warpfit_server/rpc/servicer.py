@@ -211,7 +211,7 @@ class Servicer:
                     message = b""
                 message += piece
             sent = ready
-        long = {name: a for name, a in others.items() if a.nbytes > self._chunk_bytes}
+        long = {name: a for name, a in others.items() if a.nbytes > codec.WHOLE_BYTES}
         pieces = {"jacobian": jacobian} if jacobian else {}
         pieces |= {name: layout.view(name, segment) for name in long}
         if pieces:
