@@ -396,8 +396,8 @@ class Client:
             with suppress(DatasetNotFoundError):
                 failover.call_with_failover(Request("ReleaseVariables", message))
             return
-        # What a server holds that is away is evicted some time. So a caller that has done its work
-        # does not wait for a server only to tell it that.
+        # A server that cannot be reached evicts the data set some time. So a caller that has done
+        # its work does not wait for it.
         for server in failover.servers.homes(data.content_id, data.layout.nbytes):
             deadline = Deadline(_RELEASE_SECONDS)
             failover.call_if_up(server, Request("ReleaseVariables", message, deadline=deadline))

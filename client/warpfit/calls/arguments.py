@@ -1,4 +1,4 @@
-"""What callers pass becomes what is sent: batches, data sets, evaluations and fits.
+"""Checks the arguments of calls, and builds batches, data sets, evaluations and fits of them.
 
 Keywords of each method first, then the checks of single values, then what is built of them. A new
 keyword begins here; `warpfit.request` and `warpfit.fitting` say what the server knows of it.

@@ -178,7 +178,7 @@ class Fit:
 
     @property
     def hint(self) -> str:
-        """What may help where searches have stalled; empty where none has."""
+        """Remedy for searches that have stalled; empty where none has."""
         count = self.reason.ravel().tolist().count(Reason.STALLED)
         if not count:
             return ""

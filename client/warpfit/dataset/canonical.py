@@ -207,7 +207,7 @@ class ServerFile:
     weights: str
     """Weights, or empty."""
     dtype: np.dtype[Any] | None
-    """None lets the server choose, as an upload does with "auto"."""
+    """Type of the data on the server; None lets the server choose, as "auto" does."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -108,7 +108,7 @@ class Request:
     resident."""
     deadline: Deadline = Deadline()  # noqa: RUF009 (it never ends)
     report: Progress = silent
-    """Told the progress of an upload."""
+    """Called with the progress of an upload."""
     server: str = ""
     """Address for the present attempt, as the next two."""
     seconds: float | None = None

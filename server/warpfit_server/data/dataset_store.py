@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from warpfit.dataset import Layout
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
@@ -141,7 +141,7 @@ class DatasetStore:
         self._held: Counter[str] = Counter()  # bytes of each tenant, resident and arrived
         self._announced: Counter[str] = Counter()  # bytes of each that have not arrived yet
         self._evictions = 0
-        self._files: dict[Any, tuple[bytes, str]] = {}
+        self._files: dict[bytes, tuple[bytes, str]] = {}
 
     def usage(self) -> StoreUsage:
         """Return what the store holds now."""
@@ -316,11 +316,11 @@ class DatasetStore:
                     return dataset.layout.nbytes
         return 0
 
-    def known_file(self, columns: Any) -> tuple[bytes, str] | None:
-        """Return what was remembered of columns of a file: content id, warning."""
+    def known_file(self, columns: bytes) -> tuple[bytes, str] | None:
+        """Return content id and warning of columns of a file, by their digest, if remembered."""
         return self._files.get(columns)
 
-    def remember_file(self, columns: Any, content_id: bytes, lost_digits: str) -> None:
+    def remember_file(self, columns: bytes, content_id: bytes, lost_digits: str) -> None:
         """Remember the content id of columns of a file, and the warning that belongs to it."""
         if len(self._files) >= _MOST_FILES:
             self._files.clear()

@@ -1,12 +1,13 @@
 """Data sets that the server itself reads from Parquet files below one folder."""
 
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -35,10 +36,10 @@ _MOST_PAGE_BYTES: Final = 2**31
 
 
 class FileStore(UploadStore, Protocol):
-    """What a folder needs of the store of data sets; see `DatasetStore`."""
+    """Methods of `DatasetStore` that a folder calls."""
 
-    def known_file(self, columns: Any) -> tuple[bytes, str] | None: ...
-    def remember_file(self, columns: Any, content_id: bytes, lost_digits: str) -> None: ...
+    def known_file(self, columns: bytes) -> tuple[bytes, str] | None: ...
+    def remember_file(self, columns: bytes, content_id: bytes, lost_digits: str) -> None: ...
 
 
 class DataFolder:
@@ -199,11 +200,14 @@ def _path_of(descriptor: int) -> str:
     return f"/proc/self/fd/{descriptor}"
 
 
-def _identity(file: ServerFile, descriptor: int) -> Any:
-    """Return what tells columns of a file from others, and from those of its earlier contents."""
+def _identity(file: ServerFile, descriptor: int) -> bytes:
+    """Return a digest that tells columns of a file from others, and from earlier contents.
+
+    The names of the columns may be as long as a caller likes, and the digest is kept.
+    """
     status = os.fstat(descriptor)
-    place = status.st_dev, status.st_ino
-    return replace(file, name=""), *place, status.st_size, status.st_mtime_ns
+    place = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return hashlib.sha256(repr((replace(file, name=""), place)).encode()).digest()
 
 
 def _no_file(name: str) -> InvalidArgumentError:

@@ -16,7 +16,7 @@ _REMEDY: Final = "Send exactly (variables + target + weights) x rows numbers of 
 
 
 class UploadStore(Protocol):
-    """What an upload needs of the store of data sets; see `DatasetStore`."""
+    """Methods of `DatasetStore` that an upload calls."""
 
     def begin(self, layout: Layout, tenant: str, budget: int) -> int: ...
     def reserve(self, number: int, nbytes: int) -> None: ...

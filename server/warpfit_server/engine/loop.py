@@ -68,7 +68,7 @@ class _Step:
         self.wanted: list[Request] = []
         """The requests that had not been cancelled when it began."""
         self.steps: Steps[Timings] | None = None
-        """None until it has begun."""
+        """The running evaluation; None until the step has begun."""
 
 
 class Loop:
@@ -91,8 +91,9 @@ class Loop:
         self._running: set[Request] = set()
         """Requests of which a step is running."""
         self._waits: dict[_Step, DeviceWork | Future[Any]] = {}
-        """What steps wait for. The device keeps a step in flight. A future, of code that is being
-        loaded or compiled, ends it: its request is queued again once that is done."""
+        """Device work or future that each step waits for. A step that waits for the device is in
+        flight. One that waits for a future, of code that is being loaded or compiled, has ended;
+        its request is queued again once the future is done."""
         self._idle = 0
         """Threads that have found nothing to do."""
         self._busy_polling = threading.Lock()

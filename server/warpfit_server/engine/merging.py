@@ -129,7 +129,7 @@ def join(requests: Sequence[Request]) -> tuple[Evaluation, Outputs]:
     problem = first.problem._replace(tier=Tier.INTERPRETER.name)
     batch = JoinedBatch(parts, problem.segment_layout.vectors, segments)
     merged = problem.evaluation(batch, first.segment)
-    # What several callers wait for goes on although one of them has gone.
+    # A step of several callers goes on although one of them has gone.
     cancelled = first.cancelled if len(requests) == 1 else np.zeros(1, dtype=np.uint8)
     gradients = np.empty(batch.parameter_total) if merged.gradient else None
     losses = np.empty((len(batch), batch.vectors))

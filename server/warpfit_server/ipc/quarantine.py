@@ -159,7 +159,7 @@ class _Death:
     loading: bytes | None = None
     """Key of the data set that it was loading."""
     batches: list[tuple[float, InterruptedBatch]] = field(default_factory=list)
-    """What it had begun, with the moments of the reports."""
+    """Requests that it had begun, with the moments of the reports."""
 
     def strikes(self) -> Iterator[tuple[bytes, InterruptedBatch | None]]:
         """Yield the name of each batch or data set with a strike, and the batch if it is one."""

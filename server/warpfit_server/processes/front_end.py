@@ -127,12 +127,12 @@ class MainProcess:
         nbytes: int = self._ask("evict_for_device", tenant).result()
         return nbytes
 
-    def known_file(self, columns: Any) -> tuple[bytes, str] | None:
+    def known_file(self, columns: bytes) -> tuple[bytes, str] | None:
         """Return the content id and the warning that belong to columns of a file, if known."""
         known: tuple[bytes, str] | None = self._ask("known_file", columns).result()
         return known
 
-    def remember_file(self, columns: Any, content_id: bytes, lost_digits: str) -> None:
+    def remember_file(self, columns: bytes, content_id: bytes, lost_digits: str) -> None:
         """Remember them."""
         self._ask("remember_file", columns, content_id, lost_digits).result()
 

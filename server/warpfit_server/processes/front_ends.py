@@ -147,7 +147,6 @@ class FrontEnds:
     Args:
         config: the server's configuration.
         engines: that front ends are connected to.
-        datasets: the store.
         quotas: the table that all processes share.
         recorder: of what front ends measure.
         serving: returns the labels of the devices that serve.

@@ -40,11 +40,11 @@ class State(IntEnum):
 
     GONE = 0
     STARTING = 1
-    """It runs, and has said nothing yet."""
+    """The process runs, and has sent no message yet."""
     LOADING = 2
-    """It is ready, and gets what it needs to serve: an engine its data sets."""
+    """The process is ready; an engine is being sent its data sets."""
     CONNECTABLE = 3
-    """It has been sent all of that, so that other processes may be connected to it."""
+    """An engine has been sent all data sets, so that front ends may be connected to it."""
     SERVING = 4
 
 

@@ -59,7 +59,7 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
 
 class Store(FileStore, Protocol):
-    """What the service needs of the main process, which owns the data sets."""
+    """Methods of the main process, which owns the data sets, that the service calls."""
 
     def find(self, key: bytes) -> FoundDataset: ...
     def give_back(self, key: bytes) -> None: ...

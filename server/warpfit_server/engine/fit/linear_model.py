@@ -72,7 +72,7 @@ _PARAMETER_ROUNDINGS: Final = 8.0
 #: Attempts to make a system positive definite by more damping.
 _ATTEMPTS: Final = 100
 
-# What a parameter does in a step.
+# Roles of a parameter in a step.
 STAYS: Final = 0  # fixed, or without effect
 MOVES: Final = 1
 _AT_LOWER: Final = 2
