@@ -104,7 +104,7 @@ def prepare(config: Config) -> Iterator[Preparation]:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill an engine process with those that compile for it, whichever of them still run."""
+    """Kill a child process and its own children, such as those that compile for an engine."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -7,8 +7,6 @@ messages until the process closes its channel, cleans up, and starts the next on
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import subprocess
 import threading
 import time
@@ -20,6 +18,7 @@ from typing import Final
 from warpfit.errors import WarpfitError
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
+from warpfit_server.processes.engine_start import kill_group
 from warpfit_server.system.shortages import DescriptorReserve
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
@@ -99,11 +98,6 @@ class Supervisor(ABC):
     def ended(self, code: int) -> None:
         """Take note of the exit status of a process; the server may be ``stopping``."""
 
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """End a process at once, with those that it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
     # ------------------------------------------------------------------- what all have
 
     @property
@@ -150,7 +144,7 @@ class Supervisor(ABC):
             if self.channel is not None:
                 self.tell(messages.Stop())
             elif self.process is not None:
-                self.kill(self.process)
+                kill_group(self.process)
 
     def stop(self) -> None:
         """End the process and wait until it has; one that hangs is killed."""
@@ -158,7 +152,7 @@ class Supervisor(ABC):
         if self._thread.is_alive():
             self._thread.join(self._stop_seconds)
         if self._thread.is_alive() and self.process is not None:
-            self.kill(self.process)
+            kill_group(self.process)
             self._thread.join(self._stop_seconds)
 
     def _run_forever(self) -> None:
@@ -196,7 +190,7 @@ class Supervisor(ABC):
         with self.lock:
             self.process, self.since, self.state = process, time.monotonic(), State.STARTING
             if self.stopping.is_set():  # `begin_stop` has seen another process, or none
-                self.kill(process)
+                kill_group(process)
         try:
             while True:
                 self.handle(channel, *channel.receive())
@@ -211,7 +205,7 @@ class Supervisor(ABC):
             with suppress(subprocess.TimeoutExpired):  # it may have to log why it ends
                 process.wait(self._stop_seconds if self.stopping.is_set() else _EXIT_SECONDS)
             if self.stopping.is_set():  # else the next one waits for what is being compiled
-                self.kill(process)
+                kill_group(process)
             process.kill()
             code = process.wait()
             self.ended(code)
