@@ -30,8 +30,7 @@ from harness import SEED, ServerProcess, percentiles, save
 import warpfit
 from warpfit.frontends.deap import Evaluator
 from warpfit.ops import OPERATORS
-from warpfit.sklearn.genomes import hashes
-from warpfit.sklearn.variation import Breeder
+from warpfit.sklearn.genomes import Breeder, hashes
 
 VARIABLES = 10
 OPERATOR_NAMES = ("add", "sub", "mul", "div", "exp", "sqrt", "sin", "cos")

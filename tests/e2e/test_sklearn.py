@@ -24,8 +24,8 @@ from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
 from warpfit.sklearn import ParameterOptimizer, SearchWarning, SymbolicRegressor  # noqa: E402
+from warpfit.sklearn.constraints import consistency, dimensions  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
-from warpfit.sklearn.units import consistency, dimensions  # noqa: E402
 
 #: Operators that are enough for the law; searching with all of them takes three times as long.
 FEW = ("+", "*", "/")
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning(search, tmp_path, monk
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("warpfit.sklearn.progress.save", fail)
+    monkeypatch.setattr("warpfit.sklearn.target_search.save", fail)
     with pytest.warns(SearchWarning, match="No space left"):
         model = search(checkpoint=tmp_path / "s.npz").fit(points(50), law(points(50)))
     assert model.front_

@@ -24,8 +24,7 @@ except ModuleNotFoundError as error:
     raise
 
 from warpfit.sklearn.equations import Equation
-from warpfit.sklearn.estimator import SearchWarning
-from warpfit.sklearn.optimizer import ParameterOptimizer
+from warpfit.sklearn.estimator import ParameterOptimizer, SearchWarning
 from warpfit.sklearn.regressor import SymbolicRegressor
 
 __all__ = ["Equation", "ParameterOptimizer", "SearchWarning", "SymbolicRegressor"]

@@ -24,7 +24,13 @@ from warpfit.expressions.printing import to_latex
 from warpfit.ir import Program
 from warpfit.losses import LossFunction, as_function, as_loss
 from warpfit.sklearn import equations as eq
-from warpfit.sklearn.constraints import admission, complexity_measure, operator_names
+from warpfit.sklearn.constraints import (
+    admission,
+    complexity_measure,
+    dimensions,
+    directions,
+    operator_names,
+)
 from warpfit.sklearn.estimator import (
     Floats,
     FormulaRegressor,
@@ -33,10 +39,7 @@ from warpfit.sklearn.estimator import (
     power_of_two,
 )
 from warpfit.sklearn.genomes import Genomes
-from warpfit.sklearn.monotonicity import directions
-from warpfit.sklearn.progress import Progress, formulas_of, load
-from warpfit.sklearn.target_search import TargetSearch
-from warpfit.sklearn.units import dimensions
+from warpfit.sklearn.target_search import Progress, TargetSearch, formulas_of, load
 
 #: Operators of the default: those of physics and engineering that have no steps.
 OPERATORS_OF_SCIENCE: Final = (

@@ -1,30 +1,56 @@
-"""The search for the equations of one target: rows, settings, and what follows the search."""
+"""The search for the equations of one target: losses, progress, rows, and what follows the search.
+
+Searches compare losses by ratios, which takes numbers that are not negative. So they subtract the
+least value that any prediction could reach: for Poisson's negative log likelihood that leaves half
+of the deviance (McCullagh and Nelder 1989, section 2.3), for Gauss's the squares, and squares stay
+as they are.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
+import warnings
+import zipfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
-from warpfit.errors import DeadlineExceededError
+from warpfit.dataset.checks import caller_level
+from warpfit.errors import DeadlineExceededError, InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.printing import to_text
+from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Program
-from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
+from warpfit.losses import (
+    ABSOLUTE,
+    Closing,
+    Loss,
+    LossFunction,
+    TargetStatistics,
+    as_function,
+    as_loss,
+    close_losses,
+)
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.sklearn.constraints import (
+    Violations,
     admission,
     complexity_measure,
+    consistency,
+    dimensions,
     operator_code,
     operator_names,
+    violations,
 )
 from warpfit.sklearn.equations import (
     ROUNDING,
@@ -34,21 +60,212 @@ from warpfit.sklearn.equations import (
     information,
     selected,
 )
-from warpfit.sklearn.estimator import Floats, TrainingData, loss_unit
-from warpfit.sklearn.genomes import Genomes, Indices, Mask
-from warpfit.sklearn.loss_measures import deviance, floor, least_row_losses
-from warpfit.sklearn.monotonicity import Violations, violations
-from warpfit.sklearn.pairs.library import arguments, library
-from warpfit.sklearn.pairs.search import PairSearch
-from warpfit.sklearn.pairs.views import views
-from warpfit.sklearn.pool import Pool
-from warpfit.sklearn.progress import Progress
-from warpfit.sklearn.search import Search, Settings
-from warpfit.sklearn.units import consistency, dimensions
-from warpfit.sklearn.variation import Breeder
+from warpfit.sklearn.estimator import SearchWarning, TrainingData, loss_unit
+from warpfit.sklearn.genomes import Breeder, Floats, Genomes, Indices, Mask
+from warpfit.sklearn.pairs import PairSearch, arguments, library, views
+from warpfit.sklearn.search import Pool, Search, Settings, merged
 
 if TYPE_CHECKING:
     from warpfit.sklearn.regressor import SymbolicRegressor
+    from warpfit.sklearn.search import Search
+
+#: Predictions among which the best of a row is looked for: 0, and powers of 2 of both signs, those
+#: far out in larger steps.
+_SIZES: Final = np.exp2(np.concatenate([np.arange(-40.0, 41.0), np.arange(60.0, 401.0, 20.0)]))
+_PREDICTIONS: Final = np.concatenate([-_SIZES[::-1], [0.0], _SIZES])
+#: A loss that can be lower than this has no least value.
+_UNBOUNDED: Final = -1e100
+#: Steps of the golden section, and rows that are looked at together.
+_STEPS: Final = 80
+_ROWS: Final = 2000
+_GOLDEN: Final = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+def least_row_losses(loss: LossFunction, target: Floats, weights: Floats) -> Floats:
+    """Return the least loss that any prediction has in each row, [rows].
+
+    A scan of predictions of all sizes, the target, its logarithm and its exponential among them,
+    is followed by a golden section around the best (Kiefer 1953).
+
+    Raises:
+        InvalidArgumentError: if a row's loss has no least value.
+
+    """
+    if loss.is_squares or loss.row == ABSOLUTE:
+        return np.zeros(len(target))
+    pairs, place = np.unique(np.stack([target, weights]), axis=1, return_inverse=True)
+    least = np.concatenate(
+        [_least(loss, *pairs[:, start : start + _ROWS]) for start in range(0, len(pairs.T), _ROWS)]
+    )
+    if not np.all(least > _UNBOUNDED):
+        bad = int(np.flatnonzero(~(least > _UNBOUNDED))[0])
+        raise InvalidArgumentError(
+            f"the loss has no least value for a target of {float(pairs[0, bad]):g}",
+            "BAD_LOSS",
+            "Write a loss that is bounded below, such as log(abs(d) + 0.01) instead of log(abs(d))",
+            "loss",
+        )
+    return least[place.ravel()]
+
+
+def _least(loss: LossFunction, target: Floats, weights: Floats) -> Floats:
+    def losses(predictions: Floats) -> Floats:
+        shape = predictions.shape
+        rows = [np.broadcast_to(each, shape).ravel() for each in (target, weights)]
+        found = evaluate_program(loss.row, np.stack([predictions.ravel(), *rows])).reshape(shape)
+        found = found if loss.mentions_weight else found * weights
+        return np.asarray(np.where(np.isnan(found), np.inf, found))
+
+    with np.errstate(all="ignore"):
+        own = np.stack([target, np.log(target), np.exp(target)])
+        own = np.where(np.isfinite(own), own, 0.0)
+        everywhere = np.broadcast_to(_PREDICTIONS[:, None], (len(_PREDICTIONS), len(target)))
+        tried = np.sort(np.concatenate([everywhere, own]), axis=0)
+        found = losses(tried)
+        best = found.argmin(axis=0)
+        columns = np.arange(len(target))
+        low = tried[np.maximum(best - 1, 0), columns]
+        high = tried[np.minimum(best + 1, len(tried) - 1), columns]
+        least = found.min(axis=0)
+        for _ in range(_STEPS):
+            width = _GOLDEN * (high - low)
+            left, right = high - width, low + width
+            at_left, at_right = losses(left), losses(right)
+            least = np.minimum(least, np.minimum(at_left, at_right))
+            low, high = (
+                np.where(at_left <= at_right, low, left),
+                np.where(at_left <= at_right, right, high),
+            )
+        return np.asarray(least)
+
+
+def floor(loss: LossFunction, least: Floats, target: Floats, weights: Floats) -> float:
+    """Return the loss of the best predictions, from what `least_row_losses` returned."""
+    if not least.any():
+        return 0.0
+    statistics = TargetStatistics(target, weights)
+    return float(close_losses(loss.closing, np.array(least.sum()), statistics))
+
+
+def deviance(loss: LossFunction, rows: float, weight: float) -> Callable[[float], float]:
+    """Return -2 log L, but for a constant, as a function of the loss above its least value.
+
+    A sum that is not one of squares is taken for a negative log likelihood. Other losses are taken
+    for the variance of Gauss's likelihood, roots for its standard deviation, and the mean absolute
+    error for the scale of Laplace's.
+
+    Args:
+        loss: that was minimised.
+        rows: amount of data.
+        weight: sum of the weights. Their scale changes nothing.
+
+    """
+    if loss.closing is Closing.SUM and not loss.is_squares:
+        scale = 2.0 if loss.mentions_weight else 2.0 * rows / weight
+        return lambda excess: scale * excess
+    power = 2.0 if loss.closing is Closing.ROOT or loss.row == ABSOLUTE else 1.0
+    return lambda excess: power * rows * math.log(excess)
+
+
+#: Seconds between lines of progress on a terminal, and elsewhere; and between checkpoints.
+_LINE_SECONDS: Final = (0.3, 5.0)
+_CHECKPOINT_SECONDS: Final = 20.0
+#: Most characters of a line.
+_LINE: Final = 160
+
+
+@dataclass(slots=True)
+class Progress:
+    """Shows and saves a search from time to time."""
+
+    checkpoint: Path | None
+    started: float
+    shown: float = 0.0
+    saved: float = 0.0
+
+    def report(self, target: TargetSearch, search: Search) -> bool:
+        """Report a generation; return whether the callback ends the search."""
+        now = time.monotonic()
+        options = target.options
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        if options.verbose and now - self.shown >= _LINE_SECONDS[not terminal]:
+            self.shown = now
+            self._show(target, search, "\r" if terminal else "")
+        if self.checkpoint is not None and now - self.saved >= _CHECKPOINT_SECONDS:
+            self.saved = now
+            self.save(formulas_of(search))
+        if options.callback is None:
+            return False
+        return bool(options.callback(options, search.generation, target.preview(search)))
+
+    def save(self, genomes: Genomes) -> None:
+        """Write the checkpoint; a search does not end because its disk is full."""
+        if self.checkpoint is None:
+            return
+        try:
+            save(self.checkpoint, genomes)
+        except OSError as error:
+            warnings.warn(
+                f"the checkpoint {self.checkpoint} cannot be written: {error.strerror}. Make room, "
+                "or the folder writable, before the search ends",
+                SearchWarning,
+                stacklevel=caller_level(),
+            )
+
+    def _show(self, target: TargetSearch, search: Search, begin: str) -> None:
+        best = min(target.preview(search), key=lambda equation: equation.loss)
+        line = (
+            f"generation {search.generation}  {time.monotonic() - self.started:.1f} s  "
+            f"loss {best.loss:.4g}  {best.equation}"
+        )[:_LINE]
+        end = "" if begin else "\n"
+        with suppress(OSError):  # a search does not end because its lines cannot be shown
+            print(f"{begin}{line:<{_LINE if begin else 0}}", end=end, file=sys.stderr, flush=True)
+
+
+def formulas_of(search: Search) -> Genomes:
+    """Return all formulas of a search with their constants, best first."""
+    pools = [*search.archive, *(island.population for island in search.islands)]
+    everything = merged(pools).distinct()
+    return everything.best(len(everything)).genomes
+
+
+def save(path: Path, genomes: Genomes) -> None:
+    """Write formulas to a file, which is replaced in one step."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        np.savez_compressed(file, codes=genomes.codes, values=genomes.values, starts=genomes.starts)
+    partial.replace(path)
+
+
+def load(path: Path, width: int, variables: int) -> Genomes | None:
+    """Read formulas that `save` has written; None if there is no such file.
+
+    Raises:
+        InvalidArgumentError: if the file is another or does not fit the data or ``max_size``.
+
+    """
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            genomes = Genomes(content["codes"], content["values"], content["starts"])
+        programs = [genomes.program(row) for row in range(len(genomes))]
+    except (OSError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise _bad_checkpoint(path, str(error)) from error
+    if max((program.variables for program in programs), default=0) > variables:
+        raise _bad_checkpoint(path, "its formulas have more variables than the data")
+    return Genomes.of([program for program in programs if len(program) <= width])
+
+
+def _bad_checkpoint(path: Path, why: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{path} is no checkpoint of this search: {why}",
+        "BAD_CHECKPOINT",
+        "Name another file, or delete this one",
+        "checkpoint",
+    )
+
 
 #: A slope this close to 1 is 1, and an intercept below this part of the target's spread is 0.
 _NO_INTERCEPT: Final = 1e-10

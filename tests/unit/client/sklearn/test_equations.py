@@ -12,7 +12,7 @@ pytest.importorskip("sklearn")
 from warpfit import InvalidArgumentError, parse
 from warpfit.losses import LossFunction, as_function, as_loss, poisson
 from warpfit.sklearn.equations import SELECTIONS, build_front, selected
-from warpfit.sklearn.loss_measures import deviance, floor, least_row_losses
+from warpfit.sklearn.target_search import deviance, floor, least_row_losses
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 3, 2)])

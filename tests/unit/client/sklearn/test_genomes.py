@@ -15,7 +15,7 @@ from warpfit.expressions import reference
 from warpfit.ops import OPERATORS
 from warpfit.sklearn import constraints as limits
 from warpfit.sklearn import genomes as gp
-from warpfit.sklearn.variation import Breeder
+from warpfit.sklearn.genomes import Breeder
 
 NAMES = ("add", "sub", "mul", "div", "square", "exp", "sin", "where")
 CODES = tuple(OPERATORS[name].code for name in NAMES)

@@ -12,10 +12,8 @@ pytest.importorskip("sklearn")
 from warpfit import parse
 from warpfit.expressions import reference
 from warpfit.ops import OPERATORS
-from warpfit.sklearn.pairs.library import arguments, library
-from warpfit.sklearn.pairs.search import PairSearch
-from warpfit.sklearn.pairs.views import factor_exponents, views
-from warpfit.sklearn.pool import pareto_layers
+from warpfit.sklearn.pairs import PairSearch, arguments, factor_exponents, library, views
+from warpfit.sklearn.search import pareto_layers
 
 NAMES = ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "asin", "tanh")
 X = np.random.default_rng(0).uniform(1.0, 3.0, (60, 3))

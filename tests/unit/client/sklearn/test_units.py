@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("sklearn")
 
 from warpfit import InvalidArgumentError, parse
+from warpfit.sklearn.constraints import consistency, dimension, dimensions
 from warpfit.sklearn.genomes import Genomes
-from warpfit.sklearn.units import consistency, dimension, dimensions
 
 NAMES = ("m", "v", "w", "t", "angle")
 UNITS = {"m": "kg", "v": "m/s", "w": "m*s^-1", "t": "s"}
