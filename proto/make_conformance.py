@@ -19,7 +19,7 @@ import numpy as np
 from warpfit import codec, parse
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
-from warpfit.expressions import reference_engine
+from warpfit.expressions import reference
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
@@ -121,7 +121,7 @@ def _evaluation(case: Case, dataset: Dataset) -> dict[str, Any]:
     )
     evaluation.check(dataset.layout)
     with np.errstate(all="ignore"):
-        result = reference_engine.evaluate(evaluation, dataset)
+        result = reference.evaluate(evaluation, dataset)
     tolerance = 1e-4 if case.precision is Precision.FAST else TOLERANCES[dataset.layout.dtype.name]
     return {
         "name": case.name,

@@ -32,7 +32,7 @@ from tqdm import tqdm
 import warpfit
 import warpfit.ops
 from warpfit.embedded import server_at
-from warpfit.expressions.printing import to_latex, to_text
+from warpfit.expressions.language import to_latex, to_text
 from warpfit.frontends import as_program
 from warpfit.frontends.deap import Evaluator
 

@@ -21,7 +21,7 @@ import numpy as np
 
 import warpfit
 from warpfit.embedded import server_at
-from warpfit.expressions.printing import to_text
+from warpfit.expressions.language import to_text
 from warpfit.sklearn import SymbolicRegressor
 
 NAMES = ("distance", "mass", "eccentricity")

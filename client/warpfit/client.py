@@ -27,7 +27,7 @@ from warpfit.calls.splitting import KnownLimits, searches
 from warpfit.dataset import warn_of_lost_digits
 from warpfit.embedded import embedded_server
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ProgramError
-from warpfit.expressions.printing import locate
+from warpfit.expressions.language import locate
 from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Result

@@ -35,7 +35,7 @@ from warpfit.errors import (
     UnimplementedError,
     WarpfitError,
 )
-from warpfit.expressions import reference_engine
+from warpfit.expressions import reference
 from warpfit.fitting import FitProgress
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
@@ -139,7 +139,7 @@ class InProcessServer:
         evaluation = codec.evaluation_from_bytes(message)
         dataset = self._dataset(evaluation.dataset_id)
         evaluation.check(dataset.layout)
-        result = reference_engine.evaluate(evaluation, dataset)
+        result = reference.evaluate(evaluation, dataset)
         message = codec.result_start(dataset.layout, evaluation.shape(dataset.layout))
         for name, matrix in (("values", result.values), ("jacobian", result.jacobian)):
             if matrix is not None and matrix.size:
@@ -228,7 +228,7 @@ class _ReferenceEngine:
         from warpfit.request import Timings
 
         yield None
-        result = reference_engine.evaluate(evaluation, self._dataset)
+        result = reference.evaluate(evaluation, self._dataset)
         outputs.values[:], outputs.jacobian[:] = result.values, result.jacobian
         return Timings()
 
@@ -239,9 +239,9 @@ class _ReferenceEngine:
 
         yield None
         batch = evaluation.batch
-        rows = reference_engine.EvaluatedRows.of(self._dataset, evaluation).weighted()
+        rows = reference.EvaluatedRows.of(self._dataset, evaluation).weighted()
         sums = [
-            reference_engine.linearise(
+            reference.linearise(
                 batch.program(index), batch.program_parameters(index)[0], rows, row_loss
             )
             for index in range(len(batch))

@@ -49,7 +49,7 @@ from support.repository.symbolic import is_solution
 from warpfit import parse
 from warpfit.embedded import embedded_server
 from warpfit.expressions import reference
-from warpfit.expressions.printing import to_text
+from warpfit.expressions.language import to_text
 from warpfit.transport.channel import GrpcTransport
 
 Floats = NDArray[np.float64]

@@ -12,7 +12,7 @@ from support.load.faults import injected
 from support.servers.server import ServerProcess
 from warpfit import Reason, parse
 from warpfit.dataset import Dataset
-from warpfit.expressions import reference_engine
+from warpfit.expressions import reference
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Loss, as_loss
@@ -41,7 +41,7 @@ def expected(dtype, parameters=STARTS, rows=None, loss=None, **wishes):
         custom_loss=None if isinstance(found, Loss) else found,
         **{"values": False} | wishes,
     )
-    return reference_engine.evaluate(evaluation, dataset)
+    return reference.evaluate(evaluation, dataset)
 
 
 # ------------------------------------------------------------------------------- one evaluation

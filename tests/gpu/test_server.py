@@ -100,7 +100,7 @@ def test_values_and_losses(client, table, tier):
     data = client.upload(X, y)
     values = client.evaluate(data, programs, parameters=parameters, tier=tier)
     answer = client.run(data, programs, parameters, loss="mse", tier=tier)
-    expected = reference.evaluate(programs, X.T, parameters).T
+    expected = reference.evaluate_programs(programs, X.T, parameters).T
     np.testing.assert_allclose(values, expected, rtol=2e-3, atol=2e-3)
     losses = reference_loss(Loss.MSE, values.T.astype(float), y)
     np.testing.assert_allclose(answer.losses, losses, rtol=1e-6)

@@ -21,8 +21,7 @@ from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_tabl
 from warpfit.dataset.layout import canonical_dtype
 from warpfit.dataset.sources import ColumnNames
 from warpfit.errors import InvalidArgumentError, bad_setting, require
-from warpfit.expressions.parameter_vectors import ParameterVectors, join_vectors
-from warpfit.expressions.real_numbers import real_numbers
+from warpfit.expressions.real_numbers import ParameterVectors, join_vectors, real_numbers
 from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
 from warpfit.frontends import as_population
 from warpfit.ir import Batch, Population, Program

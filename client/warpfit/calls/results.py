@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import MOST_ROWS, TextTable, numbers, shortened
-from warpfit.expressions.printing import to_latex, to_text
+from warpfit.expressions.language import to_latex, to_text
 from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import coefficients_of_determination

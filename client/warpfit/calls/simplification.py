@@ -23,7 +23,7 @@ from warpfit.calls.display import TextTable
 from warpfit.calls.results import Fit
 from warpfit.dataset.canonical import ranges
 from warpfit.errors import InvalidArgumentError, bad_setting
-from warpfit.expressions.printing import to_latex, to_text
+from warpfit.expressions.language import to_latex, to_text
 from warpfit.formulas.snapping import SnapSettings, Trials, snap
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss

@@ -24,7 +24,7 @@ from warpfit.cli.standard_streams import (
     watch_output,
 )
 from warpfit.errors import InvalidArgumentError, WarpfitError
-from warpfit.expressions.printing import to_text
+from warpfit.expressions.language import to_text
 from warpfit.fitting import Accuracy, Method
 from warpfit.parse import parse
 from warpfit.request import Loss, Precision, Tier

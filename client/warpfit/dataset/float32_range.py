@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from warpfit.dataset.canonical import ClientDataset, Dataset
 from warpfit.dataset.checks import PrecisionWarning, caller_level
-from warpfit.expressions.printing import to_text
+from warpfit.expressions.language import to_text
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, PARAMETER, VARIABLE, Operator
 

@@ -1,7 +1,6 @@
-"""Values and derivatives of programs in NumPy float64, against which every engine is tested.
+"""Values, derivatives and whole evaluations in NumPy float64, the reference for all engines.
 
-Derivatives are those of forward differentiation. The module `warpfit.ops` has the derivatives of
-the operators and the conventions where they do not exist.
+The module shares nothing with the engines but the operator table and the closings of losses.
 """
 
 from __future__ import annotations
@@ -15,9 +14,21 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from warpfit.dataset import Dataset
 from warpfit.expressions import special
-from warpfit.expressions.program import Program
+from warpfit.ir import Program
+from warpfit.losses import (
+    PREDICTION,
+    LossFunction,
+    TargetStatistics,
+    close_gradients,
+    close_losses,
+    mentions_weight,
+)
 from warpfit.ops import CONSTANT, PARAMETER, VARIABLE, Operator
+from warpfit.request import Evaluation, Result
+
+# -------------------------------------------------------------------------------------- one program
 
 Floats = NDArray[np.float64]
 
@@ -40,7 +51,7 @@ def evaluate_program(program: Program, variables: ArrayLike, parameters: ArrayLi
     return np.broadcast_to(result, columns.shape[1:]).copy()
 
 
-def evaluate(
+def evaluate_programs(
     programs: Sequence[Program], variables: ArrayLike, parameters: Sequence[ArrayLike] | None = None
 ) -> Floats:
     """Evaluate programs with one parameter vector each; return float64 [programs, rows]."""
@@ -117,3 +128,181 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma", "digamma")},
     "select": np.where,
 }
+
+
+# --------------------------------------------------------------------- evaluations with all outputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvaluatedRows:
+    """The rows of a data set that an evaluation uses, in float64."""
+
+    dataset: Dataset
+    variables: Floats
+    target: Floats
+    weights: Floats
+
+    @classmethod
+    def of(cls, dataset: Dataset, evaluation: Evaluation) -> EvaluatedRows:
+        """Return the rows of an evaluation; a missing target is 0, missing weights are 1."""
+        rows = slice(*evaluation.row_range(dataset.layout))
+        variables = dataset.variables[:, rows].astype(np.float64)
+        count = variables.shape[1]
+        target = np.zeros(count) if dataset.target is None else dataset.target[rows]
+        weights = np.ones(count) if dataset.weights is None else dataset.weights[rows]
+        return cls(dataset, variables, target.astype(np.float64), weights.astype(np.float64))
+
+    def weighted(self) -> EvaluatedRows:
+        """Return the rows that have a weight: no other counts in losses, moments and fits."""
+        own = self.of_weighted(self.variables), *map(self.of_weighted, (self.target, self.weights))
+        return EvaluatedRows(self.dataset, *own)
+
+    def of_weighted(self, values: Floats) -> Floats:
+        """Select the rows that have a weight, the last axis of an array.
+
+        They lie in a row again: NumPy's sums depend on that.
+        """
+        return np.ascontiguousarray(values[..., self.weights > 0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLossSums:
+    """Sum of the row losses of one program and parameter vector, and its derivatives."""
+
+    loss: float
+    gradient: Floats
+    """[parameters]."""
+    variable_gradient: Floats
+    """[variables]."""
+    curvature: Floats
+    """Sum of w (df/dp_i) (df/dp_j), [parameters, parameters]."""
+
+
+def linearise(
+    program: Program, parameters: Floats, rows: EvaluatedRows, row_loss: Program
+) -> RowLossSums:
+    """Sum the row losses of a program, and their derivatives, over the rows."""
+    values, jacobian = differentiate(program, rows.variables, parameters)
+    _, by_variables = differentiate(program, rows.variables, parameters, by=VARIABLE)
+    inputs = np.stack([_rounded(values, rows), rows.target, rows.weights])
+    terms, slopes = differentiate(row_loss, inputs, by=VARIABLE)
+    factor = np.ones(1) if mentions_weight(row_loss) else rows.weights
+    with np.errstate(all="ignore"):
+        each = factor * slopes[PREDICTION]
+        return RowLossSums(
+            float(np.sum(factor * terms)),
+            jacobian @ each,
+            by_variables @ each,
+            (jacobian * rows.weights) @ jacobian.T,
+        )
+
+
+def evaluate(evaluation: Evaluation, dataset: Dataset) -> Result:
+    """Compute a checked evaluation."""
+    rows = EvaluatedRows.of(dataset, evaluation)
+    batch = evaluation.batch
+    cells = [
+        (batch.program(index), parameters)
+        for index in range(len(batch))
+        for parameters in batch.program_parameters(index)
+    ]
+    values = np.stack([evaluate_program(p, rows.variables, v) for p, v in cells])
+    values = _rounded(values, rows)
+    weighted, weighted_values = rows.weighted(), rows.of_weighted(values)
+    shape = len(batch), batch.vectors
+    arrays: dict[str, Any] = {}
+    if evaluation.values:
+        with np.errstate(over="ignore"):
+            arrays["values"] = values.astype(dataset.layout.dtype).reshape(*shape, -1)
+    if evaluation.jacobian:
+        pieces = [differentiate(p, rows.variables, v)[1] for p, v in cells]
+        with np.errstate(over="ignore"):
+            arrays["jacobian"] = np.concatenate(pieces).astype(dataset.layout.dtype)
+    if evaluation.reductions:
+        arrays["reductions"] = _reduced(values).reshape(*shape, 5)
+    if evaluation.correlation:
+        arrays["correlations"] = _scaled(weighted_values, weighted)[2].reshape(shape)
+    if evaluation.loss_function is not None:
+        arrays |= _losses(evaluation, weighted, cells, weighted_values)
+    return Result(**arrays)
+
+
+def _losses(
+    evaluation: Evaluation, rows: EvaluatedRows, cells: list[tuple[Program, Floats]], values: Floats
+) -> dict[str, Any]:
+    loss = evaluation.loss_function
+    assert loss is not None
+    shape = len(evaluation.batch), evaluation.batch.vectors
+    weights = None if rows.dataset.weights is None else rows.weights
+    statistics = TargetStatistics(rows.target, weights)
+    if evaluation.linear_scaling:
+        slopes, intercepts, _, summed = _scaled(values, rows)
+    else:
+        summed = _summed(loss, values, rows)
+    losses = close_losses(loss.closing, summed, statistics)
+    found: dict[str, Any] = {"losses": losses.reshape(shape)}
+    if evaluation.linear_scaling:
+        found["scaling"] = np.stack([slopes, intercepts], axis=1).reshape(*shape, 2)
+    if evaluation.gradient or evaluation.variable_gradient:
+        sums = [linearise(program, vector, rows, loss.row) for program, vector in cells]
+    if evaluation.gradient:
+        pieces = [s.gradient for s in sums]
+        found["gradients"] = np.concatenate(_closed(loss, pieces, losses, statistics))
+    if evaluation.variable_gradient:
+        pieces = [s.variable_gradient for s in sums]
+        closed = np.stack(_closed(loss, pieces, losses, statistics))
+        found["variable_gradients"] = closed.reshape(*shape, -1)
+    return found
+
+
+def _summed(loss: LossFunction, values: Floats, rows: EvaluatedRows) -> Floats:
+    factor = np.ones(1) if loss.mentions_weight else rows.weights
+    with np.errstate(all="ignore"):
+        terms = np.stack(
+            [evaluate_program(loss.row, np.stack([f, rows.target, rows.weights])) for f in values]
+        )
+        return np.asarray(np.sum(factor * terms, axis=1))
+
+
+def _closed(
+    loss: LossFunction, pieces: list[Floats], losses: Floats, statistics: TargetStatistics
+) -> list[Floats]:
+    return [
+        close_gradients(loss.closing, piece, cell, statistics)
+        for piece, cell in zip(pieces, losses, strict=True)
+    ]
+
+
+def _rounded(values: Floats, rows: EvaluatedRows) -> Floats:
+    """Return values rounded to the data set's type."""
+    with np.errstate(over="ignore"):
+        return values.astype(rows.dataset.layout.dtype).astype(np.float64)
+
+
+def _reduced(values: Floats) -> Floats:
+    with np.errstate(all="ignore"):
+        numbers = (values.sum(axis=1), values.mean(axis=1), values.min(axis=1), values.max(axis=1))
+    return np.stack([*numbers, (~np.isfinite(values)).sum(axis=1)], axis=1)
+
+
+def _scaled(values: Floats, rows: EvaluatedRows) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return slope, intercept, correlation and sum of squared residuals of the best a + b f.
+
+    Each is an array with one entry for each row of ``values``. Numbers are taken relative to the
+    first row of the data, so that a large mean costs no digits.
+    """
+    # Of no row the first is 0.
+    first_y, first_f = rows.target[:1].sum(), values[:, :1].sum(axis=1)
+    w, y = rows.weights, rows.target - first_y
+    with np.errstate(all="ignore"):
+        total = w.sum()
+        f = values - first_f[:, None]
+        mean_f, mean_y = (f * w).sum(axis=1) / total, (y * w).sum() / total
+        f, y = f - mean_f[:, None], y - mean_y
+        squares = (w * np.square(f)).sum(axis=1)
+        products = (w * f * y).sum(axis=1)
+        slopes = np.where(squares == 0.0, 0.0, products / squares)
+        correlations = products / np.sqrt(squares) / np.sqrt((w * np.square(y)).sum())
+        residuals = (w * np.square(y - slopes[:, None] * f)).sum(axis=1)
+        intercepts = (mean_y + first_y) - slopes * (mean_f + first_f)
+    return slopes, intercepts, correlations, residuals

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.expressions.printing import free_name, to_text
+from warpfit.expressions.language import free_name, to_text
 from warpfit.formulas.languages import HELPERS, LANGUAGES, Language
 from warpfit.formulas.rules import check_length
 from warpfit.ops import CONSTANT, KERNEL_FUNCTIONS, OPERATORS, VARIABLE, Operator

@@ -20,8 +20,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.expressions.language import cost, is_free, rounded, shorter_numbers
 from warpfit.expressions.reference import evaluate_program
-from warpfit.expressions.short_forms import cost, is_free, rounded, shorter_numbers
 from warpfit.formulas.intervals import DefinedRegion
 from warpfit.formulas.rules import Rules, simplified
 from warpfit.ir import Program

@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError, ProgramError
-from warpfit.expressions.grammar import CHAINED
+from warpfit.expressions.language import CHAINED
 from warpfit.expressions.reference import evaluate_program
-from warpfit.expressions.subtrees import subtree_starts
-from warpfit.ir import Population
+from warpfit.ir import Population, subtree_starts
 from warpfit.ops import ARITIES
 from warpfit.parse import MACROS, function, parse
 

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-from warpfit.expressions.macros import Macro
 from warpfit.ir import Program
-from warpfit.parse import Parser
+from warpfit.parse import Macro, Parser
 
 #: Functions of Julia and SymbolicRegression.jl that warpfit has not, or that mean something else
 #: than its function of the same name, over the operands a, b and c.

@@ -18,12 +18,10 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
-from warpfit.expressions.grammar import ALIASES, COMPARISONS, INDEXED
-from warpfit.expressions.macros import Macro
-from warpfit.expressions.printing import free_name
+from warpfit.expressions.language import ALIASES, COMPARISONS, INDEXED, free_name
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
-from warpfit.parse import MACROS, function
+from warpfit.parse import MACROS, Macro, function
 
 #: Operator for each class of SymPy nodes; Min, Max, And and Or are chains.
 CLASSES: Final[Mapping[str, str]] = {

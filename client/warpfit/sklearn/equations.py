@@ -12,7 +12,7 @@ import numpy as np
 
 from warpfit.calls.display import TextTable
 from warpfit.errors import InvalidArgumentError, require
-from warpfit.expressions.short_forms import FREE, cost
+from warpfit.expressions.language import FREE, cost
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT
 

@@ -26,9 +26,8 @@ from warpfit.client import Client, connect
 from warpfit.embedded import server_at
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
-from warpfit.expressions.parameter_vectors import float_array
-from warpfit.expressions.printing import to_latex, to_text
-from warpfit.expressions.real_numbers import real_numbers
+from warpfit.expressions.language import to_latex, to_text
+from warpfit.expressions.real_numbers import float_array, real_numbers
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss

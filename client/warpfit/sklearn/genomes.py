@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.expressions.reference import evaluate_program
-from warpfit.expressions.subtrees import subtree_starts
-from warpfit.ir import Batch, Population, Program
+from warpfit.ir import Batch, Population, Program, subtree_starts
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.parse import MACROS
 

@@ -20,7 +20,7 @@ from warpfit.client import Client
 from warpfit.dataset.checks import caller_level
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
-from warpfit.expressions.printing import to_latex
+from warpfit.expressions.language import to_latex
 from warpfit.ir import Program
 from warpfit.losses import LossFunction, as_function, as_loss
 from warpfit.sklearn import equations as eq

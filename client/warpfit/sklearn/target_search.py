@@ -28,7 +28,7 @@ from warpfit.client import Client
 from warpfit.dataset.checks import caller_level
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError
 from warpfit.expressions import reference
-from warpfit.expressions.printing import to_text
+from warpfit.expressions.language import to_text
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Program
 from warpfit.losses import (

@@ -47,7 +47,7 @@ _SERVER_SOURCES: Final = (
 )
 _CLIENT_SOURCES: Final = (
     *("ir.py", "ops.py", "fitting.py", "losses.py", "request.py"),
-    *("expressions/special.py", "expressions/token_checks.py"),
+    "expressions/special.py",
 )
 _SUFFIXES: Final = (".py", ".cu")
 #: Share of its bound to which a directory shrinks, so that not every write removes files.

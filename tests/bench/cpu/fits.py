@@ -57,7 +57,7 @@ class Problem:
     def losses(self, vectors: list[Floats]) -> Floats:
         """Mean squared errors by the float64 reference."""
         columns = self.matrix.T.astype(np.float64)
-        values = reference.evaluate(self.programs, columns, vectors)
+        values = reference.evaluate_programs(self.programs, columns, vectors)
         return reference_loss(Loss.MSE, values, self.target)
 
 

@@ -44,7 +44,7 @@ from support.engines.more_garbow_hillstrom import Problem, problems
 from warpfit import Reason
 from warpfit.calls.results import Fit
 from warpfit.dataset import Dataset
-from warpfit.expressions.printing import to_text
+from warpfit.expressions.language import to_text
 from warpfit.expressions.workload import random_program
 from warpfit.fitting import Accuracy, Tolerances
 from warpfit_server.engine.cpu.engine import CpuEngine

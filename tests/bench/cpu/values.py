@@ -94,7 +94,7 @@ def check(
 ) -> dict[str, float]:
     """Run every job once and compare its values with the reference on the first rows."""
     used = min(1000, data.layout.rows)
-    expected = reference.evaluate(programs, data.variables[:, :used], parameters)
+    expected = reference.evaluate_programs(programs, data.variables[:, :used], parameters)
     values = {name: job.values(used) for name, job in jobs.items()}
     shares = {n: round(agreement(v, expected), 4) for n, v in values.items() if v is not None}
     wrong = {name: share for name, share in shares.items() if share < AGREEMENT}

@@ -121,7 +121,7 @@ def evogp(calls: int) -> dict[str, Any]:
         peer = EvogpPeer(given, 1)
         job = peer.prepare(programs)
         few = programs[:PROGRAMS]
-        expected = reference.evaluate(few, given.X[:1_000].T)
+        expected = reference.evaluate_programs(few, given.X[:1_000].T)
         values = peer.prepare(few).values(1_000)
         walls = seconds_of(job.run, calls, warm_up=2)
         content[f"{count} x {rows}"] = {
@@ -137,7 +137,7 @@ def cpu_peers(rounds: int) -> dict[str, Any]:
     given = Table(*table(ROWS))
     programs, parameters = Pool(SEED).draw_lists(PROGRAMS)
     bound = list(map(Program.bind, programs, parameters))
-    expected = reference.evaluate(bound, given.X[:1_000].T)
+    expected = reference.evaluate_programs(bound, given.X[:1_000].T)
     content: dict[str, Any] = {"cores": os.cpu_count()}
     for name, peer in (("NumPy, one core", NumpyPeer), ("pyoperon, all cores", PyoperonPeer)):
         job = peer(given, os.cpu_count() or 1).prepare(bound)

@@ -7,7 +7,7 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from support.engines.error_bounds import BOUNDS, Bound, Bounds
-from warpfit.expressions.printing import text_form
+from warpfit.expressions.language import text_form
 from warpfit.ops import OPERATORS, Operator
 
 _INTRODUCTION: Final = """\

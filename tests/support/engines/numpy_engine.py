@@ -3,7 +3,7 @@
 import numpy as np
 
 from warpfit.dataset import Dataset
-from warpfit.expressions import reference_engine
+from warpfit.expressions import reference
 from warpfit.request import Timings
 from warpfit_server.engine.interface import Linearisation, Steps
 
@@ -21,7 +21,7 @@ class NumpyEngine:
 
     def evaluate(self, evaluation, outputs) -> Steps[Timings]:
         yield None
-        result = reference_engine.evaluate(evaluation, self.datasets[evaluation.dataset_id])
+        result = reference.evaluate(evaluation, self.datasets[evaluation.dataset_id])
         outputs.values[:], outputs.jacobian[:] = result.values, result.jacobian
         return Timings()
 
@@ -33,7 +33,7 @@ class NumpyEngine:
         batch = evaluation.batch
         self.sizes.append(len(batch))
         assert batch.vectors == 1
-        rows = reference_engine.EvaluatedRows.of(dataset, evaluation).weighted()
+        rows = reference.EvaluatedRows.of(dataset, evaluation).weighted()
         single = dataset.layout.dtype.itemsize == 4
         losses, gradients, curvatures = [], [], []
         for index in range(len(batch)):
@@ -41,7 +41,7 @@ class NumpyEngine:
             if single:
                 with np.errstate(over="ignore"):
                     parameters = parameters.astype(np.float32)
-            sums = reference_engine.linearise(batch.program(index), parameters, rows, row_loss)
+            sums = reference.linearise(batch.program(index), parameters, rows, row_loss)
             losses.append(sums.loss)
             gradients.append(sums.gradient)
             curvatures.append(sums.curvature[np.tril_indices(len(sums.gradient))])

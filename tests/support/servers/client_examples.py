@@ -23,4 +23,4 @@ def expected_values(
 ) -> NDArray[Any]:
     """Values of the reference, [rows, expressions]."""
     programs = [warpfit.parse(text) for text in expressions]
-    return reference.evaluate(programs, X.T, parameters).T.astype(dtype)
+    return reference.evaluate_programs(programs, X.T, parameters).T.astype(dtype)

@@ -14,7 +14,7 @@ from support.engines.reference_losses import moments_of
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit import losses
 from warpfit.dataset import Dataset
-from warpfit.expressions import reference_engine
+from warpfit.expressions import reference
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
@@ -94,7 +94,7 @@ def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, s
     batch = Batch.of([parse("x1")])
     custom = losses.LossFunction(losses.as_function(loss).row, losses.Closing.SUM)
     asked = Evaluation(data.content_id, batch, values=False, custom_loss=custom)
-    want = reference_engine.evaluate(asked, data).losses[:, 0]
+    want = reference.evaluate(asked, data).losses[:, 0]
     is_own = not isinstance(loss, Loss) and dtype == "float32"
     tolerance = max(1e-12, is_own * loss_errors.own_single)
     for gradient in (False, True):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from warpfit.errors import ParseError
 from warpfit.expressions import reference
-from warpfit.expressions.grammar import ALIASES
+from warpfit.expressions.language import ALIASES
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.parse import Parser, function, parse

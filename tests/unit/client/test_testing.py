@@ -28,7 +28,7 @@ def test_random_programs_are_answered_in_the_datas_dtype(batch, dtype):
     parameters = [np.linspace(0.5, 2, program.parameters) for program in batch]
     with testing.client() as client:
         values = client.evaluate(client.upload(X, dtype=dtype), batch, parameters)
-    expected = reference.evaluate(batch, X.T.astype(dtype), parameters)
+    expected = reference.evaluate_programs(batch, X.T.astype(dtype), parameters)
     assert values.dtype == dtype
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(values.T, expected.astype(dtype))

@@ -12,8 +12,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from warpfit.errors import InternalError
-from warpfit.expressions.token_checks import INDEX_LIMIT
-from warpfit.ir import Batch
+from warpfit.ir import INDEX_LIMIT, Batch
 from warpfit.ops import ARITIES, PARAMETER, VARIABLE
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined

@@ -9,7 +9,7 @@ from warpfit import Program, parse
 from warpfit.calls import arguments
 from warpfit.calls.arguments import PopulationCache
 from warpfit.errors import InvalidArgumentError
-from warpfit.expressions.parameter_vectors import ParameterVectors
+from warpfit.expressions.real_numbers import ParameterVectors
 
 TEXTS = ["x1 + p1", "sin(x2)", "x1*x2 - 3", "p1/p2"]
 

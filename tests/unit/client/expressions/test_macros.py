@@ -9,10 +9,9 @@ import warpfit
 from warpfit import testing
 from warpfit.errors import InvalidArgumentError, ParseError
 from warpfit.expressions import reference
-from warpfit.expressions.macros import STANDARD
 from warpfit.frontends import as_population, as_program
 from warpfit.ops import CONSTANT, VARIABLE
-from warpfit.parse import MACROS
+from warpfit.parse import MACROS, STANDARD
 
 MEANINGS = {
     "asinh": np.arcsinh,

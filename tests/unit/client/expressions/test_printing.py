@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from support.engines.strategies import programs
 from warpfit.errors import ParseError
-from warpfit.expressions.grammar import WHOLE_POWERS
-from warpfit.expressions.printing import locate, to_latex, to_text
+from warpfit.expressions.language import WHOLE_POWERS, locate, to_latex, to_text
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS

@@ -148,10 +148,12 @@ def test_parameters_act_as_constants(program, parameters):
 
 def test_several_programs():
     x1, p1 = Program.variable(0), Program.parameter(0)
-    got = reference.evaluate([Program.apply("mul", x1, p1), p1], [[1, 2, 3]], [[2.0], [5.0]])
+    got = reference.evaluate_programs(
+        [Program.apply("mul", x1, p1), p1], [[1, 2, 3]], [[2.0], [5.0]]
+    )
     np.testing.assert_array_equal(got, [[2, 4, 6], [5, 5, 5]])
     with pytest.raises(ValueError, match="zip"):
-        reference.evaluate([x1], [[1, 2]], [[], []])
+        reference.evaluate_programs([x1], [[1, 2]], [[], []])
 
 
 @pytest.mark.parametrize("weighted", [False, True])

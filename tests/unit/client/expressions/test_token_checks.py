@@ -9,8 +9,7 @@ pytest.importorskip("numba")
 
 from support.engines.strategies import programs
 from warpfit.errors import ProgramError
-from warpfit.expressions.token_checks import are_well_formed, check_indices, check_structure
-from warpfit.ir import Batch, Program
+from warpfit.ir import Batch, Program, are_well_formed, check_indices, check_structure
 from warpfit.ops import BY_CODE, CONSTANT, PARAMETER, VARIABLE
 from warpfit_server.engine.lowering.validate import are_valid as compiled_are_valid
 from warpfit_server.engine.lowering.validate import check_tokens

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.engines.reference_losses import moments_of
 from warpfit.dataset import Dataset
-from warpfit.expressions import reference_engine
+from warpfit.expressions import reference
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import Closing, LossFunction, TargetStatistics
@@ -109,8 +109,8 @@ def test_sums_become_the_losses_and_gradients_of_the_reference(closing, row):
     custom = LossFunction(LossFunction.parse(row).row, closing)
     wished = {"values": False, "gradient": True, "variable_gradient": True}
     asked = evaluation(custom_loss=custom, **wished)
-    expected = reference_engine.evaluate(asked, DATA)
-    sums = reference_engine.evaluate(
+    expected = reference.evaluate(asked, DATA)
+    sums = reference.evaluate(
         evaluation(custom_loss=LossFunction(custom.row, Closing.SUM), **wished), DATA
     )
     outputs = Outputs(

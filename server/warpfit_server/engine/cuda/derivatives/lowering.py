@@ -20,8 +20,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
-from warpfit.expressions.token_checks import INDEX_LIMIT
-from warpfit.ir import Batch
+from warpfit.ir import INDEX_LIMIT, Batch
 from warpfit_server.engine.autodiff.differentiate import (
     RowLossTokens,
     differentiate_program,

@@ -52,7 +52,7 @@ def test_every_number_of_rows(evaluate, rows, dtype):
     data = make_dataset(rows, dtype)
     programs, parameters = thesis_mix(3, 4, operators=("add", "mul", "sub"))
     got = evaluate(data, programs, parameters)
-    expected = reference.evaluate(programs, data.variables, parameters)
+    expected = reference.evaluate_programs(programs, data.variables, parameters)
     np.testing.assert_allclose(got.values[:, 0], expected, rtol=1e-4, atol=1e-3)
 
 

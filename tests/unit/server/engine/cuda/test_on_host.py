@@ -37,7 +37,7 @@ from support.suites.merging import (  # noqa: F401
 )
 from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError, ResourceExhaustedError
-from warpfit.expressions import reference_engine
+from warpfit.expressions import reference
 from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
@@ -134,7 +134,7 @@ def test_a_loss_of_ones_own_is_the_references(engine, batch, gradient):
         data.content_id, Batch.of(*batch), values=False, gradient=gradient,
         custom_loss=LossFunction(huber(0.5).row, Closing.SUM),
     )  # fmt: skip
-    wanted = reference_engine.evaluate(asked, data)
+    wanted = reference.evaluate(asked, data)
     np.testing.assert_allclose(ask(engine, data, asked).losses, wanted.losses, rtol=1e-9)
 
 

@@ -12,7 +12,7 @@ from support.engines.numpy_engine import NumpyEngine
 from support.engines.strategies import programs
 from warpfit import Reason, parse
 from warpfit.dataset import Dataset
-from warpfit.expressions.printing import to_text
+from warpfit.expressions.language import to_text
 from warpfit.expressions.workload import thesis_mix
 from warpfit.losses import Loss, LossFunction, gaussian, huber
 

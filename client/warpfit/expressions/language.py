@@ -1,4 +1,11 @@
-"""Programs as text and as LaTeX, driven by the operator table."""
+"""The text language: its words, the short forms of numbers, and programs as text and as LaTeX.
+
+`warpfit.parse` reads it. The printers are driven by the operator table.
+
+The short form of a number is an integer, a short decimal, a fraction or a multiple of pi or e. Of
+each number there is a cost, by which formulas are compared: that of a token is 1, so a number of
+one digit costs 1.25 with its token and one of many digits `FREE` + 1.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +14,185 @@ import re
 import struct
 from array import array
 from collections import deque
-from collections.abc import Container, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from string import Formatter
 from typing import TYPE_CHECKING, Final
 
-from warpfit.expressions.grammar import (
-    COMPARISONS,
-    CONSTANTS,
-    IDENTIFIER,
-    RIGHT_ASSOCIATIVE,
-    WHOLE_POWERS,
-    WORDS,
-)
-from warpfit.expressions.short_forms import ShortForm, short_form
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, VARIABLE, Operator
 
 if TYPE_CHECKING:
-    from warpfit.expressions.program import Program
+    from warpfit.ir import Program
+
+
+# ------------------------------------------------------------------------- symbols, words and names
+
+#: Operators by infix symbol.
+INFIX: Final[Mapping[str, Operator]] = {
+    row.symbol: row for row in OPERATORS.values() if row.symbol and row.arity == 2
+} | {"**": OPERATORS["pow"]}
+#: Operators by prefix symbol.
+PREFIX: Final[Mapping[str, Operator]] = {
+    row.symbol: row for row in OPERATORS.values() if row.symbol and row.arity == 1
+}
+#: Symbols that are words; a variable with such a name needs backticks.
+WORDS: Final = frozenset(symbol for symbol in (*INFIX, *PREFIX) if symbol.isalpha())
+
+#: Operators that are written as a power with this exponent.
+WHOLE_POWERS: Final[Mapping[str, str]] = {"square": "2", "cube": "3"}
+
+RIGHT_ASSOCIATIVE: Final = frozenset({"pow"})
+#: Operators that do not chain: an operand that is a comparison needs parentheses.
+COMPARISONS: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
+#: Operators that can be called with two or more operands, which are combined from the left.
+CHAINED: Final = frozenset({"add", "mul", "min", "max", "and", "or"})
+
+#: Named constants; a variable of the same name takes precedence.
+CONSTANTS: Final[Mapping[str, float]] = {
+    **dict.fromkeys(("inf", "Inf", "infinity", "oo"), math.inf),
+    **dict.fromkeys(("nan", "NaN"), math.nan),
+    **dict.fromkeys(("e", "E"), math.e),
+    "pi": math.pi,
+}
+
+#: Names of operators and standard macros in other languages and libraries.
+ALIASES: Final[Mapping[str, str]] = {
+    **{"plus": "add", "Add": "add", "subtract": "sub", "minus": "sub"},
+    **{"multiply": "mul", "times": "mul", "Mul": "mul", "divide": "div", "truediv": "div"},
+    **{"power": "pow", "Pow": "pow", "negative": "neg", "reciprocal": "inv"},
+    **{"Abs": "abs", "fabs": "abs", "absolute": "abs", "sgn": "sign"},
+    **{"ln": "log", "sqr": "square", "ceiling": "ceil"},
+    **{"minimum": "min", "Min": "min", "maximum": "max", "Max": "max"},
+    **{"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arctan2": "atan2"},
+    **{"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"},
+    **{"equal": "eq", "not_equal": "ne"},
+    **{"logical_and": "and", "logical_or": "or", "logical_not": "not"},
+    **{"ifelse": "where", "ite": "where", "cond": "where", "select": "where"},
+    **{"sigmoid": "logistic", "sig": "logistic", "expit": "logistic"},
+    **{"arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh"},
+    **{"Mod": "mod", "remainder": "mod", "rint": "round"},
+    **{"around": "round", "fix": "trunc", "degrees": "rad2deg", "radians": "deg2rad"},
+    **{"Heaviside": "heaviside", "silu": "swish", "gauss": "gaussian", "clamp": "clip"},
+    **{"loggamma": "lgamma", "gammaln": "lgamma"},
+    **{"AQ": "aq", "analytic_quotient": "aq", "protectedDiv": "zdiv"},
+}
+
+#: Names of variables that need no backticks, unless they are among `WORDS`.
+IDENTIFIER: Final = re.compile(r"[^\W\d]\w*")
+#: A variable or parameter by its position, counted from 1.
+INDEXED: Final = re.compile(r"([xp])0*([1-9][0-9]{0,9})")
+
+_SYMBOLS: Final = sorted(
+    {symbol for symbol in (*INFIX, *PREFIX, "(", ")", ",") if not symbol.isalpha()},
+    key=len,
+    reverse=True,
+)
+#: The next token of a text, behind white space; a character that has no meaning is one, too.
+TOKEN: Final = re.compile(
+    r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\#[0-9a-fA-F]{16}"
+    rf"|{IDENTIFIER.pattern}"
+    r"|`(?:[^`]|``)*`"
+    rf"|{'|'.join(re.escape(symbol) for symbol in _SYMBOLS)}"
+    r"|\S)"
+)
+
+
+# ------------------------------------------------------------- numbers as a publication prints them
+
+#: Cost of a number that has no short form; a fit may change it.
+FREE: Final = 2.0
+#: Cost of a digit.
+_DIGIT: Final = 0.25
+#: Most significant digits of a short decimal.
+_MOST_DIGITS: Final = 4
+_LARGEST_DENOMINATOR: Final = 12
+#: Numerators and integer factors of pi and e.
+_LARGEST_NUMERATOR: Final = 99
+#: Units and the denominators that occur with them.
+_UNITS: Final = (("pi", math.pi, (1, 2, 3, 4, 6, 8)), ("e", math.e, (1, 2)))
+#: Part by which a number may differ from its short form, integers excepted.
+_NEAR: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ShortForm:
+    """A number that is written as it is, or as numerator / denominator times a unit."""
+
+    value: float
+    cost: float
+    numerator: int = 0
+    """0 for a number that is written as it is."""
+    denominator: int = 1
+    unit: str = ""
+    """``"pi"``, ``"e"`` or nothing."""
+
+
+def is_free(value: float) -> bool:
+    """Tell whether a number is one that a fit may change, because it has no short form."""
+    return short_form(value) is None
+
+
+def cost(value: float) -> float:
+    """Return what a number costs beside its token."""
+    form = short_form(value)
+    return FREE if form is None else form.cost
+
+
+@lru_cache(maxsize=4096)
+def short_form(value: float) -> ShortForm | None:
+    """Return the cheapest short form that is this number to the last bit; None without one."""
+    if not math.isfinite(value):
+        return ShortForm(value, _DIGIT)
+    forms = [form for form in _forms_near(value) if form.value == value]
+    return min(forms, key=lambda form: form.cost, default=None)
+
+
+def shorter_numbers(value: float) -> list[float]:
+    """Return numbers near this one that cost less, the cheapest first; 0 is none of them."""
+    own = cost(value)
+    found = sorted(_forms_near(value), key=lambda form: (form.cost, abs(form.value - value)))
+    cheaper = [form.value for form in found if form.cost < own and form.value != 0.0]
+    return list(dict.fromkeys(cheaper))
+
+
+def rounded(value: float, digits: int) -> float:
+    """Return a number to so many significant digits; one in short form as it is."""
+    return float(f"{value:.{digits}g}") if is_free(value) else value
+
+
+def _forms_near(value: float) -> Iterator[ShortForm]:
+    for digits in range(1, _MOST_DIGITS + 1):
+        yield ShortForm(float(f"{value:.{digits}g}"), _DIGIT * digits)
+    if not 1e-3 < abs(value) < 1e6:
+        return
+    integer = round(value)
+    if integer:
+        yield ShortForm(float(integer), _DIGIT * len(str(abs(integer)).rstrip("0")))
+    for largest in (2, 3, 4, 6, 9, _LARGEST_DENOMINATOR):
+        fraction = Fraction(value).limit_denominator(largest)
+        yield from _fraction(value, fraction.numerator, fraction.denominator, "", 1.0)
+    for name, unit, denominators in _UNITS:
+        for denominator in denominators:
+            numerator = round(value / unit * denominator)
+            if math.gcd(numerator, denominator) == 1:
+                yield from _fraction(value, numerator, denominator, name, unit)
+
+
+def _fraction(
+    value: float, numerator: int, denominator: int, name: str, unit: float
+) -> Iterator[ShortForm]:
+    number = numerator * unit / denominator
+    is_near = abs(number - value) <= _NEAR * abs(value)
+    if not numerator or abs(numerator) > _LARGEST_NUMERATOR or not is_near:
+        return
+    digits = len(str(denominator)) if denominator > 1 else 0
+    digits += len(str(abs(numerator))) if abs(numerator) > 1 or not name else 0
+    yield ShortForm(number, _DIGIT * (2 * bool(name) + digits), numerator, denominator, name)
+
+
+# -------------------------------------------------------------------- programs as text and as LaTeX
 
 #: Text in pieces, so that joining costs no copies, and the precedence of its outermost operator.
 _Pieces = deque[str]
