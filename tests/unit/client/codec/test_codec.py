@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from support.engines.strategies import numbers, programs
 from warpfit import codec, errors
 from warpfit import server_info as info
-from warpfit.codec import framing, requests
 from warpfit.dataset import DTYPES, Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Closing, LossFunction
@@ -286,7 +285,7 @@ def test_grpcs_own_errors(status, kind):
 @given(evaluation=evaluations(), long=st.sampled_from([0, 1 << 16]))
 def test_values_of_operators_need_not_be_sent(evaluation, long):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requests, "_LONG", long)
+        patch.setattr(codec, "_LONG", long)
         data = codec.evaluation_to_bytes(evaluation)
     batch = evaluation.batch
     sent = pb.EvaluateRequest.FromString(data).programs.values
@@ -307,9 +306,9 @@ def test_many_short_fields_are_refused_before_protobuf_sees_them(fields, nested)
     data = fields * (1 + (1 << 18))
     kind = pb.OptimizeRequest if nested else pb.EvaluateRequest
     if nested:
-        data = framing.bytes_tag(1) + framing.varint(len(data)) + data
+        data = codec.bytes_tag(1) + codec.varint(len(data)) + data
     with pytest.raises(errors.InvalidArgumentError) as caught:
-        framing.parse_message(kind, data)
+        codec.parse_message(kind, data)
     assert caught.value.reason == "MALFORMED_MESSAGE"
     assert "256 fields" in caught.value.message
 
