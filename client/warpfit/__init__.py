@@ -39,21 +39,21 @@ from warpfit.losses import Closing, Loss, LossFunction
 # Bound now, because importing the module `warpfit.parse` later would shadow the function.
 from warpfit.parse import define, parse
 from warpfit.request import Precision, Tier
-from warpfit.transport.settings import RetryPolicy, TransportConfig, configure_grpc
+from warpfit.transport.connection import RetryPolicy, TransportConfig, configure_grpc
 
 configure_grpc()
 
 if TYPE_CHECKING:
     from warpfit.aio import AsyncClient, connect_async
     from warpfit.client import Client, connect, local, simplify
-    from warpfit.transport.security import TlsConfig
+    from warpfit.transport.connection import TlsConfig
 
     __version__: str
 
 _LAZY: Final = {
     "warpfit.aio": ("AsyncClient", "connect_async"),
     "warpfit.client": ("Client", "connect", "local", "simplify"),
-    "warpfit.transport.security": ("TlsConfig",),
+    "warpfit.transport.connection": ("TlsConfig",),
 }
 
 __all__ = ["Accuracy", "AsyncClient", "Batch", "CancelledError", "Client", "Closing"]

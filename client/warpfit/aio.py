@@ -22,8 +22,7 @@ from warpfit.calls.arguments import (
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client, connect
 from warpfit.errors import DeadlineExceededError
-from warpfit.transport.call import Cancellation
-from warpfit.transport.forks import RENEWED_IN_CHILD
+from warpfit.transport.call import RENEWED_IN_CHILD, Cancellation
 
 #: Most calls of one client that are under way at a time; others wait for a thread.
 _MOST_CALLS: Final = 128

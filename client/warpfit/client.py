@@ -32,13 +32,16 @@ from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
-from warpfit.transport.addresses import Address
 from warpfit.transport.call import Cancellation, Deadline, Request, only
 from warpfit.transport.channel import GrpcTransport
-from warpfit.transport.connection import Connection
+from warpfit.transport.connection import (
+    Address,
+    Connection,
+    RetryPolicy,
+    TlsConfig,
+    TransportConfig,
+)
 from warpfit.transport.failover import Failover
-from warpfit.transport.security import TlsConfig
-from warpfit.transport.settings import RetryPolicy, TransportConfig
 
 #: Longest time in seconds that a server may take to release a data set where it is not a must.
 _RELEASE_SECONDS: Final = 5.0
@@ -446,7 +449,7 @@ def connect(
     Args:
         address: ``"HOST:PORT"``; several of them, separated by commas or in a list; all addresses
             of a name, ``"dns:///NAME:PORT"``, which is resolved again and again; or a callable that
-            returns the addresses that there are now (`warpfit.transport.addresses.Resolver`). By
+            returns the addresses that there are now (`warpfit.transport.connection.Resolver`). By
             default WARPFIT_ADDRESS, or 127.0.0.1:50551.
         token: bearer token, where the server asks for one; by default WARPFIT_TOKEN.
         tls: True for TLS with the system's certificates, a `warpfit.TlsConfig` for others or with

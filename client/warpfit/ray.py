@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from warpfit.embedded import READY, START_SECONDS, require_server
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError, require
-from warpfit.transport.addresses import Target
+from warpfit.transport.connection import Target
 
 #: Namespace of servers whose starter gave none.
 NAMESPACE: Final = "warpfit"

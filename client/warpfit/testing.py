@@ -40,11 +40,9 @@ from warpfit.fitting import FitProgress
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device, Limits, ServerInfo
-from warpfit.transport.addresses import Target
 from warpfit.transport.call import Request, UploadStream
-from warpfit.transport.connection import Connection
+from warpfit.transport.connection import Connection, RetryPolicy, Target
 from warpfit.transport.failover import Failover
-from warpfit.transport.settings import RetryPolicy
 
 #: Retries with short pauses, for tests.
 FAST_RETRIES = RetryPolicy(total_seconds=5.0, initial_backoff=0.001, maximum_backoff=0.01)

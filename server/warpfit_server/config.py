@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.server_info import Limits
-from warpfit.transport.security import is_loopback
+from warpfit.transport.connection import is_loopback
 from warpfit_server.system.devices import EngineDevice, check_devices, engine_devices
 from warpfit_server.system.resources import available_cores, available_memory
 

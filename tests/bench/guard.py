@@ -44,7 +44,7 @@ from support.servers.server import write_secret
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation, build_fit
 from warpfit.expressions.workload import thesis_mix
-from warpfit.transport.security import new_token
+from warpfit.transport.connection import new_token
 
 VARIABLES = 10
 #: Calls a second that each tenant may make beside another: all share a few cores.

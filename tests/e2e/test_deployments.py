@@ -26,7 +26,7 @@ from support.repository.docker import PORTS
 from support.repository.readmes import Snippet, commands, snippets
 from support.servers.certificates import Authority
 from support.servers.server import write_secret
-from warpfit.transport.security import TlsConfig, new_token
+from warpfit.transport.connection import TlsConfig, new_token
 
 ROOT = deployments.ROOT
 DEPLOY = ROOT / "deploy"

@@ -26,7 +26,7 @@ from support.servers.server import ServerProcess, write_secret
 from warpfit import codec
 from warpfit.cli import main as cli
 from warpfit.dataset import Dataset
-from warpfit.transport.security import new_token
+from warpfit.transport.connection import new_token
 from warpfit.v1 import evaluator_pb2 as pb
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)

@@ -21,7 +21,7 @@ from support.load.faults import free_port
 from support.repository import deployments
 from support.repository.readmes import commands, snippets
 from support.servers.certificates import Authority
-from warpfit.transport.security import TlsConfig, new_token
+from warpfit.transport.connection import TlsConfig, new_token
 
 pytestmark = pytest.mark.timeout(3600)
 

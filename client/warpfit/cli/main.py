@@ -28,7 +28,7 @@ from warpfit.expressions.language import to_text
 from warpfit.fitting import Accuracy, Method
 from warpfit.parse import parse
 from warpfit.request import Loss, Precision, Tier
-from warpfit.transport.security import add_flags, from_flags
+from warpfit.transport.connection import add_flags, from_flags
 
 if TYPE_CHECKING:
     import numpy as np
@@ -340,7 +340,7 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _token(options: argparse.Namespace) -> None:
-    from warpfit.transport.security import new_token
+    from warpfit.transport.connection import new_token
 
     token, line = new_token(options.tenant, options.days)
     # What goes to standard error can itself be a token file, so that `2> tokens` makes one.

@@ -23,17 +23,17 @@ from grpc.experimental import ChannelOptions
 
 from warpfit import codec
 from warpfit.errors import CancelledError, InvalidArgumentError, WarpfitError
-from warpfit.transport.addresses import check_address
-from warpfit.transport.call import Request, UploadStream, only
-from warpfit.transport.connection import Connection
-from warpfit.transport.forks import (
+from warpfit.transport.call import (
     CALLS,
     PATIENCE_SECONDS,
     QUIET_BEFORE_FORK,
     RENEWED_IN_CHILD,
+    Request,
+    UploadStream,
+    only,
 )
-from warpfit.transport.security import Security, is_local
-from warpfit.transport.servers import NOBODY_THERE
+from warpfit.transport.connection import Connection, Security, check_address, is_local
+from warpfit.transport.failover import NOBODY_THERE
 from warpfit.v1 import evaluator_pb2 as pb
 
 #: Metadata of a call.

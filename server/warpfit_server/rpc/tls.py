@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.transport.security import check_secret
+from warpfit.transport.connection import check_secret
 from warpfit_server.config import Config
 from warpfit_server.system.file_watcher import WatchedFiles
 

@@ -18,7 +18,7 @@ def address_file(path: str, host: str, port: int) -> Iterator[None]:
     """Keep a file PATH.HOST-PORT that holds HOST:PORT; none if the path is empty.
 
     Many servers may be given the same path, such as by one ``srun``: clients of ``file://PATH``
-    read all files that begin so (`warpfit.transport.addresses.file_target`).
+    read all files that begin so (`warpfit.transport.connection.file_target`).
 
     Raises:
         InvalidArgumentError: if the file cannot be written.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from warpfit.errors import InvalidArgumentError, UnauthenticatedError
-from warpfit.transport.security import TOKEN_METADATA_KEY, check_secret, token_digest
+from warpfit.transport.connection import TOKEN_METADATA_KEY, check_secret, token_digest
 from warpfit_server.system.file_watcher import WatchedFiles
 from warpfit_server.tenancy.tenants import ANONYMOUS
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 import warpfit
 from warpfit.expressions import reference
-from warpfit.transport.settings import RetryPolicy
+from warpfit.transport.connection import RetryPolicy
 
 _rng = np.random.default_rng(5)
 X = _rng.normal(size=(60, 3)).astype(np.float32)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from warpfit.transport.security import new_token
+from warpfit.transport.connection import new_token
 
 
 def token_file(folder: Path, *tenants: str) -> tuple[str, dict[str, str]]:

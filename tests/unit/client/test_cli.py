@@ -17,7 +17,7 @@ from warpfit.cli import main as cli
 from warpfit.cli.table import read_table
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.ops import OPERATORS
-from warpfit.transport.security import token_digest
+from warpfit.transport.connection import token_digest
 
 CSV = "x1,x2,y\n1,2,5\n2,3,9\n3,4,13\n4,5,17\n"
 

@@ -12,7 +12,7 @@ import warpfit
 from support.servers.client_examples import EXPRESSIONS, PARAMETERS, X, Y, expected_values
 from support.servers.loopback import serve
 from warpfit.transport import failover
-from warpfit.transport.settings import TransportConfig
+from warpfit.transport.connection import TransportConfig
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -11,7 +11,7 @@ import warpfit
 from support.servers.client_examples import X
 from support.servers.loopback import serve
 from warpfit import testing
-from warpfit.transport.settings import RetryPolicy, TransportConfig
+from warpfit.transport.connection import RetryPolicy, TransportConfig
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import warpfit
 from support.servers.client_examples import EXPRESSIONS, PARAMETERS, QUICK, X, Y, expected_values
 from warpfit import testing
-from warpfit.transport.settings import RetryPolicy
+from warpfit.transport.connection import RetryPolicy
 
 
 def test_unavailable_is_retried(client, server):

@@ -13,7 +13,7 @@ import pytest
 import warpfit
 from support.servers.loopback import serve
 from warpfit import testing
-from warpfit.transport.settings import TransportConfig
+from warpfit.transport.connection import TransportConfig
 
 X = np.random.default_rng(2).normal(size=(40, 2))
 Y = X[:, 0] + 1.0

@@ -20,7 +20,6 @@ from warpfit import testing
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import DatasetReference
 from warpfit.transport import failover
-from warpfit.transport import servers as choice
 
 BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.2)
 NO_ROOM = warpfit.ResourceExhaustedError("no room", "NO_ROOM", needed=5, available=4)
@@ -35,7 +34,7 @@ def fleet():
 @pytest.fixture
 def even_servers(monkeypatch):
     """Draw the same servers in each run."""
-    choose = partial(choice.Servers, draw=random.Random(1).random)
+    choose = partial(failover.Servers, draw=random.Random(1).random)
     monkeypatch.setattr(failover, "Servers", choose)
 
 
@@ -111,7 +110,7 @@ def _refuse(_messages):
 
 
 def test_large_data_live_on_as_many_servers_as_asked(fleet, monkeypatch):
-    monkeypatch.setattr(choice, "SMALL_BYTES", 1)
+    monkeypatch.setattr(failover, "SMALL_BYTES", 1)
     with testing.client(fleet) as client:
         data = client.upload(X)
         for _ in range(20):
@@ -148,7 +147,7 @@ def test_a_handle_without_numbers_finds_a_server_that_has_the_data(fleet):
 
 @pytest.mark.parametrize("connect", [warpfit.connect, warpfit.connect_async])
 def test_servers_come_and_go(monkeypatch, connect):
-    monkeypatch.setattr(choice, "_RESOLVE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(failover, "_RESOLVE_SECONDS", (0.0, 0.0))
     servers = [testing.InProcessServer() for _ in range(3)]
     present: list[str] = []
 
@@ -208,7 +207,7 @@ def test_a_wrong_address_fails_soon_and_says_what_to_do(address, caplog):
     ):
         client.info()
     assert time.monotonic() - started < 5  # on a busy machine
-    assert caught.value.reason in choice.NOBODY_THERE
+    assert caught.value.reason in failover.NOBODY_THERE
     assert "wait=SECONDS" in caught.value.remedy
     assert "waiting for a server" in caplog.text
 

@@ -212,7 +212,7 @@ def test_the_chart_asks_for_tls_and_tokens_unless_told(manifests):
     volumes = manifests.kinds["StatefulSet"]["spec"]["template"]["spec"]["volumes"]
     for name in ("tls", "tokens"):
         (mode,) = (v["secret"]["defaultMode"] for v in volumes if v["name"] == name)
-        assert mode & 0o027 == 0  # as `warpfit.transport.security.check_secret` demands
+        assert mode & 0o027 == 0  # as `warpfit.transport.connection.check_secret` demands
     Config.from_arguments([], environment).check_exposure()
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
-from warpfit.transport.addresses import target_of
+from warpfit.transport.connection import target_of
 from warpfit_server.system.address_file import address_file
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import warpfit
 from warpfit.errors import InvalidArgumentError, UnavailableError
-from warpfit.transport.addresses import DEFAULT_ADDRESS, target_of
+from warpfit.transport.connection import DEFAULT_ADDRESS, target_of
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 import pytest
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.transport.addresses import target_of
-from warpfit.transport.security import Security, TlsConfig, is_local
+from warpfit.transport.connection import Security, TlsConfig, is_local, target_of
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from warpfit.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from warpfit.transport.call import Deadline
-from warpfit.transport.failover import Retries
-from warpfit.transport.servers import SMALL_BYTES, Servers
-from warpfit.transport.settings import RetryPolicy
+from warpfit.transport.connection import RetryPolicy
+from warpfit.transport.failover import SMALL_BYTES, Retries, Servers
 
 LARGE = SMALL_BYTES + 1
 GONE = UnavailableError("gone", "CONNECTION_REFUSED")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, UnavailableError
-from warpfit.transport.addresses import target_of
+from warpfit.transport.connection import target_of
 from warpfit_server.config import Config
 from warpfit_server.processes.watchdog import Readiness, Watchdog
 from warpfit_server.server import Server

@@ -8,7 +8,7 @@ import pytest
 
 from support.servers.server import write_secret
 from warpfit.errors import InvalidArgumentError, UnauthenticatedError
-from warpfit.transport.security import new_token, token_digest
+from warpfit.transport.connection import new_token, token_digest
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile
 from warpfit_server.tenancy.tenants import ANONYMOUS
 
