@@ -47,7 +47,11 @@ def _awaited(
             if isinstance(timeout, int | float) and timeout > 0:
                 left = timeout - (time.monotonic() - asked)
                 if left <= 0:
-                    raise _no_thread(timeout)
+                    raise DeadlineExceededError(
+                        f"no thread was free for the call within {timeout:g} s",
+                        "DEADLINE_EXCEEDED",
+                        f"Raise timeout=, or have at most {_MOST_CALLS} calls under way",
+                    )
                 options["timeout"] = left
             return method(client, *args, **options)
 
@@ -59,14 +63,6 @@ def _awaited(
             cancellation.cancel()
 
     return awaited
-
-
-def _no_thread(seconds: float) -> DeadlineExceededError:
-    return DeadlineExceededError(
-        f"no thread was free for the call within {seconds:g} s",
-        "DEADLINE_EXCEEDED",
-        f"Raise timeout=, or have at most {_MOST_CALLS} calls under way",
-    )
 
 
 class AsyncUploadedDataset(DatasetHandle):

@@ -7,8 +7,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.calls.display import TextTable
 from warpfit.dataset import Layout
+from warpfit.display import TextTable
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch
 from warpfit.losses import BUILT_IN, LossFunction
@@ -106,42 +106,37 @@ class Evaluation:
             if is_requested:
                 check_target(layout, output)
         if loss is None:
-            self._check_without_loss()
+            for output in ("gradient", "variable_gradient", "linear_scaling"):
+                if getattr(self, output):
+                    raise InvalidArgumentError(
+                        f"{output} needs a loss", "LOSS_MISSING", "Ask for a loss too", output
+                    )
+            if not any((self.values, self.jacobian, self.reductions, self.correlation)):
+                raise InvalidArgumentError(
+                    "neither values nor a loss is asked for",
+                    "NO_OUTPUT_REQUESTED",
+                    "Set values, loss, jacobian, reductions or correlation",
+                    "values",
+                )
         elif self.linear_scaling:
-            self._check_scaling(loss)
+            if self.gradient or self.variable_gradient:
+                raise InvalidArgumentError(
+                    "the gradient of a linearly scaled loss is not computed",
+                    "CONFLICTING_OUTPUTS",
+                    "Write the scaling into the expression (p1 + p2*(...)), or ask for one of the "
+                    "two",
+                    "linear_scaling",
+                )
+            if not loss.is_squares:
+                raise InvalidArgumentError(
+                    "linear scaling has a closed form for losses of squared differences only",
+                    "SCALING_UNDEFINED",
+                    "Use sse, mse, rmse, nmse or r2, or fit slope and intercept with optimize",
+                    "linear_scaling",
+                )
         if self.loss is not None and self.custom_loss is not None:
             raise InvalidArgumentError(
                 "two losses are asked for", "CONFLICTING_OUTPUTS", "Ask for one", "loss_function"
-            )
-
-    def _check_without_loss(self) -> None:
-        for output in ("gradient", "variable_gradient", "linear_scaling"):
-            if getattr(self, output):
-                raise InvalidArgumentError(
-                    f"{output} needs a loss", "LOSS_MISSING", "Ask for a loss too", output
-                )
-        if not any((self.values, self.jacobian, self.reductions, self.correlation)):
-            raise InvalidArgumentError(
-                "neither values nor a loss is asked for",
-                "NO_OUTPUT_REQUESTED",
-                "Set values, loss, jacobian, reductions or correlation",
-                "values",
-            )
-
-    def _check_scaling(self, loss: LossFunction) -> None:
-        if self.gradient or self.variable_gradient:
-            raise InvalidArgumentError(
-                "the gradient of a linearly scaled loss is not computed",
-                "CONFLICTING_OUTPUTS",
-                "Write the scaling into the expression (p1 + p2*(...)), or ask for one of the two",
-                "linear_scaling",
-            )
-        if not loss.is_squares:
-            raise InvalidArgumentError(
-                "linear scaling has a closed form for losses of squared differences only",
-                "SCALING_UNDEFINED",
-                "Use sse, mse, rmse, nmse or r2, or fit slope and intercept with optimize",
-                "linear_scaling",
             )
 
     def row_range(self, layout: Layout) -> tuple[int, int]:

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
-from warpfit.calls.display import MOST_ROWS
 from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_table
 from warpfit.dataset.layout import canonical_dtype
-from warpfit.dataset.sources import ColumnNames
+from warpfit.dataset.tables import ColumnNames
+from warpfit.display import MOST_ROWS
 from warpfit.errors import InvalidArgumentError, bad_setting, require
 from warpfit.expressions.real_numbers import ParameterVectors, join_vectors, real_numbers
 from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances

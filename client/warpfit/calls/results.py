@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.calls.display import MOST_ROWS, TextTable, numbers, shortened
+from warpfit.display import MOST_ROWS, TextTable, numbers, shortened
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
 from warpfit.ir import Batch, Program

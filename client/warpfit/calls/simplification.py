@@ -19,9 +19,9 @@ from warpfit.calls.arguments import (
     number,
 )
 from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.calls.display import TextTable
 from warpfit.calls.results import Fit
 from warpfit.dataset.canonical import ranges
+from warpfit.display import TextTable
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.formulas.snapping import SnapSettings, Trials, snap

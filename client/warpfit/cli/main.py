@@ -13,7 +13,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from warpfit.calls.display import aligned
 from warpfit.cli.numbers import number, seconds, whole_from
 from warpfit.cli.standard_streams import (
     discard_output,
@@ -23,6 +22,7 @@ from warpfit.cli.standard_streams import (
     tell,
     watch_output,
 )
+from warpfit.display import aligned
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.expressions.language import to_text
 from warpfit.fitting import Accuracy, Method

@@ -1,6 +1,5 @@
 """Data sets: their layout and canonical form, checks, and the tables that they come from."""
 
-from warpfit.dataset.arrow import ParquetColumns
 from warpfit.dataset.canonical import (
     ClientDataset,
     Dataset,
@@ -10,12 +9,13 @@ from warpfit.dataset.canonical import (
     blocks_of,
     client_dataset,
 )
-from warpfit.dataset.checks import (
+from warpfit.dataset.layout import (
+    DTYPE_CODES,
+    DTYPES,
+    Layout,
     PrecisionWarning,
     RoundingCheck,
     check_weights,
     warn_of_lost_digits,
 )
-from warpfit.dataset.layout import DTYPE_CODES, DTYPES, Layout
-from warpfit.dataset.sources import changed_data
-from warpfit.dataset.tables import Table, open_table
+from warpfit.dataset.tables import ParquetColumns, Table, changed_data, open_table

@@ -15,10 +15,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from warpfit.dataset.checks import RoundingCheck, check_weights, warn_of_lost_digits
-from warpfit.dataset.layout import Layout
-from warpfit.dataset.sources import BLOCK_BYTES, Columns, changed_data
-from warpfit.dataset.tables import Table, open_table
+from warpfit.dataset.layout import Layout, RoundingCheck, check_weights, warn_of_lost_digits
+from warpfit.dataset.tables import BLOCK_BYTES, Columns, Table, changed_data, open_table
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError
 
 #: Rows and bytes of each row that are transposed at a time: few enough for the cache, which makes

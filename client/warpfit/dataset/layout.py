@@ -1,11 +1,16 @@
-"""The shape of a data set, and the header that is hashed before its numbers."""
+"""The layout of a data set, the header that is hashed first, and checks of the numbers.
+
+The checks find digits that the type of a data set loses, overflow, and weights that are none.
+"""
 
 import struct
+import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from warpfit.errors import InvalidArgumentError
 
@@ -90,3 +95,172 @@ def canonical_dtype(dtype: DTypeLike) -> np.dtype[Any]:
             "dtype",
         )
     return canonical
+
+
+# -------------------------------------------------------------------------------- checks of numbers
+
+#: Largest error of rounding to float32: relative, and absolute for numbers next to 0.
+_RELATIVE_ROUNDING: Final = 2.0**-24
+_ABSOLUTE_ROUNDING: Final = 2.0**-150
+#: Most columns that a warning lists, and most characters of their names.
+_MOST_LISTED, _MOST_NAME = 20, 80
+#: Rounding by more than this share of a column's span is worth a warning.
+_WARNED_SHARE: Final = 1e-4
+#: Numbers above this size, or below its inverse, have fourth powers that float32 cannot hold.
+_LARGE_IN_FLOAT32: Final = 1e9
+#: Integers up to this size are floats of 64 bits.
+_EXACT_IN_FLOAT64: Final = 1 << 53
+#: Rows that are compared number by number at a time.
+_COMPARED_ROWS: Final = 1 << 16
+
+
+class PrecisionWarning(UserWarning):
+    """Numbers are computed with in a type, mostly float32, that loses digits that matter."""
+
+
+class RoundingCheck:
+    """Finds columns that lose digits, or overflow, when they are rounded to a data set's type.
+
+    Args:
+        layout: of the data set.
+        measures: whether to find sizes, too, for `leaves_float32`.
+    """
+
+    def __init__(self, layout: Layout, *, measures: bool = False) -> None:
+        self._layout = layout
+        self._measures = measures
+        self._largest = np.zeros(layout.columns)
+        self._names = layout.column_names
+        self._low = np.full(layout.columns, np.inf)
+        self._high = np.full(layout.columns, -np.inf)
+        self._error = np.zeros(layout.columns)
+
+    def check(self, rounded: NDArray[Any], given: NDArray[Any], first: int, start: int) -> None:
+        """Compare some rows of some columns with what was given.
+
+        Most columns pass by their least and greatest number, which are found while the columns are
+        in cache; the others are compared number by number. Both arrays are [columns, rows];
+        ``first`` and ``start`` are the indices of their first column and row.
+        """
+        dtype = self._layout.dtype
+        if dtype.itemsize > 4:
+            if given.dtype.kind in "iu" and given.dtype.itemsize == 8:
+                self._compare_integers(given, first)
+            return
+        if np.can_cast(given.dtype, dtype) and not self._measures:
+            return
+        low = np.fmin.reduce(rounded, axis=1).astype(np.float64)
+        high = np.fmax.reduce(rounded, axis=1).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            largest = np.maximum(np.abs(low), np.abs(high))
+            columns = slice(first, first + len(given))
+            self._largest[columns] = np.fmax(self._largest[columns], largest)
+            if np.can_cast(given.dtype, dtype):
+                return
+            error = _RELATIVE_ROUNDING * largest + _ABSOLUTE_ROUNDING
+            passes = (error <= _WARNED_SHARE * (high - low)) & (largest < np.inf)
+        for column in range(len(given)):
+            if passes[column]:
+                self._widen(first + column, low[column], high[column])
+            else:
+                self._compare(rounded[column], given[column], first + column, start)
+
+    @property
+    def leaves_float32(self) -> bool:
+        """Whether powers and products of variables or the target may leave the range of float32."""
+        sizes = self._largest[: len(self._largest) - self._layout.has_weights]
+        is_far = (sizes > _LARGE_IN_FLOAT32) | ((sizes < 1.0 / _LARGE_IN_FLOAT32) & (sizes > 0.0))
+        return bool(is_far.any())
+
+    @property
+    def wants_float64(self) -> bool:
+        """Whether the dtype "auto" is float64 for these numbers, which were rounded to float32."""
+        return bool(self.lost_digits()) or self.leaves_float32
+
+    def lost_digits(self) -> str:
+        """Say which columns lose digits that matter; empty if none does."""
+        if self._layout.has_weights:
+            self._low[-1] = 0.0  # weights count by their size
+        with np.errstate(invalid="ignore"):
+            span = self._high - self._low
+            # A constant must keep digits of its own.
+            span = np.where(span == 0.0, np.abs(self._high), span)
+            is_lossy = (span > 0) & (self._error > _WARNED_SHARE * span)
+        lossy = np.flatnonzero(is_lossy).tolist()
+        listed = [
+            f"{self._names[column][:_MOST_NAME]} (rounds by {self._error[column]:.2g} where the "
+            f"column spans {span[column]:.2g})"
+            for column in lossy[:_MOST_LISTED]
+        ]
+        if len(lossy) > len(listed):
+            listed.append(f"{len(lossy) - len(listed)} more columns")
+        return f"{self._layout.dtype.name} loses digits of {'; '.join(listed)}" if lossy else ""
+
+    def _compare_integers(self, given: NDArray[Any], first: int) -> None:
+        """Compare integers that float64 may round; where no wider float is there, none is found."""
+        for column, numbers in enumerate(given, first):
+            low, high = int(numbers.min()), int(numbers.max())
+            self._widen(column, low, high)
+            if max(abs(low), abs(high)) > _EXACT_IN_FLOAT64:
+                for start in range(0, len(numbers), _COMPARED_ROWS):
+                    exact = numbers[start : start + _COMPARED_ROWS]
+                    error = np.abs(exact.astype(np.longdouble) - exact.astype(np.float64)).max()
+                    self._error[column] = max(self._error[column], float(error))
+
+    def _compare(self, rounded: NDArray[Any], given: NDArray[Any], column: int, first: int) -> None:
+        for start in range(0, len(rounded), _COMPARED_ROWS):
+            exact = given[start : start + _COMPARED_ROWS].astype(np.float64)
+            single = rounded[start : start + _COMPARED_ROWS].astype(np.float64)
+            finite = np.isfinite(exact)
+            overflows = finite & ~np.isfinite(single)
+            if overflows.any():
+                row, name = int(overflows.argmax()), self._names[column]
+                raise InvalidArgumentError(
+                    f"{name} is {exact[row]:.6g} in row {first + start + row} (counted from 0), "
+                    "too large for float32",
+                    "OVERFLOW",
+                    'Upload with dtype="float64", or choose another unit',
+                    name,
+                )
+            if finite.any():
+                exact, single = exact[finite], single[finite]
+                error = float(np.abs(exact - single).max())
+                self._error[column] = max(self._error[column], error)
+                self._widen(column, exact.min(), exact.max())
+
+    def _widen(self, column: int, low: float, high: float) -> None:
+        self._low[column] = min(self._low[column], low)
+        self._high[column] = max(self._high[column], high)
+
+
+def warn_of_lost_digits(text: str) -> None:
+    """Warn the caller of this package, if there is anything to warn of."""
+    if text:
+        is_widest = text.startswith("float64")
+        remedy = "Subtract" if is_widest else 'Upload with dtype="float64", or subtract'
+        warnings.warn(
+            f"{text}. {remedy} an offset",
+            PrecisionWarning,
+            stacklevel=caller_level(),
+        )
+
+
+def check_weights(weights: NDArray[Any], start: int = 0) -> None:
+    """Check that the weights of rows from ``start`` on are non-negative and finite."""
+    if weights.min() >= 0 and weights.max() < np.inf:
+        return
+    row = int(np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0])
+    raise InvalidArgumentError(
+        f"the weight of row {start + row} (counted from 0) is {weights[row]}",
+        "BAD_WEIGHT",
+        "Give finite weights that are not negative; 0 leaves a row out",
+        "weights",
+    )
+
+
+def caller_level() -> int:
+    """Return the ``stacklevel`` for `warnings.warn` of the code that called this package."""
+    level, frame, own = 1, sys._getframe(1), __name__.partition(".")[0]
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == own:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,18 +1,360 @@
-"""Tables of any kind as the columns of a data set."""
+"""Tables of any kind as the columns of a data set, read by blocks.
+
+NumPy arrays and pandas frames are read as they are. Arrow tables, what exports them, and Parquet
+files are read by pyarrow.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Protocol, TypeVar
 
-from numpy.typing import DTypeLike
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
-from warpfit.dataset.arrow import ParquetColumns, read_columns
 from warpfit.dataset.layout import Layout, canonical_dtype
-from warpfit.dataset.sources import ArrayColumns, ColumnNames, Columns, FrameColumns
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, require
+from warpfit.expressions.real_numbers import missing_value, no_numbers, real_numbers
+
+# -------------------------------------------------------------------------------- arrays and frames
+
+#: Most numbers of a block, and their bytes as float64.
+BLOCK_BYTES: Final = 16 << 20
+BLOCK_NUMBERS: Final = BLOCK_BYTES // 8
+#: Most names that an error lists.
+_LISTED_NAMES: Final = 20
+
+
+T = TypeVar("T")
+
+
+class Columns(Protocol):
+    """Columns of numbers, all with the same rows."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each column, or empty."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+
+    def select(self, names: Sequence[str]) -> Columns:
+        """Return the columns of these names, each of which is there once."""
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield column after column: all rows of some columns, or the next rows of one.
+
+        Each block is an array of real numbers [columns, rows], a view where that is possible. An
+        InvalidArgumentError says that a cell is no number, or missing.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnNames:
+    """The columns of a table that a caller has named; None stands for what is not named."""
+
+    x: Sequence[str] | None = None
+    """Variables; None takes all columns but the other two."""
+    y: str | None = None
+    weights: str | None = None
+
+    @classmethod
+    def of(cls, x: Any, y: Any = None, weights: Any = None) -> ColumnNames:
+        """Take names in a list, an array or pandas' index, or a single one; other data name none.
+
+        Raises:
+            InvalidArgumentError: if ``x`` is anything else than names.
+        """
+        given = [x] if isinstance(x, str) or not isinstance(x, Iterable) else list(x)
+        for name in given:
+            if not (x is None or isinstance(name, str)):
+                raise InvalidArgumentError(
+                    f"x names a column {name!r}, which is no text",
+                    "UNKNOWN_COLUMN",
+                    "Give names of columns of X",
+                    "x",
+                )
+        others = (name if isinstance(name, str) else None for name in (y, weights))
+        return cls(None if x is None else list(map(str, given)), *others)
+
+    def variables(self, names: tuple[str, ...]) -> list[str]:
+        """Return the names of the variables."""
+        others = (self.y, self.weights)
+        return [n for n in names if n not in others] if self.x is None else list(self.x)
+
+    def read(self, names: tuple[str, ...]) -> list[str]:
+        """Return the columns to read; raise InvalidArgumentError unless each is there once."""
+        others = [name for name in (self.y, self.weights) if name is not None]
+        asked = [*(self.x or ()), *others]
+        counts = Counter(names)
+        for name in asked:
+            if counts[name] != 1:
+                listed = ", ".join(map(repr, names[:_LISTED_NAMES])) or "none with names"
+                more = ", ..." if len(names) > _LISTED_NAMES else ""
+                raise InvalidArgumentError(
+                    f"X has {counts[name]} columns {name!r}",
+                    "UNKNOWN_COLUMN",
+                    f"Name columns of X; there are: {listed}{more}",
+                    "x",
+                )
+        return list(dict.fromkeys([*self.variables(names), *others]))
+
+
+class ArrayColumns:
+    """Columns of an array [rows, columns], or of what NumPy makes an array of; [rows] is one."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self, data: Any, name: str) -> None:
+        self._array = real_numbers(data, name)
+        if self._array.ndim == 1:
+            self._array = self._array[:, np.newaxis]
+        if self._array.ndim != 2:
+            raise InvalidArgumentError(
+                f"{name} has {self._array.ndim} dimensions, not 2",
+                "BAD_SHAPE",
+                "Send [rows, variables]",
+                name,
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        rows, columns = self._array.shape
+        return rows, columns
+
+    def select(self, names: Sequence[str]) -> Columns:
+        """Raise an error: the columns have no names."""
+        ColumnNames(x=names).read(())
+        return self
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield views of as many columns as fit in a block, or of pieces of one."""
+        rows, columns = self.shape
+        for group in columns_at_once(range(columns), rows):
+            for part in row_blocks(rows):
+                yield self._array[part, group[0] : group[-1] + 1].T
+
+
+class FrameColumns:
+    """Columns of a pandas frame, each of which may have its own dtype."""
+
+    def __init__(self, frame: Any, name: str) -> None:
+        self._frame, self._name = frame, name
+        self.shape: tuple[int, int] = frame.shape
+        # pandas numbers the columns of a frame that was made without names.
+        labels = tuple(frame.columns)
+        self.names = labels if all(isinstance(label, str) for label in labels) else ()
+
+    def select(self, names: Sequence[str]) -> Columns:
+        """Return the columns of these names."""
+        indices = [self.names.index(name) for name in names]
+        return FrameColumns(self._frame.iloc[:, indices], self._name)
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield pieces of one column after the other."""
+        rows, columns = self.shape
+        for column in range(columns):
+            name = repr(self.names[column]) if self.names else f"{column} of {self._name}"
+            for part in row_blocks(rows):
+                series = self._frame.iloc[part, column]
+                yield real_numbers(series, f"column {name}", part.start)[np.newaxis]
+
+
+def row_blocks(rows: int) -> Iterator[slice]:
+    """Yield the rows of a column in pieces of a block."""
+    for start in range(0, rows, BLOCK_NUMBERS):
+        yield slice(start, min(start + BLOCK_NUMBERS, rows))
+
+
+def columns_at_once(columns: Sequence[T], rows: int) -> Iterator[list[T]]:
+    """Yield columns in groups that fit in a block, or one by one."""
+    count = max(1, BLOCK_NUMBERS // max(1, rows))
+    for first in range(0, len(columns), count):
+        yield list(columns[first : first + count])
+
+
+def changed_data() -> InvalidArgumentError:
+    """Return the error for numbers that are not those that were hashed."""
+    return InvalidArgumentError(
+        "the data are not what they were when they were uploaded first",
+        "DATA_CHANGED",
+        "Do not change arrays, tables or files while their handle is in use, or upload them again",
+        "X",
+    )
+
+
+# -------------------------------------------------------------------------------- Arrow and Parquet
+
+#: Bytes of a Parquet file that are read at a time, and rows that are decoded at a time.
+_READ_BYTES: Final = 1 << 20
+_BATCH_ROWS: Final = 1 << 19
+#: Names of the columns of a table that is made of a lone column.
+_NAMELESS: Final = ("",)
+
+
+class ArrowColumns:
+    """Columns of a pyarrow table."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        names = tuple(table.column_names)
+        self.names: tuple[str, ...] = () if names == _NAMELESS else names
+        self.shape: tuple[int, int] = table.shape
+
+    def select(self, names: Sequence[str]) -> Columns:
+        """Return the columns of these names."""
+        return ArrowColumns(self._table.select(list(names)))
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield views of the pieces of one column after the other."""
+        for name, column in zip(self._table.column_names, self._table.columns, strict=True):
+            yield from _column_blocks(name, column.chunks)
+
+
+class ParquetColumns:
+    """Columns of a Parquet file, which is read again for every pass."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        with self._open() as file:
+            self.names: tuple[str, ...] = tuple(file.schema_arrow.names)
+            if len(set(self.names)) < len(self.names):
+                raise _bad_file(path, "names of columns repeat")
+            metadata = file.metadata
+            self.shape: tuple[int, int] = (metadata.num_rows, len(self.names))
+            groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+            self.group_bytes: int = max((group.total_byte_size for group in groups), default=0)
+            """Decompressed bytes of the largest row group, as the file says."""
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> ParquetColumns:
+        """Open what a caller says is a Parquet file, if its name ends in ``.parquet``."""
+        name = os.fspath(path)
+        if not name.endswith(".parquet"):
+            raise _bad_file(name, "its name does not end in .parquet")
+        return cls(name)
+
+    def select(self, names: Sequence[str]) -> Columns:
+        """Return the columns of these names."""
+        selected = copy(self)
+        selected.names, selected.shape = tuple(names), (self.shape[0], len(names))
+        return selected
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield pieces of one column after the other; short columns are read several at once."""
+        with self._open() as file:
+            types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+            if not types.keys() >= set(self.names):
+                raise changed_data()
+            for name in self.names:  # before decoding, which may take a thousand times the file
+                _check_type(types[name], f"column {name!r}")
+            for names in columns_at_once(self.names, self.shape[0]):
+                batches = file.iter_batches(_BATCH_ROWS, columns=names, use_threads=False)
+                if len(names) > 1:
+                    table = _pyarrow().Table.from_batches(batches)
+                    yield from ArrowColumns(table.select(names)).blocks()
+                else:
+                    yield from _column_blocks(names[0], (b.column(names[0]) for b in batches))
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        """Open the file; errors of pyarrow inside the ``with`` block become one of this library."""
+        pyarrow = _pyarrow()
+        from pyarrow.parquet import ParquetFile
+
+        try:
+            with ParquetFile(self._path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
+                yield file
+        except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+            raise _bad_file(self._path, str(error)) from error
+
+
+def read_columns(data: Any, name: str, named: ColumnNames) -> ArrowColumns:
+    """Return the columns of an object that exports Arrow data, or of an iterator of such objects.
+
+    Nothing is copied. A stream is read to its end; of its columns only those named are kept.
+    """
+    pyarrow = _pyarrow()
+    try:
+        if hasattr(data, "__arrow_c_array__") and not hasattr(data, "__arrow_c_stream__"):
+            data = pyarrow.chunked_array([pyarrow.array(data)])
+        if hasattr(data, "__arrow_c_stream__"):
+            table = _table(data, named)
+        else:
+            parts = [_table(part, named) for part in data]
+            table = pyarrow.concat_tables(parts) if parts else pyarrow.table({})
+    except (TypeError, pyarrow.ArrowException) as error:
+        raise no_numbers(name, str(error)) from error
+    return ArrowColumns(table)
+
+
+def _table(data: Any, named: ColumnNames) -> Any:
+    """Return what exports an Arrow stream as a table; a lone column has no name."""
+    pyarrow = _pyarrow()
+    try:
+        reader = pyarrow.RecordBatchReader.from_stream(data)
+    except pyarrow.ArrowInvalid:  # its items are no records
+        return pyarrow.Table.from_arrays([pyarrow.chunked_array(data)], list(_NAMELESS))
+    if named.x is None:
+        return reader.read_all()
+    names = named.read(tuple(reader.schema.names))
+    schema = pyarrow.schema([reader.schema.field(name) for name in names])
+    return pyarrow.Table.from_batches((batch.select(names) for batch in reader), schema)
+
+
+def _column_blocks(name: str, chunks: Iterable[Any]) -> Iterator[NDArray[Any]]:
+    """Yield the numbers of the chunks of a column, [1, rows] each."""
+    start = 0
+    for chunk in chunks:
+        for part in row_blocks(len(chunk)):
+            yield _numbers(chunk[part], f"column {name!r}", start + part.start)[None]
+        start += len(chunk)
+
+
+def _numbers(chunk: Any, name: str, start: int) -> NDArray[Any]:
+    """Return the numbers of an Arrow array of which ``start`` is the first row."""
+    pyarrow = _pyarrow()
+    if chunk.null_count:
+        row = chunk.is_null().to_numpy(zero_copy_only=False).argmax()
+        raise missing_value(name, start + int(row))
+    _check_type(chunk.type, name)
+    if pyarrow.types.is_decimal(chunk.type):
+        chunk = chunk.cast(pyarrow.float64())
+    numbers: NDArray[Any] = chunk.to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def _check_type(kind: Any, name: str) -> None:
+    types = _pyarrow().types
+    tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+    if not any(test(kind) for test in tests):
+        raise no_numbers(name, f"its type is {kind}")
+
+
+def _bad_file(path: str, why: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{path!r} cannot be read: {why}",
+        "BAD_FILE",
+        "Give the path of a Parquet file, or read the file and pass its table",
+        "X",
+    )
+
+
+def _pyarrow() -> Any:
+    require("pyarrow", "warpfit[arrow]", "X")
+    import pyarrow
+
+    return pyarrow
+
+
+# ------------------------------------------------------------------------------- tables of any kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -93,18 +93,14 @@ def _converter(kind: type) -> Converter:
         from warpfit.frontends import gplearn
 
         return lambda programs, _: gplearn.population(programs)
-    raise _unknown(kind)
-
-
-def _unknown(kind: type) -> InvalidArgumentError:
     if issubclass(kind, np.generic | np.ndarray | int | float):
-        return InvalidArgumentError(
+        raise InvalidArgumentError(
             "numbers stand where expressions are wanted",
             "UNKNOWN_EXPRESSION_TYPE",
             "Give texts such as 'x1 + p1'; data are uploaded first: client.upload(X, y)",
             "expressions",
         )
-    return InvalidArgumentError(
+    raise InvalidArgumentError(
         f"{kind.__name__} is no expression",
         "UNKNOWN_EXPRESSION_TYPE",
         "Give text, a Program, a SymPy expression, a DEAP PrimitiveTree or a gplearn program; "

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit.calls.display import TextTable
+from warpfit.display import TextTable
 from warpfit.errors import InvalidArgumentError, require
 from warpfit.expressions.language import FREE, cost
 from warpfit.ir import Program

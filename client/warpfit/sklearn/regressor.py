@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
-from warpfit.dataset.checks import caller_level
+from warpfit.dataset.layout import caller_level
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_latex

@@ -25,7 +25,7 @@ import numpy as np
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
-from warpfit.dataset.checks import caller_level
+from warpfit.dataset.layout import caller_level
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_text

@@ -10,7 +10,7 @@ import pytest
 
 import warpfit.testing
 from warpfit import ProgramError, Reason
-from warpfit.calls.display import TextTable, numbers
+from warpfit.display import TextTable, numbers
 from warpfit.request import Tier, Timings
 
 X = np.arange(1.0, 21.0).reshape(10, 2)

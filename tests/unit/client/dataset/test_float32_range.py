@@ -7,7 +7,7 @@ import pytest
 
 import warpfit
 import warpfit.testing
-from warpfit.dataset.float32_range import warn_of_range
+from warpfit.calls.dataset_handle import warn_of_range
 from warpfit.request import Result
 
 X = np.linspace(1.0, 3.0, 50)[:, None]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from warpfit.dataset import Dataset, arrow, canonical, client_dataset, open_table, sources
+from warpfit.dataset import Dataset, canonical, client_dataset, open_table, tables
 from warpfit.errors import InvalidArgumentError
 
 NAMES = ("a", "größe", "c c", "y", "w")
@@ -24,8 +24,8 @@ NAMES = ("a", "größe", "c c", "y", "w")
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 16 numbers, and no data set so small that it is copied."""
-    monkeypatch.setattr(sources, "BLOCK_NUMBERS", 16)
-    monkeypatch.setattr(arrow, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(tables, "BLOCK_NUMBERS", 16)
+    monkeypatch.setattr(tables, "_BATCH_ROWS", 7)
     monkeypatch.setattr(canonical, "_COPIED_BYTES", 0)
 
 
@@ -97,7 +97,7 @@ def test_blocks_of_an_array_are_its_payload(data):
     array = np.random.default_rng(0).integers(0, 2**20, shape).astype(dtype)
     array = np.asarray(array, order=data.draw(st.sampled_from("CF")))[:: data.draw(st.just(-1))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "BLOCK_NUMBERS", data.draw(st.integers(1, 200)))
+        patch.setattr(tables, "BLOCK_NUMBERS", data.draw(st.integers(1, 200)))
         patch.setattr(canonical, "_COPIED_BYTES", 0)
         dataset = client_dataset(open_table(array, array[:, 0]))
         chunks = b"".join(dataset.chunks(data.draw(st.integers(1, 999))))
@@ -200,7 +200,7 @@ def test_names_are_found_without_a_look_at_all_others_for_each():
         count = None
 
     names = Names(map(str, range(3)))
-    assert sources.ColumnNames(["1", "0"], "2").read(names) == ["1", "0", "2"]
+    assert tables.ColumnNames(["1", "0"], "2").read(names) == ["1", "0", "2"]
 
 
 def test_files_that_are_broken_or_change_are_refused(tmp_path, small_blocks):
