@@ -45,7 +45,7 @@ def pytest_sessionstart() -> None:
     from warpfit_server.engine.cpu.codegen import parts
     from warpfit_server.engine.cuda.derivatives import lowering
     from warpfit_server.system.compile_cache import default_cache_directory, make_private_directory
-    from warpfit_server.system.resources import available_cores
+    from warpfit_server.system.machine import available_cores
 
     def load_lowering() -> None:
         make_private_directory(default_cache_directory())

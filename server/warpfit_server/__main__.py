@@ -12,9 +12,9 @@ from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.processes.engine_start import Preparation, prepare
-from warpfit_server.system.address_file import address_file
-from warpfit_server.system.parent import Parent
-from warpfit_server.system.resources import keep_freed_memory, shorten_gil_switch_interval
+from warpfit_server.system.lifetime import Parent
+from warpfit_server.system.machine import keep_freed_memory, shorten_gil_switch_interval
+from warpfit_server.system.sockets import address_file
 
 #: Seconds between two looks at the received signals and the parent.
 _POLL_SECONDS: Final = 0.1

@@ -17,8 +17,13 @@ from typing import Any, Final
 from warpfit.errors import InvalidArgumentError
 from warpfit.server_info import Limits
 from warpfit.transport.connection import is_loopback
-from warpfit_server.system.devices import EngineDevice, check_devices, engine_devices
-from warpfit_server.system.resources import available_cores, available_memory
+from warpfit_server.system.machine import (
+    EngineDevice,
+    available_cores,
+    available_memory,
+    check_devices,
+    engine_devices,
+)
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _LIMITS: Final = Limits()

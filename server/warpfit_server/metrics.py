@@ -1,17 +1,29 @@
-"""The server's metrics for Prometheus.
+"""The server's metrics for Prometheus: the page, what NVIDIA's library adds to it, and its port.
 
-All front ends send what they measure to the main process (`observability.measurements`), which
-serves one page for all of them. The multiprocess mode of prometheus_client, files that all
-processes map, needs a writable directory, keeps a file for each process that ever was, and costs a
-call about four times as much.
+All front ends send what they measure to the main process (`observability.records`), which serves
+one page for all of them. The multiprocess mode of prometheus_client, files that all processes map,
+needs a writable directory, keeps a file for each process that ever was, and costs a call about four
+times as much.
+
+NVIDIA's management library (NVML) opens no CUDA context, so the main process may use it. Without
+the package ``nvidia-ml-py`` or without a driver there is nothing to report.
+
+Connecting to the port needs no credentials. So one thread serves all connections, with a limit of
+their number and of their time: prometheus_client's own server would give each of them a thread for
+as long as it stays. When there are too many connections, the oldest one is closed, because a scrape
+ends long before it would be the oldest.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from http import HTTPStatus
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -27,9 +39,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from warpfit.errors import UnavailableError
 from warpfit_server.engine.interface import CACHE_EVENTS, CACHE_SIZES, CACHES
-from warpfit_server.observability.gpu_monitor import GpuUsage, gpu_usages
-from warpfit_server.observability.measurements import (
+from warpfit_server.observability.records import (
     BUCKET_BOUNDS,
     CALL_COUNTERS,
     HISTOGRAMS,
@@ -42,6 +54,78 @@ if TYPE_CHECKING:
 _PREFIX: Final = "warpfit_"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _Samples = float | Mapping[Any, float]
+_LOG: Final = logging.getLogger("warpfit.metrics")
+_MOST_CONNECTIONS: Final = 32
+#: Most bytes of the lines of a request.
+_MOST_BYTES: Final = 16 << 10
+#: Seconds within which a request must come and its answer be read.
+_SECONDS: Final = 5.0
+#: Returns type and content of the page for a request's ``Accept`` header.
+Render = Callable[[str], tuple[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUsage:
+    """Memory and utilisation of a GPU at one moment."""
+
+    gpu: str
+    """Its index, as nvidia-smi counts."""
+    name: str
+    memory_used: int
+    """Bytes, of all processes."""
+    memory_total: int
+    utilisation: float
+    """Share of the last sample period in which a kernel ran, 0 to 1."""
+
+
+def gpu_usages() -> list[GpuUsage]:
+    """Read the GPUs that this process may use (``CUDA_VISIBLE_DEVICES``), by one thread at a time.
+
+    There are none without NVML or when it fails.
+    """
+    nvml = _library()
+    if nvml is None:
+        return []
+    try:
+        return [_read(nvml, handle) for handle in _handles(nvml)]
+    except nvml.NVMLError as error:
+        _LOG.debug("NVML: %s", error)
+        return []
+
+
+def _handles(nvml: Any) -> list[Any]:
+    by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [by_index(index) for index in range(nvml.nvmlDeviceGetCount())]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in names]
+
+
+def _read(nvml: Any, handle: Any) -> GpuUsage:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return GpuUsage(
+        gpu=str(nvml.nvmlDeviceGetIndex(handle)),
+        name=str(nvml.nvmlDeviceGetName(handle)),
+        memory_used=memory.used,
+        memory_total=memory.total,
+        utilisation=nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+    )
+
+
+@cache
+def _library() -> Any:
+    """Load NVML, or return None where it is missing."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        _LOG.debug("no NVML: %s", error)
+        return None
+    return pynvml
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,3 +250,96 @@ def _family(kind: Any, name: str, text: str, samples: _Samples, *labels: str) ->
 
 _gauge = partial(_family, GaugeMetricFamily)
 _counter = partial(_family, CounterMetricFamily)
+
+
+class MetricsPort:
+    """Serves one page over HTTP, which the port's thread renders; port 0 takes a free one.
+
+    Raises:
+        UnavailableError: if the port is taken, or the host is no address of this machine.
+    """
+
+    def __init__(self, render: Render, host: str, port: int) -> None:
+        self._render = render
+        self._open: dict[asyncio.StreamWriter, None] = {}
+        self._loop = asyncio.new_event_loop()
+        try:
+            self._server = self._loop.run_until_complete(
+                asyncio.start_server(self._serve, host, port, limit=_MOST_BYTES)
+            )
+        except (OSError, UnicodeError) as error:  # UnicodeError of a host that cannot be a name
+            self._loop.close()
+            raise UnavailableError(
+                f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
+                "PORT_IN_USE",
+                "Choose another --metrics-port or --metrics-host",
+            ) from error
+        self.port: Final = int(self._server.sockets[0].getsockname()[1])
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close the port and its connections."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._close())
+        self._loop.close()
+
+    async def _close(self) -> None:
+        self._server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open[writer] = None
+        if len(self._open) > _MOST_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        try:
+            async with asyncio.timeout(_SECONDS):
+                request = await reader.readuntil(b"\r\n\r\n")
+                writer.write(_answer(request, self._render))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            _LOG.debug("a client of the metrics port was too slow, sent too much, or has gone")
+        finally:
+            self._open.pop(writer, None)
+            writer.transport.abort()
+
+
+def _answer(request: bytes, render: Render) -> bytes:
+    """Answer a connection's only HTTP request, given with the empty line at its end."""
+    first, *lines = request.decode("latin-1").split("\r\n")
+    method, _, rest = first.partition(" ")
+    path = rest.partition(" ")[0].partition("?")[0]
+    if path != "/metrics":
+        return _response(HTTPStatus.NOT_FOUND, "text/plain", b"the metrics are at /metrics\n")
+    if method not in ("GET", "HEAD"):
+        return _response(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"use GET\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(":") for line in lines)}
+    try:
+        content_type, content = render(headers.get("accept", "").strip())
+    except Exception:
+        _LOG.exception("the metrics could not be collected")
+        return _response(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", b"see the log\n")
+    return _response(HTTPStatus.OK, content_type, content, has_body=method == "GET")
+
+
+def _response(
+    status: HTTPStatus, content_type: str, content: bytes, *, has_body: bool = True
+) -> bytes:
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\n"
+        f"Content-Type: {content_type}\r\n"
+        f"Content-Length: {len(content)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode("latin-1") + (content if has_body else b"")

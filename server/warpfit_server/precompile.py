@@ -18,7 +18,7 @@ from warpfit_server.system.compile_cache import (
     engine_environment,
     make_private_directory,
 )
-from warpfit_server.system.resources import available_cores
+from warpfit_server.system.machine import available_cores
 
 #: Least compute capability of a GPU that the engine runs on, and largest number that is one.
 _LEAST, _MOST = 70, 999

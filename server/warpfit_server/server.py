@@ -17,7 +17,7 @@ from typing import Final
 
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.observability.measurements import Recorder
+from warpfit_server.observability.records import Recorder
 from warpfit_server.processes.engine_start import Preparation
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.engines import Engines
@@ -128,8 +128,7 @@ class Server:
     def _start(self) -> None:
         config = self.config
         if config.metrics_port is not None:  # imported only then, because that takes a while
-            from warpfit_server.metrics import ServerCollector
-            from warpfit_server.observability.metrics_port import MetricsPort
+            from warpfit_server.metrics import MetricsPort, ServerCollector
 
             render = ServerCollector(self).render
             page = MetricsPort(render, config.metrics_host, config.metrics_port)

@@ -16,7 +16,7 @@ from support.servers.server import ServerProcess, eventually, runs
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.native.numba_cache import host_tag
 from warpfit_server.system.compile_cache import default_cache_directory, numba_directory
-from warpfit_server.system.resources import available_cores
+from warpfit_server.system.machine import available_cores
 
 X = np.arange(6.0).reshape(3, 2)
 #: Functions that compile in a second.

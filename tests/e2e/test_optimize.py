@@ -19,7 +19,7 @@ from warpfit.losses import BY_NAME, Loss, as_loss
 from warpfit.request import Evaluation
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.system.compile_cache import default_cache_directory, numba_directory
-from warpfit_server.system.resources import available_cores
+from warpfit_server.system.machine import available_cores
 
 rng = np.random.default_rng(12)
 X = rng.uniform(0.5, 2.0, size=(1025, 2))

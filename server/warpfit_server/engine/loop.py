@@ -41,9 +41,9 @@ from warpfit_server.engine.scheduler import Scheduler
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import ChannelClosedError
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID
-from warpfit_server.system.resources import available_cores
+from warpfit_server.system.lifetime import EXIT_BROKEN
+from warpfit_server.system.machine import available_cores
 from warpfit_server.system.shortages import shortage
-from warpfit_server.system.stuck_detector import EXIT_BROKEN
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Seconds for which a thread polls without sleeping after a step: the next request of a search

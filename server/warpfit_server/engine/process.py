@@ -26,9 +26,9 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.logs import configure_logging
-from warpfit_server.system.resources import keep_freed_memory, shorten_gil_switch_interval
+from warpfit_server.system.lifetime import EXIT_CANNOT_RUN, StuckDetector
+from warpfit_server.system.machine import keep_freed_memory, shorten_gil_switch_interval
 from warpfit_server.system.shortages import shortage
-from warpfit_server.system.stuck_detector import EXIT_CANNOT_RUN, StuckDetector
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 

@@ -23,7 +23,7 @@ from warpfit.server_info import Device
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, SuspectList
 from warpfit_server.ipc.segment_layout import SegmentLayout
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.observability.measurements import MetricsDelta
+from warpfit_server.observability.records import MetricsDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from warpfit_server.ipc.quarantine import KnownSuspects
 from warpfit_server.ipc.registry import KnownDataset
 from warpfit_server.ipc.segment_layout import MOST_PARTS
 from warpfit_server.ipc.split_request import SplitRequest, end_parts
-from warpfit_server.system.resources import available_cores
+from warpfit_server.system.machine import available_cores
 from warpfit_server.tenancy.quotas import QuotaTable
 
 #: Bytes of a data set that an engine loads in a nanosecond.

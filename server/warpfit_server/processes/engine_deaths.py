@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 from typing import Final
 
-from warpfit_server.system.stuck_detector import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK
+from warpfit_server.system.lifetime import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK
 
 #: What exit statuses of the engine process mean.
 _CAUSES: Final = {EXIT_CANNOT_RUN: "cannot_run", EXIT_BROKEN: "broken", EXIT_STUCK: "stuck"}

@@ -21,9 +21,12 @@ from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.processes.engine_deaths import out_of_memory_kills
 from warpfit_server.system.compile_cache import engine_environment, usable_cache_directory
-from warpfit_server.system.devices import check_device_memory, resolve_devices
-from warpfit_server.system.resources import raise_descriptor_limit
-from warpfit_server.system.server_directory import ServerDirectory
+from warpfit_server.system.lifetime import ServerDirectory
+from warpfit_server.system.machine import (
+    check_device_memory,
+    raise_descriptor_limit,
+    resolve_devices,
+)
 from warpfit_server.system.sockets import socket_pair
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")

@@ -33,17 +33,15 @@ from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
 from warpfit_server.ipc.registry import Registry
 from warpfit_server.ipc.router import Router
 from warpfit_server.ipc.segments import Segment, SegmentPool
-from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.logs import configure_logging
-from warpfit_server.observability.measurements import Recorder
-from warpfit_server.observability.tracing import make_tracer
+from warpfit_server.observability.records import Observer, Recorder, make_tracer
 from warpfit_server.processes.probe import Probe
 from warpfit_server.rpc.calls import CallHandlers
 from warpfit_server.rpc.health import Health, HealthPort
 from warpfit_server.rpc.port import listen, make_server
 from warpfit_server.rpc.servicer import SERVICE_NAME, Servicer
 from warpfit_server.rpc.tls import server_credentials
-from warpfit_server.system.resources import keep_freed_memory, shorten_gil_switch_interval
+from warpfit_server.system.machine import keep_freed_memory, shorten_gil_switch_interval
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_end")

@@ -29,7 +29,7 @@ from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.messages import FoundDataset
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.observability.measurements import Recorder
+from warpfit_server.observability.records import Recorder
 from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.supervisor import State, Supervisor
 from warpfit_server.system.shortages import shortage, too_many_files

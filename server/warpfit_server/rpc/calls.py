@@ -34,9 +34,8 @@ from warpfit.errors import (
 )
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
-from warpfit_server.observability.calls import Observer, ended_status
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID
-from warpfit_server.observability.measurements import CallRecord
+from warpfit_server.observability.records import CallRecord, Observer, ended_status
 from warpfit_server.rpc.error_details import fail_call
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile

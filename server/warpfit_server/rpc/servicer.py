@@ -43,7 +43,7 @@ from warpfit_server.limits import (
     check_result,
     evaluation_memory,
 )
-from warpfit_server.observability.measurements import CallRecord
+from warpfit_server.observability.records import CallRecord
 from warpfit_server.rpc.calls import Call, Method
 from warpfit_server.tenancy.admission import Admission, CallCost
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore

@@ -1,13 +1,19 @@
-"""Sockets between two processes of the server, and the addresses of its ports."""
+"""Sockets between two processes of the server, its ports, and the file that tells its address."""
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
-from warpfit.errors import UnavailableError
+from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit_server.system.shortages import shortage
 
 #: Size of the kernel's buffer for what the other process has not read yet.
 _SOCKET_BYTES: Final = 1 << 20
+#: Addresses to listen on that stand for all of the machine's.
+_ANY = ("0.0.0.0", "::", "[::]")
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -67,3 +73,36 @@ def port_in_use(host: str, port: int, flag: str) -> UnavailableError:
     return UnavailableError(
         f"cannot listen on {host}:{port}", "PORT_IN_USE", f"Choose another {flag}"
     )
+
+
+@contextmanager
+def address_file(path: str, host: str, port: int) -> Iterator[None]:
+    """Keep a file PATH.HOST-PORT that holds HOST:PORT; none if the path is empty.
+
+    Many servers may be given the same path, such as by one ``srun``: clients of ``file://PATH``
+    read all files that begin so (`warpfit.transport.connection.file_target`).
+
+    Raises:
+        InvalidArgumentError: if the file cannot be written.
+    """
+    if not path:
+        yield
+        return
+    host = socket.gethostname() if host in _ANY else host.strip("[]")
+    file = Path(f"{Path(path).absolute()}.{host.replace(':', '_')}-{port}")
+    half = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        half.unlink(missing_ok=True)
+        with half.open("x") as new:  # follows no link that another user has put there
+            new.write(f"{join_address(host, port)}\n")
+        half.replace(file)  # so that nobody reads a part of it
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"the address file {file} cannot be written: {error.strerror or error}",
+            "ADDRESS_FILE",
+            "Give --address-file in a folder that exists and that the server may write to",
+        ) from error
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)

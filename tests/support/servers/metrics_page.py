@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import StoreUsage
-from warpfit_server.metrics import ServerCollector
-from warpfit_server.observability.gpu_monitor import GpuUsage
-from warpfit_server.observability.measurements import Recorder
+from warpfit_server.metrics import GpuUsage, ServerCollector
+from warpfit_server.observability.records import Recorder
 
 
 def collector(

@@ -62,7 +62,7 @@ from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.threads import ParallelLoop
 from warpfit_server.engine.sum_tree import sum_nodes
-from warpfit_server.system.resources import available_cores
+from warpfit_server.system.machine import available_cores
 
 #: Seconds of all threads together that a step should take if a request arrives meanwhile, which
 #: waits for it: where few threads compute, requests take longer, and ending a step as long as ever.

@@ -51,7 +51,7 @@ from warpfit_server.engine.interface import (
     timed,
 )
 from warpfit_server.engine.native.compile_processes import BACKGROUND
-from warpfit_server.system.resources import available_cores
+from warpfit_server.system.machine import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Steps in flight: one computes while another is copied in, or its losses are sent.

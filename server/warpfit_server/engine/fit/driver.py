@@ -67,7 +67,7 @@ from warpfit_server.engine.fit.separable import mark_linear, operator_table
 from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps, timed
 from warpfit_server.engine.native.compile_processes import NICE
 from warpfit_server.limits import JACOBIAN_NUMBERS, fit_memory
-from warpfit_server.system.resources import give_back_memory
+from warpfit_server.system.machine import give_back_memory
 
 #: The batch shrinks when at least this share of its searches has ended: each selection costs the
 #: engine some preparation, each search that stays costs its evaluation.

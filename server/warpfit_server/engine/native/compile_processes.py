@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from warpfit_server.system import compile_cache
-from warpfit_server.system.resources import available_cores
+from warpfit_server.system.machine import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Priority of threads that compute. Threads that take and answer calls need a core for a moment

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfit.cli.prometheus_reader import Change, Scrape
-from warpfit_server.observability.measurements import BUCKET_BOUNDS, MetricsDelta
+from warpfit_server.observability.records import BUCKET_BOUNDS, MetricsDelta
 
 
 @pytest.mark.parametrize(("after", "rate"), [(110.0, 5.0), (8.0, 4.0)], ids=["same", "restarted"])

@@ -6,7 +6,7 @@ import pytest
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.transport.connection import target_of
-from warpfit_server.system.address_file import address_file
+from warpfit_server.system.sockets import address_file
 
 
 def test_clients_find_the_servers_that_are_there_now(tmp_path):

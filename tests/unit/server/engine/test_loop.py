@@ -33,7 +33,7 @@ from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.system.stuck_detector import EXIT_BROKEN
+from warpfit_server.system.lifetime import EXIT_BROKEN
 
 #: Constants in programs that make the engine below misbehave, or wait.
 BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS = 601.0, 602.0, 603.0, 604.0, 605.0, 606.0

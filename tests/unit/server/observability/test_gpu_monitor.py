@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from warpfit_server.observability import gpu_monitor
-from warpfit_server.observability.gpu_monitor import gpu_usages
+from warpfit_server import metrics
+from warpfit_server.metrics import gpu_usages
 
 
 class NvmlError(Exception):
@@ -36,7 +36,7 @@ def fake_nvml():
     ("visible", "gpus"), [(None, "01"), ("1", "1"), ("GPU-b, 0", "10"), ("", ""), ("5", "")]
 )
 def test_only_visible_gpus_are_read(monkeypatch, visible, gpus):
-    monkeypatch.setattr(gpu_monitor, "_library", fake_nvml)
+    monkeypatch.setattr(metrics, "_library", fake_nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

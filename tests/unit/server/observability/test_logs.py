@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from warpfit_server.observability import logs
-from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.logs import LogRateLimiter
-from warpfit_server.observability.measurements import CallRecord
+from warpfit_server.observability.records import CallRecord, Observer
 
 PAUSES = st.lists(st.floats(0, 5, allow_nan=False), min_size=1, max_size=300)
 

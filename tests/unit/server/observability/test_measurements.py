@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfit.request import Timings
-from warpfit_server.observability.measurements import (
+from warpfit_server.observability.records import (
     BUCKET_BOUNDS,
     CallRecord,
     MetricsDelta,

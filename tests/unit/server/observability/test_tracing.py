@@ -12,8 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from warpfit.errors import UnavailableError
 from warpfit.request import Timings
 from warpfit_server.config import Config
-from warpfit_server.observability.measurements import CallRecord
-from warpfit_server.observability.tracing import SpanTracer, make_tracer
+from warpfit_server.observability.records import CallRecord, SpanTracer, make_tracer
 
 
 def test_a_call_is_a_child_of_the_callers_span_and_has_its_stages_as_children():

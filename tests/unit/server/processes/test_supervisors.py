@@ -32,7 +32,7 @@ from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.registry import Registry
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.observability.measurements import Recorder
+from warpfit_server.observability.records import Recorder
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.front_end import MainProcess

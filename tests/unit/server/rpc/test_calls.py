@@ -21,8 +21,7 @@ from warpfit.errors import REQUEST_ID_KEY, UnavailableError
 from warpfit_server.config import Config
 from warpfit_server.ipc.quarantine import KnownSuspects
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.observability.calls import Observer
-from warpfit_server.observability.measurements import Recorder
+from warpfit_server.observability.records import Observer, Recorder
 from warpfit_server.rpc.calls import CallHandlers, Method, OpenCalls
 from warpfit_server.rpc.port import make_server
 from warpfit_server.rpc.servicer import Servicer

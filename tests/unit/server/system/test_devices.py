@@ -7,8 +7,8 @@ import pytest
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit_server.config import Config
-from warpfit_server.system import devices
-from warpfit_server.system.devices import (
+from warpfit_server.system import machine
+from warpfit_server.system.machine import (
     check_device_memory,
     check_devices,
     engine_devices,
@@ -73,7 +73,7 @@ def test_threads_are_divided():
 def test_auto_takes_all_gpus_and_else_the_cpu(monkeypatch, returned, meaning):
     status, output, errors = returned
     run = SimpleNamespace(returncode=status, stdout=output, stderr=errors)
-    monkeypatch.setattr(devices, "find_spec", lambda name: True)
+    monkeypatch.setattr(machine, "find_spec", lambda name: True)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: run)
     assert resolve_devices("auto") == meaning
     if meaning == "cpu":
@@ -84,7 +84,7 @@ def test_auto_takes_all_gpus_and_else_the_cpu(monkeypatch, returned, meaning):
 
 
 def test_without_cupy_nothing_is_asked(monkeypatch):
-    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     assert resolve_devices("auto") == "cpu"
     assert resolve_devices("1,2") == "1,2"
     with pytest.raises(UnavailableError, match="CuPy is not installed"):

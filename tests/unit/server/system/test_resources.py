@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from warpfit_server.system.resources import ControlGroups, available_cores, available_memory
+from warpfit_server.system.machine import ControlGroups, available_cores, available_memory
 
 GIB = 1 << 30
 
@@ -98,7 +98,7 @@ def test_this_process_has_some(monkeypatch):
 _FAULTS = """
 import resource
 import numpy as np
-from warpfit_server.system.resources import keep_freed_memory
+from warpfit_server.system.machine import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -3,7 +3,7 @@
 import tempfile
 from multiprocessing import get_context
 
-from warpfit_server.system.server_directory import ServerDirectory
+from warpfit_server.system.lifetime import ServerDirectory
 
 _CONTEXT = get_context("fork")
 

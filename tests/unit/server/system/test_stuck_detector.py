@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from warpfit_server.system.stuck_detector import StuckDetector
+from warpfit_server.system.lifetime import StuckDetector
 
 
 def test_only_an_evaluation_that_ignores_its_cancellation_is_stuck():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.system.resources import available_cores
+from warpfit_server.system.machine import available_cores
 
 #: Fits or evaluates in a process of its own; prints what is counted for that, and how much more
 #: memory than before was resident at most, and soon afterwards; in MiB.

@@ -1,28 +1,53 @@
-"""Counters and histograms of calls, and how those of several processes become one.
+"""Records of calls: the id of each call, what is measured of it, its log line and its trace.
+
+Every call has an id: the client's own from the metadata entry ``x-request-id``, or one made here.
+The id goes back in the trailing metadata, and stands in every log line of the call, also in those
+of the engine process.
 
 Every front end has a `Recorder`. Front-end processes send what they have recorded since the last
 time to the main process, which adds it to its own: increments need no files, and survive the
 process that sent them. The records of many calls are added up at a time.
+
+OpenTelemetry traces of calls are made if ``--tracing`` asks for them (extra ``tracing``). A call
+becomes a span of kind server, a child of the caller's span if the metadata have a Trace Context;
+each stage of an answered call becomes a child of that. Spans are made after the call has ended,
+from the times that are measured anyway, so that they do not delay it.
 """
 
 from __future__ import annotations
 
+import logging
+import re
+import secrets
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from warpfit.errors import REQUEST_ID_KEY
+from warpfit.errors import REQUEST_ID_KEY, UnavailableError
 from warpfit.request import Timings
+from warpfit_server.observability.logs import LOGGED_REQUEST_ID, LogRateLimiter
 
 #: Upper bounds of the buckets of every histogram, in seconds.
 BUCKET_BOUNDS: Final = (
     *(round(step * 10.0**power, 9) for power in range(-5, 2) for step in (1.0, 2.5, 5.0)),
     100.0,
 )
+#: Counters of a tenant's amounts, which are fields of a record.
+_AMOUNTS: Final = ("received_bytes", "programs", "tokens", "token_rows")
+_SERVICE: Final = "warpfit.v1.Evaluator"
+_LOG: Final = logging.getLogger("warpfit.requests")
+#: Ids that clients may choose; any other is replaced.
+_ID: Final = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+#: Statuses that clients expect and handle; calls that end with another one are logged.
+_ORDINARY: Final = ("OK", "NOT_FOUND", "CANCELLED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
+#: Log lines that the failed calls of a tenant may cause in a process: in a burst, and a second.
+_BURST_LINES, _LINES_A_SECOND = 100, 1.0
 
 
 class Family(NamedTuple):
@@ -113,10 +138,6 @@ class CallRecord:
     def trailing(self) -> tuple[tuple[str, str], ...]:
         """Metadata that every answer carries."""
         return ((REQUEST_ID_KEY, self.request_id),)
-
-
-#: Counters of a tenant's amounts, which are fields of a record.
-_AMOUNTS: Final = ("received_bytes", "programs", "tokens", "token_rows")
 
 
 @dataclass(slots=True, eq=False)
@@ -235,3 +256,137 @@ class Recorder:
         count = len(self._ended)
         if count:
             self._delta.add([self._ended.popleft() for _ in range(count)])
+
+
+class SpanTracer:
+    """Makes the spans of calls by a tracer provider of the OpenTelemetry SDK."""
+
+    def __init__(self, provider: Any) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation import tracecontext
+
+        self._api = trace
+        self._provider = provider
+        self._propagator = tracecontext.TraceContextTextMapPropagator()
+        self._tracer = provider.get_tracer("warpfit", version("warpfit"))
+
+    def record(self, call: CallRecord) -> None:
+        """Make the spans of a call that has ended."""
+        to_wall = time.time_ns() - time.monotonic_ns()
+        span = self._tracer.start_span(
+            f"{_SERVICE}/{call.method}",
+            context=self._propagator.extract(call.trace),
+            kind=self._api.SpanKind.SERVER,
+            start_time=call.started + to_wall,
+            attributes={
+                "rpc.system": "grpc",
+                "rpc.service": _SERVICE,
+                "rpc.method": call.method,
+                "rpc.grpc.status": call.status,
+                "warpfit.request_id": call.request_id,
+                "warpfit.tenant": call.tenant,
+                "warpfit.programs": call.programs,
+                "warpfit.tokens": call.tokens,
+            },
+        )
+        if call.status in ("INTERNAL", "UNKNOWN", "UNAVAILABLE"):
+            span.set_status(self._api.StatusCode.ERROR, call.status)
+        self._record_stages(span, call, to_wall)
+        span.end(call.ended + to_wall)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+    def _record_stages(self, parent: Any, call: CallRecord, to_wall: int) -> None:
+        """Make a span of each stage, one after the other, so that `finished` ends the kernel's."""
+        if call.timings is None:
+            return
+        named = dict(zip(CALL_STAGES, call.stages(call.timings), strict=True))
+        encode = named.pop("encode")
+        start = call.finished - sum(named.values()) + to_wall
+        context = self._api.set_span_in_context(parent)
+        for name, nanoseconds in (*named.items(), ("encode", encode)):
+            stage = self._tracer.start_span(name, context=context, start_time=start)
+            start += nanoseconds
+            stage.end(start)
+
+
+def make_tracer(kind: str) -> SpanTracer | None:
+    """Make the tracer that ``--tracing`` asks for; the OTEL_* variables say where spans go.
+
+    Raises:
+        UnavailableError: if OpenTelemetry is not installed.
+    """
+    if kind == "none":
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise UnavailableError(
+            "--tracing needs OpenTelemetry", "NO_TRACING", "pip install 'warpfit[tracing]'"
+        ) from error
+    provider = TracerProvider(resource=Resource.create({"service.name": "warpfit"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return SpanTracer(provider)
+
+
+class Observer:
+    """Measures, logs and, if there is a tracer, traces the calls of a process."""
+
+    def __init__(self, recorder: Recorder, tracer: SpanTracer | None = None) -> None:
+        self.begin = recorder.begin
+        """Counts a call as running."""
+        self._recorder = recorder
+        self._tracer = tracer
+        self._lines = LogRateLimiter(_BURST_LINES, _LINES_A_SECOND)
+
+    def new_call(self, method: str, metadata: Mapping[str, Any], tenant: str) -> CallRecord:
+        """Make the record of a request that has arrived with these metadata, with its id."""
+        name = metadata.get(REQUEST_ID_KEY)
+        if not isinstance(name, str) or _ID.fullmatch(name) is None:
+            name = secrets.token_hex(8)  # a number would tell how many calls others make
+        return CallRecord(method, name, time.monotonic_ns(), tenant, metadata)
+
+    def end(self, call: CallRecord, status: str) -> None:
+        """Measure, log and trace a call that has ended, whether it was served or refused."""
+        call.status, call.ended = status, time.monotonic_ns()
+        self._recorder.end(call)
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _log(logging.DEBUG if status in _ORDINARY else logging.INFO, call)
+        elif status not in _ORDINARY and _LOG.isEnabledFor(logging.INFO):
+            left_out = self._lines.take(call.tenant, call.ended / 1e9)
+            if left_out is not None:
+                _log(logging.INFO, call, left_out)
+        if self._tracer is not None:
+            self._tracer.record(call)
+
+
+def ended_status(context: Any) -> str:
+    """Return the name of the status with which a request has ended, or its call is about to end."""
+    code = context.code()
+    if code is not None and code.name != "CANCELLED":  # the main process does not load gRPC
+        return str(code.name)
+    if code is None and context.is_active():
+        return "OK"
+    remaining = context.time_remaining()
+    return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= 0 else "CANCELLED"
+
+
+def _log(level: int, call: CallRecord, left_out: int = 0) -> None:
+    LOGGED_REQUEST_ID.set(call.request_id)
+    fields = {"method": call.method, "status": call.status, "tenant": call.tenant}
+    measured: dict[str, Any] = {"seconds": round(call.seconds, 6), "programs": call.programs}
+    more = ""
+    if left_out:
+        measured["left_out"] = left_out
+        more = f", after {left_out} failed calls of tenant {call.tenant} without a line"
+    _LOG.log(
+        level,
+        "%s ended %s after %.3f s%s",
+        *(call.method, call.status, call.seconds, more),
+        extra={"fields": {**fields, **measured}},
+    )
