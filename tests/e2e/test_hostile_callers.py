@@ -11,7 +11,7 @@ import pytest
 
 import warpfit
 from support.servers.http2 import RawConnection, part_of_message
-from support.servers.long_calls import LONG, WIDE, long_request, start
+from support.servers.long_calls import LONG, WIDE, long_request, request, start
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer, explained
 from support.servers.server import ServerProcess
 from support.servers.tokens import tenants_file, token_file
@@ -23,7 +23,7 @@ PENDING, RESIDENT, NARROW = 64 << 20, 32 << 20, 1000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokens")
-    path, tokens = token_file(folder, "greedy", "modest", "narrow")
+    path, tokens = token_file(folder, "greedy", "second", "modest", "narrow")
     limits = tenants_file(folder, f"[tenants.narrow]\nmessage_bytes = {NARROW}")
     flags = ("--token-file", path, "--tenants-file", limits, "--threads", "1", "--front-ends", "2")
     flags += ("--max-pending-bytes", str(PENDING), "--max-resident-bytes", str(RESIDENT))
@@ -44,9 +44,14 @@ def modest(server):
 
 @pytest.fixture
 def greedy(server):
-    """Makes connections of the greedy tenant, closed at the end."""
+    """Makes connections of the greedy tenant or another one, closed at the end."""
+
+    def connect(tenant="greedy", **options):
+        made = RawConnection(server.address, server.tokens[tenant], **options)
+        return stack.enter_context(made)
+
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(RawConnection(server.address, server.tokens["greedy"]))
+        yield connect
 
 
 def works(client):
@@ -60,9 +65,29 @@ def works(client):
 
 @pytest.mark.parametrize("method", ["GetServerInfo", "GetVariables", "Evaluate", "UploadVariables"])
 def test_calls_without_a_message(server, modest, greedy, method):
-    connections = [greedy() for _ in range(8)]
+    """Two tenants take all open calls and all bytes in flight that they can."""
+    connections = [greedy(("greedy", "second")[number % 2]) for number in range(8)]
     streams = [(c, c.begin(SERVICE + method)) for c in connections for _ in range(40)]
     time.sleep(0.3)
+    works(modest)
+    for connection, stream in streams:
+        assert connection.has_ended(stream, timeout=15), "refused, or ended after its time"
+    works(modest)
+
+
+def test_answers_that_nobody_reads(server, modest, greedy):
+    """Two tenants begin more calls than places, connections or bytes in flight would bear."""
+    streams = []
+    for tenant in ("greedy", "second"):
+        with warpfit.connect(server.address, token=server.tokens[tenant]) as client:
+            message = request(client.upload(WIDE), ["x1"] * 5, values=True)
+        framed = b"\0" + len(message).to_bytes(4) + message
+        for _ in range(2):
+            connection = greedy(tenant, reads=False)
+            for _ in range(40):
+                stream = connection.begin(SERVICE + "Evaluate")
+                connection.send(stream, framed, 5)
+                streams.append((connection, stream))
     works(modest)
     for connection, stream in streams:
         assert connection.has_ended(stream, timeout=15), "refused, or ended after its time"
@@ -104,7 +129,7 @@ def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest):
         grpc.insecure_channel(server.address, OWN_CONNECTION) as channel,
     ):
         data = patient.upload(WIDE, WIDE[:, 0])
-        message = long_request(data, 100)
+        message = long_request(data, 60)
         # However long they are, each has half of its tenant's queue.
         calls = [start(channel, message, metadata=bearer(token)) for _ in range(2)]
         time.sleep(0.5)

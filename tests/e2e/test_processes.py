@@ -278,6 +278,7 @@ def test_sigterm_waits_for_calls_and_not_for_those_that_watch_its_health():
         ExitStack() as stack,
     ):
         message, has_stopped = request(client.upload(X), ["x1"]), threading.Event()
+        longest = client.info().limits.message_bytes  # counted until a message is there
         heard = []
 
         def messages():
@@ -288,7 +289,7 @@ def test_sigterm_waits_for_calls_and_not_for_those_that_watch_its_health():
         while len(calls) < CLIENTS or len(processes_with_connections(server)) < 2:
             channel = stack.enter_context(grpc.insecure_channel(server.address, OWN_CONNECTION))
             calls.append(channel.stream_stream(SERVICE + "Evaluate")(messages(), timeout=60))
-            eventually(lambda: server.in_flight().calls == len(calls))
+            eventually(lambda: server.in_flight().nbytes == len(calls) * longest)
             stub = health_pb2_grpc.HealthStub(channel)
             heard.append(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
             assert next(heard[-1]).status == health_pb2.HealthCheckResponse.SERVING

@@ -1,13 +1,18 @@
 """Calls as this server serves them: authentication, admission, time limits, observation.
 
 gRPC has a thread of its pool serve each call, and reads a message only when that thread asks for
-it. So a call is admitted or refused before a byte of its message is read: it then has a slot and
-the bytes of the longest message that gRPC would receive, both counted for its tenant.
+it. So a call is refused before a byte of its message is read if its tenant has too many open calls,
+or too many bytes in flight: the bytes of the longest message that gRPC would receive are counted
+until its message is there.
+
+A request takes a place among the calls in flight when its message has arrived, and leaves it before
+a long message of its answer is sent, at the latest when the engine has finished. So a client that
+sends nothing, or does not read its answer, keeps no place. It keeps its open call, and the bytes of
+its answer stay counted.
 
 A caller may send one request after the other in the same call, which spares both sides the end of
 a call and the beginning of the next. Each request is admitted, counted and observed as if it were a
-call of its own. Between two of them a call has no slot, but the bytes of the longest message are
-still counted.
+call of its own.
 
 Whatever a client keeps a thread waiting for has a time limit: a message that it sends, a message
 that it takes, and the next request of a call. gRPC itself waits for ever, so another thread cancels
@@ -22,6 +27,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import grpc
@@ -48,7 +54,7 @@ _SHORT_MESSAGE, _SHORT_SECONDS = 64 << 10, 5.0
 #: Seconds in which the next request of a call must arrive: a search that breeds for longer can bear
 #: the cost of a new call.
 _IDLE_SECONDS: Final = 0.5
-#: Longest message that is sent when its call has left its slot, so that nothing counts it.
+#: Longest message of an answer that is short: it is sent when nothing counts the request any more.
 _LAST_BYTES: Final = 64 << 10
 #: Seconds after which a call may be repeated that was refused because too many are open.
 _RETRY_SECONDS: Final = 0.1
@@ -228,12 +234,11 @@ class Call:
         self._is_over = False
         """Whether gRPC has said that it has ended."""
         self._on_end: Callable[[], None] | None = None
-        self._slots: list[int] = []
-        """Holds a 1 while the present request has a slot; `_take_slot` takes it out."""
+        self._places: list[int] = []
+        """Holds a 1 while the present request is a call in flight; `_take_place` takes it out."""
         self._nbytes = self._nanoseconds = 0
-        """Bytes and engine time in flight that are counted for the present request."""
-        self._waiting_bytes = 0
-        """Bytes that are counted for the next request, while the call waits for it."""
+        """Bytes and engine time in flight that are counted for the present request, or the bytes
+        for the next one while the call waits for it."""
 
     def is_active(self) -> bool:
         """Return whether the call has not ended."""
@@ -274,15 +279,15 @@ class Call:
                     handlers.timeouts.begin(context, handlers.message_seconds)
                     yield last
                     handlers.timeouts.end(context)
-                message = self._await_request() if self._waiting_bytes else None
+                message = self._await_request() if self._nbytes else None
                 if message is None:
                     break
             if not self._has_failed:
                 context.set_trailing_metadata(self.record.trailing)
         finally:
             handlers.timeouts.end(context)
-            if self._waiting_bytes:
-                handlers.admission.leave(self.record.tenant, 0, self._waiting_bytes)
+            if self._nbytes:
+                handlers.admission.leave(self.record.tenant, 0, self._nbytes)
             if self._is_open:
                 handlers.open_calls.leave(self.record.tenant)
 
@@ -299,12 +304,12 @@ class Call:
         return True
 
     def _admit(self, message: bytes | None) -> None:
-        """Find the tenant, and count the request and the bytes that its message may have.
+        """Find the tenant, and count the open call and the bytes that its message may have.
 
         Raises:
             UnauthenticatedError: without valid credentials.
             PermissionDeniedError: if the tenant is suspended.
-            ResourceExhaustedError: if it comes too soon, or too much is in flight.
+            ResourceExhaustedError: if it comes too soon, or too much is open or in flight.
         """
         handlers, record = self._handlers, self.record
         admission = handlers.admission
@@ -316,26 +321,29 @@ class Call:
             if not handlers.open_calls.enter(tenant):
                 raise _too_many_open()
             self._is_open = True
-        nbytes = admission.message_bytes if message is None else len(message)
-        admission.enter(tenant, limits, nbytes, self._waiting_bytes)
-        self._nbytes, self._waiting_bytes = nbytes, 0
-        self._slots.append(1)
+        if message is None:
+            admission.await_message(tenant)
+            self._nbytes = admission.message_bytes
 
-    def _take_slot(self) -> int:
-        """Return 1 if the present request still has a slot, which it then has no more, else 0."""
+    def _take_place(self) -> int:
+        """Return 1 if the present request is a call in flight, which it then is no more, else 0."""
         try:
-            return self._slots.pop()  # atomic, so that only one thread gets it
+            return self._places.pop()  # atomic, so that only one thread gets it
         except IndexError:
             return 0
+
+    def _leave_place(self) -> None:
+        """Count the present request among the calls in flight no more."""
+        if self._take_place():
+            self._handlers.admission.leave(self.record.tenant, 1, 0)
 
     def _ended(self) -> None:
         """Take notice that the call has ended; gRPC calls this in a thread of its own.
 
-        A cancelled call leaves its slot at once, but its memory only when the engine has stopped.
+        A cancelled call leaves its place at once, but its memory only when the engine has stopped.
         """
         self._is_over = True
-        if self._take_slot():
-            self._handlers.admission.leave(self.record.tenant, 1, 0)
+        self._leave_place()
         on_end = self._on_end
         if on_end is not None:
             on_end()
@@ -351,12 +359,15 @@ class Call:
         LOGGED_REQUEST_ID.set(self.record.request_id)
         last = None
         try:
-            request: Any = iter(self._next, None) if self._method.uploads else self._only(message)
+            if message is None:
+                message = self._next()
+            request: Any = self._enter(message)
             del message
             answer = self._method.behaviour(request, self)
             del request
             last = (yield from self._send_each(answer)) if self._method.streams else answer
             if len(last) > _LAST_BYTES:
+                self._leave_place()
                 self._handlers.timeouts.begin(self._context, self._handlers.message_seconds)
                 yield last
                 self._handlers.timeouts.end(self._context)
@@ -373,29 +384,39 @@ class Call:
     def _give_back(self) -> None:
         """Count the request no more, but the longest message if another one may come."""
         handlers, tenant = self._handlers, self.record.tenant
-        counted = Amounts(self._take_slot(), self._nbytes, self._nanoseconds)
+        counted = Amounts(self._take_place(), self._nbytes, self._nanoseconds)
         self._nbytes = self._nanoseconds = 0
         may_wait = self._method.streams and not (self._has_failed or self._is_over)
         may_wait = may_wait and not (handlers.is_draining or handlers.open_calls.are_scarce)
         if may_wait and handlers.admission.wait(tenant, counted):
-            self._waiting_bytes = handlers.admission.message_bytes
+            self._nbytes = handlers.admission.message_bytes
         else:
             handlers.admission.give_back(tenant, counted)
 
-    def _only(self, message: bytes | None) -> bytes:
-        """Return the message of a request, and count no more bytes for it than it has."""
+    def _enter(self, message: bytes | None) -> Any:
+        """Count a request whose first message has arrived as a call in flight.
+
+        Returns:
+            The message, or an iterator of all messages of an upload.
+
+        Raises:
+            InvalidArgumentError: if there is no message.
+            ResourceExhaustedError: if it is too long, or too much is in flight.
+        """
         if message is None:
-            message = self._next()
-            if message is None:
-                raise InvalidArgumentError(
-                    "the call has no message", "NO_MESSAGE", "Send exactly one request message"
-                )
-        elif len(message) > self.limits.message_bytes:
+            raise InvalidArgumentError(
+                "the call has no message", "NO_MESSAGE", "Send at least one request message"
+            )
+        if len(message) > self.limits.message_bytes:  # the next request of a call
             raise _too_large(len(message), self.limits.message_bytes)
-        if len(message) < self._nbytes:
-            surplus, self._nbytes = self._nbytes - len(message), len(message)
-            self._handlers.admission.leave(self.record.tenant, 0, surplus)
-        return message
+        uploads = self._method.uploads
+        nbytes = self._nbytes if uploads else len(message)  # others of an upload may be longer
+        self._handlers.admission.enter(self.record.tenant, self.limits, nbytes, self._nbytes)
+        self._nbytes = nbytes
+        self._places.append(1)
+        if self._is_over:
+            self._leave_place()
+        return chain((message,), iter(self._next, None)) if uploads else message
 
     def _next(self) -> bytes | None:
         """Wait for the next message; return None if there is none."""
@@ -430,6 +451,8 @@ class Call:
                     record.encode = made - record.finished - record.suspended
                 if is_last:
                     return message
+                if record.finished or len(message) > _LAST_BYTES:
+                    self._leave_place()
                 handlers.timeouts.begin(self._context, handlers.message_seconds)
                 yield message
                 handlers.timeouts.end(self._context)

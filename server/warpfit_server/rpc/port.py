@@ -62,8 +62,8 @@ def make_server(config: Config, service: str, handlers: Mapping[str, Any]) -> gr
             ("grpc.so_reuseport", 1),
             ("grpc.max_allowed_incoming_connections", config.connections),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-            # A client that vanishes must not keep its slot for ever. A client with several servers
-            # sends a ping every second, which gRPC would otherwise treat as an attack.
+            # A client that vanishes must not keep its thread for ever. A client with several
+            # servers sends a ping every second, which gRPC would otherwise treat as an attack.
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
             ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),

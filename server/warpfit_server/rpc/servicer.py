@@ -52,8 +52,8 @@ from warpfit_server.tenancy.tenants import key_of
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05
 _ANSWER_SHARE: Final = 0.1
-#: The messages of an answer; the last one is returned, so that the call leaves its slot before it
-#: is sent.
+#: The messages of an answer; the last one is returned, so that the call is in flight no more when
+#: it is sent.
 Answer = Generator[bytes, None, bytes]
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 

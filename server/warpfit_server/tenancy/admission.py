@@ -125,9 +125,10 @@ class Admission:
     """Accepts or refuses the calls of one front-end process.
 
     Calls and bytes in flight are limited for the server and for each tenant, because they are
-    finite. Engine time in the queue is limited for each tenant alone: the engine takes turns among
-    tenants, so what one has queued does not delay another. A call of many hours counts for half of
-    its tenant's queue: it is legitimate work, and must not shut its own tenant out either.
+    finite, and a tenant leaves some of them to the others. Engine time in the queue is limited for
+    each tenant alone: the engine takes turns among tenants, so what one has queued does not delay
+    another. A call of many hours counts for half of its tenant's queue: it is legitimate work, and
+    must not shut its own tenant out either.
     """
 
     def __init__(self, config: Config, tenants: TenantLimits, quotas: QuotaTable) -> None:
@@ -140,7 +141,8 @@ class Admission:
         """Whether there may be several tenants."""
         self.limits = tenants.limits
         """Limits of a tenant; see `TenantLimits.limits`."""
-        self._tenant_quota = Amounts(0, int(tenants.share(pending)), queue)
+        self._share = tenants.share
+        self._tenant_quota = Amounts(0, int(tenants.share * pending), queue)
         self.message_bytes = limits.message_bytes
         """Bytes that gRPC may hold of a message before its length is known."""
         self._longest_work = int(_LARGEST_PART * queue)
@@ -169,18 +171,25 @@ class Admission:
                 retry_after=delay,
             )
 
-    def enter(self, tenant: str, limits: Limits, nbytes: int, held: int = 0) -> None:
-        """Count a request that arrives, and the bytes of its message.
+    def await_message(self, tenant: str) -> None:
+        """Count the longest message (`message_bytes`) for a call whose message may arrive.
 
-        gRPC receives a message completely before it tells the length, so only the longest message
-        that it would receive (`message_bytes`) is sure to be enough; `leave` gives the rest back.
-        ``held`` bytes are counted already, as `wait` has done.
+        gRPC receives a message completely before it tells the length, so no less is sure to be
+        enough.
+
+        Raises:
+            ResourceExhaustedError: if too much is in flight.
+        """
+        self._acquire(tenant, Amounts(0, self.message_bytes), self._tenant_quota)
+
+    def enter(self, tenant: str, limits: Limits, nbytes: int, held: int) -> None:
+        """Count a request whose message has arrived; of its bytes ``held`` are counted already.
 
         Raises:
             ResourceExhaustedError: if too much is in flight.
         """
         own = Amounts(limits.requests, self._tenant_quota.nbytes, 0)
-        self._acquire(tenant, Amounts(1, nbytes - held, 0), own, held)
+        self._acquire(tenant, Amounts(1, nbytes - held), own, held)
 
     def wait(self, tenant: str, counted: Amounts) -> bool:
         """Count the longest message in place of a request, for a call that waits for another one.
@@ -190,14 +199,15 @@ class Admission:
         Returns:
             False if there is no room for that; then nothing has changed.
         """
-        slots, nbytes, nanoseconds = counted
-        amount = Amounts(-slots, self.message_bytes - nbytes, -nanoseconds)
-        nothing_alone = nbytes - self.message_bytes
-        return self.quotas.acquire(tenant, amount, *self._waiting, nothing_alone) is None
+        calls, nbytes, nanoseconds = counted
+        amount = Amounts(-calls, self.message_bytes - nbytes, -nanoseconds)
+        held = nbytes - self.message_bytes  # so that nothing is alone
+        share = self._share
+        return self.quotas.acquire(tenant, amount, *self._waiting, share=share, held=held) is None
 
-    def leave(self, tenant: str, slots: int, nbytes: int) -> None:
-        """Give back slots of calls in flight, and bytes of their messages."""
-        self.quotas.release(tenant, Amounts(slots, nbytes))
+    def leave(self, tenant: str, calls: int, nbytes: int) -> None:
+        """Count calls in flight and bytes of their messages no more."""
+        self.quotas.release(tenant, Amounts(calls, nbytes))
 
     def give_back(self, tenant: str, counted: Amounts) -> None:
         """Count a request no more."""
@@ -240,7 +250,9 @@ class Admission:
             self.give_back(tenant, Amounts(0, nbytes, counted))
 
     def _acquire(self, tenant: str, amount: Amounts, own: Amounts, held: int = 0) -> None:
-        exceeded = self.quotas.acquire(tenant, amount, own, self._server_quota, held)
+        exceeded = self.quotas.acquire(
+            tenant, amount, own, self._server_quota, share=self._share, held=held
+        )
         if exceeded is not None:
             raise self._refusal(exceeded, amount)
 
@@ -265,8 +277,8 @@ class Admission:
         """Return the seconds after which a call that is refused now should come again.
 
         The first retries when the running call is expected to have ended, each later one when a
-        further call has, so that they do not all compete for the same slot. The length of a call is
-        rounded up to one of seven, because most calls may be those of other tenants.
+        further call has, so that they do not all compete for the same place. The length of a call
+        is rounded up to one of seven, because most calls may be those of other tenants.
         """
         used = self.quotas.in_flight()
         length, each = used.engine_ns / 1e9 / max(1, used.calls), _SHORTEST_RETRY

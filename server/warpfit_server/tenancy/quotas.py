@@ -7,7 +7,7 @@ the process that accepted it.
 Every tenant has an entry with a column for each process. A process writes only its own column, so
 an ordinary lock among its own threads suffices; what is in flight is the sum of the columns. A
 process first adds what a call takes, then compares with the limits, and subtracts it again if one
-is exceeded: two processes that take the last slot in the same microsecond may both refuse it, but
+is exceeded: two processes that take the last place in the same microsecond may both refuse it, but
 never exceed a limit. Rates have no columns: two processes that count a call in the same microsecond
 may count it once. When a process has died, its column is cleared.
 
@@ -102,9 +102,20 @@ class QuotaTable:
         return cls(descriptor, processes, 0, engines)
 
     def acquire(
-        self, tenant: str, amount: Amounts, own: Amounts, server: Amounts, held: int = 0
+        self,
+        tenant: str,
+        amount: Amounts,
+        own: Amounts,
+        server: Amounts,
+        *,
+        share: float = 1.0,
+        held: int = 0,
     ) -> Exceeded | None:
         """Add an amount unless a limit would be exceeded; return that limit, or None.
+
+        A tenant may have its ``share`` of what the other tenants leave, and one call in any case:
+        so none gets all, and the more tenants want much, the less each of them gets (dynamic
+        thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998).
 
         A call may exceed the limits of bytes and engine time if it is alone in flight, and for it
         only the ``held`` bytes are counted already.
@@ -112,7 +123,7 @@ class QuotaTable:
         offset = self._offset(tenant)
         with self._lock:
             self._add(offset, amount, 1)
-            exceeded = self._find_exceeded(offset, amount, own, server, held)
+            exceeded = self._find_exceeded(offset, amount, own, server, share, held)
             if exceeded is not None:
                 self._add(offset, amount, -1)
         return exceeded
@@ -131,18 +142,26 @@ class QuotaTable:
                 words[offset + column] += sign * more
 
     def _find_exceeded(
-        self, offset: int, amount: Amounts, own: Amounts, server: Amounts, held: int
+        self,
+        offset: int,
+        amount: Amounts,
+        own: Amounts,
+        server: Amounts,
+        share: float,
+        held: int,
     ) -> Exceeded | None:
-        words, processes = self._words, self._processes
-        alone = (0, amount.nbytes + held, amount.engine_ns)
+        alone = amount.calls, amount.nbytes + held, amount.engine_ns
         for index, (more, column) in enumerate(zip(amount, self._columns, strict=True)):
             if more <= 0:
                 continue
-            for entry, limits, of_tenant in ((_SERVER, server, False), (offset, own, True)):
-                used = sum(words[entry + column : entry + column + processes])
-                if used > limits[index] and used > alone[index]:
-                    name = Amounts._fields[index]
-                    return Exceeded(name, of_tenant, used - more, limits[index])
+            used, mine = self._sum(_SERVER + column), self._sum(offset + column)
+            name, most = Amounts._fields[index], server[index]
+            may_exceed = alone[index] if index else 0  # a call alone
+            if mine > max(own[index], may_exceed):
+                return Exceeded(name, True, mine - more, own[index])
+            fair = max(int(share * (most - used + mine)), alone[index])
+            if mine > fair or used > max(most, may_exceed):
+                return Exceeded(name, False, used - more, most)
         return None
 
     def _sum(self, start: int) -> int:

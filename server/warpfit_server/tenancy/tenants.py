@@ -36,9 +36,9 @@ _LOG: Final = logging.getLogger("warpfit.tenants")
 ANONYMOUS: Final = "default"
 #: Tenant of the health probe; no caller's tenant has this name.
 PROBE: Final = ""
-#: Share of the server's slots, bytes in flight, threads and resident data sets that one of several
-#: tenants may take.
-_SHARE: Final = 0.75
+#: Share of what the others leave of the server's places and bytes in flight that one of several
+#: tenants may take, and its share of the bytes of resident data sets.
+_SHARE, _RESIDENT_SHARE = 0.5, 0.75
 #: Tenants without a section whose limits are remembered, and keys of data sets.
 _MOST_REMEMBERED: Final = 1000
 _NAMES: Final = frozenset(limit.name for limit in fields(Limits))
@@ -76,14 +76,15 @@ class _Sections:
 class TenantLimits:
     """The limits of each tenant: by the tenants file, if there is one, within those of the server.
 
-    If the server is ``shared`` by several tenants, none of them may take all slots.
+    If the server is ``shared`` by several tenants, none of them may take all places.
     """
 
     def __init__(self, server: Limits, path: str | Path | None, *, shared: bool) -> None:
         self.server = server
         self.is_shared = shared
         """Whether there may be several tenants."""
-        self._share = _SHARE if shared else 1.0
+        self.share = _SHARE if shared else 1.0
+        """Share that a tenant may take of what all others leave."""
         file = [Path(path)] if path else []
         self._sections = WatchedFiles(file, lambda: _read(file[0]) if file else _Sections(), _LOG)
 
@@ -102,22 +103,17 @@ class TenantLimits:
             limits = computed[tenant] = self._compute(tenant, sections)
         return limits
 
-    def share(self, amount: float) -> float:
-        """Return what one tenant may take of something that all tenants share."""
-        return amount * self._share
-
     def _compute(self, tenant: str, sections: _Sections) -> Limits:
         section = sections.tenants.get(tenant, sections.default)
         if section.suspended:
             raise PermissionDeniedError(
                 f"tenant {tenant} is suspended", "TENANT_SUSPENDED", "Ask the server's operator"
             )
-        limits: dict[str, Any] = {
-            "requests": max(1, int(self.share(self.server.requests))),
-            "resident_bytes": int(self.share(self.server.resident_bytes)),
-        }
+        requests = max(1, int(self.share * self.server.requests))
+        resident = int((_RESIDENT_SHARE if self.is_shared else 1.0) * self.server.resident_bytes)
+        limits: dict[str, Any] = {"requests": requests, "resident_bytes": resident}
         for name, value in {**sections.default.limits, **section.limits}.items():
-            most = getattr(self.server, name)
+            most = requests if name == "requests" else getattr(self.server, name)
             if name == "rate":  # 0 is no limit
                 limits[name] = min(value or most, most or value)
             else:

@@ -171,6 +171,47 @@ class TestAdmission:
         eventually(lambda: front_end.ended() == {("Evaluate", "CANCELLED", "default"): 1})
 
 
+class TestPlaces:
+    """A request is a call in flight from the arrival of its message to the end of the work."""
+
+    @pytest.mark.parametrize("name", KINDS)
+    def test_a_call_without_a_message_has_none(self, start, name):
+        front_end = start(echo_of(name), name=name, max_requests=1)
+        longest = front_end.calls.admission.message_bytes
+        silent = front_end.call(silent=True)
+        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, longest))
+        assert outcome(front_end.call(b"x"))[0] == "OK"
+        silent.cancel()
+        eventually(lambda: front_end.quotas.in_flight() == Amounts())
+
+    def test_an_upload_has_one_from_its_first_message(self, start):
+        front_end = start(echo_of("UploadVariables"), name="UploadVariables", max_requests=1)
+        running = front_end.call(b"x", silent=True)
+        eventually(lambda: front_end.quotas.in_flight().calls == 1)
+        call = front_end.call(b"x")
+        assert not running.done()
+        assert outcome(call)[0] == "RESOURCE_EXHAUSTED"
+        assert detail_of(call).reason == "TOO_MANY_REQUESTS"
+
+    @pytest.mark.parametrize("pieces", [0, 1, 100])
+    def test_an_answer_that_is_not_read_has_none_but_its_bytes(self, start, pieces):
+        piece, nbytes = bytes(8 << 20), 100 << 20
+
+        def behaviour(message, context):
+            context.reserve(nbytes, 0)
+            for _ in range(pieces):
+                yield piece
+            return piece
+
+        front_end = start(behaviour, max_requests=1)
+        unread = []
+        for number in (1, 2):
+            unread.append(front_end.call(b"x"))
+            counted = Amounts(0, number * (nbytes + 1))
+            eventually(lambda counted=counted: front_end.quotas.in_flight() == counted)
+        assert not any(call.done() for call in unread)
+
+
 class TestMessages:
     @pytest.mark.parametrize(
         ("name", "sent"), [*((name, ()) for name in KINDS), ("UploadVariables", (b"1", b"2"))]

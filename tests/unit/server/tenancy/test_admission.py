@@ -27,7 +27,8 @@ def make_admission(*, shared=False, **settings):
 
 
 def enter(admission, tenant):
-    admission.enter(tenant, admission.limits(tenant), admission.message_bytes)
+    """Count a request whose message of one byte has arrived."""
+    admission.enter(tenant, admission.limits(tenant), 1, 0)
 
 
 def reserve(admission, rows=1, tenant="a"):
@@ -36,8 +37,18 @@ def reserve(admission, rows=1, tenant="a"):
     return admission.reserved(tenant, 1, nanoseconds=admission.costs.estimate(cost))
 
 
-class TestSlots:
-    def test_a_call_without_a_slot_is_refused_until_another_leaves(self):
+def count(take, admission, tenant):
+    """Return how many a tenant can take before it is refused."""
+    for number in range(1000):
+        try:
+            take(admission, tenant)
+        except ResourceExhaustedError:
+            return number
+    raise AssertionError("nothing is refused")
+
+
+class TestPlaces:
+    def test_a_call_without_a_place_is_refused_until_another_leaves(self):
         admission = make_admission(max_requests=1)
         enter(admission, "a")
         with pytest.raises(ResourceExhaustedError) as caught:
@@ -46,35 +57,54 @@ class TestSlots:
         assert caught.value.retry_after > 0
         assert "--max-requests" in caught.value.remedy
         assert (caught.value.needed, caught.value.available) == (1, 1)
-        admission.leave("a", 1, 0)
-        admission.leave("a", 0, admission.message_bytes)
+        admission.leave("a", 1, 1)
         enter(admission, "b")
+        assert admission.quotas.in_flight() == Amounts(1, 1)
+
+    @pytest.mark.parametrize(
+        "take", [enter, lambda admission, tenant: admission.await_message(tenant)]
+    )
+    def test_tenants_that_take_all_they_can_leave_some_to_others(self, take):
+        """Calls in flight and messages that have not arrived, 64 each."""
+        settings = {"max_requests": 64, "max_message_bytes": 1 << 20, "max_pending_bytes": 64 << 20}
+        admission = make_admission(shared=True, **settings)
+        assert [count(take, admission, tenant) for tenant in "abcd"] == [32, 16, 8, 4]
+        for _ in range(24):
+            admission.leave("a", 1, admission.message_bytes)
+        assert count(take, admission, "e") == 14, "half of what the others leave"
+        assert count(take, make_admission(**settings), "a") == 64
+        few = make_admission(shared=True, max_requests=2, max_pending_bytes=8 << 20)
+        assert [count(take, few, tenant) for tenant in "ab"] == [1, 1], "one call in any case"
 
     def test_a_message_counts_as_the_longest_until_its_length_is_known(self):
         admission = make_admission(max_message_bytes=4 << 20, max_pending_bytes=12 << 20)
         for _ in range(3):
-            enter(admission, "a")
+            admission.await_message("a")
         with pytest.raises(ResourceExhaustedError) as caught:
-            enter(admission, "b")
+            admission.await_message("b")
         assert (caught.value.reason, caught.value.retry_after > 0) == ("QUEUE_FULL", True)
         assert "--max-pending-bytes" in caught.value.remedy
-        admission.leave("a", 0, admission.message_bytes - 100)
-        assert admission.quotas.in_flight("a") == Amounts(3, (8 << 20) + 100, 0)
+        admission.enter("a", admission.limits("a"), 100, admission.message_bytes)
+        assert admission.quotas.in_flight("a") == Amounts(1, (8 << 20) + 100, 0)
         with pytest.raises(ResourceExhaustedError):
-            enter(admission, "b")
-        admission.leave("a", 0, 100)
-        enter(admission, "b")
+            admission.await_message("b")
+        admission.leave("a", 1, 100)
+        admission.await_message("b")
 
     def test_a_refusal_does_not_tell_what_other_tenants_have_in_flight(self):
         admission = make_admission(max_requests=7)
         for _ in range(7):
             enter(admission, "a")
         with pytest.raises(ResourceExhaustedError) as caught:
-            admission.enter(
-                "b", replace(admission.limits("b"), requests=8), admission.message_bytes
-            )
+            admission.enter("b", replace(admission.limits("b"), requests=8), 1, 0)
         assert caught.value.needed == 1
         assert str(caught.value).count("7") == 1, "the limit alone"
+        shared = make_admission(shared=True, max_requests=64)
+        count(enter, shared, "a")
+        for _ in range(16):
+            enter(shared, "b")
+        with pytest.raises(ResourceExhaustedError, match="the limit of the server is 64"):
+            enter(shared, "b")
 
     def test_refused_calls_retry_at_different_moments(self):
         admission = make_admission(max_requests=2)
@@ -122,10 +152,10 @@ class TestQueue:
             ):
                 pass
             assert (caught.value.reason, caught.value.retry_after) == ("RESULT_TOO_LARGE", None)
-            assert (caught.value.needed, caught.value.available) == (76, 75)
+            assert (caught.value.needed, caught.value.available) == (76, 50)
         too_many = pytest.raises(ResourceExhaustedError, match="too many")
         with (
-            admission.reserved("a", 70 if shared else 200, message=5),
+            admission.reserved("a", 45 if shared else 200, message=5),
             nullcontext() if shared else too_many,
             admission.reserved("b", 20, message=5),
         ):

@@ -27,8 +27,8 @@ def test_sections_narrow_the_default_which_narrows_the_server(tenants):
         "requests = 1000\n[tenants.b]\nsuspended = true\n",
     )
     a, other = book.limits("a"), book.limits("c")
-    assert (a.rows, a.resident_bytes, a.rate, a.requests) == (20, 1 << 20, 3.5, 64)
-    assert (other.rows, other.rate, other.requests) == (10, 3.5, 48)
+    assert (a.rows, a.resident_bytes, a.rate, a.requests) == (20, 1 << 20, 3.5, 32)
+    assert (other.rows, other.rate, other.requests) == (10, 3.5, 32)
     with pytest.raises(PermissionDeniedError):
         book.limits("b")
 
