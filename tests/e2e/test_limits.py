@@ -18,7 +18,7 @@ import warpfit
 from support.servers.long_calls import LONG, WIDE, long_request, start
 from support.servers.rpcs import OWN_CONNECTION, Caller, X
 from support.servers.server import ServerProcess, eventually
-from warpfit.cli.prometheus_reader import scrape
+from warpfit.cli.top import scrape
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
 

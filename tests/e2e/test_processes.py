@@ -26,7 +26,7 @@ from support.servers.long_calls import request
 from support.servers.rpcs import OWN_CONNECTION, SERVICE
 from support.servers.server import ServerProcess, eventually, runs
 from warpfit.cli.main import main
-from warpfit.cli.prometheus_reader import scrape
+from warpfit.cli.top import scrape
 
 FRONT_ENDS = 3
 CLIENTS = 8

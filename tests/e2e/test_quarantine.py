@@ -9,7 +9,7 @@ import warpfit
 from support.load.faults import FATAL
 from support.load.load import Load
 from support.servers import health
-from warpfit.cli.prometheus_reader import scrape
+from warpfit.cli.top import scrape
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import warpfit
 from support.servers import health
 from support.servers.server import ServerProcess
-from warpfit.cli.prometheus_reader import scrape
+from warpfit.cli.top import scrape
 
 
 @pytest.fixture(scope="module")

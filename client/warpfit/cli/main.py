@@ -1,4 +1,4 @@
-"""The ``warpfit`` command: serve, precompile, eval, fit, search, info, health, top."""
+"""The ``warpfit`` command: serve, precompile, eval, fit, search, info, health, top, token, ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from warpfit.cli.numbers import number, seconds, whole_from
 from warpfit.cli.standard_streams import (
     discard_output,
     open_standard_streams,
@@ -21,6 +20,14 @@ from warpfit.cli.standard_streams import (
     reader_is_gone,
     tell,
     watch_output,
+)
+from warpfit.cli.table import (
+    add_table_flags,
+    amount,
+    number,
+    read_table,
+    seconds,
+    whole_from,
 )
 from warpfit.display import aligned
 from warpfit.errors import InvalidArgumentError, WarpfitError
@@ -34,7 +41,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from warpfit.calls.dataset_handle import DatasetHandle
     from warpfit.calls.results import Answer, Fit
+    from warpfit.cli.table import Table
     from warpfit.client import Client
     from warpfit.server_info import ServerInfo
 
@@ -52,8 +61,7 @@ _MOST_ONES: Final = 10_000
 _DELEGATED: Final = {
     "serve": ("warpfit_server.__main__", "run a server; see `warpfit serve --help`"),
     "precompile": ("warpfit_server.precompile", "compile what a first start would compile"),
-    "search": ("warpfit.cli.search", "search formulas for a column of a CSV file"),
-    "ray": ("warpfit.cli.ray_command", "run servers on the nodes of a Ray cluster"),
+    "search": ("warpfit.cli.search", "search formulas for a column of a file"),
 }
 
 
@@ -110,7 +118,9 @@ def _run(words: list[str]) -> int:
             if module.startswith("warpfit_server"):
                 require_server()
             return int(import_module(module).main(words[1:]))
-        options = _parser().parse_args(words)
+        end = words.index("--") if words[:1] == ["ray"] and "--" in words else len(words)
+        options = _parser().parse_args(words[:end])
+        options.flags = words[end + 1 :]
         command: Callable[[argparse.Namespace], None] = options.command
         command(options)
     except WarpfitError as error:
@@ -145,8 +155,12 @@ def _parser() -> argparse.ArgumentParser:
     token = commands.add_parser("token", help="make a bearer token for a server's token file")
     token.add_argument("tenant", help="whose token it is")
     token.add_argument("--days", type=number, metavar="N", help="days of validity (default: ever)")
+    token.add_argument(
+        "--append", type=Path, metavar="FILE", help="add the line to this file, of mode 600 if new"
+    )
     token.set_defaults(command=_token)
     _add_health_and_top(commands)
+    _add_ray(commands)
     return parser
 
 
@@ -176,46 +190,68 @@ def _add_health_and_top(commands: Any) -> None:
 def _add_eval(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval",
-        help="evaluate an expression on a CSV file",
-        description="Evaluate an expression on a CSV file. The header names the variables; p1, "
+        help="evaluate an expression on a file of data",
+        description="Evaluate an expression on a file of data. The header names the variables; p1, "
         "p2, ... are parameters. Put -- before an expression that begins with a minus.",
         epilog="example: warpfit eval data.csv 'x1*p1 + x2' --target y --params 1.5",
     )
+    _add_data_flags(evaluate, "auto", needs_target=False)
     add = evaluate.add_argument
-    add("--target", metavar="COLUMN", help="column to predict")
     add("--params", type=number, nargs="+", default=[], metavar="P", help="values of p1, p2, ...")
     add("--loss", help=f"{_LOSSES} (default: mse if there is a target)")
     add("--precision", choices=list(Precision), default=Precision.PRECISE)
     add("--tier", choices=list(Tier), default=Tier.AUTO)
     add("--head", type=whole_from(0), default=5, metavar="N", help="rows to print (default: 5)")
     add("--profile", action="store_true", help="print where the time went")
-    _add_data_flags(evaluate, "auto")
     evaluate.set_defaults(command=_eval)
 
 
 def _add_fit(commands: Any) -> None:
     fit = commands.add_parser(
         "fit",
-        help="fit the parameters of an expression to a CSV file",
+        help="fit the parameters of an expression to a file of data",
         description="Fit the parameters p1, p2, ... of an expression to the target column.",
         epilog="example: warpfit fit data.csv 'p1*exp(p2*x1)' --target y --params 1 0.1",
     )
+    _add_data_flags(fit, "float64", needs_target=True)
     add = fit.add_argument
-    add("--target", metavar="COLUMN", required=True, help="column to predict")
     add("--params", type=number, nargs="+", metavar="P", help="start (default: ones)")
     add("--loss", default="mse", help=f"{_LOSSES} (default: mse)")
     add("--method", choices=list(Method), default=Method.AUTO)
     accuracies = "tolerances and iterations (default: final)"
     add("--accuracy", choices=list(Accuracy), default=Accuracy.FINAL, help=accuracies)
     add("--iterations", type=whole_from(0), metavar="N", help="default: as the accuracy says")
-    _add_data_flags(fit, "float64")
     fit.set_defaults(command=_fit)
 
 
-def _add_data_flags(parser: argparse.ArgumentParser, dtype: str) -> None:
-    """Add what commands on a file of data have in common."""
+def _add_ray(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ray",
+        help="run servers on the nodes of a Ray cluster",
+        description="Run a server on each node of a Ray cluster; clients connect to "
+        "ray://NAMESPACE.",
+    )
+    actions = parser.add_subparsers(required=True, dest="action", metavar="COMMAND")
+    for name, text in (
+        ("up", "start a server on each node that has GPUs and no server"),
+        ("list", "print the servers' addresses"),
+        ("restart", "restart the servers one after the other"),
+        ("down", "stop the servers"),
+    ):
+        action = actions.add_parser(name, help=text)
+        add = action.add_argument
+        add("namespace", nargs="?", default="warpfit", help="default: %(default)s")
+        if name == "up":
+            add("--devices", default="all", help="all GPUs of a node, or cpu (default: all)")
+            add("--cpus", type=amount, default=1.0, help="CPUs reserved for each (default: 1)")
+            action.epilog = "What follows -- are further flags of `warpfit serve`."
+    parser.set_defaults(command=_ray)
+
+
+def _add_data_flags(parser: argparse.ArgumentParser, dtype: str, *, needs_target: bool) -> None:
+    """Add what commands with an expression and a file of data have in common."""
+    add_table_flags(parser, needs_target=needs_target)
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE.csv")
     add("expression")
     here = os.environ.get("WARPFIT_ADDRESS")
     described = "default: WARPFIT_ADDRESS, or start a server here"
@@ -278,20 +314,33 @@ def _top(options: argparse.Namespace) -> None:
     top(options.address, options.interval, once=options.once)
 
 
-def _eval(options: argparse.Namespace) -> None:
-    from warpfit.cli.table import read_table
+def _ray(options: argparse.Namespace) -> None:
+    from warpfit import ray
 
-    table, target = read_table(options.file).split(options.target)
-    if options.loss and target is None:
+    if options.action == "up":
+        found = ray.start(
+            options.namespace, devices=options.devices, flags=options.flags, cpus=options.cpus
+        )
+        print("\n".join(found))
+    elif options.action == "list":
+        print("\n".join(ray.addresses(options.namespace)))
+    elif options.action == "restart":
+        ray.restart(options.namespace)
+    else:
+        ray.down(options.namespace)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    table = read_table(options)
+    if table.target is None and (options.loss or options.weights):
         raise InvalidArgumentError(
-            f"loss {options.loss} needs a target",
+            f"loss {options.loss} needs a target" if options.loss else "weights need a target",
             "TARGET_MISSING",
             f"Add --target with one of: {', '.join(table.names)}",
         )
     program, rows = parse(options.expression, table.names), _rows_of(options, len(table.columns))
-    loss = options.loss or (None if target is None else Loss.MSE)
-    with _client(options) as client:
-        data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)
+    loss = options.loss or (None if table.target is None else Loss.MSE)
+    with _data_on_server(options, table) as (client, data):
         answer = client.run(
             data,
             program,
@@ -303,16 +352,15 @@ def _eval(options: argparse.Namespace) -> None:
             tier=options.tier,
             timeout=options.timeout,
         )
-    _print_answer(answer, loss, target, rows[0] if rows else 0, options.head)
+    _print_answer(answer, loss, table.target, rows[0] if rows else 0, options.head)
     if options.profile:
         print(answer.timings)
 
 
 def _fit(options: argparse.Namespace) -> None:
-    from warpfit.cli.table import read_table
     from warpfit.losses import as_function, as_loss
 
-    table, target = read_table(options.file).split(options.target)
+    table = read_table(options)
     program = parse(options.expression, table.names)
     loss = as_loss(options.loss)
     if options.params is None and program.parameters > _MOST_ONES:
@@ -322,8 +370,7 @@ def _fit(options: argparse.Namespace) -> None:
             f"Number the parameters p1, p2, ..., at most p{_MOST_ONES}, or give --params",
         )
     start = [1.0] * program.parameters if options.params is None else options.params
-    with _client(options) as client:
-        data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)
+    with _data_on_server(options, table) as (client, data):
         fit = client.optimize(
             data,
             program,
@@ -340,17 +387,37 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _token(options: argparse.Namespace) -> None:
-    from warpfit.transport.connection import new_token
+    from warpfit.transport.connection import check_secret, new_token
 
     token, line = new_token(options.tenant, options.days)
-    # What goes to standard error can itself be a token file, so that `2> tokens` makes one.
-    tell(f"# Add this line to the server's token file:\n{line}")
+    if options.append is None:
+        # What goes to standard error can itself be a token file, so that `2> tokens` makes one.
+        tell(f"# Add this line to the server's token file:\n{line}")
+    else:
+        try:
+            # Made for its owner alone, whatever the umask is; a file that is there keeps its mode.
+            file = os.open(options.append, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(file, "r+b") as tokens:
+                check_secret(options.append)
+                size = tokens.seek(0, os.SEEK_END)
+                tokens.seek(max(0, size - 1))
+                start = b"\n" if size and tokens.read(1) != b"\n" else b""
+                tokens.write(start + line.encode() + b"\n")
+        except (OSError, ValueError) as error:  # a path may hold a zero byte
+            reason = getattr(error, "strerror", None) or str(error)
+            raise InvalidArgumentError(
+                f"{options.append} cannot be written: {reason}",
+                "BAD_FILE",
+                "Name a file in a folder that exists and can be written",
+            ) from error
     print(token)
 
 
 @contextmanager
-def _client(options: argparse.Namespace) -> Iterator[Client]:
-    """Connect to the server that was named, or to one that is started for this command."""
+def _data_on_server(
+    options: argparse.Namespace, table: Table
+) -> Iterator[tuple[Client, DatasetHandle]]:
+    """Upload a table to the server that was named, or to one that is started for this command."""
     from warpfit.client import connect
     from warpfit.embedded import server_at
 
@@ -358,7 +425,8 @@ def _client(options: argparse.Namespace) -> Iterator[Client]:
     if not options.address:
         tell("warpfit: starting a server (the very first start takes longer)")
     with server_at(options.address) as address, connect(address, **arguments) as client:
-        yield client
+        given = {"names": table.names, "dtype": options.dtype, "weights": table.weights}
+        yield client, client.upload(table.columns, table.target, **given)
 
 
 # --------------------------------------------------------------------------------------- output

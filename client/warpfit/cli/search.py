@@ -1,4 +1,4 @@
-"""``warpfit search``: finds formulas for a column of a CSV file."""
+"""``warpfit search``: finds formulas for a column of a file of data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warpfit.cli.numbers import seconds, whole_from
-from warpfit.cli.table import Table, read_table
+from warpfit.cli.table import Table, add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
 
 if TYPE_CHECKING:
@@ -29,18 +28,18 @@ def main(words: Sequence[str]) -> int:
     options = _parser().parse_args(words)
     require("sklearn", "warpfit[sklearn]")
     _check_outputs(options)
-    table = read_table(options.file)
-    rest, target = table.split(options.target)
+    table = read_table(options)
+    table.require_finite(options.target, options.weights)
+    target = table.target
     assert target is not None  # the flag is required
-    table.require_training_data(options.target)
     from warpfit.sklearn.equations import EquationTable, plot_fit
 
     model = _model(options)
     try:
-        model.fit(_named(rest), target)
+        model.fit(_named(table), target, table.weights)
     except ValueError as error:  # of scikit-learn, which refuses some data
         raise InvalidArgumentError(
-            f"{options.file}: {str(error).strip().splitlines()[0]}", "BAD_DATA", "Change the data"
+            f"{table.file}: {str(error).strip().splitlines()[0]}", "BAD_DATA", "Change the data"
         ) from error
     print(EquationTable(tuple(model.front_)))
     print(f"\n{options.target} = {model.expression_}")
@@ -54,7 +53,7 @@ def main(words: Sequence[str]) -> int:
         figure = Figure(figsize=(11, 4.5))
         left, right = figure.subplots(1, 2)
         model.plot_front(left)
-        plot_fit(target, model.predict(_named(rest)), right)
+        plot_fit(target, model.predict(_named(table)), right)
         with _writing(options.plot):
             figure.savefig(options.plot)
     return 0
@@ -70,7 +69,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
     used: dict[Path, str] = {}
     for name in ("file", "json", "plot", "checkpoint"):
         path: Path | None = getattr(options, name)
-        if path is None:
+        if path is None or (name == "file" and str(path) == "-"):
             continue
         flag = "the data" if name == "file" else f"--{name}"
         if name != "file":
@@ -137,12 +136,11 @@ def _writing(path: Path) -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="warpfit search",
-        description="Search formulas for a column of a CSV file; the header names the variables.",
+        description="Search formulas for a column of a file; the header names the variables.",
         epilog="example: warpfit search data.csv --target y --seconds 60 --plot y.png",
     )
+    add_table_flags(parser, needs_target=True)
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE.csv")
-    add("--target", metavar="COLUMN", required=True, help="column to predict")
     add("--seconds", type=seconds, default=60.0, help="time of the search (default: 60)")
     add("--operators", nargs="+", metavar="NAME", help="names or symbols, such as + '*' sin")
     add("--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)")

@@ -1,140 +1,42 @@
-"""CSV files of numbers, read with errors that name the place."""
+"""Files of data for the command line: numbers and columns, with errors that name the place."""
 
 from __future__ import annotations
 
+import argparse
 import csv
-from dataclasses import dataclass, replace
+import gzip
+import io
+import math
+import re
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.cli.standard_streams import tell
+from warpfit.errors import InvalidArgumentError, require
 from warpfit.expressions.real_numbers import leaves_float64
 
-_DELIMITERS: Final = ",;\t"
+#: Most seconds, or days, of anything: 31 years, below what clocks and threads can wait for.
+MOST_SECONDS: Final = 1e9
+#: Separators of cells, the first one that fits is taken.
+_DELIMITERS: Final = "\t;,"
+#: Lines from which separator and decimal sign are told.
+_SAMPLE_LINES: Final = 100
+#: What programs write into a cell without a value, in lower case. NaN is a number.
+_MISSING: Final = frozenset({"", "na", "n/a", "#n/a", "<na>", "null", "none", "nat", "?"})
+_COMMA_NUMBER: Final = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+#: A number whose comma may stand between its thousands.
+_THOUSANDS: Final = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Table:
-    """Named columns of numbers."""
-
-    names: tuple[str, ...]
-    columns: NDArray[np.float64]
-    """[rows, columns]."""
-    path: Path
-    lines: tuple[int, ...]
-    """Where each row stands in the file, from 1."""
-
-    def split(self, target: str | None) -> tuple[Table, NDArray[np.float64] | None]:
-        """Take the target column out; raise InvalidArgumentError if there is no such column."""
-        if target is None:
-            return self, None
-        if target not in self.names:
-            raise InvalidArgumentError(
-                f"there is no column {target!r}",
-                "UNKNOWN_COLUMN",
-                f"The columns are: {', '.join(self.names)}",
-                "target",
-            )
-        index = self.names.index(target)
-        rest = replace(
-            self,
-            names=self.names[:index] + self.names[index + 1 :],
-            columns=np.delete(self.columns, index, axis=1),
-        )
-        return rest, self.columns[:, index]
-
-    def require_training_data(self, target: str) -> None:
-        """Check that a formula for a column can be searched for.
-
-        Raises:
-            InvalidArgumentError: if it is the only column, names repeat, or a cell is not finite;
-                the message then names file, line and column.
-        """
-        if len(self.names) < 2:
-            raise InvalidArgumentError(
-                f"{self.path} has no column besides {target!r}",
-                "NO_VARIABLES",
-                "Add a column from which it can be computed",
-                "target",
-            )
-        repeated = next((name for name in self.names if self.names.count(name) > 1), None)
-        if repeated is not None:
-            raise InvalidArgumentError(
-                f"{self.path} has several columns {repeated!r}",
-                "BAD_NAMES",
-                "Give each column a name of its own",
-            )
-        for row, column in np.argwhere(~np.isfinite(self.columns))[:1]:
-            raise InvalidArgumentError(
-                f"{self.path}, line {self.lines[row]}, column {column + 1} ({self.names[column]}): "
-                f"{self.columns[row, column]} is no finite number",
-                "NOT_FINITE",
-                "Remove the line or the column: a search needs finite numbers",
-            )
-
-
-def read_table(path: Path) -> Table:
-    """Read a CSV file, separated by comma, semicolon or tab.
-
-    The first line names the columns; if it holds only numbers, they are named x1, x2, ...
-
-    Raises:
-        InvalidArgumentError: if the file cannot be read, or a cell is no number; the message names
-            file, line and column.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            first = file.readline()
-            file.seek(0)
-            delimiter = max(_DELIMITERS, key=first.count)
-            return _parse(path, csv.reader(file, delimiter=delimiter))
-    except (OSError, ValueError, csv.Error) as error:  # a path may hold a zero byte
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidArgumentError(
-            f"{path} cannot be read: {reason}", "BAD_FILE", "Give a CSV file in UTF-8"
-        ) from error
-
-
-def _parse(path: Path, reader: Any) -> Table:
-    lines = ((reader.line_num, [cell.strip() for cell in row]) for row in reader)
-    filled = ((number, row) for number, row in lines if any(row))
-    number, header = next(filled, (0, []))
-    named = not header or not all(_is_number(cell) for cell in header)
-    names = tuple(header) if named else tuple(f"x{i}" for i in range(1, len(header) + 1))
-    found = [*([] if named else [(number, header)]), *filled]
-    rows = [_numbers(path, number, row, names) for number, row in found]
-    if not rows:
-        raise InvalidArgumentError(f"{path} holds no rows of numbers", "EMPTY_FILE")
-    return Table(names, np.array(rows), path, tuple(number for number, _ in found))
-
-
-def _numbers(path: Path, line: int, row: list[str], names: tuple[str, ...]) -> list[float]:
-    if len(row) != len(names):
-        raise InvalidArgumentError(
-            f"{path}, line {line}: {len(row)} cells where the first line has {len(names)}",
-            "RAGGED_FILE",
-            "Give every line the same number of cells",
-        )
-    try:
-        return [cell_number(cell) for cell in row]
-    except ValueError:
-        bad = next(index for index, cell in enumerate(row) if not _is_number(cell))
-        raise InvalidArgumentError(
-            f"{path}, line {line}, column {bad + 1} ({names[bad]}): {row[bad]!r} is no number",
-            "NOT_A_NUMBER",
-            "Write nan for a missing number, or remove the line or column",
-        ) from None
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        cell_number(cell)
-    except ValueError:
-        return False
-    return True
+# --------------------------------------------------------------------------- numbers of arguments
 
 
 def cell_number(cell: str) -> float:
@@ -150,3 +52,371 @@ def cell_number(cell: str) -> float:
     if not cell.isascii() or "_" in cell or leaves_float64(cell, number):
         raise ValueError(f"{cell!r} is no number")
     return number
+
+
+def number(text: str) -> float:
+    """Read a number as one of a table."""
+    try:
+        return cell_number(text.strip())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text.strip()!r} is no number") from error
+
+
+def amount(text: str) -> float:
+    """Read a number that is not negative."""
+    value = number(text)
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text.strip()!r} is no number from 0")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Read a time that is not 0."""
+    value = number(text)
+    if not 0.0 < value <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text.strip()!r} is no time from above 0 to {MOST_SECONDS:g}"
+        )
+    return value
+
+
+def whole_from(least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers from ``least``, and below 2^31."""
+
+    def read(text: str) -> int:
+        value = number(text)
+        if not (value.is_integer() and least <= value < 2**31):
+            raise argparse.ArgumentTypeError(f"{text.strip()!r} is no whole number from {least}")
+        return int(value)
+
+    return read
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The columns of a file that a command uses."""
+
+    file: str
+    """What errors call the file."""
+    names: tuple[str, ...]
+    """Of the variables."""
+    columns: NDArray[np.float64]
+    """The variables, [rows, variables]."""
+    target: NDArray[np.float64] | None
+    """[rows]."""
+    weights: NDArray[np.float64] | None
+    """[rows]."""
+    places: tuple[str, ...]
+    """Where each row stands in the file, such as "line 2"."""
+
+    def require_finite(self, target: str, weights: str | None) -> None:
+        """Check that a formula for the target can be searched for.
+
+        Raises:
+            InvalidArgumentError: if there is no variable, or a cell is not finite; the message
+                then names file, line and column.
+        """
+        if not self.names:
+            raise InvalidArgumentError(
+                f"{self.file} has no column besides {target!r}",
+                "NO_VARIABLES",
+                "Add a column from which it can be computed",
+                "target",
+            )
+        named = [*zip(self.names, self.columns.T, strict=True)]
+        named += [(target, self.target)] if self.target is not None else []
+        named += [(str(weights), self.weights)] if self.weights is not None else []
+        for name, column in named:
+            for row in np.flatnonzero(~np.isfinite(column))[:1]:
+                raise InvalidArgumentError(
+                    f"{self.file}, {self.places[row]}, column {name!r}: {column[row]} is no finite "
+                    "number",
+                    "NOT_FINITE",
+                    "Remove the line or the column: a search needs finite numbers",
+                )
+
+
+def add_table_flags(parser: argparse.ArgumentParser, *, needs_target: bool) -> None:
+    """Add the file of a command and what says which of its cells are used."""
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", help="CSV, also with .gz; Parquet; - is standard input")
+    add("--target", metavar="COLUMN", required=needs_target, help="column to predict")
+    group = parser.add_argument_group(
+        "columns", "NAMES have commas between; a flag may be repeated; a number is a position"
+    )
+    add = group.add_argument
+    add("--columns", action="append", metavar="NAMES", help="variables (default: all others)")
+    add("--ignore", action="append", metavar="NAMES", help="columns that are not read")
+    add("--weights", metavar="COLUMN", help="column with the weights of the rows")
+    add(
+        "--missing",
+        choices=("error", "drop"),
+        default="error",
+        help="cells without a value: refuse them, or leave their rows out (default: error)",
+    )
+    add(
+        "--decimal",
+        choices=("point", "comma"),
+        help="decimal sign of a CSV file (default: as its first 100 lines have it)",
+    )
+
+
+def read_table(options: argparse.Namespace) -> Table:
+    """Read the file that a command's flags name.
+
+    The first line of a CSV file names the columns. If it holds only numbers, they are named x1, x2,
+    and so on. Cells are separated by tab, semicolon or comma. Files with gzip's or Parquet's first
+    bytes are read as such, whatever their names.
+
+    Args:
+        options: the flags of `add_table_flags`.
+
+    Raises:
+        InvalidArgumentError: if the file cannot be read, a column is not there, or a cell that is
+            used is no number; the message names file, line and column.
+    """
+    is_input = str(options.file) == "-"
+    file = "standard input" if is_input else str(options.file)
+    try:
+        # A command closes no standard stream.
+        with open(0, "rb", closefd=False) if is_input else options.file.open("rb") as raw:
+            start = raw.peek(4)[:4]
+            if start == b"PAR1":
+                return _read_parquet(raw, file, options)
+            data = gzip.GzipFile(fileobj=raw) if start[:2] == b"\x1f\x8b" else raw
+            text = io.TextIOWrapper(data, "utf-8-sig", "surrogateescape", newline="")
+            return _read_csv(text, file, options)
+    except (OSError, ValueError, EOFError, zlib.error, csv.Error) as error:
+        # A path may hold a zero byte, which is a ValueError.
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidArgumentError(
+            f"{file} cannot be read: {reason}",
+            "BAD_FILE",
+            "Give a CSV file in UTF-8, with .gz or without, or a Parquet file",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """Which columns of a file are used: positions from 0."""
+
+    names: tuple[str, ...]
+    """Of all columns."""
+    variables: list[int]
+    target: int | None
+    weights: int | None
+
+    @classmethod
+    def of(cls, file: str, names: Sequence[str], options: argparse.Namespace) -> _Selection:
+        """Find the columns that the flags name; raise InvalidArgumentError."""
+
+        def find(name: str, flag: str) -> int:
+            if name in names:
+                return list(names).index(name)
+            if name.isascii() and name.isdecimal() and 0 < int(name) <= len(names):
+                return int(name) - 1
+            raise InvalidArgumentError(
+                f"there is no column {name!r} in {file}",
+                "UNKNOWN_COLUMN",
+                f"The columns are: {', '.join(names)}",
+                flag,
+            )
+
+        def find_all(given: Iterable[str], flag: str) -> list[int]:
+            parts = chain.from_iterable([g] if g in names else g.split(",") for g in given)
+            return [find(part.strip(), flag) for part in parts]
+
+        target = None if options.target is None else find(options.target, "target")
+        weights = None if options.weights is None else find(options.weights, "weights")
+        ignored = {target, weights, *find_all(options.ignore or (), "ignore")}
+        wanted = range(len(names))
+        variables = find_all(options.columns, "columns") if options.columns else wanted
+        chosen = cls(tuple(names), [i for i in variables if i not in ignored], target, weights)
+        if len(set(chosen.used)) < len(chosen.used):
+            raise InvalidArgumentError(
+                "a column is used twice", "BAD_NAMES", "Name it once, in one of the flags"
+            )
+        used = [names[index] for index in chosen.used]
+        for index in chosen.used:
+            if used.count(names[index]) > 1 or not names[index]:
+                problem = "has no name" if not names[index] else f"is another {names[index]!r}"
+                raise InvalidArgumentError(
+                    f"column {index + 1} of {file} {problem}",
+                    "BAD_NAMES",
+                    f"Give each column a name of its own, or leave it out: --ignore {index + 1}",
+                )
+        return chosen
+
+    @property
+    def used(self) -> list[int]:
+        return [*self.variables, *(i for i in (self.target, self.weights) if i is not None)]
+
+    def table(
+        self,
+        file: str,
+        numbers: NDArray[np.float64],
+        places: Sequence[str],
+        missing: NDArray[np.bool_],
+    ) -> Table:
+        """Return the table of the columns in use, [rows, columns], without the rows that miss."""
+        if missing.any():
+            dropped = missing.sum()
+            tell(f"warpfit: {dropped} of {len(missing)} rows lack a value and are left out")
+            numbers = numbers[~missing]
+            places = [place for place, is_out in zip(places, missing, strict=True) if not is_out]
+        if not len(numbers):
+            raise InvalidArgumentError(f"{file} holds no rows of numbers", "EMPTY_FILE")
+        variables = len(self.variables)
+        others = iter(numbers[:, variables:].T)
+        target, weights = (None if i is None else next(others) for i in (self.target, self.weights))
+        names = tuple(self.names[index] for index in self.variables)
+        return Table(file, names, numbers[:, :variables], target, weights, tuple(places))
+
+
+def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) -> Table:
+    sample = list(islice(text, _SAMPLE_LINES))
+    reader = csv.reader(chain(sample, text), delimiter=_delimiter(sample))
+    stripped = ((reader.line_num, [cell.strip() for cell in row]) for row in reader)
+    lines: Iterator[tuple[int, list[str]]] = ((n, row) for n, row in stripped if any(row))
+    read = list(islice(lines, _SAMPLE_LINES))
+    if not read:
+        raise InvalidArgumentError(f"{file} holds no rows of numbers", "EMPTY_FILE")
+    first = [cell for cell in read[0][1] if not _is_missing(cell)]
+    numbered = all(_is_number(cell) or _COMMA_NUMBER.fullmatch(cell) for cell in first)
+    names = [f"x{i + 1}" if numbered else cell for i, cell in enumerate(read[0][1])]
+    for index, name in enumerate(names):
+        _check_encoding(name, file, read[0][0], index)
+    selection = _Selection.of(file, names, options)
+    used = selection.used
+    rows = read if numbered else read[1:]
+    has_commas = options.decimal == "comma" or (
+        options.decimal is None
+        and any(_COMMA_NUMBER.fullmatch(row[i]) and not _THOUSANDS.fullmatch(row[i])
+                for _, row in rows for i in used if i < len(row))
+    )  # fmt: skip
+    numbers, places, missing = array("d"), array("q"), array("b")
+    for line, row in chain(rows, lines):
+        if len(row) != len(names):
+            raise InvalidArgumentError(
+                f"{file}, line {line}: {len(row)} cells where the first line has {len(names)}",
+                "RAGGED_FILE",
+                "Give every line the same number of cells",
+            )
+        lacks = False
+        for index in used:
+            cell = row[index]
+            try:
+                value = cell_number(cell.replace(",", ".") if has_commas else cell)
+                if has_commas and "." in cell:
+                    raise ValueError(cell)
+            except ValueError:
+                if not _is_missing(cell):
+                    raise _bad_cell(cell, file, line, index, names[index], has_commas) from None
+                value = math.nan
+                if options.missing == "error":
+                    raise InvalidArgumentError(
+                        f"{file}, line {line}, column {index + 1} ({names[index]}): there is no "
+                        "value",
+                        "MISSING_VALUE",
+                        "Give --missing drop to leave such rows out, or write a number; nan is one",
+                    ) from None
+            lacks = lacks or (value != value and options.missing == "drop")
+            numbers.append(value)
+        places.append(line)
+        missing.append(lacks)
+    return selection.table(
+        file,
+        np.frombuffer(numbers, np.float64).reshape(len(places), len(used)),
+        [f"line {line}" for line in places],
+        np.frombuffer(missing, np.bool_),
+    )
+
+
+def _delimiter(sample: Sequence[str]) -> str:
+    """Return what separates the cells: it occurs equally often in the first lines."""
+    bare = [re.sub('"[^"]*"', "", line) for line in sample[:20] if line.strip()]
+    for delimiter in _DELIMITERS:
+        counts = {line.count(delimiter) for line in bare}
+        if len(counts) == 1 and counts != {0}:
+            return delimiter
+    # No separator, or lines of different lengths, which are an error with its place.
+    return max(_DELIMITERS, key=bare[0].count) if bare and any(map(bare[0].count, ";\t")) else ","
+
+
+def _bad_cell(
+    cell: str, file: str, line: int, index: int, name: str, has_commas: bool
+) -> InvalidArgumentError:
+    _check_encoding(cell, file, line, index)
+    remedy = f"Write nan for a missing number, or leave the column out: --ignore {name}"
+    if _COMMA_NUMBER.fullmatch(cell):
+        remedy = "If the comma is the decimal sign, give --decimal comma"
+    elif has_commas and _is_number(cell):
+        remedy = "The decimal sign of this file is the comma; give --decimal point if it is not"
+    return InvalidArgumentError(
+        f"{file}, line {line}, column {index + 1} ({name}): {cell!r} is no number",
+        "NOT_A_NUMBER",
+        remedy,
+    )
+
+
+def _check_encoding(cell: str, file: str, line: int, index: int) -> None:
+    """Refuse bytes that are no UTF-8, which the reader has kept as surrogates."""
+    if any("\udc80" <= character <= "\udcff" for character in cell):
+        raise InvalidArgumentError(
+            f"{file}, line {line}, column {index + 1}: the text is not in UTF-8",
+            "BAD_FILE",
+            "Save the file in UTF-8, or convert it with iconv",
+        )
+
+
+def _is_missing(cell: str) -> bool:
+    return cell.lower() in _MISSING
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        cell_number(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_parquet(raw: IO[bytes], file: str, options: argparse.Namespace) -> Table:
+    require("pyarrow", "warpfit[arrow]")
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        # A pipe cannot be read from its end.
+        parquet = ParquetFile(raw if raw.seekable() else io.BytesIO(raw.read()))
+        selection = _Selection.of(file, parquet.schema_arrow.names, options)
+        names = [selection.names[index] for index in selection.used]
+        found = parquet.read(columns=names)
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
+    numbers = np.empty((found.num_rows, len(names)))
+    missing = np.zeros(found.num_rows, np.bool_)
+    for column, (index, name) in enumerate(zip(selection.used, names, strict=True)):
+        values: Any = found.column(name)
+        kinds = (pyarrow.types.is_integer, pyarrow.types.is_floating, pyarrow.types.is_boolean)
+        if not any(is_kind(values.type) for is_kind in (*kinds, pyarrow.types.is_decimal)):
+            raise InvalidArgumentError(
+                f"{file}, column {index + 1} ({name}) holds {values.type}, no numbers",
+                "NOT_A_NUMBER",
+                f"Leave the column out: --ignore {name}",
+            )
+        empty = values.is_null().to_numpy()
+        if options.missing == "error" and empty.any():
+            raise InvalidArgumentError(
+                f"{file}, row {int(empty.argmax()) + 1}, column {index + 1} ({name}): there is no "
+                "value",
+                "MISSING_VALUE",
+                "Give --missing drop to leave such rows out",
+            )
+        numbers[:, column] = values.cast(pyarrow.float64(), safe=False).to_numpy()
+        if options.missing == "drop":
+            missing |= np.isnan(numbers[:, column])
+    return selection.table(file, numbers, [f"row {i + 1}" for i in range(len(numbers))], missing)

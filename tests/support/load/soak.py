@@ -11,7 +11,7 @@ import warpfit
 from support.load.faults import injected
 from support.load.load import OwnConnection
 from support.servers.server import ServerProcess
-from warpfit.cli.prometheus_reader import Scrape, scrape
+from warpfit.cli.top import Scrape, scrape
 from warpfit.errors import DeadlineExceededError, WarpfitError
 from warpfit.expressions.workload import thesis_mix
 

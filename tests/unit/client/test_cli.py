@@ -1,5 +1,8 @@
 """The command line, against a server on loopback."""
 
+import argparse
+import gzip
+import io
 import os
 import re
 import subprocess
@@ -14,7 +17,7 @@ from support.servers.loopback import serve
 from support.servers.server import write_secret
 from warpfit import embedded, testing
 from warpfit.cli import main as cli
-from warpfit.cli.table import read_table
+from warpfit.cli.table import add_table_flags, read_table
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.ops import OPERATORS
 from warpfit.transport.connection import token_digest
@@ -83,7 +86,10 @@ def test_eval_takes_a_row_range_a_loss_and_a_profile(capsys, data, address):
         (["x1 +"], "x1 +"),
         (["x1 + z"], "z"),
         (["p1"], "p1 is used, and 0 parameters were given"),
-        (["x1", "--target", "z"], "there is no column 'z'. The columns are: x1, x2, y"),
+        (["x1", "--target", "z"], "data.csv. The columns are: x1, x2, y"),
+        (["x1", "--weights", "y"], "weights need a target"),
+        (["x1", "--ignore", "z"], "there is no column 'z'"),
+        (["x1", "--columns", "x1,x1"], "a column is used twice"),
         (["x1", "--loss", "mse"], "needs a target"),
         *(
             (["x1", "--rows", rows], "data.csv, which has 4 rows")
@@ -166,6 +172,30 @@ def test_a_reader_that_has_seen_enough_is_no_error(address, words):
     assert "BrokenPipe" not in ran.stderr
 
 
+def test_a_token_is_appended_to_a_file_of_its_owner(capsys, tmp_path):
+    path, old = tmp_path / "tokens", os.umask(0)
+    try:
+        tokens = [run(capsys, "token", name, "--append", path)[1] for name in ("alice", "bob")]
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.read_text().split("\n") == [
+        *(
+            f"{n} {token_digest(t.strip()).hex()}"
+            for n, t in zip(("alice", "bob"), tokens, strict=True)
+        ),
+        "",
+    ]
+    path.write_text("# without an end of line")
+    assert run(capsys, "token", "eve", "--append", path)[0] == 0
+    assert path.read_text().splitlines()[1].startswith("eve ")
+    path.chmod(0o644)
+    status, out, err = run(capsys, "token", "eve", "--append", path)
+    assert (status, out, "chmod 600" in err) == (2, "", True)
+    status, out, err = run(capsys, "token", "eve", "--append", tmp_path / "no" / "file")
+    assert (status, out, "cannot be written" in err) == (2, "", True)
+
+
 def test_token_prints_the_token_and_its_line_apart(capsys):
     status, out, err = run(capsys, "token", "alice", "--days", "7")
     assert status == 0
@@ -240,48 +270,117 @@ def test_an_embedded_server_that_never_gets_ready(fake_server):
 # ------------------------------------------------------------------------------------- CSV files
 
 
-def table_of(tmp_path, text):
-    path = tmp_path / "table.csv"
-    path.write_text(text, encoding="utf-8")
-    return read_table(path)
+def table_of(tmp_path, text, *flags, name="table.csv"):
+    path = tmp_path / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    parser = argparse.ArgumentParser()
+    add_table_flags(parser, needs_target=False)
+    return read_table(parser.parse_args([str(path), *flags]))
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 @pytest.mark.parametrize("bom", ["", "\ufeff"])
-def test_delimiters_blank_lines_and_spaces(tmp_path, delimiter, bom):
-    text = bom + "\n".join(["a, b c", "1, 2.5", "", " 3 , nan ", "-inf,4e3", ""])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_delimiters_blank_lines_and_spaces(tmp_path, delimiter, bom, end):
+    text = bom + end.join(["", "a, b c", "1, 2.5", "", " 3 , nan ", "-inf,4e3", ""])
     table = table_of(tmp_path, text.replace(",", delimiter))
     assert table.names == ("a", "b c")
     np.testing.assert_array_equal(table.columns, [[1, 2.5], [3, np.nan], [-np.inf, 4000]])
+    assert table.places == ("line 3", "line 5", "line 6")
 
 
-def test_without_a_header_the_columns_are_numbered(tmp_path):
-    table = table_of(tmp_path, "1,2\n3,4\n")
-    assert table.names == ("x1", "x2")
-    assert table.columns.tolist() == [[1, 2], [3, 4]]
+@pytest.mark.parametrize(
+    ("text", "flags", "names", "rows"),
+    [
+        ("1,2\n3,4\n", "", "x1 x2", [[1, 2], [3, 4]]),
+        ("1,5;2,5\n3;4\n", "", "x1 x2", [[1.5, 2.5], [3, 4]]),
+        ("a;b\n1,5e3;-,25\n", "", "a b", [[1500, -0.25]]),
+        ('a,b\n"1,5","2"\n', "", "a b", [[1.5, 2]]),
+        ("a;b\n1,234;0,5\n", "", "a b", [[1.234, 0.5]]),
+        ("a;b\n1,234;5\n", "--decimal comma", "a b", [[1.234, 5]]),
+        ("d;a;s\n2024-01-01;1;ok\n", "--ignore d,s", "a", [[1]]),
+        ("d,a,s\n2024-01-01,1,ok\n", "--ignore d --ignore 3", "a", [[1]]),
+        ("d,a,b\nx,1,2\n", "--columns b,a", "b a", [[2, 1]]),
+        ("d;a,b;c\nx;1;2\n", "--columns a,b --columns c", "a,b c", [[1, 2]]),
+        (",a\n0,1\n1,2\n", "--columns a", "a", [[1], [2]]),
+        ("t (s; local),a\n1,2\n", "", "t@(s;@local) a", [[1, 2]]),
+        ("a,b\n1,\n2,NA\n3,nan\n,\n4,5\n", "--missing drop", "a b", [[4, 5]]),
+        ("a,b\n1,\n4,5\n", "--missing drop --columns a", "a", [[1], [4]]),
+    ],
+)
+def test_files_of_all_kinds(tmp_path, capsys, text, flags, names, rows):
+    table = table_of(tmp_path, text, *flags.split())
+    assert table.names == tuple(name.replace("@", " ") for name in names.split())
+    np.testing.assert_array_equal(table.columns, rows)
+    assert ("rows lack a value" in capsys.readouterr().err) == ("3,nan" in text)
+
+
+def parquet(**columns):
+    table = pytest.importorskip("pyarrow").table(columns)
+    file = io.BytesIO()
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(table, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["csv", "gz", "parquet"])
+def test_target_and_weights_are_columns(tmp_path, kind):
+    text = b"a,y,w,s\n1,2,3,x\n4,,6,x\n7,8,9,x\n"
+    if kind == "gz":
+        text = gzip.compress(text)
+    elif kind == "parquet":
+        text = parquet(a=[1, 4, 7], y=[2.0, None, 8.0], w=[3, 6, 9], s=["x"] * 3)
+    flags = ["--target", "y", "--weights", "w", "--ignore", "s"]
+    table = table_of(tmp_path, text, *flags, "--missing", "drop", name="any")
+    assert (table.names, table.columns.tolist()) == (("a",), [[1], [7]])
+    assert (table.target.tolist(), table.weights.tolist()) == ([2, 8], [3, 9])
+    place = "row 2" if kind == "parquet" else "line 3"
+    with pytest.raises(InvalidArgumentError, match=rf"any, {place}, column 2 \(y\): there is no v"):
+        table_of(tmp_path, text, *flags, name="any")
+    with pytest.raises(InvalidArgumentError, match=r"column 4 \(s\).*--ignore s"):
+        table_of(tmp_path, text, *flags[:4], name="any")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n3,x\n", r"table\.csv, line 3, column 2 \(b\): 'x' is no number"),
-        ("a,b\n1,\n", r"line 2, column 2 \(b\): '' is no number"),
+        ("a,b\n1,2\n3,x\n", r"table\.csv, line 3, column 2 \(b\): 'x' is no number.*--ignore b"),
+        ("a,b\n1,\n", r"line 2, column 2 \(b\): there is no value.*--missing drop"),
+        ("d,b\n2024-01-01,1\n", r"line 2, column 1 \(d\): '2024-01-01' is no number"),
+        ("a;b\n1,234;5\n", r"line 2, column 1 \(a\): '1,234' is no .*--decimal comma"),
+        ("a;b\n1,5;5\n2;1.5\n", r"line 3, column 2 \(b\): '1\.5' is no .*decimal sign"),
+        ("a;b\n1.234,5;5\n", r"line 2, column 1 \(a\): '1\.234,5' is no"),
         ("1,2\n\n3,4,5\n", r"line 3: 3 cells where the first line has 2"),
+        (b"a,b\n1,2\n1,\xff\n", r"line 3, column 2: the text is not in UTF-8"),
+        (b"gr\xf6\xdfe,b\n1,2\n", r"line 1, column 1: the text is not in UTF-8"),
+        (",b\n1,2\n", r"column 1 of \S+ has no name.*--ignore 1"),
+        ("b,b\n1,2\n", r"column 1 of \S+ is another 'b'"),
+        (gzip.compress(b"a\n" + b"1\n" * 99)[:-12], r"cannot be read: "),
+        (b"PAR1 and no more", r"cannot be read: "),
         ("a,b\n", "holds no rows"),
         ("", "holds no rows"),
     ],
 )
 def test_bad_files_name_the_place(tmp_path, text, message):
-    with pytest.raises(InvalidArgumentError, match=message):
+    with pytest.raises(InvalidArgumentError, match=re.compile(message, re.DOTALL)):
         table_of(tmp_path, text)
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="No such file"):
-        read_table(tmp_path / "missing.csv")
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00a")
+def test_files_that_cannot_be_read(tmp_path, capsys):
+    status, _, err = run(capsys, "eval", tmp_path / "missing.csv", "x1")
+    assert (status, "No such file" in err) == (2, True)
     with pytest.raises(InvalidArgumentError, match="UTF-8"):
-        read_table(tmp_path / "binary.csv")
+        table_of(tmp_path, b"\xff\xfe\x00a")
+
+
+@pytest.mark.parametrize("content", ["a,y\n1,3\n2,5\n3,7\n", None], ids=["csv", "parquet"])
+def test_data_may_come_from_a_pipe(address, content):
+    data = parquet(a=[1, 2, 3], y=[3, 5, 7]) if content is None else content.encode()
+    code = "import sys; from warpfit.cli.main import main; sys.exit(main())"
+    words = ["eval", "-", "2*a + 1", "--target", "y", "--address", address]
+    done = subprocess.run([sys.executable, "-c", code, *words], input=data, capture_output=True)
+    assert (done.stdout.splitlines()[0], done.stderr) == (b"mse  0", b"")
 
 
 def test_commands_import_only_what_they_need():
@@ -351,10 +450,10 @@ def test_fits_of_very_many_parameters_start_from_given_numbers(capsys, data, add
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,y\n1,2\n\n2,nan\n", r"table.csv, line 4, column 2 (y): nan is no finite number"),
-        ("a,y\n1,2\n-inf,3\n", r"table.csv, line 3, column 1 (a): -inf is no finite number"),
+        ("a,y\n1,2\n\n2,nan\n", r"table.csv, line 4, column 'y': nan is no finite number"),
+        ("a,y\n1,2\n-inf,3\n", r"table.csv, line 3, column 'a': -inf is no finite number"),
         ("y\n1\n2\n", "no column besides 'y'"),
-        ("a,a,y\n1,2,3\n", "several columns 'a'"),
+        ("a,a,y\n1,2,3\n", "is another 'a'"),
         ("a,z\n1,2\n", "there is no column 'y'"),
     ],
 )
@@ -426,21 +525,18 @@ def test_characters_that_the_output_lacks_are_escaped(address, tmp_path, encodin
     assert ("温度" if encoding == "utf-8" else r"\u6e29\u5ea6") in text
 
 
-@pytest.mark.parametrize("cell", ["1_000", "1e999", "-1E+400", "2e-400", "\u0661", "", "1,5"])
+@pytest.mark.parametrize("cell", ["1_000", "1e999", "-1E+400", "2e-400", "\u0661", "x", "1.5.1"])
 def test_a_cell_that_only_python_reads_is_no_number(tmp_path, cell, capsys):
-    file = tmp_path / "t.csv"
-    file.write_text(f"a;b\n1;2\n{cell};3\n", encoding="utf-8")
     with pytest.raises(InvalidArgumentError, match="line 3, column 1") as caught:
-        read_table(file)
+        table_of(tmp_path, f"a;b\n1;2\n{cell};3\n")
     assert caught.value.reason == "NOT_A_NUMBER"
     with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", str(file), "p1*a", "--params", cell])
+        cli.main(["eval", "table.csv", "p1*a", "--params", cell])
     assert ended.value.code == 2
     assert "is no number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cell", ["0", "-0.0", "0e5", ".0E-9", "1e-320", "inf", "nan"])
 def test_zeros_and_small_numbers_are_numbers(tmp_path, cell):
-    file = tmp_path / "t.csv"
-    file.write_text(f"a;b\n1;2\n{cell};3\n")
-    np.testing.assert_array_equal(read_table(file).columns[:, 0], [1.0, float(cell)])
+    table = table_of(tmp_path, f"a;b\n1;2\n{cell};3\n")
+    np.testing.assert_array_equal(table.columns[:, 0], [1.0, float(cell)])

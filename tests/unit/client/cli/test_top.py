@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpfit.cli.prometheus_reader import Change, Scrape
+from warpfit.cli.top import Change, Scrape
 from warpfit_server.observability.records import BUCKET_BOUNDS, MetricsDelta
 
 
