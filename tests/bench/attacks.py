@@ -32,9 +32,8 @@ from harness import SEED, ServerProcess, save
 import warpfit
 from support.load.callers import on_cores
 from support.servers.health import check
-from support.servers.http2 import FLOODS, RawConnection
-from support.servers.long_calls import request, start
-from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer
+from support.servers.network import FLOODS, RawConnection
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer, request, start
 from support.servers.tokens import token_file
 from warpfit import codec
 from warpfit.calls.arguments import build_fit

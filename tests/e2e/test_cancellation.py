@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 import warpfit
-from support.servers.long_calls import LONG, request, start
-from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller
+from support.servers.rpcs import LONG, OWN_CONNECTION, SERVICE, Caller, request, start
 from support.servers.server import runs
 from warpfit import codec
 from warpfit.calls.arguments import build_fit

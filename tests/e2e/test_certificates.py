@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.servers.certificates import Authority
+from support.servers.network import Authority
 from support.servers.rpcs import METHODS, OWN_CONNECTION, Caller, X
 from support.servers.server import ServerProcess
 from warpfit.cli import main as cli

@@ -24,7 +24,7 @@ from support.load.faults import free_port
 from support.repository import deployments
 from support.repository.docker import PORTS
 from support.repository.readmes import Snippet, commands, snippets
-from support.servers.certificates import Authority
+from support.servers.network import Authority
 from support.servers.server import write_secret
 from warpfit.transport.connection import TlsConfig, new_token
 

@@ -8,7 +8,7 @@ import pytest
 
 import warpfit
 from support.servers import health
-from support.servers.answers import answers, table
+from support.servers.rpcs import answers, table
 from support.servers.server import ServerProcess, eventually
 from warpfit.errors import UnavailableError
 from warpfit.expressions.workload import thesis_mix

@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from support.load.fuzz import FLAGS, Fuzzer
-from support.load.fuzz_outcomes import is_fine, outcomes
+from support.load.fuzz import FLAGS, Fuzzer, is_fine, outcomes
 from support.servers.rpcs import OWN_CONNECTION, Caller
 from support.servers.server import ServerProcess, eventually, private_bytes
 from warpfit_server.tenancy.quotas import Amounts

@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.servers.http2 import RawConnection, part_of_message
-from support.servers.long_calls import LONG, WIDE, long_request, request, start
-from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer, explained
+from support.servers.network import RawConnection, part_of_message
+from support.servers.rpcs import (
+    LONG,
+    OWN_CONNECTION,
+    SERVICE,
+    WIDE,
+    bearer,
+    explained,
+    long_request,
+    request,
+    start,
+)
 from support.servers.server import ServerProcess
 from support.servers.tokens import tenants_file, token_file
 

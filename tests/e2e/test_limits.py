@@ -15,8 +15,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 import warpfit
-from support.servers.long_calls import LONG, WIDE, long_request, start
-from support.servers.rpcs import OWN_CONNECTION, Caller, X
+from support.servers.rpcs import LONG, OWN_CONNECTION, WIDE, Caller, X, long_request, start
 from support.servers.server import ServerProcess, eventually
 from warpfit.cli.top import scrape
 

@@ -22,8 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import warpfit
 from support.load.load import OwnConnection
 from support.servers import health
-from support.servers.long_calls import request
-from support.servers.rpcs import OWN_CONNECTION, SERVICE
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, request
 from support.servers.server import ServerProcess, eventually, runs
 from warpfit.cli.main import main
 from warpfit.cli.top import scrape

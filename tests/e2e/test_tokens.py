@@ -12,7 +12,6 @@ import grpc
 import pytest
 
 import warpfit
-from support.servers.long_calls import request
 from support.servers.rpcs import (
     DATA,
     METHODS,
@@ -21,6 +20,7 @@ from support.servers.rpcs import (
     X,
     bearer,
     explained,
+    request,
 )
 from support.servers.server import ServerProcess, write_secret
 from warpfit import codec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.engines.evaluations import Evaluate
+from support.engines.references import Evaluate
 from warpfit.errors import UnavailableError
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support.engines.evaluations import Evaluate
+from support.engines.references import Evaluate
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.workload import thesis_mix

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from support.engines import nist
-from support.engines.derivatives import derive, linearise, outputs_for
 from support.engines.fits import fit
-from support.engines.numpy_engine import NumpyEngine
+from support.engines.gradients import derive, linearise, outputs_for
+from support.engines.references import NumpyEngine
 from support.suites.derivatives import *  # noqa: F403
 from support.suites.derivatives import assert_close, make_dataset, smooth_programs
 from support.suites.losses import *  # noqa: F403

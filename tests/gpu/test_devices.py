@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 import warpfit
-from support.servers.answers import answers, table
+from support.servers.rpcs import answers, table
 from support.servers.server import ServerProcess, eventually
 from warpfit.errors import UnavailableError
 from warpfit.expressions.workload import thesis_mix

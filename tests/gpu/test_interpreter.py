@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from support.engines.evaluations import Evaluate
 from support.engines.operators import check_node_by_node
+from support.engines.references import Evaluate
 from warpfit import errors
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix

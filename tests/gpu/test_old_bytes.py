@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.engines.derivatives import ask, derive, linearise
-from support.engines.evaluations import Evaluate
 from support.engines.fits import fit
+from support.engines.gradients import ask, derive, linearise
+from support.engines.references import Evaluate
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engines.accuracy import rounded_threshold
-from support.engines.error_bounds import BOUNDS, Bound, error_limit, excess
+from support.engines.accuracy import BOUNDS, Bound, error_limit, excess, rounded_threshold
 from support.engines.hard_cases import SLOW, exact_values, hard_operands, near_multiples_of_half_pi
 from warpfit.dataset import Dataset
 from warpfit.ir import Program

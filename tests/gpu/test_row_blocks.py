@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from support.engines.derivatives import derive, linearise
+from support.engines.gradients import derive, linearise
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.engines.reference_losses import reference_loss
+from support.engines.references import reference_loss
 from support.servers.server import ServerProcess
 from warpfit.expressions import reference
 from warpfit.expressions.workload import thesis_mix
@@ -23,7 +23,7 @@ OPERATORS = ("add", "sub", "mul", "sqrtabs", "sin")
 #: Prints what has been compiled, or loaded, since the engine was ready.
 WARM_UP = """
 import numpy as np
-from support.engines.compiled_code import compiled
+from support.engines.operators import compiled
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier

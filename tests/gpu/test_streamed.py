@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from support.engines.derivatives import derive, linearise
-from support.engines.evaluations import Evaluate
 from support.engines.fits import fit
+from support.engines.gradients import derive, linearise
+from support.engines.references import Evaluate
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch

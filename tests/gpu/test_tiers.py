@@ -8,11 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support.engines.evaluations import Evaluate
 from support.engines.operators import (
     check_node_by_node,
 )
-from support.engines.reference_losses import reference_loss
+from support.engines.references import Evaluate, reference_loss
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
 from warpfit.expressions.reference import evaluate_program

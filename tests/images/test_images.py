@@ -20,7 +20,7 @@ import warpfit
 from support.load.faults import free_port
 from support.repository import deployments
 from support.repository.readmes import commands, snippets
-from support.servers.certificates import Authority
+from support.servers.network import Authority
 from warpfit.transport.connection import TlsConfig, new_token
 
 pytestmark = pytest.mark.timeout(3600)

@@ -25,7 +25,7 @@ import pyoperon
 from harness import medians_in_turn, outputs_of, save
 from numpy.typing import NDArray
 
-from support.engines.reference_losses import reference_loss
+from support.engines.references import reference_loss
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.expressions.workload import random_program, thesis_mix

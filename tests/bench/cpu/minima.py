@@ -38,8 +38,8 @@ from harness import save
 from numpy.typing import NDArray
 from scipy.optimize import least_squares, lsq_linear
 
-from support.engines.complex_steps import Formula, steepest_cosine
 from support.engines.fits import fit
+from support.engines.gradients import Formula, steepest_cosine
 from support.engines.more_garbow_hillstrom import Problem, problems
 from warpfit import Reason
 from warpfit.calls.results import Fit

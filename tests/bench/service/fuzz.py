@@ -25,8 +25,7 @@ import grpc
 import psutil
 from harness import ServerProcess, save
 
-from support.load.fuzz import FLAGS, LAST_MOVES, Fuzzer, OpenCall
-from support.load.fuzz_outcomes import is_fine, outcomes
+from support.load.fuzz import FLAGS, LAST_MOVES, Fuzzer, OpenCall, is_fine, outcomes
 from support.servers.rpcs import OWN_CONNECTION, Caller
 from support.servers.server import eventually
 from warpfit_server.tenancy.quotas import Amounts

@@ -6,7 +6,7 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from support.engines.error_bounds import BOUNDS, Bound, Bounds
+from support.engines.accuracy import BOUNDS, Bound, Bounds
 from warpfit.expressions.language import text_form
 from warpfit.ops import OPERATORS, Operator
 
@@ -14,7 +14,7 @@ _INTRODUCTION: Final = """\
 # Operators
 
 Made by `python tests/bench/figures.py` from the operator table (`warpfit/ops.py`) and the table of
-bounds (`tests/support/engines/error_bounds.py`); the tests of every engine read the same two, and
+bounds (`tests/support/engines/accuracy.py`); the tests of every engine read the same two, and
 fail where a bound is not kept.
 
 ## Meaning

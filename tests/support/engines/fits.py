@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from support.engines.numpy_engine import NumpyEngine
+from support.engines.references import NumpyEngine
 from warpfit import parse
 from warpfit.calls.results import Fit
 from warpfit.dataset import Dataset

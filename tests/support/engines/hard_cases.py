@@ -12,7 +12,7 @@ import mpmath
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from support.engines.error_bounds import BOUNDS
+from support.engines.accuracy import BOUNDS
 from warpfit.ops import Operator
 
 Array = NDArray[Any]

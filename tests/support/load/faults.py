@@ -18,7 +18,7 @@ import psutil
 import warpfit
 from support.load.load import Load, OwnConnection
 from support.servers import health
-from support.servers.proxy import Proxy, Spoil
+from support.servers.network import Proxy, Spoil
 from support.servers.server import ServerProcess
 from warpfit.errors import DeadlineExceededError
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from support.engines.derivatives import ask, derive, linearise
-from support.engines.numpy_engine import NumpyEngine
-from support.engines.strategies import edge_values, programs
+from support.engines.gradients import ask, derive, linearise
+from support.engines.operators import edge_values, programs
+from support.engines.references import NumpyEngine
 from warpfit import losses
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from support.engines.derivatives import ask, derive
-from support.engines.reference_losses import moments_of
+from support.engines.gradients import ask, derive
+from support.engines.references import moments_of
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit import losses
 from warpfit.dataset import Dataset

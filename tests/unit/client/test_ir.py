@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.strategies import leaves, numbers, programs
+from support.engines.operators import leaves, numbers, programs
 from warpfit.errors import InvalidArgumentError, ProgramError
 from warpfit.ir import Batch, Population, Program
 from warpfit.ops import ARITIES, BY_CODE, OPERATORS, PARAMETER, VARIABLE

@@ -4,7 +4,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from support.engines.reference_losses import reference_loss
+from support.engines.references import reference_loss
 from warpfit import InvalidArgumentError, Loss, LossFunction, ParseError, Program, losses
 from warpfit.expressions.reference import differentiate, evaluate_program
 from warpfit.ops import VARIABLE

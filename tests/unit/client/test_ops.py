@@ -6,7 +6,7 @@
 import numpy as np
 import pytest
 
-from support.engines.strategies import edge_values
+from support.engines.operators import edge_values
 from warpfit.expressions import special
 from warpfit.ops import FIRST_OPERATOR, KERNEL_FUNCTIONS, OPERATORS, Operator
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warpfit
-from support.engines.strategies import programs
+from support.engines.operators import programs
 from warpfit import codec, testing
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from support.engines.error_bounds import Bound, excess
+from support.engines.accuracy import Bound, excess
 
 
 def test_excess_is_the_share_of_the_bound():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.engines.strategies import numbers, programs
+from support.engines.operators import numbers, programs
 from warpfit import codec, errors
 from warpfit import server_info as info
 from warpfit.dataset import DTYPES, Dataset, Layout

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.strategies import numbers, programs
+from support.engines.operators import numbers, programs
 from warpfit import codec, errors
 from warpfit.dataset import Layout
 from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, FitSettings, Method, Reason

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.strategies import programs, vectors
+from support.engines.operators import programs, vectors
 from warpfit.expressions.reference import differentiate, evaluate_program
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS, VARIABLE, Operator

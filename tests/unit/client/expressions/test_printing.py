@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.strategies import programs
+from support.engines.operators import programs
 from warpfit.errors import ParseError
 from warpfit.expressions.language import WHOLE_POWERS, locate, to_latex, to_text
 from warpfit.expressions.reference import evaluate_program

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from sklearn import metrics
 
-from support.engines.reference_losses import reference_loss
-from support.engines.strategies import matrices, programs, vectors
+from support.engines.operators import matrices, programs, vectors
+from support.engines.references import reference_loss
 from warpfit.expressions import reference
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE

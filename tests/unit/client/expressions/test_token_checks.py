@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba")
 
-from support.engines.strategies import programs
+from support.engines.operators import programs
 from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Program, are_well_formed, check_indices, check_structure
 from warpfit.ops import BY_CODE, CONSTANT, PARAMETER, VARIABLE

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.strategies import numbers, programs
+from support.engines.operators import numbers, programs
 from warpfit import InvalidArgumentError, Program, ResourceExhaustedError, parse
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.rules import MOST_TOKENS

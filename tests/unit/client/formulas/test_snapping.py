@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warpfit.testing
-from support.engines.strategies import programs
+from support.engines.operators import programs
 from warpfit import InvalidArgumentError, parse
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.intervals import DefinedRegion

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.strategies import programs
+from support.engines.operators import programs
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
 from warpfit.expressions import reference
 from warpfit.frontends import as_program

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.reference_losses import moments_of
+from support.engines.references import moments_of
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.expressions.workload import thesis_mix

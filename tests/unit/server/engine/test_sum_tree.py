@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.derivatives import derive, linearise
+from support.engines.gradients import derive, linearise
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.losses import ABSOLUTE, SQUARES, huber
 from warpfit.parse import parse

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.servers.health import check
-from support.servers.http2 import RawConnection
+from support.servers.network import RawConnection
 from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort, _CallLimit
 from warpfit_server.system.sockets import reserve_port
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.engines.derivatives import outputs_for
+from support.engines.gradients import outputs_for
 from support.suites.derivatives import *  # noqa: F403
 from support.suites.derivatives import make_dataset, smooth_programs
 from support.suites.losses import *  # noqa: F403

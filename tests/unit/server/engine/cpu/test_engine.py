@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.evaluations import POISON, Evaluate
-from support.engines.reference_losses import reference_loss
+from support.engines.references import POISON, Evaluate, reference_loss
 from warpfit import errors
 from warpfit.dataset import Dataset, Layout
 from warpfit.expressions import reference

@@ -11,11 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.engines import hard_cases
-from support.engines.accuracy import rounded_threshold, ulps
-from support.engines.error_bounds import BOUNDS, Bound, excess
-from support.engines.evaluations import Evaluate
-from support.engines.operators import node_results
-from support.engines.strategies import edge_values
+from support.engines.accuracy import BOUNDS, Bound, excess, rounded_threshold, ulps
+from support.engines.operators import edge_values, node_results
+from support.engines.references import Evaluate
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import random_program
 from warpfit.ir import Program

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from support.emulators.host_device import install
-from support.engines.derivatives import ask, derive, outputs_for
-from support.engines.evaluations import Evaluate
 from support.engines.fits import fit
+from support.engines.gradients import ask, derive, outputs_for
 from support.engines.operators import check_node_by_node
-from support.engines.reference_losses import reference_loss
+from support.engines.references import Evaluate, reference_loss
 from support.suites.derivatives import (  # noqa: F401
     LOSSES,
     make_dataset,

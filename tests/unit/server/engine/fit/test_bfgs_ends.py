@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.optimize import lsq_linear
 
-from support.engines.complex_steps import Formula, steepest_cosine
 from support.engines.fits import fit, tight
+from support.engines.gradients import Formula, steepest_cosine
 from support.engines.more_garbow_hillstrom import problems
 from warpfit import LossFunction, Reason, parse
 from warpfit.dataset import Dataset

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.engines.fits import fit
-from support.engines.numpy_engine import NumpyEngine
-from support.engines.strategies import programs
+from support.engines.operators import programs
+from support.engines.references import NumpyEngine
 from warpfit import Reason, parse
 from warpfit.dataset import Dataset
 from warpfit.expressions.language import to_text

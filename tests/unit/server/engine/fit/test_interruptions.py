@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.engines.fits import fit, tight
-from support.engines.numpy_engine import NumpyEngine
+from support.engines.references import NumpyEngine
 from warpfit import CancelledError, Reason
 from warpfit.dataset import Dataset
 from warpfit.fitting import Accuracy

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines.strategies import programs
+from support.engines.operators import programs
 from warpfit import parse
 from warpfit.expressions import reference
 from warpfit.ir import Batch

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.emulators.device_lowering import Lowered, check_order, lower_on_host, spoilt
-from support.engines.strategies import programs
+from support.engines.operators import programs
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program

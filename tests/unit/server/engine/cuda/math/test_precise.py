@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from support.emulators.cuda_on_host import compile_for_host
-from support.engines.accuracy import ulps
-from support.engines.error_bounds import BOUNDS as BOUNDS_TABLE
-from support.engines.error_bounds import excess
+from support.engines.accuracy import BOUNDS as BOUNDS_TABLE
+from support.engines.accuracy import excess, ulps
 from support.engines.hard_cases import exact_values, hard_operands
 from support.engines.operators import operand_rows
 from warpfit.expressions import special

@@ -1,14 +1,23 @@
-"""Values and Jacobians of formulas by NumPy and complex steps, independent of the product.
+"""Derivatives by an engine, without a server, and by complex steps, independent of the product.
 
 A complex step of 1e-100 gives derivatives without cancellation (Squire and Trapp, "Using complex
 variables to estimate derivatives of real functions", SIAM Review 40, 1998).
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from support.engines.references import POISON
+from warpfit.dataset import Dataset, Layout
+from warpfit.ir import Batch, Program
+from warpfit.losses import LossFunction
+from warpfit.request import Evaluation, Precision
+from warpfit_server.engine.finalize import MOMENTS
+from warpfit_server.engine.interface import Engine, Linearisation, Outputs, run_to_end
 
 Floats = NDArray[np.float64]
 _STEP: Final = 1e-100
@@ -139,3 +148,77 @@ def steepest_cosine(jacobian: Floats, residuals: Floats, free: NDArray[np.bool_]
             a, b = column / lengths[0], residuals / lengths[1]
             steepest = max(steepest, float(abs(a @ b) / np.sqrt((a @ a) * (b @ b))))
     return steepest
+
+
+def derive(
+    engine: Engine,
+    dataset: Dataset,
+    programs: Sequence[Program],
+    parameters: Sequence[Any] | None = None,
+    *,
+    row_loss: Program | None = None,
+    cancelled: bool = False,
+    statistics: bool = False,
+    **options: Any,
+) -> Outputs:
+    """Evaluate with all derivatives (those of the loss if there is one)."""
+    batch = Batch.of(programs, parameters)
+    loss = None if row_loss is None else LossFunction(row_loss, "sum")
+    evaluation = Evaluation(
+        dataset.content_id, batch, custom_loss=loss, gradient=loss is not None, jacobian=True,
+        variable_gradient=loss is not None, reductions=statistics, **options,
+    )  # fmt: skip
+    return ask(engine, dataset, evaluation, cancelled=cancelled, moments=statistics)
+
+
+def ask(engine: Engine, dataset: Dataset, evaluation: Evaluation, **options: Any) -> Outputs:
+    """Evaluate into outputs as `outputs_for` allocates them."""
+    evaluation.check(dataset.layout)
+    outputs = outputs_for(evaluation, dataset.layout, **options)
+    engine.load(dataset)
+    run_to_end(engine.evaluate(evaluation, outputs))
+    return outputs
+
+
+def outputs_for(
+    evaluation: Evaluation, layout: Layout, *, cancelled: bool = False, moments: bool | None = None
+) -> Outputs:
+    """Allocate what an evaluation requests, full of `POISON`; by default with needed moments."""
+    shape = evaluation.shape(layout)
+    cells, parameters = shape[:2], len(evaluation.batch.parameters)
+    moments = evaluation.needs_moments if moments is None else moments
+
+    def array(is_wanted: bool, *shape: int, dtype: Any = np.float64) -> Any:
+        return np.full(shape, POISON, dtype) if is_wanted else None
+
+    return Outputs(
+        values=array(evaluation.values, *shape, dtype=layout.dtype),
+        losses=array(evaluation.loss_function is not None, *cells),
+        cancelled=np.full(1, cancelled, dtype=np.uint8),
+        ready=lambda programs: None,
+        gradients=array(evaluation.gradient, parameters),
+        jacobian=array(evaluation.jacobian, parameters, shape[2], dtype=layout.dtype),
+        variable_gradients=array(evaluation.variable_gradient, *cells, layout.variables),
+        reductions=array(evaluation.reductions, *cells, 5),
+        moments=array(moments, *cells, MOMENTS),
+    )
+
+
+def linearise(
+    engine: Engine,
+    dataset: Dataset,
+    programs: Sequence[Program],
+    parameters: Sequence[Any],
+    row_loss: Program,
+    *,
+    rows: tuple[int, int] | None = None,
+    precision: Precision = Precision.PRECISE,
+    curvature: bool = True,
+) -> Linearisation:
+    """Linearise without a server."""
+    engine.load(dataset)
+    evaluation = Evaluation(
+        dataset.content_id, Batch.of(programs, parameters), rows=rows, precision=precision
+    )
+    flag = np.zeros(1, dtype=np.uint8)
+    return run_to_end(engine.linearise(evaluation, row_loss, curvature=curvature, cancelled=flag))

@@ -1,17 +1,152 @@
-"""A client that speaks HTTP/2 by hand, to do what gRPC's own clients never do.
+"""What stands between a client and a server: certificates, a bad network, HTTP/2 by hand.
 
-It begins calls without sending a message, sends a part of one and stops, and takes calls back as
-soon as they are made. Frames and header encoding are those of RFC 9113 and RFC 7541.
+The client of HTTP/2 begins calls without sending a message, sends a part of one and stops, and
+takes calls back as soon as they are made, which gRPC's own clients never do. Frames and header
+encoding are those of RFC 9113 and RFC 7541.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import struct
 import threading
 import time
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from support.servers.server import write_secret
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Files of a certificate and its key."""
+
+    certificate: Path
+    key: Path
+
+
+class Authority:
+    """A certificate authority of its own."""
+
+    def __init__(self, directory: Path, name: str = "authority") -> None:
+        self._directory = directory
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        builder = _builder(self._name, self._name, self._key.public_key(), (-1, 30))
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        certificate = builder.sign(self._key, hashes.SHA256())
+        self.file = directory / f"{name}.pem"
+        self.file.write_bytes(certificate.public_bytes(Encoding.PEM))
+
+    def issue(self, name: str, days: tuple[float, float] = (-1, 30), file: str = "") -> Pair:
+        """Write a certificate for a common name and 127.0.0.1, valid from and until these days."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)] if name else [])
+        builder = _builder(subject, self._name, key.public_key(), days)
+        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), not name)
+        certificate = builder.sign(self._key, hashes.SHA256())
+        stem = file or f"{self.file.stem}-{name or 'nameless'}"
+        pair = Pair(self._directory / f"{stem}.crt", self._directory / f"{stem}.key")
+        write_secret(pair.key, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        pair.certificate.write_bytes(certificate.public_bytes(Encoding.PEM))
+        return pair
+
+
+def _builder(subject, issuer, key, days):
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now + timedelta(days=days[0]))
+        .not_valid_after(now + timedelta(days=days[1]))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Spoil:
+    """What happens to the bytes of one direction; by default nothing."""
+
+    piece: int = 1 << 16
+    """Bytes forwarded at a time."""
+    pause: float = 0.0
+    """Seconds after each piece."""
+    cut_after: int | None = None
+    """Close the connection, with a reset, after this many bytes."""
+
+
+class Proxy:
+    """Forwards connections to a server; a context manager. ``address`` is where clients connect."""
+
+    def __init__(self, target: str, up: Spoil | None = None, down: Spoil | None = None) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self.up = up or Spoil()
+        self.down = down or Spoil()
+        self.connections = 0
+        self._sockets: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Proxy:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._listener.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """Close every connection."""
+        for end in self._sockets:
+            _reset(end)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._target)
+            except OSError:
+                return
+            self.connections += 1
+            self._sockets += [client, server]
+            for source, sink, spoil in ((client, server, self.up), (server, client, self.down)):
+                sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=_forward, args=(source, sink, spoil), daemon=True).start()
+
+
+def _forward(source: socket.socket, sink: socket.socket, spoil: Spoil) -> None:
+    left = spoil.cut_after
+    with contextlib.suppress(OSError):
+        while data := source.recv(spoil.piece):
+            if left is not None and len(data) > left:
+                sink.sendall(data[:left])
+                break
+            left = None if left is None else left - len(data)
+            sink.sendall(data)
+            if spoil.pause:
+                time.sleep(spoil.pause)
+    _reset(source)
+    _reset(sink)
+
+
+def _reset(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
+
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
