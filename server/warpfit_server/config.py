@@ -124,6 +124,9 @@ class Config:
     threads: int | None = _option(
         None, "threads of all CPU engines together (default: one for each core)", least=1
     )
+    engine_nice: int = _option(
+        10, "niceness of the threads that compute, beside what answers calls; 19 is the most"
+    )
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
     data_root: str = _option("", "folder whose Parquet files callers may open (default: none)")
     log_level: str = _option("info", "least level of log lines", _LOG_LEVELS)

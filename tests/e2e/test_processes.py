@@ -65,6 +65,12 @@ def assert_right(client: warpfit.Client, data: Any, factor: float) -> None:
     np.testing.assert_array_equal(got[:, 0], factor * X[:, 0] + X[:, 1])
 
 
+def test_threads_that_compute_are_as_nice_as_the_setting_says(server, clients):
+    clients[0].evaluate(clients[0].upload(np.ones((100_000, 2))), ["sin(x1)*x2"] * 8, reductions=["mean"])
+    tasks = Path(f"/proc/{server.engine().pid}/task").glob("*/stat")
+    assert {int(task.read_text().rpartition(")")[2].split()[16]) for task in tasks} == {0, 7}
+
+
 # ------------------------------------------------------------------------------------ observation
 
 

@@ -69,7 +69,9 @@ def start_engine(config: Config, number: int) -> StartedEngine:
                 *(sys.executable, "-m", "warpfit_server.engine.process"),
                 *(str(theirs.fileno()), str(number), config.to_json()),
             ],
-            env=engine_environment(config.cache_path) | device.environment(),
+            env=engine_environment(config.cache_path)
+            | device.environment()
+            | {"WARPFIT_ENGINE_NICE": str(config.engine_nice)},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C is for the main process, which drains first

@@ -24,9 +24,10 @@ from warpfit_server.system import compile_cache
 from warpfit_server.system.machine import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
-#: Priority of threads that compute. Threads that take and answer calls need a core for a moment
-#: only and go before them; at the same priority Linux may let those wait for 3 ms.
-NICE: Final = 10
+#: Niceness of threads that compute, which `engine_start` passes on from the setting. Threads that
+#: take and answer calls need a core for a moment only and go before them; at the same priority
+#: Linux may let those wait for 3 ms.
+NICE: Final = int(os.environ.get("WARPFIT_ENGINE_NICE", "10"))
 #: Of so many cores, one may load code while the engine serves.
 _CORES_A_THREAD: Final = 4
 #: Loads code that nobody waits for yet, in the order in which it is first needed.
