@@ -66,7 +66,8 @@ def assert_right(client: warpfit.Client, data: Any, factor: float) -> None:
 
 
 def test_threads_that_compute_are_as_nice_as_the_setting_says(server, clients):
-    clients[0].evaluate(clients[0].upload(np.ones((100_000, 2))), ["sin(x1)*x2"] * 8, reductions=["mean"])
+    data = clients[0].upload(np.ones((100_000, 2)))
+    clients[0].evaluate(data, ["sin(x1)*x2"] * 8, reductions=["mean"])
     tasks = Path(f"/proc/{server.engine().pid}/task").glob("*/stat")
     assert {int(task.read_text().rpartition(")")[2].split()[16]) for task in tasks} == {0, 7}
 
