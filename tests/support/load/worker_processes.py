@@ -69,6 +69,7 @@ def work(number: int, orders: Connection) -> None:
     """
     pool = Pool(SEED + 1 + number % 16, 2_000)
     pool.random = np.random.default_rng(SEED + number)
+    orders.send(None)
     while True:
         order = orders.recv()
         if order is None:
@@ -214,7 +215,7 @@ def throughput(results: list[dict[str, Any]], rows: int) -> dict[str, Any]:
 
 
 class Workers:
-    """Worker processes that wait for orders."""
+    """Worker processes that wait for orders; all have started when the constructor returns."""
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -224,6 +225,8 @@ class Workers:
             self._ends.append(ours)
             self._processes.append(context.Process(target=work, args=(number, theirs)))
             self._processes[-1].start()
+        for end in self._ends:  # what starts would take cores from what is measured first
+            end.recv()
 
     def run(
         self, count: int, order: tuple[Any, ...], meanwhile: Callable[[], None] = lambda: None
