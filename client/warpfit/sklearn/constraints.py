@@ -1,17 +1,8 @@
-"""Which formulas a search may keep, and how complex they are: limits, monotonicity and units.
-
-A dimension is one number: the sum of the exponents of the base units, each times the square root of
-another prime. These are independent over the rationals, so dimensions are equal exactly if the
-numbers are, and they add up in products. NaN is the dimension of a constant, which may be any;
-infinity that of a formula that is not consistent.
-"""
+"""Which formulas a search may keep, and how complex they are: limits, monotonicity and units."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +10,7 @@ import numpy as np
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.errors import InvalidArgumentError
+from warpfit.formulas.units import joined
 from warpfit.ir import Batch
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.parse import MACROS, function, function_names
@@ -270,125 +262,6 @@ def _shifted(genomes: Genomes, places: Mask) -> Genomes:
     return Genomes(made.codes, made.values, made.starts[genomes.starts])
 
 
-_BASES: Final = dict(zip(("m", "kg", "s", "A", "K", "mol", "cd"), (2, 3, 5, 7, 11, 13, 17),
-                         strict=True))  # fmt: skip
-_DERIVED: Final = {
-    "1": "", "rad": "", "sr": "", "g": "kg", "Hz": "s^-1", "N": "kg*m/s^2", "Pa": "kg/m/s^2",
-    "J": "kg*m^2/s^2", "W": "kg*m^2/s^3", "C": "A*s", "V": "kg*m^2/s^3/A", "F": "s^4*A^2/kg/m^2",
-    "ohm": "kg*m^2/s^3/A^2", "S": "s^3*A^2/kg/m^2", "Wb": "kg*m^2/s^2/A", "T": "kg/s^2/A",
-    "H": "kg*m^2/s^2/A^2",
-}  # fmt: skip
-#: pint's names of the base dimensions.
-_OF_PINT: Final = {
-    "[length]": "m", "[mass]": "kg", "[time]": "s", "[current]": "A", "[temperature]": "K",
-    "[substance]": "mol", "[luminosity]": "cd",
-}  # fmt: skip
-_PART: Final = re.compile(r"([*/]?)\s*([A-Za-z]+|1)\s*(?:(?:\^|\*\*)\s*(-?\d+(?:\.\d+)?))?\s*")
-#: Most characters of a unit for pint.
-_LONGEST: Final = 100
-#: Dimensions closer to each other than this are equal.
-_EQUAL: Final = 1e-9
-
-#: Operators whose operands have one dimension, which is that of the result; and those whose result
-#: has none.
-_ALIKE: Final = ("add", "sub", "min", "max", "neg", "abs", "floor", "ceil", "round", "relu", "mod")
-_COMPARED: Final = ("lt", "le", "gt", "ge", "eq", "ne", "atan2", "sign")
-#: Operators of one operand that multiply its dimension.
-_POWERS: Final = {
-    "square": 2.0, "cube": 3.0, "sqrt": 0.5, "sqrtabs": 0.5, "cbrt": 1 / 3, "inv": -1.0,
-    "pinv": -1.0,
-}  # fmt: skip
-#: The share of the second operand's dimension in the result.
-_FACTORS: Final = {"mul": 1.0, "div": -1.0, "pdiv": -1.0, "zdiv": -1.0}
-
-
-def dimension(unit: Any, field: str = "units") -> float:
-    """Return the dimension of a unit.
-
-    Args:
-        unit: text such as ``"kg*m/s^2"`` or ``"J/K"``, a mapping of base units to exponents, or
-            None or "" for a number. Other names than those of SI's base and derived units without
-            prefixes need pint.
-        field: what an error names.
-
-    Raises:
-        InvalidArgumentError: for a unit that is not known.
-
-    """
-    if isinstance(unit, Mapping):
-        return sum(float(power) * dimension(name, field) for name, power in unit.items())
-    text = str(unit or "").strip()
-    total, place = 0.0, 0
-    while place < len(text):
-        part = _PART.match(text, place)
-        if part is None or bool(part[1]) != bool(place):
-            return _by_pint(text, field)
-        known = part[2] in _BASES or part[2] in _DERIVED
-        if not known:
-            return _by_pint(text, field)
-        base = np.sqrt(_BASES[part[2]]) if part[2] in _BASES else dimension(_DERIVED[part[2]])
-        total += float(base) * float(part[3] or 1.0) * (-1.0 if part[1] == "/" else 1.0)
-        place = part.end()
-    return total
-
-
-def _by_pint(text: str, field: str) -> float:
-    if len(text) > _LONGEST:
-        raise _unknown(text, field, f"Give a unit of at most {_LONGEST} characters")
-    if find_spec("pint") is None:
-        raise _unknown(text, field, "Use SI units without prefixes, or install pint")
-    import pint
-
-    try:
-        found = _registry().get_dimensionality(text)
-        roots = ((_BASES[_OF_PINT[name]] ** 0.5, power) for name, power in found.items())
-        return float(sum(float(power) * root for root, power in roots))
-    except (pint.errors.PintError, AssertionError, LookupError, SyntaxError, ValueError) as error:
-        raise _unknown(text, field, "Give a unit such as kg*m/s^2, or a mapping") from error
-
-
-@cache
-def _registry() -> Any:
-    import pint
-
-    return pint.UnitRegistry()
-
-
-def _unknown(text: str, field: str, remedy: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"unit {text[:80]!r} is not known", "UNKNOWN_UNIT", remedy, field)
-
-
-def dimensions(
-    units: Mapping[str, Any] | Sequence[Any], names: Sequence[str], variables: int
-) -> Floats:
-    """Return the dimension of each variable.
-
-    Args:
-        units: of each variable in turn, or by name (x1, x2, ... without names); those that a
-            mapping leaves out are numbers.
-        names: of the variables, or empty.
-        variables: their number.
-
-    Raises:
-        InvalidArgumentError: for units that do not fit the variables, or are not known.
-
-    """
-    known = list(names) or [f"x{place + 1}" for place in range(variables)]
-    if isinstance(units, Mapping):
-        strange = [name for name in units if name not in known]
-        given = [units.get(name) for name in known]
-    else:
-        strange, given = [], list(units)
-    if strange or isinstance(units, str) or len(given) != variables:
-        what = f"there is no variable {strange[0]!r}" if strange else f"{len(given)} units"
-        raise InvalidArgumentError(
-            what, "BAD_SETTING", f"Give a unit for each of {', '.join(known)[:200]}", "units"
-        )
-    return np.array(
-        [dimension(unit, f"units of {n}") for n, unit in zip(known, given, strict=True)]
-    )
-
-
 def consistency(dimensions_of_variables: Floats) -> Callable[[Genomes], Mask]:
     """Return which formulas add and compare only what has one dimension.
 
@@ -400,63 +273,7 @@ def consistency(dimensions_of_variables: Floats) -> Callable[[Genomes], Mask]:
         places = np.where(genomes.codes == VARIABLE, genomes.values, 0).astype(np.int64)
         leaves = np.where(genomes.codes == CONSTANT, np.nan, dimensions_of_variables[places])
         with np.errstate(invalid="ignore"):
-            found = fold(genomes, leaves, _join)
+            found = fold(genomes, leaves, joined)
         return np.asarray(genomes.totals(np.isinf(found)) == 0)
 
     return check
-
-
-def _masks(names: Sequence[str]) -> Mask:
-    return np.isin(np.arange(256), [OPERATORS[name].code for name in names])
-
-
-_IS_ALIKE: Final = _masks(_ALIKE)
-_IS_COMPARED: Final = _masks(_COMPARED)
-_POWER_OF: Final = np.full(256, np.nan)
-_POWER_OF[[OPERATORS[name].code for name in _POWERS]] = list(_POWERS.values())
-_FACTOR_OF: Final = np.full(256, np.nan)
-_FACTOR_OF[[OPERATORS[name].code for name in _FACTORS]] = list(_FACTORS.values())
-_POW: Final = _masks(("pow", "powabs"))
-_WHERE, _FMA = OPERATORS["where"].code, OPERATORS["fma"].code
-
-
-def _join(codes: Codes, a: Floats, b: Floats, c: Floats) -> Floats:
-    arity = OPERANDS[codes]
-    b, c = np.where(arity > 1, b, a), np.where(arity > 2, c, a)
-    # A function takes numbers and returns one; a power of a number by one is one.
-    numbers = np.where(_no(a) & _no(b) & _no(c), 0.0, np.inf)
-    power = np.where(_no(a) & _no(b), 0.0, np.where(np.isnan(b), np.nan, np.inf))
-    choice = np.where(_no(a), _common(b, c), np.inf)
-    result = np.select(
-        [
-            _IS_ALIKE[codes],
-            _IS_COMPARED[codes],
-            ~np.isnan(_POWER_OF[codes]),
-            ~np.isnan(_FACTOR_OF[codes]),
-            _POW[codes],
-            codes == _WHERE,
-            codes == _FMA,
-        ],
-        [
-            _common(a, b),
-            np.where(np.isinf(_common(a, b)), np.inf, 0.0),
-            a * _POWER_OF[codes],
-            a + b * _FACTOR_OF[codes],
-            power,
-            choice,
-            _common(a + b, c),
-        ],
-        numbers,
-    )
-    return np.where(np.isinf(a) | np.isinf(b) | np.isinf(c), np.inf, result)
-
-
-def _no(a: Floats) -> Mask:
-    """Return what may be a number without a unit."""
-    return np.isnan(a) | (np.abs(a) < _EQUAL)
-
-
-def _common(a: Floats, b: Floats) -> Floats:
-    """Return the dimension of both, infinity if they differ."""
-    either = np.where(np.isnan(a), b, a)
-    return np.where(np.isnan(a) | np.isnan(b) | (np.abs(a - b) < _EQUAL), either, np.inf)

@@ -21,13 +21,13 @@ from warpfit.dataset.layout import caller_level
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_latex
+from warpfit.formulas.units import dimensions
 from warpfit.ir import Program
 from warpfit.losses import LossFunction, as_function, as_loss
 from warpfit.sklearn import equations as eq
 from warpfit.sklearn.constraints import (
     admission,
     complexity_measure,
-    dimensions,
     directions,
     operator_names,
 )

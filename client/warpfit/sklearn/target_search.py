@@ -30,6 +30,7 @@ from warpfit.errors import DeadlineExceededError, InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_text
 from warpfit.expressions.reference import evaluate_program
+from warpfit.formulas.units import dimensions
 from warpfit.ir import Program
 from warpfit.losses import (
     ABSOLUTE,
@@ -47,7 +48,6 @@ from warpfit.sklearn.constraints import (
     admission,
     complexity_measure,
     consistency,
-    dimensions,
     operator_code,
     operator_names,
     violations,

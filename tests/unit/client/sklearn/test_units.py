@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from warpfit import InvalidArgumentError, parse
-from warpfit.sklearn.constraints import consistency, dimension, dimensions
+from warpfit import InvalidArgumentError, ProgramError, parse
+from warpfit.formulas.units import check_units, dimension, dimensions
+from warpfit.sklearn.constraints import consistency
 from warpfit.sklearn.genomes import Genomes
 
 NAMES = ("m", "v", "w", "t", "angle")
@@ -77,7 +78,29 @@ def test_units_that_are_not_known_or_do_not_fit(units, reason):
 )
 def test_formulas_are_consistent_in_their_units(text, sound):
     check = consistency(dimensions(UNITS, NAMES, len(NAMES)))
-    assert check(Genomes.of([parse(text, NAMES)])).tolist() == [sound]
+    program = parse(text, NAMES)
+    assert check(Genomes.of([program])).tolist() == [sound]
+    if sound:
+        check_units(program, dimensions(UNITS, NAMES, len(NAMES)), None, NAMES)
+    else:
+        with pytest.raises(ProgramError) as caught:
+            check_units(program, dimensions(UNITS, NAMES, len(NAMES)), None, NAMES)
+        assert caught.value.reason == "UNITS_DIFFER"
+        assert caught.value.position is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "place"),
+    [("p1*v*t", "m", None), ("v*t", "s", 2), ("v*(v + p1*t) + exp(t)", "", 19)],
+)
+def test_a_formula_has_the_unit_of_the_target(text, target, place):
+    program, variables = parse(text, NAMES), dimensions(UNITS, NAMES, len(NAMES))
+    if place is None:
+        check_units(program, variables, dimension(target), NAMES)
+        return
+    with pytest.raises(ProgramError) as caught:
+        check_units(program, variables, dimension(target), NAMES)
+    assert caught.value.position == place
 
 
 def test_units_by_column_and_by_default_names():
