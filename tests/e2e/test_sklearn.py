@@ -23,8 +23,8 @@ from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
-from warpfit.sklearn import ParameterOptimizer, SearchWarning, SymbolicRegressor  # noqa: E402
 from warpfit.formulas.units import dimensions  # noqa: E402
+from warpfit.sklearn import ParameterOptimizer, SearchWarning, SymbolicRegressor  # noqa: E402
 from warpfit.sklearn.constraints import consistency  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
 
