@@ -1,8 +1,11 @@
 """The scikit-learn estimators against a real server."""
 
 import json
+import os
 import pickle
 import runpy
+import signal
+import time
 import warnings
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import yaml
 import warpfit
 from support.servers.server import ServerProcess
 from warpfit.cli.main import main
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, UnavailableError
 
 sklearn = pytest.importorskip("sklearn", minversion="1.6")
 
@@ -27,6 +30,7 @@ from warpfit.formulas.units import dimensions  # noqa: E402
 from warpfit.sklearn import ParameterOptimizer, SearchWarning, SymbolicRegressor  # noqa: E402
 from warpfit.sklearn.constraints import consistency  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
+from warpfit.sklearn.search import Search  # noqa: E402
 
 #: Operators that are enough for the law; searching with all of them takes three times as long.
 FEW = ("+", "*", "/")
@@ -243,6 +247,69 @@ def test_searches_go_on_from_the_last_one_or_from_a_file(search, tmp_path):
     file.write_bytes(b"no archive")
     with pytest.raises(InvalidArgumentError, match="checkpoint"):
         search(checkpoint=file).fit(X, y)
+
+
+@pytest.mark.parametrize(
+    ("columns", "seconds"), [(300, 1.0), (5, 0.01)], ids=["many columns", "hardly any time"]
+)
+def test_the_time_holds_and_what_there_was_no_time_for_is_said(search, capsys, columns, seconds):
+    X = np.random.default_rng(0).normal(size=(200, columns))
+    model = search(max_seconds=seconds, generations=10**6, verbose=True, population=500)
+    begun = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(X, X[:, 0] * X[:, -1])
+    assert time.monotonic() - begun < seconds + 4.0  # other programs run, too
+    said = capsys.readouterr().err
+    if columns > 5:
+        assert said.index("upload of 200 rows") < said.index("library of short formulas")
+        return
+    assert (model.n_iter_, model.reason_) == (0, "max_seconds")
+    assert any("left no time for a generation" in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize("how", ["interrupt", "terminate", "server"])
+def test_what_was_found_is_kept(search, monkeypatch, tmp_path, capsys, how):
+    X = points(100)
+    y = np.column_stack([noisy(X), X[:, 0]])
+    signs = {"monotonic": {"x1": "increasing"}}
+    cut = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "server": None}[how]
+
+    def end(*_):
+        if cut is None:
+            raise UnavailableError("nobody is there")
+        os.kill(os.getpid(), cut)
+
+    advance = Search._advance
+    monkeypatch.setattr(
+        Search, "_advance", lambda own: end() if own.generation == 2 else advance(own)
+    )
+    with pytest.warns(SearchWarning, match="generation 2"):
+        model = search(generations=9, max_size=9, constraints=signs).fit(X, y)
+    assert (model.n_iter_, model.reason_) == (2, how)
+    assert len(model.front_[0]) > 1
+    assert [len(e.program) for e in model.front_[1]] == [1]  # a target that nobody has looked at
+    for equation in model.front_[0]:
+        error = warpfit.expressions.reference.evaluate_program(equation.program, X.T) - y[:, 0]
+        assert np.mean(error**2) == pytest.approx(equation.loss, rel=1e-9)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    table = np.column_stack([X, y[:, 0]])
+    np.savetxt(tmp_path / "t.csv", table, delimiter=",", header="a,b,c,y", comments="")
+    words = ["search", str(tmp_path / "t.csv"), "--target", "y", "--json", str(tmp_path / "t.json")]
+    words += ["--address", model.address, "--operators", "+", "*"]
+    assert main(words) == {"interrupt": 130, "terminate": 143, "server": 2}[how]
+    document = json.loads((tmp_path / "t.json").read_text())
+    assert document["reason"] == how
+    assert f"y = {document['equation']}" in capsys.readouterr().out
+
+
+def test_an_interrupt_before_anything_is_found_is_raised(search, monkeypatch):
+    def end(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "_scored", end)
+    with pytest.raises(KeyboardInterrupt):
+        search().fit(points(50), law(points(50)))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_warning(search, tmp_path, monkeypatch):

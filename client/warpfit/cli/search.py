@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.cli.table import Table, add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
@@ -23,8 +23,16 @@ if TYPE_CHECKING:
     from warpfit.sklearn import SymbolicRegressor
 
 
+#: Exit status for what has ended a search early: 128 plus the signal, or that of an error.
+_STATUS: Final = {"interrupt": 130, "terminate": 143, "server": 2}
+
+
 def main(words: Sequence[str]) -> int:
-    """Search, print the front and the chosen formula, and write the files that were asked for."""
+    """Search, print the front and the chosen formula, and write the files that were asked for.
+
+    An interrupt, SIGTERM or the loss of the server ends the search, and not the command: what has
+    been found is printed and written.
+    """
     options = _parser().parse_args(words)
     require("sklearn", "warpfit[sklearn]")
     _check_outputs(options)
@@ -56,7 +64,7 @@ def main(words: Sequence[str]) -> int:
         plot_fit(target, model.predict(_named(table)), right)
         with _writing(options.plot):
             figure.savefig(options.plot)
-    return 0
+    return _STATUS.get(model.reason_, 0)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
@@ -201,6 +209,7 @@ def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str
         "file": options.file.name,
         "target": options.target,
         "generations": model.n_iter_,
+        "reason": model.reason_,
         "selection": options.select,
         "chosen": chosen,
         "equation": model.expression_,

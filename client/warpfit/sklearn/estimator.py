@@ -6,6 +6,7 @@ The base checks the data, connects to a server, and predicts by a formula.
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Self
 
@@ -21,7 +22,6 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
-from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client, connect
 from warpfit.embedded import server_at
 from warpfit.errors import InvalidArgumentError
@@ -81,18 +81,19 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
             UnavailableError: if the server cannot be reached or started.
 
         """
+        begun = time.monotonic()
         trainings = self._trainings(X, y, sample_weight)
         self._check_settings()
-        names, programs = self._names(), []
+        names = self._names()
         with (
             np.errstate(all="ignore"),  # formulas overflow, which is dealt with
             server_at(self.address, ["--devices", self.engine]) as place,
             connect(place) as client,
         ):
-            for given in trainings:
-                training = self._in_units(given)
-                with client.upload(*training[:3], names=names, dtype="float64") as data:
-                    programs.append(self._find(client, data, training))
+            programs = [
+                self._find(client, self._in_units(given), begun, len(trainings))
+                for given in trainings
+            ]
         texts = [to_text(program, names) for program in programs]
         self.program_ = programs[0] if len(programs) == 1 else programs
         self.expression_ = texts[0] if len(texts) == 1 else texts
@@ -128,8 +129,16 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         """Divide numbers by others, so that squares neither overflow nor vanish, and note these."""
 
     @abstractmethod
-    def _find(self, client: Client, data: DatasetHandle, training: TrainingData) -> Program:
-        """Return the formula, and set the other attributes of a fitted estimator."""
+    def _find(self, client: Client, training: TrainingData, begun: float, targets: int) -> Program:
+        """Return the formula, and set the other attributes of a fitted estimator.
+
+        Args:
+            client: of the server.
+            training: rows of one target.
+            begun: time of `time.monotonic` at the call of ``fit``.
+            targets: number of targets, for each of which this is called.
+
+        """
 
     def _names(self) -> tuple[str, ...]:
         """Return the names of a data frame's columns; empty where ``fit`` was given none."""
@@ -190,8 +199,18 @@ def _training(X: Floats, y: Floats, weights: Floats) -> TrainingData:
     So a weight means repetition to the last bit, and the order of the rows does not matter.
     """
     table = np.column_stack([X, np.asarray(y, np.float64)])
-    rows, place = np.unique(table, axis=0, return_inverse=True)
-    totals = np.zeros(len(rows))
+    # Rows are told apart by as few columns as this takes: mostly the first one does.
+    place, first, count = np.zeros(len(table), np.int64), np.zeros(1, np.int64), 1
+    for column in table.T:
+        if count == len(table):
+            break
+        _, own = np.unique(column, return_inverse=True)
+        groups, first, place = np.unique(
+            place * len(table) + own.ravel(), return_index=True, return_inverse=True
+        )
+        count = len(groups)
+    rows = table[first]
+    totals = np.zeros(count)
     np.add.at(totals, place.ravel(), weights)
     return TrainingData(rows[:, :-1], rows[:, -1], totals)
 
@@ -284,22 +303,23 @@ class ParameterOptimizer(FormulaRegressor):
         unit = power_of_two(training.target, 0.5)
         return training._replace(target=training.target / unit, unit=unit)
 
-    def _find(self, client: Client, data: DatasetHandle, training: TrainingData) -> Program:
+    def _find(self, client: Client, training: TrainingData, begun: float, targets: int) -> Program:
         program = fitted = as_program(self.expression, self._names())
         loss = as_loss(self.loss)
         if training.unit != 1.0:
             fitted = Program.apply("div", program, Program.constant(training.unit))
-        fit = client.optimize(
-            data,
-            [fitted],
-            [self._start_vectors(program)],
-            loss=loss,
-            method=self.method,
-            accuracy=self.accuracy,
-            max_iterations=self.max_iterations,
-            bounds=self.bounds,
-            standard_errors=as_function(loss).is_squares,
-        )
+        with client.upload(*training[:3], names=self._names(), dtype="float64") as data:
+            fit = client.optimize(
+                data,
+                [fitted],
+                [self._start_vectors(program)],
+                loss=loss,
+                method=self.method,
+                accuracy=self.accuracy,
+                max_iterations=self.max_iterations,
+                bounds=self.bounds,
+                standard_errors=as_function(loss).is_squares,
+            )
         self.parameters_ = fit.parameters[0]
         self.standard_errors_ = fit.standard_errors[0] if fit.standard_errors else None
         self.loss_ = float(fit.loss[0]) * loss_unit(loss, training.unit)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -49,18 +50,19 @@ _MOST_FACTORS: Final = 4
 _ALGEBRAIC: Final = frozenset({"square", "cube", "sqrt", "cbrt", "inv", "neg", "abs"})
 #: Most products of powers whose sums are taken.
 _MOST_TERMS: Final = 120
+_ONE: Final = Program.constant(1.0)
 #: Operators whose operands may swap.
 _COMMUTATIVE: Final = frozenset({"add", "mul", "min", "max"})
 
 
-def library(
-    operators: Sequence[str], variables: int, width: int, most: int, rng: np.random.Generator
-) -> Genomes:
+@lru_cache(8)
+def library(operators: tuple[str, ...], variables: int, width: int, most: int) -> Genomes:
     """Return different short formulas, shortest first, about a seventh of ``most`` of each kind.
 
     The kinds are small trees, products of powers, sums, functions of products (twice), and roots,
-    powers and functions of sums.
+    powers and functions of sums. Whoever calls this shares them, and changes nothing in them.
     """
+    rng = np.random.default_rng(0)
     share = most // 7
     trees = _small_trees(operators, variables, share, rng)
     powers = list(itertools.islice(_products(operators, variables), share))
@@ -81,13 +83,36 @@ def library(
     return _different([*trees, *powers, *sums, *itertools.chain(*functions)], width)
 
 
-def arguments(operators: Collection[str], variables: int, width: int, most: int) -> Genomes:
-    """Return products of powers, and sums of two variables; shortest first."""
+@lru_cache(8)
+def arguments(operators: tuple[str, ...], variables: int, width: int, most: int) -> Genomes:
+    """Return products of powers, and sums of two variables; shortest first. They are shared."""
     plain = list(itertools.islice(_products(operators, variables, (-1, 1)), most // 2))
-    single = [Program.variable(place) for place in range(variables)]
+    single = [*map(_variable, range(variables))]
     powers = itertools.islice(_products(operators, variables), most)
     sums = _sums(operators, single, most, np.random.default_rng(0))
     return _different([*plain, *sums, *powers][:most], width)
+
+
+def relevant(X: Floats, target: Floats, most: int) -> Indices:
+    """Return the variables that say most about a target alone, at most so many; ascending.
+
+    Spearman's correlation is taken of the target with each variable, and with its square, and of
+    the square of the target with the latter, which a product of two variables makes.
+    """
+    if X.shape[1] <= most:
+        return np.arange(X.shape[1])
+
+    def ranked(columns: Floats) -> Floats:
+        ranks = columns.argsort(axis=0).argsort(axis=0) + 0.0
+        ranks[:, np.ptp(columns, axis=0) == 0.0] = 0.0
+        ranks -= ranks.mean(axis=0)
+        return np.asarray(ranks / np.maximum(np.linalg.norm(ranks, axis=0), 1e-300))
+
+    middle = np.median(X, axis=0)
+    sides = ranked(X), ranked(np.abs(X - middle))
+    own = ranked(target[:, None])[:, 0], ranked(np.abs(target - np.median(target))[:, None])[:, 0]
+    found = np.abs([own[0] @ sides[0], own[0] @ sides[1], own[1] @ sides[1]]).max(axis=0)
+    return np.sort(np.argsort(-found, kind="stable")[:most])
 
 
 def _different(programs: Sequence[Program], width: int) -> Genomes:
@@ -104,8 +129,7 @@ def _sums(
     pairs = list(itertools.combinations(powers[:_MOST_TERMS], 2))
     pairs = [pairs[place] for place in rng.permutation(len(pairs)).tolist()]
     pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
-    one = Program.constant(1.0)
-    chosen = [*((one, term) for term in powers[: most // 4]), *pairs][: most // max(len(names), 1)]
+    chosen = [*((_ONE, term) for term in powers[: most // 4]), *pairs][: most // max(len(names), 1)]
     return [Program.apply(name, *pair) for pair in chosen for name in names]
 
 
@@ -113,8 +137,7 @@ def _small_trees(
     operators: Sequence[str], variables: int, most: int, rng: np.random.Generator
 ) -> list[Program]:
     """Return all trees over the variables and 1 by size, and a sample of the last size."""
-    one = Program.constant(1.0)
-    sizes = {1: [*map(Program.variable, range(variables)), one]}
+    sizes = {1: [*map(_variable, range(variables)), _ONE]}
     found = sizes[1][:-1][:most]
     for size in range(2, _TREE_SIZE + 1):
         if len(found) >= most:
@@ -123,7 +146,7 @@ def _small_trees(
         if len(made) > most - len(found):
             chosen = rng.choice(len(made), most - len(found), replace=False)
             made = [made[index] for index in np.sort(chosen).tolist()]
-        made = [(name, parts) for name, parts in made if any(part is not one for part in parts)]
+        made = [(name, parts) for name, parts in made if any(part is not _ONE for part in parts)]
         sizes[size] = [Program.apply(name, *parts) for name, parts in made]
         found += sizes[size]
     return found
@@ -158,7 +181,8 @@ def _products(
             exponents = [
                 e for e in itertools.product(allowed, repeat=factors) if sum(map(abs, e)) == total
             ]
-            for chosen in itertools.combinations(range(variables), factors):
+            chosen_factors = itertools.combinations(range(variables), factors) if exponents else ()
+            for chosen in chosen_factors:
                 for powers in exponents:
                     yield product(dict(zip(chosen, powers, strict=True)), operators)
 
@@ -168,18 +192,19 @@ def product(powers: Mapping[int, float], operators: Collection[str]) -> Program:
     above = [_power(index, power, operators) for index, power in powers.items() if power > 0]
     below = [_power(index, -power, operators) for index, power in powers.items() if power < 0]
     sides = [
-        side[0]
-        if len(side) == 1
-        else Program.apply("mul", *side)
-        if side
-        else Program.constant(1.0)
+        side[0] if len(side) == 1 else Program.apply("mul", *side) if side else _ONE
         for side in (above, below)
     ]
     return Program.apply("div", *sides) if below else sides[0]
 
 
+@lru_cache(4096)
+def _variable(index: int) -> Program:
+    return Program.variable(index)
+
+
 def _power(index: int, power: float, operators: Collection[str]) -> Program:
-    variable = Program.variable(index)
+    variable = _variable(index)
     if power % 1:
         root = Program.apply("sqrt", variable)
         return (

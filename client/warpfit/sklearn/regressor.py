@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-import time
+import signal
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
-from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.dataset.layout import caller_level
 from warpfit.errors import InvalidArgumentError
@@ -39,7 +40,8 @@ from warpfit.sklearn.estimator import (
     power_of_two,
 )
 from warpfit.sklearn.genomes import Genomes
-from warpfit.sklearn.target_search import Progress, TargetSearch, formulas_of, load
+from warpfit.sklearn.search import INTERRUPTIONS, Terminated
+from warpfit.sklearn.target_search import Progress, TargetSearch, load
 
 #: Operators of the default: those of physics and engineering that have no steps.
 OPERATORS_OF_SCIENCE: Final = (
@@ -129,8 +131,11 @@ class SymbolicRegressor(FormulaRegressor):
     tolerance : float
         The search ends when the error is below this part of the loss of the best constant.
     max_seconds : float, optional
-        Time of the fit of one target. The search ends at the generation during which nine tenths
-        of it pass; results then depend on the speed of the machine.
+        Time of ``fit`` from call to return, a server's start included, which several targets share.
+        A tenth of it, of many rows a fifth, is kept for the last fits and the simplification, which
+        take fewer rows where they would not end in time. Results depend on the speed of the
+        machine. If the time is over before the first generation, ``n_iter_`` is 0, a
+        `SearchWarning` says so, and the formulas are the best pairs of short ones, or the constant.
     early_stopping : int, optional
         The search ends after so many generations without a loss lower by a tenth.
     warm_start : bool
@@ -142,7 +147,7 @@ class SymbolicRegressor(FormulaRegressor):
         Called after each generation with the estimator, the generation's number and the equations
         so far; the search ends if it returns True.
     verbose : bool
-        Show a line of progress with the best formula.
+        Show lines of progress: what is done before the first generation, and the best formula.
     random_state : int, RandomState instance or None
         Seed of the search; with an int the same data give the same formula.
 
@@ -158,9 +163,15 @@ class SymbolicRegressor(FormulaRegressor):
     expression_ : str
         The same as text; for several targets a list.
     n_iter_ : int
-        Generations until the end.
+        Generations until the end, 0 if the time was over before the first one.
+    reason_ : str
+        Why the search ended: ``"generations"``, ``"tolerance"``, ``"max_seconds"``,
+        ``"early_stopping"``, ``"callback"``, ``"interrupt"``, ``"terminate"`` (SIGTERM) or
+        ``"server"``, which was lost; for several targets that of the last one.
 
     """
+
+    reason_: str
 
     def __init__(
         self,
@@ -341,18 +352,60 @@ class SymbolicRegressor(FormulaRegressor):
         rows, target = training.rows / np.array(units), training.target / unit
         return training._replace(rows=rows, target=target, unit=unit, variable_units=units)
 
-    def _find(self, client: Client, data: DatasetHandle, training: TrainingData) -> Program:
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
+        """Find the formula, on the server at ``address`` or on one that is started for it.
+
+        An interrupt (Ctrl-C), SIGTERM where it would end the process, and the loss of the server
+        end the search, as `reason_` says: the estimator is fitted with what has been found until
+        then, and a `SearchWarning` says so. Where nothing has been found they raise as usual, as a
+        second interrupt does.
+
+        Args:
+            X: features, [rows, variables].
+            y: target, [rows] or [rows, targets].
+            sample_weight: non-negative weight of each row, [rows]; in losses one of k counts as k
+                equal rows.
+
+        Rows of weight 0 are left out before anything else is done, whatever is in them.
+
+        Raises:
+            ValueError: for data that scikit-learn refuses, such as NaN.
+            InvalidArgumentError: for data that `warpfit.Client.upload` refuses, such as masked
+                elements and numbers as text, and for settings that make no sense or do not fit the
+                data.
+            UnavailableError: if the server cannot be reached or started.
+
+        """
+        with _termination_interrupts():
+            return super().fit(X, y, sample_weight)
+
+    def _find(self, client: Client, training: TrainingData, begun: float, targets: int) -> Program:
         rng = np.random.default_rng(check_random_state(self.random_state).randint(2**31))
         output = len(self._fresh_fronts)
-        progress = Progress(self._checkpoint_file(output), time.monotonic())
+        # The time of fit is shared by the targets.
+        spans = [(self.max_seconds or math.inf) * (output + step) / targets for step in (1, 0)]
         task = TargetSearch(
-            self, client, data, training, rng, self._start(output, training), self._names()
+            self,
+            client,
+            training,
+            rng,
+            self._start(output, training),
+            self._names(),
+            begun if output == 0 or self.max_seconds is None else begun + spans[1],
+            begun + spans[0],
         )
-        front, search = task.run(progress)
+        if output and self.reason_ in INTERRUPTIONS:
+            front = task.nothing()
+        else:
+            progress = Progress(self._checkpoint_file(output), begun, self.verbose)
+            front = task.run(progress)
+            self.n_iter_, self.reason_ = task.generation, task.reason
+            if len(task.formulas):
+                known = getattr(self, "_formulas", {}) if output else {}
+                self._formulas = {**known, output: task.formulas}
+                progress.save(task.formulas)
+            self._warn_of_end()
         self._fresh_fronts.append(front)
-        found = formulas_of(search)
-        self._formulas = {**(getattr(self, "_formulas", {}) if output else {}), output: found}
-        progress.save(found)
         favourite = eq.SELECTIONS[self.model_selection](front)
         if not favourite.is_supported:
             chosen = front[eq.selected(front, self.model_selection)]
@@ -365,9 +418,26 @@ class SymbolicRegressor(FormulaRegressor):
                 SearchWarning,
                 stacklevel=caller_level(),
             )
-        self.n_iter_ = search.generation
         self._fronts = self._fresh_fronts
         return self._equation(None, output).program
+
+    def _warn_of_end(self) -> None:
+        """Warn of a search that could not do what was asked for."""
+        if self.reason_ in INTERRUPTIONS:
+            what = {"server": "the server is lost", "terminate": "SIGTERM has come"}
+            message = (
+                f"{what.get(self.reason_, 'an interrupt has come')}, and the search ends in "
+                f"generation {self.n_iter_}: the formulas are those that were found until then"
+            )
+        elif self.reason_ == "max_seconds" and not self.n_iter_:
+            message = (
+                f"max_seconds={self.max_seconds:g} left no time for a generation: the formulas are "
+                "pairs of short ones, with constants as far as they were fitted. Give more time, "
+                "or less population, sample_rows or rows"
+            )
+        else:
+            return
+        warnings.warn(message, SearchWarning, stacklevel=caller_level())
 
     def _checkpoint_file(self, output: int) -> Path | None:
         """Return the file of a target; those of further targets have a number behind the name."""
@@ -391,6 +461,24 @@ class SymbolicRegressor(FormulaRegressor):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """Let SIGTERM raise `Terminated` in this block, where it would end the process."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def terminate(*_: Any) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _number(value: Any) -> float:

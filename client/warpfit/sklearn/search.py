@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
+from warpfit.errors import DeadlineExceededError, UnavailableError
 from warpfit.fitting import Reason
 from warpfit.losses import Loss, LossFunction, as_function
 from warpfit.sklearn.genomes import (
@@ -98,6 +99,12 @@ def merged(pools: Sequence[Pool]) -> Pool:
     )
 
 
+def empty_pool(genomes: Genomes) -> Pool:
+    """Return a pool of no formulas; ``genomes`` has none."""
+    numbers = np.empty(0)
+    return Pool(genomes, numbers, numbers, numbers, np.empty(0, np.int64), np.empty(0, np.bool_))
+
+
 def pareto_layers(complexities: Indices, losses: Floats) -> Indices:
     """Return the layer of each formula (Deb et al. 2002, without the crowding distance)."""
     layers = np.zeros(len(losses), np.int64)
@@ -128,14 +135,44 @@ _ISLANDS: Final = 2
 #: Generations between steps of the search for pairs, and members of the population that take part.
 _PAIR_EVERY: Final = 2
 _PAIRED: Final = 50
+#: Formulas of the library that are scored before the others.
+_FIRST: Final = 500
 #: How often a structure with constants may be tried, about: each time from other numbers.
 _ATTEMPTS: Final = 4
 #: Slots of the filter of structures that have been tried, a power of 2.
 _FILTER: Final = 1 << 21
 #: Formulas that are returned beside those that nothing dominates.
 _PROMISING: Final = 40
-#: Iterations of the last fit, of the formulas that are returned.
-_LAST_ITERATIONS: Final = 200
+
+
+#: Reasons of the end of a search that leave no time for anything else.
+INTERRUPTIONS: Final = ("interrupt", "terminate", "server")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came while a search ran."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the word for what has interrupted a search."""
+    if isinstance(error, Terminated):
+        return "terminate"
+    return "interrupt" if isinstance(error, KeyboardInterrupt) else "server"
+
+
+def seconds_until(end: float) -> float | None:
+    """Return the seconds until a time of `time.monotonic`; None for infinity.
+
+    Raises:
+        DeadlineExceededError: if it has passed.
+
+    """
+    if end == math.inf:
+        return None
+    left = end - time.monotonic()
+    if left <= 0.0:
+        raise DeadlineExceededError("the time of the search is over", "SEARCH_TIME_OVER")
+    return left
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +199,8 @@ class Settings:
     """Returns numbers to add to the losses of formulas; takes them, their slopes and the rows."""
     report: Callable[[Search], bool]
     """Called after each generation; True ends the search."""
+    phase: Callable[[str], None]
+    """Called with what the search does next, before the first generation."""
 
 
 @dataclass(slots=True)
@@ -194,8 +233,6 @@ class Search:
     """One search: its islands, and the best of those that have been given up."""
 
     client: Client
-    data: DatasetHandle
-    """All rows, on which the last formulas are fitted."""
     sample: DatasetHandle
     """Rows on which formulas are compared during the search."""
     breeder: Breeder
@@ -207,68 +244,94 @@ class Search:
     """The first one takes in the best pairs; others would be overrun by them, too."""
     archive: list[Pool] = field(default_factory=list)
     generation: int = 0
+    reason: str = ""
+    """Why the search ended: `generations`, `tolerance`, `max_seconds`, `early_stopping`,
+    `callback`, `interrupt`, `terminate` or `server`."""
     _milestone: float = math.inf
     """Least loss of which progress was counted, and its generation."""
     _progressed: int = 0
 
-    def run(self) -> Pool:
-        """Evolve, and return the formulas that nothing dominates, simplest first, fitted well."""
-        self.islands = [self._settled()]
+    def run(self) -> None:
+        """Evolve until there is a reason to end; what has been found until then stays.
+
+        Raises:
+            KeyboardInterrupt: if nothing has been found before an interrupt.
+            UnavailableError: if nothing has been found before the server is lost.
+
+        """
+        try:
+            self._evolve()
+        except DeadlineExceededError:
+            self.reason = "max_seconds"
+        except (KeyboardInterrupt, UnavailableError) as error:
+            if not self.islands or not len(self.everything()):
+                raise
+            self.reason = reason_of(error)
+
+    def _evolve(self) -> None:
+        self._settle(0)
         if self.start is not None and len(self.start):
             self._admit(self.islands[0], simplified(self.start))
-        for _ in self.pairs.views:
-            if not self._over():
-                self._pair()
+        longest = 0.0
+        for number in range(len(self.pairs.views)):
+            # A step that would not end in time is not begun.
+            if self._over() or time.monotonic() + longest > self.settings.ends:
+                break
+            self.settings.phase(f"pairs, view {number + 1} of {len(self.pairs.views)}")
+            begun = time.monotonic()
+            self._pair()
+            longest = max(longest, time.monotonic() - begun)
         while not self._over():
             self._advance()
             if self.settings.report(self):
-                break
-        promising = self.promising()
-        if not len(promising):
-            return promising
-        return self._fitted(promising, self.data, _LAST_ITERATIONS).distinct()
+                self.reason = "callback"
 
     def front(self) -> Pool:
         """Return all formulas that nothing dominates, simplest first."""
-        return self._all().front()
+        return self.everything().front()
 
     def promising(self) -> Pool:
-        """Return what nothing dominates, and what is hardly worse.
+        """Return what nothing dominates, and what is hardly worse; the most likely first.
 
         Of many formulas of one complexity noise makes any the best.
         """
-        pool, rows = self._all().distinct(), max(self.settings.rows, 2.0)
+        pool, rows = self.everything().distinct(), max(self.settings.rows, 2.0)
         sizes = pool.complexities + pool.genomes.constants
         with np.errstate(divide="ignore"):
             information = rows * np.log(pool.losses) + sizes * np.log(rows)
-        return pool[(pool.layers == 0) | (information.argsort().argsort() < _PROMISING)]
+        order = information.argsort()
+        return pool[order[(pool.layers[order] == 0) | (np.arange(len(order)) < _PROMISING)]]
 
-    def _all(self) -> Pool:
-        return merged([*self.archive, *(island.population for island in self.islands)])
+    def everything(self) -> Pool:
+        """Return the formulas of all islands, and of those that have been given up."""
+        pools = [*self.archive, *(island.population for island in self.islands)]
+        return merged(pools) if pools else empty_pool(Genomes.of([]))
 
     def _over(self) -> bool:
         best = min(island.best for island in self.islands)
         if best < _PROGRESS * self._milestone:
             self._milestone, self._progressed = best, self.generation
         idle = self.generation - self._progressed
-        return (
-            best <= self.settings.stop_loss
-            or self.generation >= self.settings.generations
-            or time.monotonic() >= self.settings.ends
-            or idle >= (self.settings.early_stopping or math.inf)
-        )
+        reasons = {
+            "tolerance": best <= self.settings.stop_loss,
+            "generations": self.generation >= self.settings.generations,
+            "max_seconds": time.monotonic() >= self.settings.ends,
+            "early_stopping": idle >= (self.settings.early_stopping or math.inf),
+        }
+        self.reason = self.reason or next((name for name in reasons if reasons[name]), "")
+        return bool(self.reason)
 
     def _advance(self) -> None:
         """Breed one generation of one island; each has its turn."""
         place = self.generation % _ISLANDS
         self.generation += 1
         if place == len(self.islands):
-            self.islands.append(self._settled())
+            self._settle(place)
         island = self.islands[place]
         if island.stagnates():
             everything = merged([*self.archive, island.population]).distinct()
             self.archive = [everything.best(self.settings.population)]
-            island = self.islands[place] = self._settled()
+            island = self._settle(place)
         immigrants = self.breeder.first(int(_IMMIGRANTS * self.settings.population))
         children = [self._offspring(island.population)] if len(island.population) else []
         self._admit(island, joined([*children, immigrants]))
@@ -283,9 +346,15 @@ class Search:
         found = self.pairs.step(first.population.genomes[:_PAIRED])
         self._admit(first, simplified(found), fits=len(found))
 
-    def _settled(self) -> Island:
-        """Return an island with a new population."""
-        island = Island(self._scored(self.pairs.library))
+    def _settle(self, place: int) -> Island:
+        """Put an island with a new population into a place, which is replaced or behind the end."""
+        if not self.generation:
+            self.settings.phase("the first population")
+        # The shortest come first, so that something is found where there is time for nothing else.
+        library = self.pairs.library
+        island = Island(self._scored(library[:_FIRST]))
+        self.islands[place : place + 1] = [island]
+        island.population = merged([island.population, self._scored(library[_FIRST:])])
         self._admit(island, self.breeder.first(2 * self.settings.population))
         return island
 
@@ -339,21 +408,35 @@ class Search:
         """Fit slope and intercept of every formula."""
         count = len(genomes)
         if not count:
-            empty = np.empty(0)
-            whole = np.empty(0, np.int64)
-            return Pool(genomes, empty, empty, empty, whole, np.empty(0, bool))
+            return empty_pool(genomes)
         losses, slopes, intercepts = self.client.evaluate(
-            self.sample, genomes.population(), loss=Loss.MSE, linear_scaling=True
+            self.sample,
+            genomes.population(),
+            loss=Loss.MSE,
+            linear_scaling=True,
+            timeout=self._timeout(),
         )
         settled = (genomes.constants == 0) & as_function(self.settings.loss).is_squares
         if self.settings.loss is not Loss.MSE:
             losses = self.client.evaluate(
-                self.sample, genomes.fit_batch(slopes, intercepts), loss=self.settings.loss
+                self.sample,
+                genomes.fit_batch(slopes, intercepts),
+                loss=self.settings.loss,
+                timeout=self._timeout(),
             )
         complexities = self.settings.complexity(genomes)
         return self._penalised(
             Pool(genomes, losses, slopes, intercepts, complexities, settled), self.sample
         )
+
+    def _timeout(self) -> float | None:
+        """Return the time that a call may take, None for any.
+
+        Raises:
+            DeadlineExceededError: if the time of the search is over.
+
+        """
+        return seconds_until(self.settings.ends)
 
     def _penalised(self, pool: Pool, data: DatasetHandle) -> Pool:
         added = self.settings.penalty(pool.genomes, pool.slopes, data)
@@ -367,6 +450,8 @@ class Search:
             pool.genomes.fit_batch(pool.slopes, pool.intercepts),
             loss=self.settings.loss,
             max_iterations=iterations,
+            timeout=self._timeout(),
+            partial=True,
         )
         inner = [vector[:-2] for vector in fit.parameters]
         ends: Floats = np.array([vector[-2:] for vector in fit.parameters])
@@ -376,6 +461,6 @@ class Search:
             ends[:, 0],
             ends[:, 1],
             pool.complexities,
-            fit.reason != Reason.ITERATIONS,
+            ~np.isin(fit.reason, (Reason.ITERATIONS, Reason.DEADLINE)),
         )
         return self._penalised(fitted, data)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -26,7 +27,7 @@ import numpy as np
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.dataset.layout import caller_level
-from warpfit.errors import DeadlineExceededError, InvalidArgumentError
+from warpfit.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_text
 from warpfit.expressions.reference import evaluate_program
@@ -42,12 +43,13 @@ from warpfit.losses import (
     as_loss,
     close_losses,
 )
-from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
 from warpfit.sklearn.constraints import (
     Violations,
     admission,
     complexity_measure,
     consistency,
+    directions,
     operator_code,
     operator_names,
     violations,
@@ -62,12 +64,18 @@ from warpfit.sklearn.equations import (
 )
 from warpfit.sklearn.estimator import SearchWarning, TrainingData, loss_unit
 from warpfit.sklearn.genomes import Breeder, Floats, Genomes, Indices, Mask
-from warpfit.sklearn.pairs import PairSearch, arguments, library, views
-from warpfit.sklearn.search import Pool, Search, Settings, merged
+from warpfit.sklearn.pairs import PairSearch, arguments, library, relevant, views
+from warpfit.sklearn.search import (
+    INTERRUPTIONS,
+    Pool,
+    Search,
+    Settings,
+    reason_of,
+    seconds_until,
+)
 
 if TYPE_CHECKING:
     from warpfit.sklearn.regressor import SymbolicRegressor
-    from warpfit.sklearn.search import Search
 
 #: Predictions among which the best of a row is looked for: 0, and powers of 2 of both signs, those
 #: far out in larger steps.
@@ -75,6 +83,8 @@ _SIZES: Final = np.exp2(np.concatenate([np.arange(-40.0, 41.0), np.arange(60.0, 
 _PREDICTIONS: Final = np.concatenate([-_SIZES[::-1], [0.0], _SIZES])
 #: A loss that can be lower than this has no least value.
 _UNBOUNDED: Final = -1e100
+#: Most different targets whose least losses are looked for; those between are interpolated.
+_MOST_TARGETS: Final = 20_000
 #: Steps of the golden section, and rows that are looked at together.
 _STEPS: Final = 80
 _ROWS: Final = 2000
@@ -85,7 +95,9 @@ def least_row_losses(loss: LossFunction, target: Floats, weights: Floats) -> Flo
     """Return the least loss that any prediction has in each row, [rows].
 
     A scan of predictions of all sizes, the target, its logarithm and its exponential among them,
-    is followed by a golden section around the best (Kiefer 1953).
+    is followed by a golden section around the best (Kiefer 1953). It is done once for rows that
+    cannot differ: a loss of f - y alone has one least value. Of many different targets so many as
+    `_MOST_TARGETS` are looked at, and the least losses of the others are interpolated.
 
     Raises:
         InvalidArgumentError: if a row's loss has no least value.
@@ -93,7 +105,13 @@ def least_row_losses(loss: LossFunction, target: Floats, weights: Floats) -> Flo
     """
     if loss.is_squares or loss.row == ABSOLUTE:
         return np.zeros(len(target))
-    pairs, place = np.unique(np.stack([target, weights]), axis=1, return_inverse=True)
+    targets = np.zeros(1) if is_of_difference(loss.row) else np.unique(target)
+    if loss.mentions_weight:
+        own = np.broadcast_to(0.0, target.shape) if len(targets) == 1 else target
+        pairs, place = np.unique(np.stack([own, weights]), axis=1, return_inverse=True)
+    else:
+        chosen = np.linspace(0, len(targets) - 1, min(len(targets), _MOST_TARGETS)).astype(int)
+        pairs = np.stack([targets[chosen], np.ones(len(chosen))])
     least = np.concatenate(
         [_least(loss, *pairs[:, start : start + _ROWS]) for start in range(0, len(pairs.T), _ROWS)]
     )
@@ -105,7 +123,23 @@ def least_row_losses(loss: LossFunction, target: Floats, weights: Floats) -> Flo
             "Write a loss that is bounded below, such as log(abs(d) + 0.01) instead of log(abs(d))",
             "loss",
         )
-    return least[place.ravel()]
+    if loss.mentions_weight:
+        return least[place.ravel()]
+    return np.asarray(weights * np.interp(target, pairs[0], least))
+
+
+def is_of_difference(row: Program) -> bool:
+    """Tell whether prediction and target occur in a row loss as f - y or y - f alone."""
+
+    def leaf(code: int, value: float) -> str:
+        return "fyw"[int(value)] if code == VARIABLE else ""
+
+    def join(operator: Operator, parts: list[str]) -> str:
+        if operator.name == "sub" and {*parts} == {"f", "y"}:
+            return ""
+        return "other" if {"f", "y", "other"} & {*parts} else ""
+
+    return row.fold(leaf, join) == ""
 
 
 def _least(loss: LossFunction, target: Floats, weights: Floats) -> Floats:
@@ -180,6 +214,7 @@ class Progress:
 
     checkpoint: Path | None
     started: float
+    verbose: bool
     shown: float = 0.0
     saved: float = 0.0
 
@@ -188,15 +223,20 @@ class Progress:
         now = time.monotonic()
         options = target.options
         terminal = sys.stderr is not None and sys.stderr.isatty()
-        if options.verbose and now - self.shown >= _LINE_SECONDS[not terminal]:
+        if self.verbose and now - self.shown >= _LINE_SECONDS[not terminal]:
             self.shown = now
-            self._show(target, search, "\r" if terminal else "")
+            self._show(target, search)
         if self.checkpoint is not None and now - self.saved >= _CHECKPOINT_SECONDS:
             self.saved = now
             self.save(formulas_of(search))
         if options.callback is None:
             return False
         return bool(options.callback(options, search.generation, target.preview(search)))
+
+    def phase(self, text: str) -> None:
+        """Say what is done before the first generation, or behind the last one."""
+        if self.verbose:
+            self._line(f"{time.monotonic() - self.started:.1f} s  {text}")
 
     def save(self, genomes: Genomes) -> None:
         """Write the checkpoint; a search does not end because its disk is full."""
@@ -212,21 +252,25 @@ class Progress:
                 stacklevel=caller_level(),
             )
 
-    def _show(self, target: TargetSearch, search: Search, begin: str) -> None:
+    def _show(self, target: TargetSearch, search: Search) -> None:
         best = min(target.preview(search), key=lambda equation: equation.loss)
-        line = (
-            f"generation {search.generation}  {time.monotonic() - self.started:.1f} s  "
+        self._line(
+            f"{time.monotonic() - self.started:.1f} s  generation {search.generation}  "
             f"loss {best.loss:.4g}  {best.equation}"
-        )[:_LINE]
-        end = "" if begin else "\n"
+        )
+
+    def _line(self, line: str) -> None:
+        """Show a line, on a terminal in the place of the last one, whose width it keeps to."""
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        most = min(_LINE, shutil.get_terminal_size().columns - 1) if terminal else _LINE
+        shown = f"\r{line[:most]:<{most}}" if terminal else f"{line[:most]}\n"
         with suppress(OSError):  # a search does not end because its lines cannot be shown
-            print(f"{begin}{line:<{_LINE if begin else 0}}", end=end, file=sys.stderr, flush=True)
+            print(shown, end="", file=sys.stderr, flush=True)
 
 
 def formulas_of(search: Search) -> Genomes:
     """Return all formulas of a search with their constants, best first."""
-    pools = [*search.archive, *(island.population for island in search.islands)]
-    everything = merged(pools).distinct()
+    everything = search.everything().distinct()
     return everything.best(len(everything)).genomes
 
 
@@ -271,6 +315,8 @@ def _bad_checkpoint(path: Path, why: str) -> InvalidArgumentError:
 _NO_INTERCEPT: Final = 1e-10
 #: Most rows on which pairs of formulas are compared.
 _PAIR_ROWS: Final = 512
+#: Most variables of the library, those that say most about the target.
+_MOST_VARIABLES: Final = 30
 #: Formulas of the library for each member of the population.
 _LIBRARY: Final = 12
 #: The same of arguments of functions for which many factors are tried.
@@ -280,9 +326,15 @@ _LAST_ITERATIONS: Final = 200
 #: Most constants of a formula that are fitted then. Long ones of functions that are written with
 #: operators have thousands, which are those functions' own.
 _MOST_FITTED: Final = 200
-#: Part of the time that is kept for what follows the search, and least time of it in seconds.
-_RESERVE: Final = 0.1
-_LEAST_SECONDS: Final = 0.3
+#: Part of the time that is kept for what follows the search, of few rows and of many.
+_RESERVE: Final = (0.1, 0.2)
+_MANY_ROWS: Final = 20_000
+#: Formulas that are measured in one call, after which the clock is looked at.
+_MEASURED: Final = 16
+#: Time of a fit as a multiple of that of one evaluation of the same formulas on the same rows, and
+#: the part of the time left that the last fit may take.
+_FIT_TIME: Final = 60.0
+_FIT_SHARE: Final = 0.5
 #: Formulas of the least BIC whose numbers are shortened, and most part of its loss that one loses.
 _SHORTENED: Final = 5
 _MOST_TOLERANCE: Final = 0.1
@@ -301,43 +353,145 @@ class TargetSearch:
 
     options: SymbolicRegressor
     client: Client
-    data: DatasetHandle
-    """All rows."""
     training: TrainingData
-    """The same rows here."""
     rng: np.random.Generator
     start: Genomes | None
     """Formulas to go on from."""
     names: tuple[str, ...]
-    deadline: float = math.inf
-    """Time of `time.monotonic` at which everything should have ended."""
+    begun: float
+    """Time of `time.monotonic` from which the time of this target counts."""
+    deadline: float
+    """Time of `time.monotonic` at which everything should have ended; infinite for any time."""
     scale: float = math.nan
     """Loss of the best constant above the least that any prediction could have."""
-    seen: DatasetHandle = field(init=False)
-    """The rows that are not held out."""
     constant: Program = field(init=False)
     """The best constant, which is among the equations."""
     held_out: Indices = field(init=False)
-    """The others: formulas are measured on them, and never fitted."""
+    """Rows on which formulas are measured, and never fitted."""
+    data: DatasetHandle = field(init=False)
+    """All rows."""
+    generation: int = 0
+    reason: str = ""
+    """Why the search ended, as `SymbolicRegressor.reason_`."""
+    formulas: Genomes = field(default_factory=lambda: Genomes.of([]))
+    """All formulas of the search, best first."""
 
-    def run(self, progress: Progress) -> tuple[list[Equation], Search]:
-        """Search; return the front, its constants fitted to the rows that are not held out."""
-        if self.options.max_seconds is not None:
-            self.deadline = time.monotonic() + self.options.max_seconds
+    def run(self, progress: Progress) -> list[Equation]:
+        """Search; return the front, its constants fitted to the rows that are not held out.
+
+        What interrupts the search, or what follows it, becomes the reason of its end; the front is
+        then that of the formulas so far.
+
+        Raises:
+            KeyboardInterrupt: for an interrupt before anything has been found.
+            UnavailableError: if the server is lost before that.
+
+        """
+        rows = len(self.training.target)
         seen, self.held_out = self._divided()
+        sample = np.sort(self.rng.permutation(seen)[: self.options.sample_rows])
         with ExitStack() as stack:
-            self.seen = self._part(stack, seen)
-            self.constant, self.scale = self._best_constant()
-            search = self._search(stack, seen, progress)
-            pool = search.run()
-            spread = float(np.std(self.training.target))
-            programs = [_whole(pool, row, spread) for row in range(len(pool))]
-            programs = list(dict.fromkeys([*self._fitted(programs), self.constant]))
+            progress.phase(f"upload of {rows:,} rows")
+            self.data = self._part(stack, np.arange(rows))
+            try:
+                compared = self._part(stack, sample)
+                self.constant, self.scale = self._best_constant(seen, sample, compared)
+                search = self._search(stack, compared, sample, progress)
+            except DeadlineExceededError:
+                self.reason = "max_seconds"
+                return self.nothing()
+            search.run()
+            self.generation, self.reason = search.generation, search.reason
+            self.formulas = formulas_of(search)
+            if search.reason not in INTERRUPTIONS:
+                try:
+                    return self._in_given_units(self._finished(stack, search, progress))
+                except (KeyboardInterrupt, UnavailableError) as error:
+                    self.reason = reason_of(error)
+            return self._in_given_units(self._as_found(search))
+
+    def _finished(self, stack: ExitStack, search: Search, progress: Progress) -> list[Equation]:
+        """Fit the formulas of a search to more rows than its sample, and shorten them."""
+        progress.phase("last fits")
+        programs = self._programs(search.promising())
+        begun = time.monotonic()
+        found = self._measured(programs)
+        seconds = (time.monotonic() - begun) * len(programs) / max(1, len(found) - 1)
+        data = self._rows_to_fit(stack, _FIT_TIME * seconds)
+        with suppress(DeadlineExceededError):
+            fitted = self._fitted(data, programs)
+            progress.phase("simplification")
             if self.options.simplify:
-                return self._in_given_units(self._shortened(programs)), search
-            losses, r2 = zip(*self._measured(programs).values(), strict=True)
-            front = self.front(programs, np.array(losses), list(r2))
-            return self._in_given_units(front), search
+                fitted = [program.simplify() for program in fitted]
+            refitted = self._measured(list(dict.fromkeys(fitted)))
+            # Formulas that there was no time to measure again stay as they were.
+            left = [old for old, new in zip(programs, fitted, strict=True) if new not in refitted]
+            found = {
+                **{program: found[program] for program in left if program in found},
+                **refitted,
+            }
+            if self.options.simplify:
+                self._shorten(data, found)
+        return self._front_of(found)
+
+    def _rows_to_fit(self, stack: ExitStack, seconds: float) -> DatasetHandle:
+        """Upload the rows that are not held out, or so many that a fit to them ends in time.
+
+        Args:
+            stack: keeps the data set.
+            seconds: time of a fit to all rows.
+
+        """
+        seen = np.setdiff1d(np.arange(len(self.training.target)), self.held_out)
+        left = _FIT_SHARE * max(self.deadline - time.monotonic(), 1e-3)
+        count = len(seen)
+        if seconds > left and count > self.options.sample_rows:
+            count = max(self.options.sample_rows, int(count * left / seconds))
+        return self._part(stack, np.sort(self.rng.permutation(seen)[:count]))
+
+    def _as_found(self, search: Search) -> list[Equation]:
+        """Measure the front of a search that was interrupted, here and without a server."""
+        programs = self._programs(search.front())
+        X, y, weights = self.training[:3]
+        loss, statistics = as_function(self.loss), TargetStatistics(y, weights)
+        given = (self.options.constraints or {}).get("monotonic", {})
+        signs = directions(given, self.names, X.shape[1])
+        found: _Found = {}
+        for program in programs:
+            values = reference.evaluate_program(program, X.T)
+            rows = reference.evaluate_program(loss.row, np.stack([values, y, weights]))
+            total = float((rows if loss.mentions_weight else rows * weights).sum())
+            level = float(close_losses(loss.closing, np.array(total), statistics)) - self._floor()
+            for place, sign in signs.items():
+                step = np.zeros(X.shape[1])
+                step[place] = 1e-6 * np.ptp(X[:, place])
+                ahead = reference.evaluate_program(program, (X + step).T)
+                if not (sign * (ahead - values) >= -1e-12 * np.abs(values)).all():
+                    level = math.inf
+            found[program] = [level, self._r2(program, self.held_out)]
+        return self._front_of(found)
+
+    def nothing(self) -> list[Equation]:
+        """Return the front of a search that could not begin: the best of some constants."""
+        self.held_out = np.empty(0, np.int64)
+        places = np.quantile(self.training.target, np.linspace(0.0, 1.0, 101))
+        mean = float(np.average(self.training.target, weights=self.training.weights))
+        loss, (_, y, weights) = as_function(self.loss), self.training[:3]
+        found: _Found = {}
+        for value in {mean, *places.tolist()}:
+            rows = np.stack([np.full(len(y), value), y, weights])
+            each = reference.evaluate_program(loss.row, rows)
+            total = float((each if loss.mentions_weight else each * weights).sum())
+            level = float(close_losses(loss.closing, np.array(total), TargetStatistics(y, weights)))
+            found[Program.constant(value)] = [level - self._floor(), math.nan]
+        self.scale = min(level for level, _ in found.values())
+        return self._in_given_units(self._front_of(found))
+
+    def _programs(self, pool: Pool) -> list[Program]:
+        """Return the formulas of a pool with slope and intercept, and the best constant."""
+        spread = float(np.std(self.training.target))
+        programs = [_whole(pool, row, spread) for row in range(len(pool))]
+        return list(dict.fromkeys([self.constant, *programs]))
 
     def front(self, programs: list[Program], losses: Floats, r2: list[float]) -> list[Equation]:
         """Rank programs by the estimator's complexity."""
@@ -358,10 +512,9 @@ class TargetSearch:
 
     def preview(self, search: Search) -> list[Equation]:
         """Return the front as it is now, with the losses on the sample."""
-        pool = search.front()
-        spread = float(np.std(self.training.target))
-        programs = [_whole(pool, row, spread) for row in range(len(pool))]
-        programs, losses = [*programs, self.constant], np.append(pool.losses, self.scale)
+        pool, spread = search.front(), float(np.std(self.training.target))
+        programs = [*(_whole(pool, row, spread) for row in range(len(pool))), self.constant]
+        losses = np.append(pool.losses, self.scale)
         return self._in_given_units(self.front(programs, losses, [np.nan] * len(programs)))
 
     def _in_given_units(self, front: list[Equation]) -> list[Equation]:
@@ -405,12 +558,23 @@ class TargetSearch:
         function = as_function(given)
         return LossFunction(function.row, Closing.RELATIVE) if function.is_score else given
 
-    def _best_constant(self) -> tuple[Program, float]:
+    def _best_constant(
+        self, seen: Indices, sample: Indices, compared: DatasetHandle
+    ) -> tuple[Program, float]:
         """Return the constant of the least loss, and its loss above the least possible."""
-        middle = float(np.average(self.training.target, weights=self.training.weights))
+        target, weights = self.training.target[seen], self.training.weights[seen]
+        middle = float(np.average(target, weights=weights))
         start = Program.parameter(0)
-        fit = self.client.optimize(self.seen, start, [middle], loss=self.loss)
-        return start.bind(fit.parameters[0]), max(float(fit.loss[0]) - self._floor(), 0.0)
+        fit = self.client.optimize(
+            compared,
+            start,
+            [middle],
+            loss=self.loss,
+            timeout=seconds_until(self.deadline),
+            partial=True,
+        )
+        best = middle if as_function(self.loss).is_squares else float(fit.parameters[0][0])
+        return Program.constant(best), max(float(fit.loss[0]) - self._floor(sample), 0.0)
 
     @cached_property
     def _least_row_losses(self) -> Floats:
@@ -436,30 +600,25 @@ class TargetSearch:
 
     def _part(self, stack: ExitStack, rows: Indices) -> DatasetHandle:
         """Upload some of the rows."""
-        if len(rows) == len(self.training.target):
+        if len(rows) == len(self.training.target) and hasattr(self, "data"):
             return self.data
         X, y, weights = self.training[:3]
         return stack.enter_context(
             self.client.upload(X[rows], y[rows], weights[rows], dtype="float64")
         )
 
-    def _search(self, stack: ExitStack, seen: Indices, progress: Progress) -> Search:
+    def _search(
+        self, stack: ExitStack, compared: DatasetHandle, sample: Indices, progress: Progress
+    ) -> Search:
         options = self.options
         operators = operator_names(options.operators)
         codes = tuple(map(operator_code, operators))
         of_the_table = tuple(name for name in operators if name in OPERATORS)
         breeder = Breeder(self.rng, codes, self.training.rows.shape[1], options.max_size)
-        chosen = np.sort(self.rng.permutation(seen)[: options.sample_rows])
-        settings = self._settings(progress, chosen)
-        return Search(
-            self.client,
-            self.seen,
-            self._part(stack, chosen),
-            breeder,
-            self._pairs(stack, chosen, of_the_table, settings),
-            settings,
-            self.start,
-        )
+        settings = self._settings(progress, sample)
+        progress.phase("library of short formulas")
+        pairs = self._pairs(stack, sample, of_the_table, settings)
+        return Search(self.client, compared, breeder, pairs, settings, self.start)
 
     def _pairs(
         self, stack: ExitStack, rows: Indices, operators: tuple[str, ...], settings: Settings
@@ -469,21 +628,23 @@ class TargetSearch:
         X, y, weights = (part[chosen] for part in self.training[:3])
 
         def values(genomes: Genomes) -> Floats:
-            return np.asarray(self.client.evaluate(data, genomes.population()).T)
+            left = seconds_until(settings.ends)
+            return np.asarray(self.client.evaluate(data, genomes.population(), timeout=left).T)
 
         options = self.options
         width, most = options.max_size, _LIBRARY * options.population
-        short = library(operators, X.shape[1], width, most, self.rng)
+        variables = relevant(X, y, _MOST_VARIABLES)
+        count = len(variables)
+        short = library(operators, count, width, most)
         targets = views(operators, X, y, weights / weights.sum(), width)
-        inner = arguments(operators, X.shape[1], width, math.ceil(_ARGUMENTS * options.population))
-        return PairSearch(
-            operators,
-            values,
-            list(targets),
-            width,
-            short[settings.admissible(short)],
-            inner[settings.admissible(inner)],
-        )
+        inner = arguments(operators, count, width, math.ceil(_ARGUMENTS * options.population))
+        parts = [genomes[settings.admissible(genomes)] for genomes in (short, inner)]
+        if count < X.shape[1]:
+            for part in parts:
+                places = part.codes == VARIABLE
+                part.values[places] = variables[part.values[places].astype(np.int64)]
+                part.known = ()
+        return PairSearch(operators, values, list(targets), width, *parts)
 
     def _settings(self, progress: Progress, sample: Indices) -> Settings:
         options = self.options
@@ -493,7 +654,7 @@ class TargetSearch:
             generations=options.generations,
             fit_iterations=options.fit_iterations,
             stop_loss=options.tolerance * self.scale,
-            ends=self.deadline - _RESERVE * (options.max_seconds or 0.0),
+            ends=self._end_of_search(),
             early_stopping=options.early_stopping,
             rows=self._amount(sample),
             loss=self.loss,
@@ -502,7 +663,14 @@ class TargetSearch:
             admissible=self._admission(complexity),
             penalty=lambda *formulas: self.scale * self._violations(*formulas),
             report=lambda search: progress.report(self, search),
+            phase=progress.phase,
         )
+
+    def _end_of_search(self) -> float:
+        if self.deadline == math.inf:
+            return self.deadline
+        reserve = _RESERVE[len(self.training.target) > _MANY_ROWS]
+        return self.deadline - reserve * (self.deadline - self.begun)
 
     @cached_property
     def _violations(self) -> Violations:
@@ -523,10 +691,8 @@ class TargetSearch:
         consistent = consistency(dimensions(options.units, self.names, variables))
         return lambda genomes: admit(genomes) & consistent(genomes)
 
-    def _fitted(self, programs: list[Program]) -> list[Program]:
-        """Fit all constants to the rows not held out, but of formulas that have too many."""
-        if not programs:
-            return []
+    def _fitted(self, data: DatasetHandle, programs: list[Program]) -> list[Program]:
+        """Fit all constants, but of formulas that have too many; as well as the time allows."""
         most = min(_MOST_FITTED, len(self.training.target) - len(self.held_out))
         lifted = [
             program.lift_constants()
@@ -534,40 +700,62 @@ class TargetSearch:
             else (program, np.empty(0))
             for program in programs
         ]
+        left = seconds_until(self.deadline)
         fit = self.client.optimize(
-            self.seen,
+            data,
             [program for program, _ in lifted],
             [constants for _, constants in lifted],
             loss=self.loss,
             max_iterations=_LAST_ITERATIONS,
+            timeout=None if left is None else _FIT_SHARE * left,
+            partial=True,
         )
         bound = zip((program for program, _ in lifted), fit.parameters, strict=True)
         return [program.bind(numbers) for program, numbers in bound]
 
     def _measured(self, programs: list[Program]) -> _Found:
-        """Measure formulas: their losses on all rows, infinite for what violates a constraint."""
-        losses = self.client.evaluate(self.data, programs, loss=self.loss) - self._floor()
-        losses = np.where(self._violating(programs), np.inf, losses)
-        return {
-            program: [loss, self._r2(program, self.held_out)]
-            for program, loss in zip(programs, losses.tolist(), strict=True)
-        }
+        """Measure formulas: their losses on all rows, infinite for what violates a constraint.
 
-    def _shortened(self, programs: list[Program]) -> list[Equation]:
-        """Simplify all formulas, and shorten the numbers of those that a criterion may choose."""
-        found = self._measured(list(dict.fromkeys(program.simplify() for program in programs)))
+        The best constant is always measured; of the others so many as there is time for, and those
+        that come first.
+        """
+        found: _Found = {}
+        for start in range(0, len(programs), _MEASURED):
+            part = programs[start : start + _MEASURED]
+            try:
+                left = seconds_until(self.deadline)
+                losses = self.client.evaluate(self.data, part, loss=self.loss, timeout=left)
+                losses = np.where(self._violating(part), np.inf, losses - self._floor())
+            except DeadlineExceededError:
+                break
+            for program, loss in zip(part, losses.tolist(), strict=True):
+                found[program] = [loss, self._r2(program, self.held_out)]
+        return found or {self.constant: [self.scale, self._r2(self.constant, self.held_out)]}
+
+    def _shorten(self, data: DatasetHandle, found: _Found) -> None:
+        """Add shorter forms of the formulas that a criterion may choose, while there is time.
+
+        One parameter less may cost what it is worth to the BIC.
+        """
         front = self._front_of(found)
         criteria = [self.options.model_selection, *SELECTIONS]
         wanted = [front[selected(front, criterion)].program for criterion in criteria]
         wanted = [wanted[0], *self._likely(found), *wanted[1:]]
-        try:
-            for program in dict.fromkeys(wanted):
-                self._shorten(program, found, 1.0)
-            for program in self._likely(found):
-                self._shorten(program, found, _FAR)
-        except DeadlineExceededError:
-            pass  # Long numbers are the price of a short time.
-        return self._front_of(found)
+        steps = [(program, 1.0) for program in dict.fromkeys(wanted)]
+        for program, factor in [*steps, *((program, _FAR) for program in self._likely(found))]:
+            excess, floor = max(found[program][0], 0.0), self._floor()
+            # The tolerance is part of the loss above the least possible, simplify's of the loss.
+            part = excess / abs(excess + floor) if excess + floor else 1.0
+            rows = max(self._rows, 2.0)
+            short = self.client.simplify(
+                data,
+                [program],
+                loss=self.loss,
+                tolerance=part * min(_MOST_TOLERANCE, factor * math.log(rows) / self._rows),
+                assume_defined=True,
+                timeout=seconds_until(self.deadline),
+            )
+            found.update(self._measured(list(short.programs)))
 
     @property
     def _rows(self) -> float:
@@ -592,19 +780,6 @@ class TargetSearch:
             )
 
         return sorted(found, key=bic)[:_SHORTENED]
-
-    def _shorten(self, program: Program, found: _Found, factor: float) -> None:
-        """Add a shorter formula; one parameter less may cost what it is worth to the BIC."""
-        left = max(_LEAST_SECONDS, self.deadline - time.monotonic())
-        short = self.client.simplify(
-            self.seen,
-            [program],
-            loss=self.loss,
-            tolerance=min(_MOST_TOLERANCE, factor * math.log(max(self._rows, 2.0)) / self._rows),
-            assume_defined=True,
-            timeout=None if left == math.inf else left,
-        )
-        found.update(self._measured(list(short.programs)))
 
     def _r2(self, program: Program, rows: Indices) -> float:
         """Return R^2 on some rows; NaN where it says nothing, minus infinity without a value."""

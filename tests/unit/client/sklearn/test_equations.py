@@ -11,6 +11,7 @@ pytest.importorskip("sklearn")
 
 from warpfit import InvalidArgumentError, parse
 from warpfit.losses import LossFunction, as_function, as_loss, poisson
+from warpfit.sklearn import target_search
 from warpfit.sklearn.equations import SELECTIONS, build_front, selected
 from warpfit.sklearn.target_search import deviance, floor, least_row_losses
 
@@ -84,3 +85,21 @@ def test_the_deviance_does_not_depend_on_the_scale_of_weights(loss):
     assert deviance(as_function(as_loss("rmse")), 20, 20.0)(2.0) == pytest.approx(
         20 * math.log(4.0)
     )
+
+
+def test_the_least_losses_of_many_rows_are_looked_for_once_or_between(monkeypatch):
+    """A million rows must not cost a golden section each."""
+    looked_at = []
+    find = target_search._least
+
+    def counted(loss, target, weights):
+        looked_at.append(len(target))
+        return find(loss, target, weights)
+
+    monkeypatch.setattr(target_search, "_least", counted)
+    y = np.random.default_rng(0).uniform(0.1, 9.0, 60_000)
+    for loss, most in (("log_cosh", 1), ("gaussian", 1), ("poisson", 20_000)):
+        looked_at.clear()
+        found = least_row_losses(as_function(as_loss(loss)), y, np.ones(len(y)))
+        assert sum(looked_at) <= most, loss
+    np.testing.assert_allclose(found, y - y * np.log(y), atol=1e-6)
