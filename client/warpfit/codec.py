@@ -852,17 +852,24 @@ def _shapes(evaluation: Evaluation, layout: Layout) -> dict[str, tuple[int, ...]
     """Return the shapes of the arrays that were requested, by field."""
     programs, vectors, rows = evaluation.shape(layout)
     cells, parameters = (programs, vectors), len(evaluation.batch.parameters)
-    requested: dict[str, tuple[bool, tuple[int, ...]]] = {
-        "values": (evaluation.values, (*cells, rows)),
-        "jacobian": (evaluation.jacobian, (parameters, rows)),
-        "losses": (evaluation.loss_function is not None, cells),
-        "gradients": (evaluation.gradient, (parameters,)),
-        "variable_gradients": (evaluation.variable_gradient, (*cells, layout.variables)),
-        "reductions": (evaluation.reductions, (*cells, 5)),
-        "scaling": (evaluation.linear_scaling, (*cells, 2)),
-        "correlations": (evaluation.correlation, cells),
-    }
-    return {name: shape for name, (is_wanted, shape) in requested.items() if is_wanted}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if evaluation.values:
+        shapes["values"] = *cells, rows
+    if evaluation.jacobian:
+        shapes["jacobian"] = parameters, rows
+    if evaluation.loss_function is not None:
+        shapes["losses"] = cells
+    if evaluation.gradient:
+        shapes["gradients"] = (parameters,)
+    if evaluation.variable_gradient:
+        shapes["variable_gradients"] = *cells, layout.variables
+    if evaluation.reductions:
+        shapes["reductions"] = *cells, 5
+    if evaluation.linear_scaling:
+        shapes["scaling"] = *cells, 2
+    if evaluation.correlation:
+        shapes["correlations"] = cells
+    return shapes
 
 
 class _Matrix:

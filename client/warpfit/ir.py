@@ -26,7 +26,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from warpfit.errors import InvalidArgumentError, ProgramError, require
 from warpfit.expressions.language import to_latex, to_text
-from warpfit.expressions.real_numbers import ParameterVectors, float_array, real_numbers
+from warpfit.expressions.real_numbers import (
+    ParameterVectors,
+    float_array,
+    lengths_array,
+    real_numbers,
+)
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
 # -------------------------------------------------------------------------------------- one program
@@ -397,7 +402,7 @@ class Population(Sequence[Program]):
         return Population(
             np.frombuffer(b"".join(codes), dtype=np.uint8),
             np.frombuffer(b"".join([program._values for program in programs])),
-            np.fromiter(map(len, codes), np.uint32, len(codes)),
+            lengths_array(map(len, codes)),
         )
 
     def __len__(self) -> int:
