@@ -1,7 +1,7 @@
 """The operator table, with one row for each operator.
 
 The parser, the printers, the NumPy reference, the CPU engine, the CUDA interpreter, the PTX
-transpiler, ``GetServerInfo`` and the documentation are generated from these rows, and the tests are
+renderer, ``GetServerInfo`` and the documentation are generated from these rows, and the tests are
 parametrised over them. To add an operator, add one row; `client/README.md` says what else there may
 be to do. A wire code is never reused and never changes its meaning.
 
@@ -19,7 +19,7 @@ every engine can insert them into the code that it generates. They consist of
 
 In CUDA code ``cuda`` replaces ``kernel``. For float32 in fast mode ``cuda_fast`` replaces both, and
 in kernels that are compiled for their expressions ``cuda_fast_compiled`` replaces all three. The
-PTX transpiler reads the same expressions.
+PTX renderer reads the same expressions.
 
 Derivatives
 -----------

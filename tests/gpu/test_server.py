@@ -31,7 +31,6 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter import launches
-from warpfit_server.engine.cuda.jit import shapes
 
 def answers(engine, dataset, tier, precision, loss):
     for scale in range(6):
@@ -58,8 +57,7 @@ for dtype in ("float32", "float64"):
                 answers(engine, dataset, tier, precision, Loss.MSE)
                 answers(engine, dataset, tier, precision, Loss.R2)
         engine.unload(dataset.content_id)
-launches.load()  # other processes compile these types ahead
-shapes.load()
+launches.load()  # another process compiles these types ahead
 print(*sorted(compiled() - before), sep="\\n")
 engine.close()
 """

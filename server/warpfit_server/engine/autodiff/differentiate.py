@@ -55,6 +55,8 @@ from warpfit_server.engine.native.arguments import (
     FAILED,
     FINISHED,
     OWN_ARRAYS,
+    RANGE,
+    argument_block,
     chunk_ranges,
     floats,
     octets,
@@ -79,6 +81,31 @@ def allocate_differentiated(batch: Batch, loss: RowLossTokens) -> lowered.Lowere
     tokens = len(batch.codes)
     capacity = node_capacity(tokens, len(batch), len(loss.codes))
     return lowered.allocate(len(batch), capacity, capacity, tokens)
+
+
+def lower_batch(batch: Batch, requested: int) -> lowered.Lowered:
+    """Lower checked programs with derivatives on the calling thread, without Python's lock.
+
+    Args:
+        batch: the programs; parameters are not read.
+        requested: bits of `backward_pass`, none of which asks for a row loss.
+
+    Returns:
+        Programs that lie one behind the other in each array.
+
+    Raises:
+        MemoryError: if there is not enough.
+    """
+    out, loss = allocate_differentiated(batch, no_row_loss()), no_row_loss()
+    programs = np.array([(0, len(batch))], RANGE)
+    source = source_arrays(batch, loss, requested)
+    arrays = (programs, np.zeros(1, RANGE), np.zeros(1, np.uint8), *source, *out)
+    if differentiate_chunk(argument_block(arrays).ctypes.data, 0) != FINISHED:
+        raise MemoryError
+    ends = source[-1].tolist()
+    return lowered.Lowered(
+        out.headers, *(array[:end] for array, end in zip(out[1:], ends, strict=True))
+    )
 
 
 class RowLossTokens(NamedTuple):

@@ -1,1 +1,1 @@
-"""The CUDA engine: interpreters, also of derivatives, and a transpiler behind one interface."""
+"""The CUDA engine: interpreters, also of derivatives, and compiled kernels behind one interface."""

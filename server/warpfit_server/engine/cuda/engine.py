@@ -103,6 +103,8 @@ class CudaEngine:
         _warm_up(self, Tier.INTERPRETER)
         # Beside that, the following would delay the start.
         self._derivatives = self._load_derivatives()
+        # Kernels are planned by code that is compiled with that of derivatives.
+        self._planner.submit(self._derivatives.result)
         self._warming = BACKGROUND.submit(self._warm_up_compiled)
 
     def device(self) -> Device:
@@ -212,10 +214,10 @@ class CudaEngine:
         """Stop the compiler and free all device memory."""
         if not self._warming.cancel():
             self._warming.result()
-        self._planner.shutdown(cancel_futures=True)
-        self._compiled.close()
         if not self._derivatives.cancel() and self._derivatives.exception() is None:
             self._derivatives.result().forget()
+        self._planner.shutdown(cancel_futures=True)
+        self._compiled.close()
         with self._lock:
             self._residents.clear()
         self._device.close()

@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from warpfit_server.engine.autodiff.differentiate import differentiate_chunk
 from warpfit_server.engine.cuda.derivatives import lowering as derivative_lowering
 from warpfit_server.engine.cuda.derivatives import tier as derivatives
 from warpfit_server.engine.cuda.interpreter import device_lowering, launches
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
-from warpfit_server.engine.cuda.jit import graph, shapes
+from warpfit_server.engine.cuda.jit import graph
 from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.lowering import validate
 from warpfit_server.engine.native import compile_processes, numba_cache
@@ -53,9 +54,12 @@ _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[], object]]]]] = {
     "values": {
         "check": (0.8, validate.load),
         "launches": (5.0, launches.load),
-        "graphs": (2.0, shapes.load),
     },
-    "derivatives": {"host lowering": (15.0, derivative_lowering.load), **fits.PARTS},
+    "derivatives": {
+        "host lowering": (15.0, derivative_lowering.load),
+        "kernel plans": (12.0, partial(numba_cache.load_chunk_function, differentiate_chunk)),
+        **fits.PARTS,
+    },
     "spilling": {},
 }
 #: Names of what is compiled together, in the order of need. A start needs "values".

@@ -101,24 +101,32 @@ def number_tokens(graph: Graph, codes: Any, values: Any, prediction: Any) -> Any
             value = values[token]
             first = np.float64(value).view(np.int64) if code == CONSTANT else np.int64(value)
         if code == _POWER_CODE:
-            code, second = _rewrite_power(graph, second)
-        stack[height] = find_node(graph, code, first, second, third)
+            stack[height] = _power_node(graph, first, second)
+        else:
+            stack[height] = find_node(graph, code, first, second, third)
         height += 1
     return stack[0]
 
 
 @intrinsics.uncounted
-def _rewrite_power(graph: Graph, exponent: Any) -> Any:
-    """Return code and second operand of a power, or of the operator that equals it."""
+def _power_node(graph: Graph, base: Any, exponent: Any) -> Any:
+    """Return the node of a power, or of products or a quotient that equal it."""
+    none = np.int64(NONE)
     if graph.nodes[exponent].code == CONSTANT:
         value = np.int64(graph.nodes[exponent].operands[0]).view(np.float64)
-        if value == 2.0:
-            return np.int64(_SQUARE_CODE), np.int64(NONE)
+        if value == 1.0:
+            return base
         if value == 3.0:
-            return np.int64(_CUBE_CODE), np.int64(NONE)
+            return find_node(graph, np.int64(_CUBE_CODE), base, none, none)
+        if value in (-1.0, -2.0):
+            base = find_node(graph, np.int64(_INVERSE_CODE), base, none, none)
+        if value == 4.0:
+            base = find_node(graph, np.int64(_SQUARE_CODE), base, none, none)
+        if value in (2.0, -2.0, 4.0):
+            return find_node(graph, np.int64(_SQUARE_CODE), base, none, none)
         if value == -1.0:
-            return np.int64(_INVERSE_CODE), np.int64(NONE)
-    return np.int64(_POWER_CODE), exponent
+            return base
+    return find_node(graph, np.int64(_POWER_CODE), base, exponent, none)
 
 
 @intrinsics.uncounted

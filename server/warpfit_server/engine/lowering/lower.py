@@ -4,7 +4,7 @@ The simple form turns each operator token into one instruction that pops its ope
 and pushes its result. What is clever happens in one pass over the tokens and one over the nodes:
 
 * A subexpression that occurs again is the same node of a graph and is computed once (`graph`).
-* A power with the constant exponent 2, 3 or -1 becomes a product or a quotient.
+* A power with the constant exponent -2, -1, 1, 2, 3 or 4 becomes products or a quotient.
 * What is made of parameters and constants alone is a scalar, computed in the prologue: once for
   each parameter vector instead of once for each block of rows.
 * Variables, scalars and results are operands in place; there are no loads and no stores.
@@ -71,15 +71,21 @@ def lower_chunk(block: int, chunk: int) -> int:
 @inlined
 def _lower(codes: Any, values: Any, starts: Any, arities: Any, out: Lowered, programs: Any) -> None:
     longest = longest_program(starts, programs.start, programs.stop)
-    graph, scratch = new_graph(longest, longest, arities), new_scratch(longest)
+    graph, scratch = new_graph(_nodes(longest), longest, arities), new_scratch(_nodes(longest))
     for program in range(programs.start, programs.stop):
         start, stop = starts[program], starts[program + 1]
-        clear(graph, stop - start)
+        clear(graph, _nodes(stop - start))
         root = number_tokens(graph, codes[start:stop], values[start:stop], np.int64(NONE))
         header = out.headers[program]
         header.start, header.first_load = start + program, start
         emit_prologue(graph, scratch, out, header)
         emit_result(graph, scratch, out, header, root)
+
+
+@inlined
+def _nodes(tokens: int) -> int:
+    """Return how many nodes tokens have at most: those of a power and its exponent have three."""
+    return tokens + tokens // 2
 
 
 @inlined

@@ -63,6 +63,27 @@ class Lowered(NamedTuple):
     entries: Any
     """ENTRY records."""
 
+    def part(self, first: int, stop: int) -> Lowered:
+        """Return a range of programs that lie one behind the other, without their numbers.
+
+        Parts are equal to the byte if programs differ only in constants, or in which parameter is
+        where.
+        """
+        headers = self.headers[first:stop].copy()
+        last = headers[-1]
+        begins = ("start", "first_load", "first_column", "first_entry")
+        counts = (last["end"] - last["start"], *(last[n] for n in ("loads", "columns", "entries")))
+        arrays = []
+        for array, begin, count in zip(self[1:], begins, counts, strict=True):
+            start = int(headers[begin][0])
+            arrays.append(array[start : int(last[begin] + count)].copy())
+            moved = ("start", "prologue_end", "end") if begin == "start" else (begin,)
+            for name in moved:
+                headers[name] -= start
+        loads = arrays[1]
+        loads["parameter"], loads["value"] = NONE, 0.0
+        return Lowered(headers, *arrays)
+
 
 @inlined
 def allocate(programs: int, instructions: int, loads: int, tokens: int = 0) -> Lowered:

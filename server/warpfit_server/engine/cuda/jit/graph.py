@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
-from warpfit_server.engine.cuda.jit import kernel_interface
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel
+from warpfit_server.engine.cuda.jit.renderer import ARGUMENT_BYTES, ARGUMENT_OFFSETS, LINE_BYTES
 from warpfit_server.engine.cuda.math.modes import NVRTC_PRECISE
 from warpfit_server.engine.cuda.math.prelude import sum_tree
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -23,7 +23,7 @@ from warpfit_server.engine.cuda.runtime.streams import StreamContext
 #: Most parallel branches of a graph; more take time to capture and gain nothing.
 _BRANCHES: Final = 32
 #: Bytes before the inputs in the block that a graph copies to the device.
-_INPUTS_AT: Final = -(-kernel_interface.ARGUMENT_BYTES // 256) * 256
+_INPUTS_AT: Final = -(-ARGUMENT_BYTES // 256) * 256
 #: Threads of a block that copies inputs, and bytes that each copies.
 _COPY_THREADS: Final = 256
 _COPY_BYTES: Final = 16
@@ -36,7 +36,7 @@ def graph_source() -> CudaSource:
     A kernel reads the inputs from the host's memory, because the device's copy engine works in
     order: there they would wait behind the rows of streamed data sets.
     """
-    words = {name: offset // 8 for name, offset in kernel_interface.ARGUMENT_OFFSETS.items()}
+    words = {name: offset // 8 for name, offset in ARGUMENT_OFFSETS.items()}
     source = f"""{sum_tree()}
 extern "C" __global__ void sum_partials(const long long *request, double *sums, int warps) {{
   const long long count = request[{words["block_count"]}] * warps;
@@ -91,7 +91,7 @@ def row_arguments(
     start = block * block_rows
     return {
         "variables": resident.address(0, start),
-        "stride": resident.stride * layout.dtype.itemsize // kernel_interface.LINE_BYTES,
+        "stride": resident.stride * layout.dtype.itemsize // LINE_BYTES,
         "target": resident.target_address(start) if layout.has_target else 0,
         "weights": resident.weights_address(start),
         "head": first - start,
@@ -128,13 +128,13 @@ class CapturedGraph:
         """Bytes of its kernels, which stay loaded as long as it is kept."""
         self._jobs = int(plan.sum_starts[-1]) * self._vectors
         cuda, dtype = device.cupy.cuda, plan.mode.dtype
-        inputs = int(plan.shapes.input_starts[-1])
+        inputs = int(plan.inputs.starts[-1])
         end = _INPUTS_AT + self._vectors * inputs * dtype.itemsize
         size = -(-end // _COPY_BYTES) * _COPY_BYTES
         self._device_block = device.allocate(size)
         pinned = cuda.alloc_pinned_memory(size)
         self._block = np.frombuffer(pinned, np.uint8, size)
-        self._arguments = self._block[: kernel_interface.ARGUMENT_BYTES].view(np.uint64)
+        self._arguments = self._block[:ARGUMENT_BYTES].view(np.uint64)
         self.inputs = self._block[_INPUTS_AT:end].view(dtype).reshape(self._vectors, inputs)
         """Numbers that the next launch reads; [K, inputs]."""
         sums = cuda.alloc_pinned_memory(8 * max(1, self._jobs))
@@ -149,7 +149,7 @@ class CapturedGraph:
     def set_arguments(self, arguments: Mapping[str, int]) -> None:
         """Set arguments of the next launch, by name; the launch before must have ended."""
         for name, value in arguments.items():
-            self._arguments[kernel_interface.ARGUMENT_OFFSETS[name] // 8] = value
+            self._arguments[ARGUMENT_OFFSETS[name] // 8] = value
 
     def place_partials(self, context: StreamContext, blocks: int) -> None:
         """Make room for the partial sums of launches over at most so many blocks of rows."""
@@ -200,7 +200,7 @@ class CapturedGraph:
 
     def _launch_kernel(self, number: int, first: int, stream: Any) -> None:
         plan, block = self.plan, self._device_block.ptr
-        inputs = int(plan.shapes.input_starts[first]) * plan.mode.dtype.itemsize
+        inputs = int(plan.inputs.starts[first]) * plan.mode.dtype.itemsize
         output = int(plan.sum_starts[first]) if self._jobs else first
         self._kernels[number].function(
             (self._blocks[number], self._vectors, 1),

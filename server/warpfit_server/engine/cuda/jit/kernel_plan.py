@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,20 +15,22 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss
-from warpfit_server.engine.cuda.jit.kernel_interface import Output, sum_count
+from warpfit_server.engine.autodiff.backward_pass import BY_PARAMETERS
+from warpfit_server.engine.autodiff.differentiate import lower_batch
 from warpfit_server.engine.cuda.jit.kernel_store import KernelKey, KernelStore
-from warpfit_server.engine.cuda.jit.shapes import BatchShapes, Shape, shapes_of_batch
+from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.lowering.lowered import NONE, Lowered
 from warpfit_server.engine.lowering.validate import check_tokens
 from warpfit_server.engine.lowering_cache import content_of
 from warpfit_server.engine.native import numba_cache
 
-#: Most accumulators of a fused kernel, unless one expression alone needs more.
+#: Most accumulators of a fused kernel, unless one program alone needs more.
 _MAX_SUMS: Final = 24
-#: Most expressions of a batch that get a kernel each.
+#: Most programs of a batch that get a kernel each.
 _MAX_SINGLE: Final = 4
-#: Most tokens of a fused kernel, for each expression that it may hold.
+#: Most tokens of a fused kernel, for each program that it may hold.
 _GROUP_TOKENS: Final = 40
 #: Captured graphs, and kernel plans, that are kept.
 MAX_GRAPHS: Final = 64
@@ -36,10 +38,10 @@ MAX_GRAPHS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class GridLayout:
-    """Layout of the rows and expressions of a batch on the device."""
+    """Layout of the rows and programs of a batch on the device."""
 
     group_size: int
-    """Most expressions of a fused kernel."""
+    """Most programs of a fused kernel."""
     threads: int
     """Threads of a block. Many, because blocks of different kernels on one multiprocessor evict
     each other's instructions from its cache: with 128 threads, fast kernels run at half and precise
@@ -75,11 +77,53 @@ _CHEAP: Final = _cheap_codes()
 
 
 def best_layout(mode: Mode, codes: NDArray[np.uint8], *, gradient: bool = False) -> GridLayout:
-    """Choose the layout of fused kernels for expressions with these tokens."""
+    """Choose the layout of fused kernels for programs with these tokens."""
     if gradient:
         return _GRADIENT_LAYOUT
     cheap = mode is not Mode.DOUBLE and bool(_CHEAP[codes].all())
     return _CHEAP_LAYOUT if cheap else _LAYOUTS[mode]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelInputs:
+    """Numbers that the kernels of a batch read for each parameter vector.
+
+    They are taken from `Batch.parameters`, [K * parameters], followed by the constants. Vector v
+    has input i at ``numbers[i] + (K - 1) * firsts[i] + v * steps[i]``.
+    """
+
+    starts: NDArray[np.int64]
+    """Index of each program's first input, and the total; [programs + 1]."""
+    constants: NDArray[np.float64]
+    """[inputs], of which those that are constants are read."""
+    numbers: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    steps: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, lowered: Lowered, batch: Batch) -> KernelInputs:
+        """Return the inputs that the programs of a batch load."""
+        loads, counts = lowered.loads, lowered.headers["loads"]
+        sizes = batch.parameter_counts.astype(np.int64)
+        program = np.repeat(np.arange(len(batch)), counts)
+        is_constant = loads["parameter"] == NONE
+        firsts = np.where(is_constant, sizes.sum(), (np.cumsum(sizes) - sizes)[program])
+        index = np.where(is_constant, np.arange(len(loads)), loads["parameter"])
+        return cls(
+            starts=np.concatenate([[0], np.cumsum(counts)]),
+            constants=loads["value"].copy(),
+            numbers=firsts + index,
+            firsts=firsts,
+            steps=np.where(is_constant, 0, sizes[program]),
+        )
+
+    def fill(self, batch: Batch, inputs: NDArray[Any]) -> None:
+        """Fill inputs, [K, inputs], with the numbers of this batch or one of the same tokens."""
+        places = self.numbers
+        if batch.vectors > 1:
+            vectors = np.arange(batch.vectors)[:, np.newaxis]
+            places = places + (batch.vectors - 1) * self.firsts + vectors * self.steps
+        inputs[:] = np.concatenate([batch.parameters, self.constants])[places]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,15 +132,17 @@ class KernelPlan:
 
     content: tuple[bytes, ...]
     """Tokens of the batch that was planned, from `content_of`."""
-    shapes: BatchShapes
+    inputs: KernelInputs
+    derivatives: NDArray[np.int64]
+    """Program and parameter of each derivative that is summed; [derivatives, 2]."""
     mode: Mode
     output: Output
     layout: GridLayout
     keys: tuple[KernelKey, ...]
     firsts: tuple[int, ...]
-    """Index of each kernel's first expression."""
+    """Index of each kernel's first program."""
     sum_starts: NDArray[np.int64]
-    """Index of each expression's first sum, and the total; [programs + 1]."""
+    """Index of each program's first sum, that of its loss, and the total; [programs + 1]."""
     shares: NDArray[np.float64]
     """Share of each kernel in the work of a row; [kernels]."""
     name: bytes
@@ -118,10 +164,10 @@ class KernelPlan:
 def make_plan(
     kernels: KernelStore, resident: ResidentDataset, evaluation: Evaluation
 ) -> KernelPlan:
-    """Cut an evaluation into kernels of several expressions, or of one each.
+    """Cut an evaluation into kernels of several programs, or of one each.
 
-    The few expressions of a small batch get a kernel each, which other batches share. For many
-    expressions, single kernels never pay: capturing their graph (2 ms for 300) costs more than
+    The few programs of a small batch get a kernel each, which other batches share. For many
+    programs, single kernels never pay: capturing their graph (2 ms for 300) costs more than
     interpreting, and fused kernels are 2 to 5 times faster once a batch repeats.
 
     Raises:
@@ -140,39 +186,43 @@ def make_plan(
         rows=min(grid.rows, 16 // mode.dtype.itemsize),
     )
     grid = grid if len(batch) > _MAX_SINGLE else replace(grid, group_size=1)
-    batch_shapes = shapes_of_batch(batch)
-    batch_shapes = batch_shapes.with_derivatives() if output.gradient else batch_shapes
-    shapes = batch_shapes.shapes
-    counts = [sum_count(output, shape) for shape in shapes]
-    firsts = tuple(_cut_groups(shapes, counts, grid.group_size))
-    groups = [shapes[first:stop] for first, stop in pairwise((*firsts, len(shapes)))]
+    lowered = lower_batch(batch, BY_PARAMETERS * output.gradient)
+    headers = lowered.headers
+    owners = np.repeat(np.arange(len(batch)), headers["entries"])
+    derivatives = np.unique(np.stack([owners, lowered.entries["leaf"]], axis=1), axis=0)
+    sums = np.bincount(derivatives[:, 0], minlength=len(batch)) + bool(output.loss)
+    firsts = _cut_groups(batch.lengths.tolist(), sums.tolist(), grid.group_size)
+    groups = [lowered.part(first, stop) for first, stop in pairwise((*firsts, len(batch)))]
     keys = tuple(kernels.key(mode, output, group) for group in groups)
-    work = np.add.reduceat(kernels.work(mode, output, shapes), firsts)
+    lengths = kernels.instruction_lengths(mode, output)
+    before = np.concatenate([[0.0], np.cumsum(lengths[lowered.instructions["code"]])])
+    work = np.add.reduceat(before[headers["end"]] - before[headers["prologue_end"]], firsts)
     name = hashlib.blake2b("\0".join(key.text for key in keys).encode(), digest_size=16)
     return KernelPlan(
         content=content_of(batch),
-        shapes=batch_shapes,
+        inputs=KernelInputs.of(lowered, batch),
+        derivatives=derivatives,
         mode=mode,
         output=output,
         layout=grid,
         keys=keys,
-        firsts=firsts,
-        sum_starts=np.concatenate([[0], np.cumsum(counts)]),
+        firsts=tuple(firsts),
+        sum_starts=np.concatenate([[0], np.cumsum(sums)]),
         shares=work / work.sum(),
         name=name.digest(),
     )
 
 
-def _cut_groups(shapes: Sequence[Shape], counts: Sequence[int], size: int) -> list[int]:
-    """Cut consecutive expressions into groups, bounded in number, tokens and sums."""
-    firsts, tokens, sums = [0], 0, 0
-    for index, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
-        full = index - firsts[-1] >= size or sums + count > max(_MAX_SUMS, size)
-        if index > firsts[-1] and (full or tokens + len(shape.codes) > _GROUP_TOKENS * size):
+def _cut_groups(lengths: list[int], sums: list[int], size: int) -> list[int]:
+    """Cut consecutive programs into groups, bounded in number, tokens and sums."""
+    firsts, group_tokens, group_sums = [0], 0, 0
+    for index, (tokens, count) in enumerate(zip(lengths, sums, strict=True)):
+        full = index - firsts[-1] >= size or group_sums + count > max(_MAX_SUMS, size)
+        if index > firsts[-1] and (full or group_tokens + tokens > _GROUP_TOKENS * size):
             firsts.append(index)
-            tokens = sums = 0
-        tokens += len(shape.codes)
-        sums += count
+            group_tokens = group_sums = 0
+        group_tokens += tokens
+        group_sums += count
     return firsts
 
 

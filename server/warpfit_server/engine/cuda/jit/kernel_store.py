@@ -22,28 +22,23 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cuda.jit import device_library as library
-from warpfit_server.engine.cuda.jit import ptx
-from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary
-from warpfit_server.engine.cuda.jit.kernel_interface import Output
-from warpfit_server.engine.cuda.jit.shapes import Shape
+from warpfit_server.engine.autodiff.rules import CODES
+from warpfit_server.engine.cuda.jit import renderer, templates
+from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
-from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue
+from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue, serve
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import LAUNCHES_HELD, LOAD_MODULE
+from warpfit_server.engine.lowering.lowered import COPY_CODE, Lowered
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import call_c
 from warpfit_server.system.compile_cache import CacheCounters, DiskCache
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 _ENTRY: Final = "evaluate"
-#: Module of the processes that compile.
-_COMPILER: Final = "warpfit_server.engine.cuda.jit.compiler"
 #: Estimated work of a call of a library function, in instructions.
 _CALL_WORK: Final = 100
-#: Estimated work of a leaf, most of which are in registers already.
-_LEAF_WORK: Final = 0.3
 #: Most bytes of loaded code, loaded kernels, and bytes of machine code on disk.
 MOST_BYTES, MOST_KERNELS, _MOST_DISK_BYTES = 1 << 30, 20_000, 1 << 30
 
@@ -54,7 +49,7 @@ class KernelKey:
 
     mode: Mode = field(compare=False)
     output: Output = field(compare=False)
-    shapes: tuple[Shape, ...] = field(compare=False)
+    programs: Lowered = field(compare=False)
     text: str
 
 
@@ -65,6 +60,22 @@ class Kernel(NamedTuple):
     module: Any
     size: int
     """Bytes, so many at least that `MOST_KERNELS` fill the cache."""
+
+
+#: Architecture, arithmetic and outputs of a kernel, and its programs.
+KernelJob = tuple[int, Mode, Output, Lowered]
+
+
+def compile_kernel(job: KernelJob) -> bytes:
+    """Return the machine code of a kernel; the first one of a mode takes half a second more.
+
+    Raises:
+        InternalError: with the linker's log, if linking fails.
+    """
+    architecture, mode, output, programs = job
+    library = templates.build(mode, architecture, derivatives=output.gradient)
+    text = renderer.module(library, output, {_ENTRY: programs})
+    return linker.link(text, architecture, library.functions)
 
 
 class _KernelCache(LRUCache[KernelKey, Kernel]):
@@ -92,31 +103,25 @@ class KernelStore:
         self._device = device
         self._cache = _KernelCache()
         self.disk = DiskCache(device.cache_directory / "kernels", _MOST_DISK_BYTES)
-        self.compile_queue = CompileQueue(cores, _COMPILER)
+        self.compile_queue = CompileQueue(cores, compile_kernel.__module__)
         self._loader = ThreadPoolExecutor(1, "load")
         self._lock = threading.Lock()
 
-    def key(self, mode: Mode, output: Output, shapes: tuple[Shape, ...]) -> KernelKey:
-        """Return the key of the kernel that evaluates a group of expressions."""
-        text = kernel_key(self._library(mode, output), output, shapes)
-        return KernelKey(mode, output, shapes, text)
+    def key(self, mode: Mode, output: Output, programs: Lowered) -> KernelKey:
+        """Return the key of the kernel that evaluates a group of programs, without its numbers."""
+        parts = renderer.GENERATION, output, linker.version()
+        content = [repr(parts).encode(), *(array.tobytes() for array in programs)]
+        content.append(self._library(mode, output).key)
+        text = hashlib.blake2b(b"\0".join(content), digest_size=20).hexdigest()
+        return KernelKey(mode, output, programs, text)
 
-    def work(self, mode: Mode, output: Output, shapes: Sequence[Shape]) -> NDArray[np.float64]:
-        """Estimate the instructions for a row of each expression; [expressions]."""
-        lengths = {
-            token: _CALL_WORK if template.function else len(template.instructions)
-            for token, template in self._library(mode, output).templates.items()
-        }
-        return np.array(
-            [
-                sum(
-                    lengths.get(token, _LEAF_WORK)
-                    for token in zip(s.codes, s.operands, strict=True)
-                )
-                for s in shapes
-            ],
-            dtype=np.float64,
-        )
+    def instruction_lengths(self, mode: Mode, output: Output) -> NDArray[np.float64]:
+        """Estimate the work of an instruction by its code, in those of the device; [CODES]."""
+        lengths = np.zeros(CODES)
+        lengths[COPY_CODE] = 1.0
+        for code, template in self._library(mode, output).templates.items():
+            lengths[code] = _CALL_WORK if template.function else len(template.instructions)
+        return lengths
 
     def are_loaded(self, keys: Sequence[KernelKey]) -> bool:
         """Return whether all kernels are loaded; neither a hit nor a use."""
@@ -178,16 +183,16 @@ class KernelStore:
         with self._lock:
             self._cache.clear()
 
-    def _library(self, mode: Mode, output: Output) -> DeviceLibrary:
+    def _library(self, mode: Mode, output: Output) -> templates.DeviceLibrary:
         """Return the device library of a mode; the first call takes some tenths of a second."""
-        return library.build(mode, self._device.architecture, derivatives=output.gradient)
+        return templates.build(mode, self._device.architecture, derivatives=output.gradient)
 
     def _cubin(self, key: KernelKey, process: CompileProcess) -> bytes:
         """Return machine code, from disk if it is there; runs in a thread of the queue."""
         cubin = self.disk.get(key.text)
         if cubin is None:
-            given = self._device.architecture, key.mode, key.output
-            cubin = process.run((*given, _ENTRY, key.shapes))
+            job = self._device.architecture, key.mode, key.output, key.programs
+            cubin = process.run(job)
             self.disk.put(key.text, cubin)
         return cubin
 
@@ -231,12 +236,6 @@ def _when_all_done(jobs: Sequence[Future[Any]], then: Callable[[], object]) -> N
         job.add_done_callback(count)
 
 
-def kernel_key(device_library: DeviceLibrary, output: Output, shapes: tuple[Shape, ...]) -> str:
-    """Return a hash of everything that a kernel's machine code depends on, for a file name."""
-    text = f"{ptx.GENERATION} {output} {linker.version()} {shapes}".encode()
-    return hashlib.blake2b(device_library.key + text, digest_size=20).hexdigest()
-
-
 def load_modules(device: CudaDevice, cubins: Sequence[bytes]) -> list[Any]:
     """Load machine code; only one thread of a device at a time may call this.
 
@@ -277,3 +276,7 @@ def _load(
             break
     functions[LAUNCHES_HELD] = 0
     return int(status)
+
+
+if __name__ == "__main__":  # the process that compiles kernels, which `CompileQueue` runs
+    serve(compile_kernel)

@@ -23,7 +23,6 @@ from warpfit_server.engine.cuda.jit.graph import (
     GraphKey,
     row_arguments,
 )
-from warpfit_server.engine.cuda.jit.kernel_interface import MAX_BLOCK_ROWS, block_rows
 from warpfit_server.engine.cuda.jit.kernel_plan import (
     MAX_GRAPHS,
     KernelPlan,
@@ -32,6 +31,7 @@ from warpfit_server.engine.cuda.jit.kernel_plan import (
     plan_key,
 )
 from warpfit_server.engine.cuda.jit.kernel_store import MOST_BYTES, MOST_KERNELS, KernelStore
+from warpfit_server.engine.cuda.jit.renderer import MAX_BLOCK_ROWS, block_rows
 from warpfit_server.engine.cuda.math.modes import max_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
@@ -253,7 +253,7 @@ class CompiledTier:
         evaluation, plan, (start, stop) = work.evaluation, work.plan, (work.start, work.stop)
         jobs = len(evaluation.batch) * evaluation.batch.vectors
         spans, nodes = cut_rows((start, stop), work.chunk), []
-        plan.shapes.fill(evaluation.batch, graph.inputs)
+        plan.inputs.fill(evaluation.batch, graph.inputs)
         launched, computed = time.perf_counter_ns(), 0
         with (
             self._device.stream() as context,
@@ -328,9 +328,9 @@ class CompiledWork:
         batch, gradients = self.evaluation.batch, outputs.gradients
         if gradients is None:
             return
-        programs, parameters = self.plan.shapes.parameter_places(batch)
+        programs, parameters = self.plan.derivatives.T
         counts = batch.parameter_counts.astype(np.int64)[programs]
-        firsts = batch.parameter_starts[:-1][programs] + parameters
+        firsts = batch.parameter_starts[programs] + parameters
         places = firsts[:, np.newaxis] + counts[:, np.newaxis] * np.arange(batch.vectors)
         gradients[:] = 0.0  # for parameters that the expression does not contain
         scale = 1.0 if self.evaluation.loss is Loss.MAE else 2.0

@@ -107,7 +107,7 @@ def test_circular_functions_next_to_multiples_of_half_pi(evaluate, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exponent", [2.0, 3.0, -1.0, 1.0, 0.0, 0.5, 2.5])
+@pytest.mark.parametrize("exponent", [2.0, 3.0, 4.0, -1.0, -2.0, 1.0, 0.0, 0.5, 2.5])
 def test_powers_with_constant_exponent(evaluate, exponent, dtype):
     columns = operand_matrix(1, dtype)
     program = Program.apply("pow", Program.variable(0), Program.constant(exponent))

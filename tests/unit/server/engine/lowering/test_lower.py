@@ -8,6 +8,7 @@ import pytest
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
+from warpfit.ops import OPERATORS
 from warpfit_server.engine.autodiff.backward_pass import (
     BY_PARAMETERS,
     BY_VARIABLES,
@@ -55,6 +56,27 @@ def test_common_subexpressions_and_scalars_are_computed_once(lower):
     header = lower(Batch.of([program], [[1.0]])).headers[0]
     assert header["prologue_end"] == 2
     assert header["end"] - header["prologue_end"] == 4
+
+
+@pytest.mark.parametrize(
+    ("exponent", "names"),
+    [
+        (-2.0, ["inv", "square"]),
+        (-1.0, ["inv"]),
+        (1.0, []),
+        (2.0, ["square"]),
+        (3.0, ["cube"]),
+        (4.0, ["square", "square"]),
+        (5.0, ["pow"]),
+        (0.5, ["pow"]),
+    ],
+)
+def test_powers_with_small_whole_exponents_are_products(lower, exponent, names):
+    base = Program.apply("exp", X1)
+    program = Program.apply("pow", base, Program.constant(exponent))
+    found = lower(Batch.of([program]))
+    codes = found.instructions["code"][: found.headers[0]["end"]].tolist()
+    assert codes == [OPERATORS[name].code for name in ["exp", *names]]
 
 
 def test_the_operand_that_needs_more_slots_is_computed_first(lower):

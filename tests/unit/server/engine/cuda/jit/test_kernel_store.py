@@ -15,10 +15,9 @@ pytest.importorskip("cuda.bindings")
 from warpfit.errors import UnavailableError
 from warpfit.ir import Batch
 from warpfit.parse import parse
+from warpfit_server.engine.autodiff.differentiate import lower_batch
 from warpfit_server.engine.cuda.jit import kernel_store
-from warpfit_server.engine.cuda.jit.compiler import compile_kernel
-from warpfit_server.engine.cuda.jit.kernel_interface import Output
-from warpfit_server.engine.cuda.jit.shapes import shapes_of_batch
+from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.math.modes import Mode
 
 
@@ -38,19 +37,19 @@ def images(monkeypatch):
 def test_another_process_compiles_what_this_one_would(tmp_path):
     device = SimpleNamespace(cache_directory=tmp_path, architecture=90)
     batch = Batch.of([parse("p1*x1 + exp(x2)"), parse("x1 / 3")], [[1.0], []])
-    output, shapes = Output(loss="squares"), shapes_of_batch(batch).shapes
+    output, programs = Output(loss="squares"), lower_batch(batch, 0).part(0, 2)
     store = kernel_store.KernelStore(device, cores=4)
     try:
-        key = store.key(Mode.FAST, output, shapes)
+        key = store.key(Mode.FAST, output, programs)
         job = store.compile_queue.submit(key, partial(store._cubin, key), urgent=True)
-        assert job.result(120) == compile_kernel((90, Mode.FAST, output, "evaluate", shapes))
+        assert job.result(120) == kernel_store.compile_kernel((90, Mode.FAST, output, programs))
         assert store.disk.get(key.text) == job.result()
     finally:
         store.close()
 
 
 class TestKernelStore:
-    """The shapes and the text of a key are a number here, and so is the machine code."""
+    """The programs and the text of a key are a number here, and so is the machine code."""
 
     @pytest.fixture
     def store(self, images, tmp_path, monkeypatch):
@@ -122,7 +121,7 @@ class TestKernelStore:
             built.wait(10)
             return SimpleNamespace(key=b"")
 
-        monkeypatch.setattr(kernel_store.library, "build", build)
+        monkeypatch.setattr(kernel_store.templates, "build", build)
         with ThreadPoolExecutor() as threads:
             key = threads.submit(store.key, Mode.FAST, Output(), ())
             assert self.begun.wait(10)

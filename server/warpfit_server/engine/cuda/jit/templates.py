@@ -1,19 +1,30 @@
 """Templates: operators as straight-line PTX instructions, converted from compiled functions.
 
-NVRTC compiles each row of the operator table to a small PTX function. Copying its instructions
-into a kernel, instead of calling it, lets the transpiler number values across operators: a common
-part is computed once, and a part that depends on parameters alone leaves the row loop. Branches
-become selections, since arithmetic has no side effects. Constants and tables of the module may be
-read. A function with a loop or with memory of its own cannot be inlined and is called.
+NVRTC compiles each row of the operator table, and each derivative, to a small PTX function; all of
+them are the device library of a mode of arithmetic. Copying a function's instructions into a
+kernel, instead of calling it, lets the renderer move a part that depends on inputs alone out of the
+row loop, and compute a part that functions share once. Branches become selections, since arithmetic
+has no side effects. Constants and tables of the module may be read. A function with a loop or with
+memory of its own cannot be inlined and is called.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from warpfit.ops import OPERATORS
+from warpfit_server.engine.autodiff.rules import PRODUCT_CODE, partial_kernels
+from warpfit_server.engine.cuda.derivatives.source import partial_source
+from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.cuda.math.prelude import operator_source, prelude, render
+from warpfit_server.engine.cuda.runtime import nvrtc
 
 #: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.
 CLASSES: Final = {"p": "pred", "h": "b16", "r": "b32", "d": "b64"}
@@ -42,8 +53,7 @@ class NotInlinableError(Exception):
     """The function has a loop, memory or an instruction that cannot be inlined."""
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """An instruction with placeholders for its registers."""
 
     text: str
@@ -63,14 +73,6 @@ class Template:
     result: int
     function: str = ""
     """Name of the library function that the template calls, empty if it is inline."""
-
-
-def functions(ptx: str) -> dict[str, tuple[int, str]]:
-    """Return the device functions of a PTX module: name -> (number of parameters, body)."""
-    return {
-        name: (parameters.count(".param"), body)
-        for name, parameters, body in _FUNCTION.findall(ptx)
-    }
 
 
 def inline(arity: int, body: str) -> Template:
@@ -325,9 +327,8 @@ class _Converter:
         number = {i: i for i in range(self.arity)}
         number |= {old + self.arity: new + self.arity for new, old in enumerate(kept)}
         instructions = tuple(
-            replace(
-                self.instructions[i],
-                sources=tuple(number[source] for source in self.instructions[i].sources),
+            self.instructions[i]._replace(
+                sources=tuple(number[source] for source in self.instructions[i].sources)
             )
             for i in kept
         )
@@ -409,3 +410,136 @@ def _either(first: Condition, second: Condition) -> Condition:
                 merged = frozenset({term - {(predicate, polarity)}})
                 return _either(frozenset(terms - {term, twin}), merged)
     return frozenset(term for term in terms if not any(other < term for other in terms))
+
+
+# ----------------------------------------------------------------------- the device library
+
+#: Functions of fast mode that only compiled kernels use.
+#:
+#: ``pow_by_masks`` has the bounds of the prelude's ``fast_pow``. Everything but two bitwise
+#: instructions, the logarithm, the product and the exponential depends on the exponent alone.
+#: For a whole exponent the sign of ``a`` is masked out of the logarithm and, if it is odd, into the
+#: result; for another one it stays, and the logarithm of a negative number is NaN. A zero exponent
+#: takes the logarithm of 1.
+#:
+#: ``exp2_polynomial`` needs no special-function unit (16 results a clock and multiprocessor; other
+#: arithmetic has 128): a kernel that computes some exponentials by the polynomial and the others by
+#: the unit is faster than one that uses either alone (an idea of FlashAttention-4). It rounds to a
+#: whole number plus a remainder in [-1/2, 1/2], for which it has a minimax polynomial; the relative
+#: error is below 1.7e-7, and 0, inf and NaN are as the unit gives them.
+_HELPERS: Final = r"""
+__device__ __forceinline__ float pow_by_masks(float a, float b) {
+  float shifted = __fadd_rn(b, 12582912.0f);
+  bool whole = __fsub_rn(shifted, 12582912.0f) == b;
+  unsigned keep = b == 0.0f ? 0u : whole ? 0x7fffffffu : 0xffffffffu;
+  unsigned one = b == 0.0f ? 0x3f800000u : 0u;
+  unsigned sign = whole ? (unsigned)__float_as_int(shifted) << 31 : 0u;
+  unsigned bits = (unsigned)__float_as_int(a);
+  float magnitude = fast_exp2(b * fast_log2(__int_as_float((int)((bits & keep) | one))));
+  return __int_as_float((int)((unsigned)__float_as_int(magnitude) | (bits & sign)));
+}
+
+#if __CUDA_ARCH__ >= 800
+extern "C" __device__ __noinline__ float wf_exp2_polynomial(float a) {
+  float x;
+  asm("max.NaN.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(-127.0f));
+  asm("min.NaN.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(128.0f));
+  float shifted = __fadd_rn(x, 12582912.0f);
+  float rest = __fsub_rn(x, __fsub_rn(shifted, 12582912.0f));
+  float p = __fmaf_rn(0.00132647f, rest, 0.00967151f);
+  p = __fmaf_rn(p, rest, 0.05550734f);
+  p = __fmaf_rn(p, rest, 0.24022242f);
+  p = __fmaf_rn(p, rest, 0.69314698f);
+  p = __fmaf_rn(p, rest, 1.0f);
+  return p * __int_as_float((__float_as_int(shifted) << 23) + 0x3f800000);
+}
+#endif
+"""
+#: Most registers of a called function, by type: those of a thread in the largest blocks, of 1024
+#: threads in float32 and 512 in float64.
+_REGISTERS: Final = MappingProxyType({"f32": 64, "f64": 128})
+_EXP2_POLYNOMIAL: Final = "wf_exp2_polynomial"
+_DATA: Final = re.compile(
+    r"^(?:\.visible )?(\.(?:const|global) \.align \d+ \.b8 (wf_\w+)\[\d+\] = \{[^}]*\};)",
+    re.MULTILINE,
+)
+_VERSION: Final = re.compile(r"^\.version .*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceLibrary:
+    """Operators as PTX for one mode and architecture, for the renderer and the linker."""
+
+    mode: Mode
+    architecture: int
+    """Compute capability, 90 for 9.0."""
+    version_line: str
+    """PTX ``.version`` directive of the compiler that made the templates."""
+    templates: Mapping[int, Template]
+    """Templates by code of instruction."""
+    exp2_polynomial: Template | None
+    """2^x without the special-function unit, for fast mode where the architecture allows it."""
+    data: Mapping[str, str]
+    """Declarations of the constants and tables that templates read, by name."""
+    functions: bytes
+    """Relocatable machine code of the functions that templates call; empty if none does."""
+    key: bytes
+    """Hash of the above, part of the key of every kernel."""
+
+
+@functools.cache
+def build(mode: Mode, architecture: int, *, derivatives: bool) -> DeviceLibrary:
+    """Compile the operator table, optionally with the derivatives of operators; takes 0.3 s.
+
+    It is compiled once, or once by each of several threads that begin at the same time.
+    """
+    named: dict[int, tuple[str, str, str]] = {}  # name, operands and body of a function
+    for op in OPERATORS.values():
+        body = operator_source(op, mode)
+        if mode is Mode.FAST and op.cuda_fast_compiled:
+            body = render(op.cuda_fast_compiled, "float")
+        named[op.code] = (f"wf_{op.name}", op.operands, body)
+    if derivatives:
+        named[PRODUCT_CODE] = ("wf_product", "ab", "product(a, b)")
+        for kernel in partial_kernels():
+            body, operands = partial_source(kernel.source, mode), "abc"[: kernel.arity]
+            if kernel.scaled:
+                body, operands = f"product(s, {body})", "s" + operands
+            named[kernel.code] = (f"wf_{kernel.name}", operands, body)
+    sources = {
+        name: f'extern "C" __device__ __noinline__ {mode.real} {name}'
+        f"({', '.join(f'{mode.real} {operand}' for operand in operands)}) {{ return {body}; }}"
+        for name, operands, body in named.values()
+    }
+    options = ("-rdc=true", *mode.compiler_options)
+    start = prelude(mode)
+    helpers = _HELPERS if mode is Mode.FAST else ""
+    ptx = nvrtc.to_ptx("\n".join([start, helpers, *sources.values()]), architecture, options)
+    found = {
+        name: (parameters.count(".param"), body)
+        for name, parameters, body in _FUNCTION.findall(ptx)
+    }
+    templates, called = {}, []
+    for code, (name, _, _) in named.items():
+        arity, body = found[name]
+        try:
+            templates[code] = inline(arity, body)
+        except NotInlinableError:
+            templates[code] = call(arity, name, mode.kind)
+            called.append(sources[name])
+    version = _VERSION.search(ptx)
+    bound = f"--maxrregcount={_REGISTERS[mode.type_name]}"
+    return DeviceLibrary(
+        mode=mode,
+        architecture=architecture,
+        version_line=version[0] if version else "",
+        templates=templates,
+        exp2_polynomial=(inline(*found[_EXP2_POLYNOMIAL]) if _EXP2_POLYNOMIAL in found else None),
+        data={name: text for text, name in _DATA.findall(ptx)},
+        functions=(
+            nvrtc.to_cubin("\n".join([start, *called]), architecture, (*options, bound))
+            if called
+            else b""
+        ),
+        key=hashlib.blake2b(f"{mode} {architecture}\n{ptx}".encode(), digest_size=16).digest(),
+    )

@@ -1,4 +1,4 @@
-"""The transpiler without a GPU: what it generates, and that it assembles for every architecture."""
+"""The renderer without a GPU: what it writes, and that it assembles for every architecture."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.emulators.ptx_on_host import run_kernel
+from support.suites.derivatives import make_dataset, smooth_programs
+from warpfit.expressions.reference import differentiate
 from warpfit.expressions.workload import random_program
 from warpfit.ir import Batch, Program
-from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE, Operator
+from warpfit.ops import OPERATORS, VARIABLE, Operator
 
 pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
 
-from warpfit_server.engine.cuda.jit import device_library as library
-from warpfit_server.engine.cuda.jit import ptx
-from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary
-from warpfit_server.engine.cuda.jit.kernel_interface import Output
-from warpfit_server.engine.cuda.jit.shapes import POWERS, Shape, shapes_of_batch
+from warpfit_server.engine.autodiff.backward_pass import BY_PARAMETERS
+from warpfit_server.engine.autodiff.differentiate import lower_batch
+from warpfit_server.engine.cuda.jit import renderer, templates
+from warpfit_server.engine.cuda.jit.kernel_plan import KernelInputs
+from warpfit_server.engine.cuda.jit.renderer import Output
+from warpfit_server.engine.cuda.jit.templates import DeviceLibrary
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
+from warpfit_server.engine.lowering.lowered import Lowered
 
-POW = OPERATORS["pow"].code
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 OUTPUTS = (
     Output(loss="squares", rows=4),
@@ -36,7 +40,7 @@ OUTPUTS = (
 
 
 def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
-    return library.build(mode, architecture, derivatives=derivatives)
+    return templates.build(mode, architecture, derivatives=derivatives)
 
 
 def fitting(output: Output, mode: Mode) -> Output:
@@ -47,10 +51,10 @@ def fitting(output: Output, mode: Mode) -> Output:
     )
 
 
-def shapes_of(*programs: Program, gradient: bool = False) -> tuple[Shape, ...]:
+def lowered(*programs: Program, gradient: bool = False) -> Lowered:
     counts = [np.ones(program.parameters) for program in programs]
-    shapes = shapes_of_batch(Batch.of(programs, counts))
-    return (shapes.with_derivatives() if gradient else shapes).shapes
+    found = lower_batch(Batch.of(programs, counts), BY_PARAMETERS * gradient)
+    return found.part(0, len(programs))
 
 
 def operator_program(operator: Operator) -> Program:
@@ -61,8 +65,8 @@ def operator_program(operator: Operator) -> Program:
 
 
 def text_of(mode: Mode, output: Output, *programs: Program, architecture: int = 90) -> str:
-    kernels = {"evaluate": shapes_of(*programs)}
-    return ptx.module(build(mode, architecture), fitting(output, mode), kernels)
+    kernels = {"evaluate": lowered(*programs)}
+    return renderer.module(build(mode, architecture), fitting(output, mode), kernels)
 
 
 def loop_of(text: str) -> str:
@@ -92,24 +96,14 @@ def test_every_operator_assembles(number: int) -> None:
         )
     device_library = build(mode, architecture, derivatives=len(works) > 1)
     for output, program_of in works:
-        programs = map(program_of, OPERATORS.values())
-        shapes = shapes_of(*programs, gradient=output.gradient)
-        starts = range(0, len(shapes), 5)
-        kernels = {f"group_{start}": shapes[start : start + 5] for start in starts}
-        text = ptx.module(device_library, output, kernels)
+        programs = [program_of(operator) for operator in OPERATORS.values()]
+        kernels = {
+            f"group_{start}": lowered(*programs[start : start + 5], gradient=output.gradient)
+            for start in range(0, len(programs), 5)
+        }
+        text = renderer.module(device_library, output, kernels)
         cubin = linker.link(text, architecture, device_library.functions)
         assert all(name.encode() in cubin for name in kernels)
-
-
-@pytest.mark.parametrize("mode", Mode)
-def test_derivatives_of_literal_powers_assemble(mode: Mode) -> None:
-    """That of the first power is a constant."""
-    inner = Program.apply("mul", Program.variable(0), Program.parameter(0))
-    powers = [Program.apply("pow", inner, Program.constant(exponent)) for exponent in POWERS]
-    output = Output(loss="squares", gradient=True, rows=1)
-    device_library = build(mode, 90, derivatives=True)
-    text = ptx.module(device_library, output, {"evaluate": shapes_of(*powers, gradient=True)})
-    assert linker.link(text, 90, device_library.functions)
 
 
 @settings(max_examples=8, deadline=None)
@@ -176,7 +170,7 @@ def test_small_whole_exponents_need_no_power_function(mode: Mode, exponent: int)
         ("square", "constant power", False),
     ],
 )
-def test_shapes_do_not_depend_on_numbers(first: str, second: str, alike: bool) -> None:
+def test_kernels_do_not_depend_on_numbers(first: str, second: str, alike: bool) -> None:
     x = Program.variable(0)
     examples = {
         "constant": Program.apply("add", x, Program.constant(2.5)),
@@ -187,48 +181,53 @@ def test_shapes_do_not_depend_on_numbers(first: str, second: str, alike: bool) -
         "square": Program.apply("pow", x, Program.constant(2.0)),
         "constant power": Program.apply("pow", x, Program.constant(2.5)),
     }
-    (left,), (right,) = shapes_of(examples[first]), shapes_of(examples[second])
+    left, right = (
+        b"".join(array.tobytes() for array in lowered(x, examples[name]))
+        for name in (first, second)
+    )
     assert (left == right) is alike
 
 
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), vectors=st.integers(1, 3))
-def test_inputs_are_the_numbers_of_the_batch(seed: int, vectors: int) -> None:
-    """A shape with its inputs has the leaves of the program, except literal exponents."""
-    rng = np.random.default_rng(seed)
-    programs = [random_program(rng, int(rng.integers(1, 20))) for _ in range(4)]
-    parameters = [rng.normal(size=(vectors, program.parameters)) for program in programs]
-    batch = Batch.of(programs, parameters)
-    shapes = shapes_of_batch(batch)
-    inputs = np.empty((batch.vectors, shapes.input_starts[-1]))
-    shapes.fill(batch, inputs)
-    for index, (program, shape) in enumerate(zip(programs, shapes.shapes, strict=True)):
-        own = inputs[:, shapes.input_starts[index] : shapes.input_starts[index + 1]]
-        tokens = list(zip(program.codes.tolist(), program.values.tolist(), strict=True))
-        literal = {
-            at
-            for at, (code, value) in enumerate(tokens[:-1])
-            if code == CONSTANT and value in POWERS and tokens[at + 1][0] == POW
-        }
-        for vector in range(vectors):
-            given = [
-                parameters[index][vector][int(value)] if code == PARAMETER else value
-                for at, (code, value) in enumerate(tokens)
-                if code < FIRST_OPERATOR and at not in literal
-            ]
-            found = [
-                operand if code == VARIABLE else own[vector][operand]
-                for code, operand in zip(shape.codes, shape.operands, strict=True)
-                if code < FIRST_OPERATOR
-            ]
-            assert found == given
+def test_inputs_are_the_numbers_of_the_batch() -> None:
+    x, p, c = Program.variable(0), Program.parameter, Program.constant
+    sums = [Program.apply("add", p(1), Program.apply("mul", x, c(-7.0))), x]
+    sums.append(Program.apply("add", Program.apply("sub", c(2.5), p(0)), p(0)))
+    parameters = [[[10.0, 11.0], [20.0, 21.0]], [[], []], [[30.0], [40.0]]]
+    batch = Batch.of(sums, parameters)
+    inputs = KernelInputs.of(lower_batch(batch, 0), batch)
+    numbers = np.zeros((2, inputs.starts[-1]))
+    inputs.fill(batch, numbers)
+    first, second, third, end = inputs.starts
+    for vector, (own, other) in enumerate([(11.0, 30.0), (21.0, 40.0)]):
+        assert numbers[vector, first:second].tolist()[:2] == [own, -7.0]
+        assert numbers[vector, third:end].tolist()[:2] == [2.5, other]
 
 
-def test_only_parameters_have_derivatives() -> None:
-    x, p = Program.variable(0), Program.parameter(1)
-    program = Program.apply("add", Program.apply("mul", p, x), Program.constant(2.5))
-    (shape,) = shapes_of(program, gradient=True)
-    (plain,) = shapes_of(program)
-    assert len(shape.wanted) == 1
-    assert plain.wanted == ()
-    assert shape != plain
+@pytest.mark.parametrize("loss", ["squares", "absolute"])
+def test_kernels_compute_values_losses_and_gradients(loss: str) -> None:
+    """Against float64 derivatives, in the fast mode of an emulated device."""
+    programs, vectors = smooth_programs()
+    data = make_dataset(50, weights=True)
+    columns, target, weights = data.matrix.astype(float), data.target, data.weights
+    output = Output(values=True, loss=loss, gradient=True, weighted=True, rows=1)
+    for program, vector in zip(programs, vectors, strict=True):
+        batch = Batch.of([program], [vector])
+        found = lower_batch(batch, BY_PARAMETERS)
+        inputs = KernelInputs.of(found, batch)
+        numbers = np.zeros((1, inputs.starts[-1]), np.float32)
+        inputs.fill(batch, numbers)
+        text = renderer.module(
+            build(Mode.FAST, 90, derivatives=True), output, {"evaluate": found.part(0, 1)}
+        )
+        read = np.unique(program.values[program.codes == VARIABLE]).astype(int)
+        given = [columns[index].astype(np.float32) for index in read]
+        given += [target.astype(np.float32), weights.astype(np.float32)]
+        sums, (stored,) = run_kernel(text, numbers[0], given)
+        values, slopes = differentiate(program, columns, vector)
+        np.testing.assert_allclose(stored, values, rtol=1e-5, atol=1e-5)
+        deviation = values - target
+        factor = deviation if loss == "squares" else np.sign(deviation)
+        want = [(weights * deviation * factor).sum(), *(slopes * factor * weights).sum(axis=-1)]
+        present = [0, *(1 + np.unique(found.entries["leaf"]))]
+        np.testing.assert_allclose(sums, np.array(want)[present], rtol=1e-4, atol=1e-4)
+        assert not np.delete(want, present).any()
