@@ -420,6 +420,8 @@ def operator_infos() -> tuple[info.OperatorInfo, ...]:
 CONTENT_ID_BYTES: Final = 32
 #: Field 2 (``data``) of UploadVariablesRequest, wire type 2.
 _DATA_TAG: Final = bytes([2 << 3 | 2])
+#: Field 2 (``layout``) of DatasetInfo.
+_LAYOUT_TAG: Final = bytes([2 << 3 | 2])
 
 
 def layout_to_message(layout: Layout) -> pb.DatasetLayout:
@@ -432,6 +434,11 @@ def layout_to_message(layout: Layout) -> pb.DatasetLayout:
         has_weights=layout.has_weights,
         names=layout.names,
     )
+
+
+def encode_names(names: Sequence[str]) -> bytes:
+    """Encode names of variables as they stand at the end of an encoded DatasetLayout."""
+    return pb.DatasetLayout(names=names).SerializeToString()
 
 
 def layout_from_message(message: pb.DatasetLayout) -> Layout:
@@ -581,13 +588,16 @@ def check_content_id(content_id: bytes) -> bytes:
     return content_id
 
 
-def dataset_info(content_id: bytes, layout: Layout, lost_digits: str = "") -> pb.DatasetInfo:
-    """Encode the answer to UploadVariables, OpenDataset and GetVariables."""
-    return pb.DatasetInfo(
-        content_id=content_id,
-        layout=layout_to_message(layout),
-        lost_digits=lost_digits,
-    )
+def dataset_info(
+    content_id: bytes, layout: Layout, names: bytes = b"", lost_digits: str = ""
+) -> bytes:
+    """Encode the answer to UploadVariables, OpenDataset and GetVariables.
+
+    ``names`` are what `encode_names` has made of the names of a layout that is given without them.
+    """
+    shape = layout_to_message(layout).SerializeToString() + names
+    rest = pb.DatasetInfo(content_id=content_id, lost_digits=lost_digits).SerializeToString()
+    return b"".join((rest, _LAYOUT_TAG, varint(len(shape)), shape))
 
 
 # ----------------------------------------------------------------------------- requests of Evaluate

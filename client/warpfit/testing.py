@@ -43,6 +43,7 @@ from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.transport.call import Request, UploadStream
 from warpfit.transport.connection import Connection, RetryPolicy, Target
 from warpfit.transport.failover import Failover
+from warpfit.v1 import evaluator_pb2 as pb
 
 #: Retries with short pauses, for tests.
 FAST_RETRIES = RetryPolicy(total_seconds=5.0, initial_backoff=0.001, maximum_backoff=0.01)
@@ -110,14 +111,15 @@ class InProcessServer:
             )
         matrix = np.frombuffer(payload, dtype=layout.dtype).reshape(layout.columns, layout.rows)
         self._datasets[content_id] = Dataset.resident(layout, matrix, content_id)
-        yield codec.dataset_info(content_id, layout)
+        yield pb.DatasetInfo.FromString(codec.dataset_info(content_id, layout))
 
     def _open(self, _: Any) -> Iterator[Any]:
         raise UnimplementedError("this server reads no files", "NO_DATA_ROOT", "Upload the data")
 
     def _get(self, message: Any) -> Iterator[Any]:
         dataset = self._dataset(message.content_id)
-        yield codec.dataset_info(dataset.content_id, dataset.layout)
+        described = codec.dataset_info(dataset.content_id, dataset.layout)
+        yield pb.DatasetInfo.FromString(described)
 
     def _release(self, message: Any) -> Iterator[Any]:
         dataset = self._dataset(message.content_id)

@@ -121,7 +121,7 @@ def check_header(message: bytes, limits: Limits) -> None:
 def check_names(names: Sequence[str], limits: Limits) -> None:
     """Refuse too many or too long names of variables, before they are copied."""
     check_limit(limits, "names", len(names))
-    check_limit(limits, "name_bytes", sum(len(name.encode()) for name in names))
+    check_limit(limits, "name_bytes", len("".join(names).encode()))
 
 
 def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:

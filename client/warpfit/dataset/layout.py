@@ -54,9 +54,13 @@ class Layout:
         encoded = [name.encode() for name in self.names]
         kind = DTYPE_CODES[self.dtype], self.has_target, self.has_weights
         numbers = struct.pack("<BBBQQI", *kind, self.variables, self.rows, len(encoded))
-        return b"".join(
-            [_MAGIC, numbers, *(struct.pack("<I", len(name)) + name for name in encoded)]
-        )
+        start = _MAGIC + numbers
+        header = bytearray(bytes(4).join((start, *encoded)))
+        lengths = np.fromiter(map(len, encoded), np.dtype("<u4"), len(encoded))
+        places = len(start) - 4 + np.cumsum(4 + lengths, dtype=np.int64) - lengths
+        octets = np.frombuffer(header, np.uint8)
+        octets[places[:, None] + range(4)] = lengths[:, None].view(np.uint8)
+        return bytes(header)
 
     def check(self) -> None:
         """Check that there are rows, variables, and names that fit."""

@@ -30,8 +30,6 @@ _LOG: Final = logging.getLogger("warpfit.datasets")
 #: Most data sets that are resident at a time, and descriptors of the process for each of them: a
 #: data set counts for at least its part of the budget, because it takes two descriptors.
 _MOST_DATASETS, _FILES_EACH = DATASET_SLOTS // 2, 8
-#: Memory that a variable's name takes beside its characters.
-_NAME_BYTES: Final = 64
 #: Seconds without use after which a data set that was given back leaves the devices.
 _DEVICE_SECONDS: Final = 5.0
 #: Seconds after which an upload is tried again that had no room beside what is in use.
@@ -50,6 +48,9 @@ class StoredDataset:
     tenant: str
     """Owner."""
     layout: Layout
+    """Without names."""
+    names: bytes
+    """Names of the variables, as `warpfit.codec.encode_names` encodes them."""
     segment: Segment
     """Holds the payload from byte 0."""
     cost: int
@@ -78,6 +79,8 @@ class _Upload:
     """Bytes that it will count for."""
     budget: int
     """Bytes that its tenant may hold."""
+    names: bytes
+    """Names of the variables."""
     reserved: int = 0
     """Bytes that it counts for now."""
 
@@ -193,7 +196,8 @@ class DatasetStore:
         with self._lock:
             dataset = self._find(key)
             dataset.touched = time.monotonic()
-            return FoundDataset(key, dataset.content_id, dataset.layout, dataset.slot)
+            own = key, dataset.content_id, dataset.layout, dataset.slot
+            return FoundDataset(*own, names=dataset.names)
 
     def give_back(self, key: bytes) -> None:
         """Take note that a caller does not need a data set any more; others may still use it.
@@ -218,8 +222,10 @@ class DatasetStore:
             else:
                 self._remove(dataset)
 
-    def begin(self, layout: Layout, tenant: str, budget: int) -> int:
+    def begin(self, layout: Layout, names: bytes, tenant: str, budget: int) -> int:
         """Begin a tenant's upload if there is or can be room for it; nothing is evicted yet.
+
+        The ``layout`` is without ``names``, which are encoded.
 
         Returns:
             The upload's number, for `reserve`, `commit` and `abandon`.
@@ -229,8 +235,8 @@ class DatasetStore:
                 with a time to retry after if there would be room with no call and no upload in
                 flight.
         """
-        names = sum(_NAME_BYTES + len(name) for name in layout.names)
-        upload = _Upload(tenant, max(layout.nbytes + names, self._least_cost), budget)
+        cost = max(layout.nbytes + len(names), self._least_cost)
+        upload = _Upload(tenant, cost, budget, names)
         with self._lock:
             try:
                 self._victims(upload.cost + self._announced[tenant], tenant, budget)
@@ -287,6 +293,7 @@ class DatasetStore:
                     content_id,
                     upload.tenant,
                     layout,
+                    upload.names,
                     segment,
                     upload.cost,
                     self._slots.pop(),
@@ -299,7 +306,7 @@ class DatasetStore:
             own = key, content_id, dataset.layout, dataset.slot
             found = FoundDataset(*own, is_fresh=is_fresh)
             self._announce(found)  # under the lock, so that a withdrawal comes later
-        return found
+        return found._replace(names=dataset.names)
 
     def evict_for_device(self, tenant: str) -> int:
         """Evict one data set, because a tenant's upload has no room on any device.

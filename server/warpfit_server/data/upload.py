@@ -1,10 +1,12 @@
 """An upload of a data set on its way into shared memory; in a front end."""
 
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.codec import encode_names
 from warpfit.dataset import Layout, PayloadDigest, check_weights
 from warpfit.errors import InvalidArgumentError
 from warpfit_server.ipc.messages import FoundDataset
@@ -18,7 +20,7 @@ _REMEDY: Final = "Send exactly (variables + target + weights) x rows numbers of 
 class UploadStore(Protocol):
     """Methods of `DatasetStore` that an upload calls."""
 
-    def begin(self, layout: Layout, tenant: str, budget: int) -> int: ...
+    def begin(self, layout: Layout, names: bytes, tenant: str, budget: int) -> int: ...
     def reserve(self, number: int, nbytes: int) -> None: ...
     def abandon(self, number: int) -> None: ...
     def commit(
@@ -53,13 +55,14 @@ class Upload:
         budget: int,
     ) -> None:
         self._store = store
-        self._layout = layout
+        self._layout = plain = replace(layout, names=())
         self._content_id = content_id
         self._received = 0
         self._is_committed = False
         self._segment = pool.create(layout.nbytes)  # takes memory when it is written
         try:
-            self._number = store.begin(layout, tenant, budget)
+            names = encode_names(layout.names) if layout.names else b""
+            self._number = store.begin(plain, names, tenant, budget)
         except BaseException:
             self._segment.close()
             raise

@@ -38,12 +38,15 @@ class FoundDataset(NamedTuple):
     key: bytes
     content_id: bytes
     layout: Layout
+    """Without names: the data sets of a server have these encoded, for callers alone."""
     slot: int
     """Number of its entry in the table of uses, see `warpfit_server.tenancy.quotas`."""
     engines: tuple[int, ...] = ()
     """Numbers of the engines that hold it."""
     is_fresh: bool = False
     """Whether it has just become resident."""
+    names: bytes = b""
+    """Names of the variables, see `warpfit.codec.encode_names`; only in answers to a question."""
 
 
 # ------------------------------------------------------------------------ supervisor -> engine

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 
 from warpfit_server.ipc.messages import FoundDataset
 from warpfit_server.tenancy.quotas import QuotaTable
@@ -30,7 +29,7 @@ class KnownDataset:
 
     def __init__(self, found: FoundDataset, load: Callable[[int, bytes], Future[None]]) -> None:
         self.key, self.slot = found.key, found.slot
-        self.layout = replace(found.layout, names=())  # which may be long
+        self.layout = found.layout
         self.engines = frozenset(found.engines)
         """Numbers of the engines that hold it, as far as this process knows."""
         self._load = load

@@ -200,8 +200,7 @@ class EngineSupervisor(Supervisor):
             return future
         future = self._loads[dataset.key] = Future()
         segment = dataset.segment
-        layout = replace(dataset.layout, names=())  # as long as a caller likes, and not needed
-        load = messages.LoadDataset(dataset.key, layout, segment.identifier, segment.size)
+        load = messages.LoadDataset(dataset.key, dataset.layout, segment.identifier, segment.size)
         try:
             channel.send(load, segment.descriptor)
             self._unanswered.append((dataset.key, future))  # `_settle_load` waits for the lock

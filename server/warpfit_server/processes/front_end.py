@@ -86,9 +86,9 @@ class MainProcess:
         found: FoundDataset = self._ask("find", key).result()
         return found
 
-    def begin(self, layout: Layout, tenant: str, budget: int) -> int:
+    def begin(self, layout: Layout, names: bytes, tenant: str, budget: int) -> int:
         """Begin an upload."""
-        number: int = self._ask("begin", layout, tenant, budget).result()
+        number: int = self._ask("begin", layout, names, tenant, budget).result()
         return number
 
     def reserve(self, number: int, nbytes: int) -> None:

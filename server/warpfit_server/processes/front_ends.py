@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -266,8 +266,7 @@ class FrontEnds:
 
     def announce_dataset(self, found: FoundDataset) -> None:
         """Tell every process that a data set has become resident."""
-        plain = replace(found.layout, names=())  # which may be long
-        self.tell_all(messages.DatasetAnnounced(found._replace(layout=plain)))
+        self.tell_all(messages.DatasetAnnounced(found))
 
     def withdraw_dataset(self, key: bytes) -> None:
         """Tell every process that no new call may use a data set."""

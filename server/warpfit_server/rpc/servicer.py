@@ -269,8 +269,9 @@ class Servicer:
         check_header(header, limits)
         with self._turn(context):
             first = codec.parse_message(pb.UploadVariablesRequest, header, most_fields=None)
-            check_names(first.header.layout.names, limits)
+            check_limit(limits, "names", len(first.header.layout.names))
             layout, content_id = codec.upload_header(first)
+            check_names(layout.names, limits)
         key = key_of(tenant, content_id)
         self._suspects.check_dataset(key)
         with suppress(DatasetNotFoundError):
@@ -403,8 +404,7 @@ def _check(
 
 def _info(dataset: FoundDataset, lost_digits: str = "") -> bytes:
     """Describe a data set."""
-    own = dataset.content_id, dataset.layout, lost_digits
-    return codec.dataset_info(*own).SerializeToString()
+    return codec.dataset_info(dataset.content_id, dataset.layout, dataset.names, lost_digits)
 
 
 def _check_wanted(context: Call) -> None:

@@ -61,7 +61,7 @@ def serve_decoded() -> None:
             yield answer
 
     def find(message: bytes, context: Any) -> bytes:
-        return codec.dataset_info(data.content_id, data.layout).SerializeToString()
+        return codec.dataset_info(data.content_id, data.layout)
 
     methods = {
         "Evaluate": grpc.stream_stream_rpc_method_handler(evaluate),

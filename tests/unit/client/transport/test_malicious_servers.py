@@ -16,7 +16,7 @@ from warpfit.v1 import evaluator_pb2 as pb
 ESCAPES = "a\x1b]0;owned\x07\x1b[2J\r\n\u202eb\x9b"
 DATA = Dataset.of(np.arange(4.0)[:, None], np.arange(4.0))
 OTHER = Dataset.of(np.arange(4.0)[:, None], np.arange(1.0, 5.0))
-INFO = codec.dataset_info(DATA.content_id, DATA.layout).SerializeToString()
+INFO = codec.dataset_info(DATA.content_id, DATA.layout)
 
 
 class Liar(grpc.GenericRpcHandler):
@@ -114,7 +114,7 @@ def header(**changes):
 
 
 def info(dataset, **changes):
-    message = codec.dataset_info(dataset.content_id, dataset.layout)
+    message = pb.DatasetInfo.FromString(codec.dataset_info(dataset.content_id, dataset.layout))
     for name, value in changes.items():
         setattr(message.layout, name, value)
     return message.SerializeToString()

@@ -16,6 +16,7 @@ import pytest
 
 from support.servers.requests import DATA
 from support.servers.server import eventually
+from warpfit import codec
 from warpfit.dataset import Dataset
 from warpfit.errors import (
     DatasetNotFoundError,
@@ -24,6 +25,7 @@ from warpfit.errors import (
     UnavailableError,
 )
 from warpfit.server_info import Device, Limits
+from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.data.upload import Upload
@@ -264,23 +266,28 @@ def test_why_a_process_cannot_serve_is_said_once(caplog):
 class TestQuestions:
     def upload(self, front_ends, front_end, dataset, pool):
         """Upload a data set over questions, as a front end does."""
-        own = dataset.layout, "tenant", 1 << 30
+        layout = replace(dataset.layout, names=())
+        own = layout, codec.encode_names(dataset.layout.names), "tenant", 1 << 30
         number = ask(front_ends, front_end, "begin", *own)
         segment = pool.create(dataset.layout.nbytes)
         segment.write(dataset.matrix.data.cast("B"), 0)
         ask(front_ends, front_end, "reserve", number, dataset.layout.nbytes)
-        rest = number, dataset.content_id, dataset.layout, 0
+        rest = number, dataset.content_id, layout, 0
         descriptor = os.dup(segment.descriptor)
         return ask(front_ends, front_end, "commit", *rest, descriptor=descriptor)
 
     def test_an_upload_becomes_a_data_set_that_all_are_told_of(self, front_ends, front_end):
         dataset = Dataset.of(np.arange(12.0).reshape(4, 3), names=("a", "b", "c"))
         found = self.upload(front_ends, front_end, dataset, SegmentPool(0))
-        assert found.is_fresh and found.layout == dataset.layout
+        assert found.is_fresh and found.names
         announced = [m for m in front_end.told if isinstance(m, messages.DatasetAnnounced)]
-        assert announced[0].found.layout.names == (), "they may be long"
+        assert announced[0].found == found._replace(names=b""), "they may be long"
         assert not front_end.uploads
-        assert ask(front_ends, front_end, "find", found.key).layout.names == ("a", "b", "c")
+        known = ask(front_ends, front_end, "find", found.key)
+        told = codec.dataset_info(known.content_id, known.layout, known.names, "digits")
+        description = pb.DatasetInfo.FromString(told)
+        assert codec.layout_from_message(description.layout) == dataset.layout
+        assert (description.content_id, description.lost_digits) == (found.content_id, "digits")
         with front_ends.datasets.pin(found.key) as stored:
             held = stored.segment.array(dataset.layout.dtype, (3, 4))
             np.testing.assert_array_equal(held, dataset.matrix)
@@ -293,20 +300,20 @@ class TestQuestions:
         assert ask(front_ends, front_end, "find", found.key).engines == (1,)
 
     def test_uploads_of_a_front_end_that_dies_count_no_more(self, front_ends, front_end):
-        number = ask(front_ends, front_end, "begin", DATA.layout, "tenant", 1 << 30)
+        number = ask(front_ends, front_end, "begin", DATA.layout, b"", "tenant", 1 << 30)
         ask(front_ends, front_end, "reserve", number, 100)
         assert front_ends.datasets.usage().nbytes == 100
         front_end.lost()
         assert front_ends.datasets.usage().nbytes == 0
 
     def test_a_commit_without_its_memory_is_refused(self, front_ends, front_end):
-        number = ask(front_ends, front_end, "begin", DATA.layout, "tenant", 1 << 30)
+        number = ask(front_ends, front_end, "begin", DATA.layout, b"", "tenant", 1 << 30)
         with pytest.raises(ResourceExhaustedError, match="open no more files"):
             ask(front_ends, front_end, "commit", number, b"id", DATA.layout, 0)
         ask(front_ends, front_end, "abandon", number)
 
     def test_a_commit_that_cannot_be_mapped_leaves_nothing_open(self, front_ends, front_end):
-        number = ask(front_ends, front_end, "begin", DATA.layout, "tenant", 1 << 30)
+        number = ask(front_ends, front_end, "begin", DATA.layout, b"", "tenant", 1 << 30)
         empty = os.memfd_create("empty")
         with pytest.raises(InternalError):
             ask(front_ends, front_end, "commit", number, b"", DATA.layout, 0, descriptor=empty)
