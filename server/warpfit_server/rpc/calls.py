@@ -14,6 +14,10 @@ A caller may send one request after the other in the same call, which spares bot
 a call and the beginning of the next. Each request is admitted, counted and observed as if it were a
 call of its own.
 
+The work of a request waits for its tenant's turn, and a turn ends when the request is decoded. The
+processor time of the turn and of the answer, beyond a moment, is charged to the tenant, which rests
+if it has used too much.
+
 Whatever a client keeps a thread waiting for has a time limit: a message that it sends, a message
 that it takes, and the next request of a call. gRPC itself waits for ever, so another thread cancels
 the calls whose time is up.
@@ -47,6 +51,7 @@ from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits
+from warpfit_server.tenancy.turns import TenantTurns
 
 _LOG: Final = logging.getLogger("warpfit.calls")
 #: Most bytes of a message of a method without long ones, and most seconds until it has arrived.
@@ -54,6 +59,8 @@ _SHORT_MESSAGE, _SHORT_SECONDS = 64 << 10, 5.0
 #: Seconds in which the next request of a call must arrive: a search that breeds for longer can bear
 #: the cost of a new call.
 _IDLE_SECONDS: Final = 0.5
+#: Processor time in seconds that a request may take here without a charge: most take less.
+_FREE_SECONDS: Final = 0.002
 #: Longest message of an answer that is short: it is sent when nothing counts the request any more.
 _LAST_BYTES: Final = 64 << 10
 #: Seconds after which a call may be repeated that was refused because too many are open.
@@ -170,6 +177,8 @@ class CallHandlers:
         """Calls that have a thread."""
         self.message_seconds = config.message_seconds
         """Time in which a message must arrive, or be taken."""
+        self.turns = TenantTurns()
+        """Who decodes, and who rests."""
         self.timeouts = CallTimeouts()
         """Time limits of the calls that wait for their client."""
         self.waiting: set[Any] = set()
@@ -239,6 +248,9 @@ class Call:
         self._nbytes = self._nanoseconds = 0
         """Bytes and engine time in flight that are counted for the present request, or the bytes
         for the next one while the call waits for it."""
+        self._has_turn = False
+        self._charged_until = self._free = 0.0
+        """Processor time of this thread that has been charged, and what is left without charge."""
 
     def is_active(self) -> bool:
         """Return whether the call has not ended."""
@@ -265,6 +277,28 @@ class Call:
         counted = admission.reserve(self.record.tenant, nbytes, self._nbytes, nanoseconds)
         self._nbytes += nbytes
         self._nanoseconds = counted
+
+    def check_wanted(self) -> None:
+        """Raise if the call has ended meanwhile, so that nothing more is done for it."""
+        # gRPC itself may not have noticed yet that the deadline has passed.
+        if self._is_over or self._context.time_remaining() == 0:
+            raise CancelledError("the call has ended", "CANCELLED")
+
+    def end_turn(self) -> None:
+        """Let the next request of the tenant have its turn: the present one is decoded."""
+        if self._has_turn:
+            self._has_turn = False
+            self._charge()
+            self._handlers.turns.release(self.record.tenant)
+
+    def _charge(self) -> None:
+        """Charge the tenant for what this thread has computed since the last time."""
+        now = time.thread_time()
+        spent, self._charged_until = now - self._charged_until, now
+        free = min(spent, self._free)
+        self._free -= free
+        if spent > free:
+            self._handlers.turns.charge(self.record.tenant, spent - free)
 
     def serve(self) -> Iterator[bytes]:
         """Yield the messages of the answers, request by request."""
@@ -376,6 +410,9 @@ class Call:
             self._fail(error)
         finally:
             self._on_end = None
+            self.end_turn()
+            if self._method.streams:
+                self._charge()
             self._give_back()
             is_well = not (self._has_failed or self._is_over)
             self._observer.end(self.record, "OK" if is_well else ended_status(self._context))
@@ -416,6 +453,9 @@ class Call:
         self._places.append(1)
         if self._is_over:
             self._leave_place()
+        self._charged_until, self._free = time.thread_time(), _FREE_SECONDS
+        self._handlers.turns.acquire(self.record.tenant, self.check_wanted)
+        self._has_turn = True
         return chain((message,), iter(self._next, None)) if uploads else message
 
     def _next(self) -> bytes | None:
@@ -451,11 +491,15 @@ class Call:
                     record.encode = made - record.finished - record.suspended
                 if is_last:
                     return message
-                if record.finished or len(message) > _LAST_BYTES:
+                is_long = len(message) > _LAST_BYTES
+                if record.finished or is_long:
                     self._leave_place()
                 handlers.timeouts.begin(self._context, handlers.message_seconds)
                 yield message
                 handlers.timeouts.end(self._context)
+                if is_long:
+                    self._charge()
+                    handlers.turns.rest(record.tenant, self.check_wanted)
                 if record.finished:
                     record.suspended += time.monotonic_ns() - made
         finally:

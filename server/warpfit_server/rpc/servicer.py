@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from warpfit import codec
 from warpfit.dataset import Layout
-from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
+from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device, Limits, ServerInfo
@@ -46,8 +46,8 @@ from warpfit_server.limits import (
 from warpfit_server.observability.records import CallRecord
 from warpfit_server.rpc.calls import Call, Method
 from warpfit_server.tenancy.admission import Admission, CallCost
-from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
 from warpfit_server.tenancy.tenants import key_of
+from warpfit_server.tenancy.turns import TenantTurns
 
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05
@@ -100,8 +100,7 @@ class Servicer:
         self._chunk_bytes = config.chunk_bytes
         self._engine = config.engines[0].kind
         self._folder = DataFolder(config.data_root, store, pool)
-        self._decoding = TenantSemaphore()
-        self._reading = TenantSemaphore()
+        self._reading = TenantTurns()
         self._version = version("warpfit")  # reads files
 
     def methods(self) -> dict[str, Method]:
@@ -122,15 +121,13 @@ class Servicer:
         The message is an OptimizeRequest if it ``fits``, else an EvaluateRequest. Values are sent
         while the engine still computes; a fit's progress is sent if the request asks for it.
         """
-        record, admission, is_decoding = context.record, self._admission, True
-        tenant = record.tenant
-        self._decoding.acquire(tenant, partial(_check_wanted, context))
+        record, admission = context.record, self._admission
+        tenant, limits, arrived = record.tenant, context.limits, time.monotonic_ns()
+        parsed: Any = codec.parse_message(
+            pb.OptimizeRequest if fits else pb.EvaluateRequest, message
+        )
+        evaluation, fit = _decode(parsed, tenant, limits, fits=fits)
         try:
-            arrived, limits = time.monotonic_ns(), context.limits
-            parsed: Any = codec.parse_message(
-                pb.OptimizeRequest if fits else pb.EvaluateRequest, message
-            )
-            evaluation, fit = _decode(parsed, tenant, limits, fits=fits)
             with self._registry.use(evaluation.dataset_id) as data:
                 size, cost = _check(evaluation, fit, data, limits)
                 nanoseconds = admission.costs.estimate(cost)
@@ -144,20 +141,15 @@ class Servicer:
                 record.programs, record.tokens = work.programs, work.tokens
                 record.token_rows = work.token_rows
                 record.decode = time.monotonic_ns() - arrived
-                self._decoding.release(tenant)
-                is_decoding = False
-                _check_wanted(context)
+                context.end_turn()
+                context.check_wanted()
                 in_flight = self._router.start(request, data, nanoseconds)
                 stream = self._stream_fit if fits else self._stream_result
                 answer = stream(in_flight, data.layout, record)
                 return (yield from self._answer(answer, in_flight, cost, context))
         except DatasetNotFoundError:  # perhaps it has left the engine just before this came there
-            if not is_decoding:
-                self._registry.forget(evaluation.dataset_id)
+            self._registry.forget(evaluation.dataset_id)
             raise
-        finally:
-            if is_decoding:
-                self._decoding.release(tenant)
 
     def _answer(
         self,
@@ -251,27 +243,16 @@ class Servicer:
         hides = self._admission.is_shared and told.cache_hits
         return replace(told, cache_hits=0) if hides else told
 
-    @contextmanager
-    def _turn(self, context: Call) -> Iterator[None]:
-        """Wait for the tenant's turn: names of variables take as long to decode as batches do."""
-        tenant = context.record.tenant
-        self._decoding.acquire(tenant, partial(_check_wanted, context))
-        try:
-            yield
-        finally:
-            self._decoding.release(tenant)
-
     def upload_variables(self, requests: Iterator[bytes], context: Call) -> bytes:
         """Receive a data set into shared memory and have an engine load it."""
         tenant = context.record.tenant
         limits = self._admission.limits(tenant)
         header = next(requests, b"")
         check_header(header, limits)
-        with self._turn(context):
-            first = codec.parse_message(pb.UploadVariablesRequest, header, most_fields=None)
-            check_limit(limits, "names", len(first.header.layout.names))
-            layout, content_id = codec.upload_header(first)
-            check_names(layout.names, limits)
+        first = codec.parse_message(pb.UploadVariablesRequest, header, most_fields=None)
+        check_limit(limits, "names", len(first.header.layout.names))
+        layout, content_id = codec.upload_header(first)
+        check_names(layout.names, limits)
         key = key_of(tenant, content_id)
         self._suspects.check_dataset(key)
         with suppress(DatasetNotFoundError):
@@ -280,6 +261,7 @@ class Servicer:
         check_limit(limits, "rows", layout.rows)
         own = layout, content_id, tenant, limits.resident_bytes
         with Upload(self._store, self._pool, *own) as upload:
+            context.end_turn()
             for message in requests:
                 upload.add(codec.upload_data(message))
             found = upload.commit()
@@ -293,7 +275,8 @@ class Servicer:
         tenant, file = context.record.tenant, codec.open_request(request)
         limits = self._admission.limits(tenant)
         check_names(file.x, limits)
-        check_wanted = partial(_check_wanted, context)
+        context.end_turn()
+        check_wanted = context.check_wanted
         self._reading.acquire(tenant, check_wanted)
         try:
             known = self._folder.known(file)
@@ -343,8 +326,7 @@ class Servicer:
         request = codec.parse_message(pb.GetVariablesRequest, message)
         key = key_of(context.record.tenant, codec.check_content_id(request.content_id))
         self._suspects.check_dataset(key)
-        with self._turn(context):
-            return _info(self._store.find(key))
+        return _info(self._store.find(key))
 
     def release_variables(self, message: bytes, context: Call) -> bytes:
         """Take note that a caller does not need a data set any more, or remove it for all."""
@@ -405,13 +387,6 @@ def _check(
 def _info(dataset: FoundDataset, lost_digits: str = "") -> bytes:
     """Describe a data set."""
     return codec.dataset_info(dataset.content_id, dataset.layout, dataset.names, lost_digits)
-
-
-def _check_wanted(context: Call) -> None:
-    """Raise if the call has ended while it was decoded, so that nothing is started for it."""
-    # gRPC itself may not have noticed yet that the deadline has passed.
-    if not context.is_active() or context.time_remaining() == 0:
-        raise CancelledError("the call has ended", "CANCELLED")
 
 
 def _stop_time(request: FitRequest, remaining: float | None) -> float | None:

@@ -104,6 +104,7 @@ class Gate:
 
     def __call__(self, message, context):
         self.begun.append(message)
+        context.end_turn()
         self.open.wait(60)
         return message
         yield
@@ -210,6 +211,48 @@ class TestPlaces:
             counted = Amounts(0, number * (nbytes + 1))
             eventually(lambda counted=counted: front_end.quotas.in_flight() == counted)
         assert not any(call.done() for call in unread)
+
+
+class TestTurns:
+    @pytest.mark.parametrize("is_long", [True, False])
+    def test_a_tenant_whose_calls_take_long_leaves_time_to_the_others(
+        self, start, tmp_path, is_long
+    ):
+        """Not one whose calls are short, however many they are."""
+        used, ended = [], threading.Event()
+
+        def behaviour(message, context):
+            if message == b"greedy":
+                began = time.thread_time()
+                while time.thread_time() < began + (0.03 if is_long else 0.001):
+                    pass
+                used.append(time.thread_time() - began)
+            return b""
+            yield
+
+        path, tokens = token_file(tmp_path, "greedy", "modest")
+        front_end = start(behaviour, token_file=path)
+        assert outcome(front_end.call(b"", token=tokens["modest"]))[0] == "OK"
+
+        def send():
+            while not ended.is_set():
+                assert outcome(front_end.call(b"greedy", token=tokens["greedy"]))[0] == "OK"
+
+        began = time.monotonic()
+        threads = [threading.Thread(target=send) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while time.monotonic() < began + 1:
+            assert outcome(front_end.call(b"", token=tokens["modest"]))[0] == "OK"
+        ended.set()
+        for thread in threads:
+            thread.join()
+        seconds = time.monotonic() - began
+        until = front_end.calls.turns._used_until.get("greedy", 0.0)
+        if is_long:
+            assert 0.1 < sum(used) < 0.45 * seconds + 4 * 0.03
+        else:
+            assert until < began
 
 
 class TestMessages:
@@ -350,7 +393,7 @@ class TestDecoding:
             assert decoded.acquire(timeout=10)
         go.set()
         assert {outcome(call)[0] for call in running} == {"UNAVAILABLE"}
-        assert not servicer._decoding._inside
+        assert not front_end.calls.turns._inside
 
     def test_a_call_that_ends_while_it_is_decoded_is_not_started(self, start):
         gate, started = Gate(), []
@@ -371,13 +414,13 @@ class TestDecoding:
         running = [front_end.call(self.MESSAGE) for _ in range(2)]
         eventually(lambda: len(gate.begun) == 2)
         late = front_end.call(self.MESSAGE)
-        eventually(lambda: servicer._decoding._waiting)
+        eventually(lambda: front_end.calls.turns._waiting)
         late.cancel()
         eventually(lambda: front_end.ended() == {("Evaluate", "CANCELLED", "default"): 1})
         gate.open.set()
         for call in running:
             outcome(call)
-        eventually(lambda: not servicer._decoding._inside)
+        eventually(lambda: not front_end.calls.turns._inside)
         assert len(gate.begun) == 2
 
 

@@ -1,0 +1,107 @@
+"""Turns: how the tenants of a front-end process share its time.
+
+What a front end does for a call is mostly Python code, which one thread of a process runs at a
+time. A tenant with fifty calls at once would get fifty turns for each turn of another tenant. So
+only a few calls of each tenant are decoded at a time; its others wait in order of arrival, at no
+cost. And a tenant whose calls take long, because they name many variables or ask for long answers,
+rests until it has used no more than its share of a core, while other tenants call.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+#: Calls of a tenant that are decoded at a time: one computes in NumPy while another runs Python.
+_MOST: Final = 2
+#: Seconds of a core that a tenant may use each second for calls that take long, and the seconds
+#: that it may be ahead of that.
+_SHARE, _AHEAD = 1 / 3, 0.02
+#: Seconds after which another tenant that has called does not count as calling.
+_CALLING_SECONDS: Final = 0.5
+#: Seconds after which a thread that waits looks whether its call has ended.
+_CHECK_SECONDS: Final = 0.25
+
+
+class TenantTurns:
+    """Lets a few threads of each tenant in at a time, in order of arrival, and has some rest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside: dict[str, int] = {}
+        self._waiting: dict[str, deque[threading.Event]] = {}
+        self._used_until: dict[str, float] = {}
+        """Moments until which tenants have used their share up."""
+        self._latest, self._latest_at, self._another_at = "", 0.0, 0.0
+        """The tenant that has called last, when, and when another one has before."""
+
+    def acquire(self, tenant: str, check_wanted: Callable[[], None] = lambda: None) -> None:
+        """Wait to be let in; `release` must follow.
+
+        ``check_wanted`` is called again and again while the thread waits; its error ends the wait.
+        """
+        turn = None
+        with self._lock:
+            if tenant != self._latest:
+                self._latest, self._another_at = tenant, self._latest_at
+            self._latest_at = time.monotonic()
+            inside = self._inside.get(tenant, 0)
+            if inside < _MOST:
+                self._inside[tenant] = inside + 1
+            else:
+                turn = threading.Event()
+                self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            if turn is not None:
+                while not turn.wait(_CHECK_SECONDS):
+                    check_wanted()
+                check_wanted()
+            self.rest(tenant, check_wanted)
+        except BaseException:
+            self._give_up(tenant, turn)
+            raise
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """Count time that a thread has computed for a tenant."""
+        with self._lock:
+            until = max(time.monotonic(), self._used_until.get(tenant, 0.0))
+            self._used_until[tenant] = until + seconds / _SHARE
+
+    def rest(self, tenant: str, check_wanted: Callable[[], None] = lambda: None) -> None:
+        """Wait while the tenant has used more than its share and another one calls."""
+        while tenant in self._used_until:
+            with self._lock:
+                now = time.monotonic()
+                ahead = self._used_until.get(tenant, 0.0) - now
+                if ahead <= 0:
+                    self._used_until.pop(tenant, None)
+                called = self._another_at if tenant == self._latest else self._latest_at
+            if ahead <= _AHEAD or called < now - _CALLING_SECONDS:
+                return
+            time.sleep(min(ahead - _AHEAD, _CHECK_SECONDS))
+            check_wanted()
+
+    def _give_up(self, tenant: str, turn: threading.Event | None) -> None:
+        """Wait no more; pass on a turn that has come meanwhile."""
+        with self._lock:
+            has_come = turn is None or turn.is_set()
+            if turn is not None and not has_come:
+                self._waiting[tenant].remove(turn)
+                if not self._waiting[tenant]:
+                    del self._waiting[tenant]
+        if has_come:
+            self.release(tenant)
+
+    def release(self, tenant: str) -> None:
+        """Let the tenant's next thread in."""
+        with self._lock:
+            waiting = self._waiting.get(tenant)
+            if waiting is not None:
+                waiting.popleft().set()
+                if not waiting:
+                    del self._waiting[tenant]
+                return
+            inside = self._inside.pop(tenant)
+            if inside > 1:
+                self._inside[tenant] = inside - 1

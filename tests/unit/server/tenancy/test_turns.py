@@ -1,0 +1,115 @@
+"""The turns of tenants, under threads that switch as often as Python allows, and their rests."""
+
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from warpfit.errors import CancelledError
+from warpfit_server.tenancy import turns
+from warpfit_server.tenancy.turns import TenantTurns
+
+TENANTS = ("greedy", "greedy", "modest", "third")
+
+
+@pytest.fixture
+def many_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_every_thread_gets_in_and_never_too_many_at_once(many_switches):
+    shared, inside, most = TenantTurns(), Counter(), Counter()
+    counting = threading.Lock()
+
+    def call(tenant):
+        for _ in range(50):
+            shared.acquire(tenant)
+            with counting:
+                inside[tenant] += 1
+                most[tenant] = max(most[tenant], inside[tenant])
+            time.sleep(0)
+            with counting:
+                inside[tenant] -= 1
+            shared.release(tenant)
+
+    threads = [threading.Thread(target=call, args=(TENANTS[n % 4],)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert most["greedy"] <= turns._MOST
+    assert (shared._inside, shared._waiting) == (Counter(), {})
+
+
+def test_threads_of_a_tenant_are_let_in_in_order_of_arrival():
+    shared, order = TenantTurns(), []
+    for _ in range(turns._MOST):
+        shared.acquire("greedy")
+    shared.acquire("modest")  # waits for nobody
+
+    def call(number):
+        shared.acquire("greedy")
+        order.append(number)
+        shared.release("greedy")
+
+    threads = []
+    for number in range(4):
+        threads.append(threading.Thread(target=call, args=(number,)))
+        threads[-1].start()
+        while len(shared._waiting.get("greedy", ())) < number + 1:
+            time.sleep(0.001)
+    shared.release("greedy")
+    for thread in threads:
+        thread.join(10)
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_thread_whose_call_has_ended_does_not_wait_for_its_turn(monkeypatch):
+    monkeypatch.setattr(turns, "_CHECK_SECONDS", 0.001)
+    shared, ended = TenantTurns(), threading.Event()
+
+    def check():
+        if ended.is_set():
+            raise CancelledError("the call has ended", "CANCELLED")
+
+    for _ in range(turns._MOST):
+        shared.acquire("greedy", check)
+    ended.set()
+    with pytest.raises(CancelledError):
+        shared.acquire("greedy", check)
+    for _ in range(turns._MOST):
+        shared.release("greedy")
+    assert (shared._inside, shared._waiting) == (Counter(), {})
+
+
+def test_a_tenant_that_has_used_more_than_its_share_rests_while_another_one_calls():
+    shared = TenantTurns()
+
+    def seconds(tenant):
+        began = time.monotonic()
+        shared.acquire(tenant)
+        shared.release(tenant)
+        shared.rest(tenant)
+        return time.monotonic() - began
+
+    shared.charge("greedy", 0.1)
+    assert seconds("greedy") < 0.1, "it is alone"
+    assert seconds("modest") < 0.1
+    rested = seconds("greedy")
+    assert rested > 0.1
+    shared.charge("greedy", 1.0)
+    with pytest.raises(CancelledError):
+        shared.acquire("greedy", _end)
+    assert (shared._inside, shared._waiting) == ({}, {})
+    time.sleep(turns._CALLING_SECONDS)
+    assert seconds("greedy") < 0.1, "it is alone again"
+
+
+def _end():
+    raise CancelledError("the call has ended", "CANCELLED")
