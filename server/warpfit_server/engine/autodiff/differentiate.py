@@ -100,7 +100,8 @@ def lower_batch(batch: Batch, requested: int) -> lowered.Lowered:
     programs = np.array([(0, len(batch))], RANGE)
     source = source_arrays(batch, loss, requested)
     arrays = (programs, np.zeros(1, RANGE), np.zeros(1, np.uint8), *source, *out)
-    if differentiate_chunk(argument_block(arrays).ctypes.data, 0) != FINISHED:
+    block = argument_block(arrays)  # it must live for as long as its address is in use
+    if differentiate_chunk(block.ctypes.data, 0) != FINISHED:
         raise MemoryError
     ends = source[-1].tolist()
     return lowered.Lowered(

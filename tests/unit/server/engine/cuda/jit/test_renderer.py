@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -21,8 +22,9 @@ from warpfit.ops import OPERATORS, VARIABLE, Operator
 pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
 
+from warpfit_server.engine.autodiff import differentiate as differentiating
 from warpfit_server.engine.autodiff.backward_pass import BY_PARAMETERS
-from warpfit_server.engine.autodiff.differentiate import lower_batch
+from warpfit_server.engine.autodiff.differentiate import differentiate_chunk, lower_batch
 from warpfit_server.engine.cuda.jit import renderer, templates
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelInputs
 from warpfit_server.engine.cuda.jit.renderer import Output
@@ -30,6 +32,7 @@ from warpfit_server.engine.cuda.jit.templates import DeviceLibrary
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
 from warpfit_server.engine.lowering.lowered import Lowered
+from warpfit_server.engine.native.arguments import argument_block
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 OUTPUTS = (
@@ -134,6 +137,29 @@ def test_common_subexpressions_are_computed_once() -> None:
     second = Program.apply("sub", Program.apply("mul", part, part), Program.variable(1))
     text = text_of(Mode.PRECISE, Output(values=True, rows=1), first, second)
     assert text.count("ex2.approx") == 1
+
+
+def test_addresses_are_those_of_memory_that_lives(monkeypatch) -> None:
+    """Compiled code reads where its arguments lie; other threads would take memory that is free."""
+    blocks = []
+
+    def remembered(arrays):
+        block = argument_block(arrays)
+        blocks.append(weakref.ref(block))
+        return block
+
+    def looked_at(address, index):
+        assert blocks[-1]() is not None
+        return differentiate_chunk(address, index)
+
+    monkeypatch.setattr(differentiating, "argument_block", remembered)
+    monkeypatch.setattr(differentiating, "differentiate_chunk", looked_at)
+    assert (
+        lower_batch(
+            Batch.of([Program.apply("add", Program.variable(0), Program.constant(1.0))]), 0
+        ).headers["end"]
+        > 0
+    )
 
 
 def test_row_invariant_work_is_outside_the_row_loop() -> None:
