@@ -239,6 +239,35 @@ _NOBODY_LISTENS: Final = re.compile(
 )
 _NOBODY_THERE: Final = frozenset({"Connection refused", "No such file or directory"})
 _NAME_UNKNOWN: Final = re.compile(r"address lookup failed for (\S+):")
+#: gRPC's own messages of handshakes that fail in the client: a pattern, and reason, message and
+#: remedy of the error.
+_TLS_MISTAKES: Final = (
+    (
+        re.compile("Hostname Verification Check failed"),
+        "WRONG_SERVER_NAME",
+        "the server's certificate is for another name",
+        "Connect to a name in the certificate, or give one of its names: TlsConfig(server_name=...)"
+        " or WARPFIT_SERVER_NAME",
+    ),
+    (
+        re.compile("WRONG_VERSION_NUMBER"),
+        "NO_TLS",
+        "the server does not speak TLS, as this client does",
+        "Connect with tls=False, or start the server with --tls-cert and --tls-key",
+    ),
+    (
+        re.compile("certificate (?:has expired|is not yet valid)"),
+        "CERTIFICATE_NOT_VALID",
+        "the server's certificate has expired, or is not valid yet",
+        "Renew it, and check the clocks of both machines",
+    ),
+    (
+        re.compile("CERTIFICATE_VERIFY_FAILED|certificate signature failure"),
+        "UNTRUSTED_CERTIFICATE",
+        "the server's certificate is from no authority that this client trusts",
+        "Give the authority's certificate: TlsConfig(ca=...) or WARPFIT_CA",
+    ),
+)
 _NOBODY_REMEDY: Final = (
     "Check host and port (WARPFIT_ADDRESS, if no address is given), start a server there with "
     "`warpfit serve`, or wait for one that is starting with connect(..., wait=SECONDS)"
@@ -349,6 +378,9 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
         return errors.UnavailableError(
             f"the name in {name[1]} cannot be resolved", "NAME_NOT_RESOLVED", _NOBODY_REMEDY
         )
+    for pattern, reason, message, remedy in _TLS_MISTAKES:
+        if status == "UNAVAILABLE" and pattern.search(details):
+            return errors.UnavailableError(message, reason, remedy)
     if status == "CANCELLED":  # by a server that stops; a caller that cancels gets no status
         return errors.UnavailableError("the call was cut off", "CALL_CUT_OFF", "Repeat the call")
     return cls(details or status, status, _REMEDIES.get(status, ""))

@@ -96,7 +96,7 @@ class InProcessServer:
                 raise self._failures.pop(0)
             return request.read(self._methods[request.method](request.message))
         except WarpfitError as error:
-            raise _received_error(request, error) from error
+            raise _received_error(request, error) from None
 
     def _upload(self, messages: Iterable[Any]) -> Iterator[Any]:
         stream = iter(messages)

@@ -8,6 +8,7 @@ benchmarks). Every other request is a call of its own.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -53,6 +54,8 @@ _ENDED: Final = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 #: Channels of the parent in a child that was forked. They are kept, because closing them there
 #: could wait for a lock that a thread of the parent had.
 _PARENTS_CHANNELS: Final[list[Any]] = []
+#: gRPC's own messages about a connection that the server has ended before it was ready.
+_CONNECTION_ENDED: Final = re.compile("failed to connect to all addresses.*(?:closed|reset|failed)")
 #: HealthCheckResponse.ServingStatus by number.
 _HEALTH: Final = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 
@@ -91,7 +94,9 @@ class GrpcTransport:
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 if request.cancellation is not None:
                     request.cancellation.check()  # so that the server is not blamed
-                raise self._error_of(request, error) from error
+                failure = self._error_of(request, error)
+            # Outside of the block, so that a traceback shows nothing of gRPC.
+            raise failure
 
     def _error_of(self, request: Request, error: Any) -> Exception:
         """Return the exception of a failed call; a progress callback's comes before gRPC's."""
@@ -100,6 +105,8 @@ class GrpcTransport:
         found = codec.error_from_status(
             error.code().name, error.details() or "", error.trailing_metadata()
         )
+        if found.reason == "UNAVAILABLE" and _CONNECTION_ENDED.search(found.message):
+            found = self._security.handshake_failure(request.server) or found
         is_away = isinstance(found, WarpfitError) and found.reason in NOBODY_THERE
         if is_away and self._proxy is not None and not is_local(request.server):
             proxy = str(self._proxy).removeprefix("http://").rpartition("@")[2]

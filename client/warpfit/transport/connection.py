@@ -49,7 +49,9 @@ _POLL_MILLISECONDS: Final = "100"
 
 
 def configure_grpc() -> None:
-    """Choose gRPC's poller, its interval and its care for forks by environment variables.
+    """Choose gRPC's poller, its interval, its care for forks and its silence by the environment.
+
+    What gRPC would print, such as a line for each failed handshake, errors of calls say.
 
     gRPC reads them on import. Variables that are set already stay, and so does everything if gRPC
     is imported already.
@@ -58,6 +60,7 @@ def configure_grpc() -> None:
         os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS)
         os.environ.setdefault("GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS", _POLL_MILLISECONDS)
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "1")
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,6 +458,58 @@ class Security:
         if self.tls.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
         return grpc.secure_channel(address, self.tls.credentials(), options)
+
+    def handshake_failure(self, address: str) -> UnavailableError | None:
+        """Return why a server ends connections: it alone speaks TLS, or wants another certificate.
+
+        gRPC does not say it, so a connection is opened by Python's own TLS, for a second at most.
+        None is returned if that has another outcome, or if the address is no HOST:PORT.
+        """
+        import ssl  # loaded late, because few need it
+
+        place = address.removeprefix("ipv4:").removeprefix("ipv6:")
+        host, _, port = place.rpartition(":")
+        if not port.isdecimal():
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+        context.set_alpn_protocols(["h2"])
+        certificate = self.tls.certificate if self.tls is not None else None
+        try:
+            if self.tls is not None and certificate is not None:
+                context.load_cert_chain(certificate, self.tls.key)
+            with (
+                socket.create_connection((host.strip("[]"), int(port)), 1.0) as plain,
+                context.wrap_socket(plain, server_hostname=host.strip("[]")) as encrypted,
+            ):
+                # A server of HTTP/2 begins with its settings, unless it misses a certificate.
+                is_refused = self.tls is not None and not encrypted.recv(1)
+        except ssl.SSLError as error:
+            if "ALERT" not in str(error.reason):
+                return None
+            is_refused = True
+        except OSError:
+            return None
+        if self.tls is None:
+            return UnavailableError(
+                f"the server at {address} speaks TLS, and this client does not",
+                "TLS_WANTED",
+                "Connect with tls=True or a warpfit.TlsConfig, or set WARPFIT_TLS or WARPFIT_CA",
+            )
+        if not is_refused:
+            return None
+        if certificate is None:
+            return UnavailableError(
+                f"the server at {address} asks for a client certificate",
+                "CLIENT_CERTIFICATE_WANTED",
+                "Give certificate and key: TlsConfig(certificate=..., key=...), or "
+                "WARPFIT_CLIENT_CERT and WARPFIT_CLIENT_KEY",
+            )
+        return UnavailableError(
+            f"the server at {address} refuses this client's certificate",
+            "CLIENT_CERTIFICATE_REFUSED",
+            "Give one that is valid, from an authority that the server trusts (--tls-client-ca)",
+        )
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of every call."""

@@ -41,6 +41,13 @@ from warpfit.transport.connection import Connection, RetryPolicy
 NOBODY_THERE: Final = frozenset(
     {"CONNECTION_REFUSED", "CANNOT_CONNECT", "NAME_NOT_RESOLVED", "NO_SERVERS"}
 )
+#: Reasons of errors that repeating a first call cannot help: the two sides differ about TLS.
+TLS_MISTAKES: Final = frozenset(
+    {
+        *("WRONG_SERVER_NAME", "NO_TLS", "CERTIFICATE_NOT_VALID", "UNTRUSTED_CERTIFICATE"),
+        *("TLS_WANTED", "CLIENT_CERTIFICATE_WANTED", "CLIENT_CERTIFICATE_REFUSED"),
+    }
+)
 #: Data sets of at most this size live on every server, up to a number of them.
 SMALL_BYTES: Final = 16 << 20
 _SMALL_REPLICAS: Final = 16
@@ -243,7 +250,7 @@ class Servers:
         the attempt is needed.
         """
         is_late = isinstance(error, DeadlineExceededError)
-        self.has_answered |= not is_late and error.reason not in NOBODY_THERE
+        self.has_answered |= not is_late and error.reason not in NOBODY_THERE | TLS_MISTAKES
         if not self.is_several:
             return
         now = self.clock()
@@ -335,7 +342,7 @@ class Retries:
                 f"attempts failed: {error.message}",
                 "DEADLINE_EXCEEDED",
                 "Raise timeout=, and look at the server's log",
-            ) from error
+            )
         return float(pause)
 
 
@@ -527,7 +534,8 @@ class Failover:
 
     def _pause(self, retries: Retries, error: errors.WarpfitError) -> float:
         """Return the seconds to wait; raise ``error`` if it cannot help or has taken too long."""
-        if _is_final(error):
+        is_mistake = error.reason in TLS_MISTAKES and not self.servers.has_answered
+        if _is_final(error) or is_mistake:
             raise error
         # Where a server has answered before it is restarting; otherwise the address may be wrong.
         patience = self.connection.retry.total_seconds

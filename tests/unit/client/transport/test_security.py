@@ -1,7 +1,14 @@
 """Credentials of the client: when a token may be sent, and where TLS settings come from."""
 
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
 import pytest
 
+import warpfit
+from support.servers.network import Authority
 from warpfit.errors import InvalidArgumentError
 from warpfit.transport.connection import Security, TlsConfig, is_local, target_of
 
@@ -65,3 +72,64 @@ def test_certificate_files_that_are_missing(tmp_path):
         TlsConfig(certificate=tmp_path / "x").credentials()
     with pytest.raises(InvalidArgumentError, match="cannot read"):
         TlsConfig(ca=tmp_path / "x").credentials()
+
+
+@pytest.fixture(scope="module")
+def tls_servers(tmp_path_factory):
+    """Addresses of servers with TLS, with TLS and client certificates, and with neither."""
+    authority = Authority(tmp_path_factory.mktemp("certificates"))
+    foreign = Authority(tmp_path_factory.mktemp("foreign"))
+    own = authority.issue("server", file="server")
+    pair = [(own.key.read_bytes(), own.certificate.read_bytes())]
+    trusted = authority.file.read_bytes()
+    kinds = {
+        "tls": grpc.ssl_server_credentials(pair),
+        "mutual": grpc.ssl_server_credentials(pair, trusted, require_client_auth=True),
+        "plain": None,
+    }
+    servers, addresses = [], {}
+    for name, credentials in kinds.items():
+        server = grpc.server(ThreadPoolExecutor(1))
+        if credentials is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = server.add_secure_port("127.0.0.1:0", credentials)
+        server.start()
+        servers.append(server)
+        addresses[name] = f"127.0.0.1:{port}"
+    yield addresses, authority.file, foreign, foreign.issue("eve")
+    for server in servers:
+        server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("server", "settings", "reason"),
+    [
+        ("tls", None, "TLS_WANTED"),
+        ("mutual", None, "TLS_WANTED"),
+        ("plain", {}, "NO_TLS"),
+        ("tls", {"ca": "foreign"}, "UNTRUSTED_CERTIFICATE"),
+        ("tls", {"server_name": "nobody.example"}, "WRONG_SERVER_NAME"),
+        ("mutual", {}, "CLIENT_CERTIFICATE_WANTED"),
+        ("mutual", {"certificate": "foreign"}, "CLIENT_CERTIFICATE_REFUSED"),
+    ],
+)
+def test_what_the_sides_set_differently_is_named_at_once(tls_servers, server, settings, reason):
+    addresses, ca, foreign, eve = tls_servers
+    tls = False
+    if settings is not None:
+        given = {"ca": ca} | settings
+        given["ca"] = foreign.file if given["ca"] == "foreign" else ca
+        if "certificate" in given:
+            given |= {"certificate": eve.certificate, "key": eve.key}
+        tls = warpfit.TlsConfig(**given)
+    started = time.monotonic()
+    with (
+        warpfit.connect(addresses[server], tls=tls) as client,
+        pytest.raises(warpfit.UnavailableError) as caught,
+    ):
+        client.info()
+    assert caught.value.reason == reason
+    assert time.monotonic() - started < 10, "nothing is repeated"
+    text = "".join(traceback.format_exception(caught.value))
+    assert "grpc" not in text, "no cause or context of gRPC's"
