@@ -18,6 +18,7 @@ from warpfit.calls.arguments import (
     Parameters,
     SharedOptions,
     UploadOptions,
+    shows_keywords,
 )
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client, connect
@@ -99,6 +100,11 @@ class AsyncClient:
         """Pickle as the blocking client; a copy connects anew."""
         return type(self), (self._client,)
 
+    def __repr__(self) -> str:
+        """Show the address, and neither a token nor files."""
+        return repr(self._client).replace("<Client", f"<{type(self).__name__}", 1)
+
+    @shows_keywords(UploadOptions, dtype="auto")
     async def upload(
         self, X: Any, y: Any = None, weights: Any = None, **options: Unpack[UploadOptions]
     ) -> AsyncUploadedDataset:
@@ -106,6 +112,7 @@ class AsyncClient:
         found = await self._upload(X, y, weights, **options)
         return AsyncUploadedDataset(found.dataset, self)
 
+    @shows_keywords(OpenOptions, dtype="auto")
     async def open(self, name: str, **options: Unpack[OpenOptions]) -> AsyncUploadedDataset:
         """Have the server read a data set from a Parquet file of its own."""
         return AsyncUploadedDataset((await self._open(name, **options)).dataset, self)
@@ -128,6 +135,7 @@ class AsyncClient:
         **options: Unpack[EvaluateOptions],
     ) -> Any: ...
 
+    @shows_keywords(EvaluateOptions, precision="precise", tier="auto")
     async def evaluate(
         self,
         data: DatasetHandle,

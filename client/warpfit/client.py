@@ -19,6 +19,7 @@ from warpfit.calls.arguments import (
     SharedOptions,
     UploadOptions,
     deadline_of,
+    shows_keywords,
 )
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.results import Answer, Fit
@@ -96,6 +97,13 @@ class Client:
         """Pickle as the arguments of the connection, a token among them; a copy connects anew."""
         return type(self).of, (self._failover.connection,)
 
+    def __repr__(self) -> str:
+        """Show the address, and neither a token nor files."""
+        connection = self._failover.connection
+        how = " with TLS" if connection.security.tls is not None else ""
+        return f"<{type(self).__name__} of {connection.target.text}{how}>"
+
+    @shows_keywords(UploadOptions, dtype="auto")
     def upload(
         self, X: Any, y: Any = None, weights: Any = None, **options: Unpack[UploadOptions]
     ) -> UploadedDataset:
@@ -142,6 +150,7 @@ class Client:
                     failover.call_if_up(server, Request("GetVariables", question, dataset=dataset))
         return UploadedDataset(dataset, self)
 
+    @shows_keywords(OpenOptions, dtype="auto")
     def open(self, name: str, **options: Unpack[OpenOptions]) -> UploadedDataset:
         """Have the server read a data set from a Parquet file of its own (``--data-root``).
 
@@ -189,6 +198,7 @@ class Client:
         **options: Unpack[EvaluateOptions],
     ) -> Any: ...
 
+    @shows_keywords(EvaluateOptions, precision="precise", tier="auto")
     def evaluate(
         self,
         data: DatasetHandle,
@@ -226,6 +236,7 @@ class Client:
         """
         return self.run(data, expressions, parameters, **options).array
 
+    @shows_keywords(EvaluateOptions, precision="precise", tier="auto")
     def run(
         self,
         data: DatasetHandle,
@@ -263,6 +274,14 @@ class Client:
         data.warn_of_range(evaluation.batch, result)
         return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 
+    @shows_keywords(
+        FitOptions,
+        precision="precise",
+        tier="auto",
+        loss="mse",
+        method="auto",
+        accuracy="screening",
+    )
     def optimize(
         self,
         data: DatasetHandle,
@@ -281,11 +300,16 @@ class Client:
             data: a handle that `upload` of this or another client has returned.
             expressions: as for `evaluate`.
             parameters: for each expression one start [n] or K starts [K, n]; for a single
-                expression its start or starts alone.
-            **options: ``loss`` ("mse" by default), ``method`` ("auto", "lm", "bfgs"),
-                ``max_iterations``, tolerances, ``bounds``, ``fixed``, ``all_starts``,
-                ``standard_errors``, ``covariance``, ``rows``, ``partial``, ``progress``,
-                ``timeout``; see `warpfit.calls.arguments.FitOptions`.
+                expression its start or starts alone. By default every parameter starts at 1, or at
+                the nearest number that its bounds allow.
+            **options: ``loss`` ("mse" by default; r2 is maximised), ``method`` ("auto", "lm" or
+                "bfgs"), ``accuracy`` ("screening" to compare expressions, "final" to report
+                parameters), ``max_iterations`` and the tolerances of gradient, step and loss,
+                which override it; ``bounds`` (lower, upper), ``fixed`` (parameters that keep their
+                start), ``all_starts`` (the outcome of each start), ``standard_errors``,
+                ``covariance``, ``rows``, ``precision``, ``tier``, ``timeout`` (seconds for the
+                whole call), ``partial`` (return what there is when the time is over), ``progress``
+                (called a few times a second).
 
         Returns:
             Parameters, losses before and after, iterations, and why each search ended. No loss is
@@ -330,6 +354,7 @@ class Client:
         data.warn_of_range(batch, result)
         return Fit.of(result, fit, data)
 
+    @shows_keywords(SimplifyOptions, precision="precise", tier="auto", tolerance=0.01, loss="mse")
     def simplify(
         self,
         data: DatasetHandle,

@@ -43,6 +43,22 @@ class TextTable:
         return [*more, *([self.note] if self.note else [])]
 
 
+class Shown:
+    """An object that a terminal and a notebook show as a small table, whatever it holds."""
+
+    __slots__ = ()
+
+    def _table(self) -> TextTable:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        """Return the table as text."""
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of text as right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
-from warpfit.display import TextTable
+from warpfit.display import Shown, TextTable
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch
 from warpfit.losses import BUILT_IN, LossFunction
@@ -181,8 +181,8 @@ def check_target(layout: Layout, field: str) -> None:
 STAGES: Final = ("decode", "queue", "copy_in", "compute", "copy_out")
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+@dataclass(frozen=True, slots=True, repr=False)
+class Timings(Shown):
     """Durations of the stages of one evaluation on the server, in nanoseconds."""
 
     decode: int = 0
@@ -196,12 +196,12 @@ class Timings:
     device: str = ""
     """Labels of the devices that computed, with commas, such as ``"cuda:0"``."""
 
-    def __str__(self) -> str:
-        """Return a small table in microseconds."""
-        return self._table().text()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
+    @property
+    def summary(self) -> str:
+        """The time in microseconds, the tier and the devices, in a line."""
+        total = sum(getattr(self, stage) for stage in STAGES) / 1000
+        device = f", {self.device}" if self.device else ""
+        return f"{total:.1f} us on the server, tier {self.tier}{device}"
 
     def _table(self) -> TextTable:
         rows = [(stage, f"{getattr(self, stage) / 1000:.1f}") for stage in STAGES]

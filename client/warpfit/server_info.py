@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from warpfit.display import Shown, TextTable
 from warpfit.request import Tier
 
 
@@ -71,9 +72,9 @@ class OperatorInfo:
     notes: str
 
 
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """Answer to GetServerInfo."""
+@dataclass(frozen=True, slots=True, repr=False)
+class ServerInfo(Shown):
+    """Answer to GetServerInfo; it prints as a table of the devices."""
 
     version: str
     engine: str
@@ -83,3 +84,19 @@ class ServerInfo:
     operators: tuple[OperatorInfo, ...]
     datasets: int = 0
     """Resident data sets of the caller's tenant."""
+
+    def _table(self) -> TextTable:
+        rows = [
+            (
+                one.label,
+                one.name,
+                str(one.threads or ""),
+                f"{one.memory / 2**30:.1f} GiB" if one.memory else "",
+                ", ".join(one.tiers),
+                "yes" if one.serving else "no",
+            )
+            for one in self.devices
+        ]
+        note = f"warpfit {self.version}, engine {self.engine}, {len(self.operators)} operators, "
+        note += f"{self.datasets} data set{'' if self.datasets == 1 else 's'}"
+        return TextTable(("device", "name", "threads", "memory", "tiers", "serving"), rows, note)

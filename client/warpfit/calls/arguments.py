@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
+from inspect import Parameter, signature
 from typing import Any, Final, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from warpfit.request import OUTPUTS, Evaluation, Loss, Precision, Tier
 from warpfit.transport.call import Deadline, Progress, silent
 
 E = TypeVar("E", bound=StrEnum)
+F = TypeVar("F", bound=Callable[..., Any])
 
 Rows: TypeAlias = slice | tuple[int, int] | None
 #: One vector [n] or K vectors [K, n] for each expression; for a single expression its own alone.
@@ -147,6 +149,32 @@ class FitOptions(CommonOptions, total=False):
     """Return the best parameters so far when ``timeout`` is about to pass, instead of failing."""
     progress: Callable[[FitProgress], None] | None
     """Called a few times a second while the searches run."""
+
+
+def shows_keywords(options: Any, **defaults: Any) -> Callable[[F], F]:
+    """Have `help` and editors show the keywords of a method instead of ``**options``.
+
+    Args:
+        options: TypedDict with the keywords.
+        defaults: of keywords that are not False (of truth values) or None.
+    """
+
+    def decorate(method: F) -> F:
+        own = signature(method)
+        keywords = [
+            Parameter(
+                name,
+                Parameter.KEYWORD_ONLY,
+                default=defaults.get(name, False if kind is bool else None),
+                annotation=kind,
+            )
+            for name, kind in options.__annotations__.items()
+        ]
+        positional = [one for one in own.parameters.values() if one.kind != Parameter.VAR_KEYWORD]
+        method.__signature__ = own.replace(parameters=[*positional, *keywords])  # type: ignore[attr-defined]
+        return method
+
+    return decorate
 
 
 # ------------------------------------------------------------------------------- single values
@@ -400,9 +428,19 @@ def build_fit(
     """Turn the arguments of `warpfit.Client.optimize` into a fit; the server checks its tokens."""
     shared: Any = {"loss": options.get("loss", Loss.MSE), **common(options)}
     problem, _ = build_evaluation(data, expressions, parameters, False, shared, cache)
+    if parameters is None and not isinstance(expressions, Batch):
+        counts = problem.batch.needed_parameters()
+        if counts.sum() <= problem.batch.token_count:  # otherwise the server names the index
+            vectors = ParameterVectors(counts.astype(np.uint32), np.ones(int(counts.sum())))
+            problem = replace(problem, batch=Batch.joined(problem.batch, vectors))
     settings = _settings(
         problem.batch.parameter_counts, is_single(expressions), options, data.layout.dtype
     )
+    if parameters is None and not isinstance(expressions, Batch):
+        inside = np.ones(len(problem.batch.parameters))
+        for limit, bound in ((np.maximum, settings.lower), (np.minimum, settings.upper)):
+            inside = inside if bound is None else limit(inside, bound)
+        problem = replace(problem, batch=replace(problem.batch, parameters=inside))
     request = FitRequest(problem, settings)
     request.check_options(data.layout)
     if options.get("standard_errors") is None:

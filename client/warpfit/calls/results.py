@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, fields
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.display import MOST_ROWS, TextTable, numbers, shortened
+from warpfit.display import MOST_ROWS, Shown, TextTable, numbers, shortened
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
 from warpfit.ir import Batch, Program
@@ -19,8 +19,8 @@ from warpfit.losses import coefficients_of_determination
 from warpfit.request import Result, Timings
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reductions:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Reductions(Shown):
     """Statistics of the values of each expression, [expressions] or [K, expressions].
 
     They are not weighted. A NaN in any row makes the first four NaN.
@@ -33,10 +33,19 @@ class Reductions:
     non_finite: NDArray[np.int64]
     """Number of rows with NaN or an infinity."""
 
+    def _table(self) -> TextTable:
+        names = [field.name for field in fields(self)]
+        columns = [getattr(self, name) for name in names]
+        rows = [
+            (", ".join(map(str, index)), *(f"{column[index]:.6g}" for column in columns))
+            for index in islice(np.ndindex(self.sum.shape), MOST_ROWS)
+        ]
+        return TextTable(("expression", *names), rows, total=self.sum.size)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """All outputs of one evaluation; None for what was not requested.
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Answer(Shown):
+    """All outputs of one evaluation; None for what was not requested. It prints as a small table.
 
     With K parameter vectors for each expression, all arrays have a leading axis of length K.
     """
@@ -90,6 +99,23 @@ class Answer:
             correlations=shaped(result.correlations),
         )
 
+    def _table(self) -> TextTable:
+        rows = []
+        for field in fields(self):
+            output = getattr(self, field.name)
+            if output is None or field.name == "timings":
+                continue
+            name, first = field.name, output
+            if isinstance(output, Reductions):
+                name, first = "reductions.sum", output.sum
+            elif isinstance(output, list):
+                first = output[0]
+            shape = " x ".join(map(str, first.shape))
+            shape = f"{len(output)} of {shape}" if isinstance(output, list) else shape
+            shown = numbers(first.ravel()[:7].tolist())
+            rows.append((name, shape, str(first.dtype), shown))
+        return TextTable(("output", "shape", "dtype", "first numbers"), rows, self.timings.summary)
+
     @property
     def array(self) -> Any:
         """The requested outputs: one array, or a tuple in the order of the fields."""
@@ -102,9 +128,9 @@ class Answer:
         return found[0] if len(found) == 1 else found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fit:
-    """Result of `optimize`; None for what was not requested.
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Fit(Shown):
+    """Result of `optimize`; None for what was not requested. It prints as a small table.
 
     With ``all_starts``, all arrays have a leading axis of K, the number of start vectors.
     """
@@ -192,14 +218,12 @@ class Fit:
         vector = self.parameters[expression]
         return self.batch.program(expression).bind(vector[start] if vector.ndim == 2 else vector)
 
-    def __str__(self) -> str:
-        """Return a small table with a row for each expression, and each start of ``all_starts``."""
-        return self._table(lambda program: shortened(to_text(program, self.names))).text()
-
     def _repr_html_(self) -> str:
         return self._table(lambda program: f"${to_latex(program, self.names)}$").html()
 
-    def _table(self, shown: Callable[[Program], str]) -> TextTable:
+    def _table(self, shown: Callable[[Program], str] | None = None) -> TextTable:
+        """Return a row for each expression, and each start of ``all_starts``."""
+        shown = shown or (lambda program: shortened(to_text(program, self.names)))
         by_start = self.loss.ndim == 2
         rows = []
         for index in list(np.ndindex(self.loss.shape))[:MOST_ROWS]:

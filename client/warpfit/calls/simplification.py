@@ -21,7 +21,7 @@ from warpfit.calls.arguments import (
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.results import Fit
 from warpfit.dataset.canonical import ranges
-from warpfit.display import TextTable
+from warpfit.display import Shown, TextTable
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.formulas.snapping import SnapSettings, Trials, snap
@@ -49,8 +49,8 @@ class SimplifyOptions(CommonOptions, total=False):
     """Also apply rules such as x/x = 1; see `warpfit.Program.simplify`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Simplification:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Simplification(Shown):
     """Result of `simplify`; it prints as a small table."""
 
     programs: list[Program]
@@ -62,15 +62,13 @@ class Simplification:
     names: tuple[str, ...] = ()
     """Names of the variables, or empty."""
 
-    def __str__(self) -> str:
-        """Return a small table with a row for each formula."""
-        return self._table([to_text(program, self.names) for program in self.programs]).text()
-
     def _repr_html_(self) -> str:
         shown = [f"${to_latex(program, self.names)}$" for program in self.programs]
         return self._table(shown).html()
 
-    def _table(self, formulas: Sequence[str]) -> TextTable:
+    def _table(self, formulas: Sequence[str] | None = None) -> TextTable:
+        """Return a row for each formula."""
+        formulas = formulas or [to_text(program, self.names) for program in self.programs]
         rows = [
             (formula, str(len(program)), f"{before:.6g}", f"{after:.6g}")
             for formula, program, before, after in zip(

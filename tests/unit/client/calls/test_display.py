@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import inspect
 import pickle
 import re
 
@@ -122,3 +123,43 @@ def test_errors_of_the_server_point_into_the_expression(client, call):
         getattr(client, call)(data, "age * x3", [], loss="mse")
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value)
+
+
+def test_whatever_calls_return_prints_as_a_small_table(client):
+    data = client.upload(np.tile(X, (50, 1)), np.tile(X[:, 0], 50))
+    outputs = dict.fromkeys(("values", "gradient", "jacobian", "reductions", "correlation"), True)
+    answer = client.run(data, ["p1*x1", "x2"] * 40, [[1.0], []] * 40, loss="mse", **outputs)
+    fit = client.optimize(data, ["p1*x1", "x2"] * 40, [[1.0], []] * 40)
+    for shown in (answer, answer.reductions, fit, client.info(), answer.timings):
+        assert repr(shown) == str(shown)
+        assert len(repr(shown)) < 4_000
+        assert repr(shown).count("\n") <= 23
+        assert shown._repr_html_().startswith("<table>")
+    assert re.search(r"losses +80 +float64 +0, 1, ", repr(answer))
+    assert "80 of 500 x 1" in repr(answer)
+    assert "NumPy reference" in repr(client.info())
+
+
+def test_clients_show_their_address_and_no_token():
+    with warpfit.connect("127.0.0.1:1", token="secret", tls=True) as client:
+        assert repr(client) == "<Client of 127.0.0.1:1 with TLS>"
+    client = warpfit.AsyncClient(warpfit.connect(["a:1", "b:2"], token="secret", tls=False))
+    assert repr(client) == "<AsyncClient of a:1, b:2>"
+
+
+@pytest.mark.parametrize("kind", [warpfit.Client, warpfit.AsyncClient])
+@pytest.mark.parametrize(
+    ("method", "keywords"),
+    [
+        ("upload", {"dtype": "auto", "names": None}),
+        ("open", {"y": None}),
+        ("evaluate", {"loss": None, "gradient": False, "precision": "precise"}),
+        ("run", {"values": None, "reductions": False}),
+        ("optimize", {"loss": "mse", "method": "auto", "bounds": None, "tier": "auto"}),
+        ("simplify", {"tolerance": 0.01}),
+    ],
+)
+def test_help_shows_the_keywords(kind, method, keywords):
+    parameters = inspect.signature(getattr(kind, method)).parameters
+    assert "options" not in parameters
+    assert {name: parameters[name].default for name in keywords} == keywords

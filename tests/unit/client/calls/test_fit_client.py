@@ -56,6 +56,15 @@ def test_a_single_expression_may_stand_alone(client, data):
     np.testing.assert_allclose(*several.parameters[0])
 
 
+def test_parameters_start_at_1_or_inside_their_bounds(client, data):
+    fit = client.optimize(data, [*TEXTS, "p1*x1 + p2*x2"])
+    np.testing.assert_allclose(fit.parameters[2], [2.0, -0.5], rtol=1e-6)
+    kept = client.optimize(data, TEXTS, bounds=(-3.0, -2.0), max_iterations=0)
+    assert kept.parameters[0].tolist() == [-2.0, -2.0]
+    with pytest.raises(warpfit.ProgramError, match="p2000000000 is used"):
+        client.optimize(data, "p2000000000*x1")
+
+
 def test_a_failing_progress_callback_reaches_the_caller(client, data):
     def fail(progress):
         raise RuntimeError("enough")
