@@ -16,6 +16,7 @@ from cachetools import LRUCache
 
 from warpfit.ir import Batch
 from warpfit_server.engine.interface import Steps
+from warpfit_server.shared_batch import BatchSummary, contents
 
 Made = TypeVar("Made")
 #: Tokens of all cached batches, some 30 MB with their derivatives.
@@ -30,10 +31,11 @@ class LoweringCache(Generic[Made]):
     """Keeps what was made of batches, most recently used ones longest; safe to use from threads."""
 
     def __init__(self) -> None:
-        self._kept: LRUCache[Hashable, tuple[int, Made]] = LRUCache(_MOST_TOKENS, _size)
+        self._kept: LRUCache[Hashable, tuple[int, tuple[bytes, ...], Made]] = LRUCache(
+            _MOST_TOKENS, _size
+        )
+        """Tokens, contents where they are compared, and what was made."""
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
-        self._contents: weakref.WeakKeyDictionary[Batch, Hashable] = weakref.WeakKeyDictionary()
-        """Contents of batches that are being served; each is copied and hashed once."""
         # Reentrant: allocating while a thread holds it may collect a batch, and so call `_forget`.
         self._lock = threading.RLock()
 
@@ -50,14 +52,14 @@ class LoweringCache(Generic[Made]):
             needs: what the result depends on beside the programs.
             make: makes it in steps; the result must not refer to the batch.
         """
-        key = (id(batch), *needs)
+        key = ("batch", id(batch), *needs)
         with self._lock:
             known = self._kept.get(key)
         if known is not None:
-            return known[1]
+            return known[2]
         made = yield from make(batch)
         with self._lock:
-            self._kept[key] = min(len(batch.codes), _MOST_TOKENS), made
+            self._kept[key] = min(len(batch.codes), _MOST_TOKENS), (), made
         weakref.finalize(batch, self._forget, key).atexit = False
         return made
 
@@ -75,19 +77,19 @@ class LoweringCache(Generic[Made]):
         """
         if len(batch.codes) > _MOST_TOKENS:
             return (yield from make(batch))
-        key = (self._content(batch), *needs)
-        mark = hash(key)
+        key = ("programs", BatchSummary.of(batch).identity, *needs)
         with self._lock:
-            known, has_been_seen = self._kept.get(key), mark in self._seen
-            self._seen[mark] = True
-        if known is not None:
-            return known[1]
+            known, has_been_seen = self._kept.get(key), key in self._seen
+            self._seen[key] = True
         if not has_been_seen:
             return (yield from make(batch))
-        entry = len(batch.codes), (yield from make(batch.without_parameters()))
+        content = contents(batch)
+        if known is not None and known[1] == content:
+            return known[2]
+        made = yield from make(batch.without_parameters())
         with self._lock:
-            self._kept[key] = entry
-        return entry[1]
+            self._kept[key] = len(batch.codes), content, made
+        return made
 
     def clear(self) -> None:
         """Forget everything."""
@@ -99,25 +101,10 @@ class LoweringCache(Generic[Made]):
         """Count the cached batches."""
         return len(self._kept)
 
-    def _content(self, batch: Batch) -> Hashable:
-        content = self._contents.get(batch)
-        if content is None:
-            content = self._contents[batch] = content_of(batch)
-        return content
-
     def _forget(self, key: Hashable) -> None:
         with self._lock:
             self._kept.pop(key, None)
 
 
-def _size(entry: tuple[int, object]) -> int:
+def _size(entry: tuple[int, tuple[bytes, ...], object]) -> int:
     return max(_LEAST_TOKENS, entry[0])
-
-
-def content_of(batch: Batch) -> tuple[bytes, ...]:
-    """Return the arrays of the programs as bytes.
-
-    Bytes compare without giving Python's lock up; NumPy would wait for it behind other threads.
-    """
-    arrays = (batch.codes, batch.values, batch.lengths, batch.parameter_counts)
-    return tuple([array.tobytes() for array in arrays])

@@ -12,7 +12,7 @@ compiled kernels save more than merging does. So the engine says with how many i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from ctypes import memmove
 from typing import Final
 
@@ -23,35 +23,30 @@ from warpfit_server.engine.interface import Engine, Outputs
 from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.request import Request
 from warpfit_server.ipc.messages import SubmitEvaluation
-from warpfit_server.joined_batch import JoinedBatch
+from warpfit_server.shared_batch import SharedBatch
 
-#: Most sketches in a set. When it is full, another one is begun, and the one before is kept.
+#: Most batches in a set. When it is full, another one is begun, and the one before is kept.
 _REMEMBERED: Final = 8192
 #: Most numbers of a request that is merged (tokens, losses, derivatives), and of all that are
 #: merged into one step: more of them would be a long step.
-_MOST_NUMBERS: Final = 1 << 17
+_MOST_NUMBERS: Final = 1 << 18
 _MOST_OF_A_STEP: Final = 1 << 20
 #: The same with gradients, whose programs are differentiated on the host: such a step has no more
 #: tokens than an engine lowers at a time.
 _MOST_WITH_GRADIENTS: Final = 1 << 15
 #: Work of a loss with its gradient, relative to that of the loss alone.
 _GRADIENT_WORK: Final = 3
-#: Arrays of a batch that its sketch depends on, the bytes of an element, and most bytes of each.
-_SKETCHED: Final = (("batch_lengths", 4), ("batch_codes", 1), ("batch_values", 8))
-_MOST_BYTES: Final = 512
 
 
 class Merger:
     """Decides which requests may be merged; safe to use from threads.
 
-    Whether a batch has come before is told by a sketch, which depends on its first programs, so
-    that nobody has to read a new batch twice. One that has not is interpreted: no engine needs to
-    look for what was compiled for it.
+    A batch that has not come before is interpreted: no engine looks for what was compiled for it.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._sketches: set[int] = set()
+        self._seen: set[int] = set()
         self._older: set[int] = set()
 
     def plan(self, request: Request) -> None:
@@ -63,7 +58,7 @@ class Merger:
         )
         has_come = False
         if problem.tier == Tier.AUTO.name and problem.fit is None:
-            has_come = self._has_come(request, key)
+            has_come = self._has_come(hash((layout.identity, *key)))
             if not has_come:
                 request.problem = problem._replace(tier=Tier.INTERPRETER.name)
         if not _is_mergeable(problem) or not self._engine.should_merge(problem.dataset_id):
@@ -89,22 +84,17 @@ class Merger:
             request.merge_from = least
         request.merge_key, request.size = key, max(work, numbers * step_size // most[1])
 
-    def _has_come(self, request: Request, key: Hashable) -> bool:
-        """Note the sketch of a batch; return whether there was an equal one before.
+    def _has_come(self, batch: int) -> bool:
+        """Note a batch and what is asked of it; return whether the same has come before.
 
-        Two threads that do so at the same time may forget a sketch early, which does no harm.
+        Two threads that do so at the same time may forget a batch early, which does no harm.
         """
-        layout, parts = request.problem.segment_layout, []
-        for name, size in _SKETCHED:
-            _, (count,), offset = layout.arrays[name]
-            parts.append(request.segment.map[offset : offset + min(count * size, _MOST_BYTES)])
-        sketch = hash((key, layout.programs, layout.tokens, *parts))
-        if sketch in self._sketches:
+        if batch in self._seen:
             return True
-        if len(self._sketches) >= _REMEMBERED:
-            self._older, self._sketches = self._sketches, set()
-        self._sketches.add(sketch)
-        return sketch in self._older
+        if len(self._seen) >= _REMEMBERED:
+            self._older, self._seen = self._seen, set()
+        self._seen.add(batch)
+        return batch in self._older
 
 
 def _is_mergeable(problem: SubmitEvaluation) -> bool:
@@ -124,10 +114,10 @@ def join(requests: Sequence[Request]) -> tuple[Evaluation, Outputs]:
 
     Merged batches are always interpreted: no engine asks its tier chooser or caches.
     """
-    first, segments = requests[0], [request.segment for request in requests]
-    parts = [request.problem.segment_layout.batch_places(request.segment) for request in requests]
+    first = requests[0]
+    parts = [request.problem.segment_layout.batch_part(request.segment) for request in requests]
     problem = first.problem._replace(tier=Tier.INTERPRETER.name)
-    batch = JoinedBatch(parts, problem.segment_layout.vectors, segments)
+    batch = SharedBatch(parts, problem.segment_layout.vectors)
     merged = problem.evaluation(batch, first.segment)
     # A step of several callers goes on although one of them has gone.
     cancelled = first.cancelled if len(requests) == 1 else np.zeros(1, dtype=np.uint8)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from warpfit.errors import FailedPreconditionError
 from warpfit.fitting import FitSettings
 from warpfit.request import Evaluation
-from warpfit_server.joined_batch import BATCH_ARRAYS
+from warpfit_server.shared_batch import BatchSummary
 
 #: Strikes with which a batch or a data set is refused.
 _STRIKES: Final = 2
@@ -129,17 +129,17 @@ def digest(
     arrays: Mapping[str, NDArray[Any]] = MappingProxyType({}),
     settings: FitSettings | None = None,
 ) -> bytes:
-    """Return the SHA-256 of a whole request."""
+    """Return the SHA-256 of a whole request, of which programs count by their identity."""
     custom, batch = evaluation.custom_loss, evaluation.batch
+    identity = BatchSummary.of(batch).identity
     options = [
         getattr(evaluation, name)
         for name in evaluation.__dataclass_fields__
         if name not in ("batch", "custom_loss")
     ]
-    text = repr((options, batch.vectors, custom and custom.closing, settings, sorted(arrays)))
-    found = hashlib.sha256(text.encode())
-    parts = [getattr(batch, name) for name in BATCH_ARRAYS]
-    parts += [arrays[name] for name in sorted(arrays)]
+    others = custom and custom.closing, settings, sorted(arrays)
+    found = hashlib.sha256(repr((options, identity, batch.vectors, *others)).encode())
+    parts = [batch.parameters, *(arrays[name] for name in sorted(arrays))]
     if custom is not None:
         parts += [custom.row.codes, custom.row.values]
     for part in parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -17,7 +18,7 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.request import Evaluation
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.joined_batch import BATCH_ARRAYS, Places
+from warpfit_server.shared_batch import BATCH_ARRAYS, BatchPart, BatchSummary, SharedBatch
 
 _ALIGNMENT: Final = 64
 #: Types by name: NumPy takes long to look names up.
@@ -36,13 +37,14 @@ FIT_RESULT_ARRAYS: Final[Mapping[str, str]] = {
 FIT_SETTING_ARRAYS: Final[Mapping[str, str]] = MappingProxyType(
     {"lower": "<f8", "upper": "<f8", "fixed": "u1"}
 )
-#: Arrays of a batch by their names in segments, where results have the plain names.
-_BATCH_ARRAYS: Final = {f"batch_{name}": name for name in BATCH_ARRAYS}
-#: Those names, with the bytes of an element.
+#: Names of a batch's arrays in segments, where results have the plain names, and the bytes of an
+#: element.
 _BATCH_ITEMS: Final = [(f"batch_{name}", dtype.itemsize) for name, dtype in BATCH_ARRAYS.items()]
 _INPUTS: Final = frozenset(
-    ("flags", *_BATCH_ARRAYS, "loss_values", "loss_codes", *FIT_SETTING_ARRAYS)
+    ("flags", *dict(_BATCH_ITEMS), "loss_values", "loss_codes", *FIT_SETTING_ARRAYS)
 )
+#: Arrays of which a part of the programs has one element more, the end.
+_STARTS: Final = frozenset(("batch_starts", "batch_parameter_starts"))
 #: What the first dimension of an array counts, if it is not programs; "whole" arrays are not split.
 _UNITS: Final = {
     **dict.fromkeys(("flags", "loss_values", "loss_codes"), "whole"),
@@ -68,10 +70,20 @@ class SegmentLayout(NamedTuple):
     rows: int
     program_bytes: int
     """Size of the values of one program, for all of its parameter vectors."""
+    identity: int
+    """Of the batch, see `BatchSummary`, as the following three."""
+    longest: int
+    typical: int
+    operators: int
     arrays: dict[str, tuple[str, tuple[int, ...], int]]
     """Type, shape and offset by name."""
     nbytes: int
     """Size of the whole segment."""
+
+    @property
+    def summary(self) -> BatchSummary:
+        """What is known of the batch."""
+        return BatchSummary(self.identity, self.longest, self.typical, self.operators)
 
     @property
     def token_rows(self) -> int:
@@ -95,17 +107,18 @@ class SegmentLayout(NamedTuple):
         tokens = len(batch.codes)
         inputs: list[_Array] = [
             ("flags", "u1", (2 * MOST_PARTS,)),
+            ("batch_starts", "<u4", (programs + 1,)),
+            ("batch_parameter_starts", "<u4", (programs + 1,)),
             ("batch_values", "<f8", (tokens,)),
             ("batch_parameters", "<f8", (len(batch.parameters),)),
-            ("batch_lengths", "<u4", (programs,)),
-            ("batch_parameter_counts", "<u4", (programs,)),
             ("batch_codes", "u1", (tokens,)),
         ]
         if custom is not None:
             shape = (len(custom.row.codes),)
             inputs += [("loss_values", "<f8", shape), ("loss_codes", "u1", shape)]
         program_bytes = vectors * rows * layout.dtype.itemsize
-        return cls(programs, tokens, vectors, rows, program_bytes, *_placed((*inputs, *others)))
+        counts = programs, tokens, vectors, rows, program_bytes
+        return cls(*counts, *BatchSummary.of(batch), *_placed((*inputs, *others)))
 
     def split(self, batch: Batch, bounds: Sequence[int]) -> list[SegmentLayout]:
         """Return the layouts of parts of the request, in the segment of the whole one.
@@ -124,11 +137,13 @@ class SegmentLayout(NamedTuple):
             "parameters": np.concatenate([[0], np.cumsum(counts)]),
             "squares": np.concatenate([[0], np.cumsum(np.square(counts))]),
         }
-        return [
-            self._part(number, {name: at[[first, stop]].tolist() for name, at in edges.items()},
-                       {name: int(at[-1]) for name, at in edges.items()})
-            for number, (first, stop) in enumerate(pairwise(bounds))
-        ]  # fmt: skip
+        totals = {name: int(at[-1]) for name, at in edges.items()}
+        parts = []
+        for number, (first, stop) in enumerate(pairwise(bounds)):
+            ranges = {name: at[[first, stop]].tolist() for name, at in edges.items()}
+            part = self._part(number, ranges, totals)
+            parts.append(part._replace(**BatchSummary.of(batch[first:stop])._asdict()))
+        return parts
 
     def _part(
         self, number: int, ranges: Mapping[str, Sequence[int]], totals: Mapping[str, int]
@@ -144,6 +159,8 @@ class SegmentLayout(NamedTuple):
             first, stop = ranges[unit]
             copies = shape[0] // totals[unit] if totals[unit] else 0  # one for each vector
             row_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
+            if name in _STARTS:
+                copies, stop = 1, stop + 1
             own = ((stop - first) * copies, *shape[1:])
             arrays[name] = (dtype, own, offset + first * copies * row_bytes)
         (first, stop), (begin, end) = ranges["programs"], ranges["tokens"]
@@ -169,15 +186,6 @@ class SegmentLayout(NamedTuple):
         dtype, shape, offset = self.arrays[name]
         return segment.view()[offset : offset + math.prod(shape) * _DTYPES[dtype].itemsize]
 
-    def batch_places(self, segment: Segment) -> Places:
-        """Return where the arrays of the batch lie in this process; see `JoinedBatch`."""
-        start, arrays = segment.address, self.arrays
-        found = []
-        for name, size in _BATCH_ITEMS:
-            _, (count,), offset = arrays[name]
-            found.append((start + offset, count * size))
-        return found
-
     def place(self, name: str, segment: Segment) -> tuple[int, int]:
         """Return the address in this process and the bytes of an array."""
         dtype, shape, offset = self.arrays[name]
@@ -200,12 +208,23 @@ class SegmentLayout(NamedTuple):
         """Return the request's state: `QUEUED`, `BEGUN` or `ALONE`."""
         return segment.map[self.flag_offset + 1]
 
-    def batch(self, segment: Segment) -> Batch:
-        """View of the batch in the segment."""
-        arrays: dict[str, Any] = {
-            name: self.require(key, segment) for key, name in _BATCH_ARRAYS.items()
-        }
-        return Batch(**arrays, vectors=self.vectors)
+    def batch_part(self, segment: Segment) -> BatchPart:
+        """Return where the batch lies in this process, and what is known of it."""
+        start, arrays, places = segment.address, self.arrays, []
+        for name, size in _BATCH_ITEMS:
+            _, (count,), offset = arrays[name]
+            places.append((start + offset, count * size))
+        return BatchPart(places, self.summary, partial(self._batch_arrays, segment))
+
+    def batch(self, segment: Segment) -> SharedBatch:
+        """Return the batch in the segment."""
+        return SharedBatch([self.batch_part(segment)], self.vectors)
+
+    def _batch_arrays(self, segment: Segment) -> dict[str, NDArray[Any]]:
+        """Return the arrays of a `Batch`, of which those of tokens are views of the segment."""
+        found = {name: self.require(f"batch_{name}", segment) for name in BATCH_ARRAYS}
+        counts = np.diff(found.pop("starts")), np.diff(found.pop("parameter_starts"))
+        return found | {"lengths": counts[0], "parameter_counts": counts[1]}
 
     def custom_loss(self, segment: Segment, closing: Closing) -> LossFunction:
         """Copy the caller's own loss function out of the segment."""
@@ -219,8 +238,13 @@ class SegmentLayout(NamedTuple):
         others: Mapping[str, NDArray[Any]] = MappingProxyType({}),
     ) -> None:
         """Copy batch, loss function and other inputs into the segment; clear flag and state."""
-        inputs = {key: getattr(evaluation.batch, name) for key, name in _BATCH_ARRAYS.items()}
-        inputs |= others
+        batch = evaluation.batch
+        inputs: dict[str, NDArray[Any]] = {
+            "batch_values": batch.values,
+            "batch_parameters": batch.parameters,
+            "batch_codes": batch.codes,
+            **others,
+        }
         if evaluation.custom_loss is not None:
             row = evaluation.custom_loss.row
             inputs |= {"loss_values": row.values, "loss_codes": row.codes}
@@ -231,6 +255,14 @@ class SegmentLayout(NamedTuple):
             dtype, (count,), offset = self.arrays[name]
             if count:
                 np.frombuffer(memory, _DTYPES[dtype], count, offset)[...] = array
+        for name, lengths in (
+            ("starts", batch.lengths),
+            ("parameter_starts", batch.parameter_counts),
+        ):
+            dtype, (count,), offset = self.arrays[f"batch_{name}"]
+            starts = np.frombuffer(memory, _DTYPES[dtype], count, offset)
+            starts[0] = 0
+            np.add.accumulate(lengths, out=starts[1:])
 
 
 def _placed(arrays: Iterable[_Array]) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int]:

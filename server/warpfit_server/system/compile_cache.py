@@ -43,7 +43,7 @@ _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 _SERVER_SOURCES: Final = (
     *(f"engine/{name}" for name in ("native", "lowering", "autodiff", "fit", "cpu", "cuda")),
     *(f"engine/{name}.py" for name in ("sum_tree", "finalize")),
-    *("limits.py", "row_blocks.py", "joined_batch.py", "system/compile_cache.py"),
+    *("limits.py", "row_blocks.py", "shared_batch.py", "system/compile_cache.py"),
 )
 _CLIENT_SOURCES: Final = (
     *("ir.py", "ops.py", "fitting.py", "losses.py", "request.py"),

@@ -97,7 +97,7 @@ def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
         with device.stream() as context:
             tiles = cut_tiles(resident, (0, count), asked.loss, variant)
             given = context, tier.prepare(variant), asked.batch, 10, jobs
-            lowered = run_to_end(BatchLaunch.begin(*given))
+            lowered = BatchLaunch.begin(*given)
             partials = context.buffer("partials", jobs * int(tiles["count"][0]) * 8)
             kernel = partial(launch_lowered, lowered, tiles, as_jobs((0, jobs), 0, partials))
             seconds = device_time(context, kernel, repeats)
@@ -185,7 +185,7 @@ def lowering(device: CudaDevice, repeats: int) -> dict[str, Any]:
         times = -(-count // DRAWN)
         batch = Batch.of((programs * times)[:count], (parameters * times)[:count])
         with device.stream() as context:
-            lowered = run_to_end(BatchLaunch.begin(context, kernels, batch, 10, count))
+            lowered = BatchLaunch.begin(context, kernels, batch, 10, count)
             seconds = device_time(context, partial(launch_lowering, lowered), repeats)
         figures = {"tokens": len(batch.codes), "lower_us": round(1e6 * seconds, 1)}
         rows.append({"programs": count, **figures})

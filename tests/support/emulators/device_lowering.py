@@ -13,8 +13,9 @@ from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from warpfit.ir import Batch
 from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
 from warpfit_server.engine.cuda.interpreter.launches import LaunchLimits, new_batch
-from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, pack, places_of
+from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout
 from warpfit_server.engine.cuda.runtime.driver_calls import as_record
+from warpfit_server.shared_batch import SharedBatch
 
 #: Word 0 without an index, the leaf that is loaded, and word 1 or the leaf that it names. A leaf is
 #: the index of a variable, or a slot: first token, end, first parameter, parameters.
@@ -116,7 +117,7 @@ def lower_on_host(
     address = memory.ctypes.data
     group = len(batch) if group is None else group
     first_invalid = np.zeros(-(-len(batch) // group), dtype=np.uint32)
-    pack(places_of(batch), np.zeros(256, np.uint8), memory)
+    _write(batch, memory)
     before = memory[: layout.uploaded].copy()
     record = _record(batch, address, first_invalid, variables, group, levels)
     record["share"], record["room"] = share, room
@@ -131,6 +132,14 @@ def lower_on_host(
     assert np.all(guarded[:start] == GARBAGE)
     assert np.all(guarded[start + layout.end :] == GARBAGE)
     return Lowered(batch, memory, layout, first_invalid)
+
+
+def _write(batch: Batch, memory: NDArray[np.uint8]) -> None:
+    """Write a batch as it is uploaded."""
+    shared = SharedBatch.viewing(batch)
+    places = shared.places[0].tolist()
+    for start, (address, size) in zip(BatchLayout.of(batch)[:5], places, strict=True):
+        ctypes.memmove(memory.ctypes.data + start, address, size)
 
 
 def _record(
@@ -183,7 +192,7 @@ def lower_on_device(
         address = context.buffer("batch", layout.end)
         context.upload(address, staging)
         context.stream.synchronize()
-        pack(places_of(batch), np.zeros(256, np.uint8), staging)
+        _write(batch, staging)
         context.upload(address, staging[: layout.uploaded])
         group = group or len(batch)
         first_invalid = context.pinned("first invalid", 4 * -(-len(batch) // group))

@@ -24,7 +24,7 @@ ORDERS = {
     "warpfit_server": [
         *(
             "row_blocks",
-            "joined_batch",
+            "shared_batch",
             "limits",
             "system",
             "config",

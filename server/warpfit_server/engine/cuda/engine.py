@@ -28,7 +28,6 @@ from warpfit.server_info import Device
 from warpfit_server.engine.cuda import parts
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
-from warpfit_server.engine.cuda.jit.kernel_plan import fingerprint
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier, CompiledWork
 from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
@@ -51,6 +50,7 @@ from warpfit_server.engine.interface import (
     timed,
 )
 from warpfit_server.engine.native.compile_processes import BACKGROUND
+from warpfit_server.shared_batch import BatchSummary
 from warpfit_server.system.machine import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -302,11 +302,10 @@ class CudaEngine:
 
     def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> CompiledWork | None:
         """Return the work of compiled kernels if they are loaded and faster; None to interpret."""
-        token_hash = fingerprint(evaluation.batch)
-        loaded = self._compiled.loaded(resident, evaluation, token_hash)
+        loaded = self._compiled.loaded(resident, evaluation)
         mode, token_rows = _mode_and_work(resident, evaluation)
         decision = self._chooser.choose(
-            _batch_key(evaluation, token_hash),
+            _batch_key(evaluation),
             mode,
             token_rows,
             len(evaluation.batch),
@@ -339,10 +338,11 @@ def _is_compilable(evaluation: Evaluation) -> bool:
     )
 
 
-def _batch_key(evaluation: Evaluation, token_hash: int) -> Hashable:
+def _batch_key(evaluation: Evaluation) -> Hashable:
     """Identify repeated batches; a collision only compiles one of them early or late."""
+    identity = BatchSummary.of(evaluation.batch).identity
     wanted = (evaluation.values, evaluation.loss, evaluation.gradient, evaluation.precision)
-    return (token_hash, evaluation.dataset_id, evaluation.rows, *wanted)
+    return (identity, evaluation.dataset_id, evaluation.rows, *wanted)
 
 
 def _mode(layout: Layout, precision: Precision, *, gradient: bool) -> str:

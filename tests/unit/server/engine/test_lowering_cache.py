@@ -12,6 +12,7 @@ import pytest
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.parse import parse
+from warpfit_server import shared_batch
 from warpfit_server.engine import lowering_cache
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.lowering_cache import LoweringCache
@@ -84,7 +85,7 @@ def test_cached_programs_do_not_change_with_the_memory_that_they_arrived_in(make
     ],
 )
 def test_programs_with_the_same_hash_are_not_mixed_up(monkeypatch, make, other):
-    monkeypatch.setattr(lowering_cache, "hash", lambda _: 7, raising=False)
+    monkeypatch.setattr(shared_batch, "_hash", lambda *_: 7)
     cache, batch = LoweringCache(), of("x1 * 2.0", "x2")
     for _ in range(3):
         for one in (batch, other, of("x1 * 0.0", "x2")):
@@ -115,11 +116,11 @@ def test_the_cache_is_limited_by_the_tokens_of_its_batches(monkeypatch, made, ma
     batches = [Batch.of(*thesis_mix(seed, 10)) for seed in range(20)]
     for batch in batches:
         by_batch(cache, batch, (), make)
-    assert 0 < sum(tokens for tokens, _ in cache._kept.values()) <= 1000
+    assert 0 < sum(tokens for tokens, *_ in cache._kept.values()) <= 1000
     large = Batch.of(*thesis_mix(1, 100))
     for _ in range(3):
         assert by_programs(cache, large, (), make) == content(large)
-    assert len(large.codes) not in [tokens for tokens, _ in cache._kept.values()]
+    assert len(large.codes) not in [tokens for tokens, *_ in cache._kept.values()]
 
 
 def test_a_fit_of_any_size_is_lowered_once(monkeypatch, made, make):

@@ -180,7 +180,6 @@ def test_batches_that_come_again_are_merged_if_enough_wait(plan, engine, monkeyp
 
 @pytest.mark.parametrize("options", [{}, {"values": True}, {"gradient": True}, {"rows": (0, 1)}])
 def test_engines_look_for_kernels_of_batches_that_have_come_before_alone(plan, options):
-    """That takes a hash of all tokens, which are many in a large batch."""
     batch = BATCH if options else BATCH[:10]
     tiers = [plan(batch, **options).evaluation.tier for _ in range(3)]
     assert tiers == [Tier.INTERPRETER, Tier.AUTO, Tier.AUTO]

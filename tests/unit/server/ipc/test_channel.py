@@ -51,7 +51,9 @@ def test_messages_arrive_whole_and_in_order(ends):
 
 def test_the_messages_of_every_call_arrive_as_they_were(ends):
     ours, theirs = ends
-    layout = SegmentLayout(1, 3, 1, 8, 32, {"losses": ("<f8", (1, 1), 64)}, 128)
+    layout = SegmentLayout(
+        1, 3, 1, 8, 32, 1 << 62, 3, 3, 1 << 75, {"losses": ("<f8", (1, 1), 64)}, 128
+    )
     rows = {"rows": (0, 8), "precision": "FAST", "loss": None, "tier": "AUTO"}
     submitted = messages.SubmitEvaluation(7, 1, 1 << 33, layout, bytes(32), **rows, submitted=2**60)
     timings = Timings(1, *np.arange(4), tier=Tier.COMPILED, cache_hits=np.int64(5))

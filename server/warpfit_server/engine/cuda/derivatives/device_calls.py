@@ -119,7 +119,7 @@ def upload_pieces(
             target[octet] = source[octet]
         places[index] = address + offset
         offset += aligned(size, _ALIGNMENT)
-    return int(upload(driver, stream, address, staging, len(staging)))
+    return int(upload(driver, stream, address, staging.ctypes.data, len(staging)))
 
 
 @_compiled  # type: ignore[untyped-decorator]

@@ -9,6 +9,23 @@ struct __align__(16) Program {
   unsigned traits;  // number of slots, NEED_SHIFT, INVALID
 };
 
+// A part of a batch as it was copied to the device, and where it begins in the whole. Its own starts
+// count from any number on.
+struct Part {
+  const unsigned* starts;            // [programs + 1]
+  const unsigned* parameter_starts;  // [programs + 1]
+  const double* values;
+  const double* parameters;
+  const unsigned char* codes;
+  unsigned token;      // its first one in the whole, as the following three
+  unsigned program;
+  unsigned parameter;  // counting one vector of each program
+  unsigned number;     // counting all vectors
+  unsigned tokens;
+  unsigned programs;
+  unsigned numbers;
+};
+
 struct Node;
 
 struct Batch {
@@ -24,6 +41,7 @@ struct Batch {
   Node* scratch;          // [tokens]
   void* results;          // values of the slots, real [vectors, slot_count]
   unsigned* invalid;      // first invalid program of each group, or NONE; [groups], on the host
+  const Part* parts;      // what join_parts copies together, on the host
   long long slot_count;   // slots for each vector
   unsigned variables;     // of the data set, at most INDEX_LIMIT
   int count;              // programs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,22 +18,19 @@ from warpfit_server.engine.cuda.interpreter.device_lowering import (
     raise_invalid_program,
 )
 from warpfit_server.engine.cuda.interpreter.launches import (
+    PART,
     as_jobs,
+    configure_launch,
     lower,
     new_batch,
-    prepare,
     run_jobs,
 )
 from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.runtime.batch_layout import (
-    count_arrays,
-    lay_out,
-    max_slots,
-    places_of,
-)
+from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds, lay_out, max_slots
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Steps, offload
+from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.native.arguments import array_address
+from warpfit_server.shared_batch import SharedBatch
 
 #: First job of a launch, and the number of its jobs.
 Jobs = tuple[int, int]
@@ -50,8 +46,8 @@ class InterpreterKernels:
     variant: Variant
     record: NDArray[Any]
     """Record of `LaunchLimits`."""
-    flags: NDArray[np.uint8]
-    """Flags of each operator, see `source.operator_flags`."""
+    costly: int
+    """See `source.costly_operators`."""
     functions: Mapping[str, Any]
     """CuPy's functions, without which the kernels would be unloaded."""
 
@@ -78,28 +74,30 @@ class BatchLaunch:
         batch: Batch,
         variables: int,
         max_jobs: int,
-    ) -> Steps[BatchLaunch]:
-        """Upload and lower a batch, of which a launch has so many jobs; record ``started``.
+    ) -> BatchLaunch:
+        """Copy a batch to the device from where it lies and lower it; record ``started``.
+
+        ``max_jobs`` are the most jobs of a launch.
 
         Raises:
             ResourceExhaustedError: if a program is too long, or the device has no room.
         """
-        arrays = places_of(batch)
-        counts = *count_arrays(arrays), batch.vectors
-        layout = lay_out(*counts[:3])
-        staging = context.pinned("batch", layout.uploaded)
-        address = context.buffer("batch", layout.end)
-        size = max_slots(*counts[:2]) * batch.vectors * kernels.variant.dtype.itemsize
+        shared = SharedBatch.viewing(batch)
+        summary, count = shared.summary, len(shared.parts)
+        check_length(summary.longest)
+        counts = shared.token_count, len(shared), shared.parameter_total, shared.vectors
+        address = context.buffer("batch", lay_out(*counts[:3]).end)
+        apart = context.buffer("parts", shared.room) if shared.is_apart else 0
+        size = max_slots(*counts[:2]) * shared.vectors * kernels.variant.dtype.itemsize
         slots = context.buffer("slots", max(1, size))
         first_invalid = context.pinned("first invalid", 4 * counts[1]).view(np.uint32)
         record = new_batch(counts, variables, address, slots, array_address(first_invalid))
-        given = arrays, kernels.flags, staging, kernels.record, record, max_jobs
-        yield from offload(layout.uploaded, partial(prepare, *given))
-        check_length(int(record["longest"][0]))
-        device = context.functions, context.handle
-        started = context.event("started").ptr
-        context.check_executed(lower(*device, staging, kernels.record, record, started))
-        return cls(context, kernels, batch, variables, record, first_invalid)
+        bounds = BatchBounds.of(summary, kernels.costly)
+        configure_launch(record, kernels.record, summary.longest, *bounds, max_jobs)
+        parts = context.pinned("part records", count * PART.itemsize).view(PART)
+        given = shared.places, apart, parts, kernels.record, record, context.event("started").ptr
+        context.check_executed(lower(context.functions, context.handle, *given))
+        return cls(context, kernels, shared, variables, record, first_invalid)
 
     def check(self) -> None:
         """Check that all programs could be lowered, once the stream has passed that.

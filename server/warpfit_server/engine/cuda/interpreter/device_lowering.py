@@ -1,9 +1,10 @@
 """Lowering of a batch on the device: the source, arguments and launches of its kernels.
 
-`lower_programs` checks raw postfix tokens and writes the interpreter's instructions;
-`order_programs` sorts the programs for the launches of the interpreter, and reports the first
-invalid program. The interpreter is launched at once after them: what its launch depends on is
-bounded by `batch_layout.pack`, so that the host does not wait in between.
+`join_parts` copies the programs of several requests together. `lower_programs` checks raw postfix
+tokens and writes the interpreter's instructions; `order_programs` sorts the programs for the
+launches of the interpreter, and reports the first invalid program. The interpreter is launched at
+once after them: what its launch depends on is bounded by `batch_layout.BatchBounds`, so that the
+host does not wait in between.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ MAX_PROGRAM_TOKENS: Final = 1 << 18
 #: What ``order_programs`` reports for a group without an invalid program.
 ALL_VALID: Final = 0xFFFFFFFF
 _SOURCE: Final = resources.files(__package__).joinpath("lowering.cu").read_text()
+_KERNELS: Final = ("join_parts", "lower_programs", "order_programs")
 #: Threads of a block of each kernel.
+JOIN_THREADS: Final = 256
 _LOWER_THREADS: Final = 32
 _ORDER_THREADS: Final = 1024
 #: Shared memory of a block of ``order_programs``, in bytes.
@@ -52,7 +55,7 @@ def lowering_source() -> CudaSource:
     numbers = {"ARITY_SHIFT": _ARITY_SHIFT, "IS_KNOWN": _IS_KNOWN}
     numbers |= {"IS_VARIABLE": _IS_VARIABLE, "IS_PARAMETER": _IS_PARAMETER, "NONE": ALL_VALID}
     numbers |= {"LOWER_THREADS": _LOWER_THREADS, "ORDER_THREADS": _ORDER_THREADS}
-    numbers |= {"MOST_PENDING": _MOST_PENDING}
+    numbers |= {"MOST_PENDING": _MOST_PENDING, "JOIN_THREADS": JOIN_THREADS}
     defines = [f"#define {name} {number}u\n" for name, number in numbers.items()]
     rows = ", ".join(f"{row}u" for row in _operator_table().tolist())
     table = f"__device__ const unsigned OPERATOR_TABLE[256] = {{{rows}}};\n"
@@ -117,7 +120,7 @@ def raise_invalid_program(batch: Batch, program: int, variables: int) -> None:
 def load_lowering(device: CudaDevice) -> dict[str, Any]:
     """Load the kernels by their names; the first start on a machine compiles them."""
     module = lowering_source().load(device)
-    return {name: module.get_function(name) for name in ("lower_programs", "order_programs")}
+    return {name: module.get_function(name) for name in _KERNELS}
 
 
 @inlined

@@ -1,7 +1,7 @@
 """Launches of the interpreter by compiled code, from the records that its kernels take.
 
-A batch is packed, uploaded and lowered, its row-invariant subtrees are computed, the interpreter
-runs jobs on tiles of rows, and each job's sums over tiles are added up.
+A batch is copied to the device and lowered, its row-invariant subtrees are computed, the
+interpreter runs jobs on tiles of rows, and each job's sums over tiles are added up.
 """
 
 from __future__ import annotations
@@ -10,24 +10,18 @@ from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
+from numba import carray, types
 from numpy.typing import NDArray
 
-from warpfit.ir import Batch, Program
 from warpfit.request import Loss
 from warpfit_server.engine.cuda.interpreter.bytecode import BATCH_SOURCE, INDEX_LIMIT
 from warpfit_server.engine.cuda.interpreter.device_lowering import (
+    JOIN_THREADS,
     launch_lowering,
     launch_order,
 )
 from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, TEMPLATE, Variant
-from warpfit_server.engine.cuda.runtime.batch_layout import (
-    BatchBounds,
-    BatchLayout,
-    lay_out,
-    max_slots,
-    pack,
-    places_of,
-)
+from warpfit_server.engine.cuda.runtime.batch_layout import lay_out, max_slots
 from warpfit_server.engine.cuda.runtime.driver_calls import (
     argument_struct,
     as_record,
@@ -38,16 +32,26 @@ from warpfit_server.engine.cuda.runtime.driver_calls import (
 )
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native.intrinsics import inlined, pointer_to
 from warpfit_server.row_blocks import levels_between
+from warpfit_server.shared_batch import (
+    CODES,
+    PARAMETER_STARTS,
+    PARAMETERS,
+    STARTS,
+)
 
 #: Types of the kernels' arguments.
 BATCH: Final = argument_struct(BATCH_SOURCE, "Batch")
+PART: Final = argument_struct(BATCH_SOURCE, "Part")
 TILES: Final = argument_struct(TEMPLATE, "Tiles")
 JOBS: Final = argument_struct(TEMPLATE, "Jobs")
 #: Threads of a block of ``sum_partials`` and of ``evaluate_slots``.
 _SUM_THREADS: Final = 128
 _SLOT_THREADS: Final = (32, 4)
+#: Most blocks of ``join_parts`` for a part, and tokens of each thread.
+_JOIN_BLOCKS: Final = 64
+_JOIN_TOKENS: Final = 2
 #: Most programs that a warp runs one after the other.
 _PROGRAMS_A_WARP: Final = 2
 #: Most blocks in the second dimension of a grid.
@@ -55,6 +59,7 @@ _MAX_GRID_Y: Final = 0xFFFF
 #: Shared memory of a block that every device grants without asking, less the job counter.
 _COUNTER_BYTES: Final = 16
 _SHARED_BYTES: Final = 48 * 1024 - _COUNTER_BYTES
+_integers = pointer_to(types.uint32)
 _compiled = numba_cache.njit(nogil=True)
 
 
@@ -65,6 +70,7 @@ class LaunchLimits(NamedTuple):
     """The driver's handle, as the following ones."""
     evaluate_slots: int
     sum_partials: int
+    join_parts: int
     lower_programs: int
     order_programs: int
     level_bytes: int
@@ -105,59 +111,10 @@ def as_jobs(jobs: tuple[int, int], values: int, partials: int) -> NDArray[Any]:
     return np.array([(values, partials, *jobs, 0)], JOBS)
 
 
-@_compiled  # type: ignore[untyped-decorator]
-def configure_launch(
-    batch: NDArray[Any], limits: LaunchLimits, bounds: BatchBounds, max_jobs: int
-) -> None:
-    """Choose, and note, the configuration of a batch's launches, of at most so many jobs.
-
-    The shared memory of a block is large enough for one warp to run any program. Where several
-    warps share it, each has the levels that most programs need; the programs that need more are
-    sorted to the front and run by one warp, which has all of the block's levels.
-    """
-    one = batch[0]
-    scratch = SCRATCH_LEVELS if bounds.costly else 0
-    most, group = bounds.levels + scratch, 1
-    levels = most
-    if max_jobs >= one.vectors:
-        group = min(max_jobs // one.vectors, one.count)
-        levels = min(bounds.typical_levels, bounds.levels) + scratch
-    warps = max(1, min(limits.max_warps, _SHARED_BYTES // max(1, levels * limits.level_bytes)))
-    levels = max(levels, -(-most // warps))
-    if warps * levels * limits.level_bytes > _SHARED_BYTES:
-        warps, levels = 1, most
-    one.group, one.warps = group, warps
-    one.levels, one.scratch_levels = levels, scratch
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def prepare(
-    places: NDArray[np.int64],
-    flags: NDArray[np.uint8],
-    memory: NDArray[np.uint8],
-    kernels: Any,
-    batch: NDArray[Any],
-    max_jobs: int,
-) -> None:
-    """Pack a batch for the upload, and note the configuration of its launches.
-
-    Args:
-        places: of the batch, from `places_of`.
-        flags: of the kernels' operators.
-        memory: page-locked memory for what is uploaded.
-        kernels: record of `LaunchLimits`.
-        batch: record of `BATCH`, from `new_batch`.
-        max_jobs: most jobs of a launch.
-    """
-    bounds = pack(places, flags, memory)
-    batch[0].longest = bounds.longest
-    configure_launch(batch, kernels[0], bounds, max_jobs)
-
-
 def new_batch(
     counts: tuple[int, int, int, int], variables: int, address: int, results: int, invalid: int
 ) -> NDArray[Any]:
-    """Return a record of `BATCH`, in which `prepare` notes the rest.
+    """Return a record of `BATCH`, in which `configure_launch` notes the rest.
 
     Args:
         counts: tokens, programs, parameters in all vectors, and vectors.
@@ -201,25 +158,141 @@ def _describe(
 
 
 @_compiled  # type: ignore[untyped-decorator]
+def configure_launch(
+    batch: NDArray[Any],
+    kernels: Any,
+    longest: int,
+    levels: int,
+    typical_levels: int,
+    costly: bool,
+    max_jobs: int,
+) -> None:
+    """Choose, and note, the configuration of a batch's launches, of at most so many jobs.
+
+    The shared memory of a block is large enough for one warp to run any program. Where several
+    warps share it, each has the levels that most programs need; the programs that need more are
+    sorted to the front and run by one warp, which has all of the block's levels.
+
+    Args:
+        batch: record of `BATCH`, from `new_batch`.
+        kernels: record of `LaunchLimits`.
+        longest: tokens of the longest program.
+        levels: of `BatchBounds`, as the following two.
+        typical_levels: likewise.
+        costly: likewise.
+        max_jobs: most jobs of a launch.
+    """
+    one, limits = batch[0], kernels[0]
+    scratch = SCRATCH_LEVELS if costly else 0
+    most, group = levels + scratch, 1
+    own = most
+    if max_jobs >= one.vectors:
+        group = min(max_jobs // one.vectors, one.count)
+        own = min(typical_levels, levels) + scratch
+    warps = max(1, min(limits.max_warps, _SHARED_BYTES // max(1, own * limits.level_bytes)))
+    own = max(own, -(-most // warps))
+    if warps * own * limits.level_bytes > _SHARED_BYTES:
+        warps, own = 1, most
+    one.longest, one.group, one.warps = longest, group, warps
+    one.levels, one.scratch_levels = own, scratch
+
+
+@_compiled  # type: ignore[untyped-decorator]
 def lower(
     driver: NDArray[np.int64],
     stream: int,
-    memory: NDArray[np.uint8],
+    places: NDArray[np.int64],
+    apart: int,
+    parts: NDArray[Any],
     kernels: Any,
     batch: NDArray[Any],
     started: int,
 ) -> int:
-    """Upload a packed batch, lower it, and compute its row-invariant subtrees.
+    """Copy a batch to the device, lower it, and compute its row-invariant subtrees.
 
-    ``started`` is the event that is recorded behind the upload. Returns the driver's first status
-    but 0, else 0.
+    Args:
+        driver: functions.
+        stream: the driver's handle.
+        places: of the batch, see `SharedBatch`.
+        apart: address of device memory for the parts of a batch, if it `SharedBatch.is_apart`; else
+            0, and the batch is copied to where it is lowered.
+        parts: records of `PART` for them in page-locked memory.
+        kernels: record of `LaunchLimits`.
+        batch: record of `BATCH`.
+        started: event that is recorded behind the copies.
+
+    Returns:
+        The driver's first status but 0, else 0.
     """
-    kernel = kernels[0]
-    status = upload(driver, stream, batch[0].starts, memory, len(memory))
+    kernel, one = kernels[0], batch[0]
+    if apart == 0:
+        targets = one.starts, one.parameter_starts, one.values, one.parameters, one.codes
+        status = _upload_part(driver, stream, places[0], targets)
+    else:
+        status = _upload_parts(driver, stream, places, apart, parts)
     status = status or record(driver, stream, started)
+    if apart != 0:
+        status = status or _join_parts(driver, stream, kernel, batch, parts[: len(places)])
     status = status or launch_lowering(driver, stream, kernel, batch)
     status = status or launch_order(driver, stream, kernel, batch)
     return status or _launch_slots(driver, stream, kernel, batch)
+
+
+@inlined
+def _upload_part(driver: Any, stream: int, places: Any, targets: Any) -> int:
+    """Copy the arrays of a part, those together that lie as far from each other on both sides."""
+    ends = np.array(targets, np.uint64).astype(np.int64)
+    first = 0
+    while first < len(ends):
+        source, target = places[first, 0], ends[first]
+        size, stop = places[first, 1], first + 1
+        while stop < len(ends) and places[stop, 0] - source == ends[stop] - target:
+            size = places[stop, 0] + places[stop, 1] - source
+            stop += 1
+        if size > 0:
+            status = upload(driver, stream, target, source, size)
+            if status != 0:
+                return status
+        first = stop
+    return 0
+
+
+@inlined
+def _upload_parts(driver: Any, stream: int, places: Any, apart: int, parts: Any) -> int:
+    """Copy parts one after the other, and note where they are and begin in the whole batch."""
+    address, token, program, number = apart, 0, 0, 0
+    parameter: Any = np.int64(0)
+    for index in range(len(places)):
+        place, part = places[index], parts[index]
+        tokens, programs = place[CODES, 1], place[STARTS, 1] // 4 - 1
+        numbers = place[PARAMETERS, 1] // 8
+        layout = lay_out(tokens, programs, numbers)
+        part.starts, part.parameter_starts = address, address + layout.parameter_starts
+        part.values, part.codes = address + layout.values, address + layout.codes
+        part.parameters = address + layout.parameters
+        part.token, part.program, part.parameter, part.number = token, program, parameter, number
+        part.tokens, part.programs, part.numbers = tokens, programs, numbers
+        targets = part.starts, part.parameter_starts, part.values, part.parameters, part.codes
+        status = _upload_part(driver, stream, place, targets)
+        if status != 0:
+            return status
+        ends = carray(_integers(place[PARAMETER_STARTS, 0]), programs + 1)
+        parameter += np.int64(ends[programs]) - np.int64(ends[0])
+        token, program, number = token + tokens, program + programs, number + numbers
+        address += layout.uploaded
+    return 0
+
+
+@inlined
+def _join_parts(driver: Any, stream: int, kernels: Any, batch: Any, parts: Any) -> int:
+    """Launch the kernel that copies uploaded parts together."""
+    most = np.int64(0)
+    for index in range(len(parts)):
+        most = max(most, np.int64(parts[index].tokens))
+    blocks = min(_JOIN_BLOCKS, -(-most // (_JOIN_TOKENS * JOIN_THREADS)))
+    batch[0].parts = parts.ctypes.data
+    grid, threads = (max(1, blocks), len(parts)), (JOIN_THREADS, 1)
+    return launch(driver, stream, kernels.join_parts, grid, threads, 0, batch)
 
 
 @inlined
@@ -286,19 +359,17 @@ def launch_interpreter(
 
 def load() -> None:
     """Load the compiled functions, or compile them, for the arrays of requests."""
-    batch = Batch.of([Program.variable(0)])
-    memory = np.zeros(max(BatchLayout.of(batch).uploaded, 256), dtype=np.uint8)
     limits = as_record(LaunchLimits(*[1] * len(LaunchLimits._fields)))
     numbers, tiles, jobs = (
         new_batch((1, 1, 0, 1), 1, 0, 0, 0),
         np.zeros(1, TILES),
         np.zeros(1, JOBS),
     )
-    prepare(places_of(batch), memory, memory, limits, numbers, 1)
-    driver = np.zeros(1, dtype=np.int64)
+    configure_launch(numbers, limits, 1, 0, 0, False, 1)
+    driver, places = np.zeros(1, dtype=np.int64), np.zeros((1, 5, 2), np.int64)
     # They are compiled and not called: there may be no device.
     for function, given in (
-        (lower, (driver, 0, memory, limits, numbers, 0)),
+        (lower, (driver, 0, places, 0, np.zeros(1, PART), limits, numbers, 0)),
         (run_jobs, (driver, 0, limits, numbers, tiles, jobs, 0, 0)),
     ):
         function.compile(tuple(map(numba.typeof, given)))

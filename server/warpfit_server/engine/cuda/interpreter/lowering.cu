@@ -40,6 +40,31 @@ __device__ __forceinline__ unsigned size_of(const Node& node) {
 
 __device__ __forceinline__ unsigned maximum(unsigned a, unsigned b) { return a > b ? a : b; }
 
+// Copies the parts of a batch together; a row of blocks for each. The last start of a part is the
+// first of the next one.
+extern "C" __global__ void __launch_bounds__(JOIN_THREADS)
+join_parts(const __grid_constant__ Batch batch) {
+  const Part part = batch.parts[blockIdx.y];
+  const unsigned first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+  double* const values = const_cast<double*>(batch.values) + part.token;
+  unsigned char* const codes = const_cast<unsigned char*>(batch.codes) + part.token;
+  double* const parameters = const_cast<double*>(batch.parameters) + part.number;
+  unsigned* const starts = const_cast<unsigned*>(batch.starts) + part.program;
+  unsigned* const parameter_starts = const_cast<unsigned*>(batch.parameter_starts) + part.program;
+  for (unsigned token = first; token < part.tokens; token += step) {
+    values[token] = part.values[token];
+    codes[token] = part.codes[token];
+  }
+  for (unsigned number = first; number < part.numbers; number += step)
+    parameters[number] = part.parameters[number];
+  const unsigned tokens = part.token - part.starts[0];
+  const unsigned before = part.parameter - part.parameter_starts[0];
+  for (unsigned program = first; program <= part.programs; program += step) {
+    starts[program] = part.starts[program] + tokens;
+    parameter_starts[program] = part.parameter_starts[program] + before;
+  }
+}
+
 // Looks tokens up in the operator table; leaves with an invalid index get no row.
 __device__ __forceinline__ void read_tokens(const Batch& batch, Node* nodes,
                                             unsigned first, unsigned end) {

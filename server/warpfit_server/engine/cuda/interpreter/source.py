@@ -9,14 +9,12 @@ from importlib import resources
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS, Operator
 from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.prelude import operator_source, packs, prelude
-from warpfit_server.engine.cuda.runtime.batch_layout import COSTLY, TERNARY
 
 _CALL: Final = re.compile(r"\b(\w+)\(")
 #: Calls short enough to be unrolled over all rows; an operator that calls anything else loops.
@@ -111,15 +109,13 @@ def interpreter_source(variant: Variant) -> CudaSource:
     return CudaSource(text, variant.options, bytecode.CASES)
 
 
-def operator_flags(variant: Variant) -> NDArray[np.uint8]:
-    """Return the flags of `runtime.batch_layout` by wire code; uint8 [256]."""
-    flags = np.zeros(256, dtype=np.uint8)
-    for row in OPERATORS.values():
-        if row.arity == 3:
-            flags[row.code] = COSTLY | TERNARY
-        elif is_costly(operator_source(row, variant.mode), variant):
-            flags[row.code] = COSTLY
-    return flags
+def costly_operators(variant: Variant) -> int:
+    """Return the operators that need scratch levels, as `BatchSummary.operators` has them."""
+    return sum(
+        1 << row.code
+        for row in OPERATORS.values()
+        if row.arity == 3 or is_costly(operator_source(row, variant.mode), variant)
+    )
 
 
 def _macro(row: Operator, variant: Variant) -> str:

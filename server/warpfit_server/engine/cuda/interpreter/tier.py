@@ -88,7 +88,7 @@ class InterpreterTier:
         is_whole = jobs == all_jobs and len(spans) == 1 and not resident.is_streamed
         with self._device.stream() as context:
             given = context, kernels, batch, layout.variables, jobs
-            lowered = yield from BatchLaunch.begin(*given)
+            lowered = BatchLaunch.begin(*given)
             if is_whole and outputs.losses is not None and not evaluation.values:
                 tiles = self._tiles(resident, rows, evaluation.loss, kernels.variant)
                 return (yield from lowered.compute_losses(tiles, outputs.losses, started))
@@ -132,8 +132,8 @@ class InterpreterTier:
             names = "interpret", "evaluate_slots", "sum_partials"
             functions = {name: module.get_function(name) for name in names} | self._lowering
             limits = as_record(self._limits(variant, functions))
-            flags = source.operator_flags(variant)
-            kernels = InterpreterKernels(variant, limits, flags, functions)
+            costly = source.costly_operators(variant)
+            kernels = InterpreterKernels(variant, limits, costly, functions)
             self._kernels[variant] = kernels
         return kernels
 

@@ -23,8 +23,7 @@ from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.lowering.lowered import NONE, Lowered
 from warpfit_server.engine.lowering.validate import check_tokens
-from warpfit_server.engine.lowering_cache import content_of
-from warpfit_server.engine.native import numba_cache
+from warpfit_server.shared_batch import BatchSummary, contents
 
 #: Most accumulators of a fused kernel, unless one program alone needs more.
 _MAX_SUMS: Final = 24
@@ -131,7 +130,7 @@ class KernelPlan:
     """The kernels of a batch, and where each puts its sums."""
 
     content: tuple[bytes, ...]
-    """Tokens of the batch that was planned, from `content_of`."""
+    """Tokens of the batch that was planned, from `contents`."""
     inputs: KernelInputs
     derivatives: NDArray[np.int64]
     """Program and parameter of each derivative that is summed; [derivatives, 2]."""
@@ -150,7 +149,7 @@ class KernelPlan:
 
     def is_for(self, batch: Batch) -> bool:
         """Return whether a batch has the same tokens; its parameters may differ."""
-        return self.content == content_of(batch)
+        return self.content == contents(batch)
 
     def blocks(self, vectors: int, most: int, total: int) -> tuple[int, ...]:
         """Return the blocks of each kernel, at most ``most``, by its share of the work.
@@ -199,7 +198,7 @@ def make_plan(
     work = np.add.reduceat(before[headers["end"]] - before[headers["prologue_end"]], firsts)
     name = hashlib.blake2b("\0".join(key.text for key in keys).encode(), digest_size=16)
     return KernelPlan(
-        content=content_of(batch),
+        content=contents(batch),
         inputs=KernelInputs.of(lowered, batch),
         derivatives=derivatives,
         mode=mode,
@@ -226,41 +225,15 @@ def _cut_groups(lengths: list[int], sums: list[int], size: int) -> list[int]:
     return firsts
 
 
-def plan_key(resident: ResidentDataset, evaluation: Evaluation, token_hash: int) -> Hashable:
-    """Return what a plan depends on; batches with equal keys may still differ."""
-    layout = resident.dataset.layout
+def plan_key(resident: ResidentDataset, evaluation: Evaluation) -> Hashable:
+    """Return what a plan depends on; batches of the same `BatchSummary.identity` may differ."""
+    layout, identity = resident.dataset.layout, BatchSummary.of(evaluation.batch).identity
     wanted = (evaluation.precision, evaluation.values, evaluation.loss, evaluation.gradient)
     columns = (layout.dtype.str, layout.variables, layout.has_weights)
-    return (token_hash, *columns, *wanted)
+    return (identity, *columns, *wanted)
 
 
 def _sum_kind(loss: Loss | None) -> str:
     if loss is None:
         return ""
     return "absolute" if loss is Loss.MAE else "squares"
-
-
-def fingerprint(batch: Batch) -> int:
-    """Hash the tokens of a batch, not its parameters.
-
-    Equal hashes mean that a batch has probably been seen before, which is enough to choose a tier;
-    a `KernelPlan` compares the tokens themselves.
-    """
-    return int(_hash_tokens(batch.codes, batch.values.view(np.uint64)) >> np.uint64(1))
-
-
-@numba_cache.njit()  # type: ignore[untyped-decorator]
-def _hash_tokens(codes: NDArray[np.uint8], words: NDArray[np.uint64]) -> np.uint64:
-    """Sum a hash of each token and its index, by multiplication with odd constants.
-
-    The first constant is that of Steele et al. 2014, "Fast splittable pseudorandom number
-    generators". No step waits for the one before, so 10,000 tokens take 3 microseconds: too short
-    to release Python's lock. ``words`` are the bits of the tokens' values.
-    """
-    total = np.uint64(0)
-    for index in range(len(codes)):
-        token = np.uint64(index) * np.uint64(256) + np.uint64(codes[index])
-        word = words[index] + token * np.uint64(0x9E3779B97F4A7C15)
-        word = (word ^ (word >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-        total += word ^ (word >> np.uint64(32))
-    return total

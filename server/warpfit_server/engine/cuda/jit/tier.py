@@ -26,7 +26,6 @@ from warpfit_server.engine.cuda.jit.graph import (
 from warpfit_server.engine.cuda.jit.kernel_plan import (
     MAX_GRAPHS,
     KernelPlan,
-    fingerprint,
     make_plan,
     plan_key,
 )
@@ -107,14 +106,9 @@ class CompiledTier:
             return False
         return batch.vectors <= MAX_VECTORS and int(batch.lengths.max()) <= MAX_TOKENS
 
-    def loaded(
-        self, resident: ResidentDataset, evaluation: Evaluation, token_hash: int
-    ) -> CompiledWork | None:
-        """Return the work of an evaluation if all its kernels are loaded, else None.
-
-        ``token_hash`` is the `fingerprint` of its batch.
-        """
-        plan = self._known_plan(resident, evaluation, token_hash)
+    def loaded(self, resident: ResidentDataset, evaluation: Evaluation) -> CompiledWork | None:
+        """Return the work of an evaluation if all its kernels are loaded, else None."""
+        plan = self._known_plan(resident, evaluation)
         if plan is None:
             return None
         work = self._cut(plan, resident, evaluation)
@@ -144,7 +138,7 @@ class CompiledTier:
         check_cancelled(outputs.cancelled)
         if work is None:
             self._check_supported(evaluation)
-            plan = self._known_plan(resident, evaluation, fingerprint(evaluation.batch))
+            plan = self._known_plan(resident, evaluation)
             if plan is None:
                 planning = self._planner.submit(self.plan, resident, evaluation)
                 yield planning
@@ -185,19 +179,16 @@ class CompiledTier:
 
     def plan(self, resident: ResidentDataset, evaluation: Evaluation) -> KernelPlan:
         """Return the plan of an evaluation, from the cache if it is there."""
-        token_hash = fingerprint(evaluation.batch)
-        plan = self._known_plan(resident, evaluation, token_hash)
+        plan = self._known_plan(resident, evaluation)
         if plan is None:
             plan = make_plan(self._kernels, resident, evaluation)
             with self._lock:
-                self._plans[plan_key(resident, evaluation, token_hash)] = plan
+                self._plans[plan_key(resident, evaluation)] = plan
         return plan
 
-    def _known_plan(
-        self, resident: ResidentDataset, evaluation: Evaluation, token_hash: int
-    ) -> KernelPlan | None:
+    def _known_plan(self, resident: ResidentDataset, evaluation: Evaluation) -> KernelPlan | None:
         with self._lock:
-            plan = self._plans.get(plan_key(resident, evaluation, token_hash))
+            plan = self._plans.get(plan_key(resident, evaluation))
         return plan if plan is not None and plan.is_for(evaluation.batch) else None
 
     def _check_supported(self, evaluation: Evaluation) -> None:

@@ -1,58 +1,29 @@
-"""A batch on its way to the device: packed into one block of memory, for one copy."""
+"""A batch on the device: where its arrays are, and bounds of what it needs there."""
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
-
-import numpy as np
-from numba import carray, types
-from numpy.typing import NDArray
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 from warpfit.ir import Batch
+from warpfit.ops import OPERATORS
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import array_address, pointer64
-from warpfit_server.engine.native.intrinsics import aligned, inlined, pointer_to
-from warpfit_server.joined_batch import (
-    BATCH_ARRAYS,
-    CODES,
-    COUNTS,
-    LENGTHS,
-    PARAMETERS,
-    VALUES,
-    JoinedBatch,
-)
+from warpfit_server.engine.native.intrinsics import aligned
+from warpfit_server.shared_batch import BatchSummary
 
 _ALIGNMENT: Final = 64
 #: Instructions after the last one that the interpreter prefetches and does not run.
 READ_AHEAD: Final = 1
-#: Flags of an operator: whether it needs scratch levels, and whether it has three operands.
-COSTLY: Final = 1
-TERNARY: Final = 2
-_octets, _pointer_to_integers = pointer_to(types.uint8), pointer_to(types.uint32)
+#: Operators with three operands, as `BatchSummary.operators` has them.
+_TERNARY: Final = sum(1 << row.code for row in OPERATORS.values() if row.arity == 3)
 _compiled = numba_cache.njit(nogil=True)
-
-
-def places_of(batch: Batch) -> NDArray[np.int64]:
-    """Return address and bytes of the arrays of a batch, [batches, arrays, 2].
-
-    There is more than one batch only in a `JoinedBatch`.
-    """
-    if isinstance(batch, JoinedBatch):
-        return batch.places
-    arrays = [getattr(batch, name) for name in BATCH_ARRAYS]
-    return np.array([[(array_address(array), array.nbytes) for array in arrays]], np.int64)
-
-
-def count_arrays(places: NDArray[np.int64]) -> tuple[int, int, int]:
-    """Return the tokens, the programs and the parameters that lie in some places."""
-    sizes = np.add.reduce(places[:, :, 1]).tolist()
-    return sizes[CODES], sizes[LENGTHS] // 4, sizes[PARAMETERS] // 8
 
 
 class BatchLayout(NamedTuple):
     """Byte offsets of a batch's arrays in one block of device memory.
 
-    The host uploads everything before ``uploaded``; kernels write the rest.
+    The host uploads everything before ``uploaded``, laid out as in a segment; kernels write the
+    rest.
     """
 
     starts: int
@@ -109,8 +80,6 @@ def lay_out(tokens: int, programs: int, parameters: int) -> BatchLayout:
 class BatchBounds(NamedTuple):
     """Upper bounds of what a batch needs, which the host knows before the device lowers it."""
 
-    longest: int
-    """Tokens of the longest program."""
     levels: int
     """Stack levels below the top that any program needs."""
     typical_levels: int
@@ -118,8 +87,16 @@ class BatchBounds(NamedTuple):
     costly: bool
     """Whether an operator needs scratch levels."""
 
+    @classmethod
+    def of(cls, summary: BatchSummary, costly: int) -> BatchBounds:
+        """Bound what a batch needs; ``costly`` has the operators that need scratch levels."""
+        has_ternary = bool(summary.operators & _TERNARY)
+        levels = max_levels(summary.longest, has_ternary)
+        typical = max_levels(summary.typical, has_ternary)
+        return cls(levels, typical, bool(summary.operators & costly))
 
-@_compiled  # type: ignore[untyped-decorator]
+
+@lru_cache(1 << 12)
 def max_levels(tokens: int, has_ternary: bool) -> int:
     """Bound the stack levels below the top that a program with so many tokens needs.
 
@@ -137,68 +114,3 @@ def max_levels(tokens: int, has_ternary: bool) -> int:
         levels += 1
         before, least = least, min(3 * before + 1, 2 * least + 1)
     return levels
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def pack(
-    places: NDArray[np.int64], flags: NDArray[np.uint8], memory: NDArray[np.uint8]
-) -> BatchBounds:
-    """Write the part of a batch that is uploaded, and bound what the device will need.
-
-    Args:
-        places: from `places_of`.
-        flags: `COSTLY` and `TERNARY` of each code, [256].
-        memory: receives the batch, uint8 [at least layout.uploaded].
-    """
-    sizes = places[:, :, 1]
-    tokens, programs = int(np.sum(sizes[:, CODES])), int(np.sum(sizes[:, LENGTHS])) // 4
-    layout = lay_out(tokens, programs, np.sum(sizes[:, PARAMETERS]) // 8)
-    size = 4 * (programs + 1)
-    starts = memory[:size].view(np.uint32)
-    parameter_starts = memory[layout.parameter_starts :][:size].view(np.uint32)
-    values = memory[layout.values : layout.parameters].view(np.float64)
-    parameters = memory[layout.parameters : layout.codes].view(np.float64)
-    codes = memory[layout.codes : layout.uploaded]
-    found, longest, squares = np.uint8(0), 0, 0
-    token, program, parameter = 0, 0, 0
-    starts[0] = parameter_starts[0] = 0
-    for part in places:
-        _copy(_floats(part[VALUES]), values[token:])
-        parameter += _copy(_floats(part[PARAMETERS]), parameters[parameter:])
-        for code in carray(_octets(part[CODES][0]), part[CODES][1]):
-            codes[token] = code
-            found |= flags[code]
-            token += 1
-        lengths, counts = _integers(part[LENGTHS]), _integers(part[COUNTS])
-        for index in range(len(lengths)):
-            length = int(lengths[index])
-            longest = max(longest, length)
-            squares += length * length
-            starts[program + 1] = starts[program] + lengths[index]
-            parameter_starts[program + 1] = parameter_starts[program] + counts[index]
-            program += 1
-    has_ternary = bool(found & TERNARY)
-    return BatchBounds(
-        int(longest),
-        max_levels(longest, has_ternary),
-        # Length of the program that a token is in, averaged over all tokens.
-        max_levels(squares // max(1, tokens), has_ternary),
-        bool(found & COSTLY),
-    )
-
-
-@inlined
-def _copy(source: Any, target: Any) -> int:
-    for index in range(len(source)):
-        target[index] = source[index]
-    return len(source)
-
-
-@inlined
-def _floats(place: Any) -> Any:
-    return carray(pointer64(place[0]), place[1] // 8)
-
-
-@inlined
-def _integers(place: Any) -> Any:
-    return carray(_pointer_to_integers(place[0]), place[1] // 4)

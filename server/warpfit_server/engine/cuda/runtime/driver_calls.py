@@ -72,9 +72,13 @@ def _record_type(names: tuple[str, ...]) -> np.dtype[Any]:
 
 
 @inlined
-def upload(functions: Any, stream: int, address: int, source: Any, size: int) -> int:
-    """Copy page-locked host memory to the device; return the driver's status."""
-    places = np.int64(address), np.int64(source.ctypes.data)
+def upload(functions: Any, stream: int, address: int, source: int, size: int) -> int:
+    """Copy host memory to the device, given both addresses; return the driver's status.
+
+    Memory that is page-locked is copied once the stream gets there. From other memory the driver
+    itself copies first, before it returns.
+    """
+    places = np.int64(address), np.int64(source)
     return call_c(functions[UPLOAD], (*places, np.int64(size), stream))  # type: ignore[no-any-return]
 
 

@@ -16,6 +16,7 @@ from warpfit_server.engine.cuda.interpreter import launches
 
 STRUCTS = [
     ("interpreter/batch.cu", "Batch", launches.BATCH),
+    ("interpreter/batch.cu", "Part", launches.PART),
     ("interpreter/interpreter.cu", "Tiles", launches.TILES),
     ("interpreter/interpreter.cu", "Jobs", launches.JOBS),
     ("derivatives/derivatives.cu", "Arguments", launch_plan.DERIVATIVE_ARGUMENTS),
@@ -33,7 +34,7 @@ def struct(path: str, name: str) -> str:
 
 @pytest.mark.parametrize(("path", "name", "dtype"), STRUCTS, ids=lambda given: str(given)[:30])
 def test_fields_lie_where_the_source_says(path, name, dtype):
-    names = ("Program", "Entry", "Load", "Statistics", "Node")
+    names = ("Program", "Entry", "Load", "Statistics", "Node", "Part")
     others = "".join(f"struct {other};" for other in names)
     places = ", ".join(f"__builtin_offsetof({name}, {field})" for field in dtype.names)
     library = compile_for_host(

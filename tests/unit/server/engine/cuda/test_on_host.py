@@ -49,6 +49,8 @@ from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.math import modes
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.ipc.in_flight_request import InFlightRequest
+from warpfit_server.ipc.segments import SegmentPool
 
 ROWS = 5_003
 
@@ -189,6 +191,22 @@ def test_a_fit_finds_the_parameters(engine):
     engine.load(data)
     found = fit(data, ["p1 * exp(p2 * x1)"], [[1.0, 0.1]], engine=engine)
     np.testing.assert_allclose(found.parameters[0], [1.5, -0.7], rtol=1e-6)
+
+
+def test_parts_of_a_request_give_its_losses(engine, batch):
+    """A part's programs do not begin with the first token of the segment that they lie in."""
+    data = make_dataset(130)
+    engine.load(data)
+    asked = Evaluation(data.content_id, Batch.of(*batch), values=False, loss=Loss.MSE)
+    whole = InFlightRequest.of_evaluation(asked, data.layout)
+    whole.write(SegmentPool(1 << 20).acquire(whole.segment_layout.nbytes))
+    found = []
+    for part in (whole, *whole.split([0, 5, 6, len(asked.batch)])):
+        own = replace(asked, batch=part.segment_layout.batch(whole.segment))
+        outputs = outputs_for(own, data.layout)
+        run_to_end(engine.evaluate(own, outputs))
+        found.append(outputs.losses)
+    np.testing.assert_array_equal(np.concatenate(found[1:]), found[0])
 
 
 def test_the_tier_chooser_observes_no_time_of_other_requests(engine, batch, monkeypatch):

@@ -1,4 +1,4 @@
-"""Layout of compiled work, and hashes of batches."""
+"""Layout of compiled work."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
-from warpfit.expressions.workload import thesis_mix
-from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, best_layout, fingerprint
+from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, best_layout
 from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.lowering_cache import content_of
 
 
 def test_kernels_get_blocks_by_their_work():
@@ -33,17 +30,3 @@ def test_layouts_fit_a_multiprocessor(mode):
         assert layout.threads % 32 == 0
         assert layout.threads <= 1024
         assert layout.threads >= layout.group_size  # a thread stores at most one sum
-
-
-@pytest.mark.parametrize("identify", [fingerprint, content_of])
-def test_batches_are_known_by_their_tokens_and_not_by_parameters(identify):
-    programs, parameters = thesis_mix(1, 50)
-    seen = {identify(Batch.of(*thesis_mix(seed, 50))) for seed in range(12)}
-    assert len(seen) == 12
-    batch = Batch.of(programs, parameters)
-    moved = Batch.of(programs, [vector + 1.0 for vector in parameters])
-    assert identify(batch) == identify(moved)
-    x, c = Program.variable(0), Program.constant
-    close = [Program.apply("add", x, c(0.0)), Program.apply("add", x, c(-0.0))]
-    close += [Program.apply("sub", x, c(0.0)), Program.apply("add", c(0.0), x)]
-    assert len({identify(Batch.of([program])) for program in close}) == 4

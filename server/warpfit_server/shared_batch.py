@@ -1,0 +1,227 @@
+"""The form of a batch that front ends and engines share, and what is known of it before it runs.
+
+A front end writes the arrays of `BATCH_ARRAYS` into a segment, one after the other, as the CUDA
+interpreter reads them: its engine copies them to the device from there. What the front end has
+learnt as it wrote them, a `BatchSummary`, goes with the request, so that no engine reads the tokens
+to find that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_uint32
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ir import Batch
+from warpfit.ops import OPERATORS
+
+#: Arrays of a batch in a segment and their types, in their order. Starts are indices of the first
+#: token, or parameter of one vector, of each program, and the end; [programs + 1].
+BATCH_ARRAYS: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
+    {
+        "starts": np.dtype("<u4"),
+        "parameter_starts": np.dtype("<u4"),
+        "values": np.dtype("<f8"),
+        "parameters": np.dtype("<f8"),
+        "codes": np.dtype("u1"),
+    }
+)
+#: Their numbers, in places.
+STARTS, PARAMETER_STARTS, VALUES, PARAMETERS, CODES = range(len(BATCH_ARRAYS))
+#: Address and bytes of each of the arrays.
+Places = Sequence[tuple[int, int]]
+_OPERATORS: Final = tuple((row.code, bytes([row.code])) for row in OPERATORS.values())
+#: Words that are hashed at a time, of which BLAS makes a product on one thread, and random factors:
+#: odd ones of words, and those of numbers.
+_WORDS: Final = 1 << 13
+_ODD: Final = np.random.default_rng(44).integers(1 << 63, size=_WORDS, dtype=np.uint64) * 2 + 1
+_WEIGHTS: Final = np.random.default_rng(45).uniform(1.0, 2.0, size=_WORDS)
+_PRIME, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+class BatchSummary(NamedTuple):
+    """What is known of a batch, in plain numbers."""
+
+    identity: int
+    """Hash of tokens, constants and numbers of parameters, without the parameters themselves. Equal
+    ones mean that a batch has probably come before; where a wrong match could give wrong numbers,
+    `contents` are compared, too."""
+    longest: int
+    """Tokens of the longest program, or more."""
+    typical: int
+    """Tokens of the program that a token is in, averaged over all tokens."""
+    operators: int
+    """Sum of ``1 << code`` of the operators that occur, and perhaps of others."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> BatchSummary:
+        """Summarise a batch, which is read for that unless it was shared."""
+        if isinstance(batch, SharedBatch):
+            return batch.summary
+        lengths, codes = batch.lengths.astype(np.int64), batch.codes.tobytes()
+        tokens = max(1, len(codes))
+        return cls(
+            identity=_hash(batch.codes, batch.values, batch.lengths, batch.parameter_counts),
+            longest=int(np.maximum.reduce(lengths, initial=0)),
+            typical=int(np.dot(lengths, lengths)) // tokens,
+            operators=sum([1 << code for code, octet in _OPERATORS if octet in codes]),
+        )
+
+    @classmethod
+    def joining(cls, parts: Sequence[tuple[BatchSummary, int]]) -> BatchSummary:
+        """Summarise several batches, each with its number of tokens, as one."""
+        summaries, tokens = zip(*parts, strict=True)
+        if len(parts) == 1:
+            return parts[0][0]
+        operators = 0
+        for summary in summaries:
+            operators |= summary.operators
+        weighted = sum(one.typical * count for one, count in parts)
+        return cls(
+            identity=hash(tuple([one.identity for one in summaries])),
+            longest=max([one.longest for one in summaries]),
+            typical=weighted // max(1, sum(tokens)),
+            operators=operators,
+        )
+
+
+def _hash(*arrays: NDArray[Any]) -> int:
+    """Hash the bytes of arrays, alike in all processes of a machine, to 63 bits.
+
+    The words of 64 bits are multiplied by odd factors and added, modulo 2**64, which takes NumPy
+    less time than a checksum (Carter and Wegman 1979, "Universal classes of hash functions"). Of
+    words that are multiples of a power of two, as those of small numbers in float64, that keeps few
+    bits. So float64 arrays are multiplied as numbers, too.
+    """
+    total = 0
+    for array in arrays:
+        octets = np.ascontiguousarray(array).view(np.uint8)
+        end = len(octets) // 8 * 8
+        words = octets[:end].view(np.uint64)
+        for first in range(0, len(words), _WORDS):
+            some = words[first : first + _WORDS]
+            total = total * _PRIME + int(np.dot(some, _ODD[: len(some)])) & _MASK
+            if array.dtype == np.float64:
+                with np.errstate(all="ignore"):
+                    numbers = np.dot(some.view(np.float64), _WEIGHTS[: len(some)])
+                total = total * _PRIME + int(numbers.view(np.uint64)) & _MASK
+        rest = int.from_bytes(octets[end:].tobytes(), "little")
+        total = (total ^ rest) * _PRIME + len(octets) & _MASK
+    return total >> 1
+
+
+def contents(batch: Batch) -> tuple[bytes, ...]:
+    """Return the arrays of the programs as bytes: what `BatchSummary.identity` is the hash of.
+
+    Bytes compare without giving Python's lock up; NumPy would wait for it behind other threads.
+    """
+    arrays = (batch.codes, batch.values, batch.lengths, batch.parameter_counts)
+    return tuple([array.tobytes() for array in arrays])
+
+
+class BatchPart(NamedTuple):
+    """The programs of one request in shared memory."""
+
+    places: Places
+    """Of the arrays of `BATCH_ARRAYS`, in this process."""
+    summary: BatchSummary
+    arrays: Callable[[], Mapping[str, NDArray[Any]]]
+    """Makes views of the arrays of a `Batch`, by name; it keeps the memory in place."""
+
+
+def _array(name: str) -> Any:
+    return property(lambda batch: batch._arrays[name])
+
+
+class SharedBatch(Batch):
+    """The programs of one or several requests in turn, which stay where front ends wrote them.
+
+    The arrays of a batch are made on first access, and those of several requests are copied
+    together then. The CUDA interpreter never needs that, because it copies the parts to the device
+    from their places.
+
+    Args:
+        parts: the programs of each request.
+        vectors: parameter vectors of every program.
+    """
+
+    parts: Sequence[BatchPart]
+    places: NDArray[np.int64]
+    """Address and bytes of each array of each part; [parts, arrays, 2]."""
+    _sizes: list[int]
+    values, parameters, lengths, parameter_counts, codes = map(
+        _array, ("values", "parameters", "lengths", "parameter_counts", "codes")
+    )
+
+    def __init__(self, parts: Sequence[BatchPart], vectors: int) -> None:
+        set_field = object.__setattr__  # batches are frozen
+        places = np.array([part.places for part in parts], np.int64)
+        set_field(self, "parts", parts)
+        set_field(self, "places", places)
+        set_field(self, "vectors", vectors)
+        set_field(self, "_sizes", np.add.reduce(places[:, :, 1]).tolist())
+
+    @classmethod
+    def viewing(cls, batch: Batch) -> SharedBatch:
+        """Return a batch of this process in the same form; arrays but those of starts are views."""
+        if isinstance(batch, SharedBatch):
+            return batch
+        arrays = {name: np.ascontiguousarray(getattr(batch, name)) for name in BATCH_ARRAYS}
+        arrays["parameter_starts"] = arrays["parameter_starts"] // batch.vectors
+        arrays = {
+            name: arrays[name].astype(dtype, copy=False) for name, dtype in BATCH_ARRAYS.items()
+        }
+        places = [(array.ctypes.data, array.nbytes) for array in arrays.values()]
+
+        def views() -> dict[str, NDArray[Any]]:
+            return arrays | {name: getattr(batch, name) for name in ("lengths", "parameter_counts")}
+
+        return cls([BatchPart(places, BatchSummary.of(batch), views)], batch.vectors)
+
+    def __len__(self) -> int:
+        """Count the programs."""
+        return self._sizes[STARTS] // 4 - len(self.parts)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all programs."""
+        return self._sizes[CODES]
+
+    @property
+    def parameter_total(self) -> int:
+        """Parameter values of all programs."""
+        return self._sizes[PARAMETERS] // 8
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the arrays cannot be copied as they are, because the starts have to be changed.
+
+        There are several parts, or one that is a part of a larger request.
+        """
+        return (
+            len(self.parts) > 1 or c_uint32.from_address(int(self.places[0, STARTS, 0])).value > 0
+        )
+
+    @property
+    def room(self) -> int:
+        """Bytes for all parts as they are, each array from a multiple of 64 bytes on."""
+        return sum(self._sizes) + 64 * self.places[:, :, 0].size
+
+    @cached_property
+    def summary(self) -> BatchSummary:
+        """What is known of all parts together."""
+        return BatchSummary.joining([(part.summary, part.places[CODES][1]) for part in self.parts])
+
+    @cached_property
+    def _arrays(self) -> Mapping[str, NDArray[Any]]:
+        first, *others = [part.arrays() for part in self.parts]
+        if not others:
+            return first
+        return {
+            name: np.concatenate([a, *(one[name] for one in others)]) for name, a in first.items()
+        }
