@@ -112,7 +112,8 @@ class Client:
         Args:
             X: [rows, variables]: a NumPy array (also a memory map) or anything array-like, a pandas
                 frame, a Polars frame, a pyarrow table, record batch, reader or iterator of these,
-                anything else with Arrow's stream interface, or the path of a Parquet file.
+                anything else with Arrow's stream interface, or the path of a Parquet file. Arrays
+                of a GPU (CuPy, PyTorch, JAX, DLPack) are copied to the host.
             y: target [rows], needed for losses: an array or series, or the name of a column of X.
             weights: non-negative weight of each row in losses, as ``y``.
             **options: ``x`` (names of the columns that are variables; all others by default),

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from importlib import import_module
 from itertools import chain
 from numbers import Complex, Real
 from operator import attrgetter
@@ -25,12 +26,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, require
 
 #: Types of elements of lists that NumPy makes an array of without a surprise.
 _PLAIN: Final = frozenset({float, int, bool, np.float64, np.float32, np.int64, np.bool_})
 #: Names of the types of pandas' missing values, which is not imported for them.
 _MISSING: Final = frozenset({"NoneType", "NAType", "NaTType"})
+#: Number of the processor among the devices of DLPack.
+_DLPACK_CPU: Final = 1
 #: Types that have a float value but are no numbers.
 _NO_NUMBERS: Final = (str, bytes, np.ndarray, np.datetime64, np.timedelta64)
 
@@ -53,6 +56,8 @@ def real_numbers(data: Any, name: str, start: int = 0, place: str = "row") -> ND
             text, dates, complex numbers, ragged lists and other objects; OVERFLOW for numbers that
             float64 cannot hold.
     """
+    if not isinstance(data, np.ndarray | list | tuple):
+        data = _dense_on_host(data, name)
     array = _as_array(data, name, start, place)
     for masked in (array, data):
         mask = getattr(masked, "mask", None)
@@ -66,6 +71,44 @@ def real_numbers(data: Any, name: str, start: int = 0, place: str = "row") -> ND
         text = "there is text in it, and " if kind in "SU" else ""
         raise no_numbers(name, f"{text}its dtype is {array.dtype}")
     return array
+
+
+def _dense_on_host(data: Any, name: str) -> Any:
+    """Return an array of a device as a copy on the host, and anything else as it is.
+
+    Devices' arrays have ``__cuda_array_interface__`` or DLPack. An InvalidArgumentError says that
+    the data are sparse or not computed yet, or that they cannot be copied.
+    """
+    if hasattr(data, "toarray") and hasattr(data, "nnz"):
+        raise InvalidArgumentError(
+            f"{name} is a sparse matrix of type {type(data).__name__}",
+            "SPARSE_MATRIX",
+            f"Data sets are dense: give {name}.toarray()",
+            name,
+        )
+    if hasattr(data, "collect") and hasattr(data, "lazy"):
+        raise InvalidArgumentError(
+            f"{name} is a {type(data).__name__}, which is not computed yet",
+            "LAZY_FRAME",
+            f"Compute it: give {name}.collect()",
+            name,
+        )
+    try:
+        if hasattr(data, "detach") and hasattr(data, "cpu"):  # of PyTorch
+            tensor = data.detach().cpu()
+            return tensor.float() if "bfloat16" in str(tensor.dtype) else tensor
+        if hasattr(data, "__cuda_array_interface__"):
+            for copy in ("get", "copy_to_host", "__array__"):  # of CuPy, Numba, JAX
+                if hasattr(data, copy):
+                    return getattr(data, copy)()
+            require("cupy", "cupy-cuda12x", name)
+            return import_module("cupy").asarray(data).get()
+        if hasattr(data, "__dlpack__") and not hasattr(data, "__array__"):
+            is_here = data.__dlpack_device__()[0] == _DLPACK_CPU
+            return np.from_dlpack(data) if is_here else np.from_dlpack(data, device="cpu")
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise no_numbers(name, f"it cannot be copied to the host: {error}") from error
+    return data
 
 
 def _as_array(data: Any, name: str, start: int, place: str) -> NDArray[Any]:

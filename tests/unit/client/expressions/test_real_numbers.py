@@ -32,7 +32,67 @@ class Annotated:
         return np.array([1.0, 2.0])
 
 
+class OnDevice:
+    """An array of a GPU as CuPy (get) and Numba (copy_to_host) have them: NumPy cannot read it."""
+
+    def __init__(self, copy):
+        own = {"shape": (2,), "typestr": "<f8", "data": (1, False), "version": 3}
+        self.__cuda_array_interface__ = own
+        setattr(self, copy, lambda: np.array([1.0, 2.0]))
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("implicit conversion is not allowed")
+
+
+class OnHost:
+    """What has DLPack alone."""
+
+    def __dlpack__(self, **options):
+        return np.array([1.0, 2.0]).__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
+class Elsewhere(OnHost):
+    """What DLPack cannot copy to the host."""
+
+    def __dlpack__(self, **options):
+        raise BufferError("on the device alone")
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+class Tensor:
+    """A tensor of PyTorch that is differentiated, of a type that NumPy has not."""
+
+    dtype = "torch.bfloat16"
+
+    def detach(self):
+        return self
+
+    cpu = detach
+
+    def float(self):
+        return np.array([1.0, 2.0], np.float32)
+
+
+class LazyFrame:
+    """A frame of Polars that is not computed yet."""
+
+    lazy = collect = None
+
+
+class Sparse:
+    nnz = toarray = None
+
+
 TAKEN = {
+    "CuPy": (OnDevice("get"), [1, 2]),
+    "Numba's device": (OnDevice("copy_to_host"), [1, 2]),
+    "DLPack": (OnHost(), [1, 2]),
+    "PyTorch": (Tensor(), [1, 2]),
     "integers": ([1, 2], [1, 2]),
     "booleans": ([True, False], [1, 0]),
     "half": (np.array([1.5, 2.0], np.float16), [1.5, 2]),
@@ -88,6 +148,9 @@ REFUSED = {
     **{name: (data, "MISSING_VALUE") for name, data in MISSING.items()},
     **{f"{name} as number": (data, "NOT_NUMBERS") for name, data in NO_NUMBERS.items()},
     **{name: (data, "OVERFLOW") for name, data in BEYOND.items()},
+    "on a device alone": (Elsewhere(), "NOT_NUMBERS"),
+    "lazy": (LazyFrame(), "LAZY_FRAME"),
+    "sparse": (Sparse(), "SPARSE_MATRIX"),
 }
 
 
