@@ -32,12 +32,8 @@ READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
 _PIPES: Final[WeakSet[IO[bytes]]] = WeakSet()
 
 
-def _close_pipes() -> None:
-    for pipe in list(_PIPES):
-        pipe.close()
-
-
-os.register_at_fork(after_in_child=_close_pipes)
+if hasattr(os, "register_at_fork"):  # which Windows has not
+    os.register_at_fork(after_in_child=lambda: [pipe.close() for pipe in list(_PIPES)])
 
 
 @contextmanager

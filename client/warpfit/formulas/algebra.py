@@ -8,7 +8,6 @@ rows, some of them with zeros and equal numbers, where divisions fail.
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -132,6 +131,9 @@ def _collected(expression: Any, symbol: Any) -> Any:
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     for answer in _candidates(sys.stdin.read()):
         print(answer, flush=True)

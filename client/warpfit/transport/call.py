@@ -236,7 +236,7 @@ class _Calls:
         set free.
         """
         with self._changed:
-            if not self._watches_forks:
+            if not self._watches_forks and hasattr(os, "register_at_fork"):  # not on Windows
                 self._watches_forks = True
                 os.register_at_fork(
                     before=self.before_fork,
