@@ -20,7 +20,7 @@ from warpfit import codec, parse
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.expressions import reference
-from warpfit.fitting import FitRequest, FitSettings, Method
+from warpfit.fitting import FitRequest, FitSettings, Method, Missing
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.request import Evaluation, Loss, Precision
@@ -95,7 +95,7 @@ def document() -> dict[str, Any]:
         ],
         "datasets": [_dataset(name, dataset) for name, dataset in data.items()],
         "evaluations": [_evaluation(case, data[case.dataset]) for case in cases()],
-        "fits": [_fit(data["ordinary64"])],
+        "fits": _fits(data["ordinary64"]),
         "failures": _failures(data["ordinary32"]),
     }
 
@@ -150,19 +150,38 @@ def _program(text: str, program: Program, parameters: Any) -> dict[str, Any]:
     return {"text": text, "tokens": listed, "parameters": plain(parameters)}
 
 
-def _fit(dataset: Dataset) -> dict[str, Any]:
-    text, start = "p1*x1 + sin(p2*x2)", [1.0, 0.8]
+def _fits(dataset: Dataset) -> list[dict[str, Any]]:
+    drawn = FitSettings(Method.AUTO, 50, restarts=6, seed=7, missing=Missing.DROP, curvature=True)
+    return [
+        _fit(
+            *("Levenberg-Marquardt from one start", dataset, "p1*x1 + sin(p2*x2)"),
+            *([1.0, 0.8], FitSettings(Method.LM, max_iterations=50), [2.5, 1.0]),
+        ),
+        _fit(
+            *("drawn starts, rows without a value left out", dataset, "p1*x1 + p2*sin(x2)"),
+            *([-3.0, 40.0], drawn, [2.5, 1.0]),
+        ),
+    ]
+
+
+def _fit(
+    name: str,
+    dataset: Dataset,
+    text: str,
+    start: list[float],
+    settings: FitSettings,
+    expected: list[float],
+) -> dict[str, Any]:
     program = parse(text)
     problem = Evaluation(
         dataset.content_id, Batch.of([program], [start]), loss=Loss.MSE, values=False
     )
-    request = FitRequest(problem, FitSettings(Method.LM, max_iterations=50))
     return {
-        "name": "Levenberg-Marquardt from one start",
+        "name": name,
         "dataset": "ordinary64",
         "programs": [_program(text, program, np.array([start]))],
-        "request": _hex(codec.fit_to_message(request)),
-        "expected": {"parameters": [[2.5, 1.0]]},
+        "request": _hex(codec.fit_to_message(FitRequest(problem, settings))),
+        "expected": {"parameters": [expected]},
         "tolerance": 2e-3,
     }
 

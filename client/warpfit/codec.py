@@ -27,7 +27,15 @@ from warpfit import errors
 from warpfit import server_info as info
 from warpfit.dataset import DTYPE_CODES, DTYPES, ClientDataset, DatasetReference, Layout, ServerFile
 from warpfit.errors import REQUEST_ID_KEY, InternalError, InvalidArgumentError, WarpfitError
-from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, FitSettings, Method
+from warpfit.fitting import (
+    REASONS,
+    FitProgress,
+    FitRequest,
+    FitResult,
+    FitSettings,
+    Method,
+    Missing,
+)
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.ops import FIRST_OPERATOR, OPERATORS
@@ -947,8 +955,11 @@ class _Matrix:
 # ----------------------------------------------------------------------------------------- Optimize
 
 _METHODS: Final = WireEnum(Method, pb.Method)
+_MISSING: Final = WireEnum(Missing, pb.Missing)
 _TOLERANCES: Final = ("gradient_tolerance", "step_tolerance", "loss_tolerance")
-_SWITCHES: Final = ("all_starts", "standard_errors", "covariance", "partial", "progress")
+_SWITCHES: Final = (
+    *("all_starts", "standard_errors", "covariance", "partial", "progress", "curvature"),
+)
 #: Arrays of a request, one number for each parameter of each program.
 _BOUNDS: Final[Mapping[str, np.dtype[Any]]] = {"lower": F64, "upper": F64, "fixed": U8}
 #: Arrays of a result.
@@ -975,6 +986,9 @@ def fit_to_message(request: FitRequest) -> pb.OptimizeRequest:
         problem=evaluation_to_message(request.problem),
         method=_METHODS.codes[settings.method],
         max_iterations=min(settings.max_iterations, _MOST_ITERATIONS),
+        restarts=settings.restarts,
+        seed=settings.seed,
+        missing=_MISSING.codes[settings.missing],
         **{name: getattr(settings, name) for name in _TOLERANCES},
         **{name: getattr(settings, name) for name in _SWITCHES},
         **packed,
@@ -995,6 +1009,9 @@ def fit_from_message(message: pb.OptimizeRequest, dataset_id: bytes | None = Non
     settings = FitSettings(
         method=_METHODS.member(message.method, "method"),
         max_iterations=message.max_iterations,
+        restarts=message.restarts,
+        seed=message.seed,
+        missing=_MISSING.member(message.missing, "missing"),
         **tolerances,
         **bounds,
         **{name: getattr(message, name) for name in _SWITCHES},
@@ -1018,7 +1035,7 @@ def fit_to_bytes(result: FitResult) -> bytes:
     arrays: Any = {name: pack(getattr(result, name), dtype) for name, dtype in _FIT_ARRAYS.items()}
     message = pb.FitResult(**arrays)
     set_timings(message.timings, result.timings)
-    for name in ("standard_errors", "covariances"):
+    for name in ("standard_errors", "covariances", "curvatures"):
         array = getattr(result, name)
         if array is not None:
             setattr(message, name, pack(array, F64))
@@ -1065,12 +1082,14 @@ def _result(request: FitRequest, message: pb.FitResult) -> FitResult:
         dtypes["standard_errors"], shapes["standard_errors"] = F64, (total,)
     if request.settings.covariance:
         dtypes["covariances"], shapes["covariances"] = F64, (squares,)
+    if request.settings.curvature:
+        dtypes["curvatures"], shapes["curvatures"] = F64, (squares,)
     arrays = {
         name: received_array(getattr(message, name), dtype, shapes[name], name)
         for name, dtype in dtypes.items()
     }
     if not ((arrays["reasons"] > 0) & (arrays["reasons"] <= len(REASONS))).all():
         raise broken_answer("has an unknown reason")
-    if (arrays["starts"] >= batch.vectors).any():
-        raise broken_answer("names a start that was not given")
+    if (arrays["starts"] >= request.starts).any():
+        raise broken_answer("names a start that there was not")
     return FitResult(**arrays, timings=timings_from_message(message.timings))

@@ -31,6 +31,16 @@ class Method(StrEnum):
     line search (Lewis and Overton 2013); for every loss."""
 
 
+class Missing(StrEnum):
+    """What a fit does with rows in which a program is NaN or infinite."""
+
+    REFUSE = "refuse"
+    """They make the loss NaN, so that a search refuses the point, or cannot begin there."""
+    DROP = "drop"
+    """They are left out with a penalty: they count as if the program had the weighted mean of the
+    target there, and have no derivatives. A program without any finite row is not fitted."""
+
+
 class Reason(StrEnum):
     """Why a search ended."""
 
@@ -45,9 +55,9 @@ class Reason(StrEnum):
     DEADLINE = "deadline"
     """The time is over; these are the best parameters until then."""
     NOT_FINITE = "not_finite"
-    """The search could not begin: loss or derivatives at the start are NaN, infinite, or so small
-    that their squares are 0; so may be the squares of the target; or no row has a weight. The
-    parameters are the start."""
+    """The search could not begin: the loss at the start is NaN or infinite; or the derivatives near
+    it are, or are so small that their squares are 0; so may be the squares of the target; or no row
+    has a weight. The parameters are the start."""
     STALLED = "stalled"
     """The search cannot make progress, but the first-order condition of a minimum does not hold:
     the gradient along parameters that may move is not small. Of float32 data, an upload with
@@ -127,10 +137,17 @@ class FitSettings:
     """Greatest value of each parameter, may be inf; None for no bounds."""
     fixed: NDArray[np.bool_] | None = None
     """Parameters that stay at their start; None for none."""
+    restarts: int = 0
+    """Starts that the server draws for each program, beside the given ones, which come first."""
+    seed: int = 0
+    """Of the drawn starts."""
+    missing: Missing = Missing.REFUSE
     all_starts: bool = False
     """Whether to return the outcome of each start, not of the best one alone."""
     standard_errors: bool = False
     covariance: bool = False
+    curvature: bool = False
+    """Whether to return J^T W J, which evidence is computed from."""
     partial: bool = False
     """Whether to return the best parameters so far at the call's deadline, instead of an error."""
     progress: bool = False
@@ -169,9 +186,14 @@ class FitRequest:
         return loss
 
     @property
+    def starts(self) -> int:
+        """K, the number of starts of each program, given and drawn ones."""
+        return self.problem.batch.vectors + self.settings.restarts
+
+    @property
     def vectors(self) -> int:
         """Number of outcomes for each program: K or 1."""
-        return self.problem.batch.vectors if self.settings.all_starts else 1
+        return self.starts if self.settings.all_starts else 1
 
     def check(self, layout: Layout) -> None:
         """Check the whole request; raise as `check_options`, and ProgramError for a bad token."""
@@ -189,20 +211,23 @@ class FitRequest:
                 "Use method bfgs or auto, or one of sse, mse, rmse, nmse, r2",
                 "method",
             )
-        if (self.settings.covariance or self.settings.standard_errors) and not squares:
+        settings = self.settings
+        if (settings.covariance or settings.standard_errors or settings.curvature) and not squares:
             raise InvalidArgumentError(
-                "covariances are estimated for losses of squared differences only",
+                "covariances and evidence are for losses of squared differences only",
                 "COVARIANCE_UNDEFINED",
                 "Use sse, mse, rmse, nmse or r2, or leave them out",
-                "covariance",
+                "curvature" if settings.curvature else "covariance",
             )
         self._check_numbers()
         self._check_bounds()
 
     def _check_numbers(self) -> None:
         settings = self.settings
-        if settings.max_iterations < 0:
-            raise bad_setting("max_iterations", settings.max_iterations, "a number from 0")
+        for name, most in (("max_iterations", np.inf), ("restarts", 2**32), ("seed", 2**64)):
+            if not 0 <= getattr(settings, name) < most:
+                wanted = "a number from 0" + (f", below {most}" if most < np.inf else "")
+                raise bad_setting(name, getattr(settings, name), wanted)
         for name in ("gradient_tolerance", "step_tolerance", "loss_tolerance"):
             value = getattr(settings, name)
             if value is not None and not 0.0 <= value < np.inf:
@@ -247,7 +272,7 @@ class FitProgress:
     active: int
     """Number of searches that still run."""
     searches: int
-    """Number of all searches: programs times starts."""
+    """Number of all searches: programs times starts, given and drawn ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -275,4 +300,6 @@ class FitResult:
     """Standard errors in the order of ``parameters``; None if not requested."""
     covariances: NDArray[np.float64] | None = None
     """For each program and vector in turn a matrix [n, n]; flat; None if not requested."""
+    curvatures: NDArray[np.float64] | None = None
+    """J^T W J for each program and vector in turn, [n, n]; flat; None if not requested."""
     timings: Timings = field(default_factory=Timings)

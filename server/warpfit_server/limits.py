@@ -11,7 +11,7 @@ import numpy as np
 
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
-from warpfit.fitting import FitRequest, Method
+from warpfit.fitting import FitRequest, Method, Missing
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit.server_info import Limits
@@ -174,6 +174,7 @@ def evaluation_memory(evaluation: Evaluation, layout: Layout) -> int:
 
 def check_fit(request: FitRequest, layout: Layout, limits: Limits) -> int:
     """Refuse a fit whose searches are too large, alone or together; return its `fit_memory`."""
+    check_limit(limits, "vectors", request.starts, "starts of a program, given and drawn")
     most = int(request.problem.batch.parameter_counts.max(initial=0))
     if most > _FITTED_PARAMETERS:
         raise ResourceExhaustedError(
@@ -210,11 +211,12 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
     the engine computes a sum over the rows for each pair of its parameters. Any search of squares
     of float64 data may want an orthogonal factor of its Jacobian.
     """
-    batch = request.problem.batch
+    batch, starts = request.problem.batch, request.starts
     counts = batch.parameter_counts.astype(np.float64)
-    squares = batch.vectors * float(np.square(counts).sum())
-    parameters = batch.vectors * float(counts.sum())
-    searches = batch.vectors * len(batch)
+    squares = starts * float(np.square(counts).sum())
+    parameters = starts * float(counts.sum())
+    searches = starts * len(batch)
+    copies = 2 if request.settings.missing is Missing.DROP else 1  # see `without_missing`
     sums = searches + parameters + squares
     start, stop = request.problem.row_range(layout)
     triangles = _TRIANGLES * (squares + parameters) / 2
@@ -223,7 +225,7 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
         matrices += _FACTORS * squares * (request.method == Method.LM)
         matrices += min(JACOBIAN_NUMBERS, (searches + parameters) * (stop - start))
     return int(
-        (_LOWERED_BYTES + _TOKEN_BYTES * batch.vectors) * len(batch.codes)
+        (_LOWERED_BYTES + _TOKEN_BYTES * starts) * copies * len(batch.codes)
         + _SEARCH_BYTES * searches
         + _PARAMETER_BYTES * parameters
         + 8 * matrices

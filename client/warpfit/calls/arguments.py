@@ -23,7 +23,15 @@ from warpfit.dataset.tables import ColumnNames
 from warpfit.display import MOST_ROWS
 from warpfit.errors import InvalidArgumentError, bad_setting, require
 from warpfit.expressions.real_numbers import ParameterVectors, join_vectors, real_numbers
-from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
+from warpfit.fitting import (
+    Accuracy,
+    FitProgress,
+    FitRequest,
+    FitSettings,
+    Method,
+    Missing,
+    Tolerances,
+)
 from warpfit.frontends import as_population
 from warpfit.ir import Batch, Population, Program
 from warpfit.losses import LossFunction, as_loss
@@ -136,6 +144,16 @@ class FitOptions(CommonOptions, total=False):
     expression (a number, one number for each of its parameters, or None)."""
     fixed: EachParameter
     """Parameters that keep their start: for each expression one truth value for each parameter."""
+    restarts: int
+    """Starts that the server draws for each expression (0 by default) and searches together with
+    the given ones, which come first: log-uniform around the scale that the data give a parameter,
+    with random signs. Without ``parameters`` the given start is 1 for each. The best outcome is
+    returned, and with ``all_starts`` every one."""
+    seed: int
+    """Of the drawn starts, 0 by default: the same seed gives the same bits."""
+    missing: Missing | str
+    """Rows in which an expression is NaN or infinite: ``"refuse"`` (default) them, so that the loss
+    is NaN; or ``"drop"`` them with a penalty, as if the expression had the target's mean there."""
     all_starts: bool
     """Return the outcome of every start vector, on a leading axis, instead of the best."""
     standard_errors: bool | None
@@ -478,6 +496,9 @@ def _settings(
         lower=_flat(lower, counts, single, "bounds", -np.inf),
         upper=_flat(upper, counts, single, "bounds", np.inf),
         fixed=None if fixed is None else fixed != 0.0,
+        restarts=whole_number(options.get("restarts", 0), "restarts"),
+        seed=whole_number(options.get("seed", 0), "seed"),
+        missing=member(Missing, options.get("missing", Missing.REFUSE), "missing"),
         all_starts=bool(options.get("all_starts")),
         standard_errors=bool(options.get("standard_errors")),
         covariance=bool(options.get("covariance")),

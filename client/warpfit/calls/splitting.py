@@ -75,7 +75,7 @@ def even_bounds(weights: NDArray[np.float64], parts: int) -> list[int]:
 
 def searches(request: FitRequest) -> int:
     """Return the number of searches of a fit."""
-    return len(request.problem.batch) * request.problem.batch.vectors
+    return len(request.problem.batch) * request.starts
 
 
 class KnownLimits:
@@ -159,4 +159,6 @@ def _kind(request: Evaluation | FitRequest, layout: Layout) -> tuple[Any, ...]:
     """Return what decides, beside the programs, how much a request is for a server."""
     problem = problem_of(request)
     outputs = (getattr(problem, name) for name in ("values", *OUTPUTS))
-    return type(request), *problem.shape(layout)[1:], layout.variables, *outputs
+    _, vectors, rows = problem.shape(layout)
+    starts = request.starts if isinstance(request, FitRequest) else vectors
+    return type(request), starts, rows, layout.variables, *outputs

@@ -58,6 +58,11 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_DEADLINE: _ClassVar[Reason]
     REASON_NOT_FINITE: _ClassVar[Reason]
     REASON_STALLED: _ClassVar[Reason]
+
+class Missing(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISSING_REFUSE: _ClassVar[Missing]
+    MISSING_DROP: _ClassVar[Missing]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT64: DType
@@ -89,6 +94,8 @@ REASON_ITERATIONS: Reason
 REASON_DEADLINE: Reason
 REASON_NOT_FINITE: Reason
 REASON_STALLED: Reason
+MISSING_REFUSE: Missing
+MISSING_DROP: Missing
 
 class DatasetLayout(_message.Message):
     __slots__ = ("dtype", "variables", "rows", "has_target", "has_weights", "names")
@@ -289,7 +296,7 @@ class Timings(_message.Message):
     def __init__(self, decode: _Optional[int] = ..., queue: _Optional[int] = ..., copy_in: _Optional[int] = ..., compute: _Optional[int] = ..., copy_out: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., cache_hits: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class OptimizeRequest(_message.Message):
-    __slots__ = ("problem", "method", "max_iterations", "gradient_tolerance", "step_tolerance", "loss_tolerance", "lower", "upper", "fixed", "all_starts", "standard_errors", "covariance", "partial", "progress")
+    __slots__ = ("problem", "method", "max_iterations", "gradient_tolerance", "step_tolerance", "loss_tolerance", "lower", "upper", "fixed", "all_starts", "standard_errors", "covariance", "partial", "progress", "restarts", "seed", "missing", "curvature")
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     MAX_ITERATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +311,10 @@ class OptimizeRequest(_message.Message):
     COVARIANCE_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    CURVATURE_FIELD_NUMBER: _ClassVar[int]
     problem: EvaluateRequest
     method: Method
     max_iterations: int
@@ -318,7 +329,11 @@ class OptimizeRequest(_message.Message):
     covariance: bool
     partial: bool
     progress: bool
-    def __init__(self, problem: _Optional[_Union[EvaluateRequest, _Mapping]] = ..., method: _Optional[_Union[Method, str]] = ..., max_iterations: _Optional[int] = ..., gradient_tolerance: _Optional[float] = ..., step_tolerance: _Optional[float] = ..., loss_tolerance: _Optional[float] = ..., lower: _Optional[bytes] = ..., upper: _Optional[bytes] = ..., fixed: _Optional[bytes] = ..., all_starts: bool = ..., standard_errors: bool = ..., covariance: bool = ..., partial: bool = ..., progress: bool = ...) -> None: ...
+    restarts: int
+    seed: int
+    missing: Missing
+    curvature: bool
+    def __init__(self, problem: _Optional[_Union[EvaluateRequest, _Mapping]] = ..., method: _Optional[_Union[Method, str]] = ..., max_iterations: _Optional[int] = ..., gradient_tolerance: _Optional[float] = ..., step_tolerance: _Optional[float] = ..., loss_tolerance: _Optional[float] = ..., lower: _Optional[bytes] = ..., upper: _Optional[bytes] = ..., fixed: _Optional[bytes] = ..., all_starts: bool = ..., standard_errors: bool = ..., covariance: bool = ..., partial: bool = ..., progress: bool = ..., restarts: _Optional[int] = ..., seed: _Optional[int] = ..., missing: _Optional[_Union[Missing, str]] = ..., curvature: bool = ...) -> None: ...
 
 class OptimizeResponse(_message.Message):
     __slots__ = ("progress", "result")
@@ -339,7 +354,7 @@ class FitProgress(_message.Message):
     def __init__(self, iterations: _Optional[int] = ..., active: _Optional[int] = ..., searches: _Optional[int] = ...) -> None: ...
 
 class FitResult(_message.Message):
-    __slots__ = ("parameters", "losses", "initial_losses", "iterations", "evaluations", "reasons", "starts", "standard_errors", "covariances", "timings")
+    __slots__ = ("parameters", "losses", "initial_losses", "iterations", "evaluations", "reasons", "starts", "standard_errors", "covariances", "timings", "curvatures")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     INITIAL_LOSSES_FIELD_NUMBER: _ClassVar[int]
@@ -350,6 +365,7 @@ class FitResult(_message.Message):
     STANDARD_ERRORS_FIELD_NUMBER: _ClassVar[int]
     COVARIANCES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    CURVATURES_FIELD_NUMBER: _ClassVar[int]
     parameters: bytes
     losses: bytes
     initial_losses: bytes
@@ -360,7 +376,8 @@ class FitResult(_message.Message):
     standard_errors: bytes
     covariances: bytes
     timings: Timings
-    def __init__(self, parameters: _Optional[bytes] = ..., losses: _Optional[bytes] = ..., initial_losses: _Optional[bytes] = ..., iterations: _Optional[bytes] = ..., evaluations: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., starts: _Optional[bytes] = ..., standard_errors: _Optional[bytes] = ..., covariances: _Optional[bytes] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    curvatures: bytes
+    def __init__(self, parameters: _Optional[bytes] = ..., losses: _Optional[bytes] = ..., initial_losses: _Optional[bytes] = ..., iterations: _Optional[bytes] = ..., evaluations: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., starts: _Optional[bytes] = ..., standard_errors: _Optional[bytes] = ..., covariances: _Optional[bytes] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., curvatures: _Optional[bytes] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

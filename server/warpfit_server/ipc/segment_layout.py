@@ -51,7 +51,7 @@ _UNITS: Final = {
     **dict.fromkeys(("batch_values", "batch_codes"), "tokens"),
     **dict.fromkeys(("batch_parameters", "gradients", "jacobian", "parameters"), "parameters"),
     **dict.fromkeys((*FIT_SETTING_ARRAYS, "standard_errors"), "parameters"),
-    "covariances": "squares",
+    **dict.fromkeys(("covariances", "curvatures"), "squares"),
 }
 #: Name, type and shape of an array.
 _Array = tuple[str, str, tuple[int, ...]]
@@ -310,4 +310,6 @@ def _fit_arrays(request: FitRequest) -> list[_Array]:
         arrays.append(("standard_errors", "<f8", (vectors * total,)))
     if settings.covariance:
         arrays.append(("covariances", "<f8", (vectors * squares,)))
+    if settings.curvature:
+        arrays.append(("curvatures", "<f8", (vectors * squares,)))
     return arrays

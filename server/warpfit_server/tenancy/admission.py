@@ -68,7 +68,8 @@ class CallCost(NamedTuple):
     def of_fit(cls, request: FitRequest, layout: Layout) -> CallCost:
         """Return the cost of a fit on a data set, in token-rows of all passes."""
         passes = min(_FIT_PASSES, 1 + request.settings.max_iterations)
-        return cls("fit", request.problem.token_rows(layout) * passes)
+        starts = request.starts / request.problem.batch.vectors
+        return cls("fit", request.problem.token_rows(layout) * starts * passes)
 
 
 class CallCostModel:

@@ -88,6 +88,18 @@ def test_the_memory_of_searches_is_limited():
         module.check_fit(_fit(), DATA.layout, Limits(result_bytes=size - 1))
 
 
+def test_drawn_starts_count_like_given_ones():
+    """Before memory is spent, of engine and answer."""
+    drawn = _fit(restarts=30)
+    given = Batch.of(PROGRAMS, [np.tile(p, (32, 1)) for p in PARAMETERS])
+    same = FitRequest(replace(_evaluation(), batch=given))
+    assert module.fit_memory(drawn, DATA.layout) == module.fit_memory(same, DATA.layout)
+    module.check_fit(drawn, DATA.layout, Limits(vectors=32))
+    with pytest.raises(ResourceExhaustedError, match="33 starts of a program") as caught:
+        module.check_fit(_fit(restarts=31), DATA.layout, Limits(vectors=32))
+    assert caught.value.reason == "TOO_MANY_VECTORS"
+
+
 @pytest.mark.parametrize(("method", "factors"), [(Method.LM, 1), (Method.BFGS, 0)])
 def test_searches_of_float64_data_may_want_orthogonal_factors(method, factors):
     """BFGS has them in place of the inverse."""

@@ -29,7 +29,8 @@ where a search begins, and may be wrong by any factor elsewhere. So a search tha
 factorises the Jacobian first (`orthogonal`); for other losses the curvature has to do. If the
 condition does not hold, the search restarts from that point with the new widths and a new inverse.
 If the restart has not made the loss less, the search has stalled; with a row loss that has kinks,
-at which gradients do not vanish, it ends as one whose steps are too small.
+at which gradients do not vanish, it ends as one whose steps are too small. What would end at a
+saddle or on a plateau is perturbed first (`probes`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from warpfit.ir import Program
 from warpfit.losses import PREDICTION, TARGET, WEIGHT, mentions_weight
 from warpfit.ops import BY_CODE, FIRST_OPERATOR, VARIABLE
 from warpfit_server.engine.fit.linear_model import Model, Workspace, is_minimum
+from warpfit_server.engine.fit.probes import MOST_PROBES, begin_probe, leads_on, nudge
 from warpfit_server.engine.fit.searches import (
     BEGINS,
     BEST,
@@ -68,6 +70,8 @@ from warpfit_server.engine.fit.searches import (
     NO_FACTOR,
     NOT_FINITE,
     PAIRS,
+    PROBES,
+    PROBING,
     PULL,
     READY,
     REASON,
@@ -195,10 +199,32 @@ def advance(
         else:
             counter[EVALUATIONS] += 1
         if waits:
-            if counter[ENDING] == BEGINS:
-                number[INITIAL] = number[LOSS] = new_sums[s]
-                vector[SLOPE, :] = gradient
             curvature = curvatures[edges[s, PAIRS] : edges[s + 1, PAIRS]]
+            loss = new_sums[s]
+            if counter[EVALUATIONS] == 1:
+                number[INITIAL] = loss
+            if counter[PROBING]:
+                # Half of the derivatives of the row losses are the residuals of squares.
+                squares = loss if limits.squares else 0.25 * number[PULL]
+                vector[BEST, :] = 0.0  # no parameter is linear
+                if leads_on(
+                    vector, number, counter, gradient, curvature, loss, squares, limits, space
+                ):
+                    counter[ENDING], counter[RESTARTS] = BEGINS, 0
+                elif counter[PROBING]:
+                    continue
+                else:
+                    _come_back(vector, counter)
+                    continue
+            if counter[ENDING] == BEGINS and not resumes:
+                if not are_usable(loss, gradient, curvature):
+                    if not (math.isfinite(number[INITIAL]) and nudge(vector, counter, limits)):
+                        number[LOSS] = number[INITIAL]
+                        counter[REASON] = NOT_FINITE
+                    continue
+                number[LOSS] = loss
+                vector[SLOPE, :] = gradient
+                vector[X, :] = vector[TRIAL]
             turning = _inspect(vector, number, counter, curvature, inverse, limits, space)
         else:
             finite = math.isfinite(new_sums[s]) and all_finite(gradient)
@@ -238,7 +264,7 @@ def _inspect(
     # Half of the derivatives of the row losses are the residuals, where these are squares.
     squares = 0.25 * _pull(number, limits)
     model = Model(X, vector[SLOPE], curvature, inverse, factored, squares)
-    ends = steepest == 0.0
+    ends, reason = steepest == 0.0, RUNNING
     if not ends and (ending != BEGINS or steepest <= limits.gradient):
         # These rows are those that Levenberg-Marquardt's damping uses, and a test has none.
         vector[DIRECTION, :] = 0.0
@@ -248,22 +274,39 @@ def _inspect(
             counter[FACTOR] = WANTED
             return False
     if ends:
-        counter[REASON] = GRADIENT if ending == BEGINS else ending
-        return False
-    if counter[ITERATIONS] >= limits.iterations:
+        reason = GRADIENT if ending == BEGINS else ending
+    elif counter[ITERATIONS] >= limits.iterations:
         counter[REASON] = ITERATIONS_USED
         return False
-    if ending != BEGINS:
+    elif ending != BEGINS:
         least = number[RESTART_LOSS] - _PROGRESS * abs(number[RESTART_LOSS])
         if counter[RESTARTS] > 0 and not number[LOSS] < least:
-            counter[REASON] = STEP if limits.kinks else STALLED
-            return False
-        counter[RESTARTS] += 1
-        number[RESTART_LOSS] = number[LOSS]
+            reason = STEP if limits.kinks else STALLED
+        else:
+            counter[RESTARTS] += 1
+            number[RESTART_LOSS] = number[LOSS]
+    if reason != RUNNING:
+        # It ends, or waits for a perturbed point.
+        if begin_probe(vector, number, counter, model, limits):
+            counter[ENDING] = reason
+        else:
+            counter[REASON] = reason
+        return False
     counter[ENDING] = RUNNING
     ridge = _RIDGE if counter[RESTARTS] == 0 else _RESTART_RIDGE
     _begin_inverse(vector, number, counter, curvature, inverse, ridge, space.cancelled)
     return True
+
+
+@inlined
+def _come_back(vector: Floats, counter: Integers) -> None:
+    """End a search that no perturbation leads on; one with idle parameters may get another one."""
+    vector[TRIAL, :] = vector[X]
+    for i in range(vector.shape[1]):
+        idle = vector[WIDTH, i] == 0.0 and vector[FREE, i] != 0.0
+        if idle and vector[LOWER, i] < vector[UPPER, i] and counter[PROBES] < MOST_PROBES:
+            return
+    counter[REASON] = counter[ENDING]
 
 
 @inlined

@@ -9,7 +9,14 @@ import numba
 import numpy as np
 from numba import types
 
-from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, orthogonal, separable
+from warpfit_server.engine.fit import (
+    bfgs,
+    levenberg_marquardt,
+    linear_model,
+    orthogonal,
+    separable,
+    starts,
+)
 from warpfit_server.engine.fit.searches import SearchLimits
 from warpfit_server.engine.native import numba_cache
 
@@ -35,9 +42,11 @@ def _load_levenberg_marquardt() -> None:
     flag = types.uint8[::1]
     found = _ROWS, _ROWS, values, values, types.int64[::1], _NUMBERS, _NUMBERS
     numba_cache.load(orthogonal.absorb, types.void(*found, flag))
-    starts = types.int64[::1]
-    mark_linear = types.void(codes, values, starts, starts, _COUNTS, _NUMBERS)
+    places = types.int64[::1]
+    mark_linear = types.void(codes, values, places, places, _COUNTS, _NUMBERS)
     numba_cache.load(separable.mark_linear, mark_linear)
+    sizes = _ROWS, _NUMBERS, types.float64, _NUMBERS, places
+    numba_cache.load(starts.find_scales, types.void(codes, values, places, places, *sizes))
 
 
 def _load_bfgs() -> None:

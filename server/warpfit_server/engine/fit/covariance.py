@@ -41,6 +41,17 @@ def estimate_covariances(searches: Searches, rows: int, result: Floats, some: sl
         result[places] = estimate.reshape(len(chosen), n * n)
 
 
+def full_curvatures(searches: Searches) -> Floats:
+    """Return the curvatures of all searches as full matrices, one after the other; flat."""
+    result = np.empty(int(searches.edges[-1, SQUARES]))
+    counts = searches.counts
+    for n in np.unique(counts[counts > 0]).tolist():
+        chosen = np.flatnonzero(counts == n)
+        places = searches.edges[chosen, SQUARES][:, None] + np.arange(n * n)
+        result[places] = _matrices(searches, chosen, n).reshape(len(chosen), n * n)
+    return result
+
+
 def standard_errors(searches: Searches, covariance: Floats) -> Floats:
     """Return the square roots of the diagonals, [P]."""
     counts = searches.counts

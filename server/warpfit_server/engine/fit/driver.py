@@ -29,14 +29,18 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
-from warpfit.fitting import FitProgress, FitRequest, FitResult, Method, Tolerances
+from warpfit.fitting import FitProgress, FitRequest, FitResult, Method, Missing, Tolerances
 from warpfit.ir import Program
 from warpfit.losses import SQUARES as SQUARED_DIFFERENCES
 from warpfit.losses import TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Evaluation, Precision, Timings
 from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, orthogonal
 from warpfit_server.engine.fit.bfgs import has_kinks, squared_slope
-from warpfit_server.engine.fit.covariance import estimate_covariances, standard_errors
+from warpfit_server.engine.fit.covariance import (
+    estimate_covariances,
+    full_curvatures,
+    standard_errors,
+)
 from warpfit_server.engine.fit.searches import (
     BEGINS,
     ENDING,
@@ -46,6 +50,7 @@ from warpfit_server.engine.fit.searches import (
     ITERATIONS,
     LINEAR,
     LOSS,
+    LOSS_CHANGE,
     NOT_FINITE,
     PARAMETERS,
     PULL,
@@ -64,6 +69,7 @@ from warpfit_server.engine.fit.searches import (
     one_vector_each,
 )
 from warpfit_server.engine.fit.separable import mark_linear, operator_table
+from warpfit_server.engine.fit.starts import Scales, with_restarts, without_missing
 from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps, timed
 from warpfit_server.engine.native.compile_processes import NICE
 from warpfit_server.limits import JACOBIAN_NUMBERS, fit_memory
@@ -79,6 +85,8 @@ _INSPECTED_SHARE: Final = 1 / 2
 _SMALL_IN_FLOAT32: Final = 1e-28
 #: Square of the largest target below which squares of residuals lose digits in float64.
 _SMALL_IN_FLOAT64: Final = 1e-280
+#: Relative difference of two sums over all rows by rounding.
+_ROUNDING: Final = 1e-6
 #: Bytes of a fit after which the allocator returns free memory to the system.
 _LARGE_FIT: Final = 2**25
 #: Work between passes that takes longer than this many microseconds is done by another thread. It
@@ -160,12 +168,18 @@ class _Driver:
         dtype = context.dataset.layout.dtype
         self._rows = slice(*request.problem.row_range(context.dataset.layout))
         self._statistics = TargetStatistics.of_rows(context.dataset, self._rows)
+        scales = Scales(request.problem.batch, context.dataset, self._rows)
+        self._request = request = with_restarts(request, scales)
         tolerances = request.settings.tolerances(dtype)
         self._limits = self._search_limits(tolerances, dtype.itemsize == 4)
         self._problem = request.problem
-        self._batch = one_vector_each(request.problem.batch)
+        if request.settings.missing is Missing.DROP:
+            batch = without_missing(request.problem.batch, self._statistics)
+            self._problem = replace(request.problem, batch=batch)
+        self._batch = one_vector_each(self._problem.batch)
         """The program of each search."""
-        self._all = Searches.begin(request, self._batch, dtype)
+        self._all = Searches.begin(request, self._batch, scales.natural, dtype)
+        self._starts = self._all.vectors[X].copy()
         self._select(np.arange(len(self._all)), self._all)
         longest = int(self._all.counts.max(initial=0))
         self._workspace = linear_model.workspace(longest, context.cancelled)
@@ -268,8 +282,11 @@ class _Driver:
         )
 
     def _mark_linear(self) -> None:
-        """Find the parameters that programs are linear in; the engine has checked the tokens."""
-        batch = self._batch
+        """Find the parameters that programs are linear in; the engine has checked the tokens.
+
+        What leaves rows out does not change that, but for jumps.
+        """
+        batch = one_vector_each(self._request.problem.batch)
         mark_linear(
             np.ascontiguousarray(batch.codes),
             np.ascontiguousarray(batch.values),
@@ -316,15 +333,13 @@ class _Driver:
             return (yield from self._linearise(curvature=self._is_lm))
         if not self._loss.is_squares:
             places, columns = self._places[waiting], np.repeat(waiting, active.counts)
-            batch = replace(self._batch[places], parameters=active.vectors[X, columns])
+            batch = replace(self._batch[places], parameters=active.vectors[TRIAL, columns])
             squares = yield from self._context.linearise(
                 replace(self._problem, batch=batch),
                 squared_slope(self._loss.row),
                 curvature=False,
                 cancelled=self._context.cancelled,
-                selection=Selection(
-                    self._request.problem.batch, places // self._problem.batch.vectors
-                ),
+                selection=Selection(self._problem.batch, places // self._problem.batch.vectors),
             )
             active.numbers[waiting, PULL] = squares.losses.reshape(-1)
         new = yield from self._linearise(curvature=True)
@@ -421,6 +436,7 @@ class _Driver:
     def _drop_finished(self) -> bool:
         """Keep the outcomes of ended searches, shrink the batch if it pays; False if all ended."""
         active = self._active
+        self._end_beside_exact()
         running = active.running
         ended = len(running) - int(running.sum())
         if not ended or (ended < len(running) and ended < _SHRINK_SHARE * len(running)):
@@ -432,9 +448,21 @@ class _Driver:
         self._select(self._places[running], active.only(running))
         return True
 
+    def _end_beside_exact(self) -> None:
+        """End the searches of programs of which another start has led to rounding errors."""
+        active, vectors = self._active, self._problem.batch.vectors
+        if vectors == 1 or self._request.settings.all_starts or not self._limits.target > 0.0:
+            return
+        rounding = linear_model.ROUNDINGS * (2.0**-24 if self._limits.single else 2.0**-53)
+        exact = active.numbers[:, LOSS] <= rounding * rounding * self._limits.target
+        if exact.any():
+            programs = self._places // vectors
+            beside = active.running & np.isin(programs, programs[exact])
+            active.counters[beside, REASON] = LOSS_CHANGE
+
     def _select(self, places: Integers, searches: Searches) -> None:
         """Go on with some of the searches, given their indices in ``_all``."""
-        batch = self._request.problem.batch
+        batch = self._problem.batch
         self._places, self._active, self._pieces = places, searches, _pieces(searches)
         self._active_batch = self._batch[places]
         self._selection = Selection(batch, places // batch.vectors)
@@ -484,20 +512,22 @@ class _Driver:
         chosen = self._chosen()
         mask = np.zeros(len(self._all), dtype=bool)
         mask[chosen] = True
+        self._restore_better_starts()
         outcome = yield from self._on_fit_thread(partial(self._all.only, mask))
         covariance = errors = None
+        needs = settings.covariance or settings.standard_errors or settings.curvature
+        if needs and not self._is_lm:  # BFGS does not keep the curvature at X
+            self._select(chosen, outcome)
+            outcome.vectors[TRIAL] = outcome.vectors[X]
+            final = yield from self._linearise(curvature=True)
+            assert final.curvatures is not None
+            outcome.curvature = final.curvatures
         if settings.covariance or settings.standard_errors:
-            if not self._is_lm:  # BFGS does not keep the curvature at the current parameters
-                self._select(chosen, outcome)
-                outcome.vectors[TRIAL] = outcome.vectors[X]
-                final = yield from self._linearise(curvature=True)
-                assert final.curvatures is not None
-                outcome.curvature = final.curvatures
             covariance = np.empty(int(outcome.edges[-1, SQUARES]))
             estimate = partial(estimate_covariances, outcome, self._weighed_rows(), covariance)
             yield from self._in_pieces(_pieces(outcome), estimate)
             errors = standard_errors(outcome, covariance) if settings.standard_errors else None
-        shape = (len(problem.batch), self._request.vectors)
+        shape = (len(problem.batch), len(chosen) // len(problem.batch))
         losses, initial = self._finalize(outcome.numbers[:, (LOSS, INITIAL)].T)
         counters = outcome.counters
         return FitResult(
@@ -510,7 +540,27 @@ class _Driver:
             starts=(chosen % problem.batch.vectors).astype(np.uint32).reshape(shape),
             standard_errors=errors,
             covariances=covariance if settings.covariance else None,
+            curvatures=full_curvatures(outcome) if settings.curvature else None,
         )
+
+    def _restore_better_starts(self) -> None:
+        """Go back to a start that was left because of an infinite derivative, if it is better.
+
+        What no row has a value of has been fitted to nothing.
+        """
+        searches = self._all
+        worse = searches.numbers[:, LOSS] > searches.numbers[:, INITIAL]
+        if self._request.settings.missing is Missing.DROP and self._loss.is_squares:
+            idle = np.ones(len(searches), dtype=bool)
+            owner = np.repeat(np.arange(len(searches)), searches.counts)
+            idle[owner[searches.curvature[diagonals(searches.counts)] > 0.0]] = False
+            with np.errstate(all="ignore"):
+                share = np.abs(searches.numbers[:, LOSS] / self._limits.variation - 1.0)
+            worse |= idle & (share < _ROUNDING)
+        columns = np.repeat(worse, searches.counts)
+        searches.vectors[X, columns] = self._starts[columns]
+        searches.numbers[worse, LOSS] = searches.numbers[worse, INITIAL]
+        searches.counters[worse, REASON] = NOT_FINITE
 
     def _chosen(self) -> Integers:
         """Return the indices of the searches whose outcomes are returned, ascending."""

@@ -29,7 +29,7 @@ parameters do not matter.
 
 A test of convergence that fires is believed only where `linear_model.is_minimum` holds. Else the
 search goes on with no more than the first damping and a new scale, and if it gets no further it has
-stalled.
+stalled. Where that would leave it at a saddle or on a plateau, it is perturbed first (`probes`).
 
 Normal equations square the condition of J. Where they are ill-conditioned and a search is slow, or
 a test has fired, it asks for the orthogonal factor of J (`orthogonal`), which its steps come from
@@ -60,6 +60,7 @@ from warpfit_server.engine.fit.linear_model import (
     solve_step,
     steepest_cosine,
 )
+from warpfit_server.engine.fit.probes import begin_probe, leads_on, nudge
 from warpfit_server.engine.fit.searches import (
     ASKED,
     BEFORE,
@@ -80,6 +81,7 @@ from warpfit_server.engine.fit.searches import (
     NOT_FINITE,
     PAIRS,
     PREDICTED,
+    PROBING,
     READY,
     REASON,
     REFUSED,
@@ -160,6 +162,8 @@ def advance(
         begin, end = edges[s, PAIRS], edges[s + 1, PAIRS]
         old, new = curvatures[begin:end], new_curvatures[begin:end]
         factor = factors[edges[s, SQUARES] : edges[s + 1, SQUARES]]
+        flat = disappoints = False
+        proposes = True
         if resumes:
             counter[FACTOR] = READY
             flat = counter[FIRED] == LOSS_CHANGE
@@ -167,40 +171,79 @@ def advance(
                 _compare(vector, number, counter, old, factor, space)
             counter[ASKED] = 1
             counter[FIRED] = RUNNING
-            _propose(vector, number, counter, old, factor, flat, False, limits, space)
-            continue
-        usable = triangles.are_usable(new_sums[s], gradient, new)
-        counter[EVALUATIONS] += 1
-        if counter[EVALUATIONS] == 1:
-            number[INITIAL] = new_sums[s]
-            number[LOSS], number[RESTARTED] = math.inf, math.inf
-            number[DAMPING], number[GROWTH] = _FIRST_DAMPING, 2.0
-            if not usable:
-                number[LOSS] = new_sums[s]
-                counter[REASON] = NOT_FINITE
-                continue
-        if not counter[CORRECTING]:
-            number[BEFORE] = number[LOSS]
-        if usable and new_sums[s] < number[LOSS]:
-            number[LOSS] = new_sums[s]
-            triangles.copy(vector[TRIAL], vector[X])
-            triangles.copy(gradient, vector[SLOPE])
-            triangles.copy(new, old)
-            if counter[FACTOR] == READY:
-                counter[FACTOR] = WANTED
-        corrects = usable and not counter[CORRECTING] and counter[FACTOR] != WANTED
-        corrects = corrects and counter[FACTOR] != READY
-        loss = new_sums[s]
-        counter[CORRECTING] = 0
-        if corrects and _correct(vector, number, counter, gradient, new, loss, limits, space):
-            continue
-        flat = disappoints = False
-        if number[BEFORE] < math.inf:
-            flat, disappoints = _judge(number, counter, new_sums[s], usable, limits)
-        if counter[FACTOR] == WANTED:
-            counter[FIRED] = LOSS_CHANGE if flat else RUNNING
         else:
+            loss = new_sums[s]
+            usable = triangles.are_usable(loss, gradient, new)
+            counter[EVALUATIONS] += 1
+            if counter[EVALUATIONS] == 1:
+                number[INITIAL] = loss
+                _forget(vector, number, counter)
+            if number[LOSS] == math.inf and not usable:
+                if not (math.isfinite(number[INITIAL]) and nudge(vector, counter, limits)):
+                    number[LOSS] = number[INITIAL]
+                    counter[REASON] = NOT_FINITE
+                continue
+            if counter[PROBING]:
+                if leads_on(vector, number, counter, gradient, new, loss, loss, limits, space):
+                    _forget(vector, number, counter)
+                elif counter[PROBING]:
+                    continue
+                else:
+                    counter[REASON], counter[FIRED] = counter[FIRED], RUNNING
+                    proposes = False
+            if proposes:
+                if not counter[CORRECTING]:
+                    number[BEFORE] = number[LOSS]
+                if usable and loss < number[LOSS]:
+                    number[LOSS] = loss
+                    triangles.copy(vector[TRIAL], vector[X])
+                    triangles.copy(gradient, vector[SLOPE])
+                    triangles.copy(new, old)
+                    if counter[FACTOR] == READY:
+                        counter[FACTOR] = WANTED
+                corrects = usable and not counter[CORRECTING] and counter[FACTOR] != WANTED
+                corrects = corrects and counter[FACTOR] != READY
+                counter[CORRECTING] = 0
+                if corrects and _correct(
+                    vector, number, counter, gradient, new, loss, limits, space
+                ):
+                    continue
+                if number[BEFORE] < math.inf:
+                    flat, disappoints = _judge(number, counter, loss, usable, limits)
+                if counter[FACTOR] == WANTED:
+                    counter[FIRED] = LOSS_CHANGE if flat else RUNNING
+                    continue
+        if proposes:
             _propose(vector, number, counter, old, factor, flat, disappoints, limits, space)
+        _probe(vector, number, counter, old, factor, limits)
+
+
+@inlined
+def _forget(vector: Floats, number: Floats, counter: Integers) -> None:
+    """Set a search up that begins at its next point, or does so again."""
+    number[LOSS], number[RESTARTED] = math.inf, math.inf
+    number[DAMPING], number[GROWTH] = _FIRST_DAMPING, 2.0
+    counter[REFUSED], counter[CORRECTING], counter[FIRED] = 0, 0, RUNNING
+    for i in range(vector.shape[1]):
+        vector[SCALE, i] = 0.0
+
+
+@inlined
+def _probe(
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    curvature: Floats,
+    factor: Floats,
+    limits: SearchLimits,
+) -> None:
+    """Let a search that would end go on from a perturbed point, see `probes`."""
+    reason = counter[REASON]
+    if reason in (GRADIENT, STEP, LOSS_CHANGE, STALLED):
+        model = Model(X, vector[SLOPE], curvature, factor, counter[FACTOR] == READY, number[LOSS])
+        if begin_probe(vector, number, counter, model, limits):
+            counter[REASON] = RUNNING
+            counter[FIRED] = reason
 
 
 @inlined

@@ -32,6 +32,7 @@ from warpfit_server.engine.fit.searches import (
     INITIAL,
     LINEAR,
     LOWER,
+    PIVOT,
     REFUSED,
     RIGHT,
     SCALE,
@@ -66,7 +67,7 @@ _PATIENCE: Final = 12
 #: Most of the target's variation that rounding errors of the parameters may hide.
 _HIDDEN: Final = 1e-2
 #: Roundings of residuals that are no more than noise.
-_ROUNDINGS: Final = 64.0
+ROUNDINGS: Final = 64.0
 #: Roundings of each parameter that values inherit.
 _PARAMETER_ROUNDINGS: Final = 8.0
 #: Attempts to make a system positive definite by more damping.
@@ -179,7 +180,7 @@ def is_exact(vector: Floats, number: Floats, model: Model, limits: SearchLimits)
     If that is 0, they are compared with the residuals at the start, and their squares with those of
     the parameters' contributions to the values, because a start may be as far away as it likes.
     """
-    epsilon = _ROUNDINGS * (2.0**-24 if limits.single else 2.0**-53)
+    epsilon = ROUNDINGS * (2.0**-24 if limits.single else 2.0**-53)
     scale = limits.target
     if not scale > 0.0:
         for i in range(vector.shape[1]):
@@ -221,6 +222,7 @@ def is_minimum(
         ridge = max(ridge, _RIDGE_IN_FLOAT32)
     find_roles(vector, model, space)
     pivot = solve_step(vector, number, counter, model, 0.0, ridge, space)
+    number[PIVOT] = pivot
     rounding = 2.0**-24 if limits.single else 2.0**-53
     noise = 0.0
     for i in range(n):
@@ -229,7 +231,7 @@ def is_minimum(
     noise *= (_PARAMETER_ROUNDINGS * rounding) ** 2
     if noise > _HIDDEN * limits.variation:
         noise = 0.0
-    noise += (_ROUNDINGS * rounding) ** 2 * limits.target
+    noise += (ROUNDINGS * rounding) ** 2 * limits.target
     allowed = max(limits.flat * limits.flat * model.loss, noise)
     if is_stuck:
         allowed = max(allowed, 2.0 * rounding * math.sqrt(model.loss * limits.target))

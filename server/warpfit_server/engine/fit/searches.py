@@ -43,7 +43,8 @@ BEST: Final = 7  # BFGS: best parameters along the direction with a sufficient d
 RIGHT: Final = 8  # residuals in the columns' orthogonal basis, see `inverse`
 BEST_SLOPE: Final = 8  # BFGS: gradient there
 WIDTH: Final = 9  # BFGS: length of a column of the Jacobian when last known, 0 if never or fixed
-_VECTORS: Final = 10
+NATURAL: Final = 10  # scale of the parameter, by the data; see `starts`
+_VECTORS: Final = 11
 
 # Columns of ``Searches.numbers``.
 LOSS: Final = 0  # sum of row losses at X
@@ -60,7 +61,8 @@ PULL: Final = 6  # BFGS: sum of w (dl/df)^2 of the row loss l when last known, 0
 RESTARTED: Final = 7  # Levenberg-Marquardt: LOSS when the damping was last forgotten
 STIFFNESS: Final = 7  # BFGS: estimated second derivative of the row loss by its residual
 RESTART_LOSS: Final = 8  # BFGS: sum of row losses where the search restarted
-_NUMBERS: Final = 9
+PIVOT: Final = 9  # least pivot of the model where a test of convergence last asked for it
+_NUMBERS: Final = 10
 
 # Columns of ``Searches.counters``.
 REASON: Final = 0
@@ -75,7 +77,9 @@ REFUSED: Final = 4  # Levenberg-Marquardt: steps refused in a row
 FIRED: Final = 5  # Levenberg-Marquardt: reason that the search would have ended with, without it
 ASKED: Final = 6  # Levenberg-Marquardt: 1 if there has been a factor
 FACTOR: Final = 7  # state of the orthogonal factor
-_COUNTERS: Final = 8
+PROBES: Final = 8  # perturbations of the search, see `probes`
+PROBING: Final = 9  # 1 if the trial is a perturbed point, 2, 3, ... if a step from it, else 0
+_COUNTERS: Final = 10
 #: Value of ENDING of a search that has not been inspected yet.
 BEGINS: Final = -1
 
@@ -135,9 +139,12 @@ class Searches:
     the residuals; [Q], or empty."""
 
     @classmethod
-    def begin(cls, request: FitRequest, batch: Batch, dtype: np.dtype[Any]) -> Searches:
+    def begin(
+        cls, request: FitRequest, batch: Batch, natural: Floats, dtype: np.dtype[Any]
+    ) -> Searches:
         """Set the searches of a request up at their starts; ``batch`` has one program for each.
 
+        ``natural`` are the scales of the parameters of the request's programs.
         Starts are moved into the bounds. The range of ``dtype``, the data set's, bounds every
         parameter, because a program can have a finite loss where a parameter is infinite: a search
         that steps beyond the range ends inside it.
@@ -159,6 +166,7 @@ class Searches:
         vectors = np.zeros((_VECTORS, len(start)))
         vectors[X] = vectors[TRIAL] = np.where(free, np.clip(start, lower, upper), start)
         vectors[LOWER], vectors[UPPER], vectors[FREE] = lower, upper, free
+        vectors[NATURAL] = for_each_start(natural, 1.0)
         numbers = np.zeros((len(batch), _NUMBERS))
         numbers[:, (LOSS, INITIAL)] = np.nan
         numbers[:, BEST_LOSS] = np.inf

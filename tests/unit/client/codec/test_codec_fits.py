@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from support.engines.operators import numbers, programs
 from warpfit import codec, errors
 from warpfit.dataset import Layout
-from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, FitSettings, Method, Reason
+from warpfit.fitting import (
+    REASONS,
+    FitProgress,
+    FitRequest,
+    FitResult,
+    FitSettings,
+    Method,
+    Missing,
+    Reason,
+)
 from warpfit.ir import Batch, Program
 from warpfit.losses import BY_NAME
 from warpfit.request import Evaluation, Loss, Timings
@@ -55,6 +64,9 @@ def fits(draw):
         upper=np.arange(total, dtype=float) if bounded else None,
         fixed=np.arange(total) % 2 == 0 if bounded else None,
         all_starts=draw(st.booleans()),
+        restarts=draw(st.sampled_from([0, 3])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        missing=draw(st.sampled_from(Missing)),
         partial=draw(st.booleans()),
         progress=draw(st.booleans()),
     )

@@ -1,0 +1,397 @@
+"""Draws starts for the searches of a fit, and finds the scales of parameters that they need.
+
+A start is worth something only where its program computes values of about the target's size from
+arguments of about 1. So the scale of each parameter is found from the data first, by rules that
+units follow, too:
+
+    the program as a whole is as large as the target
+    a sum is as large as those of its terms that have no parameters, and a parameter next to them
+    a factor or divisor with parameters makes up for the other one
+    the argument of exp, sin, log, ... is about 1, if parameters can make it so
+
+Other units of the data change the scales by the same factors, and so the drawn starts. A draw is
+log-uniform around the scale, with a random sign, but for parameters whose place tells more: a
+frequency or a phase (below sin, cos, tan), an exponent, a shift of a variable. Half of the draws of
+these take uniform numbers from a range instead.
+
+All draws of a call come from one table of a Latin hypercube (McKay, Beckman and Conover,
+Technometrics 21, 1979), whose row i belongs to parameter i of every program. So a program gets the
+same starts in every batch, and in every part of one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise, starmap
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Dataset
+from warpfit.fitting import FitRequest
+from warpfit.ir import Batch
+from warpfit.losses import TargetStatistics
+from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE
+from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.intrinsics import inlined
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+#: Rows of which the sizes of variables are taken, spread evenly.
+_ROWS: Final = 1024
+#: Decades around a parameter's scale, for one draw after the other.
+_DECADES: Final = (0.5, 1.0, 1.5, 2.0)
+#: Largest product of a frequency and the standard deviation of what it belongs to, of a uniform
+#: draw; and the largest exponent.
+_TURNS: Final = 25.0
+_EXPONENT: Final = 4.0
+#: Share of a variable's range by which a shift may leave it.
+_MARGIN: Final = 0.25
+#: Logarithms of scales are kept in this range, so that sums of them stay finite.
+_LARGEST: Final = 150.0
+
+# What an operator does to sizes: columns of `_operators`.
+_RULE: Final = 0
+_POWER: Final = 1
+# Values of _RULE.
+_FUNCTION, _TURNING, _SUM, _PRODUCT, _QUOTIENT, _ROOT, _RAISED, _PRODUCT_SUM = range(8)
+_RULES: Final = {
+    **dict.fromkeys(("sin", "cos", "tan"), _TURNING),
+    **dict.fromkeys(("add", "sub", "min", "max", "where", "lt", "le", "gt", "ge", "mod"), _SUM),
+    **{"mul": _PRODUCT, "div": _QUOTIENT, "fma": _PRODUCT_SUM},
+    **dict.fromkeys(("pow", "powabs"), _RAISED),
+}
+_POWERS: Final = {
+    **{"neg": 1.0, "abs": 1.0, "square": 2.0, "cube": 3.0, "inv": -1.0},
+    **{"sqrt": 0.5, "sqrtabs": 0.5, "cbrt": 1.0 / 3.0},
+}
+
+# Columns of a node: tokens of its subtree, 1 if parameters can give it any size, what a parameter
+# here is to the program, the nodes of the operands.
+_SIZE, _FREE, _KIND, _ROOTS = range(4)
+_COLUMNS: Final = _ROOTS + 3
+# Kinds of parameters. From _SHIFT on: 2 for each variable, the second one for a shift of the other
+# sign.
+_SCALE, _FREQUENCY, _PHASE, _POWER_OF, _SHIFT = range(5)
+
+
+@cache
+def _operators() -> NDArray[np.float64]:
+    """Return rule, power and arity by operator code; [256, 3]."""
+    table = np.zeros((256, 3))
+    for row in OPERATORS.values():
+        rule = _ROOT if row.name in _POWERS else _RULES.get(row.name, _FUNCTION)
+        table[row.code] = rule, _POWERS.get(row.name, 1.0), row.arity
+    return table
+
+
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def find_scales(
+    codes: NDArray[np.uint8],
+    values: Floats,
+    starts: Integers,
+    parameter_starts: Integers,
+    table: Floats,
+    sizes: Floats,
+    target: float,
+    scales: Floats,
+    kinds: Integers,
+) -> None:
+    """Fill in the decimal logarithm of the scale of each parameter, and its kind.
+
+    Args:
+        codes: of checked programs.
+        values: of their tokens.
+        starts: of the programs, with the total.
+        parameter_starts: of one vector for each program, with the total.
+        table: `_operators`.
+        sizes: decimal logarithm of the size of each variable.
+        target: that of the target.
+        scales: the results, one for each parameter.
+        kinds: likewise.
+    """
+    longest = 1
+    for program in range(len(starts) - 1):
+        longest = max(longest, starts[program + 1] - starts[program])
+    nodes = np.empty((longest, _COLUMNS), dtype=np.int64)
+    size, wanted = np.empty(longest), np.empty(longest)
+    scales[:] = 0.0
+    kinds[:] = _SCALE
+    for program in range(len(starts) - 1):
+        first, last = starts[program], starts[program + 1] - 1
+        for token in range(first, last + 1):
+            _measure(codes, values, first, token, table, sizes, nodes, size)
+        nodes[last - first, _KIND] = _SCALE
+        wanted[last - first] = target
+        for token in range(last, first - 1, -1):
+            place = token - first
+            if codes[token] >= FIRST_OPERATOR:
+                _want(codes, values, token, first, table, nodes, size, wanted)
+            elif codes[token] == PARAMETER:
+                index = parameter_starts[program] + np.int64(values[token])
+                scales[index] = min(max(wanted[place], -_LARGEST), _LARGEST)
+                kinds[index] = nodes[place, _KIND]
+
+
+@inlined
+def _measure(
+    codes: Any, values: Any, first: int, token: int, table: Any, sizes: Any, nodes: Any, size: Any
+) -> None:
+    """Find the size of a node, as if it were 1 where parameters decide, and whether they do."""
+    place, code, value = token - first, codes[token], values[token]
+    node = nodes[place]
+    node[_SIZE], node[_FREE], size[place] = 1, code == PARAMETER, 0.0
+    if code == VARIABLE:
+        size[place] = sizes[np.int64(value)]
+    elif code == CONSTANT and value != 0.0 and math.isfinite(value):
+        size[place] = math.log10(abs(value))
+    if code < FIRST_OPERATOR:
+        return
+    rule, arity, below = table[code, _RULE], int(table[code, 2]), place - 1
+    for operand in range(arity - 1, -1, -1):
+        node[_ROOTS + operand] = below
+        node[_SIZE] += nodes[below, _SIZE]
+        below -= nodes[below, _SIZE]
+    a, b = node[_ROOTS], node[_ROOTS + min(1, arity - 1)]
+    if rule == _SUM:
+        _largest(nodes, size, node, place, arity, size[a], nodes[a, _FREE] != 0)
+    elif rule in (_PRODUCT, _PRODUCT_SUM):
+        product, free = size[a] + size[b], nodes[a, _FREE] | nodes[b, _FREE]
+        size[place], node[_FREE] = product, free
+        if rule == _PRODUCT_SUM:
+            c = node[_ROOTS + 2]
+            if nodes[c, _FREE] == free:
+                size[place] = max(product, size[c])
+            elif free:
+                size[place], node[_FREE] = size[c], 0
+    elif rule == _QUOTIENT:
+        size[place], node[_FREE] = size[a] - size[b], nodes[a, _FREE] | nodes[b, _FREE]
+    elif rule == _ROOT:
+        size[place], node[_FREE] = table[code, _POWER] * size[a], nodes[a, _FREE]
+    elif rule == _RAISED:
+        exponent = values[first + b] if codes[first + b] == CONSTANT else 1.0
+        size[place], node[_FREE] = exponent * size[a], nodes[a, _FREE]
+    size[place] = min(max(size[place], -_LARGEST), _LARGEST)
+
+
+@inlined
+def _largest(
+    nodes: Any, size: Any, node: Any, place: int, arity: int, most: float, free: bool
+) -> None:
+    """Make a sum as large as its largest term without parameters, if there is one."""
+    for operand in range(1, arity):
+        below = node[_ROOTS + operand]
+        is_free = nodes[below, _FREE] != 0
+        if is_free == free:
+            most = max(most, size[below])
+        elif free:
+            most, free = size[below], False
+    size[place], node[_FREE] = most, free
+
+
+@inlined
+def _want(
+    codes: Any, values: Any, token: int, first: int, table: Any, nodes: Any, size: Any, wanted: Any
+) -> None:
+    """Say how large the operands of a node should be, and what a parameter there is."""
+    place = token - first
+    node, code, goal, kind = nodes[place], codes[token], wanted[place], nodes[place, _KIND]
+    rule, arity = table[code, _RULE], int(table[code, 2])
+    roots = node[_ROOTS : _ROOTS + arity]
+    for operand in range(arity):
+        below = roots[operand]
+        wanted[below] = size[below]
+        nodes[below, _KIND] = _FREQUENCY if rule == _TURNING else _SCALE
+        if nodes[below, _FREE] and (rule in (_FUNCTION, _TURNING)):
+            wanted[below] = 0.0
+    a, b = roots[0], roots[min(1, arity - 1)]
+    if rule in (_SUM, _PRODUCT_SUM):
+        terms = roots if rule == _SUM else roots[2:]
+        level = goal if node[_FREE] else max(goal, size[place])
+        for below in terms:
+            if nodes[below, _FREE]:
+                wanted[below] = level
+                nodes[below, _KIND] = kind
+                if codes[first + below] == PARAMETER:
+                    nodes[below, _KIND] = _PHASE if kind == _FREQUENCY else _SCALE
+        if rule == _SUM and arity == 2:
+            for own, other in ((a, b), (b, a)):
+                if codes[first + own] == PARAMETER and codes[first + other] == VARIABLE:
+                    sign = codes[token] == _ADD
+                    variable = np.int64(values[first + other])
+                    nodes[own, _KIND] = _SHIFT + 2 * variable + (1 if sign else 0)
+        goal = level
+    if rule in (_PRODUCT, _PRODUCT_SUM, _QUOTIENT):
+        # Of two factors with parameters the shorter one makes up for the other.
+        takes_a = nodes[a, _FREE] != 0
+        if takes_a and nodes[b, _FREE]:
+            takes_a = nodes[a, _SIZE] <= nodes[b, _SIZE]
+        if takes_a:
+            wanted[a] = goal + size[b] if rule == _QUOTIENT else goal - size[b]
+            nodes[a, _KIND] = kind
+        elif nodes[b, _FREE]:
+            wanted[b] = size[a] - goal if rule == _QUOTIENT else goal - size[a]
+            nodes[b, _KIND] = kind if rule != _QUOTIENT else _SCALE
+    elif rule == _ROOT and nodes[a, _FREE]:
+        wanted[a] = goal / table[code, _POWER]
+        nodes[a, _KIND] = kind
+    elif rule == _RAISED:
+        if nodes[a, _FREE]:
+            is_known = codes[first + b] == CONSTANT and values[first + b] != 0.0
+            wanted[a] = goal / values[first + b] if is_known else goal
+        if nodes[b, _FREE]:
+            wanted[b] = 0.0
+            nodes[b, _KIND] = _POWER_OF
+
+
+_ADD: Final = OPERATORS["add"].code
+
+
+class Scales:
+    """The scales of the parameters of each program on some rows of a data set.
+
+    Sizes of variables are measured in two ways, as root mean squares and as standard deviations:
+    what matters of a year is how far it is from others, if it is the argument of a sine.
+    """
+
+    def __init__(self, batch: Batch, dataset: Dataset, rows: slice) -> None:
+        """Measure rows and programs, whose tokens have been checked."""
+        step = max(1, (rows.stop - rows.start) // _ROWS)
+        some = dataset.matrix[:, rows.start : rows.stop : step].astype(np.float64)
+        if dataset.weights is not None:
+            some = some[:, dataset.weights[rows][::step] > 0.0]
+        count = dataset.layout.variables
+        with np.errstate(all="ignore"):
+            some[~np.isfinite(some)] = np.nan
+            known = np.isfinite(some)
+            number = np.maximum(known.sum(axis=1), 1)
+            filled = np.where(known, some, 0.0)
+            peaks = np.maximum(np.abs(filled).max(axis=1, initial=0.0), np.finfo(float).tiny)
+            unit = filled / peaks[:, None]
+            mean = unit.sum(axis=1) / number
+            spread = np.where(known, unit - mean[:, None], 0.0)
+            squares = np.stack([np.square(unit).sum(axis=1), np.square(spread).sum(axis=1)])
+            sizes = np.log10(np.sqrt(squares / number)) + np.log10(peaks)
+            sizes = np.where(np.isfinite(sizes), sizes, np.where(peaks > 1e-300, sizes[0], 0.0))
+            sizes = np.where(np.isfinite(sizes), sizes, 0.0)
+            self.low = np.where(known, some, np.inf).min(axis=1, initial=np.inf)
+            self.high = np.where(known, some, -np.inf).max(axis=1, initial=-np.inf)
+        total = int(batch.parameter_counts.sum(dtype=np.int64))
+        self.logarithms = np.zeros((2, total))
+        """Decimal logarithms of the scales by both measures, [2, parameters of all programs]."""
+        self.kinds = np.zeros(total, dtype=np.int64)
+        parameter_starts = np.concatenate([[0], np.cumsum(batch.parameter_counts, dtype=np.int64)])
+        tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
+        for measure in range(2):
+            find_scales(
+                *(*tokens, batch.starts, parameter_starts, _operators()),
+                *(np.ascontiguousarray(sizes[measure, :count]), float(sizes[0, count])),
+                *(self.logarithms[measure], self.kinds),
+            )
+
+    @property
+    def natural(self) -> Floats:
+        """Scale of each parameter of each program, [parameters of all programs]."""
+        return np.asarray(10.0 ** self.logarithms[0])
+
+    def draw(self, counts: Integers, number: int, seed: int) -> Floats:
+        """Draw starts, [number, parameters of all programs].
+
+        ``counts`` are the parameters of each program.
+        """
+        generator = np.random.Generator(np.random.PCG64(seed))
+        longest = int(counts.max(initial=0))
+        table = np.empty((3, longest, number))
+        for parameter in range(longest):
+            for row in table[:, parameter]:
+                row[:] = (generator.permutation(number) + generator.random(number)) / number
+        index = np.arange(len(self.kinds)) - np.repeat(np.cumsum(counts) - counts, counts)
+        how, sign, size = table[:, index].swapaxes(1, 2)  # [number, parameters] each
+        order = np.arange(number)
+        decades = np.array(_DECADES)[order % len(_DECADES), None]
+        near = self.logarithms[(order // len(_DECADES)) % 2]
+        signs = np.where(sign < 0.5, -1.0, 1.0)
+        drawn = signs * 10.0 ** (near + decades * (2.0 * size - 1.0))
+        uniform = how < 0.5
+        kinds = self.kinds
+        for kind, numbers in (
+            (_FREQUENCY, signs * 10.0 ** self.logarithms[1] * _TURNS * size),
+            (_PHASE, np.pi * (2.0 * size - 1.0)),
+            (_POWER_OF, _EXPONENT * (2.0 * size - 1.0)),
+        ):
+            drawn = np.where(uniform & (kinds == kind), numbers, drawn)
+        shifts = np.flatnonzero(kinds >= _SHIFT)
+        if len(shifts):
+            variable, opposite = np.divmod(kinds[shifts] - _SHIFT, 2)
+            low, width = self.low[variable], self.high[variable] - self.low[variable]
+            place = low + width * ((1.0 + 2.0 * _MARGIN) * size[:, shifts] - _MARGIN)
+            place = np.where(opposite == 1, -place, place)
+            drawn[:, shifts] = np.where(uniform[:, shifts], place, drawn[:, shifts])
+        return np.asarray(drawn)
+
+
+def with_restarts(request: FitRequest, scales: Scales) -> FitRequest:
+    """Return the request with drawn starts after the given ones; fixed parameters keep theirs.
+
+    A draw outside of the bounds becomes one inside: a uniform one between two of them, else as far
+    inside the one as it was outside.
+    """
+    settings, batch = request.settings, request.problem.batch
+    if not settings.restarts:
+        return request
+    counts = batch.parameter_counts.astype(np.int64)
+    total, given = int(counts.sum()), batch.vectors
+    drawn = scales.draw(counts, settings.restarts, settings.seed)
+    # Where the first parameter of each program is, and the own index of each parameter.
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    own = np.arange(total) - first
+    width = np.repeat(counts, counts)
+    kept = batch.parameters[given * first + own]
+    if settings.lower is not None or settings.upper is not None:
+        lower = np.full(total, -np.inf) if settings.lower is None else settings.lower
+        upper = np.full(total, np.inf) if settings.upper is None else settings.upper
+        with np.errstate(all="ignore"):
+            between = lower + (upper - lower) * (np.abs(drawn) / (np.abs(drawn) + scales.natural))
+            drawn = np.where(drawn < lower, 2.0 * lower - drawn, drawn)
+            drawn = np.where(drawn > upper, 2.0 * upper - drawn, drawn)
+        outside = (drawn < lower) | (drawn > upper)
+        drawn = np.where(outside & np.isfinite(lower) & np.isfinite(upper), between, drawn)
+    if settings.fixed is not None:
+        drawn = np.where(settings.fixed, kept, drawn)
+    vectors = given + settings.restarts
+    parameters = np.empty(vectors * total)
+    place = vectors * first + own
+    for number in range(given):
+        parameters[place + number * width] = batch.parameters[given * first + number * width + own]
+    for number, row in enumerate(drawn):
+        parameters[place + (given + number) * width] = row
+    whole = replace(batch, parameters=parameters, vectors=vectors)
+    return replace(request, problem=replace(request.problem, batch=whole))
+
+
+def without_missing(batch: Batch, statistics: TargetStatistics) -> Batch:
+    """Return programs with the target's mean as their value where their own is not finite.
+
+    The program f becomes where(abs(f) < inf, f, mean), which has no derivatives where f is NaN or
+    infinite. So a row that is left out is penalised as if it were predicted by the mean.
+    """
+    target = statistics.target.astype(np.float64)
+    weights = np.ones(len(target)) if statistics.weights is None else statistics.weights
+    used = (weights > 0.0) & np.isfinite(target)
+    mean = float(np.average(target[used], weights=weights[used])) if used.any() else 0.0
+    codes: list[NDArray[np.uint8]] = []
+    values: list[Floats] = []
+    condition = np.array([OPERATORS["abs"].code, CONSTANT, OPERATORS["lt"].code], np.uint8)
+    otherwise = np.array([CONSTANT, OPERATORS["where"].code], np.uint8)
+    for tokens in starmap(slice, pairwise(batch.starts.tolist())):
+        codes += [batch.codes[tokens], condition, batch.codes[tokens], otherwise]
+        own = batch.values[tokens]
+        values += [own, np.array([0.0, np.inf, 0.0]), own, np.array([mean, 0.0])]
+    lengths = (2 * batch.lengths + len(condition) + len(otherwise)).astype(np.uint32)
+    return replace(
+        batch, codes=np.concatenate(codes), values=np.concatenate(values), lengths=lengths
+    )

@@ -1,0 +1,201 @@
+"""Drawn starts, perturbations of searches that would end, and rows that are left out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.engines.fits import fit, prepared
+from warpfit import Reason
+from warpfit.dataset import Dataset
+from warpfit.fitting import Missing
+from warpfit.losses import LossFunction, huber
+from warpfit_server.engine.fit.starts import _SHIFT, Scales, with_restarts
+
+METHODS = ("lm", "bfgs")
+x = np.linspace(0.5, 5.0, 60)
+WAVE = 3.0 * np.sin(6.3 * x + 1.0) + 2.0
+TEXT, START = "p1*sin(p2*x1 + p3) + p4", [1.0, 1.0, 1.0, 1.0]
+DATA = Dataset.of(x[:, None], WAVE, dtype="float64")
+
+
+# ------------------------------------------------------------------------------------- scales
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("p1*x1 + p2", [3, 6]),
+        ("p1*exp(-p2*x1) + p3", [6, -3, 6]),
+        ("p1*x1/(p2 + x1)", [6, 3]),
+        ("p1*exp(-((x1 - p2)/p3)^2)", [6, 3, 3]),
+        ("p1*sin(p2*x1 + p3)", [6, -3, 0]),
+        ("p1*x1^p2", [3, 0]),
+        ("sqrt(p1*x1)", [9]),
+        ("p1*(p2*x1 + p3*x1^2)", [0, 3, 0]),
+        ("fma(p1, x1, p2)", [3, 6]),
+        ("1 + p1*x1", [3]),
+    ],
+)
+def test_scales_make_sizes_agree(text, expected):
+    data = Dataset.of(np.full((4, 1), 1e3), np.full(4, 1e6), dtype="float64")
+    request, _ = prepared(data, [text], [np.ones(len(expected))])
+    scales = Scales(request.problem.batch, data, slice(0, 4))
+    np.testing.assert_allclose(scales.logarithms[0], expected, atol=1e-9)
+
+
+def test_places_tell_frequencies_exponents_and_shifts():
+    request, _ = prepared(DATA, ["sin(p1*x1 + p2)*x1^p3 + exp(x1 - p4)"], [np.ones(4)])
+    scales = Scales(request.problem.batch, DATA, slice(0, 60))
+    assert scales.kinds.tolist() == [1, 2, 3, _SHIFT]
+
+
+def test_draws_keep_inside_bounds_and_given_starts_come_first():
+    given = [[[5.0, 7.0], [6.0, 8.0]]]
+    bounds = {"lower": [[0.5, -np.inf]], "upper": [[9.0, 0.25]], "fixed": [[False, False]]}
+    request, _ = prepared(DATA, ["p1*exp(p2*x1)"], given, **bounds, restarts=50, seed=3)
+    drawn = with_restarts(request, Scales(request.problem.batch, DATA, slice(0, 60)))
+    vectors = drawn.problem.batch.program_parameters(0)
+    assert vectors.shape == (52, 2)
+    assert vectors[:2].tolist() == given[0]
+    assert (vectors[2:, 0] >= 0.5).all()
+    assert (vectors[2:, 0] <= 9.0).all()
+    assert (vectors[2:, 1] <= 0.25).all()
+    assert len(np.unique(vectors[2:, 0])) == 50
+    fixed, _ = prepared(DATA, ["p1*exp(p2*x1)"], given, fixed=[[True, False]], restarts=9)
+    drawn = with_restarts(fixed, Scales(fixed.problem.batch, DATA, slice(0, 60)))
+    assert (drawn.problem.batch.program_parameters(0)[2:, 0] == 5.0).all()
+
+
+# ------------------------------------------------------------------------------------ restarts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drawn_starts_find_what_the_given_one_does_not(method):
+    alone = fit(DATA, [TEXT], [START], method=method, max_iterations=200)
+    found = fit(DATA, [TEXT], [START], method=method, max_iterations=200, restarts=24)
+    assert alone.loss[0] > 1.0
+    assert found.loss[0] < 1e-9
+    assert found.initial_loss[0] > 1.0
+    assert found.start[0] > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_seed_gives_the_same_bits_in_every_batch(method):
+    options = {"method": method, "restarts": 6, "max_iterations": 20}
+    alone = fit(DATA, [TEXT], [START], **options, seed=5)
+    other = "p1*exp(p2*x1)*p3*x1^p4 + p5"
+    both = fit(DATA, [other, TEXT], [[1.0] * 5, START], **options, seed=5)
+    assert alone.parameters[0].tobytes() == both.parameters[1].tobytes()
+    every = fit(DATA, [TEXT], [START], **options, seed=5, all_starts=True)
+    assert every.loss.shape == (7, 1)
+    assert every.loss.min() == alone.loss[0]
+    again = fit(DATA, [TEXT], [START], **options, seed=6, all_starts=True)
+    assert every.parameters[0][0].tobytes() == again.parameters[0][0].tobytes()
+    assert (every.initial_loss[1:] != again.initial_loss[1:]).all()
+
+
+def test_units_change_nothing():
+    data = Dataset.of(1e-9 * x[:, None], 1e12 * WAVE, dtype="float64")
+    start = [1e12, 1e9, 1.0, 1e12]
+    found = fit(data, [TEXT], [start], restarts=24)
+    usual = fit(DATA, [TEXT], [START], restarts=24)
+    assert found.start[0] == usual.start[0]
+    np.testing.assert_allclose(
+        np.abs(found.parameters[0]) / np.abs(start), np.abs(usual.parameters[0]), rtol=1e-5
+    )
+
+
+def test_searches_beside_an_exact_one_end():
+    every = fit(DATA, [TEXT], [START], restarts=24, all_starts=True)
+    best = fit(DATA, [TEXT], [START], restarts=24)
+    assert best.evaluations[0] == every.evaluations[best.start[0], 0]
+    assert best.loss[0] < 1e-20
+
+
+# ------------------------------------------------------------------------ saddles and plateaus
+
+
+@pytest.mark.parametrize("loss", [None, huber(10.0)])
+@pytest.mark.parametrize(
+    ("text", "start", "target"),
+    [
+        ("cos(p1*x1)", [0.0], np.cos(0.3 * x)),
+        ("p1*sin(p2*x1)", [0.0, 0.0], 0.5 * np.sin(0.4 * x)),
+        ("p1*p2*x1", [0.0, 0.0], -2.0 * x),
+        ("exp(p1*x1) + exp(p2*x1)", [-0.5, -0.5], np.exp(-x) + np.exp(0.2 * x)),
+        ("exp(-p1*x1)", [1e6], np.exp(-0.5 * x)),
+        ("tanh(p1*x1)", [-1e9], np.tanh(0.3 * x)),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_saddles_and_plateaus_are_left(method, text, start, target, loss):
+    if loss and method == "lm":
+        pytest.skip("not a loss of squares")
+    data = Dataset.of(x[:, None], target, dtype="float64")
+    options = {"loss": loss} if loss else {}
+    found = fit(data, [text], [start], method=method, max_iterations=200, **options)
+    assert found.loss[0] < 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_minimum_is_not_perturbed_and_idle_parameters_stay(method):
+    data = Dataset.of(x[:, None], WAVE, dtype="float64")
+    line = fit(data, ["p1*x1 + p2"], [[1.0, 0.0]], method=method)
+    assert line.success[0]
+    idle = fit(data, ["p1*x1 + p2 + 0*p3"], [[1.0, 0.0, 7.0]], method=method)
+    assert idle.success[0]
+    assert idle.parameters[0][2] == 7.0
+    assert idle.loss[0] == pytest.approx(line.loss[0], rel=1e-9)
+    assert line.evaluations[0] < idle.evaluations[0] <= line.evaluations[0] + 6
+    again = fit(data, ["p1*x1 + p2"], [line.parameters[0]], method=method)
+    assert again.success[0]
+    assert again.evaluations[0] <= 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_infinite_derivative_at_the_start_is_stepped_over(method):
+    data = Dataset.of(x[:, None], 1.5 * x, dtype="float64")
+    found = fit(data, ["sqrt(p1)*x1"], [[0.0]], method=method, max_iterations=100)
+    np.testing.assert_allclose(found.parameters[0], [2.25], rtol=1e-4)
+    best = Dataset.of(x[:, None], np.zeros(60), dtype="float64")
+    kept = fit(best, ["sqrt(p1)*x1"], [[0.0]], method=method, max_iterations=2)
+    assert kept.loss[0] == 0.0
+    assert kept.parameters[0].tolist() == [0.0]
+    assert kept.reason[0] is Reason.NOT_FINITE
+
+
+# ---------------------------------------------------------------------------------- missing rows
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_without_a_value_count_as_the_mean(method):
+    """Of sqrt(x - 1) a tenth of the rows has no value."""
+    y = np.where(x > 1.0, 2.0 * np.sqrt(np.maximum(x - 1.0, 0.0)), 0.5)
+    data = Dataset.of(x[:, None], y, dtype="float64")
+    text, start = "p1*sqrt(x1 - 1)", [1.0]
+    refused = fit(data, [text], [start], method=method)
+    assert refused.reason[0] is Reason.NOT_FINITE
+    found = fit(data, [text], [start], method=method, missing=Missing.DROP, max_iterations=100)
+    np.testing.assert_allclose(found.parameters[0], [2.0], rtol=1e-6)
+    penalty = np.square(y[x < 1.0] - y.mean()).sum()
+    np.testing.assert_allclose(found.loss[0], penalty, rtol=1e-9)
+    absolute = LossFunction.parse("abs(d)", "sum")
+    other = fit(data, [text], [start], loss=absolute, missing=Missing.DROP, max_iterations=100)
+    assert other.loss[0] == pytest.approx(np.abs(y[x < 1.0] - y.mean()).sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_program_without_any_finite_row_is_not_fitted(method):
+    found = fit(DATA, ["p2*log(-x1)", "p1*x1"], [[1.0, 1.0], [1.0]], method=method,
+                missing=Missing.DROP)  # fmt: skip
+    assert found.reason.tolist()[0] is Reason.NOT_FINITE
+    assert found.parameters[0].tolist() == [1.0, 1.0]
+    assert found.success[1]
+
+
+def test_leaving_rows_out_keeps_linear_parameters_solved_for():
+    y = 2.0 * np.sqrt(np.maximum(x - 1.0, 0.0)) + 3.0
+    data = Dataset.of(x[:, None], y, dtype="float64")
+    found = fit(data, ["p1*sqrt(x1 - 1) + p2"], [[-70.0, 900.0]], missing=Missing.DROP)
+    assert found.iterations[0] <= 3
