@@ -1,5 +1,7 @@
 """Small tables of results, as text for a terminal and as HTML for a notebook."""
 
+from __future__ import annotations
+
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +21,13 @@ class TextTable:
     """A line below the table."""
     total: int = 0
     """Number of all rows, where not all that are not shown are given."""
+    below: tuple[TextTable, ...] = ()
+    """Tables below this one."""
 
     def text(self) -> str:
         """Return the table as right-aligned columns."""
-        return "\n".join([aligned([self.header, *self._shown()]), *self._notes()])
+        own = "\n".join([aligned([self.header, *self._shown()]), *self._notes()])
+        return "\n\n".join([own, *(table.text() for table in self.below)])
 
     def html(self) -> str:
         """Return the table as HTML."""
@@ -32,7 +37,8 @@ class TextTable:
             for row in self._shown()
         )
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+        own = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+        return "".join([own, *(table.html() for table in self.below)])
 
     def _shown(self) -> Sequence[tuple[str, ...]]:
         return self.rows[:MOST_ROWS]

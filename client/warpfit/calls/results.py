@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import accumulate, islice, pairwise
-from typing import Any
+from statistics import NormalDist
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.dataset import open_table
 from warpfit.display import MOST_ROWS, Shown, TextTable, numbers, shortened
+from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.language import to_latex, to_text
+from warpfit.expressions.reference import differentiate
 from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import coefficients_of_determination
@@ -164,6 +169,9 @@ class Fit(Shown):
     """Names of the variables, or empty."""
     dtype: np.dtype[Any] | None = None
     """Type of the data: float32 or float64; None if it is not known."""
+    freedom: NDArray[np.int64] | None = None
+    """Rows with a weight minus free parameters of each expression, [expressions]; rows of weight 0
+    count if the handle came from another process."""
 
     @classmethod
     def of(cls, result: FitResult, request: FitRequest, data: DatasetHandle | None = None) -> Fit:
@@ -200,7 +208,73 @@ class Fit(Shown):
             batch=batch,
             names=() if data is None else data.names,
             dtype=None if data is None else data.layout.dtype,
+            freedom=None if data is None else _freedom(request, data),
         )
+
+    @property
+    def correlation(self) -> list[NDArray[np.float64]] | None:
+        """Correlations of the parameters of each expression, [n, n] or [K, n, n].
+
+        They are NaN for parameters that are fixed, or not determined by the data. None if the
+        covariance was not requested.
+        """
+        if self.covariance is None:
+            return None
+        matrices = []
+        with np.errstate(all="ignore"):
+            for covariance in self.covariance:
+                scale = np.sqrt(np.diagonal(covariance, axis1=-2, axis2=-1))
+                matrices.append(covariance / (scale[..., :, None] * scale[..., None, :]))
+        return matrices
+
+    def band(self, X: Any, expression: int = 0, start: int = 0, *, level: float = 0.95) -> Band:
+        """Return the values of a fitted expression with their confidence band, point by point.
+
+        The band is the value plus and minus Student's t times the standard error that the
+        covariance of the parameters gives a value to first order (the delta method; Seber and Wild
+        2003, section 5.1). It needs ``covariance=True`` in `warpfit.Client.optimize`.
+
+        Args:
+            X: rows [rows, variables], or a table with the columns of the data set.
+            expression: index of the expression.
+            start: index of the start, with ``all_starts``.
+            level: probability that the band covers the true value in a row.
+
+        Raises:
+            InvalidArgumentError: if the covariance was not requested, or X does not fit.
+        """
+        if self.covariance is None:
+            raise InvalidArgumentError(
+                "a band needs the covariance of the parameters",
+                "COVARIANCE_MISSING",
+                "Fit with covariance=True",
+                "covariance",
+            )
+        if not 0.0 < level < 1.0:
+            raise bad_setting("level", level, "a probability between 0 and 1")
+        columns = open_table(X).variables
+        is_named = set(self.names) <= set(columns.names) and bool(self.names)
+        columns = columns.select(self.names) if is_named else columns
+        rows, variables = columns.shape
+        blocks = [np.ravel(block) for block in columns.blocks()]
+        matrix = np.concatenate(blocks).reshape(variables, rows) if blocks else np.empty((0, rows))
+        program = self.batch.program(expression)
+        if program.variables > variables:
+            raise InvalidArgumentError(
+                f"X has {variables} columns, and the expression uses {program.variables} variables",
+                "BAD_SHAPE",
+                "Give the columns of the data set",
+                "X",
+            )
+        vector, covariance = self.parameters[expression], self.covariance[expression]
+        if vector.ndim == 2:
+            vector, covariance = vector[start], covariance[start]
+        values, slopes = differentiate(program, matrix, vector)
+        freedom = math.inf if self.freedom is None else float(self.freedom[expression])
+        with np.errstate(invalid="ignore"):
+            error = np.sqrt(np.einsum("ir,ij,jr->r", slopes, covariance, slopes))
+        half = student_t(level, freedom) * error
+        return Band(values, values - half, values + half)
 
     @property
     def hint(self) -> str:
@@ -245,7 +319,17 @@ class Fit(Shown):
         score = () if self.r2 is None else ("R2",)
         header = (*places, "formula", "parameters", *score, "initial loss", "loss")
         header = (*header, "iterations", "reason")
-        return TextTable(header, rows, self.hint, total=self.loss.size)
+        below: tuple[TextTable, ...] = ()
+        if self.loss.size == 1 and self.correlation is not None:
+            matrix = self.correlation[0].reshape(self.correlation[0].shape[-2:])
+            if 2 <= len(matrix) <= MOST_ROWS:
+                names = [f"p{number}" for number in range(1, len(matrix) + 1)]
+                lines = [
+                    (name, *(f"{row[j]:.2f}" if j <= i else "" for j in range(len(names))))
+                    for i, (name, row) in enumerate(zip(names, matrix, strict=True))
+                ]
+                below = (TextTable(("correlation", *names), lines),)
+        return TextTable(header, rows, self.hint, total=self.loss.size, below=below)
 
     @property
     def x(self) -> list[NDArray[np.float64]]:
@@ -272,6 +356,63 @@ class Fit(Shown):
         """Whether each search converged; see `warpfit.Reason`."""
         flat = [reason.converged for reason in self.reason.ravel().tolist()]
         return np.array(flat, dtype=bool).reshape(self.reason.shape)
+
+
+class Band(NamedTuple):
+    """Values of an expression and their confidence band, each float64 [rows]."""
+
+    values: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+
+def _freedom(request: FitRequest, data: DatasetHandle) -> NDArray[np.int64]:
+    """Return rows with a weight minus free parameters, [expressions]."""
+    batch, fixed = request.problem.batch, request.settings.fixed
+    start, stop = request.problem.row_range(data.layout)
+    rows = stop - start
+    if data.has_numbers and (weights := data.dataset.weights) is not None:
+        rows = int(np.count_nonzero(weights[start:stop]))
+    free = batch.parameter_counts.astype(np.int64)
+    if fixed is not None:
+        ends = np.concatenate([[0], np.cumsum(fixed)])
+        stops = np.cumsum(free)
+        free = free - (ends[stops] - ends[stops - free])
+    return rows - free
+
+
+def student_t(level: float, freedom: float) -> float:
+    """Return t with P(|T| < t) = level for Student's distribution; NaN without any freedom.
+
+    Up to 100 degrees of freedom the finite series of Abramowitz and Stegun (1964), 26.7.3 and
+    26.7.4, is inverted by bisection; above that the expansion 26.7.5 has seven digits.
+    """
+    z = NormalDist().inv_cdf((1.0 + level) / 2.0)
+    if freedom < 1:
+        return math.nan
+    if freedom > 100:
+        first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+        third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+        return float(z + first / freedom + second / freedom**2 + third / freedom**3)
+
+    def probability(t: float) -> float:
+        angle = math.atan(t / math.sqrt(freedom))
+        cosine, is_odd = math.cos(angle), freedom % 2 == 1
+        term = total = cosine if is_odd else 1.0
+        for k in range(2 if is_odd else 1, int(freedom) - 2, 2):
+            term *= k / (k + 1) * cosine**2
+            total += term
+        if not is_odd:
+            return math.sin(angle) * total
+        return 2 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0.0))
+
+    low, high = 0.0, 1.0
+    while probability(high) < level and high < 1e300:
+        high *= 2.0
+    for _ in range(200):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if probability(middle) < level else (low, middle)
+    return high
 
 
 def _by_program(

@@ -6,7 +6,6 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.codec import encode_names
 from warpfit.dataset import Layout, PayloadDigest, check_weights
 from warpfit.errors import InvalidArgumentError
 from warpfit_server.ipc.messages import FoundDataset
@@ -61,7 +60,11 @@ class Upload:
         self._is_committed = False
         self._segment = pool.create(layout.nbytes)  # takes memory when it is written
         try:
-            names = encode_names(layout.names) if layout.names else b""
+            names = b""
+            if layout.names:
+                from warpfit.codec import encode_names  # late, because it loads gRPC
+
+                names = encode_names(layout.names)
             self._number = store.begin(plain, names, tenant, budget)
         except BaseException:
             self._segment.close()

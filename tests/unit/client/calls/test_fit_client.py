@@ -1,12 +1,17 @@
 """Fits, gradients and other outputs of the client, in process and over gRPC."""
 
+import re
+
 import numpy as np
+import pandas as pd
 import pytest
+import scipy.stats
 
 import warpfit
 from warpfit import InvalidArgumentError, Reason
 from warpfit.calls.arguments import build_fit
 from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.calls.results import student_t
 from warpfit.dataset import Dataset
 
 rng = np.random.default_rng(6)
@@ -63,6 +68,41 @@ def test_parameters_start_at_1_or_inside_their_bounds(client, data):
     assert kept.parameters[0].tolist() == [-2.0, -2.0]
     with pytest.raises(warpfit.ProgramError, match="p2000000000 is used"):
         client.optimize(data, "p2000000000*x1")
+
+
+def test_bands_and_correlations_of_a_line_are_those_of_least_squares(client):
+    x = rng.uniform(size=12)
+    y = 2.0 * x + 1.0 + 0.1 * rng.normal(size=12)
+    data = client.upload(pd.DataFrame({"a": x, "b": x**2}), y, dtype="float64")
+    fit = client.optimize(data, "p1*a + p2", covariance=True)
+    design = np.column_stack([x, np.ones(12)])
+    inverse = np.linalg.inv(design.T @ design)
+    residuals = y - design @ np.linalg.lstsq(design, y)[0]
+    at = np.column_stack([[-1.0, 0.3, 4.0], np.ones(3)])
+    error = np.sqrt(residuals @ residuals / 10 * np.einsum("ri,ij,rj->r", at, inverse, at))
+    half = scipy.stats.t.ppf(0.95, 10) * error
+    frame = pd.DataFrame({"b": np.zeros(3), "a": at[:, 0]})
+    for X in (frame, frame[["a", "b"]].to_numpy()):
+        band = fit.band(X, level=0.9)
+        np.testing.assert_allclose(band.values, at @ fit.parameters[0])
+        np.testing.assert_allclose(band.high - band.values, half, rtol=1e-6)
+        np.testing.assert_allclose(band.values - band.low, half, rtol=1e-6)
+    wanted = inverse[0, 1] / np.sqrt(inverse[0, 0] * inverse[1, 1])
+    np.testing.assert_allclose(fit.correlation[0], [[1, wanted], [wanted, 1]])
+    assert re.search(rf"\n +p2 +{wanted:.2f} +1\.00$", repr(fit))
+    assert "<th>correlation</th>" in fit._repr_html_()
+    with pytest.raises(InvalidArgumentError, match="covariance=True"):
+        client.optimize(data, "p1*a").band(frame)
+    with pytest.raises(InvalidArgumentError, match="X has 1 columns"):
+        client.optimize(data, "p1*b", covariance=True).band(frame[["a"]].to_numpy())
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 30, 99, 100, 101, 5_000])
+def test_quantiles_of_students_distribution(freedom):
+    for level in (0.5, 0.9, 0.999):
+        wanted = scipy.stats.t.ppf((1 + level) / 2, freedom)
+        assert student_t(level, freedom) == pytest.approx(wanted, rel=1e-6)
+    assert np.isnan(student_t(0.9, 0))
 
 
 def test_a_failing_progress_callback_reaches_the_caller(client, data):
