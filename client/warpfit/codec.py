@@ -39,7 +39,7 @@ from warpfit.fitting import (
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.ops import FIRST_OPERATOR, OPERATORS
-from warpfit.request import OUTPUTS, STAGES, Evaluation, Loss, Precision, Result, Tier, Timings
+from warpfit.request import OUTPUTS, Evaluation, Loss, Precision, Result, Tier, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
 # ------------------------------------------------------------------------------------------ framing
@@ -708,17 +708,21 @@ def evaluation_from_message(
     ``dataset_id`` is the name of the data set if it is not the content id.
     """
     programs = message.programs
-    arrays = {
-        name: unpack(getattr(programs, name), dtype, f"programs.{name}")
-        for name, _, dtype in _BATCH_ARRAYS
-    }
-    codes, values = arrays["codes"], arrays["values"]
+    codes = unpack(programs.codes, U8, "programs.codes")
+    values = unpack(programs.values, F64, "programs.values")
     if len(values) < len(codes):  # the values of operators are left out
         leaves = np.flatnonzero(codes < FIRST_OPERATOR)
         if len(leaves) == len(values):  # otherwise checks of the batch say what does not fit
-            arrays["values"] = np.zeros(len(codes))
-            arrays["values"][leaves] = values
-    batch = Batch(**arrays, vectors=programs.vectors or 1)
+            values_of_leaves, values = values, np.zeros(len(codes))
+            values[leaves] = values_of_leaves
+    batch = Batch(
+        codes,
+        values,
+        unpack(programs.lengths, U32, "programs.lengths"),
+        unpack(programs.parameter_counts, U32, "programs.parameter_counts"),
+        unpack(programs.parameters, F64, "programs.parameters"),
+        programs.vectors or 1,
+    )
     custom_loss = None
     if message.HasField("loss_function"):
         custom = message.loss_function
@@ -737,7 +741,12 @@ def evaluation_from_message(
         values=message.values,
         tier=TIERS.member(message.tier, "tier"),
         custom_loss=custom_loss,
-        **{output: getattr(message, output) for output in OUTPUTS},
+        gradient=message.gradient,
+        jacobian=message.jacobian,
+        variable_gradient=message.variable_gradient,
+        reductions=message.reductions,
+        linear_scaling=message.linear_scaling,
+        correlation=message.correlation,
     )
 
 
@@ -748,7 +757,6 @@ def evaluation_from_bytes(data: bytes) -> Evaluation:
 
 # ------------------------------------------------------------------------------ answers of Evaluate
 
-_TIMINGS: Final = (*STAGES, "cache_hits", "device")
 #: Arrays of float64 in the last message, and the field of `Evaluation` that requests each.
 EXTRAS: Final[Mapping[str, str]] = {
     "gradients": "gradient",
@@ -777,6 +785,7 @@ def is_one_message(evaluation: Evaluation, layout: Layout) -> bool:
     )
 
 
+@lru_cache(1 << 10)  # the batches of a search have the same shape
 def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
     """Serialize the header of an answer whose value matrix is [programs, K, rows].
 
@@ -823,8 +832,10 @@ def result_end(
 
 def set_timings(message: pb.Timings, timings: Timings) -> None:
     """Encode timings in place, because protobuf would copy a message that is part of another."""
-    for name in _TIMINGS:
-        setattr(message, name, getattr(timings, name))
+    message.decode, message.queue = timings.decode, timings.queue
+    message.copy_in, message.compute = timings.copy_in, timings.compute
+    message.copy_out, message.cache_hits = timings.copy_out, timings.cache_hits
+    message.device = timings.device
     message.tier = TIERS.codes[timings.tier]
 
 

@@ -168,7 +168,7 @@ def evaluation_memory(evaluation: Evaluation, layout: Layout) -> int:
         _LOWERED_BYTES * len(batch.codes)
         + _CELL_BYTES * cells
         + _COPIES_BYTES * others
-        + _bytes_of_sums(cells + others, rows, int(batch.lengths.max(initial=0)))
+        + _bytes_of_sums(cells + others, rows, int(np.maximum.reduce(batch.lengths, initial=0)))
     )
 
 

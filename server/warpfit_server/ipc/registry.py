@@ -9,25 +9,29 @@ stand in the shared table of `warpfit_server.tenancy.quotas`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from typing import Self
 
 from warpfit_server.ipc.messages import FoundDataset
 from warpfit_server.tenancy.quotas import QuotaTable
 
 
 class KnownDataset:
-    """A data set as a front end knows it.
+    """A data set as a front end knows it; as a context manager it stays resident inside the block.
 
     Args:
+        table: of uses.
         found: what the main process says of it.
         load: asks the main process to have an engine, by its number, load a data set.
     """
 
-    __slots__ = ("_load", "_loading", "_lock", "engines", "key", "layout", "slot")
+    __slots__ = ("_load", "_loading", "_lock", "_table", "engines", "key", "layout", "slot")
 
-    def __init__(self, found: FoundDataset, load: Callable[[int, bytes], Future[None]]) -> None:
+    def __init__(
+        self, table: QuotaTable, found: FoundDataset, load: Callable[[int, bytes], Future[None]]
+    ) -> None:
+        self._table = table
         self.key, self.slot = found.key, found.slot
         self.layout = found.layout
         self.engines = frozenset(found.engines)
@@ -35,6 +39,13 @@ class KnownDataset:
         self._load = load
         self._loading: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._table.use_dataset(self.slot, 1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._table.use_dataset(self.slot, -1)
 
     def load(self, engine: int) -> Future[None]:
         """Have an engine load it, unless that is under way.
@@ -77,25 +88,19 @@ class Registry:
         self._load = load
         self._known: dict[bytes, KnownDataset] = {}
 
-    @contextmanager
-    def use(self, key: bytes) -> Iterator[KnownDataset]:
-        """Use a data set, which stays resident inside the ``with`` block.
+    def use(self, key: bytes) -> KnownDataset:
+        """Return a data set, to use it in a ``with`` block.
 
         Raises:
             DatasetNotFoundError: if it is not resident.
         """
-        dataset = self._known.get(key) or self.add(self._find(key))
-        self._table.use_dataset(dataset.slot, 1)
-        try:
-            yield dataset
-        finally:
-            self._table.use_dataset(dataset.slot, -1)
+        return self._known.get(key) or self.add(self._find(key))
 
     def add(self, found: FoundDataset) -> KnownDataset:
         """Know a data set that the main process has found or announced."""
         known = self._known.get(found.key)
         if known is None or known.slot != found.slot:
-            known = self._known[found.key] = KnownDataset(found, self._load)
+            known = self._known[found.key] = KnownDataset(self._table, found, self._load)
         return known
 
     def forget(self, key: bytes) -> None:

@@ -194,7 +194,7 @@ class Router:
 
     def _has_idle_cores(self) -> bool:
         """Return whether so few calls are in flight that each may poll for its answer."""
-        return self._table.in_flight().calls <= self._most_polling
+        return self._table.calls_in_flight() <= self._most_polling
 
     def _charge(self, number: int, nanoseconds: int) -> Callable[[], None]:
         """Count outstanding work of an engine; return what ends that."""

@@ -49,7 +49,7 @@ from warpfit_server.observability.records import CallRecord, Observer, ended_sta
 from warpfit_server.rpc.error_details import fail_call
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile
-from warpfit_server.tenancy.quotas import Amounts, QuotaTable
+from warpfit_server.tenancy.quotas import QuotaTable
 from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits
 from warpfit_server.tenancy.turns import TenantTurns
 
@@ -288,7 +288,8 @@ class Call:
         """Let the next request of the tenant have its turn: the present one is decoded."""
         if self._has_turn:
             self._has_turn = False
-            self._charge()
+            if not self._method.streams:
+                self._charge()
             self._handlers.turns.release(self.record.tenant)
 
     def _charge(self) -> None:
@@ -421,7 +422,7 @@ class Call:
     def _give_back(self) -> None:
         """Count the request no more, but the longest message if another one may come."""
         handlers, tenant = self._handlers, self.record.tenant
-        counted = Amounts(self._take_place(), self._nbytes, self._nanoseconds)
+        counted = self._take_place(), self._nbytes, self._nanoseconds
         self._nbytes = self._nanoseconds = 0
         may_wait = self._method.streams and not (self._has_failed or self._is_over)
         may_wait = may_wait and not (handlers.is_draining or handlers.open_calls.are_scarce)

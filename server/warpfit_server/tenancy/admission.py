@@ -181,7 +181,7 @@ class Admission:
         Raises:
             ResourceExhaustedError: if too much is in flight.
         """
-        self._acquire(tenant, Amounts(0, self.message_bytes), self._tenant_quota)
+        self._acquire(tenant, (0, self.message_bytes, 0), self._tenant_quota)
 
     def enter(self, tenant: str, limits: Limits, nbytes: int, held: int) -> None:
         """Count a request whose message has arrived; of its bytes ``held`` are counted already.
@@ -189,10 +189,10 @@ class Admission:
         Raises:
             ResourceExhaustedError: if too much is in flight.
         """
-        own = Amounts(limits.requests, self._tenant_quota.nbytes, 0)
-        self._acquire(tenant, Amounts(1, nbytes - held), own, held)
+        own = limits.requests, self._tenant_quota.nbytes, 0
+        self._acquire(tenant, (1, nbytes - held, 0), own, held)
 
-    def wait(self, tenant: str, counted: Amounts) -> bool:
+    def wait(self, tenant: str, counted: tuple[int, int, int]) -> bool:
         """Count the longest message in place of a request, for a call that waits for another one.
 
         Such calls take at most half of what there is for calls in flight, one alone, too.
@@ -201,16 +201,16 @@ class Admission:
             False if there is no room for that; then nothing has changed.
         """
         calls, nbytes, nanoseconds = counted
-        amount = Amounts(-calls, self.message_bytes - nbytes, -nanoseconds)
+        amount = -calls, self.message_bytes - nbytes, -nanoseconds
         held = nbytes - self.message_bytes  # so that nothing is alone
         share = self._share
         return self.quotas.acquire(tenant, amount, *self._waiting, share=share, held=held) is None
 
     def leave(self, tenant: str, calls: int, nbytes: int) -> None:
         """Count calls in flight and bytes of their messages no more."""
-        self.quotas.release(tenant, Amounts(calls, nbytes))
+        self.quotas.release(tenant, (calls, nbytes, 0))
 
-    def give_back(self, tenant: str, counted: Amounts) -> None:
+    def give_back(self, tenant: str, counted: tuple[int, int, int]) -> None:
         """Count a request no more."""
         self.quotas.release(tenant, counted)
 
@@ -235,9 +235,9 @@ class Admission:
                 needed=needed,
                 available=most,
             )
-        amount = Amounts(0, nbytes, min(self._longest_work, nanoseconds))
-        self._acquire(tenant, amount, self._tenant_quota, message)
-        return amount.engine_ns
+        counted = min(self._longest_work, nanoseconds)
+        self._acquire(tenant, (0, nbytes, counted), self._tenant_quota, message)
+        return counted
 
     @contextmanager
     def reserved(
@@ -248,14 +248,20 @@ class Admission:
         try:
             yield
         finally:
-            self.give_back(tenant, Amounts(0, nbytes, counted))
+            self.give_back(tenant, (0, nbytes, counted))
 
-    def _acquire(self, tenant: str, amount: Amounts, own: Amounts, held: int = 0) -> None:
+    def _acquire(
+        self,
+        tenant: str,
+        amount: tuple[int, int, int],
+        own: tuple[int, int, int],
+        held: int = 0,
+    ) -> None:
         exceeded = self.quotas.acquire(
             tenant, amount, own, self._server_quota, share=self._share, held=held
         )
         if exceeded is not None:
-            raise self._refusal(exceeded, amount)
+            raise self._refusal(exceeded, Amounts(*amount))
 
     def _refusal(self, exceeded: Exceeded, amount: Amounts) -> ResourceExhaustedError:
         reason, what, flag = _REFUSALS[exceeded.quantity]
