@@ -149,6 +149,7 @@ class AsyncClient:
     run = _awaited(Client.run)
     optimize = _awaited(Client.optimize)
     simplify = _awaited(Client.simplify)
+    propose = _awaited(Client.propose)
     release = _awaited(Client.release)
     info = _awaited(Client.info)
     wait_ready = _awaited(Client.wait_ready)

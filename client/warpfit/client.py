@@ -22,6 +22,7 @@ from warpfit.calls.arguments import (
     shows_keywords,
 )
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
+from warpfit.calls.proposals import Proposals, ProposeOptions, ProposeTask, TriedSkeletons
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
 from warpfit.calls.splitting import KnownLimits, searches
@@ -78,11 +79,13 @@ class Client:
         failover: Failover,
         batches: PopulationCache | None = None,
         limits: KnownLimits | None = None,
+        tried: TriedSkeletons | None = None,
     ) -> None:
         """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
         self._failover = failover
         self._batches = batches or PopulationCache()
         self._limits = limits or KnownLimits()
+        self._tried = tried or TriedSkeletons()
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
@@ -91,7 +94,8 @@ class Client:
 
     def with_cancellation(self, token: Cancellation) -> Self:
         """Return a client over the same connection whose calls ``token`` cancels."""
-        return type(self)(self._failover.with_cancellation(token), self._batches, self._limits)
+        failover = self._failover.with_cancellation(token)
+        return type(self)(failover, self._batches, self._limits, self._tried)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the connection, a token among them; a copy connects anew."""
@@ -399,6 +403,43 @@ class Client:
         while not isinstance(found, Simplification):
             found = task.proceed(self.optimize(data, *found, **task.fit_options()))
         return found
+
+    def propose(
+        self, data: DatasetHandle, skeletons: Any, **options: Unpack[ProposeOptions]
+    ) -> Proposals:
+        """Fit skeletons of formulas, and say of each how good and how sure its formula is.
+
+        A skeleton is a formula whose constants are parameters p1, p2, .... Those of a language
+        model, or of any other source, may be wrong: one that is no formula, has other names, units
+        or more parameters than there are rows gets an answer that says so, with place and remedy,
+        and leaves those of the others alone.
+
+        ::
+
+            found = client.propose(data, ["p1*exp(p2*x1)", "p1*x1 +", "p1 + p2*x1"])
+            for answer in found:
+                print(answer.error or (answer.simplified, answer.held_out_loss, answer.warnings))
+            print(found.best.simplified)
+
+        Args:
+            data: a handle that `upload` of this or another client has returned, with a target.
+            skeletons: a list of at most 10,000 expressions as for `evaluate`, or a single one.
+            **options: ``loss`` ("mse" by default), ``restarts`` (8), ``seed``, ``held_out`` (0.2:
+                the last fifth of the rows is left to judge by), ``missing``, ``units`` and
+                ``target_unit``, ``precision``, ``tier``, ``timeout``, ``progress``; see
+                `warpfit.calls.proposals.ProposeOptions`.
+
+        Returns:
+            For each skeleton a `warpfit.calls.proposals.Proposal`: its error, or formula, losses,
+            evidence, terms and warnings, and how often this client has tried it before.
+
+        Raises:
+            InvalidArgumentError: for options that are wrong, or data without a target.
+            DeadlineExceededError: if ``timeout`` passes.
+            UnimplementedError: if the server's engine computes no derivatives.
+        """
+        arguments.check_keywords(options, ProposeOptions)
+        return ProposeTask(self, data, options).run(skeletons, self._tried)
 
     def release(self, data: DatasetHandle, *, everywhere: bool = False) -> None:
         """Give a data set back, which the end of a handle's ``with`` block does, too.

@@ -1,0 +1,538 @@
+"""`propose`: skeletons of formulas in, and for each an answer that a person or an agent can act on.
+
+A skeleton is a formula whose constants are parameters p1, p2, .... Whoever invents them, a language
+model or a grammar, makes mistakes: unknown names, units that do not fit, more parameters than rows.
+Each skeleton gets its own answer, and none spoils those of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, TypedDict, overload
+
+import numpy as np
+
+from warpfit.calls.arguments import FitOptions, deadline_of, is_single, member, number, whole_number
+from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
+from warpfit.display import TextTable, shortened
+from warpfit.errors import (
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    ProgramError,
+    ResourceExhaustedError,
+    WarpfitError,
+    bad_setting,
+)
+from warpfit.expressions.language import to_text
+from warpfit.fitting import FitProgress, Missing
+from warpfit.formulas.units import check_units, dimension, dimensions
+from warpfit.frontends import as_program
+from warpfit.ir import Program
+from warpfit.losses import Loss, LossFunction, as_function, as_loss, coefficients_of_determination
+from warpfit.ops import PARAMETER, VARIABLE
+from warpfit.request import Precision, Tier
+
+if TYPE_CHECKING:
+    from warpfit.calls.results import Fit
+    from warpfit.client import Client
+
+#: Most skeletons of a call, characters of one, and parameters, of which servers take no more.
+MOST_SKELETONS: Final = 10_000
+_MOST_CHARACTERS: Final = 10_000
+_MOST_PARAMETERS: Final = 500
+#: Skeletons that are fitted by one call of `optimize`; progress is told between them, too.
+_TOGETHER: Final = 256
+#: Most skeletons that a client remembers.
+_MOST_REMEMBERED: Final = 100_000
+
+
+class ProposeOptions(TypedDict, total=False):
+    """Keywords of `propose`."""
+
+    loss: Loss | LossFunction | str
+    """The loss to minimise, as in `optimize`; "mse" by default. Evidence is for losses of squared
+    differences alone."""
+    restarts: int
+    """Starts that the server draws for each skeleton, beside ones; 8 by default."""
+    seed: int
+    """Of the drawn starts, 0 by default."""
+    held_out: float
+    """Part of the rows that no fit sees; 0.2 by default. They are the last ones, so shuffle rows
+    whose order has a meaning before the upload."""
+    missing: Missing | str
+    """What is done with rows in which a formula is not finite, as in `optimize`."""
+    units: Mapping[str, Any] | Sequence[Any] | None
+    """Unit of each variable, as for `warpfit.sklearn.SymbolicRegressor`; None checks none."""
+    target_unit: Any
+    """Unit that formulas must have, such as "m/s"; None (default) for any."""
+    precision: Precision | str
+    tier: Tier | str
+    timeout: float | None
+    """Seconds for all calls together; None for no limit."""
+    progress: Callable[[int, int], None] | None
+    """Called with the number of skeletons that have an answer, and of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermOfProposal:
+    """A term of a fitted formula, and what it contributes."""
+
+    text: str
+    """The term with its fitted constants."""
+    loss: float
+    """Loss of the formula without it, its other parameters fitted again."""
+    contribution: float
+    """Share of the sum of squares of the formula without it that it takes off."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """The answer to one skeleton. Without an error it was fitted; numbers may still be NaN."""
+
+    skeleton: str
+    """The skeleton as text."""
+    error: WarpfitError | None = None
+    """Why it was not fitted: its place and remedy are in ``str(error)``."""
+    tried: int = 0
+    """How often this client has fitted a skeleton of the same form to these data before."""
+    warnings: tuple[str, ...] = ()
+    """What is to be known of the result, such as parameters that the data do not determine."""
+    program: Program | None = None
+    """The formula with its fitted constants."""
+    expression: str = ""
+    """The same as text."""
+    simplified: str = ""
+    """The same after the exact rules of `warpfit.Program.simplify`."""
+    parameters: tuple[float, ...] = ()
+    """Fitted p1, p2, ...."""
+    standard_errors: tuple[float, ...] = ()
+    """Of the parameters; NaN where the data do not determine one."""
+    loss: float = math.nan
+    """Loss on the rows that were fitted."""
+    held_out_loss: float = math.nan
+    """Loss on the rows held out; NaN if there are none."""
+    r2: float = math.nan
+    """Coefficient of determination on the rows that were fitted, for losses of squares."""
+    held_out_r2: float = math.nan
+    """The same on the rows held out."""
+    converged: bool = False
+    reason: str = ""
+    """Why the best search ended, see `warpfit.Reason`."""
+    log_likelihood: float = math.nan
+    """This and the next ones are those of `warpfit.evidence.Evidence`."""
+    aic: float = math.nan
+    bic: float = math.nan
+    description_length: float = math.nan
+    bayes_factor: float = math.nan
+    terms: tuple[TermOfProposal, ...] = ()
+    """Terms of a formula that is a sum."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what is known as JSON has it: without what is empty, and None for NaN."""
+        if self.error is not None:
+            placed = getattr(self.error, "position", None)
+            about = {"reason": self.error.reason, "message": str(self.error), "position": placed}
+            known = {name: value for name, value in about.items() if value is not None}
+            return {"skeleton": self.skeleton, "error": known, "tried": self.tried}
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        del found["program"], found["error"]
+        found["terms"] = [{f.name: getattr(t, f.name) for f in fields(t)} for t in self.terms]
+        kept = {
+            name: value
+            for name, value in found.items()
+            if value not in ((), [], "") and (value == value or name == "loss")
+        }
+        return _for_json(kept)  # type: ignore[no-any-return]
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _for_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_for_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposals(Sequence[Proposal]):
+    """The answers to the skeletons of a call, in their order; they print as a small table."""
+
+    answers: tuple[Proposal, ...]
+    is_score: bool = False
+    """Whether a greater loss is better, as of "r2"."""
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    @overload
+    def __getitem__(self, index: int) -> Proposal: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Proposal, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Proposal | tuple[Proposal, ...]:
+        return self.answers[index]
+
+    @property
+    def best(self) -> Proposal | None:
+        """The answer with the best loss on the rows held out, or on all if none are; else None."""
+        sign = -1.0 if self.is_score else 1.0
+        judged = [
+            (sign * (answer.loss if math.isnan(out := answer.held_out_loss) else out), place)
+            for place, answer in enumerate(self.answers)
+            if math.isfinite(answer.loss)
+        ]
+        return self.answers[min(judged)[1]] if judged else None
+
+    def __str__(self) -> str:
+        """Return a small table with a row for each skeleton."""
+        rows = []
+        for answer in self.answers:
+            shown = shortened(answer.expression or answer.skeleton)
+            first = (
+                str(answer.error).splitlines()[0] if answer.error else "; ".join(answer.warnings)
+            )
+            numbers = (answer.loss, answer.held_out_loss, answer.description_length)
+            rows.append((shown, *(f"{value:.5g}" for value in numbers), shortened(first, 100)))
+        header = ("formula", "loss", "held-out loss", "description length", "remarks")
+        return TextTable(header, rows).text()
+
+
+class TriedSkeletons:
+    """What a client has proposed before; threads may share it."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+        self._lock = Lock()
+
+    def add(self, content_id: bytes, program: Program) -> int:
+        """Count a skeleton for a data set; return how often it was counted before.
+
+        Skeletons are one if the exact rules make the same of them, whatever the numbers of their
+        parameters are.
+        """
+        try:
+            form = _renumbered(_renumbered(program).simplify())
+        except ResourceExhaustedError:  # it has too many tokens for the rules
+            form = _renumbered(program)
+        key = hashlib.blake2b(content_id, digest_size=16)
+        key.update(form.codes.tobytes() + form.values.tobytes())
+        with self._lock:
+            count = self._counts.pop(key.digest(), 0)
+            self._counts[key.digest()] = count + 1
+            if len(self._counts) > _MOST_REMEMBERED:
+                self._counts.popitem(last=False)
+        return count
+
+
+def _renumbered(program: Program) -> Program:
+    """Number the parameters in the order in which they occur."""
+    is_parameter = program.codes == PARAMETER
+    if not is_parameter.any():
+        return program
+    used = program.values[is_parameter]
+    order = {value: float(place) for place, value in enumerate(dict.fromkeys(used.tolist()))}
+    values = program.values.copy()
+    values[is_parameter] = [order[value] for value in used.tolist()]
+    return Program(program.codes, values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Candidate:
+    """A skeleton that can be fitted."""
+
+    place: int
+    """In the call."""
+    program: Program
+    answer: Proposal
+    """What is known of it before the fit."""
+
+
+class ProposeTask:
+    """One call of `propose`: checks first, then the calls of a client, then the answers."""
+
+    def __init__(self, client: Client, data: DatasetHandle, options: ProposeOptions) -> None:
+        """Check the arguments; errors as of `warpfit.Client.propose`."""
+        self._client, self._data, self._options = client, checked_handle(data), options
+        self._deadline = deadline_of(options.get("timeout"))
+        self._loss = as_function(as_loss(options.get("loss", Loss.MSE)))
+        self._restarts = whole_number(options.get("restarts", 8), "restarts")
+        self._seed = whole_number(options.get("seed", 0), "seed")
+        self._missing = member(Missing, options.get("missing", Missing.REFUSE), "missing")
+        layout, self._names = self._data.layout, self._data.names
+        if not layout.has_target:
+            raise InvalidArgumentError(
+                "the data set has no target", "TARGET_MISSING", "Upload it with y=", "data"
+            )
+        wanted = "a part of the rows, from 0 to below 1"
+        part = number(options.get("held_out", 0.2), "held_out", wanted)
+        if not 0.0 <= part < 1.0:
+            raise bad_setting("held_out", part, wanted)
+        self._fitted_rows = (0, max(1, layout.rows - int(part * layout.rows)))
+        self._held_out_rows = (self._fitted_rows[1], layout.rows)
+        units, target_unit = options.get("units"), options.get("target_unit")
+        self._dimensions = dimensions(units or {}, self._names, layout.variables)
+        self._target_dimension = None if target_unit is None else dimension(target_unit)
+        self._has_units = units is not None or target_unit is not None
+
+    def run(self, skeletons: Any, tried: TriedSkeletons) -> Proposals:
+        """Return the answers to skeletons; see `warpfit.Client.propose`."""
+        listed = [skeletons] if is_single(skeletons) else skeletons
+        if not isinstance(listed, Sequence):
+            raise bad_setting("skeletons", type(skeletons).__name__, "a list of skeletons")
+        refused = ResourceExhaustedError(
+            f"a call takes {MOST_SKELETONS} skeletons",
+            "TOO_MANY_PROGRAMS",
+            "Propose the rest in another call",
+            "skeletons",
+        )
+        limit = self._client.info(self._remaining()).limits.program_tokens
+        answers: list[Proposal] = []
+        candidates: list[_Candidate] = []
+        for place, skeleton in enumerate(listed):
+            if place >= MOST_SKELETONS:
+                text = skeleton if isinstance(skeleton, str) else type(skeleton).__name__
+                answers.append(Proposal(shortened(text), refused))
+                continue
+            answer, program = self._checked(skeleton, limit)
+            if program is not None:
+                answer = replace(answer, tried=tried.add(self._data.content_id, program))
+                candidates.append(_Candidate(place, program, answer))
+            answers.append(answer)
+        ready, total = [], len(answers)
+        for candidate in self._with_facts(candidates):
+            answers[candidate.place] = candidate.answer
+            if candidate.answer.error is None:
+                ready.append(candidate)
+        report = self._options.get("progress")
+        for start in range(0, len(ready), _TOGETHER):
+            done = total - len(ready) + start
+            if report is not None:
+                report(done, total)
+            for candidate in self._fitted(ready[start : start + _TOGETHER], done, total):
+                answers[candidate.place] = candidate.answer
+        if report is not None:
+            report(total, total)
+        return Proposals(tuple(answers), self._loss.is_score)
+
+    def _remaining(self) -> float | None:
+        remaining = self._deadline.remaining()
+        return None if remaining is None else max(1e-3, remaining)
+
+    def _common(self) -> Any:
+        given = {k: v for k, v in self._options.items() if k in ("precision", "tier")}
+        return {"timeout": self._remaining(), **given}
+
+    # ---------------------------------------------------------------------- before anything is sent
+
+    def _checked(self, skeleton: Any, most_tokens: int) -> tuple[Proposal, Program | None]:
+        """Return what is known of a skeleton, and its program if it can be fitted."""
+        text = skeleton if isinstance(skeleton, str) else ""
+        try:
+            if len(text) > _MOST_CHARACTERS:
+                raise ResourceExhaustedError(
+                    f"the skeleton has {len(text)} characters, and at most {_MOST_CHARACTERS} are "
+                    "read",
+                    "TOO_MANY_TOKENS",
+                    "Propose shorter formulas",
+                )
+            program = as_program(skeleton, self._names)
+            self._check(program, most_tokens)
+        except WarpfitError as error:
+            error.expression = None  # the answer has a place of its own
+            return Proposal(shortened(text or type(skeleton).__name__, 200), error), None
+        return Proposal(text or to_text(program, self._names)), program
+
+    def _check(self, program: Program, most_tokens: int) -> None:
+        rows, variables = self._fitted_rows[1], self._data.layout.variables
+        most = min(rows, _MOST_PARAMETERS)
+        if program.parameters > most:
+            raise InvalidArgumentError(
+                f"the skeleton has a parameter p{program.parameters}, and {rows} rows determine at "
+                f"most {most} parameters",
+                "TOO_MANY_PARAMETERS",
+                "Number the parameters p1, p2, ... without gaps, and use fewer than there are rows",
+            )
+        if len(program) > most_tokens:
+            raise ResourceExhaustedError(
+                f"the skeleton has {len(program)} tokens, and the server takes {most_tokens}",
+                "TOO_MANY_TOKENS",
+                "Propose shorter formulas",
+            )
+        if program.variables > variables:
+            raise ProgramError(
+                f"the skeleton uses x{program.variables}, and the data have {variables} variables",
+                "VARIABLE_OUT_OF_RANGE",
+                f"Use {', '.join(self._names) or f'x1 to x{variables}'}"[:200],
+            )
+        if self._has_units:
+            check_units(program, self._dimensions, self._target_dimension, self._names)
+
+    def _with_facts(self, candidates: list[_Candidate]) -> list[_Candidate]:
+        """Add what the data say before a fit: a target that is not finite, constant columns."""
+        if not candidates:
+            return []
+        columns = [
+            frozenset(c.program.values[c.program.codes == VARIABLE].astype(int).tolist())
+            for c in candidates
+        ]
+        target = self._client.run(
+            *(self._data, [Program.constant(0.0)]),
+            loss=Loss.MSE,
+            rows=self._fitted_rows,
+            **self._common(),
+        )
+        assert target.losses is not None
+        if not math.isfinite(target.losses[0]):
+            error = InvalidArgumentError(
+                "the target holds NaN or infinity, or numbers whose squares overflow",
+                "NOT_FINITE",
+                "Leave such rows out, give them weight 0, or choose other units",
+                "data",
+            )
+            return [replace(c, answer=replace(c.answer, error=error)) for c in candidates]
+        used = sorted(frozenset().union(*columns))
+        notes: dict[int, str] = {}
+        if used:
+            shape: Any = self._client.run(
+                *(self._data, [Program.variable(index) for index in used]),
+                reductions=True,
+                rows=self._fitted_rows,
+                **self._common(),
+            ).reductions
+            for place, index in enumerate(used):
+                name = to_text(Program.variable(index), self._names)
+                if shape.non_finite[place]:
+                    notes[index] = f"{name} is not finite in {shape.non_finite[place]} rows"
+                elif shape.min[place] == shape.max[place]:
+                    notes[index] = f"{name} is constant, so that nothing can be learnt about it"
+        return [
+            replace(
+                c,
+                answer=replace(
+                    c.answer, warnings=tuple(notes[i] for i in sorted(own) if i in notes)
+                ),
+            )
+            for c, own in zip(candidates, columns, strict=True)
+        ]
+
+    # ------------------------------------------------------------------------------------- fits
+
+    def _fitted(self, candidates: list[_Candidate], done: int, total: int) -> list[_Candidate]:
+        """Fit skeletons together; one that a server refuses is answered by that, without others."""
+        report = self._options.get("progress")
+        found: list[_Candidate] = []
+        pending = [candidates]
+        while pending:
+            part = pending.pop()
+
+            def tell(progress: FitProgress, begun: int = len(found), own: int = len(part)) -> None:
+                assert report is not None, "progress was asked for"
+                ended = 1.0 - progress.active / progress.searches
+                report(done + begun + int(0.9 * ended * own), total)
+
+            try:
+                wanted: Any = {"evidence": True, "terms": True} if self._loss.is_squares else {}
+                wanted = {k: v for k, v in wanted.items() if k in FitOptions.__optional_keys__}
+                fit = self._client.optimize(
+                    self._data,
+                    [c.program for c in part],
+                    restarts=self._restarts,
+                    seed=self._seed,
+                    missing=self._missing,
+                    loss=self._loss,
+                    rows=self._fitted_rows,
+                    progress=None if report is None else tell,
+                    **wanted,
+                    **self._common(),
+                )
+                found += self._answered(part, fit)
+            except (ProgramError, *_OF_ONE) as error:
+                place = error.expression
+                if getattr(error, "retry_after", None) is not None:
+                    raise
+                if len(part) == 1:
+                    error.expression = None
+                    found.append(replace(part[0], answer=replace(part[0].answer, error=error)))
+                elif place is not None and place < len(part):
+                    rest = [part[place + 1 :], part[place : place + 1], part[:place]]
+                    pending += [each for each in rest if each]
+                else:
+                    pending += [part[len(part) // 2 :], part[: len(part) // 2]]
+        return found
+
+    def _answered(self, candidates: list[_Candidate], fit: Fit) -> list[_Candidate]:
+        """Return the answers to skeletons of one fit."""
+        out = np.full(len(candidates), np.nan)
+        out_r2 = out
+        if self._held_out_rows[0] < self._held_out_rows[1]:
+            judged = self._client.run(
+                *(self._data, [c.program for c in candidates], fit.parameters),
+                loss=self._loss,
+                rows=self._held_out_rows,
+                **self._common(),
+            )
+            assert judged.losses is not None
+            out = judged.losses
+            if fit.r2 is not None:
+                statistics = self._data.statistics(self._held_out_rows)
+                out_r2 = coefficients_of_determination(self._loss.closing, out, statistics)
+        found = []
+        for i, candidate in enumerate(candidates):
+            program = fit.formula(i)
+            try:
+                simplified = program.simplify()
+            except ResourceExhaustedError:
+                simplified = program
+            answer = replace(
+                candidate.answer,
+                program=program,
+                expression=to_text(program, self._names),
+                simplified=to_text(simplified, self._names),
+                parameters=tuple(fit.parameters[i].tolist()),
+                loss=float(fit.loss[i]),
+                held_out_loss=float(out[i]),
+                r2=math.nan if fit.r2 is None else float(fit.r2[i]),
+                held_out_r2=float(out_r2[i]),
+                converged=fit.reason[i].converged,
+                reason=str(fit.reason[i]),
+            )
+            if self._held_out_rows[0] < self._held_out_rows[1] and not math.isfinite(out[i]):
+                answer = replace(answer, warnings=(*answer.warnings, _NOT_FINITE_OUTSIDE))
+            known: Any = getattr(fit, "evidence", None)
+            if not math.isfinite(fit.loss[i]):
+                answer = replace(answer, warnings=(*answer.warnings, _NOT_FINITE))
+            elif known is not None:
+                criteria: Any = {name: float(getattr(known, name)[i]) for name in _CRITERIA}
+                answer = replace(
+                    answer,
+                    warnings=(*answer.warnings, *known.warnings[i]),
+                    standard_errors=tuple(known.standard_errors[i].tolist()),
+                    **criteria,
+                    terms=tuple(
+                        TermOfProposal(
+                            to_text(term.program.bind(fit.parameters[i]), self._names),
+                            term.loss,
+                            term.contribution,
+                        )
+                        for term in (known.terms[i] if known.terms else ())
+                    ),
+                )
+            found.append(replace(candidate, answer=answer))
+        return found
+
+
+_NOT_FINITE: Final = (
+    "the formula is NaN or infinite in rows that are fitted, from every start: bound its "
+    'arguments, as in sqrt(abs(x)), or leave such rows out with missing="drop"'
+)
+_NOT_FINITE_OUTSIDE: Final = "the formula is NaN or infinite in rows that are held out"
+_CRITERIA: Final = ("log_likelihood", "aic", "bic", "description_length", "bayes_factor")
+#: Errors that one program of a batch may cause.
+_OF_ONE: Final = (ResourceExhaustedError, FailedPreconditionError, InternalError)

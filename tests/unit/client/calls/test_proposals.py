@@ -1,0 +1,133 @@
+"""Each skeleton of `propose` gets its own answer, and none spoils those of the others."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import warpfit
+import warpfit.testing
+from warpfit import FailedPreconditionError, InvalidArgumentError, Program
+from warpfit.calls import proposals
+from warpfit.codec import fit_from_message
+from warpfit.ops import OPERATORS
+
+NAMES = ("a", "b", "k")
+ROWS = 60
+
+
+def table(seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.uniform(0.5, 2.0, (ROWS, 3))
+    X[:, 2] = 4.0
+    return X, 2.0 * np.exp(0.5 * X[:, 0]) + X[:, 1] + rng.normal(0.0, 0.01, ROWS)
+
+
+class Fragile(warpfit.testing.InProcessServer):
+    """Refuses every fit with a sine, as if its engine had died of it, and says not of which."""
+
+    def _optimize(self, message):
+        batch = fit_from_message(message).problem.batch
+        if (batch.codes == OPERATORS["sin"].code).any():
+            raise FailedPreconditionError("it has crashed the engine before", "QUARANTINED")
+        return super()._optimize(message)
+
+
+def test_good_skeletons_are_fitted_beside_bad_ones():
+    bad = {
+        "p1*a +": "EXPECTED_OPERAND",
+        "p1*nosuch + a": "UNKNOWN_NAME",
+        "+".join(f"p{i + 1}*a^{i}" for i in range(ROWS)): "TOO_MANY_PARAMETERS",
+        "p100000*a": "TOO_MANY_PARAMETERS",
+        "a+" * 6000 + "a": "TOO_MANY_TOKENS",
+        Program.apply("add", *[Program.variable(0)] * 6000): "TOO_MANY_TOKENS",
+        "p1*a + exp(b)": "UNITS_DIFFER",
+        None: "UNKNOWN_EXPRESSION_TYPE",
+        Program.variable(7): "VARIABLE_OUT_OF_RANGE",
+        "p1*sin(p2*a)": "QUARANTINED",
+    }
+    good = ["p1*exp(p2*a) + p3*b", "p1*k", "p1*sqrt(a - 10)", "a + b"]
+    skeletons = [*good[:2], *bad, *good[2:]]
+    told = []
+    units = {"a": "m", "b": "m"}
+    with warpfit.testing.client(Fragile()) as client:
+        data = client.upload(*table(), names=NAMES, dtype="float64")
+        found = client.propose(
+            data, skeletons, units=units, progress=lambda *progress: told.append(progress)
+        )
+    assert len(found) == len(skeletons)
+    for skeleton, answer in zip(skeletons, found, strict=True):
+        if skeleton in good:
+            assert answer.error is None
+            assert answer.program is not None
+        else:
+            assert answer.error is not None, skeleton
+            assert answer.error.reason == bad[skeleton]
+            assert answer.error.remedy or bad[skeleton] == "QUARANTINED"
+    law, constant, root = found[0], found[1], found[-2]
+    assert law.converged
+    assert law.held_out_loss < 4e-4
+    assert law.r2 > 0.999 < law.held_out_r2
+    assert np.allclose(law.parameters, (2.0, 0.5, 1.0), rtol=0.05)
+    assert warpfit.parse(law.simplified, NAMES).parameters == 0
+    assert any("k is constant" in warning for warning in constant.warnings)
+    assert math.isnan(root.loss)
+    assert any("NaN or infinite" in warning for warning in root.warnings)
+    assert found.best is law
+    assert told == sorted(told)
+    assert told[-1] == (len(skeletons), len(skeletons))
+    assert json.loads(json.dumps([answer.as_dict() for answer in found], allow_nan=False))
+    assert "p1*a +" in str(found)
+
+
+def test_what_was_tried_is_known_by_its_form():
+    with warpfit.testing.client() as client:
+        data = client.upload(*table(), names=NAMES, dtype="float64")
+        first = client.propose(data, ["p1*a + p2", "p2 + a*p1", "p1*a + p1"], restarts=0)
+        again = client.propose(data, "p2*a + p1", restarts=0)
+        other = client.propose(client.upload(*table(1), names=NAMES), "p2*a + p1", restarts=0)
+    assert [answer.tried for answer in first] == [0, 1, 0]
+    assert [again[0].tried, other[0].tried] == [2, 0]
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e200])
+def test_a_target_that_cannot_be_fitted_is_an_answer(value):
+    X, y = table()
+    y[3] = value
+    with warpfit.testing.client() as client:
+        data = client.upload(X, y, names=NAMES, dtype="float64")
+        found = client.propose(data, ["p1*a", "p1 +"])
+    assert [answer.error.reason for answer in found] == ["NOT_FINITE", "EXPECTED_OPERAND"]
+
+
+def test_a_call_has_a_limit(monkeypatch):
+    monkeypatch.setattr(proposals, "MOST_SKELETONS", 2)
+    monkeypatch.setattr(proposals, "_TOGETHER", 1)
+    with warpfit.testing.client() as client:
+        data = client.upload(*table(), names=NAMES, dtype="float64")
+        found = client.propose(data, ["p1*a", "p1*b", "p1*k", "p1 +"], restarts=1, loss="r2")
+    assert [bool(answer.error) for answer in found] == [False, False, True, True]
+    assert found.best is found[int(found[1].held_out_loss > found[0].held_out_loss)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"held_out": 1.0},
+        {"units": {"nosuch": "m"}},
+        {"target_unit": "florin"},
+        {"loss": "nosuch"},
+        {"restarts": 1.5},
+        {"timeout": 0},
+        {"nosuch": 1},
+        {"tier": "nosuch"},
+    ],
+)
+def test_wrong_options_are_errors_of_the_call(options):
+    with warpfit.testing.client() as client:
+        data = client.upload(*table(), names=NAMES, dtype="float64")
+        with pytest.raises(InvalidArgumentError):
+            client.propose(data, ["p1*a"], **options)
+        with pytest.raises(InvalidArgumentError, match="no target"):
+            client.propose(client.upload(table()[0]), ["p1*x1"])
