@@ -489,3 +489,35 @@ def test_rows_of_weight_0_are_left_out_and_masked_data_refused(search):
             call()
     with pytest.raises(warpfit.WarpfitError, match="real numbers"):
         model.fit(np.array([["1"], ["2_0"]], dtype=object), [1.0, 2.0])
+
+
+def test_chance_tells_a_law_from_noise(search):
+    """The rank of a true target among shuffled ones; noise has any rank."""
+    X = points(120)
+    noise = np.random.default_rng(1).normal(size=len(X))
+    model = search(max_size=7, generations=1).fit(X, np.column_stack([law(X) + noise, noise]))
+    found, nothing = (model.chance(n=39, output=output) for output in (0, 1))
+    assert found.probability == 0.025
+    assert found.share == 0.0
+    assert "x1" in found.expression
+    assert 0.05 < nothing.probability <= 1.0
+    assert nothing.probability == pytest.approx((1 + 39 * nothing.share) / 40)
+    assert np.isfinite(nothing.shuffled_losses).all()
+    again = model.chance(n=39, output=1)
+    assert again.shuffled_losses.tolist() == nothing.shuffled_losses.tolist()
+    assert "of 39 shuffled targets" in str(again)
+    for change, reason in (
+        ({"loss": "poisson"}, "LOSS_UNSUITABLE"),
+        ({"operators": ("nosuch",)}, "UNKNOWN_OPERATOR"),
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            pickle.loads(pickle.dumps(model)).set_params(**change).chance(n=9)
+        assert caught.value.reason == "NO_DATA"
+        with pytest.raises(InvalidArgumentError) as caught:
+            model.set_params(**change).chance(n=9)
+        assert caught.value.reason == reason
+        model.set_params(loss="mse")
+    with pytest.raises(InvalidArgumentError, match="n is 0"):
+        model.chance(n=0)
+    with pytest.raises(InvalidArgumentError, match="15 different rows"):
+        search(generations=0).fit(X[:15], law(X[:15])).chance()

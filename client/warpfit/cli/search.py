@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
 
     model = _model(options)
     try:
-        model.fit(_named(table), target, table.weights)
+        model.fit(named(table), target, table.weights)
     except ValueError as error:  # of scikit-learn, which refuses some data
         raise InvalidArgumentError(
             f"{table.file}: {str(error).strip().splitlines()[0]}", "BAD_DATA", "Change the data"
@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> int:
         figure = Figure(figsize=(11, 4.5))
         left, right = figure.subplots(1, 2)
         model.plot_front(left)
-        plot_fit(target, model.predict(_named(table)), right)
+        plot_fit(target, model.predict(named(table)), right)
         with _writing(options.plot):
             figure.savefig(options.plot)
     return _STATUS.get(model.reason_, 0)
@@ -190,8 +190,8 @@ def _model(options: argparse.Namespace) -> SymbolicRegressor:
     )
 
 
-def _named(table: Table) -> Any:
-    """Return the columns with their names, as far as there is pandas."""
+def named(table: Table) -> Any:
+    """Return the columns of a table with their names, as far as there is pandas."""
     if find_spec("pandas") is None:
         return table.columns
     import pandas

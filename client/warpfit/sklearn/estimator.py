@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -56,6 +58,8 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
 
     address: str | None
     engine: str
+    connected_client: Client | None = None
+    """Set it to a client to use that one in place of ``address``; it is no parameter."""
     program_: Any
     """The formula; a list of them for a target of several columns."""
     expression_: Any
@@ -87,8 +91,7 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         names = self._names()
         with (
             np.errstate(all="ignore"),  # formulas overflow, which is dealt with
-            server_at(self.address, ["--devices", self.engine]) as place,
-            connect(place) as client,
+            self._client() as client,
         ):
             programs = [
                 self._find(client, self._in_units(given), begun, len(trainings))
@@ -119,6 +122,18 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
     def latex(self) -> str:
         """Return the LaTeX of the formula."""
         return to_latex(self.program_, self._names())
+
+    @contextmanager
+    def _client(self) -> Iterator[Client]:
+        """Yield the client that was given, or one of the server at ``address``, or of a new one."""
+        if self.connected_client is not None:
+            yield self.connected_client
+            return
+        with (
+            server_at(self.address, ["--devices", self.engine]) as place,
+            connect(place) as client,
+        ):
+            yield client
 
     @abstractmethod
     def _check_settings(self) -> None:

@@ -26,6 +26,7 @@ from warpfit.formulas.units import dimensions
 from warpfit.ir import Program
 from warpfit.losses import LossFunction, as_function, as_loss
 from warpfit.sklearn import equations as eq
+from warpfit.sklearn.chance import Chance, chance_of
 from warpfit.sklearn.constraints import (
     admission,
     complexity_measure,
@@ -267,6 +268,42 @@ class SymbolicRegressor(FormulaRegressor):
         """Return a formula as text in a language, as `warpfit.Program.code`."""
         return self.program(index, output).code(language, self._names())
 
+    def chance(self, n: int = 200, seed: int = 0, output: int = 0) -> Chance:
+        """Say how often a search as this one finds as good a formula in targets that hold nothing.
+
+        The search runs once more on half of the rows. Its formulas as short as the chosen one are
+        fitted to the other half, with its target and with n shuffles of this: see
+        `warpfit.sklearn.chance`. Losses have to depend on the differences of predictions and
+        targets alone, and an estimator that comes from a pickle has no rows.
+
+        Args:
+            n: number of shuffles, all of which are fitted by one call.
+            seed: of the halves and the shuffles.
+            output: target, where there are several.
+
+        Returns:
+            The share of shuffles in which a formula as short fits as well, and the p-value.
+
+        Raises:
+            InvalidArgumentError: if the rows are too few or gone, or the loss does not suit.
+
+        """
+        check_is_fitted(self)
+        given = getattr(self, "_given", None)
+        if given is None:
+            raise InvalidArgumentError(
+                "the estimator comes from a pickle, which holds no rows",
+                "NO_DATA",
+                "Call fit again before chance",
+            )
+        with np.errstate(all="ignore"), self._client() as client:
+            return chance_of(self, given[output], self._names(), n, seed, client)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the rows."""
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_given"}
+
     def plot_front(self, ax: Any = None, output: int = 0) -> Any:
         """Draw loss over complexity with matplotlib; return the axes."""
         check_is_fitted(self)
@@ -336,7 +373,8 @@ class SymbolicRegressor(FormulaRegressor):
 
     def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
         self._fresh_fronts: list[list[eq.Equation]] = []
-        return super()._trainings(X, y, sample_weight)
+        self._given = super()._trainings(X, y, sample_weight)
+        return self._given
 
     def _in_units(self, training: TrainingData) -> TrainingData:
         """Divide target and variables by their sizes if squares could overflow or vanish.
