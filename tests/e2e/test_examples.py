@@ -26,3 +26,9 @@ def test_kepler_finds_the_third_law(server: ServerProcess):
     assert "eccentricity" not in law
     (exponent,) = re.findall(r"distance \^ (-?[0-9.]+)", out)[-1:]
     assert abs(abs(float(exponent)) - 1.5) < 0.003, out
+
+
+def test_a_loop_of_proposals_finds_an_oscillation(server: ServerProcess):
+    flags = ("--address", server.address, "--rounds", 2, "--skeletons", 60)
+    out = run("propose_loop.py", *flags)
+    assert "y = 3 * exp(-0.4 * t) * cos(2.5 * t) + 1" in out

@@ -1,4 +1,4 @@
-"""The ``warpfit`` command: serve, precompile, eval, fit, search, info, health, top, token, ray."""
+"""The ``warpfit`` command: serve, precompile, eval, fit, search, mcp, info, health, token, ..."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ _DELEGATED: Final = {
     "serve": ("warpfit_server.__main__", "run a server; see `warpfit serve --help`"),
     "precompile": ("warpfit_server.precompile", "compile what a first start would compile"),
     "search": ("warpfit.cli.search", "search formulas for a column of a file"),
+    "mcp": ("warpfit.cli.mcp", "offer tools to agents, by the Model Context Protocol"),
 }
 
 

@@ -354,12 +354,7 @@ class Call:
         admission.check_rate(tenant, limits.rate)
         if not self._is_open:
             if not handlers.open_calls.enter(tenant):
-                raise ResourceExhaustedError(
-                    "as many calls are open as this tenant may have",
-                    "TOO_MANY_REQUESTS",
-                    "Retry with back-off, or start the server with a higher --max-requests",
-                    retry_after=_RETRY_SECONDS,
-                )
+                raise _too_many_open()
             self._is_open = True
         if message is None:
             admission.await_message(tenant)
@@ -475,12 +470,7 @@ class Call:
             message = next(self._messages, None)
         finally:
             if not timeouts.end(self._context):  # then gRPC says that the call was cancelled
-                raise DeadlineExceededError(
-                    f"no complete message has arrived within {seconds:g} s",
-                    "MESSAGE_TIMEOUT",
-                    "Send each message as soon as the call has begun, and smaller ones over a slow "
-                    "network",
-                )
+                raise _too_late(seconds)
         if message is None and self._is_over:
             raise CancelledError("the call has ended", "CANCELLED")
         if message is not None and len(message) > most:
@@ -494,13 +484,9 @@ class Call:
         take a message in time.
         """
         record, handlers = self.record, self._handlers
-        message: bytes
         try:
             while True:
-                try:
-                    message, is_last = next(answer), False
-                except StopIteration as end:
-                    message, is_last = end.value, True
+                message, is_last = _advance(answer)
                 made = time.monotonic_ns()
                 if record.finished:
                     record.encode = made - record.finished - record.suspended
@@ -534,6 +520,14 @@ class Call:
             handlers.waiting.discard(context)
 
 
+def _advance(answer: Any) -> tuple[bytes, bool]:
+    """Return the next message of an answer, and whether it is the one that the method returns."""
+    try:
+        return next(answer), False
+    except StopIteration as end:
+        return end.value, True
+
+
 def _clear_tracebacks(error: BaseException | None) -> None:
     """Release the frames that an error has left, with all that they hold.
 
@@ -553,4 +547,21 @@ def _too_large(nbytes: int, most: int) -> ResourceExhaustedError:
         "Send smaller batches or pieces, or ask for a higher limit",
         needed=nbytes,
         available=most,
+    )
+
+
+def _too_late(seconds: float) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"no complete message has arrived within {seconds:g} s",
+        "MESSAGE_TIMEOUT",
+        "Send each message as soon as the call has begun, and smaller ones over a slow network",
+    )
+
+
+def _too_many_open() -> ResourceExhaustedError:
+    return ResourceExhaustedError(
+        "as many calls are open as this tenant may have",
+        "TOO_MANY_REQUESTS",
+        "Retry with back-off, or start the server with a higher --max-requests",
+        retry_after=_RETRY_SECONDS,
     )

@@ -139,10 +139,7 @@ def cpu_peers(rounds: int) -> dict[str, Any]:
     bound = list(map(Program.bind, programs, parameters))
     expected = reference.evaluate_programs(bound, given.X[:1_000].T)
     content: dict[str, Any] = {"cores": os.cpu_count()}
-    peers: dict[str, Any] = {"NumPy, one core": NumpyPeer}
-    if find_spec("pyoperon"):
-        peers["pyoperon, all cores"] = PyoperonPeer
-    for name, peer in peers.items():
+    for name, peer in (("NumPy, one core", NumpyPeer), ("pyoperon, all cores", PyoperonPeer)):
         job = peer(given, os.cpu_count() or 1).prepare(bound)
         walls = seconds_of(job.run, rounds, warm_up=1)
         share = agreement(job.values(1_000), expected)

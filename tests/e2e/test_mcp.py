@@ -1,0 +1,242 @@
+"""The tools of `warpfit mcp`, called by the SDK's own client over stdio, HTTP and in process."""
+
+import asyncio
+import base64
+import gzip
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mcp.server.mcpserver")
+pytest.importorskip("sklearn")
+
+from mcp import Client, StdioServerParameters
+
+from warpfit import CancelledError, mcp_server
+
+NAMES = ("a", "b", "y")
+COMMAND = ["-c", "import sys; from warpfit.cli.main import main; sys.exit(main())", "mcp"]
+LAW = "p1*exp(p2*a) + p3*b"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder of data, with links that lead out of it."""
+    folder = tmp_path_factory.mktemp("root") / "data"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    X = rng.uniform(0.5, 2.0, (200, 2))
+    y = 2.0 * np.exp(0.5 * X[:, 0]) + X[:, 1] + rng.normal(0.0, 0.01, 200)
+    text = "\n".join([",".join(NAMES), *(f"{a},{b},{c}" for (a, b), c in zip(X, y, strict=True))])
+    (folder / "law.csv").write_text(text)
+    (folder / "packed.csv").write_bytes(gzip.compress(b"a,y\n" + b"1,2\n" * 100_000))
+    (folder.parent / "secret.csv").write_text(text)
+    (folder / "link.csv").symlink_to(folder.parent / "secret.csv")
+    (folder / "out").symlink_to(folder.parent)
+    os.mkfifo(folder / "pipe.csv")
+    return folder
+
+
+def settings(server, root, **changed):
+    given = {"root": root, "most_bytes": 100_000, "most_seconds": 30.0, **changed}
+    return mcp_server.Settings(server.address, {"tls": False}, **given)
+
+
+def stdio(server, root):
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return StdioServerParameters(
+        command=sys.executable,
+        args=[*COMMAND, "--root", str(root), "--address", server.address],
+        env={"PYTHONPATH": paths},
+    )
+
+
+def answer(result):
+    assert not result.is_error, result.content
+    return result.structured_content
+
+
+def test_an_agent_finds_a_law_over_stdio(server, root):
+    """The way that `client/examples/SKILL.md` describes."""
+    told = []
+
+    async def progress(done, total, _):
+        told.append(done / total)
+
+    async def work():
+        async with Client(stdio(server, root)) as client:
+            tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+            data = {"path": "law.csv", "target": "y"}
+            seen = answer(await client.call_tool("describe_data", {"data": data}))
+            given = {"data": data, "skeletons": [LAW, "p1*a +", None, "p1*a + p2"]}
+            found = answer(await client.call_tool("propose", given, progress_callback=progress))
+            again = answer(await client.call_tool("propose", given | {"skeletons": [LAW]}))
+            best = found["answers"][found["best"]]["simplified"]
+            given = {"data": data, "expressions": [best], "tolerance": 0.1}
+            short = answer(await client.call_tool("simplify", given))
+            given = {"data": data, "expression": short["formulas"][0]["expression"], "rows": 3}
+            values = answer(await client.call_tool("predict", given))
+            drawn = await client.call_tool("plot", given | {"over": "a"} | {"rows": None})
+            given = {"data": data, "seconds": 1.0, "max_size": 5}
+            searched = answer(await client.call_tool("search", given))
+            return tools, seen, found, again, short, values, drawn, searched
+
+    tools, seen, found, again, short, values, drawn, searched = asyncio.run(work())
+    assert set(tools) == {"describe_data", "propose", "search", "simplify", "predict", "plot"}
+    assert all(tool.description for tool in tools.values())
+    assert seen["rows"] == 200
+    assert [column["name"] for column in seen["columns"]] == ["a", "b"]
+    law, cut, nothing, line = found["answers"]
+    assert law["held_out_loss"] < 4e-4 < line["held_out_loss"]
+    assert cut["error"]["position"] == 6
+    assert nothing["error"]["reason"] == "UNKNOWN_EXPRESSION_TYPE"
+    assert (law["tried"], again["answers"][0]["tried"]) == (0, 1)
+    assert short["formulas"][0]["expression"] == "b + 2 * exp(0.5 * a)"
+    assert len(values["values"]) == 3
+    assert values["mse"] < 4e-4
+    assert base64.b64decode(drawn.content[0].data).startswith(b"\x89PNG")
+    assert searched["front"]
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+def in_process(server, root, calls, **changed):
+    """Return the text of each answer."""
+
+    async def work():
+        async with Client(mcp_server.make_server(settings(server, root, **changed))) as client:
+            return [await client.call_tool(name, given) for name, given in calls]
+
+    return [(r.is_error, r.content[0].text) for r in asyncio.run(work())]
+
+
+@pytest.mark.parametrize(
+    "path", ["../secret.csv", "link.csv", "out/secret.csv", "pipe.csv", "-", "", ".", "law.csv/x"]
+)
+def test_no_path_leads_out_of_the_root(server, root, path):
+    paths = [path, str(root.parent / "secret.csv"), "law.csv\0", "/"]
+    calls = [("describe_data", {"data": {"path": each}}) for each in paths]
+    for is_error, text in in_process(server, root, calls):
+        assert is_error
+        assert "BAD_FILE" in text
+        assert "law.csv" in text
+
+
+def test_data_are_limited_and_checked(server, root):
+    inline = {"columns": {"a": [1.0, 2.0, 3.0, 5.0], "y": [2.0, 4.0, 6.0, 10.0]}, "target": "y"}
+    calls = [
+        ("propose", {"data": inline, "skeletons": ["p1*a"], "held_out": 0.0}),
+        ("describe_data", {"data": {"path": "packed.csv"}}),
+        ("describe_data", {"data": {"columns": {"a": [0.0] * 20_000}}}),
+        ("describe_data", {"data": {"columns": {"a": [1.0], "b": [1.0, 2.0]}}}),
+        ("describe_data", {"data": {"columns": {"a": [1.0]}, "path": "law.csv"}}),
+        ("describe_data", {"data": {"columns": {"a": [1.0]}, "target": "b"}}),
+        ("predict", {"data": inline, "expression": "a", "start": 9}),
+        ("search", {"data": inline, "seconds": 1e6}),
+        ("plot", {"data": inline, "expression": "a", "over": "nosuch"}),
+        ("simplify", {"data": inline, "expressions": ["p1*a"]}),
+        ("describe_data", {"data": {"path": "law.csv", "target": "nosuch"}}),
+    ]
+    good, *bad = in_process(server, root, calls)
+    assert json.loads(good[1])["answers"][0]["parameters"] == pytest.approx([2.0])
+    words = ("larger", "larger", "length", "either", "no column", "4 rows", "seconds", "nosuch")
+    for (is_error, text), word in zip(bad, (*words, "parameter", "nosuch"), strict=True):
+        assert is_error
+        assert word in text
+    ((is_error, text),) = in_process(server, None, [("describe_data", {"data": {"path": "x"}})])
+    assert is_error
+    assert "--root" not in text
+    assert "NO_DATA_ROOT" in text
+
+
+def test_a_cancelled_call_is_cancelled_on_the_server(server, root, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+
+    def endless(client, table, *_, **__):
+        data = client.upload(table.columns, table.target)
+        begun.set()
+        try:
+            while True:
+                client.evaluate(data, ["x1"], loss="mse")
+        except CancelledError:
+            ended.set()
+            raise
+
+    async def work():
+        async with Client(mcp_server.make_server(settings(server, root))) as client:
+            given = {"data": {"path": "law.csv", "target": "y"}}
+            task = asyncio.create_task(client.call_tool("search", given))
+            assert await asyncio.to_thread(begun.wait, 30)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(ended.wait, 30)
+
+    monkeypatch.setattr(mcp_server, "_search", endless)
+    asyncio.run(work())
+
+
+def test_a_caller_over_http_is_the_tenant_of_its_own_token(server, root, monkeypatch):
+    given = []
+    real = mcp_server.connect
+
+    def connect(address, **options):
+        given.append(options["token"])
+        return real(address, tls=False, token="")
+
+    monkeypatch.setattr(mcp_server, "connect", connect)
+    monkeypatch.setattr(mcp_server, "_MOST_CALLERS", 2)
+
+    async def work():
+        own = mcp_server.Settings(server.address, {"token": "own"}, root, 1 << 20, 1.0)
+        tools = mcp_server.Tools(own)
+        headers = [None, {}, {"authorization": "Bearer theirs"}, {"authorization": "bearer theirs"}]
+        for each in headers:
+            await tools.describe_data(
+                SimpleNamespace(headers=each), mcp_server.Data(path="law.csv")
+            )
+
+    asyncio.run(work())
+    assert given == ["own", "", "theirs"]
+
+
+def test_http_listens_on_loopback_and_checks_host_and_origin(server, root):
+    flags = ["--root", str(root), "--address", server.address, "--http", "--port", "0"]
+    command = [sys.executable, *COMMAND, *flags, "--allow-origin", "http://good.example"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = re.search(r"http://127\.0\.0\.1:(\d+)/mcp", process.stderr.readline())
+
+            async def work():
+                async with Client(url[0]) as client:
+                    given = {"data": {"path": "law.csv", "target": "y"}, "skeletons": [LAW]}
+                    return answer(await client.call_tool("propose", given))
+
+            assert asyncio.run(work())["answers"][0]["held_out_loss"] < 4e-4
+
+            def status(**headers):
+                connection = http.client.HTTPConnection("127.0.0.1", int(url[1]), timeout=30)
+                body = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+                usual = {"content-type": "application/json", "accept": "application/json"}
+                connection.request("POST", "/mcp", json.dumps(body), {**usual, **headers})
+                return connection.getresponse().status
+
+            assert status(Host="evil.example") == 421
+            assert status(Origin="http://evil.example") == 403
+            assert status(Origin="http://localhost:3000") == 403
+            assert status(Origin="http://good.example") not in (403, 421)
+            assert status() not in (403, 421)
+        finally:
+            process.terminate()
+    refused = [sys.executable, *COMMAND, "--http", "--host", "0.0.0.0", "--address", "x:1"]
+    done = subprocess.run(refused, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--allow-host" in done.stderr
