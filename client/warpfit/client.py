@@ -384,7 +384,8 @@ class Client:
             expressions: as for `evaluate`.
             parameters: for each expression its parameters [n]; they become constants.
             **options: ``tolerance`` (0.01: a loss may grow by one percent, or by what is nothing
-                but rounding errors), ``loss`` ("mse" by default), ``assume_defined``, ``rows``,
+                but rounding errors), ``loss`` ("mse" by default), ``snap`` ("constants" by default,
+                "numbers" without pi and e, or False), ``assume_defined``, ``rows``,
                 ``precision``, ``tier``, ``timeout``.
 
         Returns:

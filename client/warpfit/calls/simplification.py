@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,10 @@ class SimplifyOptions(CommonOptions, total=False):
     """Part of its loss by which a formula may become worse; 0.01 by default."""
     loss: Loss | LossFunction | str
     """The loss that is compared, as in `optimize`; "mse" by default."""
+    snap: Literal["constants", "numbers", False]
+    """What constants become where the loss allows it: ``"constants"`` (default), short numbers,
+    fractions, and multiples of pi and e where no number of four digits does; ``"numbers"``, the
+    same without pi and e; False, nothing but what a fit says."""
     assume_defined: bool
     """Also apply rules such as x/x = 1; see `warpfit.Program.simplify`."""
 
@@ -120,6 +124,9 @@ class SimplifyTask:
         tolerance = number(self._options.get("tolerance", _TOLERANCE), "tolerance", wanted)
         if not 0.0 <= tolerance < math.inf:
             raise bad_setting("tolerance", tolerance, wanted)
+        kind = self._options.get("snap", "constants")
+        if kind not in ("constants", "numbers", False):
+            raise bad_setting("snap", kind, "constants, numbers or False")
         layout = self._data.layout
         rounding = _ROUNDING * float(np.finfo(layout.dtype).eps)
         is_squared = self._loss.is_squares and self._loss.closing is not Closing.ROOT
@@ -131,6 +138,7 @@ class SimplifyTask:
             tolerance=tolerance,
             rounding=rounding**2 if is_squared else rounding,
             assume_defined=bool(self._options.get("assume_defined")),
+            numbers=kind or "",
             sample=sample[: layout.variables],
             low=low,
             high=high,

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.cli.table import Table, add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
+from warpfit.expressions.language import to_text
 
 if TYPE_CHECKING:
-    from warpfit.sklearn import SymbolicRegressor
+    from warpfit.sklearn import Equation, SymbolicRegressor
 
 
 #: Exit status for what has ended a search early: 128 plus the signal, or that of an error.
@@ -40,7 +41,7 @@ def main(words: Sequence[str]) -> int:
     table.require_finite(options.target, options.weights)
     target = table.target
     assert target is not None  # the flag is required
-    from warpfit.sklearn.equations import EquationTable, plot_fit
+    from warpfit.sklearn.equations import plot_fit
 
     model = _model(options)
     try:
@@ -49,7 +50,7 @@ def main(words: Sequence[str]) -> int:
         raise InvalidArgumentError(
             f"{table.file}: {str(error).strip().splitlines()[0]}", "BAD_DATA", "Change the data"
         ) from error
-    print(EquationTable(tuple(model.front_)))
+    print(model.equations_)
     print(f"\n{options.target} = {model.expression_}")
     if options.json:
         text = json.dumps(_document(model, options), indent=2, allow_nan=False) + "\n"
@@ -152,7 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=seconds, default=60.0, help="time of the search (default: 60)")
     add("--operators", nargs="+", metavar="NAME", help="names or symbols, such as + '*' sin")
     add("--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)")
-    add("--select", default="bic", choices=("best", "accuracy", "score", "bic"))
+    add("--select", default="description_length",
+        choices=("best", "accuracy", "score", "description_length"))  # fmt: skip
+    add(
+        "--digits", type=whole_from(1), default=4, metavar="N", help="that are printed (default: 4)"
+    )
     add("--max-size", type=whole_from(1), default=25, metavar="N", help="most tokens (default: 25)")
     add("--seed", type=_seed, default=0, help="from 0 to 4294967295 (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the front as JSON")
@@ -183,6 +188,7 @@ def _model(options: argparse.Namespace) -> SymbolicRegressor:
         max_size=options.max_size,
         generations=10**6,
         max_seconds=options.seconds,
+        digits=options.digits,
         checkpoint=options.checkpoint,
         verbose=not options.quiet,
         random_state=options.seed,
@@ -200,10 +206,14 @@ def named(table: Table) -> Any:
 
 
 def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str, Any]:
-    rows = [
-        {name: value for name, value in asdict(equation).items() if name != "program"}
-        for equation in model.front_
-    ]
+    names = tuple(getattr(model, "feature_names_in_", ()))
+
+    def row(equation: Equation) -> dict[str, Any]:
+        """Return the fields of an equation, its text with all digits."""
+        found = {key: value for key, value in asdict(equation).items() if key != "program"}
+        return found | {"equation": to_text(equation.program, names)}
+
+    rows = [row(equation) for equation in model.front_]
     chosen = model.front_.index(next(e for e in model.front_ if e.program == model.program_))
     return {
         "file": options.file.name,
@@ -212,7 +222,7 @@ def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str
         "reason": model.reason_,
         "selection": options.select,
         "chosen": chosen,
-        "equation": model.expression_,
+        "equation": rows[chosen]["equation"],
         "front": [
             {k: v if isinstance(v, str) or math.isfinite(v) else None for k, v in row.items()}
             for row in rows

@@ -112,6 +112,9 @@ _LARGEST_DENOMINATOR: Final = 12
 _LARGEST_NUMERATOR: Final = 99
 #: Units and the denominators that occur with them.
 _UNITS: Final = (("pi", math.pi, (1, 2, 3, 4, 6, 8)), ("e", math.e, (1, 2)))
+#: Digits that a unit counts as, one more than the longest short decimal: it is for numbers that are
+#: known so well that no decimal does. Others are close to a multiple of pi or e by chance.
+_UNIT_DIGITS: Final = _MOST_DIGITS + 1
 #: Part by which a number may differ from its short form, integers excepted.
 _NEAR: Final = 0.1
 
@@ -149,10 +152,16 @@ def short_form(value: float) -> ShortForm | None:
     return min(forms, key=lambda form: form.cost, default=None)
 
 
-def shorter_numbers(value: float) -> list[float]:
-    """Return numbers near this one that cost less, the cheapest first; 0 is none of them."""
+def shorter_numbers(value: float, *, units: bool = True) -> list[float]:
+    """Return numbers near this one that cost less, the cheapest first; 0 is none of them.
+
+    Args:
+        value: the number.
+        units: whether multiples of pi and e are among them.
+    """
     own = cost(value)
     found = sorted(_forms_near(value), key=lambda form: (form.cost, abs(form.value - value)))
+    found = [form for form in found if units or not form.unit]
     cheaper = [form.value for form in found if form.cost < own and form.value != 0.0]
     return list(dict.fromkeys(cheaper))
 
@@ -189,7 +198,8 @@ def _fraction(
         return
     digits = len(str(denominator)) if denominator > 1 else 0
     digits += len(str(abs(numerator))) if abs(numerator) > 1 or not name else 0
-    yield ShortForm(number, _DIGIT * (2 * bool(name) + digits), numerator, denominator, name)
+    digits += _UNIT_DIGITS if name else 0
+    yield ShortForm(number, _DIGIT * digits, numerator, denominator, name)
 
 
 # -------------------------------------------------------------------- programs as text and as LaTeX
@@ -221,15 +231,19 @@ _LATEX_ESCAPES: Final = str.maketrans(
 )
 
 
-def to_text(program: Program, names: Sequence[str] = ()) -> str:
+def to_text(program: Program, names: Sequence[str] = (), digits: int | None = None) -> str:
     """Return the text of a program, with as few parentheses as possible.
 
     ``parse(to_text(program, names), names) == program``, to the last bit of each constant, but that
     a sum with a negative term is written, and read, as the difference of equal value: ``x1 - 2`` is
     the text of ``add(x1, -2)``, too. Variables beyond the names of the data set are written x1, x2,
     ....
+
+    With ``digits`` the text is one to read: constants have so many significant digits at most, but
+    for numbers in short form, and fractions and multiples of pi and e are written as ``2/3`` and
+    ``3*pi/2``.
     """
-    return _marked_text(program, names, -1)
+    return _marked_text(program, names, -1, digits)
 
 
 def locate(program: Program, token: int, names: Sequence[str] = ()) -> tuple[str, int]:
@@ -238,7 +252,9 @@ def locate(program: Program, token: int, names: Sequence[str] = ()) -> tuple[str
     return text.replace(_MARK, ""), text.index(_MARK)
 
 
-def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
+def _marked_text(
+    program: Program, names: Sequence[str], token: int, digits: int | None = None
+) -> str:
     """Return the text with `_MARK` before a token; without it for token -1."""
     taken = frozenset(names)
     program, places = _with_differences(program)
@@ -251,8 +267,13 @@ def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
     def leaf(code: int, value: float) -> _Rendered:
         before = mark()
         if code == CONSTANT:
-            text = _constant(value, taken)
-            precedence = _NEGATION.precedence if text.startswith("-") else _NUMBER
+            form = short_form(value) if digits else None
+            if digits and form is not None and form.numerator and form.unit not in taken:
+                text = _fraction_text(form)
+            else:
+                text = _constant(rounded(value, digits) if digits else value, taken)
+            precedence = _PRODUCT if "/" in text or "*" in text else _NUMBER
+            precedence = _NEGATION.precedence if text.startswith("-") else precedence
             return deque([before + text]), precedence
         if code == VARIABLE and value < len(names):
             return deque([before + _quoted(names[int(value)])]), _ATOM
@@ -268,7 +289,8 @@ def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
 def _with_differences(program: Program) -> tuple[Program, Sequence[int]]:
     """Write sums with negative terms as differences, and differences with them as sums.
 
-    A term is negative if it begins with a negation or a negative constant, as ``-(a*b)*c`` does.
+    A term is negative if it begins with a negation or a negative constant, as ``-(a*b)*c`` does, or
+    if the last factor or divisor alone does, as in ``a*-2``.
 
     Returns:
         The program, of equal value, and the index in it of each token of the given one. For a
@@ -290,9 +312,8 @@ def _with_differences(program: Program) -> tuple[Program, Sequence[int]]:
             is_negative = code == CONSTANT and math.copysign(1.0, value) < 0.0
             stack.append((place, None) if is_negative else None)
             continue
-        signs = stack[-row.arity]
+        signs, sign = stack[-row.arity], stack[-1]
         if row.name in ("add", "sub"):
-            sign = stack[-1]
             while sign is not None:
                 first, sign = sign
                 if codes[first] == CONSTANT:
@@ -304,7 +325,7 @@ def _with_differences(program: Program) -> tuple[Program, Sequence[int]]:
         if row is _NEGATION:
             stack.append((place, signs))
         else:
-            stack.append(signs if row.name in ("mul", "div") else None)
+            stack.append(signs or sign if row.name in ("mul", "div") else None)
     kept = [place for place in range(len(codes)) if place not in gone]
     position = {place: index for index, place in enumerate(kept)}
     places = [position[gone.get(place, place)] for place in range(len(codes))]
@@ -397,8 +418,17 @@ def _constant(value: float, taken: Set[str]) -> str:
     return f"#{bits.hex()}"
 
 
-def to_latex(program: Program, names: Sequence[str] = ()) -> str:
+def _fraction_text(form: ShortForm) -> str:
+    size = abs(form.numerator)
+    text = form.unit if form.unit and size == 1 else f"{size}*{form.unit}".rstrip("*")
+    text += f"/{form.denominator}" if form.denominator > 1 else ""
+    return f"-{text}" if form.numerator < 0 else text
+
+
+def to_latex(program: Program, names: Sequence[str] = (), digits: int | None = None) -> str:
     """Return a program as LaTeX for mathematical mode; variables without names are x_{1}, ....
+
+    With ``digits`` constants have so many significant digits at most, as in `to_text`.
 
     No two variables or parameters look the same: a column called p1 is p_{1}, and the first
     parameter p_{01} then.
@@ -411,13 +441,13 @@ def to_latex(program: Program, names: Sequence[str] = ()) -> str:
 
     def leaf(code: int, value: float) -> _Rendered:
         if code == CONSTANT:
-            return _latex_constant(value)
+            return _latex_constant(rounded(value, digits) if digits else value)
         if code == VARIABLE and value < len(known):
             return deque([known[int(value)]]), _ATOM
-        letter, digits = "x" if code == VARIABLE else "p", str(int(value) + 1)
-        while f"{letter}_{{{digits}}}" in columns:
-            digits = f"0{digits}"
-        return deque([f"{letter}_{{{digits}}}"]), _ATOM
+        letter, number = "x" if code == VARIABLE else "p", str(int(value) + 1)
+        while f"{letter}_{{{number}}}" in columns:
+            number = f"0{number}"
+        return deque([f"{letter}_{{{number}}}"]), _ATOM
 
     return "".join(program.fold(leaf, _latex)[0])
 

@@ -72,6 +72,9 @@ class SnapSettings:
     defined becomes undefined."""
     middle: float
     """Start of the fit of the best constant."""
+    numbers: str = "constants"
+    """What constants become: "constants" for all short forms, "numbers" for those without pi and
+    e, "" for none."""
 
 
 @dataclass(slots=True)
@@ -121,7 +124,7 @@ def snap(
             break
         losses, fitted = yield _lifted([candidate for _, candidate in trials])
         _choose(trials, losses, fitted, Rules(settings.assume_defined))
-    return (yield from _finish(searches))
+    return (yield from _finish(searches, _DIGITS if settings.numbers else range(0)))
 
 
 def _begin(
@@ -177,13 +180,15 @@ def _choose(
                 break
 
 
-def _finish(searches: list[_Search]) -> Generator[Trials, Outcomes, list[Snapped]]:
+def _finish(
+    searches: list[_Search], digits_tried: range
+) -> Generator[Trials, Outcomes, list[Snapped]]:
     """Round what is left, and return for each formula the last state whose loss is allowed.
 
     The losses are measured anew with all numbers as constants.
     """
     states = [
-        [*(_rounded(search.program, digits) for digits in _DIGITS), *search.history[::-1]]
+        [*(_rounded(search.program, digits) for digits in digits_tried), *search.history[::-1]]
         for search in searches
     ]
     losses, _ = yield _unfitted([program for choice in states for program in choice])
@@ -211,7 +216,8 @@ def _candidates(search: _Search, settings: SnapSettings) -> list[Program]:
     own = _cost(search.program)
     rules = Rules(settings.assume_defined)
     program = search.program
-    found = {*_with_shorter_numbers(program, rules), *_with_less(program, rules, settings)}
+    shorter = _with_shorter_numbers(program, rules, settings.numbers)
+    found = {*shorter, *_with_less(program, rules, settings)}
     cheaper = [(_cost(program), program) for program in found - search.tried]
     cheaper.sort(key=lambda pair: (pair[0], pair[1].codes.tobytes(), pair[1].values.tobytes()))
     chosen = [program for price, program in cheaper if price < own][:_MOST_CANDIDATES]
@@ -219,9 +225,11 @@ def _candidates(search: _Search, settings: SnapSettings) -> list[Program]:
     return chosen
 
 
-def _with_shorter_numbers(program: Program, rules: Rules) -> Iterator[Program]:
+def _with_shorter_numbers(program: Program, rules: Rules, kind: str) -> Iterator[Program]:
+    if not kind:
+        return
     for place in np.flatnonzero(program.codes == CONSTANT).tolist():
-        for value in shorter_numbers(float(program.values[place])):
+        for value in shorter_numbers(float(program.values[place]), units=kind == "constants"):
             values = program.values.copy()
             values[place] = value
             changed = Program(program.codes, values)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +21,20 @@ from warpfit.ops import CONSTANT
 ROUNDING: Final = 1e-18
 #: An equation is in the running for "best" if its loss is at most this multiple of the least.
 _NEAR_BEST: Final = 1.5
-COLUMNS: Final = ("complexity", "loss", "score", "bic", "r2", "equation")
+#: Columns of the table, with the names that fit above them.
+COLUMNS: Final = {
+    "complexity": "size",
+    "loss": "loss",
+    "r2": "r2",
+    "r2_held_out": "held out",
+    "score": "score",
+    "description_length": "length",
+    "equation": "equation",
+}
+#: Characters of a line of a plot's title.
+_TITLE: Final = 60
+#: Least width of the column of formulas, which are broken at spaces.
+_LEAST_WIDTH: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +45,26 @@ class Equation:
     """Sum of the weights of its tokens, 1 each unless others were given."""
     loss: float
     """Loss of this formula on all training data, rows held out included."""
+    excess: float
+    """The same above the least that any prediction could have; not negative."""
     score: float
-    """Decrease of the logarithm of the loss, above the least that any prediction could have, for
-    each unit of complexity since the equation before (PySR's score); 0 for the first one."""
-    bic: float
-    """A Bayesian information criterion, -2 log L + k log(rows) (Schwarz 1978). Its k is no number
-    of parameters but ``complexity``, as the structure was searched for, too, plus 1 for each
-    constant, or a part of 1 for one in a short form. Comparable on the same data only."""
+    """Decrease of the logarithm of ``excess`` for each unit of complexity since the equation before
+    (PySR's score); 0 for the first one."""
+    description_length: float
+    """Length of a description of the data in nats, but for a constant: -log L + k log(rows) / 2
+    (Rissanen 1978). Its k is the complexity, as the structure was searched for, too, plus 1 for
+    each constant, or a part of 1 for one in a short form. Comparable on the same data only."""
     r2: float
-    """R^2 of this formula on the rows held out, which no fit has seen; minus infinity if it has no
-    value on one of them, and NaN if none were held out."""
+    """R^2 of this formula on all training data; NaN in the previews of a callback, unless squares
+    are minimised."""
+    r2_held_out: float
+    """R^2 on the rows held out, which no fit has seen; minus infinity if it has no value on one of
+    them, and NaN if none were held out."""
     program: Program
     equation: str
-    """The program as text."""
+    """The program as text, with as many digits as the estimator's ``digits``."""
+    latex: str
+    """The same as LaTeX."""
     is_supported: bool = True
     """Whether the rows held out do not speak against it: it has a value there and, if squares are
     minimised, an R^2 that is not negative. Constants always are, and all if none are held out."""
@@ -52,69 +73,78 @@ class Equation:
 def build_front(
     found: Sequence[tuple[Program, float, float]],
     complexity: Callable[[Program], int],
-    text: Callable[[Program], str],
+    texts: Callable[[Program], tuple[str, str]],
     rows: float,
     scale: float,
     floor: float = 0.0,
-    deviance: Callable[[float], float] | None = None,
+    deviance: Callable[[Program, float], float] | None = None,
     predicts_mean: bool = True,
+    r2: Callable[[float], float] = lambda _: math.nan,
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
-    The formula of the least BIC stays, whatever others of its complexity gain by more constants.
+    The formula of the least description length stays, whatever others of its complexity gain by
+    more constants.
 
     Args:
         found: program, loss above ``floor``, and R^2 on rows held out, of each formula.
         complexity: measures a program.
-        text: writes a program.
-        rows: amount of data for the BIC.
+        texts: writes a program as text and as LaTeX.
+        rows: amount of data for the description length.
         scale: loss of the best constant above ``floor``.
         floor: least loss that any prediction could have.
-        deviance: returns -2 log L of a loss above ``floor``; by default rows log(loss).
+        deviance: returns -2 log L of a program and its loss above ``floor``; by default that is
+            rows log(loss).
         predicts_mean: whether predictions are means of the target, so that R^2 judges them.
+        r2: returns the R^2 of a loss.
 
     """
-    minus_2_log_l = deviance or (lambda excess: rows * math.log(excess))
+    minus_2_log_l = deviance or (lambda _, excess: rows * math.log(excess))
     least = max(ROUNDING * scale, math.ulp(0.0))
     # A formula may have no value on rows that the search did not compare.
     found = [entry for entry in found if math.isfinite(entry[1])] or list(found)[:1]
     measured = [
-        (complexity(program), max(loss, least), program, max(loss, 0.0), r2)
-        for program, loss, r2 in found
+        (complexity(program), max(loss, least), program, max(loss, 0.0), held_out)
+        for program, loss, held_out in found
     ]
     best = min(
-        measured, key=lambda item: information(item[0], minus_2_log_l(item[1]), item[2], rows)
+        measured,
+        key=lambda item: information(item[0], minus_2_log_l(item[2], item[1]), item[2], rows),
     )
     ranked = [item for item in measured if item is best or item[0] > best[0] or item[1] > best[1]]
     front: list[Equation] = []
     last = math.inf
-    for size, level, program, loss, r2 in sorted(ranked, key=lambda item: item[:2]):
+    for size, level, program, loss, held_out in sorted(ranked, key=lambda item: item[:2]):
         if front and level >= last:
             continue
         score = 0.0
         if front:
             drop = math.log(last / level)
             score = drop / (size - front[-1].complexity)
-        bic = information(size, minus_2_log_l(level), program, rows)
-        is_refuted = r2 < 0.0 if predicts_mean else r2 == -math.inf
+        length = information(size, minus_2_log_l(program, level), program, rows)
+        is_refuted = held_out < 0.0 if predicts_mean else held_out == -math.inf
         is_supported = program.variables == 0 or not is_refuted
+        total = loss + floor
         front.append(
-            Equation(size, loss + floor, score, bic, r2, program, text(program), is_supported)
-        )
+            Equation(
+                size, total, loss, score, length, r2(total), held_out, program, *texts(program),
+                is_supported,
+            )
+        )  # fmt: skip
         last = level
     return front
 
 
 def information(size: int, deviance: float, program: Program, rows: float) -> float:
-    """Return the BIC of a formula, as `Equation.bic` describes it."""
+    """Return the description length of a formula, from -2 log L; see `Equation`."""
     constants = program.values[program.codes == CONSTANT].tolist()
-    return deviance + (size + sum(map(cost, constants)) / FREE) * math.log(max(rows, 2.0))
+    count = size + sum(map(cost, constants)) / FREE
+    return 0.5 * (deviance + count * math.log(max(rows, 2.0)))
 
 
 def _best(front: Sequence[Equation]) -> Equation:
-    least = min(equation.loss for equation in front)
-    limit = _NEAR_BEST * least if least > 0.0 else least
-    return max((e for e in front if e.loss <= limit), key=lambda equation: equation.score)
+    limit = _NEAR_BEST * min(equation.excess for equation in front)
+    return max((e for e in front if e.excess <= limit), key=lambda equation: equation.score)
 
 
 #: Criteria that choose an equation of a front.
@@ -123,7 +153,7 @@ SELECTIONS: Final[dict[str, Callable[[Sequence[Equation]], Equation]]] = {
     # The last of several: where losses overflow or vanish, the more complex are the more accurate.
     "accuracy": lambda front: min(reversed(front), key=lambda equation: equation.loss),
     "score": lambda front: max(front, key=lambda equation: equation.score),
-    "bic": lambda front: min(front, key=lambda equation: equation.bic),
+    "description_length": lambda front: min(front, key=lambda e: e.description_length),
 }
 
 
@@ -147,26 +177,17 @@ def selected(front: Sequence[Equation], name: str) -> int:
     """
     eligible = [equation for equation in front if equation.is_supported]
     if not eligible:
-        return max(range(len(front)), key=lambda place: front[place].r2)
+        return max(range(len(front)), key=lambda place: front[place].r2_held_out)
     return list(front).index(SELECTIONS[name](eligible))
-
-
-def as_table(front: Sequence[Equation]) -> Any:
-    """Return a pandas DataFrame of `COLUMNS`, or a table that prints if there is no pandas."""
-    if find_spec("pandas") is not None:
-        import pandas
-
-        return pandas.DataFrame(
-            {name: [getattr(equation, name) for equation in front] for name in COLUMNS}
-        )
-    return EquationTable(tuple(front))
 
 
 @dataclass(frozen=True)
 class EquationTable:
-    """The equations as a table in text and HTML; a sequence of `Equation`."""
+    """The equations of a search: a sequence of `Equation` that prints as a table."""
 
     front: tuple[Equation, ...]
+    digits: int = 4
+    """Significant digits of the numbers."""
 
     def __len__(self) -> int:
         """Count the equations."""
@@ -176,21 +197,57 @@ class EquationTable:
         """Return one equation."""
         return self.front[index]
 
+    def to_pandas(self) -> Any:
+        """Return a pandas DataFrame with a column for each field; one of them is LaTeX.
+
+        Raises:
+            InvalidArgumentError: if pandas is not installed.
+
+        """
+        require("pandas", "pandas", "equations_")
+        import pandas
+
+        names = [*COLUMNS, "latex"]
+        return pandas.DataFrame({name: [getattr(e, name) for e in self.front] for name in names})
+
     def __str__(self) -> str:
-        """Return the table as right-aligned columns."""
-        return self._table().text()
+        """Return the table as columns that fit a terminal: long formulas take several lines."""
+        header, *rows = self._cells([equation.equation for equation in self.front])
+        widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
+        before = sum(widths[:-1]) + 2 * (len(header) - 1)
+        width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns - before)
+        lines = []
+        for row in [header, *rows]:
+            numbers = [cell.rjust(size) for cell, size in zip(row, widths[:-1], strict=False)]
+            formula = textwrap.wrap(row[-1], width, break_on_hyphens=False) or [""]
+            lines.append("  ".join([*numbers, formula[0]]))
+            lines += [" " * before + line for line in formula[1:]]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return self._table().html()
+        header, *rows = self._cells([f"${equation.latex}$" for equation in self.front])
+        return TextTable(tuple(header), [tuple(row) for row in rows]).html()
 
-    def _table(self) -> TextTable:
-        cells = [[getattr(equation, name) for name in COLUMNS] for equation in self.front]
-        return TextTable(
-            COLUMNS,
-            [tuple(f"{c:.5g}" if isinstance(c, float) else str(c) for c in row) for row in cells],
-        )
+    def _cells(self, formulas: Sequence[str]) -> list[list[str]]:
+        """Return header and rows as text; what nothing is known of has no column."""
+        known = [
+            name
+            for name in list(COLUMNS)[:-1]
+            if not all(math.isnan(getattr(equation, name)) for equation in self.front)
+        ]
+
+        def cell(name: str, value: float) -> str:
+            # Numbers of about 1 have as many digits behind the point as others have in all.
+            is_part = name in ("r2", "r2_held_out") and abs(value) < 10.0
+            return f"{value:.{self.digits}{'f' if is_part else 'g'}}"
+
+        rows = [
+            [*(cell(name, getattr(equation, name)) for name in known), formula]
+            for equation, formula in zip(self.front, formulas, strict=True)
+        ]
+        return [[*(COLUMNS[name] for name in known), COLUMNS["equation"]], *rows]
 
 
 def axes_or_new(ax: Any) -> Any:
@@ -212,17 +269,17 @@ def plot_front(front: Sequence[Equation], chosen: Equation, ax: Any) -> Any:
     """Draw loss over complexity, with the chosen equation marked; return the axes."""
     ax = axes_or_new(ax)
     steps = [equation.complexity for equation in front]
-    losses = [max(equation.loss, 1e-300) for equation in front]
+    # Losses may be negative; what is above the least possible is not.
+    losses = [max(equation.excess, 1e-300) for equation in front]
     ax.step(steps, losses, where="post", marker="o")
-    ax.plot([chosen.complexity], [max(chosen.loss, 1e-300)], "s", label=_plain(chosen.equation))
-    ax.set(xlabel="complexity", ylabel="loss", yscale="log")
-    ax.legend()
+    ax.plot([chosen.complexity], [max(chosen.excess, 1e-300)], "s")
+    least = min(equation.loss - equation.excess for equation in front)
+    label = f"loss above {least:.4g}" if abs(least) > 0.0 else "loss"
+    ax.set(xlabel="complexity", ylabel=label, yscale="log")
+    # Above the axes a formula covers no points; dollars would enclose one of matplotlib's own.
+    text = chosen.equation.replace("$", r"\$")
+    ax.set_title("\n".join(textwrap.wrap(text, _TITLE)), fontsize="small")
     return ax
-
-
-def _plain(text: str) -> str:
-    """Return a text that matplotlib shows as it is: dollars enclose formulas there."""
-    return text.replace("$", r"\$")
 
 
 def plot_fit(target: np.ndarray[Any, Any], predicted: np.ndarray[Any, Any], ax: Any) -> Any:

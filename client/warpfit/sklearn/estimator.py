@@ -88,7 +88,6 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         begun = time.monotonic()
         trainings = self._trainings(X, y, sample_weight)
         self._check_settings()
-        names = self._names()
         with (
             np.errstate(all="ignore"),  # formulas overflow, which is dealt with
             self._client() as client,
@@ -97,7 +96,7 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
                 self._find(client, self._in_units(given), begun, len(trainings))
                 for given in trainings
             ]
-        texts = [to_text(program, names) for program in programs]
+        texts = [self._text(program) for program in programs]
         self.program_ = programs[0] if len(programs) == 1 else programs
         self.expression_ = texts[0] if len(texts) == 1 else texts
         return self
@@ -118,6 +117,9 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         y = np.asarray(real_numbers(y, "y"), np.float64)
         unit = power_of_two(y)
         return float(r2_score(y / unit, self.predict(X) / unit, sample_weight=sample_weight))
+
+    def _text(self, program: Program) -> str:
+        return to_text(program, self._names())
 
     def latex(self) -> str:
         """Return the LaTeX of the formula."""

@@ -21,7 +21,7 @@ from warpfit.client import Client
 from warpfit.dataset.layout import caller_level
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
-from warpfit.expressions.language import to_latex
+from warpfit.expressions.language import to_latex, to_text
 from warpfit.formulas.units import dimensions
 from warpfit.ir import Program
 from warpfit.losses import LossFunction, as_function, as_loss
@@ -58,7 +58,10 @@ _RANGES: Final = {
     "fit_iterations": (1, 10_000),
     "sample_rows": (1, 10**9),
     "early_stopping": (1, 10**9),
+    "digits": (1, 17),
 }
+#: Settings of these that may be None.
+_OPTIONAL: Final = ("early_stopping", "digits")
 _MOST_TOKENS: Final = 5_000_000
 
 
@@ -81,14 +84,15 @@ class SymbolicRegressor(FormulaRegressor):
         formulas are made of.
     loss : str or LossFunction
         What is minimised: a name or an expression, as in `warpfit.Client.optimize`. Structures are
-        proposed by least squares, and compared by this loss. It may be negative, but has to have a
-        least value. A sum that is not one of squares is taken for a negative log likelihood.
+        proposed by (iteratively reweighted) least squares, and compared by this loss. It may be
+        negative, but has to have a least value. A sum that is not one of squares is taken for a
+        negative log likelihood.
     model_selection : str
-        Which equation ``predict`` uses: ``"bic"``, the least Bayesian information criterion whose
-        number of parameters is the complexity, plus 1 for each constant, or a part of 1 for a short
-        one (`warpfit.sklearn.equations.Equation`);
+        Which equation ``predict`` uses: ``"description_length"``, the shortest description of the
+        data, which counts tokens and constants (`warpfit.sklearn.equations.Equation`);
         ``"accuracy"``, the least loss; ``"score"``, the steepest decrease of the loss; or
-        ``"best"``, the highest score among those with at most 1.5 times the least loss, as in PySR.
+        ``"best"``, the highest score among those with at most 1.5 times the least loss, as in PySR,
+        both above the least that any prediction could have.
         Equations with variables that have no value on one of the rows held out or, if squares
         are minimised, an R^2 below 0 there, are chosen by none of them if there are others; a
         `SearchWarning` says so.
@@ -119,16 +123,23 @@ class SymbolicRegressor(FormulaRegressor):
         held out.
     held_out : float
         Part of the rows, of 40 or more, that neither the search nor any fit of constants sees: for
-        ``r2`` of the table of equations, and to refuse formulas that predict them worse than their
-        mean. 0 fits all rows, and nothing is refused.
+        ``r2_held_out`` of the table of equations, and to refuse formulas that predict them worse
+        than their mean. 0 fits all rows, and nothing is refused.
     frequency_weights : bool
         Whether ``sample_weight`` says how often a row occurs. Then the sum of the weights is the
-        amount of data for the BIC. By default it is the number of different rows, so that the scale
-        of the weights, such as that of 1/sigma^2, does not choose the formula.
+        amount of data for the description length. By default it is the number of different rows, so
+        that the scale of the weights, such as that of 1/sigma^2, does not choose the formula.
     simplify : bool
         Whether formulas are simplified, and those that a criterion may choose are made shorter
         where the loss allows it: short constants, fewer terms, and rules such as sqrt(x^2) = x that
         hold for the data.
+    snap : str or bool
+        What constants become then, as far as the loss allows it: ``"constants"``, short numbers,
+        fractions and, in formulas of little noise whose constants no number of four digits is near
+        enough to, multiples of pi and e; ``"numbers"``, the same without pi and e; False, nothing.
+    digits : int, optional
+        Significant digits of constants in ``expression_``, ``equations_`` and LaTeX; None for all
+        of them. ``program_`` has all digits, and is what ``predict`` computes.
     tolerance : float
         The search ends when the error is below this part of the loss of the best constant.
     max_seconds : float, optional
@@ -154,15 +165,16 @@ class SymbolicRegressor(FormulaRegressor):
 
     Attributes
     ----------
-    equations_ : DataFrame, or a printable table without pandas
+    equations_ : EquationTable
         The best equation of each complexity, simplest first, as far as more complex ones are more
-        accurate. For a target of several columns a list with one for each.
+        accurate; it prints, and ``to_pandas()`` makes a DataFrame of it. For a target of several
+        columns a list with one for each.
     front_ : list of Equation
         The same with their programs.
     program_ : Program
         The chosen formula, with its constants; for several targets a list.
     expression_ : str
-        The same as text; for several targets a list.
+        The same as text, with `digits` digits; for several targets a list.
     n_iter_ : int
         Generations until the end, 0 if the time was over before the first one.
     reason_ : str
@@ -181,7 +193,7 @@ class SymbolicRegressor(FormulaRegressor):
         engine: str = "auto",
         operators: Sequence[str] = OPERATORS_OF_SCIENCE,
         loss: str | LossFunction = "mse",
-        model_selection: str = "bic",
+        model_selection: str = "description_length",
         population: int = 500,
         generations: int = 200,
         max_size: int = 25,
@@ -193,6 +205,8 @@ class SymbolicRegressor(FormulaRegressor):
         held_out: float = 0.1,
         frequency_weights: bool = False,
         simplify: bool = True,
+        snap: Any = "constants",
+        digits: int | None = 4,
         tolerance: float = 1e-18,
         max_seconds: float | None = None,
         early_stopping: int | None = None,
@@ -218,6 +232,8 @@ class SymbolicRegressor(FormulaRegressor):
         self.held_out = held_out
         self.frequency_weights = frequency_weights
         self.simplify = simplify
+        self.snap = snap
+        self.digits = digits
         self.tolerance = tolerance
         self.max_seconds = max_seconds
         self.early_stopping = early_stopping
@@ -254,7 +270,7 @@ class SymbolicRegressor(FormulaRegressor):
 
     def latex(self, index: int | None = None, output: int = 0) -> str:
         """Return the LaTeX of a formula; arguments as for `program`."""
-        return to_latex(self.program(index, output), self._names())
+        return to_latex(self.program(index, output), self._names(), self.digits)
 
     def sympy(self, index: int | None = None, output: int = 0) -> Any:
         """Return a formula as a SymPy expression over the names of the columns, or x1, x2, ...."""
@@ -316,13 +332,16 @@ class SymbolicRegressor(FormulaRegressor):
     @property
     def equations_(self) -> Any:
         """The equations as a table; one for each target."""
-        tables = [eq.as_table(front) for front in self._fronts]
+        tables = [eq.EquationTable(tuple(front), self.digits or 17) for front in self._fronts]
         return tables[0] if isinstance(self.program_, Program) else tables
 
     @property
     def front_(self) -> Any:
         """The equations with their programs; one list for each target."""
         return self._fronts[0] if isinstance(self.program_, Program) else self._fronts
+
+    def _text(self, program: Program) -> str:
+        return to_text(program, self._names(), self.digits)
 
     def _equation(self, index: int | None, output: int) -> eq.Equation:
         front = self._fronts[output]
@@ -345,7 +364,7 @@ class SymbolicRegressor(FormulaRegressor):
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
             whole = isinstance(value, int | np.integer) and least <= value <= most
-            if not whole and (value is not None or name != "early_stopping"):
+            if not whole and (value is not None or name not in _OPTIONAL):
                 raise _bad_setting(name, value, f"a whole number from {least} to {most}")
         if self.population * self.max_size > _MOST_TOKENS:
             raise _bad_setting(
@@ -362,6 +381,8 @@ class SymbolicRegressor(FormulaRegressor):
             raise _bad_setting("held_out", self.held_out, "a part from 0 to below 1")
         if not 0.0 <= _number(self.tolerance) < math.inf:
             raise _bad_setting("tolerance", self.tolerance, "a number from 0")
+        if self.snap not in ("constants", "numbers", False):
+            raise _bad_setting("snap", self.snap, "constants, numbers or False")
         if self.engine not in ("auto", "cpu"):
             raise _bad_setting("engine", self.engine, "auto or cpu")
         if not (self.callback is None or callable(self.callback)):
@@ -449,8 +470,8 @@ class SymbolicRegressor(FormulaRegressor):
             chosen = front[eq.selected(front, self.model_selection)]
             warnings.warn(
                 f"the equation that {self.model_selection!r} prefers, {favourite.equation[:200]}, "
-                f"has an R2 of {favourite.r2:.3g} on the rows held out, so that "
-                f"{chosen.equation[:200]} with an R2 of {chosen.r2:.3g} is chosen. "
+                f"has an R2 of {favourite.r2_held_out:.3g} on the rows held out, so that "
+                f"{chosen.equation[:200]} with an R2 of {chosen.r2_held_out:.3g} is chosen. "
                 "The data may hold little but noise, or outliers: a loss such as 'mae' or 'huber' "
                 "is less disturbed by them. held_out=0 chooses without such rows",
                 SearchWarning,

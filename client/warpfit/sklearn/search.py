@@ -27,6 +27,7 @@ from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.errors import DeadlineExceededError, UnavailableError
 from warpfit.fitting import Reason
+from warpfit.ir import Program
 from warpfit.losses import Loss, LossFunction, as_function
 from warpfit.sklearn.genomes import (
     Breeder,
@@ -191,6 +192,8 @@ class Settings:
     rows: float
     """Amount of data in the sample."""
     loss: Loss | LossFunction
+    middle: Program
+    """Median of the target."""
     floor: float
     """Least loss on the sample that any prediction could have; losses are counted from it."""
     complexity: Callable[[Genomes], Indices]
@@ -240,6 +243,9 @@ class Search:
     settings: Settings
     start: Genomes | None = None
     """Formulas that the first island begins with, beside those that are drawn."""
+    reweigh: Callable[[Program], DatasetHandle] | None = None
+    """Uploads the sample with weights for which least squares propose formulas for another loss;
+    called with the best formula. None for squares, which need no others."""
     islands: list[Island] = field(default_factory=list)
     """The first one takes in the best pairs; others would be overrun by them, too."""
     archive: list[Pool] = field(default_factory=list)
@@ -250,6 +256,9 @@ class Search:
     _milestone: float = math.inf
     """Least loss of which progress was counted, and its generation."""
     _progressed: int = 0
+    _proposals: DatasetHandle | None = None
+    """The sample with the weights of the last call of ``reweigh``, and the best loss then."""
+    _reweighed: float = math.inf
 
     def run(self) -> None:
         """Evolve until there is a reason to end; what has been found until then stays.
@@ -269,6 +278,7 @@ class Search:
             self.reason = reason_of(error)
 
     def _evolve(self) -> None:
+        self._reweigh()
         self._settle(0)
         if self.start is not None and len(self.start):
             self._admit(self.islands[0], simplified(self.start))
@@ -325,6 +335,7 @@ class Search:
         """Breed one generation of one island; each has its turn."""
         place = self.generation % _ISLANDS
         self.generation += 1
+        self._reweigh()
         if place == len(self.islands):
             self._settle(place)
         island = self.islands[place]
@@ -337,6 +348,21 @@ class Search:
         self._admit(island, joined([*children, immigrants]))
         if place == 0 and self.generation // _ISLANDS % _PAIR_EVERY == 0:
             self._pair()
+
+    def _reweigh(self) -> None:
+        """Weigh the rows of the proposals by the best formula if it is new, at first the median."""
+        if self.reweigh is None:
+            return
+        pool = self.everything()
+        if not len(pool):
+            self._proposals = self.reweigh(self.settings.middle)
+        elif pool.losses.min() < _PROGRESS * self._reweighed:
+            best = int(np.argmin(pool.losses))
+            self._reweighed = float(pool.losses[best])
+            ends = (Program.constant(float(part[best])) for part in (pool.slopes, pool.intercepts))
+            slope, intercept = ends
+            scaled = Program.apply("mul", pool.genomes.program(best), slope)
+            self._proposals = self.reweigh(Program.apply("add", scaled, intercept))
 
     def _pair(self) -> None:
         """Let the best pairs into the first island, with their constants fitted."""
@@ -410,7 +436,7 @@ class Search:
         if not count:
             return empty_pool(genomes)
         losses, slopes, intercepts = self.client.evaluate(
-            self.sample,
+            self._proposals or self.sample,
             genomes.population(),
             loss=Loss.MSE,
             linear_scaling=True,
@@ -445,13 +471,14 @@ class Search:
 
     def _fitted(self, pool: Pool, data: DatasetHandle, iterations: int) -> Pool:
         """Fit all numbers of the formulas."""
+        left = self._timeout()
         fit = self.client.optimize(
             data,
             pool.genomes.fit_batch(pool.slopes, pool.intercepts),
             loss=self.settings.loss,
             max_iterations=iterations,
-            timeout=self._timeout(),
-            partial=True,
+            timeout=left,
+            partial=left is not None,
         )
         inner = [vector[:-2] for vector in fit.parameters]
         ends: Floats = np.array([vector[-2:] for vector in fit.parameters])

@@ -29,7 +29,7 @@ from warpfit.client import Client
 from warpfit.dataset.layout import caller_level
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from warpfit.expressions import reference
-from warpfit.expressions.language import to_text
+from warpfit.expressions.language import to_latex, to_text
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.units import dimensions
 from warpfit.ir import Program
@@ -42,6 +42,7 @@ from warpfit.losses import (
     as_function,
     as_loss,
     close_losses,
+    coefficients_of_determination,
 )
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
 from warpfit.sklearn.constraints import (
@@ -81,6 +82,10 @@ if TYPE_CHECKING:
 #: far out in larger steps.
 _SIZES: Final = np.exp2(np.concatenate([np.arange(-40.0, 41.0), np.arange(60.0, 401.0, 20.0)]))
 _PREDICTIONS: Final = np.concatenate([-_SIZES[::-1], [0.0], _SIZES])
+#: Step of the derivative of a row loss, as part of the median residual, and least factor by which a
+#: loss grows with residuals a hundred times larger unless it resists outliers: squares grow by 1e4.
+_STEP: Final = 1e-3
+_GROWS_LESS: Final = 1e3
 #: A loss that can be lower than this has no least value.
 _UNBOUNDED: Final = -1e100
 #: Most different targets whose least losses are looked for; those between are interpolated.
@@ -171,6 +176,51 @@ def _least(loss: LossFunction, target: Floats, weights: Floats) -> Floats:
                 np.where(at_left <= at_right, right, high),
             )
         return np.asarray(least)
+
+
+def proposal_weights(
+    loss: LossFunction, predictions: Floats, target: Floats, weights: Floats
+) -> Floats:
+    """Return weights with which least squares propose formulas for another loss, [rows].
+
+    These are the weights of iteratively reweighted least squares, L'(f) / (f - y) (Holland and
+    Welsch 1977). Of losses of f - y that grow less than squares, such as Huber's, they are squared:
+    gross outliers then weigh as much in a sum of squares as any other row, and not more, whatever
+    the formula. They are those given where the least loss is not at f = y.
+
+    Args:
+        loss: that is minimised.
+        predictions: of the best formula so far, [rows].
+        target: [rows].
+        weights: that were given, [rows].
+
+    """
+    if loss.is_squares:
+        return weights
+    distance = predictions - target
+    scale = float(np.median(np.abs(distance))) or float(np.mean(np.abs(distance))) or 1.0
+    step = _STEP * scale
+    distance = np.where(np.abs(distance) < 0.1 * scale, 0.1 * scale, distance)
+
+    def at(predictions: Floats) -> Floats:
+        return evaluate_program(loss.row, np.stack([predictions, target, weights]))
+
+    with np.errstate(all="ignore"):
+        slopes = (at(target + distance + step) - at(target + distance - step)) / (2.0 * step)
+        found = slopes / distance
+        found = np.square(found) if resists_outliers(loss, scale) else found
+        found = found if loss.mentions_weight else found * weights
+    return found if np.isfinite(found).all() and (found > 0.0).all() else weights
+
+
+def resists_outliers(loss: LossFunction, scale: float) -> bool:
+    """Tell whether a loss is one of f - y that grows much less than squares, such as Huber's."""
+    if loss.is_squares or not is_of_difference(loss.row):
+        return False
+    rows = np.stack([scale * np.array([0.0, 1e2, 1e4]), np.zeros(3), np.ones(3)])
+    with np.errstate(all="ignore"):
+        least, near, far = evaluate_program(loss.row, rows)
+        return bool(far - least < _GROWS_LESS * (near - least))
 
 
 def floor(loss: LossFunction, least: Floats, target: Floats, weights: Floats) -> float:
@@ -335,9 +385,15 @@ _MEASURED: Final = 16
 #: the part of the time left that the last fit may take.
 _FIT_TIME: Final = 60.0
 _FIT_SHARE: Final = 0.5
-#: Formulas of the least BIC whose numbers are shortened, and most part of its loss that one loses.
+#: Formulas of the least description length whose numbers are shortened, and most part of its loss
+#: that one loses.
 _SHORTENED: Final = 5
 _MOST_TOLERANCE: Final = 0.1
+#: A formula with a larger part of the loss of the best constant describes data with much noise.
+_NOISE: Final = 0.1
+#: Rows on which outliers are told from the bulk of the others, about, and the part of the latter.
+_JUDGED: Final = 2000
+_BULK: Final = 0.8
 #: Multiple of the tolerance with which they are shortened again.
 _FAR: Final = 4.0
 #: Fewer rows are not divided to hold some out.
@@ -453,7 +509,7 @@ class TargetSearch:
         """Measure the front of a search that was interrupted, here and without a server."""
         programs = self._programs(search.front())
         X, y, weights = self.training[:3]
-        loss, statistics = as_function(self.loss), TargetStatistics(y, weights)
+        loss, statistics = as_function(self.loss), self._statistics
         given = (self.options.constraints or {}).get("monotonic", {})
         signs = directions(given, self.names, X.shape[1])
         found: _Found = {}
@@ -482,7 +538,7 @@ class TargetSearch:
             rows = np.stack([np.full(len(y), value), y, weights])
             each = reference.evaluate_program(loss.row, rows)
             total = float((each if loss.mentions_weight else each * weights).sum())
-            level = float(close_losses(loss.closing, np.array(total), TargetStatistics(y, weights)))
+            level = float(close_losses(loss.closing, np.array(total), self._statistics))
             found[Program.constant(value)] = [level - self._floor(), math.nan]
         self.scale = min(level for level, _ in found.values())
         return self._in_given_units(self._front_of(found))
@@ -498,13 +554,26 @@ class TargetSearch:
         return build_front(
             list(zip(programs, losses.tolist(), r2, strict=True)),
             self._complexity,
-            lambda program: to_text(program, self.names),
+            self._texts,
             self._rows,
             self.scale,
             self._floor(),
-            self._deviance,
+            self._deviance_of,
             as_function(self.loss).is_squares,
+            self._r2_of_loss,
         )
+
+    def _texts(self, program: Program) -> tuple[str, str]:
+        digits = self.options.digits
+        return to_text(program, self.names, digits), to_latex(program, self.names, digits)
+
+    def _r2_of_loss(self, loss: float) -> float:
+        """Return R^2 on all rows of a formula with a loss of squares; NaN for other losses."""
+        function = as_function(self.loss)
+        if not function.is_squares:
+            return math.nan
+        found = coefficients_of_determination(function.closing, np.array(loss), self._statistics)
+        return float(found) if np.isfinite(found) else math.nan
 
     def _complexity(self, program: Program) -> int:
         measure = complexity_measure(self.options.complexity_of_operators)
@@ -522,11 +591,14 @@ class TargetSearch:
 
         The search sees them divided by powers of two where their squares overflow or vanish.
         """
+        if not as_function(self.loss).is_squares:
+            everywhere = np.arange(len(self.training.target))
+            front = [replace(each, r2=self._r2(each.program, everywhere)) for each in front]
         unit, units = self.training.unit, self.training.variable_units
         if not units:
             return front
         factor = loss_unit(self.loss, unit)
-        shift = 0.0 if factor == 1.0 else self._rows * 2.0 * math.log(unit)
+        shift = 0.0 if factor == 1.0 else self._rows * math.log(unit)
 
         def leaf(code: int, value: float) -> Program:
             own = Program([code], [value])
@@ -544,9 +616,11 @@ class TargetSearch:
                     equation,
                     complexity=self._complexity(program),
                     loss=equation.loss * factor,
-                    bic=equation.bic + shift,
+                    excess=equation.excess * factor,
+                    description_length=equation.description_length + shift,
                     program=program,
-                    equation=to_text(program, self.names),
+                    equation=self._texts(program)[0],
+                    latex=self._texts(program)[1],
                 )
             )
         return found
@@ -571,7 +645,7 @@ class TargetSearch:
             [middle],
             loss=self.loss,
             timeout=seconds_until(self.deadline),
-            partial=True,
+            partial=self.deadline < math.inf,
         )
         best = middle if as_function(self.loss).is_squares else float(fit.parameters[0][0])
         return Program.constant(best), max(float(fit.loss[0]) - self._floor(sample), 0.0)
@@ -585,6 +659,47 @@ class TargetSearch:
         chosen: Any = slice(None) if rows is None else rows
         target, weights = self.training.target[chosen], self.training.weights[chosen]
         return floor(as_function(self.loss), self._least_row_losses[chosen], target, weights)
+
+    def _deviance_of(self, program: Program, level: float) -> float:
+        """Return -2 log L, but for a constant, of a formula with a loss above the least possible.
+
+        Of losses that resist outliers it is that of Gauss's likelihood whose standard deviation is
+        the median residual: in the loss itself a few outliers would hide a law.
+        """
+        bulk = self._bulk(program)
+        if bulk is None:
+            return self._deviance(level)
+        return 2.0 * self._rows * math.log(max(bulk[0], ROUNDING * self._spread))
+
+    @cached_property
+    def _spread(self) -> float:
+        target = self.training.target
+        return float(np.median(np.abs(target - np.median(target)))) or float(np.std(target)) or 1.0
+
+    @cached_property
+    def _bulks(self) -> dict[Program, tuple[float, float]]:
+        return {}
+
+    def _bulk(self, program: Program) -> tuple[float, float] | None:
+        """Return the median residual, and the part of the loss that all but outliers have.
+
+        They are of some of the rows; None for a loss that does not resist outliers.
+        """
+        loss = as_function(self.loss)
+        if not resists_outliers(loss, self._spread):
+            return None
+        if program not in self._bulks:
+            step = -(-len(self.training.target) // _JUDGED)
+            X, y, weights = (part[::step] for part in self.training[:3])
+            values = reference.evaluate_program(program, X.T)
+            each = evaluate_program(loss.row, np.stack([values, y, weights]))
+            each = np.sort(each - self._least_row_losses[::step] / weights)
+            total = float(each.sum())
+            part = float(each[: int(_BULK * len(each))].sum()) / total if total > 0.0 else 1.0
+            middle = float(np.median(np.abs(values - y)))
+            middle = middle if math.isfinite(middle) else math.inf
+            self._bulks[program] = middle, part if math.isfinite(part) else 0.0
+        return self._bulks[program]
 
     @property
     def _deviance(self) -> Callable[[float], float]:
@@ -618,7 +733,30 @@ class TargetSearch:
         settings = self._settings(progress, sample)
         progress.phase("library of short formulas")
         pairs = self._pairs(stack, sample, of_the_table, settings)
-        return Search(self.client, compared, breeder, pairs, settings, self.start)
+        return Search(
+            self.client,
+            compared,
+            breeder,
+            pairs,
+            settings,
+            self.start,
+            self._reweighing(stack, sample),
+        )
+
+    def _reweighing(
+        self, stack: ExitStack, sample: Indices
+    ) -> Callable[[Program], DatasetHandle] | None:
+        """Return what uploads the sample with weights for least squares, by the best formula."""
+        if as_function(self.loss).is_squares:
+            return None
+
+        def reweigh(best: Program) -> DatasetHandle:
+            X, y, weights = (part[sample] for part in self.training[:3])
+            predictions = reference.evaluate_program(best, X.T)
+            fresh = proposal_weights(as_function(self.loss), predictions, y, weights)
+            return stack.enter_context(self.client.upload(X, y, fresh, dtype="float64"))
+
+        return reweigh
 
     def _pairs(
         self, stack: ExitStack, rows: Indices, operators: tuple[str, ...], settings: Settings
@@ -626,6 +764,8 @@ class TargetSearch:
         chosen = np.sort(self.rng.permutation(rows)[:_PAIR_ROWS])
         data = self._part(stack, chosen)
         X, y, weights = (part[chosen] for part in self.training[:3])
+        middle = np.full(len(y), np.median(y))
+        weights = proposal_weights(as_function(self.loss), middle, y, weights)
 
         def values(genomes: Genomes) -> Floats:
             left = seconds_until(settings.ends)
@@ -658,6 +798,7 @@ class TargetSearch:
             early_stopping=options.early_stopping,
             rows=self._amount(sample),
             loss=self.loss,
+            middle=Program.constant(float(np.median(self.training.target[sample]))),
             floor=self._floor(sample),
             complexity=complexity,
             admissible=self._admission(complexity),
@@ -671,6 +812,10 @@ class TargetSearch:
             return self.deadline
         reserve = _RESERVE[len(self.training.target) > _MANY_ROWS]
         return self.deadline - reserve * (self.deadline - self.begun)
+
+    @cached_property
+    def _statistics(self) -> TargetStatistics:
+        return TargetStatistics(self.training.target, self.training.weights)
 
     @cached_property
     def _violations(self) -> Violations:
@@ -708,7 +853,7 @@ class TargetSearch:
             loss=self.loss,
             max_iterations=_LAST_ITERATIONS,
             timeout=None if left is None else _FIT_SHARE * left,
-            partial=True,
+            partial=left is not None,
         )
         bound = zip((program for program, _ in lifted), fit.parameters, strict=True)
         return [program.bind(numbers) for program, numbers in bound]
@@ -735,7 +880,7 @@ class TargetSearch:
     def _shorten(self, data: DatasetHandle, found: _Found) -> None:
         """Add shorter forms of the formulas that a criterion may choose, while there is time.
 
-        One parameter less may cost what it is worth to the BIC.
+        One parameter less may cost what it is worth to the description length.
         """
         front = self._front_of(found)
         criteria = [self.options.model_selection, *SELECTIONS]
@@ -746,20 +891,28 @@ class TargetSearch:
             excess, floor = max(found[program][0], 0.0), self._floor()
             # The tolerance is part of the loss above the least possible, simplify's of the loss.
             part = excess / abs(excess + floor) if excess + floor else 1.0
+            bulk = self._bulk(program)
+            part *= 1.0 if bulk is None else bulk[1]
             rows = max(self._rows, 2.0)
             short = self.client.simplify(
                 data,
                 [program],
                 loss=self.loss,
                 tolerance=part * min(_MOST_TOLERANCE, factor * math.log(rows) / self._rows),
+                snap=self._snap(found[program][0]),
                 assume_defined=True,
                 timeout=seconds_until(self.deadline),
             )
             found.update(self._measured(list(short.programs)))
 
+    def _snap(self, excess: float) -> Any:
+        """Return what constants may become: multiples of pi and e only in laws, not in noise."""
+        noisy = excess > _NOISE * self.scale
+        return "numbers" if noisy and self.options.snap == "constants" else self.options.snap
+
     @property
     def _rows(self) -> float:
-        """Amount of data for the BIC: different rows, whatever the scale of their weights."""
+        """Amount of data: different rows, whatever the scale of their weights."""
         return self._amount(np.arange(len(self.training.target)))
 
     def _amount(self, rows: Indices) -> float:
@@ -771,15 +924,15 @@ class TargetSearch:
         return self.front(list(found), np.array(losses), list(r2))
 
     def _likely(self, found: _Found) -> list[Program]:
-        """Return the formulas of the least BIC."""
+        """Return the formulas of the least description length."""
 
-        def bic(program: Program) -> float:
+        def length(program: Program) -> float:
             level = max(found[program][0], ROUNDING * self.scale, math.ulp(0.0))
             return information(
-                self._complexity(program), self._deviance(level), program, self._rows
+                self._complexity(program), self._deviance_of(program, level), program, self._rows
             )
 
-        return sorted(found, key=bic)[:_SHORTENED]
+        return sorted(found, key=length)[:_SHORTENED]
 
     def _r2(self, program: Program, rows: Indices) -> float:
         """Return R^2 on some rows; NaN where it says nothing, minus infinity without a value."""

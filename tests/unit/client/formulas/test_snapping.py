@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import warpfit.testing
 from support.engines.operators import programs
-from warpfit import InvalidArgumentError, parse
+from warpfit import InvalidArgumentError, Program, parse
+from warpfit.expressions.language import to_latex, to_text
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.intervals import DefinedRegion
 from warpfit.formulas.snapping import SnapSettings, snap
@@ -174,3 +175,28 @@ def test_no_formula_becomes_worse_than_allowed_or_longer(drawn, tolerance, seed)
         assert not found_loss > (1 + tolerance) * given_loss
         if DefinedRegion(parse("1"), low, high, X.T).keeps(program):
             assert np.isfinite(evaluate_program(result.program, inside)).all()
+
+
+@pytest.mark.parametrize("kind", ["constants", "numbers", False])
+def test_pi_is_for_constants_that_no_short_number_is_near_enough_to(client, kind):
+    law = 3.14159265 * np.sin(X[:, 1]) + 2 * X[:, 0] / 3
+    noisy = 3.12 * X[:, 1] + 0.05 * np.random.default_rng(1).normal(size=200)
+    text = {"constants": "pi", "numbers": "3.1416", False: "3.1415"}[kind]
+    data = client.upload(X, law, dtype="float64")
+    short = client.simplify(data, "3.1415926*sin(x2) + 0.66667*x1", snap=kind).programs[0]
+    assert text in to_text(short, digits=5) or not kind
+    data = client.upload(X, noisy, dtype="float64")
+    short = client.simplify(data, "3.1234*x2", tolerance=0.02, snap=kind).programs[0]
+    assert "pi" not in str(short)
+    assert (len(str(short)) < 10) == bool(kind)
+    with pytest.raises(InvalidArgumentError, match="snap is"):
+        client.simplify(data, "x1", snap="pi")
+
+
+def test_texts_to_read_have_few_digits_and_fractions():
+    given = parse("0.6666666666666666*x1^4.712388980384690 - 1.23456789*x2 + 12345*x3 - 1e-7*x1")
+    shown = "2/3 * x1 ^ (3*pi/2) - 1.235 * x2 + 12345 * x3 - 1e-07 * x1"
+    assert to_text(given, digits=4) == shown
+    assert "1.235" in to_latex(given, digits=4)
+    negative = Program.apply("add", parse("x1"), parse("(-1/3)*x2").simplify())
+    assert to_text(negative, digits=4) == "x1 - x2 / 3"

@@ -10,37 +10,42 @@ import pytest
 pytest.importorskip("sklearn")
 
 from warpfit import InvalidArgumentError, parse
+from warpfit.expressions.language import to_latex
 from warpfit.losses import LossFunction, as_function, as_loss, poisson
 from warpfit.sklearn import target_search
 from warpfit.sklearn.equations import SELECTIONS, build_front, selected
 from warpfit.sklearn.target_search import deviance, floor, least_row_losses
 
 
+def texts(program):
+    return str(program), to_latex(program)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 3, 2)])
 def test_equations_without_a_loss_are_left_out(order):
-    texts = ["x1", "sqrt(x1)", "x1 + 1", "log(x1) + 1"]
+    given = ["x1", "sqrt(x1)", "x1 + 1", "log(x1) + 1"]
     losses = [2.0, float("nan"), 1.0, float("inf")]
-    found = [(parse(texts[place]), losses[place], 0.5) for place in order]
-    front = build_front(found, len, str, 10.0, 2.0)
+    found = [(parse(given[place]), losses[place], 0.5) for place in order]
+    front = build_front(found, len, texts, 10.0, 2.0)
     assert [equation.equation for equation in front] == ["x1", "x1 + 1"]
 
 
 def test_a_search_that_found_no_loss_returns_what_it_found():
     found = [(parse("sqrt(x1)"), float("nan"), 0.5)]
-    assert len(build_front(found, len, str, 10.0, 2.0)) == 1
+    assert len(build_front(found, len, texts, 10.0, 2.0)) == 1
 
 
 @pytest.mark.parametrize("r2", [-0.1, -math.inf])
 @pytest.mark.parametrize("criterion", SELECTIONS)
 def test_rows_held_out_refuse_formulas(criterion, r2):
-    texts, losses = ["1", "x1 + 1", "log(x1) + 1"], [2.0, 1.0, 1e-9]
-    found = list(zip(map(parse, texts), losses, [-0.01, 0.5, r2], strict=True))
-    front = build_front(found, len, str, 100.0, 2.0)
+    given, losses = ["1", "x1 + 1", "log(x1) + 1"], [2.0, 1.0, 1e-9]
+    found = list(zip(map(parse, given), losses, [-0.01, 0.5, r2], strict=True))
+    front = build_front(found, len, texts, 100.0, 2.0)
     assert [equation.is_supported for equation in front] == [True, True, False]
     assert front[selected(front, criterion)].program != found[2][0]
-    other = build_front(found, len, str, 100.0, 2.0, predicts_mean=False)
+    other = build_front(found, len, texts, 100.0, 2.0, predicts_mean=False)
     assert other[2].is_supported == (r2 > -math.inf)
-    alone = build_front(found[2:], len, str, 100.0, 2.0)
+    alone = build_front(found[2:], len, texts, 100.0, 2.0)
     assert selected(alone, criterion) == 0
 
 
