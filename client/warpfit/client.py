@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Final, Self, Unpack, overload
 
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from warpfit.calls.splitting import KnownLimits, searches
 from warpfit.dataset import warn_of_lost_digits
 from warpfit.embedded import embedded_server
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ProgramError
+from warpfit.evidence import gather
 from warpfit.expressions.language import locate
 from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Batch
@@ -286,6 +288,9 @@ class Client:
         loss="mse",
         method="auto",
         accuracy="screening",
+        restarts=0,
+        seed=0,
+        missing="refuse",
     )
     def optimize(
         self,
@@ -311,10 +316,12 @@ class Client:
                 "bfgs"), ``accuracy`` ("screening" to compare expressions, "final" to report
                 parameters), ``max_iterations`` and the tolerances of gradient, step and loss,
                 which override it; ``bounds`` (lower, upper), ``fixed`` (parameters that keep their
-                start), ``all_starts`` (the outcome of each start), ``standard_errors``,
-                ``covariance``, ``rows``, ``precision``, ``tier``, ``timeout`` (seconds for the
-                whole call), ``partial`` (return what there is when the time is over), ``progress``
-                (called a few times a second).
+                start), ``restarts`` (further starts that the server draws), ``seed``, ``missing``
+                ("refuse" or "drop" rows without a value), ``all_starts`` (the outcome of each
+                start), ``standard_errors``, ``covariance``, ``evidence``, ``intervals`` and
+                ``terms`` (how sure one may be of an expression), ``rows``, ``precision``, ``tier``,
+                ``timeout`` (seconds for the whole call), ``partial`` (return what there is when the
+                time is over), ``progress`` (called a few times a second).
 
         Returns:
             Parameters, losses before and after, iterations, and why each search ended. No loss is
@@ -357,7 +364,13 @@ class Client:
         with _naming_the_program(batch, data.names):
             result = self._limits.call_in_parts(fit, data.layout, send)
         data.warn_of_range(batch, result)
-        return Fit.of(result, fit, data)
+        found = Fit.of(result, fit, data)
+        if not fit.settings.curvature:
+            return found
+        again: FitOptions = {**options, "timeout": deadline.remaining()}
+        evidence = gather(self.optimize, data, fit, result, again)
+        covariance = evidence.covariances if found.covariance is None else found.covariance
+        return replace(found, evidence=evidence, covariance=covariance)
 
     @shows_keywords(SimplifyOptions, precision="precise", tier="auto", tolerance=0.01, loss="mse")
     def simplify(

@@ -163,6 +163,15 @@ class FitOptions(CommonOptions, total=False):
     given its value."""
     covariance: bool
     """Ask for the covariance of each expression's parameters; bounds are ignored, as above."""
+    evidence: bool
+    """Ask for the evidence for each expression: `warpfit.evidence.Evidence`, by which expressions
+    are compared, and what the data say of their parameters. For losses of squared differences."""
+    intervals: float | None
+    """Ask for profile-likelihood intervals of a level such as 0.95, in the evidence. They take some
+    twenty further fits for each parameter."""
+    terms: bool
+    """Ask for the terms that each expression is a sum of, in the evidence, with the loss without
+    each, the other parameters fitted again."""
     partial: bool
     """Return the best parameters so far when ``timeout`` is about to pass, instead of failing."""
     progress: Callable[[FitProgress], None] | None
@@ -467,6 +476,19 @@ def build_fit(
     return request
 
 
+def wants_evidence(options: FitOptions) -> bool:
+    """Return whether a fit is asked for evidence, of the best outcome of each expression."""
+    wants = any(options.get(name) for name in ("evidence", "intervals", "terms"))
+    if wants and options.get("all_starts"):
+        raise InvalidArgumentError(
+            "evidence is that of the best start of each expression, and all are asked for",
+            "CONFLICTING_OUTPUTS",
+            "Leave all_starts out, or ask for evidence in a second call",
+            "evidence",
+        )
+    return wants
+
+
 def _settings(
     counts: NDArray[np.uint32], single: bool, options: FitOptions, dtype: np.dtype[Any]
 ) -> FitSettings:
@@ -502,6 +524,7 @@ def _settings(
         all_starts=bool(options.get("all_starts")),
         standard_errors=bool(options.get("standard_errors")),
         covariance=bool(options.get("covariance")),
+        curvature=wants_evidence(options),
         partial=bool(options.get("partial")),
         progress=progress is not None,
     )

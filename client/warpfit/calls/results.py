@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import accumulate, islice, pairwise
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import open_table
 from warpfit.display import MOST_ROWS, Shown, TextTable, numbers, shortened
 from warpfit.errors import InvalidArgumentError, bad_setting
+from warpfit.evidence import Evidence, student_t
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.expressions.reference import differentiate
 from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
@@ -172,6 +172,8 @@ class Fit(Shown):
     freedom: NDArray[np.int64] | None = None
     """Rows with a weight minus free parameters of each expression, [expressions]; rows of weight 0
     count if the handle came from another process."""
+    evidence: Evidence | None = None
+    """The evidence for each expression; None if not requested."""
 
     @classmethod
     def of(cls, result: FitResult, request: FitRequest, data: DatasetHandle | None = None) -> Fit:
@@ -227,7 +229,15 @@ class Fit(Shown):
                 matrices.append(covariance / (scale[..., :, None] * scale[..., None, :]))
         return matrices
 
-    def band(self, X: Any, expression: int = 0, start: int = 0, *, level: float = 0.95) -> Band:
+    def band(
+        self,
+        X: Any,
+        expression: int = 0,
+        start: int = 0,
+        *,
+        level: float = 0.95,
+        prediction: bool = False,
+    ) -> Band:
         """Return the values of a fitted expression with their confidence band, point by point.
 
         The band is the value plus and minus Student's t times the standard error that the
@@ -239,9 +249,11 @@ class Fit(Shown):
             expression: index of the expression.
             start: index of the start, with ``all_starts``.
             level: probability that the band covers the true value in a row.
+            prediction: whether it is to cover a new measurement of weight 1 instead, whose variance
+                is added; needs ``evidence=True`` in `warpfit.Client.optimize`.
 
         Raises:
-            InvalidArgumentError: if the covariance was not requested, or X does not fit.
+            InvalidArgumentError: if covariance or evidence was not requested, or X does not fit.
         """
         if self.covariance is None:
             raise InvalidArgumentError(
@@ -250,6 +262,8 @@ class Fit(Shown):
                 "Fit with covariance=True",
                 "covariance",
             )
+        if prediction and self.evidence is None:
+            raise bad_setting("prediction", prediction, "False, or fit with evidence=True")
         if not 0.0 < level < 1.0:
             raise bad_setting("level", level, "a probability between 0 and 1")
         columns = open_table(X).variables
@@ -271,8 +285,9 @@ class Fit(Shown):
             vector, covariance = vector[start], covariance[start]
         values, slopes = differentiate(program, matrix, vector)
         freedom = math.inf if self.freedom is None else float(self.freedom[expression])
+        noise = self.evidence.variance[expression] if prediction and self.evidence else 0.0
         with np.errstate(invalid="ignore"):
-            error = np.sqrt(np.einsum("ir,ij,jr->r", slopes, covariance, slopes))
+            error = np.sqrt(noise + np.einsum("ir,ij,jr->r", slopes, covariance, slopes))
         half = student_t(level, freedom) * error
         return Band(values, values - half, values + half)
 
@@ -379,40 +394,6 @@ def _freedom(request: FitRequest, data: DatasetHandle) -> NDArray[np.int64]:
         stops = np.cumsum(free)
         free = free - (ends[stops] - ends[stops - free])
     return rows - free
-
-
-def student_t(level: float, freedom: float) -> float:
-    """Return t with P(|T| < t) = level for Student's distribution; NaN without any freedom.
-
-    Up to 100 degrees of freedom the finite series of Abramowitz and Stegun (1964), 26.7.3 and
-    26.7.4, is inverted by bisection; above that the expansion 26.7.5 has seven digits.
-    """
-    z = NormalDist().inv_cdf((1.0 + level) / 2.0)
-    if freedom < 1:
-        return math.nan
-    if freedom > 100:
-        first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-        third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-        return float(z + first / freedom + second / freedom**2 + third / freedom**3)
-
-    def probability(t: float) -> float:
-        angle = math.atan(t / math.sqrt(freedom))
-        cosine, is_odd = math.cos(angle), freedom % 2 == 1
-        term = total = cosine if is_odd else 1.0
-        for k in range(2 if is_odd else 1, int(freedom) - 2, 2):
-            term *= k / (k + 1) * cosine**2
-            total += term
-        if not is_odd:
-            return math.sin(angle) * total
-        return 2 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0.0))
-
-    low, high = 0.0, 1.0
-    while probability(high) < level and high < 1e300:
-        high *= 2.0
-    for _ in range(200):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if probability(middle) < level else (low, middle)
-    return high
 
 
 def _by_program(

@@ -1,0 +1,176 @@
+"""The evidence for formulas, compared with SciPy's distributions and with NumPy's own algebra."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import optimize, stats
+
+import warpfit.testing
+from warpfit import InvalidArgumentError, evidence, parse
+
+rng = np.random.default_rng(11)
+x = rng.uniform(0.5, 3.0, 40)
+W = rng.uniform(0.5, 2.0, 40)
+LINE = 2.0 * x - 0.7 + rng.normal(scale=0.3, size=40) / np.sqrt(W)
+DECAY = 3.0 * np.exp(-0.8 * x) + rng.normal(scale=0.05, size=40)
+TEXTS = ["p1*x1 + p2", "p1*exp(-p2*x1)", "p1*p2*x1", "2.5*x1^3 - 17"]
+A = np.column_stack([x, np.ones(40)])
+
+
+@pytest.fixture(scope="module")
+def client():
+    with warpfit.testing.client() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def lines(client):
+    """The fit of all texts to a line with weights."""
+    data = client.upload(x[:, None], LINE, W, dtype="float64")
+    options = {"evidence": True, "terms": True, "accuracy": "final", "restarts": 8}
+    return data, client.optimize(data, TEXTS, loss="rmse", **options)
+
+
+def squares_of(fit, index):
+    return fit.loss[index] ** 2 * W.sum()
+
+
+def test_the_likelihood_is_that_of_normal_residuals(lines):
+    _, fit = lines
+    slope, offset = fit.parameters[0]
+    s = math.sqrt(squares_of(fit, 0) / 40)
+    wanted = stats.norm.logpdf(LINE, slope * x + offset, s / np.sqrt(W)).sum()
+    found = fit.evidence
+    assert found.log_likelihood[0] == pytest.approx(wanted, rel=1e-10)
+    assert found.aic[0] == pytest.approx(2 * 3 - 2 * wanted)
+    assert found.bic[0] == pytest.approx(3 * math.log(40) - 2 * wanted)
+    assert found.parameters.tolist() == [2, 2, 2, 0]
+    assert found.rows == 40
+    assert int(found.bic.argmin()) == 0
+    assert int(found.description_length.argmin()) == 0
+    assert int(found.bayes_factor.argmax()) == 0
+
+
+def test_codes_have_the_lengths_of_their_symbols():
+    assert evidence.code_length(parse("p1*x1 + p2")) == pytest.approx(5 * math.log(4))
+    constants = math.log(100) + math.log(17)  # 2.5 has two digits; the cube is an operator
+    assert evidence.code_length(parse(TEXTS[3])) == pytest.approx(6 * math.log(5) + constants)
+
+
+def test_description_lengths_and_bayes_factors_follow_their_formulas(lines):
+    _, fit = lines
+    found, s2 = fit.evidence, squares_of(fit, 0) / 40
+
+    def negative(p):
+        residuals = p[0] * x + p[1] - LINE
+        return 0.5 * np.sum(W * residuals**2) / s2
+
+    best, h = fit.parameters[0], 1e-3
+    second = [
+        (negative(best + h * e) - 2 * negative(best) + negative(best - h * e)) / h**2
+        for e in np.eye(2)
+    ]
+    each = np.log(np.abs(best)) + 0.5 * np.log(second) - 0.5 * math.log(3)
+    wanted = 5 * math.log(4) - found.log_likelihood[0] + each.sum()
+    assert found.description_length[0] == pytest.approx(wanted, rel=1e-6)
+    b = 40**-0.5
+    factor = (1 - b) * found.log_likelihood[0] + math.log(b) - 5 * math.log(4)
+    assert found.bayes_factor[0] == pytest.approx(factor, rel=1e-12)
+    # A parameter below its precision may as well be 0.
+    tiny = evidence.description_length(parse("p1*x1"), np.array([1e-9]), np.array([2.0]), 0.0)
+    assert tiny == evidence.code_length(parse("p1*x1"))
+
+
+def test_errors_and_warnings(lines):
+    _, fit = lines
+    wanted = np.linalg.inv(A.T @ (W[:, None] * A)) * squares_of(fit, 0) / 38
+    np.testing.assert_allclose(fit.evidence.covariances[0], wanted, rtol=1e-6)
+    np.testing.assert_allclose(fit.evidence.standard_errors[0], np.sqrt(np.diag(wanted)), rtol=1e-6)
+    assert fit.evidence.undetermined[2].all()
+    assert fit.evidence.warnings[2] == ["p1, p2 are not determined by the data"]
+    assert fit.evidence.warnings[0] == []
+    assert fit.evidence.freedom.tolist() == [38, 38, 39, 40]
+    assert "are not determined" in str(fit.evidence)
+
+
+def test_few_rows_and_small_parameters_are_warned_of(client):
+    data = client.upload(x[:2, None], LINE[:2], dtype="float64")
+    found = client.optimize(data, "p1*x1 + p2", evidence=True).evidence
+    assert found.warnings == [["2 parameters are fitted to 2 rows"]]
+    assert np.isnan(found.standard_errors[0]).all()
+    flat = client.upload(x[:, None], x - x.mean(), dtype="float64")
+    found = client.optimize(flat, "p1 + 0*p2", evidence=True, fixed=[False, True])
+    assert "may as well be 0" in found.evidence.warnings[0][0]
+    assert found.evidence.standard_errors[0][1] == 0.0
+
+
+def test_terms_are_judged_by_fits_without_them(lines):
+    _, fit = lines
+    slope, offset = fit.evidence.terms[0]
+    assert [str(term.program) for term in (slope, offset)] == ["p1 * x1", "p2"]
+    assert [term.kept for term in (slope, offset)] == [(1,), (0,)]
+    mean = np.average(LINE, weights=W)
+    alone = np.sum(W * (LINE - mean) ** 2)
+    assert slope.loss == pytest.approx(math.sqrt(alone / W.sum()), rel=1e-8)
+    assert slope.contribution == pytest.approx(1 - squares_of(fit, 0) / alone, rel=1e-6)
+    assert fit.evidence.terms[1] == []
+    signs = evidence.terms_of(parse("x1 - (p1 - -(x2 + p2*x3))"))
+    assert [str(term.program) for term in signs] == ["x1", "-p1", "-x2", "-(p2 * x3)"]
+    assert str(signs[0].rest) == "-p1 - x2 - p2 * x3"
+
+
+def test_intervals_of_a_line_are_those_of_student(client):
+    data = client.upload(x[:, None], LINE, W, dtype="float64")
+    fit = client.optimize(data, TEXTS[:1], intervals=0.9)
+    errors = fit.evidence.standard_errors[0]
+    half = stats.t.ppf(0.95, 38) * errors
+    np.testing.assert_allclose(
+        fit.evidence.intervals[0],
+        np.stack([fit.parameters[0] - half, fit.parameters[0] + half], axis=1),
+        atol=2e-4 * half.max(),
+    )
+
+
+def test_intervals_of_a_decay_are_roots_of_its_profile(client):
+    data = client.upload(x[:, None], DECAY, dtype="float64")
+    fit = client.optimize(data, TEXTS[1], [2.0, 0.5], intervals=0.95, accuracy="final")
+    best = fit.loss[0] * 40
+    limit = best * (1 + stats.t.ppf(0.975, 38) ** 2 / 38)
+
+    def profile(rate):
+        shape = np.exp(-rate * x)
+        return np.sum((shape * (shape @ DECAY) / (shape @ shape) - DECAY) ** 2) - limit
+
+    rate = fit.parameters[0][1]
+    wanted = [optimize.brentq(profile, *sorted([rate, rate + side])) for side in (-0.5, 0.5)]
+    np.testing.assert_allclose(fit.evidence.intervals[0][1], wanted, rtol=1e-4)
+    bounded = client.optimize(data, "p1*x1^2*p2", [1.0, 1.0], intervals=0.95)
+    assert not np.isfinite(bounded.evidence.intervals[0]).all()
+
+
+def test_bands_are_those_of_linear_regression(client, lines):
+    data, fit = lines
+    s2 = squares_of(fit, 0) / 38
+    inverse = np.linalg.inv(A.T @ (W[:, None] * A))
+    spread = s2 * np.einsum("ri,ij,rj->r", A, inverse, A)
+    quantile = stats.t.ppf(0.975, 38)
+    for prediction, variance in ((False, 0.0), (True, s2)):
+        band = fit.band(x[:, None], prediction=prediction)
+        half = quantile * np.sqrt(variance + spread)
+        np.testing.assert_allclose(band.high - band.values, half, rtol=1e-6)
+    assert np.isnan(fit.band(x[:, None], 2).high).all()
+    with pytest.raises(InvalidArgumentError, match="evidence=True"):
+        client.optimize(data, TEXTS, covariance=True).band(x[:, None], prediction=True)
+
+
+def test_what_has_no_evidence_says_so(client, lines):
+    data, _ = lines
+    with pytest.raises(InvalidArgumentError, match="squared differences"):
+        client.optimize(data, TEXTS, loss="mae", evidence=True)
+    with pytest.raises(InvalidArgumentError, match="all are asked for"):
+        client.optimize(data, TEXTS, restarts=2, all_starts=True, evidence=True)
+    with pytest.raises(InvalidArgumentError, match="a level between 0 and 1"):
+        client.optimize(data, TEXTS, intervals=95)
