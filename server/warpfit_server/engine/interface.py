@@ -15,6 +15,7 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Precision, Timings
 from warpfit.server_info import Device
+from warpfit_server.ipc.segments import Segment
 
 Result = TypeVar("Result")
 #: Bytes of which copying would delay other callers, by about 2 ms. Fewer are copied at once: two
@@ -189,6 +190,9 @@ class Engine(Protocol):
 
         While none does, steps may take longer than a request should wait.
         """
+
+    def map_segment(self, segment: Segment) -> None:
+        """Take note of a segment with batches, which lives as long as requests in it may come."""
 
     def device(self) -> Device:
         """Describe what the engine computes on."""

@@ -114,6 +114,7 @@ class Loop:
 
     def add(self, connection: FrontEndConnection) -> None:
         """Serve a front end; any thread may call this."""
+        connection.on_map = self._engine.map_segment
         descriptor = connection.channel.fileno()
         self._connections[descriptor] = connection
         self._poll.register(descriptor, select.EPOLLIN | self._once)

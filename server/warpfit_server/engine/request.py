@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import cached_property
 from typing import Final
 
@@ -34,6 +35,8 @@ class FrontEndConnection:
         """Mapped segments of the front end, by number."""
         self.requests: set[Request] = set()
         """Requests without an answer yet."""
+        self.on_map: Callable[[Segment], None] = lambda segment: None
+        """Called with each segment when it has been mapped."""
 
     def receive(self, problem: SubmitEvaluation, descriptor: int | None) -> Request:
         """Make a request of a message; map its segment if it is a new one.
@@ -45,6 +48,7 @@ class FrontEndConnection:
         number = problem.segment
         if descriptor is not None or number not in self.segments:
             self.segments[number] = Segment.received(number, descriptor, problem.size)
+            self.on_map(self.segments[number])
         segment = self.segments[number]
         if problem.segment_layout.nbytes > segment.size:  # compiled code would read beyond its end
             raise InternalError(f"a segment of {segment.size} bytes is too small", "BAD_MESSAGE")

@@ -62,6 +62,7 @@ from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.threads import ParallelLoop
 from warpfit_server.engine.sum_tree import sum_nodes
+from warpfit_server.ipc.segments import Segment
 from warpfit_server.system.machine import available_cores
 
 #: Seconds of all threads together that a step should take if a request arrives meanwhile, which
@@ -141,6 +142,9 @@ class CpuEngine:
     def others_wait(self, wait: bool) -> None:
         """Let a step end soon while requests wait; see `interface.Engine`."""
         self._loop.others_wait(wait)
+
+    def map_segment(self, segment: Segment) -> None:
+        """Do nothing: programs are read where they lie."""
 
     def close(self) -> None:
         """Stop the threads."""

@@ -31,7 +31,7 @@ from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier, CompiledWork
 from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
-from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.device import CudaDevice, PageLocks
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
 from warpfit_server.engine.cuda.runtime.streamed_data import (
     StreamedDataset,
@@ -50,12 +50,15 @@ from warpfit_server.engine.interface import (
     timed,
 )
 from warpfit_server.engine.native.compile_processes import BACKGROUND
+from warpfit_server.ipc.segments import Segment
 from warpfit_server.shared_batch import BatchSummary
 from warpfit_server.system.machine import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Steps in flight: one computes while another is copied in, or its losses are sent.
 _STEPS_IN_FLIGHT: Final = 2
+#: Bytes at the beginning of a segment that are page-locked: batches lie there, and results behind.
+_MOST_LOCKED: Final = 64 << 20
 
 
 class CudaEngine:
@@ -85,6 +88,7 @@ class CudaEngine:
     ) -> None:
         self._threads = threads or available_cores()
         self._device = CudaDevice(memory_limit, cache_directory, memory_share)
+        self._page_locks = PageLocks(self._device)
         # Requests are merged only as far as one launch of the interpreter computes them.
         self.step_size = max_interpreted_token_rows(Mode.FAST, self._device.multiprocessors)
         started = time.perf_counter()
@@ -142,6 +146,10 @@ class CudaEngine:
 
     def others_wait(self, wait: bool) -> None:
         """Do nothing: launches are short whether or not somebody waits."""
+
+    def map_segment(self, segment: Segment) -> None:
+        """Have a segment page-locked, so that batches are copied from it at the full rate."""
+        self._page_locks.lock(segment, segment.array("u1", (min(segment.size, _MOST_LOCKED),)))
 
     def should_merge(self, dataset_id: bytes) -> bool:
         """Return whether a data set is resident: other steps must not wait for streamed rows."""
@@ -220,6 +228,7 @@ class CudaEngine:
         self._compiled.close()
         with self._lock:
             self._residents.clear()
+        self._page_locks.close()
         self._device.close()
 
     def _load_derivatives(self) -> Future[DerivativeTier]:

@@ -63,7 +63,7 @@ class FakeEngine:
         self.steps_in_flight = steps_in_flight
         self.step_threads = threads or steps_in_flight
         self.steps_share_cores = False
-        self.batches, self.tiers = [], []
+        self.batches, self.tiers, self.mapped = [], [], []
         self.steps = 0
         self.promised, self.device = Future(), []
         self.go = threading.Event()
@@ -77,6 +77,9 @@ class FakeEngine:
 
     def others_wait(self, wait):
         pass
+
+    def map_segment(self, segment):
+        self.mapped.append(segment.identifier)
 
     def evaluate(self, evaluation, outputs):
         batch = evaluation.batch
@@ -177,6 +180,15 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def test_an_engine_is_told_once_of_each_segment(run_loop):
+    engine, front = run_loop()
+    runs = [front.start(1.0) for _ in range(2)]
+    for run in runs:
+        front.answer(run)
+    front.answer(front.start(2.0))
+    assert sorted(engine.mapped) == sorted({run.segment.identifier for run in runs})
 
 
 @pytest.fixture

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
@@ -74,6 +77,8 @@ class CudaDevice:
         self._idle: list[StreamContext] = []
         self._lock = threading.Lock()
         self._thread = threading.local()
+        self._stays_pageable = False
+        """Whether it has been logged that memory cannot be page-locked."""
         self.functions = driver_functions()
         """Addresses of the driver functions that `driver_calls` has."""
 
@@ -170,7 +175,10 @@ class CudaDevice:
         try:
             runtime.hostRegister(array.ctypes.data, array.nbytes, 0)
         except runtime.CUDARuntimeError as error:
-            _LOG.warning("%d bytes stay pageable, which is slow to copy: %s", array.nbytes, error)
+            level = logging.DEBUG if self._stays_pageable else logging.WARNING
+            self._stays_pageable = True
+            told = array.nbytes, str(error)  # the error itself would keep the array
+            _LOG.log(level, "%d bytes stay pageable, which is slow to copy: %s", *told)
             return lambda: None
 
         def unlock() -> None:
@@ -204,6 +212,46 @@ class CudaDevice:
         self.trim()
         with self._lock:
             self._idle.clear()
+
+
+class PageLocks:
+    """Page-locks memory of other processes, by a thread of its own: it takes some milliseconds.
+
+    What is not locked yet, or cannot be, is copied by the driver itself, at a fraction of the rate.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        # Reentrant, so that the collection of an owner may put something into it anywhere.
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="page locks", daemon=True)
+        self._thread.start()
+
+    def lock(self, owner: object, memory: NDArray[np.uint8]) -> None:
+        """Lock memory soon, and unlock it when its owner is gone; it stays mapped until then."""
+        unlocks: list[Callable[[], None]] = []
+
+        def lock() -> None:
+            unlocks.append(self._device.lock_pages(memory))
+
+        def unlock() -> None:
+            unlocks.pop()()
+
+        self._work.put(lock)
+        weakref.finalize(owner, self._work.put, unlock).atexit = False
+
+    def close(self) -> None:
+        """Finish what has been asked for, and end the thread."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception as error:  # the driver has failed, and requests say so
+                _LOG.warning("memory was not locked or unlocked: %s", error)
+            del work  # else the memory stays mapped
 
 
 def _import_cupy() -> Any:

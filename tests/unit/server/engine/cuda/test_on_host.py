@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -48,9 +50,10 @@ from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.math import modes
 from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.cuda.runtime.device import PageLocks
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.ipc.in_flight_request import InFlightRequest
-from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.ipc.segments import Segment, SegmentPool
 
 ROWS = 5_003
 
@@ -207,6 +210,46 @@ def test_parts_of_a_request_give_its_losses(engine, batch):
         run_to_end(engine.evaluate(own, outputs))
         found.append(outputs.losses)
     np.testing.assert_array_equal(np.concatenate(found[1:]), found[0])
+
+
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_segments_are_page_locked_as_long_as_they_are_mapped(engine, monkeypatch, caplog, fails):
+    device = engine._device
+    runtime = device.cupy.cuda.runtime
+    locked, segment = [], Segment.create(1, 1 << 20)
+
+    def register(address, size, _):
+        if fails:
+            raise runtime.CUDARuntimeError(2)
+        locked.append((address, size))
+
+    monkeypatch.setattr(device, "_stays_pageable", False)
+    monkeypatch.setattr(runtime, "hostRegister", register)
+    monkeypatch.setattr(
+        runtime, "hostUnregister", lambda address: locked.remove((address, 1 << 20))
+    )
+    locks = PageLocks(device)
+    for _ in range(2):
+        mapped = Segment.received(1, os.dup(segment.descriptor), segment.size)
+        address, memory = mapped.address, weakref.ref(mapped.map)
+        locks.lock(mapped, mapped.array("u1", (mapped.size,)))
+        wait_until(lambda: locks._work.empty())
+        wait_until(lambda: locked == [(address, 1 << 20)] * (not fails))  # noqa: B023
+        del mapped
+        wait_until(lambda: memory() is None)  # noqa: B023
+        assert locked == []
+    locks.close()
+    told = [record for record in caplog.records if "pageable" in record.message]
+    assert [record.levelname for record in told if record.levelname != "DEBUG"] == (
+        ["WARNING"] if fails else []
+    )
 
 
 def test_the_tier_chooser_observes_no_time_of_other_requests(engine, batch, monkeypatch):
