@@ -1,0 +1,75 @@
+"""Measure skeletons a second through `propose`, as an agent calls it: parse, fit, evidence, terms.
+
+``run.py service/proposals`` starts a server and writes results/proposals.json. The 300 skeletons
+are those of the grammar of client/examples/propose_loop.py over three variables, each searched from
+ones and from eight drawn starts, on float64 data.
+
+``--devices 0 --name proposals_gpu`` measures the first GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import SEED, ServerProcess, save
+
+import warpfit
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "client" / "examples" / "propose_loop.py"
+NAMES = ("a", "b", "c")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
+    parser.add_argument("--devices", default="cpu")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1000, 100_000])
+    parser.add_argument("--skeletons", type=int, default=300)
+    parser.add_argument("--restarts", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--name", default="proposals")
+    options = parser.parse_args()
+    grammar = runpy.run_path(str(EXAMPLE))["Grammar"](NAMES, SEED)
+    skeletons = grammar.propose(options.skeletons, [])
+    rng = np.random.default_rng(SEED)
+    found: dict[str, Any] = {}
+    with (
+        ServerProcess(devices=options.devices) as server,
+        warpfit.connect(server.address) as client,
+    ):
+        for rows in options.rows:
+            X = rng.uniform(0.5, 3.0, (rows, len(NAMES)))
+            y = 2.5 * np.exp(-0.4 * X[:, 0]) * np.cos(1.3 * X[:, 1]) + 0.7 * X[:, 2]
+            data = client.upload(X, y + rng.normal(0.0, 0.02, rows), names=NAMES, dtype="float64")
+            client.propose(data, skeletons[:20], restarts=options.restarts)  # warms up
+            walls, own = [], []
+            for seed in range(options.rounds):
+                begun, used = time.perf_counter(), time.process_time()
+                answers = client.propose(
+                    data, skeletons, restarts=options.restarts, seed=seed, timeout=3600.0
+                )
+                walls.append(time.perf_counter() - begun)
+                own.append(time.process_time() - used)
+            fitted = [each for each in answers if each.error is None]
+            found[f"{rows} rows"] = {
+                "skeletons_per_second": round(len(skeletons) / statistics.median(walls), 1),
+                "seconds": [round(wall, 3) for wall in walls],
+                "client_cpu_ms_per_skeleton": round(
+                    1e3 * statistics.median(own) / len(skeletons), 3
+                ),
+                "answered_with_a_fit": len(fitted),
+                "finite": sum(bool(np.isfinite(each.loss)) for each in fitted),
+            }
+            print(rows, found[f"{rows} rows"], flush=True)
+    given = {name: getattr(options, name) for name in ("devices", "skeletons", "restarts")}
+    save(options.name, {**given, "seed": SEED, "cases": found}, options.directory)
+
+
+if __name__ == "__main__":
+    main()
