@@ -104,7 +104,8 @@ def main() -> None:
             fitted = [each for each in answers if each.error is None and each.held_out_r2 > 0.0]
             # A skeleton that was tried before has nothing new to say.
             best += [each for each in fitted if not each.tried]
-            best = sorted(best, key=lambda each: each.held_out_loss)[:10]
+            # A longer formula has to fit better: its description length says whether it does.
+            best = sorted(best, key=lambda each: each.description_length)[:10]
             wrong = sum(each.error is not None for each in answers)
             print(f"round {round_}: {len(fitted)} of {len(answers)} fitted, {wrong} refused")
             print(f"  held-out R2 {best[0].held_out_r2:.4f}  {best[0].skeleton}")

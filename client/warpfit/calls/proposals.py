@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, overload
 
 import numpy as np
 
-from warpfit.calls.arguments import FitOptions, deadline_of, is_single, member, number, whole_number
+from warpfit.calls.arguments import deadline_of, is_single, member, number, whole_number
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.display import TextTable, shortened
 from warpfit.errors import (
@@ -57,7 +57,7 @@ class ProposeOptions(TypedDict, total=False):
 
     loss: Loss | LossFunction | str
     """The loss to minimise, as in `optimize`; "mse" by default. Evidence is for losses of squared
-    differences alone."""
+    differences, and for data that were uploaded here, alone."""
     restarts: int
     """Starts that the server draws for each skeleton, beside ones; 8 by default."""
     seed: int
@@ -274,6 +274,7 @@ class ProposeTask:
         part = number(options.get("held_out", 0.2), "held_out", wanted)
         if not 0.0 <= part < 1.0:
             raise bad_setting("held_out", part, wanted)
+        self._has_evidence = self._loss.is_squares and self._data.has_numbers
         self._fitted_rows = (0, max(1, layout.rows - int(part * layout.rows)))
         self._held_out_rows = (self._fitted_rows[1], layout.rows)
         units, target_unit = options.get("units"), options.get("target_unit")
@@ -438,31 +439,26 @@ class ProposeTask:
                 report(done + begun + int(0.9 * ended * own), total)
 
             try:
-                wanted: Any = {"evidence": True, "terms": True} if self._loss.is_squares else {}
-                wanted = {k: v for k, v in wanted.items() if k in FitOptions.__optional_keys__}
                 fit = self._client.optimize(
                     self._data,
                     [c.program for c in part],
                     restarts=self._restarts,
                     seed=self._seed,
                     missing=self._missing,
+                    evidence=self._has_evidence,
+                    terms=self._has_evidence,
                     loss=self._loss,
                     rows=self._fitted_rows,
                     progress=None if report is None else tell,
-                    **wanted,
                     **self._common(),
                 )
                 found += self._answered(part, fit)
             except (ProgramError, *_OF_ONE) as error:
-                place = error.expression
-                if getattr(error, "retry_after", None) is not None:
+                if error.retry_after is not None:
                     raise
                 if len(part) == 1:
                     error.expression = None
                     found.append(replace(part[0], answer=replace(part[0].answer, error=error)))
-                elif place is not None and place < len(part):
-                    rest = [part[place + 1 :], part[place : place + 1], part[:place]]
-                    pending += [each for each in rest if each]
                 else:
                     pending += [part[len(part) // 2 :], part[: len(part) // 2]]
         return found
@@ -505,7 +501,7 @@ class ProposeTask:
             )
             if self._held_out_rows[0] < self._held_out_rows[1] and not math.isfinite(out[i]):
                 answer = replace(answer, warnings=(*answer.warnings, _NOT_FINITE_OUTSIDE))
-            known: Any = getattr(fit, "evidence", None)
+            known = fit.evidence
             if not math.isfinite(fit.loss[i]):
                 answer = replace(answer, warnings=(*answer.warnings, _NOT_FINITE))
             elif known is not None:

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 from harness import SEED, ServerProcess, save
-from warpfit.evidence import student_t
 
 import warpfit
+from warpfit.evidence import student_t
 from warpfit.sklearn import SymbolicRegressor
 from warpfit.sklearn.chance import chance_of
 from warpfit.sklearn.estimator import TrainingData

@@ -71,6 +71,10 @@ def test_good_skeletons_are_fitted_beside_bad_ones():
     assert law.r2 > 0.999 < law.held_out_r2
     assert np.allclose(law.parameters, (2.0, 0.5, 1.0), rtol=0.05)
     assert warpfit.parse(law.simplified, NAMES).parameters == 0
+    assert np.abs(np.subtract(law.parameters, (2.0, 0.5, 1.0))).max() < 4 * max(law.standard_errors)
+    assert law.description_length < constant.description_length
+    assert [warpfit.parse(term.text, NAMES).variables for term in law.terms] == [1, 2]
+    assert all(term.contribution > 0.9 for term in law.terms)
     assert any("k is constant" in warning for warning in constant.warnings)
     assert math.isnan(root.loss)
     assert any("NaN or infinite" in warning for warning in root.warnings)
