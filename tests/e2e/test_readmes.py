@@ -54,6 +54,7 @@ NOT_RUN = {
     "chmod ": "it names no file",
     "warpfit ray": "tests/e2e/test_ray.py",
     "warpfit precompile": "tests/unit/server runs it; it takes minutes",
+    "warpfit mcp": "tests/e2e/test_mcp.py runs it, where the SDK is installed",
     "warpfit top": "tests/unit/client/cli runs it against a page of metrics",
     "warpfit health": "tests/e2e/test_faults.py",
 }

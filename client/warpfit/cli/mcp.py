@@ -18,7 +18,7 @@ from warpfit.transport.connection import add_flags, from_flags
 def main(words: Sequence[str]) -> int:
     """Serve tools over stdio, or over HTTP, until the reader or an interrupt ends it."""
     options = _parser().parse_args(words)
-    require("mcp.server.mcpserver", "warpfit[mcp]")
+    require("mcp", "warpfit[mcp]")
     from warpfit.mcp_server import Settings, serve_http, serve_stdio
 
     if options.root is not None and not options.root.is_dir():

@@ -540,3 +540,13 @@ def test_a_cell_that_only_python_reads_is_no_number(tmp_path, cell, capsys):
 def test_zeros_and_small_numbers_are_numbers(tmp_path, cell):
     table = table_of(tmp_path, f"a;b\n1;2\n{cell};3\n")
     np.testing.assert_array_equal(table.columns[:, 0], [1.0, float(cell)])
+
+
+# ------------------------------------------------------------------------------------------ mcp
+
+
+def test_tools_for_agents_say_what_they_need(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    status, _, err = run(capsys, "mcp", "--root", "nosuch")
+    assert status == 2
+    assert "pip install 'warpfit[mcp]'" in err
