@@ -394,6 +394,11 @@ _NOISE: Final = 0.1
 #: Rows on which outliers are told from the bulk of the others, about, and the part of the latter.
 _JUDGED: Final = 2000
 _BULK: Final = 0.8
+#: How much less likely a formula is, in nats, that leaves the range of the target, widened by part
+#: of itself, between rows or next to them; and how far beyond two rows that is, in their distance.
+_STRAYING: Final = 10.0
+_ROOM: Final = 0.25
+_BEYOND: Final = 0.1
 #: Multiple of the tolerance with which they are shortened again.
 _FAR: Final = 4.0
 #: Fewer rows are not divided to hold some out.
@@ -663,13 +668,40 @@ class TargetSearch:
     def _deviance_of(self, program: Program, level: float) -> float:
         """Return -2 log L, but for a constant, of a formula with a loss above the least possible.
 
+        A formula that leaves the range of the target between rows, or next to them, as one with a
+        pole does, counts as less likely by `_STRAYING`, which decides among formulas of noise.
         Of losses that resist outliers it is that of Gauss's likelihood whose standard deviation is
         the median residual: in the loss itself a few outliers would hide a law.
         """
+        extra = 2.0 * _STRAYING if self._strays(program) else 0.0
         bulk = self._bulk(program)
         if bulk is None:
-            return self._deviance(level)
-        return 2.0 * self._rows * math.log(max(bulk[0], ROUNDING * self._spread))
+            return self._deviance(level) + extra
+        return 2.0 * self._rows * math.log(max(bulk[0], ROUNDING * self._spread)) + extra
+
+    def _strays(self, program: Program) -> bool:
+        """Tell whether a formula leaves the range of the target between rows, or next to them."""
+        if not as_function(self.loss).is_squares or program.variables == 0:
+            return False
+        if program not in self._straying:
+            values = reference.evaluate_program(program, self._between)
+            low, high = float(self.training.target.min()), float(self.training.target.max())
+            room = _ROOM * (high - low)
+            inside = (values >= low - room) & (values <= high + room)
+            self._straying[program] = not inside.all()
+        return self._straying[program]
+
+    @cached_property
+    def _straying(self) -> dict[Program, bool]:
+        return {}
+
+    @cached_property
+    def _between(self) -> Floats:
+        """Points on lines through pairs of rows, between and a bit beyond them, [variables, n]."""
+        rng = np.random.default_rng(0)
+        ends = self.training.rows[rng.integers(len(self.training.target), size=(2, _JUDGED))]
+        part = rng.uniform(-_BEYOND, 1.0 + _BEYOND, (_JUDGED, 1))
+        return np.ascontiguousarray((ends[0] + part * (ends[1] - ends[0])).T)
 
     @cached_property
     def _spread(self) -> float:

@@ -12,8 +12,9 @@ pytest.importorskip("sklearn")
 from warpfit import InvalidArgumentError, parse
 from warpfit.expressions.language import to_latex
 from warpfit.losses import LossFunction, as_function, as_loss, poisson
-from warpfit.sklearn import target_search
+from warpfit.sklearn import SymbolicRegressor, target_search
 from warpfit.sklearn.equations import SELECTIONS, build_front, selected
+from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.target_search import deviance, floor, least_row_losses
 
 
@@ -108,3 +109,15 @@ def test_the_least_losses_of_many_rows_are_looked_for_once_or_between(monkeypatc
         found = least_row_losses(as_function(as_loss(loss)), y, np.ones(len(y)))
         assert sum(looked_at) <= most, loss
     np.testing.assert_allclose(found, y - y * np.log(y), atol=1e-5)
+
+
+def test_a_pole_between_the_rows_of_noisy_data_speaks_against_a_formula():
+    X = np.linspace(0.0, 1.0, 21)[:, None]
+    y = X[:, 0] + 0.1 * np.random.default_rng(0).normal(size=21)
+    task = target_search.TargetSearch(
+        SymbolicRegressor(), None, TrainingData(X, y, np.ones(21)), None, None, (), 0.0, math.inf
+    )
+    smooth, pole = parse("x1 + 0.01"), parse("x1 + 0.01/(x1 - 0.4753)")
+    level = 0.01
+    difference = task._deviance_of(pole, level) - task._deviance_of(smooth, level)
+    assert difference == pytest.approx(20.0)
