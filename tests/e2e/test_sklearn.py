@@ -28,7 +28,7 @@ from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
-from warpfit.formulas.units import dimensions  # noqa: E402
+from warpfit.formulas.units import check_units, dimension, dimensions  # noqa: E402
 from warpfit.sklearn import ParameterOptimizer, SearchWarning, SymbolicRegressor  # noqa: E402
 from warpfit.sklearn.constraints import consistency  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
@@ -426,6 +426,8 @@ def test_several_starts_get_out_of_a_wrong_valley(server: ServerProcess):
         ({"units": {"x9": "m"}}, "BAD_SETTING"),
         ({"units": ["m", "florin", "s"]}, "UNKNOWN_UNIT"),
         ({"fit_iterations": 0}, "BAD_SETTING"),
+        ({"dimensionless_constants": True}, "BAD_SETTING"),
+        ({"target_unit": "florin"}, "UNKNOWN_UNIT"),
         ({"held_out": 1.0}, "BAD_SETTING"),
         ({"engine": "abacus"}, "BAD_SETTING"),
         ({"model_selection": "taste"}, "BAD_SETTING"),
@@ -456,6 +458,20 @@ def test_units_keep_formulas_consistent(search):
     for equation in model.front_:
         program = equation.program
         assert check(Genomes.of([program])).all(), equation.equation
+
+
+def test_constants_without_dimension_leave_the_unit_to_the_variables(search):
+    X = points(100)
+    settings = {"units": ["m", "s", "kg"], "operators": ("+", "-", "*", "/"), "generations": 4}
+    settings |= {"dimensionless_constants": True, "target_unit": "m/s"}
+    y = 3.0 * X[:, 0] / X[:, 1] + 0.5
+    model = search(**settings, population=100, simplify=True).fit(X, y)
+    of_variables, speed = dimensions(["m", "s", "kg"], (), 3), dimension("m/s")
+    formulas = [equation.program for equation in model.front_ if equation.program.variables]
+    assert formulas
+    for program in formulas:  # none has an intercept, which would be a speed
+        check_units(program, np.append(of_variables, speed), speed)
+        assert consistency(of_variables, 0.0, speed)(Genomes.of([program])).all()
 
 
 def test_an_embedded_server_does_when_there_is_no_address():

@@ -225,6 +225,12 @@ _OPPOSITE: Final = {
 #: Mark before the token that `locate` looks for: a character that no name should contain.
 _MARK: Final = "\ue000"
 
+#: Names of letters that LaTeX has a command for; pi is a number.
+_GREEK: Final = re.compile(
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
+    "|upsilon|phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega"
+)
+
 _LATEX_ESCAPES: Final = str.maketrans(
     {character: f"\\{character}" for character in "#$%&_{}"}
     | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
@@ -495,10 +501,12 @@ def _latex_fraction(form: ShortForm) -> _Rendered:
 
 
 def _latex_name(name: str) -> str:
-    simple = re.fullmatch(r"([A-Za-z])_?([0-9]*)", name)
-    if simple:
-        return f"{simple[1]}_{{{simple[2]}}}" if simple[2] else simple[1]
-    return _latex_text(name)
+    parts = re.fullmatch(r"([A-Za-z]+?)(?:_?([0-9]+)|_([A-Za-z]+))?", name)
+    if parts is None or (len(parts[1]) > 1 and not _GREEK.fullmatch(parts[1])):
+        return _latex_text(name)
+    base = parts[1] if len(parts[1]) == 1 else f"\\{parts[1]}"
+    below = parts[2] or (rf"\text{{{parts[3]}}}" if parts[3] else "")
+    return f"{base}_{{{below}}}" if below else base
 
 
 def _latex_text(name: str) -> str:

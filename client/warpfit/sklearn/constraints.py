@@ -28,6 +28,8 @@ from warpfit.sklearn.genomes import (
     tokens,
 )
 
+#: Dimensions closer to each other than this are equal.
+_SAME_DIMENSION: Final = 1e-9
 _KINDS: Final = ("depth", "count", "nesting", "monotonic")
 #: Operators by the symbols that users write; "-" with two operands.
 _BY_SYMBOL: Final = {
@@ -262,18 +264,30 @@ def _shifted(genomes: Genomes, places: Mask) -> Genomes:
     return Genomes(made.codes, made.values, made.starts[genomes.starts])
 
 
-def consistency(dimensions_of_variables: Floats) -> Callable[[Genomes], Mask]:
+def consistency(
+    dimensions_of_variables: Floats, constants: float = np.nan, target: float | None = None
+) -> Callable[[Genomes], Mask]:
     """Return which formulas add and compare only what has one dimension.
 
-    Functions such as exp take numbers. Constants, and the slope and intercept of a formula, have
-    the dimension that is wanted.
+    Functions such as exp take numbers.
+
+    Args:
+        dimensions_of_variables: [variables].
+        constants: dimension of constants; NaN for that which is wanted, which the slope and the
+            intercept of a formula have, too.
+        target: dimension of the whole formula; None for any.
+
     """
 
     def check(genomes: Genomes) -> Mask:
         places = np.where(genomes.codes == VARIABLE, genomes.values, 0).astype(np.int64)
-        leaves = np.where(genomes.codes == CONSTANT, np.nan, dimensions_of_variables[places])
+        leaves = np.where(genomes.codes == CONSTANT, constants, dimensions_of_variables[places])
         with np.errstate(invalid="ignore"):
             found = fold(genomes, leaves, joined)
-        return np.asarray(genomes.totals(np.isinf(found)) == 0)
+            kept = np.asarray(genomes.totals(np.isinf(found)) == 0)
+            if target is not None:
+                whole = found[genomes.starts[1:] - 1]
+                kept &= np.isnan(whole) | (np.abs(whole - target) < _SAME_DIMENSION)
+        return kept
 
     return check

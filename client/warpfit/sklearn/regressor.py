@@ -22,7 +22,7 @@ from warpfit.dataset.layout import caller_level
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_latex, to_text
-from warpfit.formulas.units import dimensions
+from warpfit.formulas.units import dimension, dimensions
 from warpfit.ir import Program
 from warpfit.losses import LossFunction, as_function, as_loss
 from warpfit.sklearn import equations as eq
@@ -116,6 +116,12 @@ class SymbolicRegressor(FormulaRegressor):
         has one dimension, and apply functions such as exp to numbers. Constants, also a factor of
         1 that is not written, may have the dimension that this takes. SI units without prefixes are
         known, and all of pint if it is installed.
+    target_unit : str or dict, optional
+        Unit of the target, for `dimensionless_constants`; without these it says nothing, because
+        the slope may have any dimension.
+    dimensionless_constants : bool
+        Whether constants are plain numbers, so that all dimensions come from the variables: the
+        formula has the unit of the target, and an intercept only if that is a number.
     fit_iterations : int
         Iterations of the fit of the constants of each promising formula.
     sample_rows : int
@@ -200,6 +206,8 @@ class SymbolicRegressor(FormulaRegressor):
         complexity_of_operators: Mapping[str, int] | None = None,
         constraints: Mapping[str, Any] | None = None,
         units: Mapping[str, Any] | Sequence[Any] | None = None,
+        target_unit: Any = None,
+        dimensionless_constants: bool = False,
         fit_iterations: int = 15,
         sample_rows: int = 500,
         held_out: float = 0.1,
@@ -227,6 +235,8 @@ class SymbolicRegressor(FormulaRegressor):
         self.complexity_of_operators = complexity_of_operators
         self.constraints = constraints
         self.units = units
+        self.target_unit = target_unit
+        self.dimensionless_constants = dimensionless_constants
         self.fit_iterations = fit_iterations
         self.sample_rows = sample_rows
         self.held_out = held_out
@@ -375,6 +385,10 @@ class SymbolicRegressor(FormulaRegressor):
         directions(monotonic, self._names(), self.n_features_in_)
         if self.units is not None:
             dimensions(self.units, self._names(), self.n_features_in_)
+        elif self.dimensionless_constants:
+            raise _bad_setting("dimensionless_constants", True, "units of the variables, too")
+        if self.target_unit is not None:
+            dimension(self.target_unit, "target_unit")
         if self.max_seconds is not None and not 0.0 < _number(self.max_seconds) < math.inf:
             raise _bad_setting("max_seconds", self.max_seconds, "a number above 0, or None")
         if not 0.0 <= _number(self.held_out) < 1.0:

@@ -31,7 +31,7 @@ from warpfit.errors import DeadlineExceededError, InvalidArgumentError, Unavaila
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.expressions.reference import evaluate_program
-from warpfit.formulas.units import dimensions
+from warpfit.formulas.units import dimension, dimensions
 from warpfit.ir import Program
 from warpfit.losses import (
     ABSOLUTE,
@@ -529,6 +529,7 @@ class TargetSearch:
                 ahead = reference.evaluate_program(program, (X + step).T)
                 if not (sign * (ahead - values) >= -1e-12 * np.abs(values)).all():
                     level = math.inf
+            level = level if self._sound([program])[0] else math.inf
             found[program] = [level, self._r2(program, self.held_out)]
         return self._front_of(found)
 
@@ -548,10 +549,17 @@ class TargetSearch:
         self.scale = min(level for level, _ in found.values())
         return self._in_given_units(self._front_of(found))
 
+    def _whole(self, pool: Pool, row: int, spread: float) -> Program:
+        """Build a + b f, without an a whose unit does not fit; the last fit sets b right."""
+        whole = _whole(pool, row, spread)
+        if self._sound([whole])[0]:
+            return whole
+        return _whole(replace(pool, intercepts=np.zeros(len(pool))), row, spread)
+
     def _programs(self, pool: Pool) -> list[Program]:
         """Return the formulas of a pool with slope and intercept, and the best constant."""
         spread = float(np.std(self.training.target))
-        programs = [_whole(pool, row, spread) for row in range(len(pool))]
+        programs = [self._whole(pool, row, spread) for row in range(len(pool))]
         return list(dict.fromkeys([self.constant, *programs]))
 
     def front(self, programs: list[Program], losses: Floats, r2: list[float]) -> list[Equation]:
@@ -587,7 +595,7 @@ class TargetSearch:
     def preview(self, search: Search) -> list[Equation]:
         """Return the front as it is now, with the losses on the sample."""
         pool, spread = search.front(), float(np.std(self.training.target))
-        programs = [*(_whole(pool, row, spread) for row in range(len(pool))), self.constant]
+        programs = [*(self._whole(pool, row, spread) for row in range(len(pool))), self.constant]
         losses = np.append(pool.losses, self.scale)
         return self._in_given_units(self.front(programs, losses, [np.nan] * len(programs)))
 
@@ -854,6 +862,11 @@ class TargetSearch:
         given = (self.options.constraints or {}).get("monotonic", {})
         return violations(given, self.names, self.training.rows.shape[1], self.client)
 
+    def _sound(self, programs: list[Program]) -> Mask:
+        """Return which formulas, slope and intercept included, have units that fit."""
+        constant = np.array([program.variables == 0 for program in programs])
+        return np.asarray(self._consistent(Genomes.of(programs)) | constant)
+
     def _violating(self, programs: list[Program]) -> Mask:
         """Return which formulas violate a constraint of monotonicity."""
         genomes = Genomes.of(programs)
@@ -862,11 +875,21 @@ class TargetSearch:
     def _admission(self, complexity: Callable[[Genomes], Indices]) -> Callable[[Genomes], Mask]:
         options = self.options
         admit = admission(options.constraints, complexity, options.max_size)
-        if options.units is None:
-            return admit
-        variables = self.training.rows.shape[1]
-        consistent = consistency(dimensions(options.units, self.names, variables))
+        consistent = self._consistent
         return lambda genomes: admit(genomes) & consistent(genomes)
+
+    @cached_property
+    def _consistent(self) -> Callable[[Genomes], Mask]:
+        """Return which formulas have consistent units, all if there are none."""
+        options = self.options
+        if options.units is None:
+            return lambda genomes: np.ones(len(genomes), np.bool_)
+        of_variables = dimensions(options.units, self.names, self.training.rows.shape[1])
+        if not options.dimensionless_constants:
+            return consistency(of_variables)
+        unit = options.target_unit
+        target = None if unit is None else dimension(unit, "target_unit")
+        return consistency(of_variables, 0.0, target)
 
     def _fitted(self, data: DatasetHandle, programs: list[Program]) -> list[Program]:
         """Fit all constants, but of formulas that have too many; as well as the time allows."""
@@ -902,7 +925,8 @@ class TargetSearch:
             try:
                 left = seconds_until(self.deadline)
                 losses = self.client.evaluate(self.data, part, loss=self.loss, timeout=left)
-                losses = np.where(self._violating(part), np.inf, losses - self._floor())
+                wrong = self._violating(part) | ~self._sound(part)
+                losses = np.where(wrong, np.inf, losses - self._floor())
             except DeadlineExceededError:
                 break
             for program, loss in zip(part, losses.tolist(), strict=True):

@@ -246,3 +246,10 @@ def test_every_token_is_found_in_the_text(program, pick, named):
 def test_tokens_that_occur_twice_are_told_apart():
     program = parse("x1 + x1*x1")
     assert [locate(program, token)[1] for token in range(5)] == [0, 5, 10, 8, 3]
+
+
+def test_names_of_letters_and_subscripts_are_latex():
+    names = ("alpha", "v_max", "Omega2", "pi", "omega_0", "mass")
+    shown = to_latex(parse("x1*x2*x3 + x4*x5*x6"), names).split(r" \cdot ")
+    assert shown[:2] == [r"\alpha", r"v_{\text{max}}"]
+    assert shown[2:] == [r"\Omega_{2} + \text{pi}", r"\omega_{0}", r"\text{mass}"]
