@@ -339,7 +339,7 @@ def test_cancelled(engine):
 
 
 @pytest.mark.parametrize("leaning", ["left", "right"])
-def test_long_scalars(engine, leaning):
+def test_long_invariants(engine, leaning):
     """Thousands of operators on parameters alone, which are differentiated apart."""
     pair = [Program.parameter(0), Program.parameter(1)]
     program = Program.apply("sin", pair[0])

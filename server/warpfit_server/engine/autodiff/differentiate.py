@@ -9,13 +9,13 @@ chapter 3):
         for each operand: adjoint[operand] += adjoint[node] * partial(node, operand)
 
 The pass runs once, here, on the nodes, not on numbers: each product becomes a node of the same
-graph, beside the program's own. So the interpreter needs to know nothing of derivatives;
-subexpressions that derivatives share are computed once, products with 1 and 0 never, and slots are
-assigned as for any program (`schedule`).
+graph, beside the program's own. So the engines need to know nothing of derivatives; subexpressions
+that derivatives share are computed once, products with 1 and 0 never, and slots are assigned as for
+any program (`lower`).
 
-The pass stops at nodes that are the same for every row, such as a parameter or ``exp(p1)``: the
-adjoint there is a *column*. How such a node depends on the parameters is the same for every row,
-too: its derivatives are *entries*, scalars by which sums over a column are multiplied at the end.
+The pass stops at invariants, such as a parameter or ``exp(p1)``: the adjoint there is a *column*.
+How an invariant depends on the parameters is the same for every row, too: its derivatives are
+*entries*, invariants by which sums over a column are multiplied at the end.
 
 The row loss is numbered beside the program, over the program's result; a pass of its own gives its
 derivative by the result.
@@ -30,25 +30,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
-from warpfit.ops import CONSTANT, VARIABLE
-from warpfit_server.engine.autodiff import backward_pass
-from warpfit_server.engine.autodiff.rules import RULE_COLUMNS, arities, rules
-from warpfit_server.engine.lowering import lowered
-from warpfit_server.engine.lowering.graph import (
+from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit_server.engine.autodiff.rules import (
+    ALONE,
+    COMPUTES,
+    FIRST_READ,
+    KIND,
+    NEGATES,
+    NOTHING,
+    PASSES,
+    PRODUCT_CODE,
+    READS,
+    RULE_COLUMNS,
+    SCALED,
+    arities,
+    rules,
+)
+from warpfit_server.engine.lowering.lower import (
     PREDICTION,
+    Graph,
+    Scratch,
     clear,
     constant_node,
-    new_graph,
-    number_tokens,
-)
-from warpfit_server.engine.lowering.lower import longest_program
-from warpfit_server.engine.lowering.schedule import (
-    Scratch,
     emit_copy,
     emit_prologue,
     emit_result,
+    find_node,
+    longest_program,
+    new_graph,
     new_scratch,
+    number_tokens,
     schedule,
+)
+from warpfit_server.engine.lowering.lowered import (
+    INVARIANT,
+    NONE,
+    SLOT,
+    Lowered,
+    allocate,
+    lowered_of,
 )
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
@@ -64,8 +84,207 @@ from warpfit_server.engine.native.arguments import (
 )
 from warpfit_server.engine.native.intrinsics import add_atomically, inlined, uncounted
 
+# ------------------------------------------------------------------------------ the backward pass
+
+#: Bits of what is requested: derivatives by parameters, and by variables; the row loss, in the
+#: data's type; the derivative of the row loss by the result. SQUARES says that the row loss given
+#: is f - y, and that what is summed is its square.
+BY_PARAMETERS, BY_VARIABLES, LOSS, LOSS_DERIVATIVE, SQUARES = 1, 2, 4, 8, 16
+_ADD: Final = OPERATORS["add"].code
+_NEGATE: Final = OPERATORS["neg"].code
+
+
+class Pass(NamedTuple):
+    """A graph with what backward passes note for each of its nodes, int64 [nodes]."""
+
+    graph: Graph
+    rules: Any
+    """See `rules.rules`."""
+    one: Any
+    """The node of the constant 1, int64 [1]."""
+    invariant: Any
+    """Whether the node is an invariant."""
+    active: Any
+    """Whether derivatives by the node are needed."""
+    adjoints: Any
+    """Node of the derivative of the result by the node; NONE where nothing has come yet."""
+    inner: Any
+    """The same in the passes over the row loss, and over invariants."""
+    waiting: Any
+    """Nodes that wait in the latter pass, in ascending order."""
+
+
+@uncounted
+def differentiate_loss(state: Pass, loss: Any, root: Any) -> Any:
+    """Return the node of the derivative of the row loss by the program's result.
+
+    A loss that is a part of the program, such as a constant, comes before the result.
+    """
+    graph = state.graph
+    for number in range(max(loss, root) + 1):
+        depends = number == root or _has_active_operand(state, number)
+        state.active[number] = 1 if depends and number >= root else 0
+        state.inner[number] = NONE
+    state.inner[loss] = state.one[0]
+    for number in range(loss, root, -1):
+        if state.inner[number] != NONE and state.active[number]:
+            _propagate(state, state.inner, number)
+    if state.inner[root] == NONE:
+        return constant_node(graph, 0.0)
+    return state.inner[root]
+
+
+@uncounted
+def mark_nodes(state: Pass, count: int, requested: int) -> None:
+    """Mark invariants, and the nodes that derivatives pass through.
+
+    ``count`` nodes come before those of derivatives.
+    """
+    graph = state.graph
+    for number in range(count):
+        node = graph.nodes[number]
+        invariant = node.code != VARIABLE
+        for k in range(graph.arities[node.code]):
+            invariant = invariant and state.invariant[node.operands[k]] == 1
+        is_leaf = (node.code == PARAMETER and requested & BY_PARAMETERS != 0) or (
+            node.code == VARIABLE and requested & BY_VARIABLES != 0
+        )
+        state.invariant[number] = 1 if invariant else 0
+        state.active[number] = 1 if is_leaf or _has_active_operand(state, number) else 0
+        state.adjoints[number] = state.inner[number] = NONE
+
+
+@uncounted
+def _has_active_operand(state: Pass, number: int) -> bool:
+    found = False
+    node = state.graph.nodes[number]
+    for k in range(state.graph.arities[node.code]):
+        found = found or state.active[node.operands[k]] == 1
+    return found
+
+
+@uncounted
+def run_backward(state: Pass, root: Any, out: Lowered, header: Any) -> None:
+    """Run the backward pass from the result; list columns, as nodes, and entries."""
+    graph = state.graph
+    state.adjoints[root] = state.one[0]
+    for number in range(root, -1, -1):
+        adjoint = state.adjoints[number]
+        if adjoint == NONE or not state.active[number]:
+            continue
+        node = graph.nodes[number]
+        if not state.invariant[number] and node.code != VARIABLE:
+            _propagate(state, state.adjoints, number)
+            continue
+        out.columns[header.first_column + header.columns] = adjoint
+        header.columns += 1
+        if node.code == VARIABLE:
+            _add_entry(out, header, -1 - node.operands[0], state.one[0])
+        else:
+            _differentiate_invariant(state, number, out, header)
+
+
+@uncounted
+def _differentiate_invariant(state: Pass, top: Any, out: Lowered, header: Any) -> None:
+    """List the derivatives of an invariant as entries of the last column.
+
+    ``inner`` ends as it was.
+    """
+    graph, waiting = state.graph, state.waiting
+    state.inner[top] = state.one[0]
+    waiting[0] = top
+    count = 1
+    while count:
+        count -= 1
+        number = waiting[count]
+        node = graph.nodes[number]
+        if node.code == PARAMETER:
+            _add_entry(out, header, node.operands[0], state.inner[number])
+        for k in range(graph.arities[node.code]):
+            operand = node.operands[k]
+            if state.active[operand]:
+                is_new = state.inner[operand] == NONE
+                _propagate_to(state, state.inner, number, k)
+                if is_new and state.inner[operand] != NONE:
+                    count = _insert(waiting, count, operand)
+        state.inner[number] = NONE
+
+
+@uncounted
+def _insert(waiting: Any, count: int, number: Any) -> int:
+    """Insert a node into the ascending list; return its new length."""
+    position = count
+    while position > 0 and waiting[position - 1] > number:
+        waiting[position] = waiting[position - 1]
+        position -= 1
+    waiting[position] = number
+    return count + 1
+
+
+@uncounted
+def _add_entry(out: Lowered, header: Any, leaf: int, factor: Any) -> None:
+    """Add an entry of the last column."""
+    entry = out.entries[header.first_entry + header.entries]
+    entry.column, entry.leaf, entry.factor = header.columns - 1, leaf, factor
+    header.entries += 1
+
+
+@uncounted
+def _propagate(state: Pass, adjoints: Any, number: int) -> None:
+    """Propagate the adjoint of a node to all its active operands."""
+    node = state.graph.nodes[number]
+    for k in range(state.graph.arities[node.code]):
+        if state.active[node.operands[k]]:
+            _propagate_to(state, adjoints, number, k)
+
+
+@uncounted
+def _propagate_to(state: Pass, adjoints: Any, number: int, k: int) -> None:
+    """Add adjoint times partial derivative to the adjoint of operand k."""
+    graph, none = state.graph, np.int64(NONE)
+    node = graph.nodes[number]
+    rule = state.rules[3 * node.code + k]
+    if rule[KIND] == NOTHING:
+        return
+    term = adjoints[number]
+    if rule[KIND] == NEGATES:
+        term = find_node(graph, np.int64(_NEGATE), term, none, none)
+    elif rule[KIND] != PASSES:
+        term = _multiply_partial(state, number, term, rule)
+    operand = node.operands[k]
+    if adjoints[operand] != NONE:
+        term = find_node(graph, np.int64(_ADD), adjoints[operand], term, none)
+    adjoints[operand] = term
+
+
+@uncounted
+def _multiply_partial(state: Pass, number: int, adjoint: Any, rule: Any) -> Any:
+    """Return the node of adjoint times partial derivative."""
+    graph, one = state.graph, state.one[0]
+    first, second = _read(graph, number, rule, 0), _read(graph, number, rule, 1)
+    partial = first
+    if rule[KIND] == COMPUTES:
+        if adjoint != one and rule[SCALED]:
+            return find_node(graph, rule[SCALED], adjoint, first, second)
+        partial = find_node(graph, rule[ALONE], first, second, _read(graph, number, rule, 2))
+    if adjoint == one:
+        return partial
+    return find_node(graph, np.int64(PRODUCT_CODE), adjoint, partial, np.int64(NONE))
+
+
+@uncounted
+def _read(graph: Graph, number: int, rule: Any, index: int) -> Any:
+    """Return the node that a partial derivative reads as its operand ``index``, or NONE."""
+    if index >= rule[READS]:
+        return np.int64(NONE)
+    which = rule[FIRST_READ + index]
+    return np.int64(number) if which == 3 else graph.nodes[number].operands[which]
+
+
+# ------------------------------------------------------------------ programs with derivatives
+
 #: Nodes for each token, at most: itself; partial derivative, product and sum for the adjoint of an
-#: operand, once in the pass over the program and once in that over a scalar.
+#: operand, once in the pass over the program and once in that over an invariant.
 _NODES_A_TOKEN: Final = 7
 _MORE_NODES: Final = 16
 
@@ -76,19 +295,19 @@ def node_capacity(tokens: int, programs: int, loss_tokens: int) -> int:
     return _NODES_A_TOKEN * (tokens + programs * loss_tokens) + _MORE_NODES * programs
 
 
-def allocate_differentiated(batch: Batch, loss: RowLossTokens) -> lowered.Lowered:
+def allocate_differentiated(batch: Batch, loss: RowLossTokens) -> Lowered:
     """Allocate what a batch is lowered to with its derivatives."""
     tokens = len(batch.codes)
     capacity = node_capacity(tokens, len(batch), len(loss.codes))
-    return lowered.allocate(len(batch), capacity, capacity, tokens)
+    return allocate(len(batch), capacity, capacity, tokens)
 
 
-def lower_batch(batch: Batch, requested: int) -> lowered.Lowered:
+def lower_batch(batch: Batch, requested: int) -> Lowered:
     """Lower checked programs with derivatives on the calling thread, without Python's lock.
 
     Args:
         batch: the programs; parameters are not read.
-        requested: bits of `backward_pass`, none of which asks for a row loss.
+        requested: bits such as `BY_PARAMETERS`, none of which asks for a row loss.
 
     Returns:
         Programs that lie one behind the other in each array.
@@ -104,9 +323,7 @@ def lower_batch(batch: Batch, requested: int) -> lowered.Lowered:
     if differentiate_chunk(block.ctypes.data, 0) != FINISHED:
         raise MemoryError
     ends = source[-1].tolist()
-    return lowered.Lowered(
-        out.headers, *(array[:end] for array, end in zip(out[1:], ends, strict=True))
-    )
+    return Lowered(out.headers, *(array[:end] for array, end in zip(out[1:], ends, strict=True)))
 
 
 class RowLossTokens(NamedTuple):
@@ -170,7 +387,7 @@ class Source(NamedTuple):
     arities: Any
     rules: Any
     requested: Any
-    """Bits of `backward_pass`, and the options of `source_arrays`, int64 [1 + options]."""
+    """Bits such as `BY_PARAMETERS`, and the options of `source_arrays`, int64 [1 + options]."""
     ends: Any
     """Ends of what all threads have appended: instructions, loads, columns and entries."""
 
@@ -178,9 +395,9 @@ class Source(NamedTuple):
 class LoweringWorkspace(NamedTuple):
     """Memory of a thread to lower one program at a time, in compiled code."""
 
-    state: backward_pass.Pass
+    state: Pass
     scratch: Scratch
-    program: lowered.Lowered
+    program: Lowered
     """The program that was lowered last, alone."""
 
 
@@ -200,14 +417,14 @@ def new_workspace(source: Source, start: int, stop: int) -> LoweringWorkspace:
     """Allocate the memory to lower each program of a range."""
     tokens = longest_program(source.starts, start, stop) + len(source.loss_codes)
     capacity = _NODES_A_TOKEN * tokens + _MORE_NODES
-    state = backward_pass.Pass(
+    state = Pass(
         new_graph(capacity, tokens, source.arities), source.rules,
         np.empty(1, dtype=np.int64),
         np.empty(capacity, dtype=np.int64), np.empty(capacity, dtype=np.int64),
         np.empty(capacity, dtype=np.int64), np.empty(capacity, dtype=np.int64),
         np.empty(capacity, dtype=np.int64),
     )  # fmt: skip
-    program = lowered.allocate(1, capacity, capacity, tokens)
+    program = allocate(1, capacity, capacity, tokens)
     return LoweringWorkspace(state, new_scratch(capacity), program)
 
 
@@ -218,7 +435,7 @@ def differentiate_chunk(block: int, chunk: int) -> int:
     Each is appended to what all threads have lowered, so that nothing lies in between.
     """
     programs, _, _ = chunk_ranges(block, chunk)
-    source, out = source_of(block), lowered.lowered_of(block, AFTER_SOURCE)
+    source, out = source_of(block), lowered_of(block, AFTER_SOURCE)
     try:
         workspace = new_workspace(source, programs.start, programs.stop)
         for program in range(programs.start, programs.stop):
@@ -236,27 +453,21 @@ def differentiate_program(source: Source, workspace: LoweringWorkspace, program:
     graph, requested = state.graph, source.requested[0]
     start, stop = source.starts[program], source.starts[program + 1]
     clear(graph, _NODES_A_TOKEN * (stop - start + len(source.loss_codes)) + _MORE_NODES)
-    root = number_tokens(
-        graph, source.codes[start:stop], source.values[start:stop], np.int64(lowered.NONE)
-    )
-    loss = derivative = np.int64(lowered.NONE)
-    if requested & (backward_pass.LOSS | backward_pass.LOSS_DERIVATIVE):
+    root = number_tokens(graph, source.codes[start:stop], source.values[start:stop], np.int64(NONE))
+    loss = derivative = np.int64(NONE)
+    if requested & (LOSS | LOSS_DERIVATIVE):
         loss = number_tokens(graph, source.loss_codes, source.loss_values, root)
     state.one[0] = constant_node(graph, 1.0)
     forward = graph.size[0]
     header = out.headers[0]
     header.start = header.first_load = header.first_column = header.first_entry = 0
     header.columns = header.entries = 0
-    if requested & backward_pass.LOSS_DERIVATIVE:
-        derivative = (
-            loss
-            if requested & backward_pass.SQUARES
-            else backward_pass.differentiate_loss(state, loss, root)
-        )
-    if requested & (backward_pass.BY_PARAMETERS | backward_pass.BY_VARIABLES):
-        backward_pass.mark_nodes(state, forward, requested)
-        backward_pass.run_backward(state, root, out, header)
-    loss = loss if requested & backward_pass.LOSS else np.int64(lowered.NONE)
+    if requested & LOSS_DERIVATIVE:
+        derivative = loss if requested & SQUARES else differentiate_loss(state, loss, root)
+    if requested & (BY_PARAMETERS | BY_VARIABLES):
+        mark_nodes(state, forward, requested)
+        run_backward(state, root, out, header)
+    loss = loss if requested & LOSS else np.int64(NONE)
     _emit_program(workspace, header, root, loss, derivative)
 
 
@@ -271,11 +482,11 @@ def _emit_program(
     for node in columns:
         graph.nodes[node].uses += 1
     for node in (loss, derivative):
-        if node != lowered.NONE:
+        if node != NONE:
             graph.nodes[node].uses += 1
     emit_result(graph, scratch, out, header, root)
     for node in (loss, derivative):
-        if node != lowered.NONE and graph.nodes[node].slots:
+        if node != NONE and graph.nodes[node].slots:
             schedule(graph, scratch, out, header, node, root)
     for node in columns:
         if graph.nodes[node].slots:
@@ -287,18 +498,18 @@ def _emit_program(
     for index in range(header.entries):
         entry = out.entries[index]
         is_one = entry.factor == workspace.state.one[0]
-        entry.factor = lowered.NONE if is_one else graph.nodes[entry.factor].location >> 2
+        entry.factor = NONE if is_one else graph.nodes[entry.factor].location >> 2
 
 
 @uncounted
-def _as_rows(graph: Any, out: lowered.Lowered, header: Any, node: Any) -> Any:
-    """Return the location of a node's rows; a scalar is copied to rows, for sums that read them."""
-    if node == lowered.NONE:
-        return np.int64(lowered.NONE)
+def _as_rows(graph: Any, out: Lowered, header: Any, node: Any) -> Any:
+    """Return the location of a node's rows; an invariant is copied to rows, for sums."""
+    if node == NONE:
+        return np.int64(NONE)
     location = graph.nodes[node].location
-    if location & 3 != lowered.SCALAR:
+    if location & 3 != INVARIANT:
         return location
-    target = header.slots << 2 | lowered.SLOT
+    target = header.slots << 2 | SLOT
     header.slots += 1
     emit_copy(location, target, out, header)
     return target
@@ -321,7 +532,7 @@ def reserve(source: Source, header: Any) -> Any:
 
 
 @uncounted
-def _append(source: Source, made: lowered.Lowered, out: lowered.Lowered, program: int) -> None:
+def _append(source: Source, made: Lowered, out: Lowered, program: int) -> None:
     """Append a program to what all threads have lowered."""
     header = made.headers[0]
     start, load, column, entry = reserve(source, header)

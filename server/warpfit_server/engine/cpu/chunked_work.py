@@ -41,8 +41,8 @@ _COST_OF_DERIVATIVES: Final = 1500
 _COST_OF_A_SUM: Final = 500
 #: Token-rows for which waking one more thread takes as long as computing them.
 _COST_OF_A_THREAD: Final = 300_000
-#: Scalars of a chunk (64 bytes each): they share the second-level cache with the rows.
-_CHUNK_SCALARS: Final = 4096
+#: Invariants of a chunk (64 bytes each): they share the second-level cache with the rows.
+_CHUNK_INVARIANTS: Final = 4096
 #: The spans of work that has no rows.
 _ONE_SPAN: Final = np.zeros(1, dtype=RANGE)
 
@@ -131,7 +131,7 @@ def _between(edges: NDArray[np.int64]) -> NDArray[np.void]:
 
 def cut_instances(
     tokens: NDArray[np.int64],
-    scalars: NDArray[np.int64],
+    invariants: NDArray[np.int64],
     vectors: int,
     rows: tuple[int, int],
     layout: Layout,
@@ -139,7 +139,7 @@ def cut_instances(
 ) -> Cut:
     """Cut rows into nodes of a level, and the instances of programs into ranges of equal cost."""
     spans = cut_rows(rows, layout, level)
-    tokens, scalars = np.repeat(tokens, vectors), np.repeat(scalars, vectors)
+    tokens, invariants = np.repeat(tokens, vectors), np.repeat(invariants, vectors)
     total = int(tokens.sum()) * (rows[1] - rows[0])
     span = int(spans["stop"][0] - spans["start"][0])
     mean = int(tokens.sum()) // max(1, len(tokens))
@@ -147,7 +147,7 @@ def cut_instances(
     chunk = max(min(total // _MANY_CHUNKS, _LARGEST_CHUNK), _LEAST_CHUNK)
     if total > _MANY_CHUNKS * few_instances:
         chunk = max(chunk, few_instances)
-    share = tokens * (span / chunk) + scalars / _CHUNK_SCALARS
+    share = tokens * (span / chunk) + invariants / _CHUNK_INVARIANTS
     return Cut(_grouped(np.cumsum(share).astype(np.int64)), spans, total, level)
 
 
@@ -175,7 +175,7 @@ def differentiation_work(
 ) -> tuple[ChunkedWork, Lowered]:
     """Return the work of `differentiate.differentiate_chunk` on a checked batch, and what it fills.
 
-    ``requested`` are bits of `backward_pass`; the row loss is lowered beside each program.
+    ``requested`` are bits of `differentiate`; the row loss is lowered beside each program.
     """
     lowered = differentiate.allocate_differentiated(batch, row_loss)
     arrays = (*differentiate.source_arrays(batch, row_loss, requested), *lowered)

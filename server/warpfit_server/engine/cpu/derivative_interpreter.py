@@ -2,7 +2,7 @@
 
 The simple form, for one instance (program and parameter vector):
 
-    run the prologue once, on scalars
+    run the prologue once, on invariants
     for each block of rows:
         run the instructions: result, derivative s = dl/df of the row loss, columns c1, c2, ...
         loss += row losses of the result (`row_loss`)
@@ -27,16 +27,16 @@ from warpfit_server.engine.cpu import statistics
 from warpfit_server.engine.cpu.codegen.dot_products import LARGEST_TILE
 from warpfit_server.engine.cpu.interpreter import (
     INPUT_ARRAYS,
-    SCALAR_WIDTH,
+    INVARIANT_WIDTH,
     Inputs,
     Memory,
     address_of,
     aligned,
     inputs_of,
+    invariants_of,
     new_memory,
     run_body,
     run_prologue,
-    scalars_of,
 )
 from warpfit_server.engine.cpu.row_loss import (
     begin_block,
@@ -140,7 +140,7 @@ def _run(
     begin_row_loss(context, row_loss, loss_memory)
     columns = 1
     for instance in range(instances.start, instances.stop):
-        run_prologue(inputs, instance, scalars_of(memory, instance))
+        run_prologue(inputs, instance, invariants_of(memory, instance))
         columns = max(columns, inputs.lowered.headers[instance // context.vectors].columns)
     addresses = np.empty(columns, dtype=np.int64)
     row = rows.start
@@ -166,8 +166,8 @@ def _run(
                 inputs, sums.dots, own[COLUMN_SUMS:], instance, addresses, derivative, offset, count
             )
             if context.jacobian:
-                scalars = scalars_of(memory, instance)
-                _store_jacobian(inputs, instance, scalars, addresses, row, count)
+                invariants = invariants_of(memory, instance)
+                _store_jacobian(inputs, instance, invariants, addresses, row, count)
             # A call costs a microsecond, also if it finds nothing to do.
             if context.wants_reductions or context.wants_moments:
                 is_first = row == rows.start
@@ -248,7 +248,7 @@ def _add_tile(
 
 @inlined
 def _store_jacobian(
-    inputs: Inputs, instance: int, scalars: int, addresses: Any, row: int, count: int
+    inputs: Inputs, instance: int, invariants: int, addresses: Any, row: int, count: int
 ) -> None:
     """Store a block of the derivatives by each parameter."""
     context, lowered = inputs.context[0], inputs.lowered
@@ -266,7 +266,7 @@ def _store_jacobian(
     header = lowered.headers[program]
     for index in range(header.first_entry, header.first_entry + header.entries):
         entry = lowered.entries[index]
-        factor = _read_factor(entry.factor, scalars, context.item_bytes)
+        factor = _read_factor(entry.factor, invariants, context.item_bytes)
         if entry.leaf < 0 or factor == 0.0:
             continue
         target, source = first + entry.leaf * pitch, addresses[entry.column]
@@ -287,13 +287,13 @@ def _add_scaled(target: Any, source: Any, factor: Any) -> None:
 
 
 @inlined
-def _read_factor(scalar: int, scalars: int, item_bytes: int) -> float:
-    """Return the factor of an entry from an instance's scalars at an address."""
-    if scalar == NONE:
+def _read_factor(invariant: int, invariants: int, item_bytes: int) -> float:
+    """Return the factor of an entry from an instance's invariants at an address."""
+    if invariant == NONE:
         return 1.0
     if item_bytes == 4:
-        return np.float64(carray(pointer32(scalars + scalar * SCALAR_WIDTH), 1)[0])
-    return float(carray(pointer64(scalars + scalar * SCALAR_WIDTH), 1)[0])
+        return np.float64(carray(pointer32(invariants + invariant * INVARIANT_WIDTH), 1)[0])
+    return float(carray(pointer64(invariants + invariant * INVARIANT_WIDTH), 1)[0])
 
 
 @numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -330,36 +330,36 @@ def _combine(
     context, lowered = inputs.context[0], inputs.lowered
     most = 0
     for instance in range(instances.start, instances.stop):
-        most = max(most, lowered.headers[instance // context.vectors].scalars)
-    array = np.empty((most + 1) * SCALAR_WIDTH, dtype=np.uint8)
-    scalars = aligned(array)
+        most = max(most, lowered.headers[instance // context.vectors].invariants)
+    array = np.empty((most + 1) * INVARIANT_WIDTH, dtype=np.uint8)
+    invariants = aligned(array)
     variables = len(variable_gradients) // context.instances
     for instance in range(instances.start, instances.stop):
         program, vector = instance // context.vectors, instance % context.vectors
         first = inputs.parameter_starts[program]
         length = (inputs.parameter_starts[program + 1] - first) // context.vectors
         first += vector * length
-        run_prologue(inputs, instance, scalars)
+        run_prologue(inputs, instance, invariants)
         header = lowered.headers[program]
         entries = lowered.entries[header.first_entry : header.first_entry + header.entries]
         own = totals[starts[instance] + COLUMN_SUMS : starts[instance + 1]]
         if context.wants_gradients:
             mine = variable_gradients[instance * variables : (instance + 1) * variables]
-            _add_gradient(context, entries, scalars, own, gradients[first:], mine)
+            _add_gradient(context, entries, invariants, own, gradients[first:], mine)
         if context.wants_curvatures:
             products, triangle = own[header.columns :], curvatures[triangles[instance] :]
-            _add_curvature(context, entries, scalars, products, header.columns, triangle)
+            _add_curvature(context, entries, invariants, products, header.columns, triangle)
     array[0] = 0  # it lives until here
 
 
 @inlined
 def _add_gradient(
-    context: Any, entries: Any, scalars: int, own: Any, gradients: Any, variable_gradients: Any
+    context: Any, entries: Any, invariants: int, own: Any, gradients: Any, variable_gradients: Any
 ) -> None:
     """Add an instance's sums over columns, times the factors of its entries."""
     scale = 2.0 if context.is_squares else 1.0
     for entry in entries:
-        factor = _read_factor(entry.factor, scalars, context.item_bytes)
+        factor = _read_factor(entry.factor, invariants, context.item_bytes)
         total = own[entry.column]
         if factor == 0.0 or total == 0.0:
             continue
@@ -372,19 +372,19 @@ def _add_gradient(
 
 @inlined
 def _add_curvature(
-    context: Any, entries: Any, scalars: int, products: Any, columns: int, triangle: Any
+    context: Any, entries: Any, invariants: int, products: Any, columns: int, triangle: Any
 ) -> None:
     """Add an instance's products of columns, times the factors of two entries each."""
     for first in entries:
         p = first.leaf
-        a = _read_factor(first.factor, scalars, context.item_bytes)
+        a = _read_factor(first.factor, invariants, context.item_bytes)
         if p < 0 or a == 0.0:
             continue
         for second in entries:
             q = second.leaf
             if q < 0 or q > p:
                 continue
-            b = _read_factor(second.factor, scalars, context.item_bytes)
+            b = _read_factor(second.factor, invariants, context.item_bytes)
             i, j = first.column, second.column
             product = products[max(i, j) * columns + min(i, j)]
             if b != 0.0 and product != 0.0:

@@ -13,8 +13,8 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
-from warpfit_server.engine.autodiff.backward_pass import LOSS
 from warpfit_server.engine.autodiff.differentiate import (
+    LOSS,
     differentiate_chunk,
     no_row_loss,
     row_loss_tokens,
@@ -98,7 +98,7 @@ class LoweredDerivatives:
         # The product of two columns costs about as much as an instruction.
         costs = headers["end"] - headers["start"] + products // 2
         level = chunked_work.span_level(rows, layout, sums, int(costs.max()))
-        cut = chunked_work.cut_instances(costs, headers["scalars"], vectors, rows, layout, level)
+        cut = chunked_work.cut_instances(costs, headers["invariants"], vectors, rows, layout, level)
         loss = requested.row_loss
         weighs_loss = loss is not None and not mentions_weight(loss)
         plan = DerivativePlan(lowered, self._row_loss, cut, sizes, weighs_loss)

@@ -338,8 +338,8 @@ class _LoweredPrograms:
         """Cut the work for so many parameter vectors over a range of rows."""
         key, last = (vectors, rows, layout.dtype, level), self._last
         if last is None or last[0] != key:
-            scalars = self.lowered.headers["scalars"]
-            last = key, cut_instances(self._lengths, scalars, vectors, rows, layout, level)
+            invariants = self.lowered.headers["invariants"]
+            last = key, cut_instances(self._lengths, invariants, vectors, rows, layout, level)
             self._last = last
         return last[1]
 

@@ -2,7 +2,7 @@
 
 The simple form, for one program and parameter vector:
 
-    run the prologue once, on scalars
+    run the prologue once, on invariants
     for each block of rows:
         for each instruction:
             kernel[code](result, a, b, c)          # over the rows of the block
@@ -43,8 +43,8 @@ from warpfit_server.engine.native.arguments import (
 from warpfit_server.engine.native.intrinsics import call_kernel, call_sum, inlined
 from warpfit_server.engine.sum_tree import carry, node_sums
 
-#: Bytes of one stored scalar: as wide as a kernel's step.
-SCALAR_WIDTH: Final = 64
+#: Bytes of one stored invariant: as wide as a kernel's step.
+INVARIANT_WIDTH: Final = 64
 #: What is the same for all instances of an evaluation: int64 numbers and addresses, 0 for None.
 CONTEXT: Final = np.dtype(
     [
@@ -109,9 +109,9 @@ class Memory(NamedTuple):
     array: Any
     first: int
     """The first instance."""
-    scalars: int
-    scalar_starts: Any
-    """First scalar of each instance, and the end of the last one's, int64."""
+    invariants: int
+    invariant_starts: Any
+    """First invariant of each instance, and the end of the last one's, int64."""
     slots: int
     slot_bytes: int
     spare: int
@@ -148,7 +148,7 @@ def _run(
     first = instances.start
     sums = np.zeros((context.levels, instances.stop - first))
     for instance in range(first, instances.stop):
-        run_prologue(inputs, instance, scalars_of(memory, instance))
+        run_prologue(inputs, instance, invariants_of(memory, instance))
     row = rows.start
     while row < rows.stop:
         block = row // context.block_rows
@@ -175,32 +175,37 @@ def new_memory(inputs: Inputs, instances: Any, more: int) -> Memory:
     most_slots = 0
     for index in range(instances.stop - first):
         header = inputs.lowered.headers[(first + index) // context.vectors]
-        starts[index + 1] = starts[index] + header.scalars
+        starts[index + 1] = starts[index] + header.invariants
         most_slots = max(most_slots, header.slots)
-    scalar_bytes, slot_bytes = starts[-1] * SCALAR_WIDTH, context.block_rows * context.item_bytes
-    size = SCALAR_WIDTH + scalar_bytes + (most_slots + 1) * slot_bytes + more
+    invariant_bytes, slot_bytes = (
+        starts[-1] * INVARIANT_WIDTH,
+        context.block_rows * context.item_bytes,
+    )
+    size = INVARIANT_WIDTH + invariant_bytes + (most_slots + 1) * slot_bytes + more
     array = np.empty(size, dtype=np.uint8)
-    scalars = aligned(array)
-    slots = scalars + scalar_bytes
+    invariants = aligned(array)
+    slots = invariants + invariant_bytes
     spare = slots + most_slots * slot_bytes
-    return Memory(array, first, scalars, starts, slots, slot_bytes, spare)
+    return Memory(array, first, invariants, starts, slots, slot_bytes, spare)
 
 
 @inlined
 def aligned(array: Any) -> int:
-    """Return the first address in an array at which scalars may lie."""
-    return int((array.ctypes.data + SCALAR_WIDTH - 1) // SCALAR_WIDTH * SCALAR_WIDTH)
+    """Return the first address in an array at which invariants may lie."""
+    return int((array.ctypes.data + INVARIANT_WIDTH - 1) // INVARIANT_WIDTH * INVARIANT_WIDTH)
 
 
 @inlined
-def scalars_of(memory: Memory, instance: int) -> int:
-    """Return the address of an instance's scalars."""
-    return int(memory.scalars + memory.scalar_starts[instance - memory.first] * SCALAR_WIDTH)
+def invariants_of(memory: Memory, instance: int) -> int:
+    """Return the address of an instance's invariants."""
+    return int(
+        memory.invariants + memory.invariant_starts[instance - memory.first] * INVARIANT_WIDTH
+    )
 
 
 @inlined
-def run_prologue(inputs: Inputs, instance: int, scalars: int) -> None:
-    """Compute an instance's scalars at an address."""
+def run_prologue(inputs: Inputs, instance: int, invariants: int) -> None:
+    """Compute an instance's invariants at an address."""
     context, lowered = inputs.context[0], inputs.lowered
     program, vector = instance // context.vectors, instance % context.vectors
     start = inputs.parameter_starts[program]
@@ -211,20 +216,20 @@ def run_prologue(inputs: Inputs, instance: int, scalars: int) -> None:
         value = load.value
         if load.parameter != NONE:
             value = inputs.parameters[start + vector * count + load.parameter]
-        _store_scalar(scalars + load.scalar * SCALAR_WIDTH, context.item_bytes, value)
-    bases = (scalars, scalars, scalars, scalars)
-    pitches = (SCALAR_WIDTH, SCALAR_WIDTH, SCALAR_WIDTH, SCALAR_WIDTH)
-    width = SCALAR_WIDTH // context.item_bytes
+        _store_invariant(invariants + load.invariant * INVARIANT_WIDTH, context.item_bytes, value)
+    bases = (invariants, invariants, invariants, invariants)
+    pitches = (INVARIANT_WIDTH, INVARIANT_WIDTH, INVARIANT_WIDTH, INVARIANT_WIDTH)
+    width = INVARIANT_WIDTH // context.item_bytes
     run_instructions(inputs, header.start, header.prologue_end, bases, pitches, width)
 
 
 @inlined
-def _store_scalar(address: int, item_bytes: int, value: float) -> None:
-    """Store a scalar as wide as a kernel's step."""
+def _store_invariant(address: int, item_bytes: int, value: float) -> None:
+    """Store an invariant as wide as a kernel's step."""
     if item_bytes == 4:
-        carray(pointer32(address), SCALAR_WIDTH // 4)[:] = np.float32(value)
+        carray(pointer32(address), INVARIANT_WIDTH // 4)[:] = np.float32(value)
     else:
-        carray(pointer64(address), SCALAR_WIDTH // 8)[:] = value
+        carray(pointer64(address), INVARIANT_WIDTH // 8)[:] = value
 
 
 @inlined
@@ -241,8 +246,8 @@ def run_body(inputs: Inputs, memory: Memory, instance: int, row: int, count: int
         index = instance * (context.row_stop - context.row_start) + row - context.row_start
         result = context.values + index * context.item_bytes
     rows = context.variables + row * context.item_bytes
-    bases = (rows, memory.slots, scalars_of(memory, instance), result)
-    pitches = (context.variable_pitch, memory.slot_bytes, SCALAR_WIDTH, 0)
+    bases = (rows, memory.slots, invariants_of(memory, instance), result)
+    pitches = (context.variable_pitch, memory.slot_bytes, INVARIANT_WIDTH, 0)
     run_instructions(inputs, header.prologue_end, header.end, bases, pitches, count)
     return bases, pitches
 

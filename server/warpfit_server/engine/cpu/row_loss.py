@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from warpfit_server.engine.cpu.interpreter import (
     CONTEXT,
-    SCALAR_WIDTH,
+    INVARIANT_WIDTH,
     Inputs,
     run_instructions,
     run_prologue,
@@ -58,12 +58,12 @@ def row_loss_bytes(context: Any, row_loss: Inputs) -> int:
         return 0
     header = row_loss.lowered.headers[0]
     columns = _COLUMNS + 1 + header.slots
-    return int(columns * context.block_rows * _DOUBLE + header.scalars * SCALAR_WIDTH)
+    return int(columns * context.block_rows * _DOUBLE + header.invariants * INVARIANT_WIDTH)
 
 
 @inlined
 def begin_row_loss(context: Any, row_loss: Inputs, memory: int) -> None:
-    """Compute the scalars of a row loss, and a weight of 1 for each row where there is none."""
+    """Compute the invariants of a row loss, and a weight of 1 for each row where there is none."""
     if not row_loss.context[0].loss_kernel:
         return
     run_prologue(row_loss, 0, _bases(context, row_loss, memory)[2])
@@ -94,14 +94,14 @@ def block_loss(
     pitch = context.block_rows * _DOUBLE
     bases = _bases(context, row_loss, memory)
     header = row_loss.lowered.headers[0]
-    pitches = (pitch, pitch, SCALAR_WIDTH, 0)
+    pitches = (pitch, pitch, INVARIANT_WIDTH, 0)
     run_instructions(row_loss, header.prologue_end, header.end, bases, pitches, count)
     return float(call_sum(sum_kernel, (bases[3], bases[3], memory + 2 * pitch, count)))
 
 
 @inlined
 def _bases(context: Any, row_loss: Inputs, memory: int) -> Any:
-    """Return the bases of locations: columns, slots, scalars, result."""
+    """Return the bases of locations: columns, slots, invariants, result."""
     pitch = context.block_rows * _DOUBLE
     result = memory + _COLUMNS * pitch
     slots = result + pitch

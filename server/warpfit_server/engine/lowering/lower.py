@@ -1,30 +1,37 @@
-"""Lowering: postfix tokens to the instructions that the CPU interpreter runs, compiled by Numba.
+"""Lowering: postfix tokens to the instructions that the engines run, compiled by Numba.
 
 The simple form turns each operator token into one instruction that pops its operands from a stack
 and pushes its result. What is clever happens in one pass over the tokens and one over the nodes:
 
-* A subexpression that occurs again is the same node of a graph and is computed once (`graph`).
+* A subexpression that occurs again is the same node of a graph and is computed once.
 * A power with the constant exponent -2, -1, 1, 2, 3 or 4 becomes products or a quotient.
-* What is made of parameters and constants alone is a scalar, computed in the prologue: once for
+* What is made of parameters and constants alone is an invariant, computed in the prologue: once for
   each parameter vector instead of once for each block of rows.
-* Variables, scalars and results are operands in place; there are no loads and no stores.
-* Instructions are ordered so that few slots are needed (`schedule`).
+* Variables, invariants and results are operands in place; there are no loads and no stores.
+* Instructions are ordered so that few slots are needed.
 
 Each program has its own part of the results, so threads lower ranges of programs.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
-from warpfit.ops import ARITIES
-from warpfit_server.engine.lowering.graph import clear, new_graph, number_tokens
-from warpfit_server.engine.lowering.lowered import NONE, Lowered, lowered_of
-from warpfit_server.engine.lowering.schedule import emit_prologue, emit_result, new_scratch
+from warpfit.ops import ARITIES, CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit_server.engine.lowering.lowered import (
+    COPY_CODE,
+    INPUT,
+    INVARIANT,
+    NONE,
+    RESULT,
+    SLOT,
+    Lowered,
+    lowered_of,
+)
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
     FAILED,
@@ -35,7 +42,357 @@ from warpfit_server.engine.native.arguments import (
     octets,
     words,
 )
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native.intrinsics import inlined, uncounted
+
+# ------------------------------------------------------------------------- the numbering of values
+#
+# Nodes are numbered in the order in which they are made, operands before what uses them. What is
+# computed twice is one node: nodes are found by code and operands in a hash table.
+
+#: Code of a token in a row loss that is the result of the program before it.
+PREDICTION: Final = 0
+_POWER_CODE, _SQUARE_CODE, _CUBE_CODE, _INVERSE_CODE = (
+    OPERATORS[name].code for name in ("pow", "square", "cube", "inv")
+)
+#: Code; numbers of the operands (of a leaf, the index, or the bits of the constant, comes first);
+#: slots that the node needs (0 for leaves and invariants); uses that are left; location; whether
+#: the instruction is there.
+NODE: Final = np.dtype(
+    [
+        ("code", np.int64),
+        ("operands", np.int64, 3),
+        *((name, np.int64) for name in ("slots", "uses", "location", "emitted")),
+    ]
+)
+
+
+class Graph(NamedTuple):
+    """Nodes of one program at a time, in compiled code."""
+
+    nodes: Any
+    size: Any
+    """Number of nodes, int64 [1]."""
+    table: Any
+    """Numbers of nodes by the hash of what they are; NONE where there is none."""
+    mask: Any
+    """Entries of the table that are used, less 1, int64 [1]."""
+    stack: Any
+    arities: Any
+    """Number of operands by code, int64."""
+
+
+@inlined
+def new_graph(nodes: int, tokens: int, arities: Any) -> Graph:
+    """Allocate a graph for programs of so many nodes and tokens at most."""
+    return Graph(
+        np.empty(nodes, dtype=NODE),
+        np.zeros(1, dtype=np.int64),
+        np.empty(_table_size(nodes), dtype=np.int64),
+        np.zeros(1, dtype=np.int64),
+        np.empty(tokens, dtype=np.int64),
+        arities,
+    )
+
+
+@uncounted
+def clear(graph: Graph, nodes: int) -> None:
+    """Empty a graph for a program of at most so many nodes."""
+    size = _table_size(nodes)
+    for index in range(size):
+        graph.table[index] = NONE
+    graph.mask[0] = size - 1
+    graph.size[0] = 0
+
+
+@uncounted
+def _table_size(nodes: int) -> int:
+    size = 4
+    while size < 2 * nodes:
+        size *= 2
+    return size
+
+
+@uncounted
+def number_tokens(graph: Graph, codes: Any, values: Any, prediction: Any) -> Any:
+    """Add the nodes of postfix tokens; return the root.
+
+    A token PREDICTION stands for the node ``prediction``.
+    """
+    stack, height = graph.stack, 0
+    for token in range(len(codes)):
+        code = np.int64(codes[token])
+        if code == PREDICTION:
+            stack[height] = prediction
+            height += 1
+            continue
+        arity = graph.arities[code]
+        first, second, third = np.int64(NONE), np.int64(NONE), np.int64(NONE)
+        if arity > 0:
+            height -= arity
+            first = stack[height]
+            second = stack[height + 1] if arity > 1 else second
+            third = stack[height + 2] if arity > 2 else third
+        else:
+            value = values[token]
+            first = np.float64(value).view(np.int64) if code == CONSTANT else np.int64(value)
+        if code == _POWER_CODE:
+            stack[height] = _power_node(graph, first, second)
+        else:
+            stack[height] = find_node(graph, code, first, second, third)
+        height += 1
+    return stack[0]
+
+
+@uncounted
+def _power_node(graph: Graph, base: Any, exponent: Any) -> Any:
+    """Return the node of a power, or of products or a quotient that equal it."""
+    none = np.int64(NONE)
+    if graph.nodes[exponent].code == CONSTANT:
+        value = np.int64(graph.nodes[exponent].operands[0]).view(np.float64)
+        if value == 1.0:
+            return base
+        if value == 3.0:
+            return find_node(graph, np.int64(_CUBE_CODE), base, none, none)
+        if value in (-1.0, -2.0):
+            base = find_node(graph, np.int64(_INVERSE_CODE), base, none, none)
+        if value == 4.0:
+            base = find_node(graph, np.int64(_SQUARE_CODE), base, none, none)
+        if value in (2.0, -2.0, 4.0):
+            return find_node(graph, np.int64(_SQUARE_CODE), base, none, none)
+        if value == -1.0:
+            return base
+    return find_node(graph, np.int64(_POWER_CODE), base, exponent, none)
+
+
+@uncounted
+def constant_node(graph: Graph, value: float) -> Any:
+    """Return the node of a constant."""
+    bits, none = np.float64(value).view(np.int64), np.int64(NONE)
+    return find_node(graph, np.int64(CONSTANT), bits, none, none)
+
+
+@uncounted
+def find_node(graph: Graph, code: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return the node with this code and these operands, which is made if it is new."""
+    key = np.uint64(code) * np.uint64(0x9E3779B97F4A7C15)
+    for operand in (a, b, c):
+        key = (key ^ np.uint64(operand)) * np.uint64(0xFF51AFD7ED558CCD)
+        key ^= key >> np.uint64(32)
+    index = np.int64(key & np.uint64(graph.mask[0]))
+    while graph.table[index] >= 0:
+        known = graph.nodes[graph.table[index]]
+        if (
+            known.code == code
+            and known.operands[0] == a
+            and known.operands[1] == b
+            and known.operands[2] == c
+        ):
+            return graph.table[index]
+        index = (index + 1) & graph.mask[0]
+    number = graph.size[0]
+    graph.size[0] = number + 1
+    graph.table[index] = number
+    node = graph.nodes[number]
+    node.code = code
+    node.operands[0], node.operands[1], node.operands[2] = a, b, c
+    return number
+
+
+# ------------------------------------------------------------- the order of instructions, and slots
+#
+# Leaves and invariants get locations of their own, and invariants are emitted in the order of their
+# numbers. All other nodes are emitted depth first from what is requested, the operand that needs
+# most slots first (Sethi and Ullman, JACM 17, 1970). A slot is free again after its last use, so
+# few are needed and intermediate results stay in cache.
+
+
+class Scratch(NamedTuple):
+    """Memory to schedule one program at a time, int64."""
+
+    free: Any
+    """Number of free slots, then the slots, [nodes + 1]."""
+    agenda: Any
+    """Nodes to visit; each waits at most once for each of its uses."""
+    sorted: Any
+    """Operands of a node, [3]."""
+
+
+@inlined
+def new_scratch(nodes: int) -> Scratch:
+    """Allocate the memory for programs of so many nodes."""
+    return Scratch(
+        np.empty(nodes + 1, dtype=np.int64),
+        np.empty(5 * nodes + 8, dtype=np.int64),
+        np.empty(3, dtype=np.int64),
+    )
+
+
+@uncounted
+def emit_prologue(graph: Graph, scratch: Scratch, out: Lowered, header: Any) -> None:
+    """Begin a program: locate leaves, emit the invariants, count the uses of the other nodes.
+
+    ``header.start`` and ``header.first_load`` say where in ``out`` the program begins.
+    """
+    header.end = header.start
+    header.invariants = header.slots = header.loads = 0
+    scratch.free[0] = 0
+    for number in range(graph.size[0]):
+        node = graph.nodes[number]
+        node.slots = node.uses = node.emitted = 0
+        node.location = NONE
+        code = node.code
+        if code == VARIABLE:
+            node.location = node.operands[0] << 2 | INPUT
+        elif code in (PARAMETER, CONSTANT):
+            load = out.loads[header.first_load + header.loads]
+            load.invariant = header.invariants
+            load.parameter = node.operands[0] if code == PARAMETER else NONE
+            load.value = np.int64(node.operands[0]).view(np.float64)
+            header.loads += 1
+            _locate_invariant(node, header)
+        elif _is_invariant(graph, node):
+            _locate_invariant(node, header)
+            _emit(graph, node, out, header)
+        else:
+            _count_uses(graph, scratch, node)
+    header.prologue_end = header.end
+
+
+@uncounted
+def _locate_invariant(node: Any, header: Any) -> None:
+    node.location = header.invariants << 2 | INVARIANT
+    header.invariants += 1
+
+
+@uncounted
+def _is_invariant(graph: Graph, node: Any) -> bool:
+    for k in range(graph.arities[node.code]):
+        location = graph.nodes[node.operands[k]].location
+        if location == NONE or location & 3 != INVARIANT:
+            return False
+    return True
+
+
+@uncounted
+def _count_uses(graph: Graph, scratch: Scratch, node: Any) -> None:
+    """Count a node as a use of its operands, and the slots that it needs."""
+    for k in range(graph.arities[node.code]):
+        graph.nodes[node.operands[k]].uses += 1
+    pending = _sort_operands(graph, scratch, node)
+    slots = 1
+    for k in range(pending):
+        slots = max(slots, graph.nodes[scratch.sorted[k]].slots + pending - 1 - k)
+    node.slots = slots
+
+
+@uncounted
+def _sort_operands(graph: Graph, scratch: Scratch, node: Any) -> int:
+    """List the operands that need slots, the one that needs fewest first; return their number."""
+    count = 0
+    for k in range(graph.arities[node.code]):
+        operand = node.operands[k]
+        slots = graph.nodes[operand].slots
+        if slots == 0:
+            continue
+        position = count
+        while position > 0 and graph.nodes[scratch.sorted[position - 1]].slots > slots:
+            scratch.sorted[position] = scratch.sorted[position - 1]
+            position -= 1
+        scratch.sorted[position] = operand
+        count += 1
+    return count
+
+
+@uncounted
+def emit_result(graph: Graph, scratch: Scratch, out: Lowered, header: Any, root: Any) -> None:
+    """Emit what computes the result of the program."""
+    if graph.nodes[root].slots:
+        schedule(graph, scratch, out, header, root, root)
+    else:
+        emit_copy(graph.nodes[root].location, np.int64(RESULT), out, header)
+
+
+@uncounted
+def schedule(
+    graph: Graph, scratch: Scratch, out: Lowered, header: Any, top: Any, root: Any
+) -> None:
+    """Emit what is missing of the node ``top``, which needs slots, and of all that it depends on.
+
+    The prologue has been emitted; the rows of the node ``root`` are the result.
+    """
+    # A node is visited twice: even entries of the agenda ask for its operands, odd ones emit it.
+    agenda = scratch.agenda
+    agenda[0] = top << 1
+    pending = 1
+    while pending:
+        pending -= 1
+        number, is_ready = agenda[pending] >> 1, agenda[pending] & 1
+        node = graph.nodes[number]
+        if node.emitted:
+            continue
+        if not is_ready:
+            agenda[pending] = number << 1 | 1
+            pending += 1
+            for k in range(_sort_operands(graph, scratch, node)):
+                agenda[pending] = scratch.sorted[k] << 1
+                pending += 1
+            continue
+        _release_operands(graph, scratch, node)
+        node.location = RESULT if number == root else _take_slot(scratch, header) << 2 | SLOT
+        node.emitted = 1
+        _emit(graph, node, out, header)
+
+
+@uncounted
+def _release_operands(graph: Graph, scratch: Scratch, node: Any) -> None:
+    """Free the slots of the operands that are used for the last time."""
+    for k in range(graph.arities[node.code]):
+        operand = graph.nodes[node.operands[k]]
+        operand.uses -= 1
+        if operand.uses == 0 and operand.location & 3 == SLOT:
+            scratch.free[0] += 1
+            scratch.free[scratch.free[0]] = operand.location >> 2
+
+
+@uncounted
+def _take_slot(scratch: Scratch, header: Any) -> Any:
+    if scratch.free[0]:
+        scratch.free[0] -= 1
+        return scratch.free[scratch.free[0] + 1]
+    header.slots += 1
+    return header.slots - 1
+
+
+@uncounted
+def _emit(graph: Graph, node: Any, out: Lowered, header: Any) -> None:
+    instruction = out.instructions[header.end]
+    instruction.code = node.code
+    instruction.target = node.location
+    broadcast = 0
+    for k in range(3):
+        instruction.operands[k] = 0
+        if k < graph.arities[node.code]:
+            location = graph.nodes[node.operands[k]].location
+            instruction.operands[k] = location
+            if location & 3 == INVARIANT:
+                broadcast |= 1 << k
+    instruction.broadcast = broadcast
+    header.end += 1
+
+
+@uncounted
+def emit_copy(source: Any, target: Any, out: Lowered, header: Any) -> None:
+    """Emit the copy of a leaf or an invariant to rows of its own."""
+    instruction = out.instructions[header.end]
+    instruction.code = COPY_CODE
+    instruction.target = target
+    for k in range(3):
+        instruction.operands[k] = source
+    instruction.broadcast = 1 if source & 3 == INVARIANT else 0
+    header.end += 1
+
+
+# --------------------------------------------------------------------- programs without derivatives
 
 _WIDE_ARITIES: Final = ARITIES.astype(np.int64)
 #: Arrays of an argument block, in the order of `lowering_arrays`.

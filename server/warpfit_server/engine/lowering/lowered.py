@@ -4,10 +4,10 @@ A *location* says where a value lives: ``index << 2 | kind``, a kind being one o
 
 * ``INPUT``: the rows of a variable, in the data set;
 * ``SLOT``: the rows of an intermediate result; slots are reused as registers are;
-* ``SCALAR``: a number that is the same for all rows;
+* ``INVARIANT``: a number that no row changes;
 * ``RESULT``: the rows of the program's result.
 
-The instructions of a program are its *prologue*, on scalars, which runs once for each parameter
+The instructions of a program are its *prologue*, on invariants, which runs once for each parameter
 vector, and its body, which runs on each block of rows.
 """
 
@@ -21,7 +21,7 @@ from warpfit.ops import VARIABLE
 from warpfit_server.engine.native.arguments import reader, words
 from warpfit_server.engine.native.intrinsics import inlined
 
-INPUT, SLOT, SCALAR, RESULT = range(4)
+INPUT, SLOT, INVARIANT, RESULT = range(4)
 NONE: Final = -1
 #: Code of the instruction that copies its operand; no operator has a leaf's code.
 COPY_CODE: Final = VARIABLE
@@ -31,7 +31,7 @@ def _words(*names: str) -> list[tuple[str, type[np.int64]]]:
     return [(name, np.int64) for name in names]
 
 
-#: Code; locations of the result and of the operands; a bit set of the operands that are scalars.
+#: Code; locations of the result and of the operands; a bit set of the operands that are invariants.
 INSTRUCTION: Final = np.dtype(
     [("code", np.int64), ("target", np.int64), ("operands", np.int64, 3), ("broadcast", np.int64)]
 )
@@ -39,13 +39,13 @@ INSTRUCTION: Final = np.dtype(
 #: and of its derivative by the result, NONE for what was not requested.
 HEADER: Final = np.dtype(
     _words(
-        *("start", "prologue_end", "end", "scalars", "slots", "first_load", "loads"),
+        *("start", "prologue_end", "end", "invariants", "slots", "first_load", "loads"),
         *("first_column", "columns", "first_entry", "entries", "loss", "loss_derivative"),
     )
 )
-#: A scalar to fill before the prologue runs: with a parameter or, if that is NONE, with a value.
-LOAD: Final = np.dtype([("scalar", np.int64), ("parameter", np.int64), ("value", np.float64)])
-#: A column; a parameter, or -1 - a variable; a scalar, or NONE for 1. See `differentiate`.
+#: An invariant to fill before the prologue runs, with a parameter or, if that is NONE, a value.
+LOAD: Final = np.dtype([("invariant", np.int64), ("parameter", np.int64), ("value", np.float64)])
+#: A column; a parameter, or -1 - a variable; an invariant, or NONE for 1. See `differentiate`.
 ENTRY: Final = np.dtype(_words("column", "leaf", "factor"))
 
 

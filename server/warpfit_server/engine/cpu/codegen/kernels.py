@@ -9,9 +9,9 @@ Here it runs over 64 bytes at a time. A kernel is a C function
 
     void kernel(void *r, const void *a, const void *b, const void *c, int64 broadcast, int64 n)
 
-Bit k of ``broadcast`` says that operand k is a scalar, stored 64 bytes wide: its pointer does not
-advance. So one loop serves every mixture of rows and scalars. ``r`` may be one of the operands.
-No byte outside the n rows is read or written.
+Bit k of ``broadcast`` says that operand k is an invariant, stored 64 bytes wide, whose pointer
+does not advance. So one loop serves every mixture of rows and invariants. ``r`` may be one of the
+operands. No byte outside the n rows is read or written.
 
 A loss kernel returns the sum of its term over n rows as a double:
 
@@ -35,7 +35,7 @@ from warpfit.request import Precision
 from warpfit_server.engine.cpu.codegen.elementary_functions import functions, lifted, wide_functions
 from warpfit_server.engine.cpu.codegen.vector import Trace, Vector, absolute
 
-#: Bytes that a kernel handles in one step, and the width of a stored scalar.
+#: Bytes that a kernel handles in one step, and the width of a stored invariant.
 WIDTH: Final = 64
 I64: Final = ir.IntType(64)
 POINTER: Final = ir.PointerType()
@@ -174,10 +174,10 @@ def operator_kernel(module: ir.Module, name: str, arity: int, flavour: Flavour, 
     result, *operands, broadcast, rows = function.args
     loop = RowLoop(function, flavour, arity, has_result=True)
     builder = loop.builder
-    is_scalar = (builder.lshr(broadcast, integer(k)) for k in range(arity))
+    is_invariant = (builder.lshr(broadcast, integer(k)) for k in range(arity))
     steps = [
         builder.select(builder.trunc(bit, ir.IntType(1)), integer(0), integer(WIDTH))
-        for bit in is_scalar
+        for bit in is_invariant
     ]
     pointers = [*operands[:arity], result]
     loop.run(pointers, [*steps, integer(WIDTH)], rows, lambda vectors, _: body(loop.trace, vectors))

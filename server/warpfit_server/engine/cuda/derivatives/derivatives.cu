@@ -24,18 +24,18 @@
 #define NOWHERE 0u
 #define LEVEL 1u
 #define COLUMN 2u
-#define SCALAR 3u
+#define INVARIANT 3u
 
 // PROGRAM of encoding.py, field by field.
 struct Program {
   unsigned first;             // instructions for each row
   unsigned count;
-  unsigned prologue;          // instructions on scalars
+  unsigned prologue;          // instructions on invariants
   unsigned prologue_count;
-  unsigned load;              // scalars that are parameters or constants
+  unsigned load;              // invariants that are parameters or constants
   unsigned loads;
-  unsigned scalar;            // scalars of the first vector
-  unsigned scalars;
+  unsigned invariant;            // invariants of the first vector
+  unsigned invariants;
   unsigned column;            // places of the columns
   unsigned columns;
   unsigned entry;             // factors of the sums over columns
@@ -53,11 +53,11 @@ struct Program {
 struct Entry {
   int column;
   int leaf;    // parameter, or -1 - variable
-  int factor;  // scalar, -1 for 1
+  int factor;  // invariant, -1 for 1
 };
 
 struct Load {
-  int scalar;
+  int invariant;
   int parameter;  // -1: a constant
 };
 
@@ -71,7 +71,7 @@ struct Arguments {
   const Load* loads;
   const double* constants;
   const double* parameters;
-  real* scalars;              // each LANES times, SCALAR_BYTES, so that it is read like a pack of rows
+  real* invariants;              // each LANES times, INVARIANT_BYTES, so that it is read like a pack of rows
   double* losses;             // [jobs of the batch]; null: not wanted, like what follows
   double* gradients;          // as the parameters
   double* variable_gradients; // [jobs, variable count]
@@ -176,7 +176,7 @@ struct Operand {
 struct Tile {
   const char* variables;  // of the first variable, at this lane's first row
   const char* weights;
-  const char* scalars;
+  const char* invariants;
   Place levels;           // this lane's part of the first level
   unsigned long long stride;
   int row;                // this lane's first row
@@ -193,13 +193,13 @@ struct Tile {
   __device__ __forceinline__ const char* column(unsigned index) const {
     return variables + index * stride;
   }
-  __device__ __forceinline__ const char* scalar(unsigned index) const {
-    return scalars + index * (unsigned long long)SCALAR_BYTES;
+  __device__ __forceinline__ const char* invariant(unsigned index) const {
+    return invariants + index * (unsigned long long)INVARIANT_BYTES;
   }
   __device__ __forceinline__ Operand operand(unsigned kind, unsigned index) const {
     if (kind == LEVEL) return {address_of(level(index)), GROUP_BYTES};
     if (kind == COLUMN) return {column(index), GROUP_BYTES};
-    return {scalar(index), 0u};
+    return {invariant(index), 0u};
   }
   __device__ __forceinline__ Operand operand(unsigned place) const {
     return operand(place & 3u, place >> 2);
@@ -233,12 +233,12 @@ struct Tile {
   DIRECT_CASES(label, tile.level(now.z), load_level, f)           \
   DIRECT_CASES(label + 2, tile.column(now.z), load_pack, f)       \
   case label + 4: {                                               \
-    const real u = load_row(tile.scalar(now.z));                  \
+    const real u = load_row(tile.invariant(now.z));                  \
     FOR_EACH_ROW(t[i] = f(t[i], u))                               \
     break;                                                        \
   }                                                               \
   case label + 5: {                                               \
-    const real u = load_row(tile.scalar(now.z));                  \
+    const real u = load_row(tile.invariant(now.z));                  \
     FOR_EACH_ROW(t[i] = f(u, t[i]))                               \
     break;                                                        \
   }

@@ -23,7 +23,7 @@ from warpfit_server.engine.autodiff.differentiate import (
     node_capacity,
     reserve,
 )
-from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, NONE, RESULT, SCALAR
+from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, INVARIANT, NONE, RESULT
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import OWN_ARRAYS, array_address, reader, words
 from warpfit_server.engine.native.intrinsics import uncounted
@@ -32,14 +32,14 @@ from warpfit_server.engine.native.intrinsics import uncounted
 _NOWHERE: Final = 0
 _LEVEL: Final = 1
 _COLUMN: Final = 2
-_SCALAR: Final = 3
+_INVARIANT: Final = 3
 _KIND_BITS: Final = 2
 #: First bit of the operands' kinds in an instruction, and the bit of a result that is stored.
 _KINDS: Final = 10
 _STORE: Final = 1 << 16
 #: The struct Program of derivatives.cu, field by field; compiled code uses the fields' indices.
 _FIELDS: Final = (
-    *("first", "count", "prologue", "prologue_count", "load", "loads", "scalar", "scalars"),
+    *("first", "count", "prologue", "prologue_count", "load", "loads", "invariant", "invariants"),
     *("column", "columns", "entry", "entries", "loss", "slope", "levels", "parameter"),
     *("parameters", "result"),
 )
@@ -47,7 +47,7 @@ _WIDE_FIELDS: Final = ("sum", "triangle")
 PROGRAM: Final = np.dtype(
     [*((name, np.uint32) for name in _FIELDS), *((name, np.uint64) for name in _WIDE_FIELDS)]
 )
-_FIRST, _COUNT, _PROLOGUE, _PROLOGUE_COUNT, _LOAD, _LOADS, _, _SCALARS = range(8)
+_FIRST, _COUNT, _PROLOGUE, _PROLOGUE_COUNT, _LOAD, _LOADS, _, _INVARIANTS = range(8)
 _COLUMNS_FIRST, _COLUMNS, _ENTRY, _ENTRIES, _LOSS, _SLOPE, _LEVELS = range(8, 15)
 PARAMETERS, _RESULT = 16, 17
 RECORD_WORDS: Final = PROGRAM.itemsize // 4
@@ -82,8 +82,8 @@ class DerivativeCode:
 
     * ``instructions``: uint32 [instructions + 1, 4]; the kernel prefetches the last one, padding;
     * ``columns``: place of each column, uint32;
-    * ``entries``: column, parameter or -1 - variable, and scalar, int32 [entries, 3];
-    * ``loads``: scalar, and parameter or -1, int32 [loads, 2];
+    * ``entries``: column, parameter or -1 - variable, and invariant, int32 [entries, 3];
+    * ``loads``: invariant, and parameter or -1, int32 [loads, 2];
     * ``constants``: value of each load of a constant, float64.
     """
     memory: Any
@@ -138,12 +138,12 @@ def count_sums(records: NDArray[np.void], products: bool, sums: NDArray[np.int64
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def fill_starts(records: NDArray[np.void], sums: NDArray[np.int64], vectors: int) -> None:
     """Fill in the fields that depend on the programs before each one."""
-    scalar = parameter = first_sum = triangle = np.int64(0)
+    invariant = parameter = first_sum = triangle = np.int64(0)
     for index in range(len(records)):
         record, count = records[index], np.int64(records[index].parameters)
-        record.scalar, record.parameter = np.uint32(scalar), np.uint32(parameter)
+        record.invariant, record.parameter = np.uint32(invariant), np.uint32(parameter)
         record.sum, record.triangle = np.uint64(first_sum), np.uint64(triangle)
-        scalar += vectors * np.int64(record.scalars)
+        invariant += vectors * np.int64(record.invariants)
         parameter += vectors * count
         first_sum += vectors * sums[index]
         triangle += vectors * (count * (count + 1) // 2)
@@ -254,8 +254,8 @@ def encode_program(
     first, prologue_end = np.int64(record[_PROLOGUE]), header.prologue_end
     arities = source.arities
     for number in range(prologue_end):
-        _encode_scalar(made[number], arities, labels, out.instructions[first + number])
-    largest: Any = header.scalars
+        _encode_invariant(made[number], arities, labels, out.instructions[first + number])
+    largest: Any = header.invariants
     used: Any = np.int64(0)
     for number in range(header.end - 1, prologue_end - 1, -1):
         before: Any = np.int64(-1)
@@ -285,12 +285,12 @@ def _copy_lists(
     first, load, column, entry = reserve(source, header)
     record[_PROLOGUE], record[_PROLOGUE_COUNT] = first, header.prologue_end
     record[_FIRST], record[_COUNT] = first + header.prologue_end, header.end - header.prologue_end
-    record[_LOAD], record[_LOADS], record[_SCALARS] = load, header.loads, header.scalars
+    record[_LOAD], record[_LOADS], record[_INVARIANTS] = load, header.loads, header.invariants
     record[_COLUMNS_FIRST], record[_COLUMNS] = column, header.columns
     record[_ENTRY], record[_ENTRIES] = entry, header.entries
     for index in range(header.loads):
         made = lowered.loads[index]
-        out.loads[load + index, 0], out.loads[load + index, 1] = made.scalar, made.parameter
+        out.loads[load + index, 0], out.loads[load + index, 1] = made.invariant, made.parameter
         out.constants[load + index] = made.value
     for index in range(header.entries):
         one, target = lowered.entries[index], out.entries[entry + index]
@@ -318,7 +318,7 @@ def _operands(code: int, arities: Any) -> Any:
 
 
 @uncounted
-def _encode_scalar(instruction: Any, arities: Any, labels: Any, out: Any) -> None:
+def _encode_invariant(instruction: Any, arities: Any, labels: Any, out: Any) -> None:
     arity, operands = _operands(instruction.code, arities), instruction.operands
     out[0] = labels[instruction.code]
     out[1] = operands[0] >> 2
@@ -361,8 +361,8 @@ def _encode_rows(
 def _place(operand: int, slots: int) -> Any:
     """Return the place of an operand of an instruction on rows."""
     kind, index = operand & 3, operand >> 2
-    if kind == SCALAR:
-        return index << _KIND_BITS | _SCALAR
+    if kind == INVARIANT:
+        return index << _KIND_BITS | _INVARIANT
     if kind == INPUT:
         return index << _KIND_BITS | _COLUMN
     return _level(operand, slots) << _KIND_BITS | _LEVEL

@@ -23,7 +23,7 @@ from warpfit_server.engine.cuda.derivatives.encoding import (
     place_piece,
 )
 from warpfit_server.engine.cuda.derivatives.source import (
-    SCALAR_BYTES,
+    INVARIANT_BYTES,
     WARPS,
     block_tiles,
     template,
@@ -44,8 +44,8 @@ _CHUNK_BYTES: Final = 64 << 20
 _CHUNK_SHARE: Final = 1 / 8
 #: Most memory of a warp, which the kernels count in 32 bits.
 _MAX_WARP_BYTES: Final = (1 << 31) - 1
-#: Most memory of the scalars of all parameter vectors.
-_MOST_SCALAR_BYTES: Final = 1 << 30
+#: Most memory of the invariants of all parameter vectors.
+_MOST_INVARIANT_BYTES: Final = 1 << 30
 #: Most blocks in the second dimension of a grid.
 _MAX_JOBS: Final = 0xFFFF
 #: Instructions x rows of a launch for each multiprocessor: about 2 ms of an H200, after which other
@@ -152,7 +152,7 @@ class LaunchPlan:
     order: NDArray[np.uint32]
     """Job numbers, about the most work first within each chunk; one of the pieces."""
     chunks: tuple[DerivativeChunk, ...]
-    scalar_bytes: int
+    invariant_bytes: int
 
 
 def stores_values(wanted: RequestedOutputs) -> bool:
@@ -203,7 +203,7 @@ def plan_launches(
     variant, blocks = draft.variant, draft.geometry.blocks
     order, chunks = np.empty(code.jobs, dtype=np.uint32), np.empty((code.jobs, 6), dtype=np.int64)
     usual, most_shared = shared
-    need, scalars, count = plan_jobs(
+    need, invariants, count = plan_jobs(
         code.programs,
         code.sums,
         code.vectors,
@@ -217,8 +217,8 @@ def plan_launches(
         chunks,
     )
     check_memory(need)
-    scalar_bytes = max(1, scalars * code.vectors) * SCALAR_BYTES
-    _check_scalars(scalar_bytes)
+    invariant_bytes = max(1, invariants * code.vectors) * INVARIANT_BYTES
+    _check_invariants(invariant_bytes)
     pieces = code.pieces.copy()
     place_piece(pieces, "order", order)
     spills, words = need > most_shared, draft.words
@@ -236,7 +236,7 @@ def plan_launches(
         pieces=pieces,
         order=order,
         chunks=tuple(starmap(DerivativeChunk, chunks[:count].tolist())),
-        scalar_bytes=scalar_bytes,
+        invariant_bytes=invariant_bytes,
     )
 
 
@@ -260,15 +260,15 @@ def check_memory(need: int) -> None:
         )
 
 
-def _check_scalars(size: int) -> None:
-    """Refuse parameter vectors whose scalars take too much of the device's memory."""
-    if size > _MOST_SCALAR_BYTES:
+def _check_invariants(size: int) -> None:
+    """Refuse parameter vectors whose invariants take too much of the device's memory."""
+    if size > _MOST_INVARIANT_BYTES:
         raise ResourceExhaustedError(
             f"constants and parameters of all parameter vectors need {size} bytes of the device",
             "TOO_MANY_VECTORS",
             "Send fewer parameter vectors at a time",
             needed=size,
-            available=_MOST_SCALAR_BYTES,
+            available=_MOST_INVARIANT_BYTES,
         )
 
 
@@ -300,17 +300,17 @@ def measure_programs(
     """Estimate the work of each program: its instructions, and a fourth of its sums.
 
     Returns:
-        The bytes that a warp needs for sums and levels at most, then the scalars and the work of
+        The bytes that a warp needs for sums and levels at most, then the invariants and the work of
         all programs.
     """
-    need = scalars = total = np.int64(0)
+    need = invariants = total = np.int64(0)
     for index in range(len(records)):
         record = records[index]
         work[index] = np.int64(record.count) + sums[index] // 4
         need = max(need, (sums[index] + 1) // 2 * 16 + level_bytes * np.int64(record.levels))
-        scalars += np.int64(record.scalars)
+        invariants += np.int64(record.invariants)
         total += work[index]
-    return int(need), int(scalars), int(total)
+    return int(need), int(invariants), int(total)
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -393,10 +393,10 @@ def plan_jobs(
         chunks: of each launch, to fill in; [jobs, fields of `DerivativeChunk`].
 
     Returns:
-        The memory that a warp needs at most, the scalars of all programs, and the launches.
+        The memory that a warp needs at most, the invariants of all programs, and the launches.
     """
     work = np.empty(len(records), dtype=np.int64)
-    need, scalars, total = measure_programs(records, sums, level_bytes, work)
+    need, invariants, total = measure_programs(records, sums, level_bytes, work)
     jobs = len(records) * vectors
     launches = max(1.0, np.float64(total) * vectors * launches_each)
     most_jobs = math.ceil(jobs * multiprocessors / launches)
@@ -410,7 +410,7 @@ def plan_jobs(
             chunks[count, 2 * index] = first[index]
             chunks[count, 2 * index + 1] = end[index]
         count, first = count + 1, end
-    return need, scalars, count
+    return need, invariants, count
 
 
 def load() -> None:

@@ -55,7 +55,7 @@ class DerivativeKernels:
     """The loaded kernels of one variant."""
 
     linearise: Any
-    evaluate_scalars: Any
+    evaluate_invariants: Any
     combine: Any
     measure: Any
     merge_leaves: Any

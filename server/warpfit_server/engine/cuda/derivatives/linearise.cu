@@ -145,14 +145,14 @@ __device__ __forceinline__ double row_losses(const Tile& tile, const Arguments& 
   return sum;
 }
 
-__device__ __forceinline__ real* scalars_of(const Arguments& arguments, const Program& program,
+__device__ __forceinline__ real* invariants_of(const Arguments& arguments, const Program& program,
                                             int vector) {
-  return arguments.scalars +
-         (program.scalar + (unsigned long long)vector * program.scalars) * LANES;
+  return arguments.invariants +
+         (program.invariant + (unsigned long long)vector * program.invariants) * LANES;
 }
 
-__device__ __forceinline__ real factor_of(const Entry& entry, const real* scalars) {
-  return entry.factor < 0 ? (real)1 : scalars[entry.factor * LANES];
+__device__ __forceinline__ real factor_of(const Entry& entry, const real* invariants) {
+  return entry.factor < 0 ? (real)1 : invariants[entry.factor * LANES];
 }
 
 // Stores the derivatives of a tile's values by each parameter.
@@ -163,7 +163,7 @@ __device__ void store_jacobian(const Tile& tile, const Arguments& arguments, con
     FOR_EACH_ROW(x[i] = 0)
     for (unsigned k = 0; k < program.entries; ++k) {
       const Entry entry = arguments.entries[program.entry + k];
-      const real factor = factor_of(entry, (const real*)tile.scalars);
+      const real factor = factor_of(entry, (const real*)tile.invariants);
       if (entry.leaf != (int)parameter || factor == (real)0) continue;
       const Operand column = tile.operand(arguments.columns[program.column + entry.column]);
 #pragma unroll
@@ -240,7 +240,7 @@ __device__ __forceinline__ void compute_tile(const Arguments& arguments, const P
   tile.stride = arguments.stride;
   tile.variables = (const char*)(arguments.variables + offset);
   tile.weights = arguments.weights ? (const char*)(arguments.weights + offset) : 0;
-  tile.scalars = (const char*)scalars_of(arguments, program, vector);
+  tile.invariants = (const char*)invariants_of(arguments, program, vector);
   tile.levels = levels;
   run(arguments.instructions + program.first, program.count, tile);
   const bool full = tile_row >= arguments.first_row && tile_row + TILE <= arguments.end_row;
@@ -311,25 +311,25 @@ linearise(const __grid_constant__ Arguments arguments) {
   }
 }
 
-__device__ __forceinline__ void store_scalar(real* scalars, unsigned index, real x) {
+__device__ __forceinline__ void store_invariant(real* invariants, unsigned index, real x) {
   Pack pack;
 #pragma unroll
   for (int j = 0; j < LANES; ++j) pack.lane[j] = x;
-  *((Pack*)scalars + index) = pack;
+  *((Pack*)invariants + index) = pack;
 }
 
-// Computes the scalars of every job: parameters, constants, and what depends on them alone. A warp
+// Computes the invariants of every job: parameters, constants, and what depends on them alone. A warp
 // a job, because jobs take different branches.
-extern "C" __global__ void evaluate_scalars(const __grid_constant__ Arguments arguments) {
+extern "C" __global__ void evaluate_invariants(const __grid_constant__ Arguments arguments) {
   const int job = __ldg(arguments.order + blockIdx.x);
   const int vector = job % arguments.vectors;
   const Program& program = arguments.programs[job / arguments.vectors];
-  real* const scalars = scalars_of(arguments, program, vector);
+  real* const invariants = invariants_of(arguments, program, vector);
   const double* const parameters =
       arguments.parameters + program.parameter + (unsigned long long)vector * program.parameters;
   for (unsigned k = threadIdx.x; k < program.loads; k += 32) {
     const Load load = arguments.loads[program.load + k];
-    store_scalar(scalars, load.scalar,
+    store_invariant(invariants, load.invariant,
                  (real)(load.parameter < 0 ? arguments.constants[program.load + k]
                                            : parameters[load.parameter]));
   }
@@ -337,12 +337,12 @@ extern "C" __global__ void evaluate_scalars(const __grid_constant__ Arguments ar
   if (threadIdx.x) return;
   for (unsigned k = 0; k < program.prologue_count; ++k) {
     const uint4 now = arguments.instructions[program.prologue + k];
-    real t = scalars[now.y * LANES];
-    const real u = scalars[now.z * LANES], v = scalars[(now.w >> 16) * LANES];
+    real t = invariants[now.y * LANES];
+    const real u = invariants[now.z * LANES], v = invariants[(now.w >> 16) * LANES];
     switch (now.x & LABEL_MASK) {
-@SCALAR_CASES@
+@INVARIANT_CASES@
     }
-    store_scalar(scalars, now.w & 0xffffu, t);
+    store_invariant(invariants, now.w & 0xffffu, t);
   }
 }
 
@@ -369,7 +369,7 @@ combine(const __grid_constant__ Arguments arguments) {
     }
     return;
   }
-  const real* const scalars = scalars_of(arguments, program, vector);
+  const real* const invariants = invariants_of(arguments, program, vector);
   const Entry* const entries = arguments.entries + program.entry;
   if (threadIdx.x == 0 && arguments.losses) arguments.losses[job] = one_nan(sums[0]);
   const double* const slopes = sums + 1;
@@ -384,7 +384,7 @@ combine(const __grid_constant__ Arguments arguments) {
     for (unsigned e = 0; e < program.entries; ++e) {
       const Entry entry = entries[e];
       if (entry.leaf != leaf) continue;
-      const double factor = (double)factor_of(entry, scalars), total = slopes[entry.column];
+      const double factor = (double)factor_of(entry, invariants), total = slopes[entry.column];
       if (factor != 0.0 && total != 0.0) sum += scale * factor * total;
     }
     if (leaf >= 0)
@@ -404,11 +404,11 @@ combine(const __grid_constant__ Arguments arguments) {
     for (unsigned first = 0; first < program.entries; ++first) {
       const Entry left = entries[first];
       if (left.leaf != p) continue;
-      const double a = (double)factor_of(left, scalars);
+      const double a = (double)factor_of(left, invariants);
       for (unsigned second = 0; second < program.entries; ++second) {
         const Entry right = entries[second];
         if (right.leaf != q) continue;
-        const double b = (double)factor_of(right, scalars);
+        const double b = (double)factor_of(right, invariants);
         const int i = max(left.column, right.column), j = min(left.column, right.column);
         const double total = products[i * (i + 1) / 2 + j];
         if (a != 0.0 && b != 0.0 && total != 0.0) sum += a * b * total;

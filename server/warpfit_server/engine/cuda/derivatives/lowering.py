@@ -112,7 +112,7 @@ class DerivativeLowering:
             batch: the programs.
             variables: of the data set.
             row_loss: its tokens.
-            requested: bits of `backward_pass`.
+            requested: bits of `differentiate`.
             keeps_values: whether the values are read after a program has run.
             products: whether products of derivatives are summed.
             meanwhile: what the calling thread does once it has woken the helpers.

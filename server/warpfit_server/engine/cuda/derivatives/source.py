@@ -31,8 +31,8 @@ WARPS: Final = 8
 BLOCKS: Final = 2
 #: Bytes of a column in a block of rows, whose sums are partial sums.
 _BLOCK_BYTES: Final = 16384
-#: Bytes of a scalar on the device: those of a pack.
-SCALAR_BYTES: Final = 16
+#: Bytes of an invariant on the device: those of a pack.
+INVARIANT_BYTES: Final = 16
 #: Threads of a block that combines the partial sums of a job.
 COMBINE_THREADS: Final = 128
 #: Labels of an instruction with two operands.
@@ -60,14 +60,14 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
         "CASES": [
             f"      {case.macro}_{case.arity}({label}, {case.function})" for label, case in cases
         ],
-        "SCALAR_CASES": [
+        "INVARIANT_CASES": [
             f"      case {label}: t = {case.function}({', '.join(_OPERANDS[: case.arity])}); break;"
             for label, case in cases
         ],
     }
     definitions: dict[str, int | str] = {"FAR": int(spills), "WARPS": WARPS}
     definitions |= {"BLOCK_TILES": block_tiles(variant), "COMBINE_THREADS": COMBINE_THREADS}
-    definitions |= {"BLOCKS_AT_LEAST": BLOCKS, "SCALAR_BYTES": SCALAR_BYTES}
+    definitions |= {"BLOCKS_AT_LEAST": BLOCKS, "INVARIANT_BYTES": INVARIANT_BYTES}
     text = template("derivatives.cu") + template("linearise.cu")
     own = source_of(variant, definitions, text, parts)
     return own + template("statistics.cu")

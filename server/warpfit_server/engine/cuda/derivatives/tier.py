@@ -324,16 +324,16 @@ def _begin(
     kernels: DerivativeKernels,
     nodes: RowNodes | None,
 ) -> DerivativeLaunch:
-    """Upload the parameters and launch the computation of all scalars."""
+    """Upload the parameters and launch the computation of all invariants."""
     words, small = plan.words.copy(), small_results(context, wanted)
     parameters = np.ascontiguousarray(parameters, dtype=np.float64)
     pieces = plan.pieces.copy()
     place_piece(pieces, "parameters", parameters)
     size = upload_size(pieces)
     upload_inputs(context, context.buffer("inputs", size), size, pieces, words)
-    words[WORD_OF["scalars"]] = context.buffer("scalars", plan.scalar_bytes)
+    words[WORD_OF["invariants"]] = context.buffer("invariants", plan.invariant_bytes)
     for name in SUMS & small.keys():
         words[WORD_OF[name]] = array_address(small[name])
     place = array_address(words)
-    run(context, KernelLaunch(kernels.evaluate_scalars.ptr, plan.code.jobs, 1, 32, place))
+    run(context, KernelLaunch(kernels.evaluate_invariants.ptr, plan.code.jobs, 1, 32, place))
     return DerivativeLaunch(resident, plan, wanted, kernels, words, small, nodes)

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss
-from warpfit_server.engine.autodiff.backward_pass import BY_PARAMETERS
-from warpfit_server.engine.autodiff.differentiate import lower_batch
+from warpfit_server.engine.autodiff.differentiate import BY_PARAMETERS, lower_batch
 from warpfit_server.engine.cuda.jit.kernel_store import KernelKey, KernelStore
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.math.modes import Mode

@@ -30,7 +30,14 @@ from typing import Any, Final
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.autodiff.rules import PRODUCT_CODE
 from warpfit_server.engine.cuda.jit.templates import CLASSES, DeviceLibrary, Template
-from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, NONE, RESULT, SCALAR, Lowered
+from warpfit_server.engine.lowering.lowered import (
+    COPY_CODE,
+    INPUT,
+    INVARIANT,
+    NONE,
+    RESULT,
+    Lowered,
+)
 
 #: Part of the key of every kernel; changes whenever the same input gives other code.
 GENERATION: Final = 6
@@ -237,8 +244,8 @@ class _Kernel:
         """Write the instructions of a program and its sums; return the register of its result."""
         programs, registers = self.programs, dict[int, str]()
         first = int(header["first_load"])
-        for load in programs.loads["scalar"][first : first + int(header["loads"])].tolist():
-            name = registers[load << 2 | SCALAR] = self._register(self.kind, invariant=True)
+        for load in programs.loads["invariant"][first : first + int(header["loads"])].tolist():
+            name = registers[load << 2 | INVARIANT] = self._register(self.kind, invariant=True)
             self.inputs.append(name)
 
         def read(location: int) -> str:
@@ -264,10 +271,10 @@ class _Kernel:
             first = int(header["first_entry"])
             entries = programs.entries[first : first + int(header["entries"])]
             slopes: dict[int, str] = {}
-            for column, parameter, scalar in entries.tolist():
+            for column, parameter, invariant in entries.tolist():
                 slope = read(columns[column])
-                if scalar != NONE:
-                    slope = self._apply(PRODUCT_CODE, [slope, read(scalar << 2 | SCALAR)])
+                if invariant != NONE:
+                    slope = self._apply(PRODUCT_CODE, [slope, read(invariant << 2 | INVARIANT)])
                 known = slopes.get(parameter)
                 slopes[parameter] = slope if known is None else self._apply(_ADD, [known, slope])
             for parameter in sorted(slopes):

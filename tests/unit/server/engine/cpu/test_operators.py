@@ -118,7 +118,7 @@ def test_powers_with_constant_exponent(evaluate, exponent, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [n for n, op in OPERATORS.items() if op.arity == 2])
-def test_scalar_operands_equal_columns(evaluate, name, dtype):
+def test_invariant_operands_equal_columns(evaluate, name, dtype):
     """A parameter in place of a constant column gives the very same numbers."""
     columns = operand_matrix(2, dtype)
     columns[1] = columns.dtype.type(-1.25)

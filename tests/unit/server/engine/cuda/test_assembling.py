@@ -40,7 +40,7 @@ def test_kernels_assemble(architecture):
         sources.append((interpreter_source(INTERPRETED[architecture]), kernels))
     if architecture in DIFFERENTIATED:
         variant, spills = DIFFERENTIATED[architecture]
-        kernels = ("linearise", "evaluate_scalars", "combine", "measure")
+        kernels = ("linearise", "evaluate_invariants", "combine", "measure")
         sources.append((derivative_switch(variant, spills=spills), kernels))
     for source, kernels in sources:
         cubin = source.compile(architecture)

@@ -21,7 +21,7 @@ from support.suites.derivatives import (  # noqa: F401
     smooth_programs,
     test_a_selection_of_programs_gives_the_bits_of_the_programs_alone,
     test_cancelled,
-    test_long_scalars,
+    test_long_invariants,
     test_many_parameters,
     test_parameter_vectors,
     test_random_programs,
@@ -120,7 +120,7 @@ def test_passes_of_fits_are_numpys(engine, flavour, loss):
     check_linearisation(engine, loss, loss != "poisson", flavour, 130)
 
 
-def test_scalars_of_too_many_parameter_vectors_are_refused(engine):
+def test_invariants_of_too_many_parameter_vectors_are_refused(engine):
     """A small message with 4,000 constants and 10,000 vectors would take more than a gigabyte."""
     sums = "".join(f" + {k}.5" for k in range(4_000))
     batch = Batch.of([parse(f"x1 * (p1{sums})")], [np.ones((10_000, 1))])

@@ -9,13 +9,14 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.backward_pass import (
+from warpfit_server.engine.autodiff.differentiate import (
     BY_PARAMETERS,
     BY_VARIABLES,
     LOSS,
     LOSS_DERIVATIVE,
+    differentiate_chunk,
+    row_loss_tokens,
 )
-from warpfit_server.engine.autodiff.differentiate import differentiate_chunk, row_loss_tokens
 from warpfit_server.engine.cpu.chunked_work import differentiation_work, lowering_work
 from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.lowering.lowered import Lowered
@@ -49,10 +50,10 @@ def lower():
     return run
 
 
-def test_common_subexpressions_and_scalars_are_computed_once(lower):
+def test_common_subexpressions_and_invariants_are_computed_once(lower):
     shared = Program.apply("exp", Program.apply("mul", X1, X2))
-    scalar = Program.apply("sqrt", Program.apply("add", P1, Program.constant(2.0)))
-    program = Program.apply("add", Program.apply("mul", shared, scalar), shared)
+    invariant = Program.apply("sqrt", Program.apply("add", P1, Program.constant(2.0)))
+    program = Program.apply("add", Program.apply("mul", shared, invariant), shared)
     header = lower(Batch.of([program], [[1.0]])).headers[0]
     assert header["prologue_end"] == 2
     assert header["end"] - header["prologue_end"] == 4
@@ -90,7 +91,7 @@ def part_of(found: Lowered, program: int, *, differentiated: bool) -> list[objec
     """Return what was made of one program, wherever it lies."""
     header = found.headers[program]
     ranges = [(found.loads, "first_load", "loads")]
-    names = ["scalars", "slots", "loads"]
+    names = ["invariants", "slots", "loads"]
     if differentiated:
         ranges.append((found.columns, "first_column", "columns"))
         ranges.append((found.entries, "first_entry", "entries"))

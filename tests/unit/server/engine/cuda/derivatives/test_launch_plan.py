@@ -25,7 +25,7 @@ def loaded():
 def some_records(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     records = np.zeros(count, dtype=PROGRAM)
-    for name, most in (("parameters", 5), ("columns", 6), ("scalars", 9), ("levels", 40)):
+    for name, most in (("parameters", 5), ("columns", 6), ("invariants", 9), ("levels", 40)):
         records[name] = rng.integers(most, size=count)
     records["count"] = rng.integers(1, 300, size=count)
     sums = np.empty(count, dtype=np.int64)
@@ -40,7 +40,7 @@ def test_starts_are_sums_over_the_programs_before(seed, count, vectors):
     pairs = columns * (columns + 1) // 2 if seed % 2 else 0
     np.testing.assert_array_equal(sums, 1 + columns + pairs)
     encoding.fill_starts(records, sums, vectors)
-    sizes = {"scalar": records["scalars"].astype(int), "parameter": counts, "sum": sums}
+    sizes = {"invariant": records["invariants"].astype(int), "parameter": counts, "sum": sums}
     sizes["triangle"] = counts * (counts + 1) // 2
     for name, size in sizes.items():
         np.testing.assert_array_equal(records[name], vectors * (np.cumsum(size) - size))
@@ -64,9 +64,9 @@ def test_chunks_have_as_many_jobs_as_fit(seed, count, vectors, most):
 def test_jobs_of_most_work_come_first():
     records, sums = some_records(1, 500)
     work = np.empty(500, dtype=np.int64)
-    need, scalars, total = launch_plan.measure_programs(records, sums, 1024, work)
+    need, invariants, total = launch_plan.measure_programs(records, sums, 1024, work)
     np.testing.assert_array_equal(work, records["count"] + sums // 4)
-    assert scalars == records["scalars"].sum()
+    assert invariants == records["invariants"].sum()
     assert total == work.sum()
     assert need == (-(-sums // 2) * 16 + 1024 * records["levels"].astype(int)).max()
     order = np.empty(600, dtype=np.uint32)
@@ -83,9 +83,9 @@ def test_jobs_are_cut_by_their_results_and_by_their_work(most_warp, launches, mo
     work = records["count"].astype(int) + sums // 4
     order, chunks = np.empty(400, dtype=np.uint32), np.empty((400, 6), dtype=np.int64)
     given = 1024, (7, 8, 3), (most_warp, 16), most, launches / int(work.sum()), 2
-    need, scalars, count = launch_plan.plan_jobs(records, sums, 2, *given, order, chunks)
+    need, invariants, count = launch_plan.plan_jobs(records, sums, 2, *given, order, chunks)
     found = [launch_plan.DerivativeChunk(*row) for row in chunks[:count].tolist()]
-    assert (need, scalars) == launch_plan.measure_programs(records, sums, 1024, work.copy())[:2]
+    assert (need, invariants) == launch_plan.measure_programs(records, sums, 1024, work.copy())[:2]
     ends = [0, *(chunk.end_job for chunk in found)]
     assert ends == [*(chunk.first_job for chunk in found), 400]
     assert found[-1].end_sum == 2 * sums.sum()

@@ -14,14 +14,15 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.backward_pass import (
+from warpfit_server.engine.autodiff.differentiate import (
     BY_PARAMETERS,
     BY_VARIABLES,
     LOSS,
     LOSS_DERIVATIVE,
     SQUARES,
+    no_row_loss,
+    row_loss_tokens,
 )
-from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
 from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives import lowering as lowering_module
 from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, DerivativeCode
@@ -80,7 +81,7 @@ def code_of(code: DerivativeCode, index: int) -> list[np.ndarray]:
         part("constants", 2, "load", "loads"),
         part("columns", 1, "column", "columns"),
         part("entries", 3, "entry", "entries"),
-        np.array([record[name] for name in ("scalars", "levels", "result", "loss", "slope")]),
+        np.array([record[name] for name in ("invariants", "levels", "result", "loss", "slope")]),
     ]
 
 

@@ -23,8 +23,11 @@ pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
 
 from warpfit_server.engine.autodiff import differentiate as differentiating
-from warpfit_server.engine.autodiff.backward_pass import BY_PARAMETERS
-from warpfit_server.engine.autodiff.differentiate import differentiate_chunk, lower_batch
+from warpfit_server.engine.autodiff.differentiate import (
+    BY_PARAMETERS,
+    differentiate_chunk,
+    lower_batch,
+)
 from warpfit_server.engine.cuda.jit import renderer, templates
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelInputs
 from warpfit_server.engine.cuda.jit.renderer import Output
