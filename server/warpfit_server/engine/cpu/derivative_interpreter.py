@@ -24,7 +24,7 @@ import numpy as np
 from numba import carray
 
 from warpfit_server.engine.cpu import statistics
-from warpfit_server.engine.cpu.codegen.dot_products import LARGEST_TILE
+from warpfit_server.engine.cpu.codegen.kernels import LARGEST_TILE
 from warpfit_server.engine.cpu.interpreter import (
     INPUT_ARRAYS,
     INVARIANT_WIDTH,
@@ -77,7 +77,7 @@ class ChunkSums(NamedTuple):
     """Sums of one chunk, in compiled code; `interpreter` says what an instance is."""
 
     dots: Any
-    """Addresses of kernels, in the order of `dot_products.DOT_SHAPES`."""
+    """Addresses of kernels, in the order of `kernels.DOT_SHAPES`."""
     starts: Any
     """First sum of each instance of the batch, and the end of the last one's."""
     sums: Any

@@ -22,7 +22,7 @@ from warpfit_server.engine.autodiff.differentiate import (
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cpu import chunked_work
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
-from warpfit_server.engine.cpu.codegen.loader import Kernels
+from warpfit_server.engine.cpu.codegen.parts import Kernels
 from warpfit_server.engine.cpu.derivative_interpreter import (
     COLUMN_SUMS,
     LOSS_SUM,

@@ -9,7 +9,7 @@ The simple form:
 
 `engine.lowering` turns the tokens of a batch into instructions. `interpreter` runs them in blocks,
 calling the loops that `codegen.kernels` makes of the operator table with the functions of
-`codegen.elementary_functions`. Compiled code is kept on disk (`codegen.parts`, `codegen.loader`).
+`codegen.elementary_functions`. Compiled code is kept on disk (`codegen.parts`).
 `chunked_work` cuts the work into chunks, and a step is a parallel loop over some of them
 (`engine.native.parallel_loop`). What asks for derivatives, custom losses or statistics is done by
 `derivatives` and `derivative_interpreter` instead.
@@ -51,7 +51,7 @@ from warpfit_server.engine.cpu.chunked_work import (
     new_context,
     span_level,
 )
-from warpfit_server.engine.cpu.codegen import loader
+from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.interpreter import Inputs, interpret_chunk
 from warpfit_server.engine.lowering.lower import lower_chunk
@@ -104,7 +104,7 @@ class CpuEngine:
         """Token-rows a second of recent steps, by the function that runs their chunks."""
         # One computes while Python prepares another, unless they had the same core.
         self.steps_in_flight = self.step_threads = min(2, self.threads)
-        self._kernels = loader.load(self.threads)
+        self._kernels = parts.load(self.threads)
         self._interpret, self._lower = address_of(interpret_chunk), address_of(lower_chunk)
         self._derivatives = self._load_derivatives()
         self._datasets: dict[bytes, Dataset] = {}
@@ -252,7 +252,7 @@ class CpuEngine:
             if on_step is not None:
                 on_step(stop)
 
-    def _derivative_kernels(self) -> interface.Steps[loader.Kernels]:
+    def _derivative_kernels(self) -> interface.Steps[parts.Kernels]:
         """Return the kernels for derivatives, which are loaded after the engine began to serve."""
         loading = self._derivatives
         if loading.done() and loading.exception() is not None:  # memory may have been short
@@ -261,8 +261,8 @@ class CpuEngine:
             yield loading
         return loading.result()
 
-    def _load_derivatives(self) -> Future[loader.Kernels]:
-        return BACKGROUND.submit(loader.load_derivatives, self._kernels, self.threads)
+    def _load_derivatives(self) -> Future[parts.Kernels]:
+        return BACKGROUND.submit(parts.load_derivatives, self._kernels, self.threads)
 
     def _differentiate(
         self,

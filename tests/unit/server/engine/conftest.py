@@ -2,14 +2,14 @@
 
 import pytest
 
-from warpfit_server.engine.cpu.codegen import loader
+from warpfit_server.engine.cpu.codegen import parts
 
 
 @pytest.fixture(scope="session", autouse=True)
 def loaded_once():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("load", "load_derivatives"):
-            patch.setattr(loader, name, _once(getattr(loader, name)))
+            patch.setattr(parts, name, _once(getattr(parts, name)))
         yield
 
 

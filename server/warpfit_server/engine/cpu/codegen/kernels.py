@@ -17,6 +17,21 @@ A loss kernel returns the sum of its term over n rows as a double:
 
     double loss(const void *f, const void *y, const void *w, int64 n)
 
+A kernel of products adds up products of columns in float64, a small tile of a matrix product. The
+simple form of one of shape (h, v) is
+
+    for i in range(h):
+        for j in range(v):
+            sums[i * pitch + j] += sum(w[:n] * left[i][:n] * right[j][:n])
+
+It is a C function
+
+    void dots(double *sums, int64 pitch, void **left, void **right, const void *w, int64 n)
+
+in which ``left`` and ``right`` are arrays of addresses of columns, and ``w`` is not read by the
+form without weights. Each lane adds its own rows and the lanes are added pairwise, so that a block
+of n rows has rounding errors of about n / lanes additions.
+
 `build` compiles all kernels of a `Flavour` for this very CPU; `parts` keeps them on disk.
 """
 
@@ -27,11 +42,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
 from warpfit.dataset import Layout
+from warpfit.ops import OPERATORS
 from warpfit.request import Precision
+from warpfit_server.engine.autodiff.rules import PartialKernel, partial_kernels
 from warpfit_server.engine.cpu.codegen.elementary_functions import functions, lifted, wide_functions
 from warpfit_server.engine.cpu.codegen.vector import Trace, Vector, absolute
 
@@ -271,3 +289,145 @@ def _steps(tree: ast.AST) -> int:
 def integer(value: int) -> ir.Constant:
     """Return a constant of 64 bits."""
     return ir.Constant(I64, value)
+
+
+#: Columns of a tile, at most: 9 sums and 6 columns of 16 float64 lanes fit AVX-512's registers.
+LARGEST_TILE: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DotShape:
+    """Which columns a kernel multiplies."""
+
+    height: int
+    width: int
+    weighted: bool
+
+    @property
+    def name(self) -> str:
+        """Name in the object file."""
+        return f"dots_{self.height}_{self.width}" + ("_weighted" if self.weighted else "")
+
+
+_SIDES: Final = range(1, LARGEST_TILE + 1)
+#: Without weights first, then by height, then by width; compiled code counts on it.
+DOT_SHAPES: Final = tuple(DotShape(h, v, w) for w in (False, True) for h in _SIDES for v in _SIDES)
+
+
+def dots_kernel(module: ir.Module, shape: DotShape, flavour: Flavour) -> None:
+    """Add one kernel."""
+    kind = ir.FunctionType(ir.VoidType(), [POINTER, I64, POINTER, POINTER, POINTER, I64])
+    function = ir.Function(module, kind, symbol(shape.name))
+    sums, pitch, left, right, weight, rows = function.args
+    operands = shape.height + shape.width + shape.weighted
+    loop = RowLoop(function, flavour, operands, has_result=False)
+    builder = loop.builder
+    wide = ir.VectorType(DOUBLE, loop.lanes)
+    totals = [builder.alloca(wide) for _ in range(shape.height * shape.width)]
+    for total in totals:
+        builder.store(ir.Constant(wide, None), total)
+
+    def body(vectors: list[Vector], _: Any) -> None:
+        columns = [vector.widen() for vector in vectors]
+        firsts, seconds = columns[: shape.height], columns[shape.height :][: shape.width]
+        if shape.weighted:
+            firsts = [first * columns[-1] for first in firsts]
+        for index, total in enumerate(totals):
+            first, second = firsts[index // shape.width], seconds[index % shape.width]
+            added = first.fma(second, loop.trace.vector(builder.load(total, typ=wide)))
+            builder.store(added.value, total)
+
+    columns = [_column(builder, left, i) for i in range(shape.height)]
+    columns += [_column(builder, right, j) for j in range(shape.width)]
+    columns += [weight] if shape.weighted else []
+    loop.run(columns, [integer(WIDTH)] * operands, rows, body)
+    for index, total in enumerate(totals):
+        offset = builder.add(
+            builder.mul(pitch, integer(index // shape.width)), integer(index % shape.width)
+        )
+        place = builder.gep(sums, [offset], source_etype=DOUBLE)
+        value = sum_lanes(builder, builder.load(total, typ=wide), loop.lanes)
+        builder.store(builder.fadd(builder.load(place, typ=DOUBLE), value), place)
+    builder.ret_void()
+
+
+def _column(builder: ir.IRBuilder, array: Any, index: int) -> Any:
+    place = builder.gep(array, [integer(index)], source_etype=POINTER)
+    return builder.load(place, typ=POINTER)
+
+
+#: Name of the kernel that multiplies adjoint and partial derivative.
+PRODUCT: Final = "product"
+
+
+def build(flavour: Flavour) -> bytes:
+    """Compile the kernels of operators and losses; return an object file."""
+    module = ir.Module(flavour.name)
+    for name, row in OPERATORS.items():
+        operator_kernel(
+            module, name, row.arity, flavour, compile_kernel(row.cpu or row.kernel, flavour)
+        )
+    operator_kernel(module, COPY, 1, flavour, compile_kernel("a", flavour))
+    for name in LOSS_KERNELS:
+        loss_kernel(module, name, flavour)
+    return _compile(module)
+
+
+def build_derivatives(flavour: Flavour) -> bytes:
+    """Compile the kernels that derivatives take beside these; return an object file."""
+    module = ir.Module(f"{flavour.name}-derivatives")
+    operator_kernel(module, PRODUCT, 2, flavour, lambda _, operands: _product(*operands))
+    for partial in partial_kernels():
+        arity = partial.arity + partial.scaled
+        operator_kernel(module, partial.name, arity, flavour, _partial_body(partial, flavour))
+    for shape in DOT_SHAPES:
+        dots_kernel(module, shape, flavour)
+    return _compile(module)
+
+
+def _partial_body(partial: PartialKernel, flavour: Flavour) -> Body:
+    """Return the code of a partial derivative, alone or times an adjoint.
+
+    It computes in the data's type even where the operator itself takes more digits: errors of
+    derivatives do not build up as those of values do.
+    """
+    compute = compile_kernel(partial.source, flavour, widens=False)
+    if not partial.scaled:
+        return compute
+
+    def scaled(trace: Trace, operands: Sequence[Vector]) -> Vector:
+        return _product(operands[0], compute(trace, operands[1:]))
+
+    return scaled
+
+
+def _product(adjoint: Vector, partial: Vector) -> Vector:
+    """Multiply two factors of the chain rule: 0 if one of them is."""
+    passes = (adjoint != 0) & (partial != 0)
+    return adjoint.trace.select(passes, adjoint * partial, 0.0)
+
+
+def _compile(module: ir.Module) -> bytes:
+    machine = target_machine()
+    module.triple = machine.triple
+    compiled = llvm.parse_assembly(str(module))
+    compiled.verify()
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_vectorization = tuning.slp_vectorization = False
+    passes = llvm.create_pass_builder(machine, tuning)
+    passes.getModulePassManager().run(compiled, passes)
+    return bytes(machine.emit_object(compiled))
+
+
+def target_machine() -> llvm.TargetMachine:
+    """Describe this CPU to LLVM."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=2,
+        reloc="default",
+        codemodel="jitdefault",
+        jit=True,
+    )

@@ -1,4 +1,4 @@
-"""Parts of the CPU engine's compiled code, each compiled by itself and cached on disk.
+"""Parts of the CPU engine's compiled code, each compiled by itself, cached on disk and loaded.
 
 `GROUPS` says what is needed when. At the first start several processes compile the parts of a group
 (`compile_processes`)::
@@ -8,22 +8,45 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import llvmlite.binding as llvm
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit import ops
+from warpfit_server.engine.autodiff import rules
 from warpfit_server.engine.autodiff.differentiate import differentiate_chunk
-from warpfit_server.engine.cpu.codegen import build
-from warpfit_server.engine.cpu.codegen.kernels import FLAVOURS, Flavour
+from warpfit_server.engine.cpu.codegen.kernels import (
+    COPY,
+    DOT_SHAPES,
+    FLAVOURS,
+    LOSS_KERNELS,
+    PRODUCT,
+    Flavour,
+    build,
+    build_derivatives,
+    symbol,
+    target_machine,
+)
 from warpfit_server.engine.cpu.derivative_interpreter import combine_chunk, linearise_chunk
 from warpfit_server.engine.cpu.interpreter import interpret_chunk
 from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.lowering import validate
 from warpfit_server.engine.lowering.lower import lower_chunk
+from warpfit_server.engine.lowering.lowered import COPY_CODE
 from warpfit_server.engine.native import compile_processes, numba_cache, parallel_loop
 from warpfit_server.system import compile_cache
+
+_LOG: Final = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
@@ -53,13 +76,13 @@ def _objects(suffix: str, compile_object: Callable[[Flavour], bytes]) -> dict[Fl
 
 PARTS: Final = {
     "lower": _chunk_function(5.4, lower_chunk),
-    "kernels": Part(3.4, partial(_objects, "", build.build)),
+    "kernels": Part(3.4, partial(_objects, "", build)),
     "interpret": _chunk_function(3.1, interpret_chunk),
     "parallel": Part(0.8, parallel_loop.load),
     "check": Part(0.8, validate.load),
     "differentiate": _chunk_function(12.0, differentiate_chunk),
     "linearise": _chunk_function(10.0, linearise_chunk),
-    "derivative_kernels": Part(4.6, partial(_objects, "-derivatives", build.build_derivatives)),
+    "derivative_kernels": Part(4.6, partial(_objects, "-derivatives", build_derivatives)),
     "combine": _chunk_function(2.5, combine_chunk),
     **{name: Part(*part) for name, part in fits.PARTS.items()},
 }
@@ -77,8 +100,11 @@ def load_group(group: str, processes: int, *, urgent: bool) -> dict[str, Any]:
 
     Otherwise as `compile_group`.
     """
+    start = time.perf_counter()
     compile_group(group, processes, urgent=urgent)
-    return {name: PARTS[name].load() for name in GROUPS[group]}
+    found = {name: PARTS[name].load() for name in GROUPS[group]}
+    _LOG.info("code for %s is ready after %.2f s", group, time.perf_counter() - start)
+    return found
 
 
 def compile_group(group: str, processes: int, *, urgent: bool = True) -> None:
@@ -96,6 +122,75 @@ def precompile(processes: int) -> None:
     """Compile all groups, without loading them; otherwise as `compile_group`."""
     for group in GROUPS:
         compile_group(group, processes)
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSet:
+    """Loaded kernels of one flavour; the addresses are valid while the object lives."""
+
+    addresses: NDArray[np.int64]
+    """Addresses by code of the instruction, int64 [rules.CODES]; 0 where there is no kernel."""
+    losses: dict[str, int]
+    """Addresses by name of the loss kernel."""
+    dots: NDArray[np.int64]
+    """Addresses in the order of `kernels.DOT_SHAPES`; empty without derivatives."""
+    owners: tuple[Any, ...]
+    """LLVM execution engines that own the code."""
+
+
+#: Kernels by flavour. The functions that call them are loaded with them.
+Kernels = dict[Flavour, KernelSet]
+
+
+def load(processes: int = 1) -> Kernels:
+    """Load the code that a start needs, for values and the six losses; return the kernels.
+
+    Where it is not kept on disk, it is compiled by so many processes first.
+    """
+    found = load_group("values", processes, urgent=True)
+    return {flavour: _link_kernels(code) for flavour, code in found["kernels"].items()}
+
+
+def load_derivatives(kernels: Kernels, processes: int) -> Kernels:
+    """Load the code for derivatives and fits; return the kernels of both, otherwise as `load`."""
+    found = load_group("derivatives", processes, urgent=False)
+    return {
+        flavour: _link_derivatives(kernels[flavour], content)
+        for flavour, content in found["derivative_kernels"].items()
+    }
+
+
+def _link_kernels(code: bytes) -> KernelSet:
+    owner = _link(code)
+    names = {row.code: name for name, row in ops.OPERATORS.items()} | {COPY_CODE: COPY}
+    addresses = np.zeros(rules.CODES, dtype=np.int64)
+    for index, name in names.items():
+        addresses[index] = owner.get_function_address(symbol(name))
+    losses = {name: owner.get_function_address(symbol(name)) for name in LOSS_KERNELS}
+    return KernelSet(addresses, losses, np.zeros(0, dtype=np.int64), (owner,))
+
+
+def _link_derivatives(kernels: KernelSet, code: bytes) -> KernelSet:
+    owner = _link(code)
+    names = {kernel.code: kernel.name for kernel in rules.partial_kernels()}
+    addresses = kernels.addresses.copy()
+    for index, name in (names | {rules.PRODUCT_CODE: PRODUCT}).items():
+        addresses[index] = owner.get_function_address(symbol(name))
+    dots = [owner.get_function_address(symbol(shape.name)) for shape in DOT_SHAPES]
+    owners = (*kernels.owners, owner)
+    return KernelSet(addresses, kernels.losses, np.array(dots, dtype=np.int64), owners)
+
+
+def _link(code: bytes) -> Any:
+    """Link an object file; return the execution engine that owns its code."""
+    library = ctypes.CDLL(None)  # Python itself is linked with the functions of C's math.h
+    for function in sorted(ops.KERNEL_FUNCTIONS - {"abs", "digamma", "mod"}):
+        pointer = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+        llvm.add_symbol(function, pointer)
+    owner = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+    owner.add_object_file(llvm.ObjectFileRef.from_data(code))
+    owner.finalize_object()
+    return owner
 
 
 def _run(_: Path, name: str) -> None:

@@ -1,15 +1,133 @@
 """Sine, cosine and tangent on vectors of float64: x = k pi/2 + r, and a polynomial in r.
 
-Numbers up to `_LIMIT` are reduced with pi/2 in three parts, larger ones by `argument_reduction`,
-which takes seven times as long.
+Numbers up to `_LIMIT` are reduced with pi/2 in three parts. Larger ones take seven times as long:
+they are reduced exactly, with integers (Payne and Hanek 1983). With x = m 2^e, m a whole number of
+53 bits, only 192 bits of 2 / pi matter for x 2 / pi modulo 4: those before give multiples of 4,
+those behind less than 2^-137. No float64 is closer than 2^-62 quarter turns to a multiple of one
+(J.-M. Muller, Elementary Functions, 3rd edition, chapter 11), so the remainder has at least 75
+right bits.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from decimal import Decimal, localcontext
+from functools import cache
+from typing import Any, Final
+
+from llvmlite import ir
 
 from warpfit_server.engine.cpu.codegen import vector
-from warpfit_server.engine.cpu.codegen.argument_reduction import reduction
+
+_DOUBLE: Final = ir.DoubleType()
+_I64: Final = ir.IntType(64)
+_WINDOW: Final = ir.IntType(192)
+_WORDS: Final = ir.IntType(256)
+_NAME: Final = "warpfit_reduce_by_half_pi"
+#: Zeros before the first bit of 2 / pi in the table: x may be as small as 2^-11, e as -63.
+_LEADING: Final = 64
+#: Bits of the table; the last window starts at bit 970 of 2 / pi, or 971 for an infinite x.
+_BITS: Final = 1280
+_HALF_PI_PAIR: Final = (1.5707963267948966, 6.123233995736766e-17)
+
+
+@cache
+def _two_over_pi() -> tuple[int, ...]:
+    """Return the words of 2 / pi, the most significant first, behind `_LEADING` zeros."""
+    with localcontext(prec=_BITS // 3):
+        bits = int(2 / _pi() * 2 ** (_BITS - _LEADING))
+    return tuple(bits >> shift & (1 << 64) - 1 for shift in range(_BITS - 64, -1, -64))
+
+
+def _pi() -> Decimal:
+    """Return pi to the precision of the context: 16 arctan(1/5) - 4 arctan(1/239) (Machin 1706)."""
+
+    def arctan_of_inverse(n: int) -> Decimal:
+        power = total = 1 / Decimal(n)
+        k = 1
+        while abs(power) > Decimal(10) ** -_BITS:
+            power /= -n * n
+            k += 2
+            total += power / k
+        return total
+
+    return 16 * arctan_of_inverse(5) - 4 * arctan_of_inverse(239)
+
+
+def reduction(module: ir.Module) -> ir.Function:
+    """Return the function ``void (double x, double *r, double *tail, int64 *count)`` of a module.
+
+    x = (4 n + count) pi / 2 + r + tail for some whole n, with |r| at most pi / 4 and the tail below
+    half an ulp of r; x is finite, and |x| at least 2^-11.
+    """
+    known = module.globals.get(_NAME)
+    if known is not None:
+        return known
+    kinds = [_DOUBLE, _DOUBLE.as_pointer(), _DOUBLE.as_pointer(), _I64.as_pointer()]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), _NAME)
+    function.linkage = "internal"
+    for attribute in ("nounwind", "noinline"):  # in every kernel it would cost time to compile
+        function.attributes.add(attribute)
+    _build(ir.IRBuilder(function.append_basic_block()), *function.args)
+    return function
+
+
+def _build(b: ir.IRBuilder, x: Any, r: Any, tail: Any, count: Any) -> None:
+    bits = b.bitcast(x, _I64)
+    significand = b.or_(b.and_(bits, _I64((1 << 52) - 1)), _I64(1 << 52))
+    exponent = b.and_(b.lshr(bits, _I64(52)), _I64(0x7FF))
+    turns = b.mul(b.zext(significand, _WINDOW), _window(b, b.sub(exponent, _I64(1075))))
+    nearest = b.trunc(b.lshr(b.add(turns, _WINDOW(1 << 189)), _WINDOW(190)), _I64)
+    fraction = b.shl(turns, _WINDOW(2))
+    below = b.icmp_signed("<", fraction, _WINDOW(0))
+    magnitude = b.select(below, b.neg(fraction), fraction)
+    high, low = _quarter_turns(b, magnitude)
+    negative = b.icmp_signed("<", bits, _I64(0))
+    sign = b.select(b.xor(below, negative), _DOUBLE(-1.0), _DOUBLE(1.0))
+    whole, rest = _times_half_pi(b, high, low)
+    b.store(b.fmul(whole, sign), r)
+    b.store(b.fmul(rest, sign), tail)
+    b.store(b.select(negative, b.neg(nearest), nearest), count)
+    b.ret_void()
+
+
+def _window(b: ir.IRBuilder, exponent: Any) -> Any:
+    """Load 192 bits of 2 / pi; the first has weight 2 in the product with 2^exponent."""
+    words = _two_over_pi()
+    kind = ir.ArrayType(_I64, len(words))
+    table = b.module.globals.get(_NAME + "_table")
+    if table is None:
+        table = ir.GlobalVariable(b.module, kind, _NAME + "_table")
+        table.linkage, table.global_constant = "internal", True
+        table.initializer = ir.Constant(kind, list(words))
+    start = b.add(exponent, _I64(_LEADING - 2))
+    index, shift = b.lshr(start, _I64(6)), b.and_(start, _I64(63))
+    found: Any = _WORDS(0)
+    for k in range(4):
+        word = b.load(b.gep(table, [_I64(0), b.add(index, _I64(k))]))
+        found = b.or_(b.shl(found, _WORDS(64)), b.zext(word, _WORDS))
+    return b.trunc(b.lshr(b.shl(found, b.zext(shift, _WORDS)), _WORDS(64)), _WINDOW)
+
+
+def _quarter_turns(b: ir.IRBuilder, magnitude: Any) -> tuple[Any, Any]:
+    """Return a fraction, given as the bits behind the point, as the sum of two doubles."""
+    first = b.trunc(b.lshr(magnitude, _WINDOW(128)), _I64)
+    zeros = b.ctlz(first, ir.IntType(1)(0))
+    shifted = b.shl(magnitude, b.zext(zeros, _WINDOW))
+    scale = b.bitcast(b.shl(b.sub(_I64(1023 - 53), zeros), _I64(52)), _DOUBLE)
+    high = b.fmul(b.uitofp(b.trunc(b.lshr(shifted, _WINDOW(139)), _I64), _DOUBLE), scale)
+    below = b.and_(b.trunc(b.lshr(shifted, _WINDOW(86)), _I64), _I64((1 << 53) - 1))
+    low = b.fmul(b.uitofp(below, _DOUBLE), scale)
+    return high, b.fmul(low, _DOUBLE(2.0**-53))
+
+
+def _times_half_pi(b: ir.IRBuilder, high: Any, low: Any) -> tuple[Any, Any]:
+    first, second = (_DOUBLE(part) for part in _HALF_PI_PAIR)
+    product = b.fmul(high, first)
+    rest = b.fma(high, first, b.fneg(product))
+    rest = b.fma(high, second, b.fma(low, first, rest))
+    total = b.fadd(product, rest)
+    return total, b.fsub(rest, b.fsub(total, product))
+
 
 _INFINITY: Final = float("inf")
 _NAN: Final = float("nan")
@@ -87,7 +205,7 @@ def _large_reduced_by_half_pi(x: vector.Vector) -> vector.Vectors:
 
 
 def tangent(x: vector.Vector) -> vector.Vector:
-    """Tangent: the C library's; large numbers are reduced before by `argument_reduction`.
+    """Tangent: the C library's; large numbers are reduced before exactly.
 
     A C library may lose digits there: glibc's is 14 ulp off where x is closest to a multiple.
     """

@@ -11,7 +11,7 @@ import pytest
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss
-from warpfit_server.engine.cpu.codegen import loader
+from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Outputs, run_to_end
 
@@ -21,13 +21,13 @@ DATA = Dataset.of(np.linspace(0.1, 3, 100)[:, None], np.ones(100), dtype="float6
 
 def test_values_do_not_wait_for_the_code_of_derivatives(monkeypatch):
     """At a first start it is compiled when the engine serves already."""
-    load, is_compiled = loader.load_derivatives, threading.Event()
+    load, is_compiled = parts.load_derivatives, threading.Event()
 
     def load_later(*arguments):
         assert is_compiled.wait(60)
         return load(*arguments)
 
-    monkeypatch.setattr(loader, "load_derivatives", load_later)
+    monkeypatch.setattr(parts, "load_derivatives", load_later)
     engine = CpuEngine(1)
     engine.load(DATA)
     batch = Batch.of([Program.apply("mul", X1, P1)], [np.array([2.0])])
@@ -51,7 +51,7 @@ def test_values_do_not_wait_for_the_code_of_derivatives(monkeypatch):
 
 def test_code_of_derivatives_that_failed_to_load_is_loaded_again(monkeypatch):
     """A short lack of memory does not end all gradients and fits of the engine."""
-    load, failures = loader.load_derivatives, [MemoryError()]
+    load, failures = parts.load_derivatives, [MemoryError()]
     somebody_waits = threading.Event()
 
     def fails_once(*arguments):
@@ -60,7 +60,7 @@ def test_code_of_derivatives_that_failed_to_load_is_loaded_again(monkeypatch):
             raise failures.pop()
         return load(*arguments)
 
-    monkeypatch.setattr(loader, "load_derivatives", fails_once)
+    monkeypatch.setattr(parts, "load_derivatives", fails_once)
     engine = CpuEngine(1)
     waiting = engine._derivative_kernels()
     next(waiting)
