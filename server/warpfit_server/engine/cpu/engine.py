@@ -60,7 +60,7 @@ from warpfit_server.engine.lowering.validate import are_valid, check_tokens
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
 from warpfit_server.engine.native.numba_cache import address_of
-from warpfit_server.engine.native.threads import ParallelLoop
+from warpfit_server.engine.native.parallel_loop import ParallelLoop
 from warpfit_server.engine.sum_tree import sum_nodes
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.system.machine import available_cores

@@ -1,4 +1,4 @@
-"""A parallel loop in compiled code: threads take the chunks of a task by an atomic counter.
+"""A parallel loop: threads take the chunks of a task by an atomic counter, in compiled code.
 
 The simple form, of the calling thread and of each helper thread:
 
@@ -16,7 +16,10 @@ the beginning of the next.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+import threading
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +27,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import FINISHED
+from warpfit_server.engine.native.arguments import FAILED, FINISHED, array_address
 from warpfit_server.engine.native.intrinsics import (
     add_atomically,
     call_c,
@@ -204,3 +207,130 @@ def _sleep(words: Any, index: int, seen: int) -> None:
     futex = (_FUTEX, _address(words, index), _WAIT_PRIVATE, int(seen & 0xFFFFFFFF))
     call_c(words[_SYSCALL], (*futex, int(time.ctypes.data)))
     time[0] = 0  # keeps the array alive until here
+
+
+# ------------------------------------------------------------------------- callers, and the threads
+
+#: Tasks that helpers work on at a time; further ones run on their caller's thread alone.
+_SLOTS: Final = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParallelTask:
+    """Chunks that helpers have begun to run; implements `interface.DeviceWork`."""
+
+    loop: ParallelLoop
+    words: NDArray[np.int64]
+    slot: int
+    has_helpers: bool
+
+    def done(self) -> bool:
+        """Return whether `result` need not wait for helpers; without any it runs all chunks."""
+        words = self.words[self.slot : self.slot + SLOT_WORDS].tolist()
+        is_taken = words[NEXT] >= words[STOP]
+        is_over = is_taken or not words[OPEN]
+        return not self.has_helpers or (is_over and not words[INSIDE])
+
+    def result(self) -> int:
+        """Run the chunks that nobody has taken, and wait for the others; to be called once.
+
+        Returns:
+            The chunk after those that have run, if none has ended the task.
+
+        Raises:
+            MemoryError: if there was not enough memory for a chunk.
+        """
+        return self.loop.finish(self.words, self.slot)
+
+
+class ParallelLoop:
+    """Runs chunks of work on the calling thread and on helper threads.
+
+    Args:
+        threads: how many compute at the same time for one caller, the caller included.
+        niceness: of the helper threads, on Linux.
+    """
+
+    def __init__(self, threads: int, niceness: int = 0) -> None:
+        self._threads = threads
+        self._niceness = niceness
+        self._words = new_words(_SLOTS)
+        first, size = HEAD_WORDS, SLOT_WORDS
+        self._free = [first + size * n for n in range(_SLOTS)]
+        self._helpers: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def others_wait(self, wait: bool) -> None:
+        """Let tasks end after the present piece, or not, from now on; any thread may call this."""
+        self._words[OTHERS_WAIT] = wait
+
+    def expect(self, helpers: int) -> None:
+        """Wake helpers for a task that the caller is about to begin."""
+        helpers = min(self._threads - 1, helpers)
+        if helpers > 0:
+            self._start()
+            expect(self._words, helpers)
+
+    def begin(
+        self,
+        function: int,
+        block: NDArray[np.int64],
+        first: int,
+        stop: int,
+        helpers: int,
+        piece: int | None = None,
+    ) -> ParallelTask:
+        """Let helpers begin to run chunks; somebody must call `ParallelTask.result`.
+
+        Args:
+            function: address of what runs a chunk; see `arguments`.
+            block: its argument block.
+            first: chunk.
+            stop: chunk after the last one.
+            helpers: threads that gain from helping, at most.
+            piece: chunks after which, and after as many again, it ends if others wait; None for
+                all.
+        """
+        helpers = min(self._threads - 1, stop - first, helpers)
+        if helpers > 0:
+            self._start()
+        with self._lock:
+            slot = self._free.pop() if self._free else None
+        if slot is None:  # all are taken: one in memory that no helper looks at
+            words, place, helpers = new_words(1), HEAD_WORDS, 0
+            words[OTHERS_WAIT] = True
+        else:
+            words, place = self._words, slot
+        task = function, array_address(block), first, stop, piece or stop - first, FINISHED
+        words[place + NEXT] = first
+        words[place + FUNCTION : place + ENDED + 1] = task
+        begin(words, place, max(0, helpers))
+        return ParallelTask(self, words, place, helpers > 0)
+
+    def finish(self, words: NDArray[np.int64], slot: int) -> int:
+        """Do what `ParallelTask.result` does."""
+        ended, stop = finish(words, slot), int(words[slot + NEXT])
+        if words is self._words:
+            with self._lock:
+                self._free.append(slot)
+        if ended == FAILED:
+            raise MemoryError("no memory for intermediate results")
+        return stop
+
+    def close(self) -> None:
+        """End the helper threads; nothing may be running any more."""
+        close(self._words)
+        for thread in self._helpers:
+            thread.join()
+
+    def _start(self) -> None:
+        with self._lock:
+            for number in range(len(self._helpers), self._threads - 1):
+                name = f"parallel-{number}"
+                thread = threading.Thread(target=self._help, name=name, daemon=True)
+                self._helpers.append(thread)
+                thread.start()
+
+    def _help(self) -> None:
+        os.nice(self._niceness)  # of this thread alone, on Linux
+        help_others(self._words)

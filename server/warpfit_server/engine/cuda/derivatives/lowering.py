@@ -60,7 +60,7 @@ from warpfit_server.engine.native.arguments import (
     words,
 )
 from warpfit_server.engine.native.numba_cache import address_of
-from warpfit_server.engine.native.threads import ParallelLoop, ParallelTask
+from warpfit_server.engine.native.parallel_loop import ParallelLoop, ParallelTask
 
 #: Programs of a chunk.
 _CHUNK: Final = 5

@@ -23,8 +23,7 @@ from warpfit_server.engine.cuda.interpreter.source import (
     source_of,
 )
 from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.cuda.math.precise import precise_calls
-from warpfit_server.engine.cuda.math.prelude import operator_source, render
+from warpfit_server.engine.cuda.math.prelude import operator_source, precise_calls, render
 
 #: Warps of a block, and the least blocks of a multiprocessor.
 WARPS: Final = 8

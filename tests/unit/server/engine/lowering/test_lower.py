@@ -21,7 +21,7 @@ from warpfit_server.engine.cpu.chunked_work import differentiation_work, lowerin
 from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.native.numba_cache import address_of, load_chunk_function
-from warpfit_server.engine.native.threads import ParallelLoop
+from warpfit_server.engine.native.parallel_loop import ParallelLoop
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 

@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 from support.servers.server import eventually
 from warpfit_server.engine.native import parallel_loop
 from warpfit_server.engine.native.arguments import CANCELLED, FAILED, FINISHED
-from warpfit_server.engine.native.threads import ParallelLoop
+from warpfit_server.engine.native.parallel_loop import ParallelLoop
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 

@@ -17,8 +17,7 @@ from support.engines.operators import operand_rows
 from warpfit.expressions import special
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.cuda.math.precise import precise_calls
-from warpfit_server.engine.cuda.math.prelude import prelude
+from warpfit_server.engine.cuda.math.prelude import precise_calls, prelude
 
 #: Bounds in ulp, reference errors included.
 BOUNDS = {
