@@ -13,7 +13,7 @@ from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Program
 from warpfit.request import Loss, Precision, Tier
-from warpfit_server.engine.cuda.math import modes
+from warpfit_server.engine.cuda.runtime import device
 
 DTYPES = [np.float32, np.float64]
 
@@ -33,7 +33,7 @@ def test_pieces_add_up(compiled, monkeypatch, dtype, options):
     X, y = rng.uniform(0.5, 2, size=(200_000, 10)), rng.normal(size=200_000)
     dataset = Dataset.of(X, y, rng.uniform(size=200_000), dtype=dtype)
     one = compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options)
-    monkeypatch.setattr(modes, "_TOKEN_ROWS", dict.fromkeys(modes._TOKEN_ROWS, 1_000_000))
+    monkeypatch.setattr(device, "_TOKEN_ROWS", dict.fromkeys(device._TOKEN_ROWS, 1_000_000))
     several = [
         compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options).losses
         for _ in range(2)

@@ -14,10 +14,10 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Program
 from warpfit.request import Loss, Precision, Tier
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.interpreter import tier
 from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.math import modes
-from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.cuda.runtime import device
 
 X = [Program.variable(index) for index in range(3)]
 P = [Program.parameter(index) for index in range(3)]
@@ -27,10 +27,10 @@ DTYPES = [np.float32, np.float64]
 @pytest.mark.parametrize("row_bytes", [None, 16, 32, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_programs_node_by_node(evaluate: Evaluate, monkeypatch, dtype, row_bytes):
-    mode = Mode.of(np.dtype(dtype), Precision.PRECISE)
+    arithmetic = Arithmetic.of(np.dtype(dtype), Precision.PRECISE)
     if row_bytes:
-        variant = Variant.of(mode, row_bytes)
-        monkeypatch.setitem(tier._VARIANTS_OF, mode, (variant, variant))
+        variant = Variant.of(arithmetic, row_bytes)
+        monkeypatch.setitem(tier._VARIANTS_OF, arithmetic, (variant, variant))
     check_node_by_node(evaluate, dtype, roots=60, tokens=60)
 
 
@@ -46,7 +46,7 @@ def test_pieces_make_no_difference(evaluate: Evaluate, monkeypatch, dtype, chunk
     )
     options = {"values": False, "loss": Loss.MSE, "tier": Tier.INTERPRETER}
     whole = evaluate(dataset, programs, vectors, **options)
-    monkeypatch.setattr(modes, "_TOKEN_ROWS", dict.fromkeys(modes._TOKEN_ROWS, 1_000_000))
+    monkeypatch.setattr(device, "_TOKEN_ROWS", dict.fromkeys(device._TOKEN_ROWS, 1_000_000))
     monkeypatch.setattr(tier, "_CHUNK_BYTES", chunk_bytes)
     cut = evaluate(dataset, programs, vectors, **options)
     np.testing.assert_array_equal(cut.losses, whole.losses)

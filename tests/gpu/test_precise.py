@@ -1,5 +1,5 @@
-"""Errors on a device: of every operator at hard operands, and of precise mode's own functions at
-all float32 operands, or very many pairs."""
+"""Errors on a device: of every operator at hard operands, and of the functions of precise
+arithmetic at all float32 operands, or very many pairs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision, Tier
-from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.cuda.math.prelude import prelude
+from warpfit_server.engine.arithmetic import Arithmetic
+from warpfit_server.engine.cuda.math.prelude import compiler_options, prelude
 from warpfit_server.engine.cuda.runtime import nvrtc
 
 #: Function, the same in float64, whether of pairs, and the largest error in ulp.
@@ -57,7 +57,7 @@ def largest_share(evaluate, name: str, operands, bound: Bound, **options) -> flo
 
 
 def _has_fast_bound(operands, exact):
-    """Rows without subnormal or infinite numbers, for which fast mode promises nothing."""
+    """Rows without subnormal or infinite numbers, for which fast arithmetic promises nothing."""
     with np.errstate(all="ignore"):
         columns = np.concatenate([operands, exact[np.newaxis].astype(np.float32)])
         vanishes = (columns[-1] == 0) & (exact != 0)
@@ -97,11 +97,11 @@ def test_errors_stay_within_their_bounds(engine, name):
     function, exact, pairs, bound = FUNCTIONS[name]
     source = (
         f"#define FUNCTION {function}\n#define EXACT {exact}\n"
-        + prelude(Mode.PRECISE)
+        + prelude(Arithmetic.PRECISE)
         + (Path(__file__).parent / "precise_errors.cu").read_text()
     )
     capability = int(cupy.cuda.Device().compute_capability)
-    options = ("--std=c++17", *Mode.PRECISE.compiler_options)
+    options = ("--std=c++17", *compiler_options(Arithmetic.PRECISE))
     module = cupy.cuda.function.Module()
     module.load(nvrtc.to_cubin(source, capability, options))
     worst, wrong = (cupy.zeros(1, dtype=np.uint64) for _ in range(2))

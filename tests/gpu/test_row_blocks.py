@@ -14,11 +14,11 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.request import Loss, Precision, Tier
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
-from warpfit_server.engine.cuda.math import modes
-from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.cuda.runtime import device
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.sum_tree import sum_nodes
 
@@ -52,18 +52,18 @@ def test_interpreted_losses_do_not_depend_on_the_rows_of_a_thread(
 ):
     dataset, (programs, vectors) = mixed_data(dtype, weights=weights), thesis_mix(3, 40)
     options = {"precision": precision, "tier": Tier.INTERPRETER, "rows": span, "values": False}
-    mode, tier = Mode.of(np.dtype(dtype), precision), evaluate.engine._interpreter
+    arithmetic, tier = Arithmetic.of(np.dtype(dtype), precision), evaluate.engine._interpreter
     layouts = [(16, 32 << 20, 2), (32, 32 << 20, 2), (16, 40_000, 1)]
-    layouts += [(64, 32 << 20, 2)] if mode.is_fast else []
+    layouts += [(64, 32 << 20, 2)] if arithmetic.is_fast else []
     for loss in (Loss.SSE, Loss.MAE):
         whole = evaluate(dataset, programs, vectors, loss=loss, **options).losses
         for row_bytes, chunk_bytes, warps in layouts:
-            variant = Variant.of(mode, row_bytes)
+            variant = Variant.of(arithmetic, row_bytes)
             kernels = tier.prepare(variant)
             record = kernels.record.copy()
             record["max_warps"] = warps
             with monkeypatch.context() as patch:
-                patch.setitem(interpreter._VARIANTS_OF, mode, (variant, variant))
+                patch.setitem(interpreter._VARIANTS_OF, arithmetic, (variant, variant))
                 patch.setattr(interpreter, "_CHUNK_BYTES", chunk_bytes)
                 patch.setitem(tier._kernels, variant, replace(kernels, record=record))
                 got = evaluate(dataset, programs, vectors, loss=loss, **options).losses
@@ -110,7 +110,7 @@ def test_compiled_losses_do_not_depend_on_blocks_of_threads_or_on_launches(
         )
         for rows, whole in zip(SPANS, wholes, strict=True):
             np.testing.assert_array_equal(losses(rows), whole)
-    monkeypatch.setattr(modes, "_TOKEN_ROWS", dict.fromkeys(modes._TOKEN_ROWS, 1))
+    monkeypatch.setattr(device, "_TOKEN_ROWS", dict.fromkeys(device._TOKEN_ROWS, 1))
     monkeypatch.setattr("warpfit_server.engine.cuda.jit.tier._MIN_ROWS", 4096)
     for rows, whole in zip(SPANS, wholes, strict=True):
         np.testing.assert_array_equal(losses(rows), whole)

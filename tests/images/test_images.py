@@ -34,11 +34,11 @@ WARM_SECONDS = 60
 COMPILE = """
 import cuda.bindings.driver, cupy, pynvml
 from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
-from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.runtime import nvjitlink, nvrtc
 
 print(nvrtc.version(), nvjitlink.version())
-print(len(interpreter_source(Variant(Mode.PRECISE, 4)).compile(90)))
+print(len(interpreter_source(Variant(Arithmetic.PRECISE, 4)).compile(90)))
 """
 
 

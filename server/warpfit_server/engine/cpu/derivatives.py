@@ -13,6 +13,7 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.differentiate import (
     LOSS,
     differentiate_chunk,
@@ -21,7 +22,6 @@ from warpfit_server.engine.autodiff.differentiate import (
 )
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cpu import chunked_work
-from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.codegen.parts import Kernels
 from warpfit_server.engine.cpu.derivative_interpreter import (
     COLUMN_SUMS,
@@ -40,7 +40,7 @@ from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.sum_tree import sum_nodes
 
 #: What row losses are computed with.
-_WIDE: Final = Flavour(single=False, fast=False)
+_WIDE: Final = Arithmetic.DOUBLE
 
 
 def needs_derivatives(evaluation: Evaluation, outputs: Outputs) -> bool:
@@ -164,7 +164,7 @@ class DerivativeRun:
         self.nodes = np.zeros((spans, self._first_moment + moments))
         """What has been summed up of each node of the rows: sums, reductions and moments."""
 
-        own, wide = kernels[Flavour.of(layout, evaluation.precision)], kernels[_WIDE]
+        own, wide = kernels[Arithmetic.of(layout.dtype, evaluation.precision)], kernels[_WIDE]
         self._triangles = _triangle_starts(batch)
         suffix = "_weighted" if layout.has_weights and plan.weighs_loss else ""
         context = _context(dataset, evaluation, requested, plan.cut.level)

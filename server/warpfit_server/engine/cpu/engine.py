@@ -36,6 +36,7 @@ from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Precision, Timings
 from warpfit.server_info import Device
 from warpfit_server.engine import interface
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.requested_outputs import (
     RequestedOutputs,
     linearisation_outputs,
@@ -52,7 +53,6 @@ from warpfit_server.engine.cpu.chunked_work import (
     span_level,
 )
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.interpreter import Inputs, interpret_chunk
 from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.lowering.lowered import Lowered
@@ -308,7 +308,7 @@ class CpuEngine:
             return _LoweredPrograms(programs, lowered)
 
         programs = yield from self._programs.by_programs(batch, (layout.variables,), lower)
-        kernels = self._kernels[Flavour.of(layout, evaluation.precision)]
+        kernels = self._kernels[Arithmetic.of(layout.dtype, evaluation.precision)]
         rows = evaluation.row_range(layout)
         cells = len(batch) * batch.vectors
         level = span_level(rows, layout, cells, int(batch.lengths.max()))

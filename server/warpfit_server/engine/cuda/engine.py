@@ -25,13 +25,17 @@ from warpfit.ir import Batch, Program
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit.server_info import Device
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda import parts
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier, CompiledWork
-from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
-from warpfit_server.engine.cuda.runtime.device import CudaDevice, PageLocks
+from warpfit_server.engine.cuda.runtime.device import (
+    CudaDevice,
+    PageLocks,
+    max_interpreted_token_rows,
+)
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
 from warpfit_server.engine.cuda.runtime.streamed_data import (
     StreamedDataset,
@@ -90,7 +94,7 @@ class CudaEngine:
         self._device = CudaDevice(memory_limit, cache_directory, memory_share)
         self._page_locks = PageLocks(self._device)
         # Requests are merged only as far as one launch of the interpreter computes them.
-        self.step_size = max_interpreted_token_rows(Mode.FAST, self._device.multiprocessors)
+        self.step_size = max_interpreted_token_rows(Arithmetic.FAST, self._device.multiprocessors)
         started = time.perf_counter()
         where = self._device.cache_directory, self._device.architecture
         # Beside what the engine waits for: `_load_derivatives` finds it compiled, or waits for it.
@@ -171,8 +175,8 @@ class CudaEngine:
             resident = self._residents.get(dataset_id)
         if resident is None:
             return 0
-        mode = _mode(resident.dataset.layout, precision, gradient=gradient)
-        return self._chooser.merge_from(mode, token_rows)
+        arithmetic = _mode(resident.dataset.layout, precision, gradient=gradient)
+        return self._chooser.merge_from(arithmetic, token_rows)
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``.
@@ -290,10 +294,10 @@ class CudaEngine:
         # batches that it chooses for need the chooser: new ones are many, and always interpreted.
         is_known = tier is Tier.INTERPRETER or timings.cache_hits
         if evaluation.tier is Tier.AUTO and not resident.is_streamed and is_known:
-            mode, token_rows = _mode_and_work(resident, evaluation)
+            arithmetic, token_rows = _mode_and_work(resident, evaluation)
             # Other requests have their steps in between, whose time is none of the tier's.
             seconds = 1e-9 * (host_time + timings.compute)
-            self._chooser.observe(tier, mode, token_rows, seconds)
+            self._chooser.observe(tier, arithmetic, token_rows, seconds)
         return timings
 
     def _resident(self, dataset_id: bytes) -> ResidentDataset:
@@ -312,10 +316,10 @@ class CudaEngine:
     def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> CompiledWork | None:
         """Return the work of compiled kernels if they are loaded and faster; None to interpret."""
         loaded = self._compiled.loaded(resident, evaluation)
-        mode, token_rows = _mode_and_work(resident, evaluation)
+        arithmetic, token_rows = _mode_and_work(resident, evaluation)
         decision = self._chooser.choose(
             _batch_key(evaluation),
-            mode,
+            arithmetic,
             token_rows,
             len(evaluation.batch),
             loaded=loaded is not None,
@@ -355,15 +359,15 @@ def _batch_key(evaluation: Evaluation) -> Hashable:
 
 
 def _mode(layout: Layout, precision: Precision, *, gradient: bool) -> str:
-    """Return the tier chooser's mode of arithmetic."""
-    return Mode.of(layout.dtype, precision).label + GRADIENT * gradient
+    """Return the tier chooser's arithmetic."""
+    return Arithmetic.of(layout.dtype, precision).label + GRADIENT * gradient
 
 
 def _mode_and_work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
-    """Return the tier chooser's mode of arithmetic, and the token-rows of an evaluation."""
+    """Return the tier chooser's arithmetic, and the token-rows of an evaluation."""
     layout = resident.dataset.layout
-    mode = _mode(layout, evaluation.precision, gradient=evaluation.gradient)
-    return mode, evaluation.token_rows(layout)
+    arithmetic = _mode(layout, evaluation.precision, gradient=evaluation.gradient)
+    return arithmetic, evaluation.token_rows(layout)
 
 
 def _warm_up(engine: CudaEngine, tier: Tier) -> None:

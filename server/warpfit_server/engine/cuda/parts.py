@@ -32,7 +32,7 @@ def _variants(
     compile_variant: Callable[[Variant], CudaSource], seconds: dict[Variant, float]
 ) -> dict[str, tuple[float, Callable[[], CudaSource]]]:
     return {
-        f"{variant.mode.label}-{variant.rows}": (duration, partial(compile_variant, variant))
+        f"{variant.arithmetic.label}-{variant.rows}": (duration, partial(compile_variant, variant))
         for variant, duration in seconds.items()
     }
 

@@ -10,7 +10,7 @@ no price.
 
 ::
 
-    seconds = launch + token_rows / rate        for each tier and each mode of arithmetic
+    seconds = launch + token_rows / rate        for each tier and each arithmetic
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from warpfit.request import Tier
 
 #: Batches whose savings are remembered.
 _REMEMBERED: Final = 4096
-#: Suffix of the name of a mode for losses with their gradients.
+#: Suffix of the name of an arithmetic for losses with their gradients.
 GRADIENT: Final = " gradient"
 #: Weight of a new observation.
 _GAIN: Final = 0.2
@@ -40,7 +40,7 @@ _FORGETTING: Final = 0.002
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
-    """Cost of one tier in one mode of arithmetic."""
+    """Cost of one tier in one arithmetic."""
 
     launch: float
     """Seconds of a minimal evaluation: of the engine's thread and of the device."""
@@ -63,7 +63,7 @@ class TierCost:
         )
 
 
-#: Costs at the start, by tier and mode of arithmetic, measured on one H200 with 16 host cores.
+#: Costs at the start, by tier and arithmetic, measured on one H200 with 16 host cores.
 COSTS: Final = MappingProxyType(
     {
         (Tier.INTERPRETER, "fast"): TierCost(0.6e-3, 6.4e12),
@@ -74,7 +74,7 @@ COSTS: Final = MappingProxyType(
         (Tier.COMPILED, "float64"): TierCost(0.4e-3, 1.5e12),
     }
 )
-#: Seconds of one process to compile one expression as part of a fused group, by mode; likewise.
+#: Seconds of one process to compile one expression as part of a fused group; likewise.
 COMPILE_SECONDS: Final = MappingProxyType({"fast": 0.012, "precise": 0.06, "float64": 0.07})
 #: Rate, and compile time, of losses with gradients relative to losses alone: where the model
 #: starts, measured on one H200.
@@ -97,8 +97,8 @@ class TierChooser:
 
     Args:
         compilers: processes that compile at the same time.
-        costs: by tier and mode, at the start and as observations have corrected them; those of
-            gradients are derived.
+        costs: by tier and arithmetic, at the start and as observations have corrected them; costs
+            of gradients are derived.
     """
 
     compilers: int
@@ -113,39 +113,39 @@ class TierChooser:
 
     def __post_init__(self) -> None:
         """Derive the costs of gradients."""
-        for (tier, mode), cost in list(self.costs.items()):
+        for (tier, arithmetic), cost in list(self.costs.items()):
             rate = cost.rate * _GRADIENT_RATE[tier]
-            self.costs[tier, mode + GRADIENT] = replace(cost, rate=rate)
+            self.costs[tier, arithmetic + GRADIENT] = replace(cost, rate=rate)
         self._start = dict(self.costs)
 
     def choose(
-        self, batch: Hashable, mode: str, token_rows: int, programs: int, *, loaded: bool
+        self, batch: Hashable, arithmetic: str, token_rows: int, programs: int, *, loaded: bool
     ) -> Decision:
         """Choose for one evaluation.
 
         Args:
             batch: identifies the batch and everything else that its kernels depend on.
-            mode: a mode of arithmetic.
+            arithmetic: a arithmetic.
             token_rows: tokens x parameter vectors x rows.
             programs: expressions of the batch.
             loaded: whether its kernels are there.
         """
         with self._lock:
-            interpreted = self.costs[Tier.INTERPRETER, mode].seconds(token_rows)
-            compiled = self.costs[Tier.COMPILED, mode].seconds(token_rows)
+            interpreted = self.costs[Tier.INTERPRETER, arithmetic].seconds(token_rows)
+            compiled = self.costs[Tier.COMPILED, arithmetic].seconds(token_rows)
             if compiled >= interpreted:
                 return Decision.INTERPRET
             if loaded:
                 return Decision.COMPILED
-            compiling = COMPILE_SECONDS[mode.removesuffix(GRADIENT)]
-            compiling *= _GRADIENT_COMPILE if mode.endswith(GRADIENT) else 1.0
+            compiling = COMPILE_SECONDS[arithmetic.removesuffix(GRADIENT)]
+            compiling *= _GRADIENT_COMPILE if arithmetic.endswith(GRADIENT) else 1.0
             forgone = self._forgone.get(batch, 0.0) + interpreted - compiled
             pays = forgone >= programs * compiling / self.compilers
             # Kernels that are evicted before they are used have to pay again.
             self._forgone[batch] = 0.0 if pays else forgone
             return Decision.INTERPRET_AND_COMPILE if pays else Decision.INTERPRET
 
-    def merge_from(self, mode: str, token_rows: int) -> int:
+    def merge_from(self, arithmetic: str, token_rows: int) -> int:
         """Return with how many requests merging them costs each less than compiled kernels do.
 
         Of n requests that are interpreted as one, each pays one n-th of what an evaluation costs
@@ -156,34 +156,36 @@ class TierChooser:
             number.
         """
         with self._lock:
-            interpreted = self.costs[Tier.INTERPRETER, mode]
-            compiled = self.costs[Tier.COMPILED, mode].seconds(token_rows)
+            interpreted = self.costs[Tier.INTERPRETER, arithmetic]
+            compiled = self.costs[Tier.COMPILED, arithmetic].seconds(token_rows)
         launch = compiled - token_rows / interpreted.rate
         return 0 if launch <= 0.0 else math.ceil(interpreted.launch / launch)
 
-    def observe(self, tier: Tier, mode: str, token_rows: int, seconds: float) -> None:
+    def observe(self, tier: Tier, arithmetic: str, token_rows: int, seconds: float) -> None:
         """Correct the cost of a tier by a finished evaluation.
 
         ``seconds`` are those of the engine's thread plus those of the device, without waiting.
         """
         with self._lock:
             if tier is Tier.COMPILED:
-                self._compiled.add(mode)
-            surprise = seconds / self.costs[tier, mode].seconds(token_rows)
+                self._compiled.add(arithmetic)
+            surprise = seconds / self.costs[tier, arithmetic].seconds(token_rows)
             # A device that interprets more slowly runs compiled kernels more slowly, too.
-            for one in {tier} if mode in self._compiled else {tier, Tier.COMPILED}:
-                self.costs[one, mode] = self.costs[one, mode].corrected(token_rows, surprise)
-            if mode in self._compiled:
-                self._forget(tier, mode)
+            for one in {tier} if arithmetic in self._compiled else {tier, Tier.COMPILED}:
+                self.costs[one, arithmetic] = self.costs[one, arithmetic].corrected(
+                    token_rows, surprise
+                )
+            if arithmetic in self._compiled:
+                self._forget(tier, arithmetic)
 
-    def _forget(self, observed: Tier, mode: str) -> None:
+    def _forget(self, observed: Tier, arithmetic: str) -> None:
         """Return the other tier's cost a little to its ratio to the observed one's at the start."""
         other = Tier.INTERPRETER if observed is Tier.COMPILED else Tier.COMPILED
-        cost, known = self.costs[other, mode], self.costs[observed, mode]
-        start, start_known = self._start[other, mode], self._start[observed, mode]
+        cost, known = self.costs[other, arithmetic], self.costs[observed, arithmetic]
+        start, start_known = self._start[other, arithmetic], self._start[observed, arithmetic]
         launch = start.launch * known.launch / start_known.launch
         rate = start.rate * known.rate / start_known.rate
-        self.costs[other, mode] = TierCost(
+        self.costs[other, arithmetic] = TierCost(
             launch=cost.launch * (launch / cost.launch) ** _FORGETTING,
             rate=cost.rate * (rate / cost.rate) ** _FORGETTING,
         )

@@ -32,7 +32,7 @@ in which ``left`` and ``right`` are arrays of addresses of columns, and ``w`` is
 form without weights. Each lane adds its own rows and the lanes are added pairwise, so that a block
 of n rows has rounding errors of about n / lanes additions.
 
-`build` compiles all kernels of a `Flavour` for this very CPU; `parts` keeps them on disk.
+`build` compiles all kernels of an `Arithmetic` for this very CPU; `parts` keeps them on disk.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from warpfit.dataset import Layout
 from warpfit.ops import OPERATORS
-from warpfit.request import Precision
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.rules import PartialKernel, partial_kernels
 from warpfit_server.engine.cpu.codegen.elementary_functions import functions, lifted, wide_functions
 from warpfit_server.engine.cpu.codegen.vector import Trace, Vector, absolute
@@ -73,30 +72,6 @@ _TERMS: Final[dict[str, Callable[[Vector, Vector], Vector]]] = {
 LOSS_KERNELS: Final = tuple(f"{kind}{w}" for kind in _TERMS for w in ("", "_weighted"))
 
 
-@dataclass(frozen=True, slots=True)
-class Flavour:
-    """Type and precision that a set of kernels is compiled for."""
-
-    single: bool
-    """float32 data; otherwise float64."""
-    fast: bool
-    """Approximate functions; only for float32."""
-
-    @property
-    def name(self) -> str:
-        """Short name for logs and files."""
-        return ("float32" if self.single else "float64") + ("-fast" if self.fast else "-precise")
-
-    @classmethod
-    def of(cls, layout: Layout, precision: Precision) -> Flavour:
-        """Choose the kernels for a data set and precision."""
-        single = layout.dtype.itemsize == 4
-        return cls(single, single and precision is Precision.FAST)
-
-
-FLAVOURS: Final = (Flavour(True, False), Flavour(True, True), Flavour(False, False))
-
-
 def symbol(name: str) -> str:
     """Name of a kernel in the object file."""
     return f"warpfit_{name}"
@@ -106,14 +81,14 @@ class RowLoop:
     """A loop over n rows in steps of WIDTH bytes; what is left goes through padded copies."""
 
     def __init__(
-        self, function: ir.Function, flavour: Flavour, operands: int, *, has_result: bool
+        self, function: ir.Function, arithmetic: Arithmetic, operands: int, *, has_result: bool
     ) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
-        real = ir.FloatType() if flavour.single else DOUBLE
-        self._itemsize = 4 if flavour.single else 8
+        real = ir.FloatType() if arithmetic.is_single else DOUBLE
+        self._itemsize = 4 if arithmetic.is_single else 8
         self.lanes = WIDTH // self._itemsize
         self._kind = ir.VectorType(real, self.lanes)
-        self.trace = Trace(self.builder, real, self.lanes, contract=flavour.fast)
+        self.trace = Trace(self.builder, real, self.lanes, contract=arithmetic.is_fast)
         self._operands = operands
         self._has_result = has_result
 
@@ -185,12 +160,14 @@ class RowLoop:
         self.builder.call(memcpy, [*pointers, size, ir.Constant(ir.IntType(1), 0)])
 
 
-def operator_kernel(module: ir.Module, name: str, arity: int, flavour: Flavour, body: Body) -> None:
+def operator_kernel(
+    module: ir.Module, name: str, arity: int, arithmetic: Arithmetic, body: Body
+) -> None:
     """Add the kernel of one instruction with ``arity`` operands."""
     kind = ir.FunctionType(ir.VoidType(), [POINTER] * 4 + [I64] * 2)
     function = ir.Function(module, kind, symbol(name))
     result, *operands, broadcast, rows = function.args
-    loop = RowLoop(function, flavour, arity, has_result=True)
+    loop = RowLoop(function, arithmetic, arity, has_result=True)
     builder = loop.builder
     is_invariant = (builder.lshr(broadcast, integer(k)) for k in range(arity))
     steps = [
@@ -202,13 +179,13 @@ def operator_kernel(module: ir.Module, name: str, arity: int, flavour: Flavour, 
     builder.ret_void()
 
 
-def loss_kernel(module: ir.Module, name: str, flavour: Flavour) -> None:
+def loss_kernel(module: ir.Module, name: str, arithmetic: Arithmetic) -> None:
     """Add one loss kernel: a sum in double over rows."""
     term, _, weighted = name.partition("_")
     kind = ir.FunctionType(DOUBLE, [POINTER] * 3 + [I64])
     function = ir.Function(module, kind, symbol(name))
     arity = 3 if weighted else 2
-    loop = RowLoop(function, flavour, arity, has_result=False)
+    loop = RowLoop(function, arithmetic, arity, has_result=False)
     builder = loop.builder
     wide = ir.VectorType(DOUBLE, loop.lanes)
     total = builder.alloca(wide)
@@ -246,20 +223,20 @@ def _shuffle(builder: ir.IRBuilder, vector: Any, order: Sequence[int]) -> Any:
     return builder.shuffle_vector(vector, vector, ir.Constant(kind, list(order)))
 
 
-def compile_kernel(source: str, flavour: Flavour, *, widens: bool = True) -> Body:
+def compile_kernel(source: str, arithmetic: Arithmetic, *, widens: bool = True) -> Body:
     """Make a row's kernel text callable on vectors.
 
     Float32 kernels of more than one step compute in float64 when they must be precise, so that the
     steps' errors do not add up, unless ``widens`` is false; literals take the data's type first.
     """
     tree = ast.parse(source, mode="eval")
-    if flavour.single:
+    if arithmetic.is_single:
         tree = ast.fix_missing_locations(_SingleLiterals().visit(tree))
     code = compile(tree, "<kernel>", "eval")
-    wide = widens and flavour.single and not flavour.fast and _steps(tree) > 1
+    wide = widens and arithmetic.is_single and not arithmetic.is_fast and _steps(tree) > 1
 
     def compute(trace: Trace, vectors: Sequence[Vector]) -> Vector:
-        known = lifted(wide_functions() if wide else functions(trace, fast=flavour.fast))
+        known = lifted(wide_functions() if wide else functions(trace, fast=arithmetic.is_fast))
         operands = [vector.widen() if wide else vector for vector in vectors]
         names: dict[str, Any] = dict(zip("abc", operands, strict=False))
         names |= known | {"select": trace.select}
@@ -314,13 +291,13 @@ _SIDES: Final = range(1, LARGEST_TILE + 1)
 DOT_SHAPES: Final = tuple(DotShape(h, v, w) for w in (False, True) for h in _SIDES for v in _SIDES)
 
 
-def dots_kernel(module: ir.Module, shape: DotShape, flavour: Flavour) -> None:
+def dots_kernel(module: ir.Module, shape: DotShape, arithmetic: Arithmetic) -> None:
     """Add one kernel."""
     kind = ir.FunctionType(ir.VoidType(), [POINTER, I64, POINTER, POINTER, POINTER, I64])
     function = ir.Function(module, kind, symbol(shape.name))
     sums, pitch, left, right, weight, rows = function.args
     operands = shape.height + shape.width + shape.weighted
-    loop = RowLoop(function, flavour, operands, has_result=False)
+    loop = RowLoop(function, arithmetic, operands, has_result=False)
     builder = loop.builder
     wide = ir.VectorType(DOUBLE, loop.lanes)
     totals = [builder.alloca(wide) for _ in range(shape.height * shape.width)]
@@ -360,38 +337,38 @@ def _column(builder: ir.IRBuilder, array: Any, index: int) -> Any:
 PRODUCT: Final = "product"
 
 
-def build(flavour: Flavour) -> bytes:
+def build(arithmetic: Arithmetic) -> bytes:
     """Compile the kernels of operators and losses; return an object file."""
-    module = ir.Module(flavour.name)
+    module = ir.Module(arithmetic.label)
     for name, row in OPERATORS.items():
         operator_kernel(
-            module, name, row.arity, flavour, compile_kernel(row.cpu or row.kernel, flavour)
+            module, name, row.arity, arithmetic, compile_kernel(row.cpu or row.kernel, arithmetic)
         )
-    operator_kernel(module, COPY, 1, flavour, compile_kernel("a", flavour))
+    operator_kernel(module, COPY, 1, arithmetic, compile_kernel("a", arithmetic))
     for name in LOSS_KERNELS:
-        loss_kernel(module, name, flavour)
+        loss_kernel(module, name, arithmetic)
     return _compile(module)
 
 
-def build_derivatives(flavour: Flavour) -> bytes:
+def build_derivatives(arithmetic: Arithmetic) -> bytes:
     """Compile the kernels that derivatives take beside these; return an object file."""
-    module = ir.Module(f"{flavour.name}-derivatives")
-    operator_kernel(module, PRODUCT, 2, flavour, lambda _, operands: _product(*operands))
+    module = ir.Module(f"{arithmetic.label}-derivatives")
+    operator_kernel(module, PRODUCT, 2, arithmetic, lambda _, operands: _product(*operands))
     for partial in partial_kernels():
         arity = partial.arity + partial.scaled
-        operator_kernel(module, partial.name, arity, flavour, _partial_body(partial, flavour))
+        operator_kernel(module, partial.name, arity, arithmetic, _partial_body(partial, arithmetic))
     for shape in DOT_SHAPES:
-        dots_kernel(module, shape, flavour)
+        dots_kernel(module, shape, arithmetic)
     return _compile(module)
 
 
-def _partial_body(partial: PartialKernel, flavour: Flavour) -> Body:
+def _partial_body(partial: PartialKernel, arithmetic: Arithmetic) -> Body:
     """Return the code of a partial derivative, alone or times an adjoint.
 
     It computes in the data's type even where the operator itself takes more digits: errors of
     derivatives do not build up as those of values do.
     """
-    compute = compile_kernel(partial.source, flavour, widens=False)
+    compute = compile_kernel(partial.source, arithmetic, widens=False)
     if not partial.scaled:
         return compute
 

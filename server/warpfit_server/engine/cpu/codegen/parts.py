@@ -23,15 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit import ops
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff import rules
 from warpfit_server.engine.autodiff.differentiate import differentiate_chunk
 from warpfit_server.engine.cpu.codegen.kernels import (
     COPY,
     DOT_SHAPES,
-    FLAVOURS,
     LOSS_KERNELS,
     PRODUCT,
-    Flavour,
     build,
     build_derivatives,
     symbol,
@@ -62,15 +61,15 @@ def _chunk_function(seconds: float, function: Any) -> Part:
     return Part(seconds, partial(numba_cache.load_chunk_function, function))
 
 
-def _objects(suffix: str, compile_object: Callable[[Flavour], bytes]) -> dict[Flavour, bytes]:
-    """Load the object files of kernels of all flavours."""
+def _objects(suffix: str, compile_object: Callable[[Arithmetic], bytes]) -> dict[Arithmetic, bytes]:
+    """Load the object files of kernels of all arithmetics."""
     ending = f"{suffix}-{numba_cache.host_tag()}.o"
     return {
-        flavour: compile_cache.find_or_make(
-            numba_cache.default_directory() / f"{flavour.name}{ending}",
-            partial(compile_object, flavour),
+        arithmetic: compile_cache.find_or_make(
+            numba_cache.default_directory() / f"{arithmetic.label}{ending}",
+            partial(compile_object, arithmetic),
         )
-        for flavour in FLAVOURS
+        for arithmetic in Arithmetic
     }
 
 
@@ -126,7 +125,7 @@ def precompile(processes: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class KernelSet:
-    """Loaded kernels of one flavour; the addresses are valid while the object lives."""
+    """Loaded kernels of one arithmetic; the addresses are valid while the object lives."""
 
     addresses: NDArray[np.int64]
     """Addresses by code of the instruction, int64 [rules.CODES]; 0 where there is no kernel."""
@@ -138,8 +137,8 @@ class KernelSet:
     """LLVM execution engines that own the code."""
 
 
-#: Kernels by flavour. The functions that call them are loaded with them.
-Kernels = dict[Flavour, KernelSet]
+#: Kernels by arithmetic. The functions that call them are loaded with them.
+Kernels = dict[Arithmetic, KernelSet]
 
 
 def load(processes: int = 1) -> Kernels:
@@ -148,15 +147,15 @@ def load(processes: int = 1) -> Kernels:
     Where it is not kept on disk, it is compiled by so many processes first.
     """
     found = load_group("values", processes, urgent=True)
-    return {flavour: _link_kernels(code) for flavour, code in found["kernels"].items()}
+    return {arithmetic: _link_kernels(code) for arithmetic, code in found["kernels"].items()}
 
 
 def load_derivatives(kernels: Kernels, processes: int) -> Kernels:
     """Load the code for derivatives and fits; return the kernels of both, otherwise as `load`."""
     found = load_group("derivatives", processes, urgent=False)
     return {
-        flavour: _link_derivatives(kernels[flavour], content)
-        for flavour, content in found["derivative_kernels"].items()
+        arithmetic: _link_derivatives(kernels[arithmetic], content)
+        for arithmetic, content in found["derivative_kernels"].items()
     }
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from warpfit.errors import ResourceExhaustedError
 from warpfit.losses import mentions_weight
 from warpfit.request import Precision
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.encoding import (
     INPUTS,
@@ -29,7 +30,6 @@ from warpfit_server.engine.cuda.derivatives.source import (
     template,
 )
 from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import argument_struct
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
@@ -38,7 +38,7 @@ from warpfit_server.row_blocks import levels_between
 
 #: Bytes of rows that a thread works on at a time. Precise functions are long: their code for more
 #: rows would not fit in the instruction cache.
-_ROW_BYTES: Final = {Mode.FAST: 64, Mode.PRECISE: 32, Mode.DOUBLE: 32}
+_ROW_BYTES: Final = {Arithmetic.FAST: 64, Arithmetic.PRECISE: 32, Arithmetic.DOUBLE: 32}
 #: Most bytes of results that one launch leaves on the device, and their part of its memory.
 _CHUNK_BYTES: Final = 64 << 20
 _CHUNK_SHARE: Final = 1 / 8
@@ -50,11 +50,13 @@ _MOST_INVARIANT_BYTES: Final = 1 << 30
 _MAX_JOBS: Final = 0xFFFF
 #: Instructions x rows of a launch for each multiprocessor: about 2 ms of an H200, after which other
 #: evaluations get their turn.
-_INSTRUCTION_ROWS: Final = {Mode.FAST: 12e6, Mode.PRECISE: 10e6, Mode.DOUBLE: 4e6}
+_INSTRUCTION_ROWS: Final = {Arithmetic.FAST: 12e6, Arithmetic.PRECISE: 10e6, Arithmetic.DOUBLE: 4e6}
 #: Classes of work by which jobs are ordered.
 _CLASSES: Final = 256
-#: Variants of the kernels by their mode.
-VARIANT_OF: Final = {mode: Variant.of(mode, _ROW_BYTES[mode]) for mode in Mode}
+#: Variants of the kernels by their arithmetic.
+VARIANT_OF: Final = {
+    arithmetic: Variant.of(arithmetic, _ROW_BYTES[arithmetic]) for arithmetic in Arithmetic
+}
 #: A job, a sum and a parameter.
 Ends = tuple[int, int, int]
 DERIVATIVE_ARGUMENTS: Final = argument_struct(template("derivatives.cu"), "Arguments")
@@ -160,12 +162,12 @@ def stores_values(wanted: RequestedOutputs) -> bool:
     return any(output is not None for output in (wanted.values, wanted.reductions, wanted.moments))
 
 
-def squares_slope(mode: Mode, wanted: RequestedOutputs) -> bool:
+def squares_slope(arithmetic: Arithmetic, wanted: RequestedOutputs) -> bool:
     """Return whether losses are squares of the slopes f - y, so that values need no level.
 
-    In fast mode both are made of f - y rounded to float32.
+    In fast arithmetic both are made of f - y rounded to float32.
     """
-    return mode.is_fast and wanted.is_squares and wanted.needs_loss_derivative
+    return arithmetic.is_fast and wanted.is_squares and wanted.needs_loss_derivative
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,10 +187,10 @@ def draft_launches(
     resident: ResidentDataset, precision: Precision, rows: Span, wanted: RequestedOutputs
 ) -> LaunchDraft:
     """Begin to plan the launches of an evaluation on some rows, or on fewer."""
-    variant = VARIANT_OF[Mode.of(resident.dataset.layout.dtype, precision)]
+    variant = VARIANT_OF[Arithmetic.of(resident.dataset.layout.dtype, precision)]
     geometry = DerivativeGeometry.of(variant, rows)
     costs, words = _costs(geometry, wanted), _arguments(resident, wanted)
-    if squares_slope(variant.mode, wanted):
+    if squares_slope(variant.arithmetic, wanted):
         words.view(DERIVATIVE_ARGUMENTS)["deviation"] = _SQUARE_OF_SLOPE
     return LaunchDraft(variant, geometry, rows[1] - rows[0], costs, words)
 
@@ -211,7 +213,7 @@ def plan_launches(
         draft.costs,
         (most_shared, blocks * WARPS),
         min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE)),
-        draft.rows / _INSTRUCTION_ROWS[variant.mode],
+        draft.rows / _INSTRUCTION_ROWS[variant.arithmetic],
         device.multiprocessors,
         order,
         chunks,

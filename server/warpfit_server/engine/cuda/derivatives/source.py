@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.rules import CODES, PRODUCT_CODE, arities, partial_kernels
 from warpfit_server.engine.cuda.interpreter.source import (
     Variant,
@@ -22,7 +23,6 @@ from warpfit_server.engine.cuda.interpreter.source import (
     operator_functions,
     source_of,
 )
-from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.prelude import operator_source, precise_calls, render
 
 #: Warps of a block, and the least blocks of a multiprocessor.
@@ -55,7 +55,10 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
     """
     cases = sorted(_cases(variant).items())
     parts = {
-        "OPERATORS": [*operator_functions(variant.mode), *_partial_functions(variant.mode)],
+        "OPERATORS": [
+            *operator_functions(variant.arithmetic),
+            *_partial_functions(variant.arithmetic),
+        ],
         "CASES": [
             f"      {case.macro}_{case.arity}({label}, {case.function})" for label, case in cases
         ],
@@ -121,11 +124,11 @@ def _cases(variant: Variant) -> dict[int, _Case]:
     table = labels()
     cases: dict[int, _Case] = {}
     for row in OPERATORS.values():
-        macro = _macro(operator_source(row, variant.mode), row.arity, variant)
+        macro = _macro(operator_source(row, variant.arithmetic), row.arity, variant)
         cases[int(table[row.code])] = _Case(f"op_{row.name}", row.arity, macro)
     for kernel in partial_kernels():
         arity = kernel.arity + kernel.scaled
-        macro = _macro(partial_source(kernel.source, variant.mode), arity, variant)
+        macro = _macro(partial_source(kernel.source, variant.arithmetic), arity, variant)
         case = _Case(kernel.name, arity, macro)
         cases.setdefault(int(table[kernel.code]), case)
     cases[int(table[PRODUCT_CODE])] = _Case("product", 2, "DIRECT")
@@ -139,26 +142,29 @@ def _macro(expression: str, arity: int, variant: Variant) -> str:
     return "DIRECT" if arity == 2 and is_direct(expression) else "CHEAP"
 
 
-def _partial_functions(mode: Mode) -> Iterator[str]:
+def _partial_functions(arithmetic: Arithmetic) -> Iterator[str]:
     """Yield the definition of a device function for each partial derivative."""
     table, defined = labels(), set()
     for kernel in partial_kernels():
         label = int(table[kernel.code])
         if label not in defined:
             defined.add(label)
-            operands, expression = list("abc"[: kernel.arity]), partial_source(kernel.source, mode)
+            operands, expression = (
+                list("abc"[: kernel.arity]),
+                partial_source(kernel.source, arithmetic),
+            )
             if kernel.scaled:
                 operands, expression = ["slope", *operands], f"product(slope, {expression})"
             yield device_function(kernel.name, operands, expression)
 
 
-def partial_source(source: str, mode: Mode) -> str:
-    """Translate a derivative to CUDA C++, with approximate functions in fast mode."""
-    if not mode.is_fast:
-        return render(precise_calls(source), mode.real)
+def partial_source(source: str, arithmetic: Arithmetic) -> str:
+    """Translate a derivative to CUDA C++, with approximate functions in fast arithmetic."""
+    if not arithmetic.is_fast:
+        return render(precise_calls(source), arithmetic.real)
     calls = _fast_calls()
     source = re.sub(r"\b(\w+)\(", lambda call: f"{calls.get(call[1], call[1])}(", source)
-    return render(source, mode.real)
+    return render(source, arithmetic.real)
 
 
 @cache

@@ -22,6 +22,7 @@ from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
 from warpfit_server.engine.autodiff.requested_outputs import (
     RequestedOutputs,
@@ -62,7 +63,6 @@ from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering, 
 from warpfit_server.engine.cuda.derivatives.source import BLOCKS, case_count, derivative_source
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ResidentDataset,
@@ -251,7 +251,7 @@ class DerivativeTier:
         if wanted.row_loss is not None:
             program = DIFFERENCE if wanted.is_squares else wanted.row_loss
             row_loss = row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
-        needs_values = not squares_slope(Mode.of(layout.dtype, precision), wanted)
+        needs_values = not squares_slope(Arithmetic.of(layout.dtype, precision), wanted)
         return self._lowering.lower(
             batch,
             layout.variables,

@@ -11,10 +11,15 @@ from typing import Any, Final
 import numpy as np
 
 from warpfit.ops import OPERATORS, Operator
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
-from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.cuda.math.prelude import operator_source, packs, prelude
+from warpfit_server.engine.cuda.math.prelude import (
+    compiler_options,
+    operator_source,
+    packs,
+    prelude,
+)
 
 _CALL: Final = re.compile(r"\b(\w+)\(")
 #: Calls short enough to be unrolled over all rows; an operator that calls anything else loops.
@@ -40,21 +45,21 @@ SCRATCH_LEVELS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Mode of arithmetic and rows a thread of one compiled form of the interpreter."""
+    """Arithmetic and rows a thread of one compiled form of the interpreter."""
 
-    mode: Mode
+    arithmetic: Arithmetic
     rows: int
     """Rows a thread: a multiple of 4 (float32) or 2 (float64)."""
 
     @classmethod
-    def of(cls, mode: Mode, row_bytes: int) -> Variant:
+    def of(cls, arithmetic: Arithmetic, row_bytes: int) -> Variant:
         """Return the variant in which a thread works on so many bytes of rows at a time."""
-        return cls(mode, row_bytes // mode.dtype.itemsize)
+        return cls(arithmetic, row_bytes // arithmetic.dtype.itemsize)
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """float32 or float64."""
-        return self.mode.dtype
+        return self.arithmetic.dtype
 
     @property
     def tile(self) -> int:
@@ -64,7 +69,7 @@ class Variant:
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC options, without the architecture."""
-        return ("--std=c++17", *self.mode.compiler_options)
+        return ("--std=c++17", *compiler_options(self.arithmetic))
 
 
 def source_of(
@@ -72,18 +77,18 @@ def source_of(
 ) -> str:
     """Return a complete CUDA C++ source: definitions, prelude, and a template with its parts."""
     numbers = {"REAL_BYTES": variant.dtype.itemsize, "ROWS": variant.rows}
-    numbers |= {"FAST": int(variant.mode.is_fast)}
+    numbers |= {"FAST": int(variant.arithmetic.is_fast)}
     defines = [f"#define {name} {number}\n" for name, number in (numbers | definitions).items()]
     for name, lines in parts.items():
         template = template.replace(f"@{name}@", "\n".join(lines))
-    start = f"typedef {variant.mode.real} real;\n{''.join(defines)}"
-    return start + prelude(variant.mode) + packs() + template
+    start = f"typedef {variant.arithmetic.real} real;\n{''.join(defines)}"
+    return start + prelude(variant.arithmetic) + packs() + template
 
 
-def operator_functions(mode: Mode) -> list[str]:
+def operator_functions(arithmetic: Arithmetic) -> list[str]:
     """Return the definition of a device function for each operator."""
     return [
-        device_function(f"op_{row.name}", row.operands, operator_source(row, mode))
+        device_function(f"op_{row.name}", row.operands, operator_source(row, arithmetic))
         for row in OPERATORS.values()
     ]
 
@@ -100,7 +105,7 @@ def interpreter_source(variant: Variant) -> CudaSource:
     # The least blocks of 256 threads a multiprocessor bound the registers.
     blocks = 4 if variant.rows * variant.dtype.itemsize <= 64 else 2
     parts = {
-        "OPERATORS": operator_functions(variant.mode),
+        "OPERATORS": operator_functions(variant.arithmetic),
         "CASES": [f"        {_macro(r, variant)}(op_{r.name}, {table[r.code]})" for r in rows],
         "SCALAR_CASES": [_scalar_case(row, f"op_{row.name}") for row in rows],
     }
@@ -114,13 +119,13 @@ def costly_operators(variant: Variant) -> int:
     return sum(
         1 << row.code
         for row in OPERATORS.values()
-        if row.arity == 3 or is_costly(operator_source(row, variant.mode), variant)
+        if row.arity == 3 or is_costly(operator_source(row, variant.arithmetic), variant)
     )
 
 
 def _macro(row: Operator, variant: Variant) -> str:
     """Return the name of the macro in interpreter.cu that writes the cases of an operator."""
-    expression = operator_source(row, variant.mode)
+    expression = operator_source(row, variant.arithmetic)
     if row.arity == 3:
         return "TERNARY"
     shape = "UNARY" if row.arity == 1 else "BINARY"

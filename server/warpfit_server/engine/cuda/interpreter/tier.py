@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Evaluation, Loss, Tier, Timings
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.batch_launch import (
     BatchLaunch,
@@ -22,8 +23,7 @@ from warpfit_server.engine.cuda.interpreter.batch_launch import (
 )
 from warpfit_server.engine.cuda.interpreter.device_lowering import load_lowering
 from warpfit_server.engine.cuda.interpreter.launches import LaunchLimits, cut_tiles
-from warpfit_server.engine.cuda.math.modes import Mode, max_interpreted_token_rows
-from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.device import CudaDevice, max_interpreted_token_rows
 from warpfit_server.engine.cuda.runtime.driver_calls import as_record
 from warpfit_server.engine.cuda.runtime.resident_data import (
     ALIGNED_ROWS,
@@ -38,10 +38,14 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
 from warpfit_server.engine.interface import Outputs, Steps
 from warpfit_server.engine.sum_tree import sum_nodes
 
-#: Variants of the kernels by mode: for little work, with few rows a thread, and for much.
+#: Variants of the kernels by arithmetic: for little work, with few rows a thread, and for much.
 _VARIANTS_OF: Final = {
-    mode: (source.Variant.of(mode, 16), source.Variant.of(mode, most))
-    for mode, most in ((Mode.FAST, 64), (Mode.PRECISE, 32), (Mode.DOUBLE, 32))
+    arithmetic: (source.Variant.of(arithmetic, 16), source.Variant.of(arithmetic, most))
+    for arithmetic, most in (
+        (Arithmetic.FAST, 64),
+        (Arithmetic.PRECISE, 32),
+        (Arithmetic.DOUBLE, 32),
+    )
 }
 VARIANTS: Final = tuple(chain(*_VARIANTS_OF.values()))
 #: Warps that a multiprocessor runs at a time, and threads that fill it.
@@ -117,8 +121,8 @@ class InterpreterTier:
         self, resident: ResidentDataset, evaluation: Evaluation, rows: int
     ) -> source.Variant:
         """Choose the variant of the kernels for an evaluation, of which a launch has some rows."""
-        mode = Mode.of(resident.dataset.layout.dtype, evaluation.precision)
-        few, most = _VARIANTS_OF[mode]
+        arithmetic = Arithmetic.of(resident.dataset.layout.dtype, evaluation.precision)
+        few, most = _VARIANTS_OF[arithmetic]
         # More rows a thread share the decoding of an instruction, but leave fewer warps.
         threads = _FULL_THREADS * self._device.multiprocessors
         is_much = len(evaluation.batch) * evaluation.batch.vectors * rows >= most.rows * threads
@@ -143,7 +147,7 @@ class InterpreterTier:
             # Each has a program of its own on the block's rows, whose variables the first one to
             # read them brings closer for the others. Precise functions are long, and two programs
             # use more of them at a time than the instruction cache holds.
-            max_warps=3 if variant.mode.is_fast else 1,
+            max_warps=3 if variant.arithmetic.is_fast else 1,
             resident_warps=_RESIDENT_WARPS * self._device.multiprocessors,
             **{name: function.ptr for name, function in functions.items()},
         )
@@ -184,7 +188,7 @@ class InterpreterTier:
         if evaluation.values:
             job_bytes = tiles * variant.tile * variant.dtype.itemsize
         jobs = min(programs * vectors, max(1, self._chunk_bytes // job_bytes), _MAX_JOBS)
-        most = max_interpreted_token_rows(variant.mode, self._device.multiprocessors)
+        most = max_interpreted_token_rows(variant.arithmetic, self._device.multiprocessors)
         jobs = min(jobs, max(1, most * programs // (batch.token_count * rows)))
         return jobs - jobs % vectors if jobs > vectors else jobs
 

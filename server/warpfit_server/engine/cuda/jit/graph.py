@@ -13,8 +13,7 @@ from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel
 from warpfit_server.engine.cuda.jit.renderer import ARGUMENT_BYTES, ARGUMENT_OFFSETS, LINE_BYTES
-from warpfit_server.engine.cuda.math.modes import NVRTC_PRECISE
-from warpfit_server.engine.cuda.math.prelude import sum_tree
+from warpfit_server.engine.cuda.math.prelude import NVRTC_PRECISE, sum_tree
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import wait_while_held
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
@@ -127,7 +126,7 @@ class CapturedGraph:
         self.code_bytes = sum(kernel.size for kernel in kernels)
         """Bytes of its kernels, which stay loaded as long as it is kept."""
         self._jobs = int(plan.sum_starts[-1]) * self._vectors
-        cuda, dtype = device.cupy.cuda, plan.mode.dtype
+        cuda, dtype = device.cupy.cuda, plan.arithmetic.dtype
         inputs = int(plan.inputs.starts[-1])
         end = _INPUTS_AT + self._vectors * inputs * dtype.itemsize
         size = -(-end // _COPY_BYTES) * _COPY_BYTES
@@ -200,7 +199,7 @@ class CapturedGraph:
 
     def _launch_kernel(self, number: int, first: int, stream: Any) -> None:
         plan, block = self.plan, self._device_block.ptr
-        inputs = int(plan.inputs.starts[first]) * plan.mode.dtype.itemsize
+        inputs = int(plan.inputs.starts[first]) * plan.arithmetic.dtype.itemsize
         output = int(plan.sum_starts[first]) if self._jobs else first
         self._kernels[number].function(
             (self._blocks[number], self._vectors, 1),

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.differentiate import BY_PARAMETERS, lower_batch
 from warpfit_server.engine.cuda.jit.kernel_store import KernelKey, KernelStore
 from warpfit_server.engine.cuda.jit.renderer import Output
-from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.lowering.lowered import NONE, Lowered
 from warpfit_server.engine.lowering.validate import check_tokens
@@ -52,9 +52,9 @@ class GridLayout:
 
 #: Layouts for fused kernels, the measured best on one H200.
 _LAYOUTS: Final = {
-    Mode.FAST: GridLayout(group_size=20, threads=512, blocks=3),
-    Mode.PRECISE: GridLayout(group_size=10, threads=1024, blocks=6),
-    Mode.DOUBLE: GridLayout(group_size=10, threads=512, blocks=12),
+    Arithmetic.FAST: GridLayout(group_size=20, threads=512, blocks=3),
+    Arithmetic.PRECISE: GridLayout(group_size=10, threads=1024, blocks=6),
+    Arithmetic.DOUBLE: GridLayout(group_size=10, threads=512, blocks=12),
 }
 #: For batches of cheap operators only, such as ``+ - *``, which are bound by reading variables.
 _CHEAP_LAYOUT: Final = GridLayout(group_size=20, threads=512, blocks=2, rows=4)
@@ -74,12 +74,14 @@ def _cheap_codes() -> NDArray[np.bool_]:
 _CHEAP: Final = _cheap_codes()
 
 
-def best_layout(mode: Mode, codes: NDArray[np.uint8], *, gradient: bool = False) -> GridLayout:
+def best_layout(
+    arithmetic: Arithmetic, codes: NDArray[np.uint8], *, gradient: bool = False
+) -> GridLayout:
     """Choose the layout of fused kernels for programs with these tokens."""
     if gradient:
         return _GRADIENT_LAYOUT
-    cheap = mode is not Mode.DOUBLE and bool(_CHEAP[codes].all())
-    return _CHEAP_LAYOUT if cheap else _LAYOUTS[mode]
+    cheap = arithmetic is not Arithmetic.DOUBLE and bool(_CHEAP[codes].all())
+    return _CHEAP_LAYOUT if cheap else _LAYOUTS[arithmetic]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +135,7 @@ class KernelPlan:
     inputs: KernelInputs
     derivatives: NDArray[np.int64]
     """Program and parameter of each derivative that is summed; [derivatives, 2]."""
-    mode: Mode
+    arithmetic: Arithmetic
     output: Output
     layout: GridLayout
     keys: tuple[KernelKey, ...]
@@ -173,15 +175,15 @@ def make_plan(
     """
     layout, batch = resident.dataset.layout, evaluation.batch
     check_tokens(batch, layout.variables)
-    mode = Mode.of(layout.dtype, evaluation.precision)
-    grid = best_layout(mode, batch.codes, gradient=evaluation.gradient)
+    arithmetic = Arithmetic.of(layout.dtype, evaluation.precision)
+    grid = best_layout(arithmetic, batch.codes, gradient=evaluation.gradient)
     output = Output(
         values=evaluation.values,
         loss=_sum_kind(evaluation.loss),
         weighted=evaluation.loss is not None and layout.has_weights,
         gradient=evaluation.gradient,
         threads=grid.threads,
-        rows=min(grid.rows, 16 // mode.dtype.itemsize),
+        rows=min(grid.rows, 16 // arithmetic.dtype.itemsize),
     )
     grid = grid if len(batch) > _MAX_SINGLE else replace(grid, group_size=1)
     lowered = lower_batch(batch, BY_PARAMETERS * output.gradient)
@@ -191,8 +193,8 @@ def make_plan(
     sums = np.bincount(derivatives[:, 0], minlength=len(batch)) + bool(output.loss)
     firsts = _cut_groups(batch.lengths.tolist(), sums.tolist(), grid.group_size)
     groups = [lowered.part(first, stop) for first, stop in pairwise((*firsts, len(batch)))]
-    keys = tuple(kernels.key(mode, output, group) for group in groups)
-    lengths = kernels.instruction_lengths(mode, output)
+    keys = tuple(kernels.key(arithmetic, output, group) for group in groups)
+    lengths = kernels.instruction_lengths(arithmetic, output)
     before = np.concatenate([[0.0], np.cumsum(lengths[lowered.instructions["code"]])])
     work = np.add.reduceat(before[headers["end"]] - before[headers["prologue_end"]], firsts)
     name = hashlib.blake2b("\0".join(key.text for key in keys).encode(), digest_size=16)
@@ -200,7 +202,7 @@ def make_plan(
         content=contents(batch),
         inputs=KernelInputs.of(lowered, batch),
         derivatives=derivatives,
-        mode=mode,
+        arithmetic=arithmetic,
         output=output,
         layout=grid,
         keys=keys,

@@ -22,10 +22,10 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.rules import CODES
 from warpfit_server.engine.cuda.jit import renderer, templates
 from warpfit_server.engine.cuda.jit.renderer import Output
-from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue, serve
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -47,7 +47,7 @@ MOST_BYTES, MOST_KERNELS, _MOST_DISK_BYTES = 1 << 30, 20_000, 1 << 30
 class KernelKey:
     """Identifies a kernel; ``text`` is a hash of everything that its machine code depends on."""
 
-    mode: Mode = field(compare=False)
+    arithmetic: Arithmetic = field(compare=False)
     output: Output = field(compare=False)
     programs: Lowered = field(compare=False)
     text: str
@@ -63,17 +63,17 @@ class Kernel(NamedTuple):
 
 
 #: Architecture, arithmetic and outputs of a kernel, and its programs.
-KernelJob = tuple[int, Mode, Output, Lowered]
+KernelJob = tuple[int, Arithmetic, Output, Lowered]
 
 
 def compile_kernel(job: KernelJob) -> bytes:
-    """Return the machine code of a kernel; the first one of a mode takes half a second more.
+    """Return the machine code of a kernel; the first one of an arithmetic takes half a second more.
 
     Raises:
         InternalError: with the linker's log, if linking fails.
     """
-    architecture, mode, output, programs = job
-    library = templates.build(mode, architecture, derivatives=output.gradient)
+    architecture, arithmetic, output, programs = job
+    library = templates.build(arithmetic, architecture, derivatives=output.gradient)
     text = renderer.module(library, output, {_ENTRY: programs})
     return linker.link(text, architecture, library.functions)
 
@@ -107,19 +107,19 @@ class KernelStore:
         self._loader = ThreadPoolExecutor(1, "load")
         self._lock = threading.Lock()
 
-    def key(self, mode: Mode, output: Output, programs: Lowered) -> KernelKey:
+    def key(self, arithmetic: Arithmetic, output: Output, programs: Lowered) -> KernelKey:
         """Return the key of the kernel that evaluates a group of programs, without its numbers."""
         parts = renderer.GENERATION, output, linker.version()
         content = [repr(parts).encode(), *(array.tobytes() for array in programs)]
-        content.append(self._library(mode, output).key)
+        content.append(self._library(arithmetic, output).key)
         text = hashlib.blake2b(b"\0".join(content), digest_size=20).hexdigest()
-        return KernelKey(mode, output, programs, text)
+        return KernelKey(arithmetic, output, programs, text)
 
-    def instruction_lengths(self, mode: Mode, output: Output) -> NDArray[np.float64]:
+    def instruction_lengths(self, arithmetic: Arithmetic, output: Output) -> NDArray[np.float64]:
         """Estimate the work of an instruction by its code, in those of the device; [CODES]."""
         lengths = np.zeros(CODES)
         lengths[COPY_CODE] = 1.0
-        for code, template in self._library(mode, output).templates.items():
+        for code, template in self._library(arithmetic, output).templates.items():
             lengths[code] = _CALL_WORK if template.function else len(template.instructions)
         return lengths
 
@@ -183,15 +183,15 @@ class KernelStore:
         with self._lock:
             self._cache.clear()
 
-    def _library(self, mode: Mode, output: Output) -> templates.DeviceLibrary:
-        """Return the device library of a mode; the first call takes some tenths of a second."""
-        return templates.build(mode, self._device.architecture, derivatives=output.gradient)
+    def _library(self, arithmetic: Arithmetic, output: Output) -> templates.DeviceLibrary:
+        """Return the device library; the first call takes some tenths of a second."""
+        return templates.build(arithmetic, self._device.architecture, derivatives=output.gradient)
 
     def _cubin(self, key: KernelKey, process: CompileProcess) -> bytes:
         """Return machine code, from disk if it is there; runs in a thread of the queue."""
         cubin = self.disk.get(key.text)
         if cubin is None:
-            job = self._device.architecture, key.mode, key.output, key.programs
+            job = self._device.architecture, key.arithmetic, key.output, key.programs
             cubin = process.run(job)
             self.disk.put(key.text, cubin)
         return cubin

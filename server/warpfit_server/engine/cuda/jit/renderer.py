@@ -29,7 +29,12 @@ from typing import Any, Final
 
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.autodiff.rules import PRODUCT_CODE
-from warpfit_server.engine.cuda.jit.templates import CLASSES, DeviceLibrary, Template
+from warpfit_server.engine.cuda.jit.templates import (
+    CLASSES,
+    DeviceLibrary,
+    Template,
+    register_class,
+)
 from warpfit_server.engine.lowering.lowered import (
     COPY_CODE,
     INPUT,
@@ -159,7 +164,7 @@ def module(library: DeviceLibrary, output: Output, kernels: Mapping[str, Lowered
     written = [_Kernel(library, output, programs) for programs in kernels.values()]
     texts = [kernel.text(name) for name, kernel in zip(kernels, written, strict=True)]
     called = {template.function: template for one in written for template in one.called}
-    width = CLASSES[library.mode.kind]
+    width = CLASSES[register_class(library.arithmetic)]
     declared = []
     for name in sorted(called):
         parameters = ", ".join(f".param .{width} p{i}" for i in range(called[name].arity))
@@ -187,8 +192,8 @@ class _Kernel:
         self.library, self.output, self.programs = library, output, programs
         self.called: set[Template] = set()
         """Templates in use that call a library function."""
-        mode = library.mode
-        self.kind, self.word = mode.kind, mode.dtype.itemsize
+        arithmetic = library.arithmetic
+        self.kind, self.word = register_class(arithmetic), arithmetic.dtype.itemsize
         self.letters = "abcd"[: output.rows]
         self.counts: dict[str, int] = {}
         """Number of registers by prefix: class, then `_ROW` or `_INVARIANT`."""
@@ -209,9 +214,9 @@ class _Kernel:
         self.pool_flags: list[str] = []
         """Registers of class "r" through which predicates are loaded."""
         self.pool_stores: list[str] = []
-        # Sums are float32 in fast mode, else float64.
-        self.sum_kind = "r" if mode.is_fast else "d"
-        self.suffix = "ftz.f32" if mode.is_fast else "f64"
+        # Sums are float32 in fast arithmetic, else float64.
+        self.sum_kind = "r" if arithmetic.is_fast else "d"
+        self.suffix = "ftz.f32" if arithmetic.is_fast else "f64"
         self.totals: list[str] = []
         """Accumulators of all sums."""
         self.guard = self._register("p")

@@ -1,7 +1,7 @@
 """Templates: operators as straight-line PTX instructions, converted from compiled functions.
 
 NVRTC compiles each row of the operator table, and each derivative, to a small PTX function; all of
-them are the device library of a mode of arithmetic. Copying a function's instructions into a
+them are the device library of a arithmetic. Copying a function's instructions into a
 kernel, instead of calling it, lets the renderer move a part that depends on inputs alone out of the
 row loop, and compute a part that functions share once. Branches become selections, since arithmetic
 has no side effects. Constants and tables of the module may be read. A function with a loop or with
@@ -20,10 +20,15 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from warpfit.ops import OPERATORS
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.rules import PRODUCT_CODE, partial_kernels
 from warpfit_server.engine.cuda.derivatives.source import partial_source
-from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.cuda.math.prelude import operator_source, prelude, render
+from warpfit_server.engine.cuda.math.prelude import (
+    compiler_options,
+    operator_source,
+    prelude,
+    render,
+)
 from warpfit_server.engine.cuda.runtime import nvrtc
 
 #: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.
@@ -73,6 +78,11 @@ class Template:
     result: int
     function: str = ""
     """Name of the library function that the template calls, empty if it is inline."""
+
+
+def register_class(arithmetic: Arithmetic) -> str:
+    """Return the register class of a value."""
+    return "r" if arithmetic.is_single else "d"
 
 
 def inline(arity: int, body: str) -> Template:
@@ -414,7 +424,7 @@ def _either(first: Condition, second: Condition) -> Condition:
 
 # ----------------------------------------------------------------------- the device library
 
-#: Functions of fast mode that only compiled kernels use.
+#: Functions of fast arithmetic that only compiled kernels use.
 #:
 #: ``pow_by_masks`` has the bounds of the prelude's ``fast_pow``. Everything but two bitwise
 #: instructions, the logarithm, the product and the exponential depends on the exponent alone.
@@ -468,9 +478,9 @@ _VERSION: Final = re.compile(r"^\.version .*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceLibrary:
-    """Operators as PTX for one mode and architecture, for the renderer and the linker."""
+    """Operators as PTX for one arithmetic and architecture, for the renderer and the linker."""
 
-    mode: Mode
+    arithmetic: Arithmetic
     architecture: int
     """Compute capability, 90 for 9.0."""
     version_line: str
@@ -478,7 +488,7 @@ class DeviceLibrary:
     templates: Mapping[int, Template]
     """Templates by code of instruction."""
     exp2_polynomial: Template | None
-    """2^x without the special-function unit, for fast mode where the architecture allows it."""
+    """2^x without the special-function unit, for fast arithmetic, where there is one."""
     data: Mapping[str, str]
     """Declarations of the constants and tables that templates read, by name."""
     functions: bytes
@@ -488,32 +498,33 @@ class DeviceLibrary:
 
 
 @functools.cache
-def build(mode: Mode, architecture: int, *, derivatives: bool) -> DeviceLibrary:
+def build(arithmetic: Arithmetic, architecture: int, *, derivatives: bool) -> DeviceLibrary:
     """Compile the operator table, optionally with the derivatives of operators; takes 0.3 s.
 
     It is compiled once, or once by each of several threads that begin at the same time.
     """
     named: dict[int, tuple[str, str, str]] = {}  # name, operands and body of a function
     for op in OPERATORS.values():
-        body = operator_source(op, mode)
-        if mode is Mode.FAST and op.cuda_fast_compiled:
+        body = operator_source(op, arithmetic)
+        if arithmetic is Arithmetic.FAST and op.cuda_fast_compiled:
             body = render(op.cuda_fast_compiled, "float")
         named[op.code] = (f"wf_{op.name}", op.operands, body)
     if derivatives:
         named[PRODUCT_CODE] = ("wf_product", "ab", "product(a, b)")
         for kernel in partial_kernels():
-            body, operands = partial_source(kernel.source, mode), "abc"[: kernel.arity]
+            body, operands = partial_source(kernel.source, arithmetic), "abc"[: kernel.arity]
             if kernel.scaled:
                 body, operands = f"product(s, {body})", "s" + operands
             named[kernel.code] = (f"wf_{kernel.name}", operands, body)
+    real = arithmetic.real
     sources = {
-        name: f'extern "C" __device__ __noinline__ {mode.real} {name}'
-        f"({', '.join(f'{mode.real} {operand}' for operand in operands)}) {{ return {body}; }}"
+        name: f'extern "C" __device__ __noinline__ {real} {name}'
+        f"({', '.join(f'{real} {operand}' for operand in operands)}) {{ return {body}; }}"
         for name, operands, body in named.values()
     }
-    options = ("-rdc=true", *mode.compiler_options)
-    start = prelude(mode)
-    helpers = _HELPERS if mode is Mode.FAST else ""
+    options = ("-rdc=true", *compiler_options(arithmetic))
+    start = prelude(arithmetic)
+    helpers = _HELPERS if arithmetic is Arithmetic.FAST else ""
     ptx = nvrtc.to_ptx("\n".join([start, helpers, *sources.values()]), architecture, options)
     found = {
         name: (parameters.count(".param"), body)
@@ -525,12 +536,12 @@ def build(mode: Mode, architecture: int, *, derivatives: bool) -> DeviceLibrary:
         try:
             templates[code] = inline(arity, body)
         except NotInlinableError:
-            templates[code] = call(arity, name, mode.kind)
+            templates[code] = call(arity, name, register_class(arithmetic))
             called.append(sources[name])
     version = _VERSION.search(ptx)
-    bound = f"--maxrregcount={_REGISTERS[mode.type_name]}"
+    bound = f"--maxrregcount={_REGISTERS[arithmetic.type_name]}"
     return DeviceLibrary(
-        mode=mode,
+        arithmetic=arithmetic,
         architecture=architecture,
         version_line=version[0] if version else "",
         templates=templates,
@@ -541,5 +552,7 @@ def build(mode: Mode, architecture: int, *, derivatives: bool) -> DeviceLibrary:
             if called
             else b""
         ),
-        key=hashlib.blake2b(f"{mode} {architecture}\n{ptx}".encode(), digest_size=16).digest(),
+        key=hashlib.blake2b(
+            f"{arithmetic} {architecture}\n{ptx}".encode(), digest_size=16
+        ).digest(),
     )

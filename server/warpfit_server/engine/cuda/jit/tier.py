@@ -31,8 +31,7 @@ from warpfit_server.engine.cuda.jit.kernel_plan import (
 )
 from warpfit_server.engine.cuda.jit.kernel_store import MOST_BYTES, MOST_KERNELS, KernelStore
 from warpfit_server.engine.cuda.jit.renderer import MAX_BLOCK_ROWS, block_rows
-from warpfit_server.engine.cuda.math.modes import max_token_rows
-from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.device import CudaDevice, max_token_rows
 from warpfit_server.engine.cuda.runtime.resident_data import (
     RESULTS_SHARE,
     ROW_MULTIPLE,
@@ -255,7 +254,7 @@ class CompiledTier:
                 window = yield from next_window()
                 check_cancelled(outputs.cancelled)
                 arguments = row_arguments(window, first, last, work.block)
-                itemsize = plan.mode.dtype.itemsize
+                itemsize = plan.arithmetic.dtype.itemsize
                 if evaluation.values:
                     arguments["pitch"] = pitch = _pitch(first, last, itemsize)
                     place = context.buffer("compiled values", jobs * pitch)
@@ -286,14 +285,14 @@ class CompiledTier:
         self, plan: KernelPlan, evaluation: Evaluation, resident: ResidentDataset
     ) -> int:
         """Return the rows of one launch: a power of two, not less than those of a block."""
-        batch, mode, layout = evaluation.batch, plan.mode, resident.dataset.layout
+        batch, arithmetic, layout = evaluation.batch, plan.arithmetic, resident.dataset.layout
         if evaluation.values:
             size = min(_CHUNK_BYTES, int(self._device.memory_limit * RESULTS_SHARE))
-            rows = size // (len(batch) * batch.vectors * mode.dtype.itemsize)
+            rows = size // (len(batch) * batch.vectors * arithmetic.dtype.itemsize)
             return 1 << (max(rows, MAX_BLOCK_ROWS).bit_length() - 1)
         start, stop = evaluation.row_range(layout)
         token_rows = evaluation.token_rows(layout)
-        launches = token_rows // max_token_rows(mode, self._device.multiprocessors)
+        launches = token_rows // max_token_rows(arithmetic, self._device.multiprocessors)
         most = max(1, (stop - start) // _MIN_ROWS)
         rows = -(-(stop - start) // min(max(1, launches), most))
         return 1 << (max(rows, MAX_BLOCK_ROWS) - 1).bit_length()

@@ -1,9 +1,9 @@
 """CUDA C++ that every generated kernel starts with, and the kernel language translated to it.
 
-In precise mode this replaces CUDA's own elementary functions, which branch for special operands:
-expressions with NaN or infinities in some rows take those branches all the time. These functions
-have no branches, and give NaN, infinities and signed zeros as NumPy does. Largest errors measured
-on one H200, over all float32 operands or at least 10^9 pairs, and over samples of float64:
+Precise arithmetic has elementary functions of its own. Those of CUDA branch for special operands,
+and expressions with NaN or infinities in some rows take those branches all the time. These have no
+branches, and give NaN, infinities and signed zeros as NumPy does. Largest errors measured on one
+H200, over all float32 operands or at least 10^9 pairs, and over samples of float64:
 
 ============  ======================================  ===============================
 function      float32                                 float64
@@ -27,8 +27,11 @@ from typing import Final
 
 from warpfit.expressions.special import SERIES
 from warpfit.ops import Operator
-from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.arithmetic import Arithmetic
 
+#: Compiler options. Contraction to multiply-add would change precise results.
+NVRTC_PRECISE: Final = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+NVRTC_FAST: Final = ("--fmad=true", "--ftz=true", "--prec-div=false", "--prec-sqrt=false")
 #: Function of the kernel language -> function in precise32.cu and precise64.cu.
 _FUNCTIONS: Final = MappingProxyType(
     {"exp": "exponential", "log": "logarithm", "sqrt": "root", "pow": "power"}
@@ -83,7 +86,7 @@ def _read(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text()
 
 
-#: Functions of fast mode that the operator table calls; their errors are stated in
+#: Functions of fast arithmetic that the operator table calls; their errors are stated in
 #: `client/OPERATORS.md`.
 #: For a < 0 ``fast_pow`` has the right sign for every whole b in [-2^22, 2^22], and is NaN for
 #: every other b in that range.
@@ -196,11 +199,18 @@ static __device__ __noinline__ double digamma(double a) {
 """.replace("@SERIES@", ", ".join(map(repr, reversed(SERIES))))
 
 
-def prelude(mode: Mode) -> str:
+def compiler_options(arithmetic: Arithmetic) -> tuple[str, ...]:
+    """Return NVRTC's options for `operator_source`."""
+    return NVRTC_FAST if arithmetic.is_fast else NVRTC_PRECISE
+
+
+def prelude(arithmetic: Arithmetic) -> str:
     """Return the functions that operators and derivatives call in addition to CUDA's own."""
-    functions = "" if mode.is_fast else precise_source(mode.real)
-    remainder = re.sub(r"\b(BITS|FUSED|QUOTIENT)\b", lambda m: _MOD_WORDS[mode.real][m[1]], _MOD)
-    shared = (_PRODUCT + _CALLED + remainder).replace("REAL", mode.real)
+    functions = "" if arithmetic.is_fast else precise_source(arithmetic.real)
+    remainder = re.sub(
+        r"\b(BITS|FUSED|QUOTIENT)\b", lambda m: _MOD_WORDS[arithmetic.real][m[1]], _MOD
+    )
+    shared = (_PRODUCT + _CALLED + remainder).replace("REAL", arithmetic.real)
     return _FAST_HELPERS + shared + functions
 
 
@@ -225,11 +235,11 @@ def render(expression: str, real: str) -> str:
     return _LITERAL.sub(rf"{real}(\1)", expression)
 
 
-def operator_source(operator: Operator, mode: Mode) -> str:
+def operator_source(operator: Operator, arithmetic: Arithmetic) -> str:
     """Return the CUDA C++ expression over ``a``, ``b``, ``c`` for an operator.
 
-    It must be compiled with the options of its mode.
+    It must be compiled with the options of its arithmetic.
     """
-    if mode.is_fast:
-        return render(operator.cuda_approximate, mode.real)
-    return render(precise_calls(operator.cuda_precise), mode.real)
+    if arithmetic.is_fast:
+        return render(operator.cuda_approximate, arithmetic.real)
+    return render(precise_calls(operator.cuda_precise), arithmetic.real)

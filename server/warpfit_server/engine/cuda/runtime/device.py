@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.runtime.driver_calls import driver_functions
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.system.compile_cache import check_private, default_cache_directory
@@ -32,6 +33,29 @@ _DEVICE: Final = 0
 _RESERVED_BYTES: Final = 1024
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 _DYNAMIC_SHARED_SIZE: Final = 8
+#: Token-rows of a launch for each multiprocessor: about 2 ms of an H200.
+_TOKEN_ROWS: Final = {
+    Arithmetic.FAST: 180_000_000,
+    Arithmetic.PRECISE: 90_000_000,
+    Arithmetic.DOUBLE: 45_000_000,
+}
+
+
+def max_token_rows(arithmetic: Arithmetic, multiprocessors: int) -> int:
+    """Return the most token-rows of one launch of compiled kernels.
+
+    A device runs launches in the order in which it gets them, so large work is launched in pieces,
+    between which other evaluations get their turn.
+    """
+    return _TOKEN_ROWS[arithmetic] * multiprocessors
+
+
+def max_interpreted_token_rows(arithmetic: Arithmetic, multiprocessors: int) -> int:
+    """Return the most token-rows of one launch of an interpreter.
+
+    It runs at half the rate of compiled kernels.
+    """
+    return max_token_rows(arithmetic, multiprocessors) // 2
 
 
 class CudaDevice:

@@ -7,19 +7,19 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
 
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.derivatives.tier import derivative_switch
 from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
 from warpfit_server.engine.cuda.jit.graph import graph_source
-from warpfit_server.engine.cuda.math.modes import Mode
 
-FAST = Variant(Mode.FAST, 4)
-PRECISE = Variant(Mode.PRECISE, 4)
-DOUBLE = Variant(Mode.DOUBLE, 2)
+FAST = Variant(Arithmetic.FAST, 4)
+PRECISE = Variant(Arithmetic.PRECISE, 4)
+DOUBLE = Variant(Arithmetic.DOUBLE, 2)
 #: Those of derivatives take fewer rows.
-FAST_DERIVATIVES = Variant(Mode.FAST, 2)
-PRECISE_DERIVATIVES = Variant(Mode.PRECISE, 2)
-DOUBLE_DERIVATIVES = Variant(Mode.DOUBLE, 1)
+FAST_DERIVATIVES = Variant(Arithmetic.FAST, 2)
+PRECISE_DERIVATIVES = Variant(Arithmetic.PRECISE, 2)
+DOUBLE_DERIVATIVES = Variant(Arithmetic.DOUBLE, 1)
 #: The interpreter's variant or that of derivatives, and whether these spill, by architecture; few
 #: rows a thread assemble sooner.
 INTERPRETED = {75: DOUBLE, 86: PRECISE, 89: FAST, 100: FAST}

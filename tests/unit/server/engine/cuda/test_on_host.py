@@ -45,11 +45,11 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES, Closing, LossFunction, huber
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.derivatives import launch_plan, tier
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
-from warpfit_server.engine.cuda.math import modes
-from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.cuda.runtime import device
 from warpfit_server.engine.cuda.runtime.device import PageLocks
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.ipc.in_flight_request import InFlightRequest
@@ -165,8 +165,8 @@ def test_others_have_their_turns_while_long_work_runs(engine, batch, monkeypatch
 
     *whole, turns = losses_and_turns()
     assert turns == 0
-    monkeypatch.setitem(modes._TOKEN_ROWS, Mode.DOUBLE, 1_000)
-    monkeypatch.setitem(launch_plan._INSTRUCTION_ROWS, Mode.DOUBLE, 1_000)
+    monkeypatch.setitem(device._TOKEN_ROWS, Arithmetic.DOUBLE, 1_000)
+    monkeypatch.setitem(launch_plan._INSTRUCTION_ROWS, Arithmetic.DOUBLE, 1_000)
     *pieces, turns = losses_and_turns()
     assert turns > 5
     for expected, found in zip(whole, pieces, strict=True):

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("cuda.bindings")
 
 from warpfit.ops import OPERATORS
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, best_layout
-from warpfit_server.engine.cuda.math.modes import Mode
 
 
 def test_kernels_get_blocks_by_their_work():
@@ -22,11 +22,11 @@ def test_kernels_get_blocks_by_their_work():
     assert plan.blocks(vectors=1000, most=5, total=100) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_layouts_fit_a_multiprocessor(mode):
+@pytest.mark.parametrize("arithmetic", Arithmetic)
+def test_layouts_fit_a_multiprocessor(arithmetic):
     for names in (("add", "mul"), ("add", "exp")):
         codes = np.array([OPERATORS[name].code for name in names], dtype=np.uint8)
-        layout = best_layout(mode, codes)
+        layout = best_layout(arithmetic, codes)
         assert layout.threads % 32 == 0
         assert layout.threads <= 1024
         assert layout.threads >= layout.group_size  # a thread stores at most one sum

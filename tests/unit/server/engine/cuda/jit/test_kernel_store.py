@@ -15,10 +15,10 @@ pytest.importorskip("cuda.bindings")
 from warpfit.errors import UnavailableError
 from warpfit.ir import Batch
 from warpfit.parse import parse
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.differentiate import lower_batch
 from warpfit_server.engine.cuda.jit import kernel_store
 from warpfit_server.engine.cuda.jit.renderer import Output
-from warpfit_server.engine.cuda.math.modes import Mode
 
 
 @pytest.fixture
@@ -40,9 +40,11 @@ def test_another_process_compiles_what_this_one_would(tmp_path):
     output, programs = Output(loss="squares"), lower_batch(batch, 0).part(0, 2)
     store = kernel_store.KernelStore(device, cores=4)
     try:
-        key = store.key(Mode.FAST, output, programs)
+        key = store.key(Arithmetic.FAST, output, programs)
         job = store.compile_queue.submit(key, partial(store._cubin, key), urgent=True)
-        assert job.result(120) == kernel_store.compile_kernel((90, Mode.FAST, output, programs))
+        assert job.result(120) == kernel_store.compile_kernel(
+            (90, Arithmetic.FAST, output, programs)
+        )
         assert store.disk.get(key.text) == job.result()
     finally:
         store.close()
@@ -123,7 +125,7 @@ class TestKernelStore:
 
         monkeypatch.setattr(kernel_store.templates, "build", build)
         with ThreadPoolExecutor() as threads:
-            key = threads.submit(store.key, Mode.FAST, Output(), ())
+            key = threads.submit(store.key, Arithmetic.FAST, Output(), ())
             assert self.begun.wait(10)
             looking = threads.submit(store.are_loaded, self.keys("1"))
             try:

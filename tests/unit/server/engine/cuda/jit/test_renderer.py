@@ -22,6 +22,7 @@ from warpfit.ops import OPERATORS, VARIABLE, Operator
 pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
 
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff import differentiate as differentiating
 from warpfit_server.engine.autodiff.differentiate import (
     BY_PARAMETERS,
@@ -32,7 +33,6 @@ from warpfit_server.engine.cuda.jit import renderer, templates
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelInputs
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.jit.templates import DeviceLibrary
-from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.native.arguments import argument_block
@@ -45,13 +45,13 @@ OUTPUTS = (
 )
 
 
-def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
-    return templates.build(mode, architecture, derivatives=derivatives)
+def build(arithmetic: Arithmetic, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
+    return templates.build(arithmetic, architecture, derivatives=derivatives)
 
 
-def fitting(output: Output, mode: Mode) -> Output:
-    """Output as far as the mode allows: wide values take more registers."""
-    word = mode.dtype.itemsize
+def fitting(output: Output, arithmetic: Arithmetic) -> Output:
+    """Output as far as the arithmetic allows: wide values take more registers."""
+    word = arithmetic.dtype.itemsize
     return replace(
         output, rows=min(output.rows, 16 // word), threads=min(output.threads, 4096 // word)
     )
@@ -70,9 +70,11 @@ def operator_program(operator: Operator) -> Program:
     return Program.apply("add", over_rows, Program.apply(operator, *leaves[: operator.arity]))
 
 
-def text_of(mode: Mode, output: Output, *programs: Program, architecture: int = 90) -> str:
+def text_of(
+    arithmetic: Arithmetic, output: Output, *programs: Program, architecture: int = 90
+) -> str:
     kernels = {"evaluate": lowered(*programs)}
-    return renderer.module(build(mode, architecture), fitting(output, mode), kernels)
+    return renderer.module(build(arithmetic, architecture), fitting(output, arithmetic), kernels)
 
 
 def loop_of(text: str) -> str:
@@ -92,15 +94,15 @@ def shifted(operator: Operator) -> Program:
 
 @pytest.mark.parametrize("number", range(len(ARCHITECTURES)), ids=ARCHITECTURES)
 def test_every_operator_assembles(number: int) -> None:
-    """Values and losses for each architecture, gradients for every other one; in each mode."""
-    architecture, mode = ARCHITECTURES[number], list(Mode)[number % 3]
-    works = [(fitting(OUTPUTS[number % 3], mode), operator_program)]
+    """Values and losses for each architecture, gradients for every other one."""
+    architecture, arithmetic = ARCHITECTURES[number], list(Arithmetic)[number % 3]
+    works = [(fitting(OUTPUTS[number % 3], arithmetic), operator_program)]
     if number % 2:
         loss = ("squares", "absolute")[number // 2 % 2]
         works.append(
             (Output(loss=loss, gradient=True, weighted=True, rows=1, threads=256), shifted)
         )
-    device_library = build(mode, architecture, derivatives=len(works) > 1)
+    device_library = build(arithmetic, architecture, derivatives=len(works) > 1)
     for output, program_of in works:
         programs = [program_of(operator) for operator in OPERATORS.values()]
         kernels = {
@@ -115,18 +117,20 @@ def test_every_operator_assembles(number: int) -> None:
 @settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    mode=st.sampled_from(Mode),
+    arithmetic=st.sampled_from(Arithmetic),
     output=st.sampled_from(OUTPUTS),
     group=st.integers(1, 6),
 )
-def test_random_programs_assemble(seed: int, mode: Mode, output: Output, group: int) -> None:
+def test_random_programs_assemble(
+    seed: int, arithmetic: Arithmetic, output: Output, group: int
+) -> None:
     rng = np.random.default_rng(seed)
     programs = [
         random_program(rng, int(rng.integers(1, 30)), operators=tuple(OPERATORS))
         for _ in range(group)
     ]
-    text = text_of(mode, output, *programs)
-    assert linker.link(text, 90, build(mode, 90).functions)
+    text = text_of(arithmetic, output, *programs)
+    assert linker.link(text, 90, build(arithmetic, 90).functions)
 
 
 def test_a_linker_error_contains_its_log() -> None:
@@ -138,7 +142,7 @@ def test_common_subexpressions_are_computed_once() -> None:
     part = Program.apply("exp", Program.apply("mul", Program.variable(0), Program.variable(1)))
     first = Program.apply("add", part, Program.variable(0))
     second = Program.apply("sub", Program.apply("mul", part, part), Program.variable(1))
-    text = text_of(Mode.PRECISE, Output(values=True, rows=1), first, second)
+    text = text_of(Arithmetic.PRECISE, Output(values=True, rows=1), first, second)
     assert text.count("ex2.approx") == 1
 
 
@@ -167,26 +171,30 @@ def test_addresses_are_those_of_memory_that_lives(monkeypatch) -> None:
 
 def test_row_invariant_work_is_outside_the_row_loop() -> None:
     invariant = Program.apply("log", Program.parameter(0))
-    text = text_of(Mode.FAST, OUTPUTS[0], Program.apply("mul", Program.variable(0), invariant))
+    text = text_of(
+        Arithmetic.FAST, OUTPUTS[0], Program.apply("mul", Program.variable(0), invariant)
+    )
     assert "lg2.approx" in text
     assert "lg2.approx" not in loop_of(text)
 
 
-@pytest.mark.parametrize("mode", [Mode.PRECISE, Mode.DOUBLE])
-def test_precise_arithmetic_is_never_contracted(mode: Mode) -> None:
+@pytest.mark.parametrize("arithmetic", [Arithmetic.PRECISE, Arithmetic.DOUBLE])
+def test_precise_arithmetic_is_never_contracted(arithmetic: Arithmetic) -> None:
     a, b, c = (Program.variable(i) for i in range(3))
     total = Program.apply("add", Program.apply("mul", a, b), c)
-    text = text_of(mode, Output(values=True, rows=1), total)
-    assert f"mul.rn.{mode.type_name}" in text
-    assert f"add.rn.{mode.type_name}" in text
-    assert f"fma.rn.{mode.type_name}" not in text
+    text = text_of(arithmetic, Output(values=True, rows=1), total)
+    assert f"mul.rn.{arithmetic.type_name}" in text
+    assert f"add.rn.{arithmetic.type_name}" in text
+    assert f"fma.rn.{arithmetic.type_name}" not in text
 
 
 @pytest.mark.parametrize("exponent", [-2, -1, 1, 2, 3, 4])
-@pytest.mark.parametrize("mode", Mode)
-def test_small_whole_exponents_need_no_power_function(mode: Mode, exponent: int) -> None:
+@pytest.mark.parametrize("arithmetic", Arithmetic)
+def test_small_whole_exponents_need_no_power_function(
+    arithmetic: Arithmetic, exponent: int
+) -> None:
     program = Program.apply("pow", Program.variable(0), Program.constant(exponent))
-    text = text_of(mode, Output(values=True, rows=1), program)
+    text = text_of(arithmetic, Output(values=True, rows=1), program)
     assert not re.search(r"lg2|ex2|wf_pow", text)
 
 
@@ -234,7 +242,7 @@ def test_inputs_are_the_numbers_of_the_batch() -> None:
 
 @pytest.mark.parametrize("loss", ["squares", "absolute"])
 def test_kernels_compute_values_losses_and_gradients(loss: str) -> None:
-    """Against float64 derivatives, in the fast mode of an emulated device."""
+    """Against float64 derivatives, in the fast arithmetic of an emulated device."""
     programs, vectors = smooth_programs()
     data = make_dataset(50, weights=True)
     columns, target, weights = data.matrix.astype(float), data.target, data.weights
@@ -246,7 +254,7 @@ def test_kernels_compute_values_losses_and_gradients(loss: str) -> None:
         numbers = np.zeros((1, inputs.starts[-1]), np.float32)
         inputs.fill(batch, numbers)
         text = renderer.module(
-            build(Mode.FAST, 90, derivatives=True), output, {"evaluate": found.part(0, 1)}
+            build(Arithmetic.FAST, 90, derivatives=True), output, {"evaluate": found.part(0, 1)}
         )
         read = np.unique(program.values[program.codes == VARIABLE]).astype(int)
         given = [columns[index].astype(np.float32) for index in read]

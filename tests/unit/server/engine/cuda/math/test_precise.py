@@ -1,4 +1,4 @@
-"""Precise mode's elementary functions, by the device's source compiled for this machine."""
+"""Precise arithmetic's elementary functions, by the device's source compiled for this machine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from support.engines.hard_cases import exact_values, hard_operands
 from support.engines.operators import operand_rows
 from warpfit.expressions import special
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.math.modes import Mode
+from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.math.prelude import precise_calls, prelude
 
 #: Bounds in ulp, reference errors included.
 BOUNDS = {
-    Mode.PRECISE: {"div": 1.0, "inv": 1.0, "sqrt": 1.5, "log": 2.0, "pow": 4.0},
-    Mode.DOUBLE: {"div": 1.0, "inv": 1.0, "sqrt": 0.6, "log": 1.5, "exp": 1.5, "pow": 2.5},
+    Arithmetic.PRECISE: {"div": 1.0, "inv": 1.0, "sqrt": 1.5, "log": 2.0, "pow": 4.0},
+    Arithmetic.DOUBLE: {"div": 1.0, "inv": 1.0, "sqrt": 0.6, "log": 1.5, "exp": 1.5, "pow": 2.5},
 }
-CASES = [(mode, name) for mode, bounds in BOUNDS.items() for name in bounds]
+CASES = [(arithmetic, name) for arithmetic, bounds in BOUNDS.items() for name in bounds]
 WIDE = np.longdouble
 
 
@@ -37,7 +37,7 @@ CALLS = {
 
 
 @cache
-def functions(mode: Mode) -> ctypes.CDLL:
+def functions(arithmetic: Arithmetic) -> ctypes.CDLL:
     """Compile the device's source for this machine, with a loop over arrays for each function."""
     loops = "".join(
         f'extern "C" void run_{name}(const real* x, real* out, long n) {{'
@@ -45,59 +45,65 @@ def functions(mode: Mode) -> ctypes.CDLL:
         f"out[i] = {call}; }} }}\n"
         for name, call in CALLS.items()
     )
-    return compile_for_host(f"typedef {mode.real} real;\n{prelude(mode)}{loops}", wraps=True)
+    return compile_for_host(
+        f"typedef {arithmetic.real} real;\n{prelude(arithmetic)}{loops}", wraps=True
+    )
 
 
-def run(mode: Mode, name: str, operands: Sequence[np.ndarray]) -> np.ndarray:
-    given = np.zeros((3, len(operands[0])), mode.dtype)
+def run(arithmetic: Arithmetic, name: str, operands: Sequence[np.ndarray]) -> np.ndarray:
+    given = np.zeros((3, len(operands[0])), arithmetic.dtype)
     given[: len(operands)] = operands
     found = np.empty_like(given[0])
     addresses = (ctypes.c_void_p(array.ctypes.data) for array in (given, found))
-    getattr(functions(mode), f"run_{name}")(*addresses, ctypes.c_long(len(found)))
+    getattr(functions(arithmetic), f"run_{name}")(*addresses, ctypes.c_long(len(found)))
     return found
 
 
-def assert_within_bounds(mode: Mode, name: str, operands: list[np.ndarray]) -> None:
+def assert_within_bounds(arithmetic: Arithmetic, name: str, operands: list[np.ndarray]) -> None:
     operator = OPERATORS[name]
-    got = run(mode, name, operands)
+    got = run(arithmetic, name, operands)
     with np.errstate(all="ignore"):
-        kind = np.float64 if mode is Mode.PRECISE else WIDE
+        kind = np.float64 if arithmetic is Arithmetic.PRECISE else WIDE
         expected = operator.numpy(*(operand.astype(kind) for operand in operands))
         rounded = expected.astype(got.dtype)
     distance = ulps(got, expected)
     worst = int(np.argmax(distance))
     at = [float(operand[worst]) for operand in operands]
-    assert distance[worst] <= BOUNDS[mode][name], f"{distance[worst]} ulp at {at}: {got[worst]}"
+    assert distance[worst] <= BOUNDS[arithmetic][name], (
+        f"{distance[worst]} ulp at {at}: {got[worst]}"
+    )
     numbers = ~np.isnan(rounded)
     np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(rounded[numbers]))
 
 
-@pytest.mark.parametrize(("mode", "name"), CASES)
-def test_edges_and_random_operands(mode: Mode, name: str) -> None:
+@pytest.mark.parametrize(("arithmetic", "name"), CASES)
+def test_edges_and_random_operands(arithmetic: Arithmetic, name: str) -> None:
     arity = OPERATORS[name].arity
-    rows = operand_rows(arity, mode.dtype.type)[:arity]
-    assert_within_bounds(mode, name, list(rows))
+    rows = operand_rows(arity, arithmetic.dtype.type)[:arity]
+    assert_within_bounds(arithmetic, name, list(rows))
 
 
-@pytest.mark.parametrize(("mode", "name"), CASES)
-def test_all_magnitudes(mode: Mode, name: str) -> None:
+@pytest.mark.parametrize(("arithmetic", "name"), CASES)
+def test_all_magnitudes(arithmetic: Arithmetic, name: str) -> None:
     rng = np.random.default_rng(1)
-    smallest, largest = (-150, 127) if mode is Mode.PRECISE else (-1075, 1023)
+    smallest, largest = (-150, 127) if arithmetic is Arithmetic.PRECISE else (-1075, 1023)
     exponents = rng.uniform(smallest, largest, size=(2, 100_000))
-    operands = list((2.0**exponents).astype(mode.dtype))
+    operands = list((2.0**exponents).astype(arithmetic.dtype))
     if name == "exp":
         operands[0] = rng.uniform(-760, 760, 100_000)
     if name == "pow":
         with np.errstate(all="ignore"):
-            operands[1] = (exponents[1] / np.log2(operands[0])).astype(mode.dtype)
-    assert_within_bounds(mode, name, operands[: OPERATORS[name].arity])
+            operands[1] = (exponents[1] / np.log2(operands[0])).astype(arithmetic.dtype)
+    assert_within_bounds(arithmetic, name, operands[: OPERATORS[name].arity])
 
 
-@pytest.mark.parametrize(("mode", "name"), [*CASES, (Mode.PRECISE, "fma"), (Mode.DOUBLE, "fma")])
-def test_published_bounds_hold_at_hard_operands(mode: Mode, name: str) -> None:
+@pytest.mark.parametrize(
+    ("arithmetic", "name"), [*CASES, (Arithmetic.PRECISE, "fma"), (Arithmetic.DOUBLE, "fma")]
+)
+def test_published_bounds_hold_at_hard_operands(arithmetic: Arithmetic, name: str) -> None:
     operator = OPERATORS[name]
-    operands = hard_operands(operator, mode.dtype)
-    got = run(mode, name, operands)
+    operands = hard_operands(operator, arithmetic.dtype)
+    got = run(arithmetic, name, operands)
     share = excess(
         BOUNDS_TABLE[name].precise_cuda, list(operands), got, exact_values(operator, operands)
     )
@@ -105,33 +111,35 @@ def test_published_bounds_hold_at_hard_operands(mode: Mode, name: str) -> None:
     assert share[worst] <= 1, (operands[:, worst], got[worst])
 
 
-@pytest.mark.parametrize("mode", [Mode.PRECISE, Mode.DOUBLE])
+@pytest.mark.parametrize("arithmetic", [Arithmetic.PRECISE, Arithmetic.DOUBLE])
 @pytest.mark.parametrize("name", ["log", "pow"])
-def test_near_one(mode: Mode, name: str) -> None:
+def test_near_one(arithmetic: Arithmetic, name: str) -> None:
     """Where the logarithm is small, and its relative error matters for large exponents."""
     rng = np.random.default_rng(2)
-    limit, bits = (127, 24) if mode is Mode.PRECISE else (1023, 53)
+    limit, bits = (127, 24) if arithmetic is Arithmetic.PRECISE else (1023, 53)
     near = 1 + rng.uniform(-0.5, 0.5, 100_000) * 2.0 ** -rng.integers(0, bits, 100_000)
-    base = near.astype(mode.dtype)
+    base = near.astype(arithmetic.dtype)
     with np.errstate(all="ignore"):
         exponent = rng.uniform(-limit, limit, 100_000) / np.log2(base.astype(WIDE))
-    exponent = np.clip(exponent, -1e30, 1e30).astype(mode.dtype)
-    assert_within_bounds(mode, name, [base, exponent][: OPERATORS[name].arity])
+    exponent = np.clip(exponent, -1e30, 1e30).astype(arithmetic.dtype)
+    assert_within_bounds(arithmetic, name, [base, exponent][: OPERATORS[name].arity])
 
 
-@pytest.mark.parametrize("mode", [Mode.PRECISE, Mode.DOUBLE])
-def test_powers_of_negative_numbers(mode: Mode) -> None:
+@pytest.mark.parametrize("arithmetic", [Arithmetic.PRECISE, Arithmetic.DOUBLE])
+def test_powers_of_negative_numbers(arithmetic: Arithmetic) -> None:
     rng = np.random.default_rng(3)
-    base = -rng.uniform(0.1, 10, 50_000).astype(mode.dtype)
-    whole = rng.integers(-30, 31, 50_000).astype(mode.dtype)
-    assert_within_bounds(mode, "pow", [base, whole])
-    assert_within_bounds(mode, "pow", [base, whole + mode.dtype.type(0.5)])
-    large = (2.0 ** rng.integers(20, 60, 50_000) + rng.integers(0, 3, 50_000)).astype(mode.dtype)
-    assert_within_bounds(mode, "pow", [np.full_like(large, -1), large])
+    base = -rng.uniform(0.1, 10, 50_000).astype(arithmetic.dtype)
+    whole = rng.integers(-30, 31, 50_000).astype(arithmetic.dtype)
+    assert_within_bounds(arithmetic, "pow", [base, whole])
+    assert_within_bounds(arithmetic, "pow", [base, whole + arithmetic.dtype.type(0.5)])
+    large = (2.0 ** rng.integers(20, 60, 50_000) + rng.integers(0, 3, 50_000)).astype(
+        arithmetic.dtype
+    )
+    assert_within_bounds(arithmetic, "pow", [np.full_like(large, -1), large])
 
 
-@pytest.mark.parametrize("mode", [Mode.PRECISE, Mode.DOUBLE])
-def test_digamma_is_the_reference(mode: Mode) -> None:
+@pytest.mark.parametrize("arithmetic", [Arithmetic.PRECISE, Arithmetic.DOUBLE])
+def test_digamma_is_the_reference(arithmetic: Arithmetic) -> None:
     rng = np.random.default_rng(4)
     special_values = [0.0, -0.0, -1.0, -7.0, np.inf, -np.inf, np.nan, 1e-30, 1e30, -1e30]
     near_poles = rng.integers(-9, 1, 5_000) + rng.choice([-1, 1], 5_000) * 1e-3
@@ -141,13 +149,13 @@ def test_digamma_is_the_reference(mode: Mode) -> None:
         rng.uniform(-30, 30, 20_000),
         10 ** rng.uniform(-30, 30, 999),
     ]
-    operands = np.concatenate(rows).astype(mode.dtype)
+    operands = np.concatenate(rows).astype(arithmetic.dtype)
     with np.errstate(all="ignore"):
         wanted = special.digamma(operands.astype(np.float64))
-        got = run(mode, "digamma", [operands])
+        got = run(arithmetic, "digamma", [operands])
         error = np.abs(got - wanted) / np.maximum(np.abs(wanted), 0.1)
     same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
-    assert np.where(same, 0.0, error).max() < (1e-6 if mode is Mode.PRECISE else 1e-13)
+    assert np.where(same, 0.0, error).max() < (1e-6 if arithmetic is Arithmetic.PRECISE else 1e-13)
 
 
 def test_names_of_functions_are_replaced_and_nothing_else() -> None:
