@@ -249,8 +249,9 @@ class Call:
         """Bytes and engine time in flight that are counted for the present request, or the bytes
         for the next one while the call waits for it."""
         self._has_turn = False
-        self._charged_until = self._free = 0.0
-        """Processor time of this thread that has been charged, and what is left without charge."""
+        self._charged_until = self._free = self._expected = 0.0
+        """Processor time of this thread that has been charged; what is left without charge; and
+        what has been charged before it is spent."""
 
     def is_active(self) -> bool:
         """Return whether the call has not ended."""
@@ -298,8 +299,9 @@ class Call:
         spent, self._charged_until = now - self._charged_until, now
         free = min(spent, self._free)
         self._free -= free
-        if spent > free:
-            self._handlers.turns.charge(self.record.tenant, spent - free)
+        if spent > free or self._expected:
+            self._handlers.turns.charge(self.record.tenant, spent - free, self._expected)
+            self._expected = 0.0
 
     def serve(self) -> Iterator[bytes]:
         """Yield the messages of the answers, request by request."""
@@ -455,7 +457,7 @@ class Call:
         if self._is_over:
             self._leave_place()
         self._charged_until, self._free = time.thread_time(), _FREE_SECONDS
-        self._handlers.turns.acquire(self.record.tenant, self.check_wanted)
+        self._expected = self._handlers.turns.acquire(self.record.tenant, self.check_wanted)
         self._has_turn = True
         return chain((message,), iter(self._next, None)) if uploads else message
 
@@ -500,7 +502,7 @@ class Call:
                 handlers.timeouts.end(self._context)
                 if is_long:
                     self._charge()
-                    handlers.turns.rest(record.tenant, self.check_wanted)
+                    self._expected = handlers.turns.rest(record.tenant, self.check_wanted)
                 if record.finished:
                     record.suspended += time.monotonic_ns() - made
         finally:

@@ -32,14 +32,19 @@ class TenantTurns:
         self._inside: dict[str, int] = {}
         self._waiting: dict[str, deque[threading.Event]] = {}
         self._used_until: dict[str, float] = {}
-        """Moments until which tenants have used their share up."""
+        """Moments until which tenants have used their share up, once they were charged."""
+        self._charged: dict[str, float] = {}
+        """Seconds that they were charged last."""
         self._latest, self._latest_at, self._another_at = "", 0.0, 0.0
         """The tenant that has called last, when, and when another one has before."""
 
-    def acquire(self, tenant: str, check_wanted: Callable[[], None] = lambda: None) -> None:
-        """Wait to be let in; `release` must follow.
+    def acquire(self, tenant: str, check_wanted: Callable[[], None] = lambda: None) -> float:
+        """Wait to be let in, and to have rested; `release` must follow.
 
         ``check_wanted`` is called again and again while the thread waits; its error ends the wait.
+
+        Returns:
+            As `rest`.
         """
         turn = None
         with self._lock:
@@ -57,30 +62,39 @@ class TenantTurns:
                 while not turn.wait(_CHECK_SECONDS):
                     check_wanted()
                 check_wanted()
-            self.rest(tenant, check_wanted)
+            return self.rest(tenant, check_wanted)
         except BaseException:
             self._give_up(tenant, turn)
             raise
 
-    def charge(self, tenant: str, seconds: float) -> None:
-        """Count time that a thread has computed for a tenant."""
+    def charge(self, tenant: str, seconds: float, expected: float = 0.0) -> None:
+        """Count time that a thread has computed for a tenant, of which some was ``expected``."""
         with self._lock:
             until = max(time.monotonic(), self._used_until.get(tenant, 0.0))
-            self._used_until[tenant] = until + seconds / _SHARE
+            self._used_until[tenant] = until + (seconds - expected) / _SHARE
+            self._charged[tenant] = seconds
 
-    def rest(self, tenant: str, check_wanted: Callable[[], None] = lambda: None) -> None:
-        """Wait while the tenant has used more than its share and another one calls."""
+    def rest(self, tenant: str, check_wanted: Callable[[], None] = lambda: None) -> float:
+        """Wait while the tenant has used more than its share and another one calls.
+
+        Returns:
+            Seconds that are expected of what the thread does next, as many as the tenant was
+            charged last, and are charged already: so threads that rest go on one by one.
+        """
         while tenant in self._used_until:
             with self._lock:
                 now = time.monotonic()
-                ahead = self._used_until.get(tenant, 0.0) - now
-                if ahead <= 0:
-                    self._used_until.pop(tenant, None)
+                until = max(now, self._used_until[tenant])
                 called = self._another_at if tenant == self._latest else self._latest_at
-            if ahead <= _AHEAD or called < now - _CALLING_SECONDS:
-                return
-            time.sleep(min(ahead - _AHEAD, _CHECK_SECONDS))
+                if called < now - _CALLING_SECONDS:
+                    return 0.0
+                if until <= now + _AHEAD:
+                    expected = self._charged[tenant]
+                    self._used_until[tenant] = until + expected / _SHARE
+                    return expected
+            time.sleep(min(until - now - _AHEAD, _CHECK_SECONDS))
             check_wanted()
+        return 0.0
 
     def _give_up(self, tenant: str, turn: threading.Event | None) -> None:
         """Wait no more; pass on a turn that has come meanwhile."""

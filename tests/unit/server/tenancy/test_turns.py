@@ -95,20 +95,31 @@ def test_a_tenant_that_has_used_more_than_its_share_rests_while_another_one_call
         began = time.monotonic()
         shared.acquire(tenant)
         shared.release(tenant)
-        shared.rest(tenant)
         return time.monotonic() - began
 
     shared.charge("greedy", 0.1)
     assert seconds("greedy") < 0.1, "it is alone"
     assert seconds("modest") < 0.1
-    rested = seconds("greedy")
-    assert rested > 0.1
-    shared.charge("greedy", 1.0)
+    assert seconds("greedy") > 0.1
     with pytest.raises(CancelledError):
         shared.acquire("greedy", _end)
     assert (shared._inside, shared._waiting) == ({}, {})
     time.sleep(turns._CALLING_SECONDS)
     assert seconds("greedy") < 0.1, "it is alone again"
+
+
+def test_threads_that_rest_go_on_one_by_one():
+    shared = TenantTurns()
+    shared.charge("greedy", 0.03)
+    shared.acquire("modest")
+    began = time.monotonic()
+    assert [shared.rest("greedy") for _ in range(2)] == [0.03, 0.03]
+    assert time.monotonic() - began > 0.1, "what the first one will take is charged already"
+    for _ in range(2):
+        shared.charge("greedy", 0.0, 0.03)  # they have taken less
+    began = time.monotonic()
+    assert shared.rest("greedy") == 0.0
+    assert time.monotonic() - began < 0.1
 
 
 def _end():
