@@ -13,7 +13,7 @@ from images.containers import Builder
 
 
 def pytest_collection_modifyitems(items):
-    needed = [name for name in ("buildah", "debootstrap") if shutil.which(name) is None]
+    needed = [name for name in ("buildah", "debootstrap", "ip") if shutil.which(name) is None]
     reason = f"needs {' and '.join(needed)}" if needed else "needs root"
     if needed or os.geteuid() != 0:
         for item in items:
@@ -24,8 +24,8 @@ def pytest_collection_modifyitems(items):
 def builder():
     with tempfile.TemporaryDirectory(prefix="warpfit-images-") as work:
         made = Builder(Path(work))
-        made.make_base()
         try:
+            made.make_base()
             yield made
         finally:
             made.remove()

@@ -1,4 +1,7 @@
-"""Builds images with buildah and runs them as a container engine would, on a read-only root."""
+"""Builds images with buildah and runs them as a container engine would.
+
+A container has a read-only root and a network of its own, in which its ports are the image's.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from support.servers.network import Proxy
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "localhost/warpfit-base"
@@ -41,20 +46,49 @@ exec chroot "$root" setpriv --reuid "${user%%:*}" --regid "${user##*:}" --clear-
 """
 
 
+class Network:
+    """A network namespace for containers, joined to this machine by a pair of devices."""
+
+    name = f"warpfit-{os.getpid()}"
+    #: Addresses of the container and of this machine, of the range for measurements.
+    container, machine = "198.18.77.2", "198.18.77.1"
+
+    def make(self) -> None:
+        """Make the namespace and both devices."""
+        pair, there = f"wf{os.getpid()}", ["ip", "-n", self.name]
+        for command in (
+            ["ip", "netns", "add", self.name],
+            ["ip", "link", "add", pair, "type", "veth", "peer", "eth0", "netns", self.name],
+            ["ip", "address", "add", f"{self.machine}/30", "dev", pair],
+            ["ip", "link", "set", pair, "up"],
+            [*there, "address", "add", f"{self.container}/30", "dev", "eth0"],
+            [*there, "link", "set", "eth0", "up"],
+            [*there, "link", "set", "lo", "up"],
+        ):
+            subprocess.run(command, check=True, capture_output=True)
+
+    def remove(self) -> None:
+        """Remove the namespace, and with it the devices."""
+        subprocess.run(["ip", "netns", "delete", self.name], check=True)
+
+    @contextmanager
+    def published(self, port: str) -> Iterator[str]:
+        """Give the address of a free port of this machine that leads to one of the container."""
+        with Proxy(f"{self.container}:{port}") as proxy:
+            yield proxy.address
+
+
 @dataclass(frozen=True)
 class Image:
     """A built image: its files, and what it says about how it is run."""
 
+    network: Network
     root: Path
     user: str
     environment: Mapping[str, str]
     command: Sequence[str]
     health: Sequence[str]
     volume: str
-
-    def with_health(self, address: str) -> Image:
-        """The same image, asked for its health at another address than its default one."""
-        return replace(self, health=[*self.health[:-1], address])
 
     def start(
         self,
@@ -81,7 +115,8 @@ class Image:
         }
         inside = {**self.environment, **changes}
         assignments = [f"{name}={value}" for name, value in inside.items()]
-        words = ["unshare", "--mount", "sh", "-c", ENTER, "sh", *assignments, *command]
+        within = ["ip", "netns", "exec", self.network.name, "unshare", "--mount"]
+        words = [*within, "sh", "-c", ENTER, "sh", *assignments, *command]
         return subprocess.Popen(words, env=outside, **options)
 
     def run(
@@ -133,9 +168,11 @@ class Builder:
 
     def __init__(self, work: Path) -> None:
         self._work = work
+        self._network = Network()
 
     def make_base(self) -> None:
         """Make what stands for the official image of Python: the same Debian, its Python."""
+        self._network.make()
         base = self._work / "base"
         command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", base]
         self._checked([*command])
@@ -160,6 +197,7 @@ class Builder:
         container = self._buildah("from", "--pull-never", name)
         config = json.loads(self._buildah("inspect", container))["Docker"]["config"]
         return Image(
+            self._network,
             Path(self._buildah("mount", container)),
             config["User"],
             dict(entry.split("=", 1) for entry in config["Env"]),
@@ -169,7 +207,8 @@ class Builder:
         )
 
     def remove(self) -> None:
-        """Remove all containers and images."""
+        """Remove all containers, images and their network."""
+        self._network.remove()
         self._buildah("rm", "--all")
         self._buildah("rmi", "--all", "--force")
 

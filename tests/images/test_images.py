@@ -10,18 +10,19 @@ import json
 import os
 import re
 import shlex
+import socket
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import warpfit
-from support.load.faults import free_port
 from support.repository import deployments
 from support.repository.readmes import commands, snippets
 from support.servers.network import Authority
-from warpfit.transport.connection import TlsConfig, new_token
+from warpfit.transport.connection import TlsConfig
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -29,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 USER = 10001
 #: Seconds in which a server with an empty cache must be healthy: it compiles first.
 COLD_SECONDS = 600
-WARM_SECONDS = 60
 #: Loads what the CUDA engine takes from wheels, and compiles a kernel, which needs no GPU.
 COMPILE = """
 import cuda.bindings.driver, cupy, pynvml
@@ -51,31 +51,16 @@ def volume(tmp_path):
     return place
 
 
-def settings(**changes):
-    """Ports that are free here, on loopback: containers share this machine's network."""
-    ports = {
-        f"WARPFIT_{name}": str(free_port()) for name in ("PORT", "HEALTH_PORT", "METRICS_PORT")
-    }
-    return {"WARPFIT_HOST": "127.0.0.1", **ports, **changes}
-
-
-def serve(image, volume, log, seconds, **changes):
-    """Serve until one evaluation has been answered; return the log and the seconds it took."""
-    variables = settings(**changes)
-    health = f"127.0.0.1:{variables['WARPFIT_HEALTH_PORT']}"
-    image = image.with_health(health)
-    started = time.monotonic()
-    with log.open("w") as lines, image.serve(volume, lines, seconds, **variables) as server:
-        healthy = time.monotonic() - started
-        with warpfit.connect(f"127.0.0.1:{variables['WARPFIT_PORT']}") as client:
-            got = client.evaluate(client.upload(np.arange(6.0).reshape(3, 2)), ["x1 + x2"])
-            assert got[:, 0].tolist() == [1.0, 5.0, 9.0]
-            assert client.info().engine == "cpu"
-        status = Path(f"/proc/{server.pid}/status").read_text()
-        assert re.search(r"^Uid:\t(\d+)\t(\d+)", status, re.M).groups() == (str(USER), str(USER))
-        assert re.search(r"^CapBnd:\t0+$", status, re.M)
+@contextmanager
+def serving(image, volume, log, folder=("", ""), **changes):
+    """Serve in a container; give the server, and the address that its port is published at."""
+    with (
+        log.open("w") as lines,
+        image.serve(volume, lines, COLD_SECONDS, folder, **changes) as server,
+        image.network.published(image.environment["WARPFIT_PORT"]) as address,
+    ):
+        yield server, address
     assert server.returncode == 0
-    return log.read_text(), healthy
 
 
 def locked(variant):
@@ -91,17 +76,6 @@ def installed(image, volume):
     ran = image.run(volume, ["python", "-c", code])
     assert ran.returncode == 0, ran.stderr
     return {name.lower().replace("_", "-"): version for name, version in json.loads(ran.stdout)}
-
-
-def test_the_cpu_image_serves_on_a_read_only_root(cpu_image, volume, tmp_path):
-    log, cold = serve(cpu_image, volume, tmp_path / "log", COLD_SECONDS)
-    assert "temporary directory" not in log
-    kept = [path for path in volume.rglob("*") if path.is_file()]
-    assert kept
-    assert {path.stat().st_uid for path in kept} == {USER}
-    log, warm = serve(cpu_image, volume, tmp_path / "log", WARM_SECONDS)
-    assert "compiling values" not in log
-    print(f"healthy after {cold:.1f} s, with a filled volume after {warm:.1f} s")
 
 
 def test_only_the_volume_and_tmp_can_be_written(cpu_image, volume):
@@ -122,41 +96,67 @@ LINES = [
     for line in commands(snippet)
     if line.startswith("docker run ")
     for made in [deployments.container(shlex.split(line)[2:])]
-    if made.gpus is None and made.command[1:] == ("serve",)
+    if made.command[1:] == ("serve",)
 ]
 
 
 @pytest.mark.parametrize("made", LINES, ids=range(len(LINES)))
-def test_the_documented_lines_start_a_container_that_serves(cpu_image, volume, tmp_path, made):
-    """With the variables, mounts and the host of the line; the ports are free ones."""
-    assert len(LINES) == 2
-    variables = settings(**dict(made.environment))
-    for name in ("PORT", "HEALTH_PORT", "METRICS_PORT"):
-        variables[f"WARPFIT_{name}"] = str(free_port())
-    variables.pop("PATH")
+def test_the_documented_lines_start_a_container_that_serves(request, volume, tmp_path, made):
+    """With the variables, mounts, ports and host of the line; without a GPU on the CPU."""
+    assert len(LINES) == 3
+    kind = made.image.partition(":")[2]
+    image = request.getfixturevalue(f"{kind}_image")
+    variables = {**made.environment, **({"WARPFIT_DEVICES": "cpu"} if kind == "cuda" else {})}
     folders = {inside: place for inside, place in made.mounts.items() if "/" in place}
     security, folder = {}, ("", "")
     if folders:
         (inside,) = folders
         keys = tmp_path / "keys"
         keys.mkdir(mode=0o700)
-        authority, (token, line) = Authority(tmp_path), new_token("alice")
+        authority = Authority(tmp_path)
         pair = authority.issue("", file="server")
         for path in (pair.certificate, pair.key):
             path.rename(keys / path.name)
-        (keys / "tokens").write_text(f"{line}\n")
+        made_token = image.run(volume, ["warpfit", "token", "alice"])
+        (keys / "tokens").write_text(made_token.stderr)
         for path in (keys, *keys.iterdir()):
             os.chown(path, USER, USER)
             path.chmod(0o700 if path.is_dir() else 0o600)
-        security = {"tls": TlsConfig(ca=authority.file), "token": token}
+        security = {"tls": TlsConfig(ca=authority.file), "token": made_token.stdout.strip()}
         folder = (str(keys), inside)
-    image = cpu_image.with_health(f"127.0.0.1:{variables['WARPFIT_HEALTH_PORT']}")
-    with (tmp_path / "log").open("w") as log:
-        with image.serve(volume, log, COLD_SECONDS, folder, **variables) as server:
-            address = f"127.0.0.1:{variables['WARPFIT_PORT']}"
+    log = tmp_path / "log"
+    for start in ("first", "second"):
+        began = time.monotonic()
+        with serving(image, volume, log, folder, **variables) as (server, address):
+            print(f"{kind}: healthy {time.monotonic() - began:.1f} s after its {start} start")
             with warpfit.connect(address, **security) as client:
-                assert client.evaluate(client.upload([[1.0]]), ["x1 + 1"]).tolist() == [[2.0]]
-        assert server.returncode == 0
+                data = client.upload(np.arange(6.0).reshape(3, 2))
+                assert client.evaluate(data, ["x1 + x2"])[:, 0].tolist() == [1.0, 5.0, 9.0]
+                assert client.info().engine == "cpu"
+            status = Path(f"/proc/{server.pid}/status").read_text()
+            ids = re.search(r"^Uid:\t(\d+)\t(\d+)", status, re.M).groups()
+            assert ids == (str(USER), str(USER))
+            assert re.search(r"^CapBnd:\t0+$", status, re.M)
+            for port in ("WARPFIT_HEALTH_PORT", "WARPFIT_METRICS_PORT"):
+                with image.network.published(image.environment[port]) as closed:
+                    assert not answers(closed)
+    kept = [path for path in volume.rglob("*") if path.is_file()]
+    assert kept
+    assert {path.stat().st_uid for path in kept} == {USER}
+    text = log.read_text()
+    assert "temporary directory" not in text
+    assert "compiling values" not in text
+
+
+def answers(address):
+    """Whether a server's port sends anything at all to who asks."""
+    host, _, port = address.partition(":")
+    with socket.create_connection((host, int(port)), 10) as asking:
+        try:
+            asking.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            return bool(asking.recv(1))
+        except OSError:
+            return False
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,6 @@ def test_an_image_has_what_is_locked_and_nothing_else(request, volume, fixture, 
     assert {name: v for name, v in found.items() if name != "numpy"} == {
         name: v for name, v in expected.items() if name != "numpy"
     }
-
-
-def test_the_cuda_image_serves_with_the_cpu_engine(cuda_image, volume, tmp_path):
-    serve(cuda_image, volume, tmp_path / "log", COLD_SECONDS, WARPFIT_DEVICES="cpu")
 
 
 def test_the_cuda_image_compiles_for_a_gpu(cuda_image, volume):
