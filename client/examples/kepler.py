@@ -2,6 +2,7 @@
 
     python client/examples/kepler.py                      # starts a server by itself
     python client/examples/kepler.py --address HOST:PORT
+    python client/examples/kepler.py --plot kepler.svg    # the picture of README.md
 
 The data are the eight planets and Pluto from NASA's planetary fact sheet: distance from the Sun,
 mass and eccentricity of each, and, to be explained, the period of its orbit. The search invents
@@ -47,6 +48,9 @@ def main() -> None:
     parser.add_argument("--address", default=os.environ.get("WARPFIT_ADDRESS"), help=described)
     parser.add_argument("--generations", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw the planets and the law, such as x.svg"
+    )
     options = parser.parse_args()
     if not options.address:
         print("starting a server (the very first start compiles for some seconds)")
@@ -77,6 +81,34 @@ def main() -> None:
         print(f"  {name} = {value:.5f} +- {error:.5f}")
     error = np.abs(model.predict(X) / period - 1.0).max()
     print(f"  largest relative error {100 * error:.2f} % over {len(PLANETS)} planets")
+    if options.plot:
+        four_digits = [float(f"{number:.4g}") for number in fit.parameters[0]]
+        draw(options.plot, program.bind(four_digits))
+
+
+def draw(path: str, law: warpfit.Program) -> None:
+    """Draw the planets and the law."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    table = np.array(list(PLANETS.values()))
+    line = np.geomspace(40.0, 9000.0, 50)
+    values = law.to_numpy()(np.column_stack([line, line, line]))
+    figure = Figure(figsize=(7.2, 3.4))
+    axes = figure.subplots()
+    axes.loglog(line, values, color="#2b6cb0", label="the formula that was found")
+    axes.loglog(table[:, 0], table[:, 3], "o", color="#dd6b20", label="eight planets and Pluto")
+    for name, (distance, _, _, period) in PLANETS.items():
+        axes.annotate(name, (distance, period), (7, -9), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="distance from the Sun, million km", ylabel="period, days")
+    text = f"period = ${law.latex(NAMES)}$"
+    axes.text(0.04, 0.62, text, transform=axes.transAxes, fontsize=14, color="#2b6cb0")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    figure.tight_layout()
+    # Without a date and random names a second run writes the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "warpfit", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,11 @@ class Tier(StrEnum):
     """
 
     AUTO = "auto"
+    """Interpreted, and compiled where a batch repeats and that pays."""
     INTERPRETER = "interpreter"
+    """Always interpreted."""
     COMPILED = "compiled"
+    """Compiled; the call waits for its kernels."""
 
 
 #: Further outputs, which a caller, a message and an `Evaluation` ask for by the same names.

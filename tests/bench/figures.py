@@ -1,7 +1,8 @@
 """Write the tables of the READMEs and the plot of the front page from the result files.
 
 ``python tests/bench/figures.py`` rewrites every block between ``<!-- figures: NAME -->`` and
-``<!-- end of figures -->``, the plot ``results/generation.svg`` and ``client/OPERATORS.md``;
+``<!-- end of figures -->``, the plot ``results/generation.svg``, ``client/OPERATORS.md`` and
+``client/REFERENCE.md``;
 ``--check`` changes nothing, names what is out of date and then exits with 1.
 """
 
@@ -21,6 +22,7 @@ from tables.capacity import CAPACITY
 from tables.faults import FAULTS
 from tables.gpu import GPU
 from tables.layout import RESULTS, result, select, table
+from tables.reference import reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -359,6 +361,7 @@ def outputs() -> dict[Path, str]:
     found = {ROOT / name: page((ROOT / name).read_text()) for name in PAGES}
     found[RESULTS / "generation.svg"] = plot()
     found[ROOT / "client" / "OPERATORS.md"] = operators.operator_page()
+    found[ROOT / "client" / "REFERENCE.md"] = reference_page()
     return found
 
 

@@ -1,4 +1,4 @@
-"""An example runs from the command line and finds what it says.
+"""Examples run and find what they say.
 
 `test_readmes` runs another one as the first command of the README.
 """
@@ -7,6 +7,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
 
 from support.servers.server import ServerProcess
 
@@ -18,8 +21,29 @@ def run(name: str, *flags: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_kepler_finds_the_third_law(server: ServerProcess):
-    out = run("kepler.py", "--address", server.address)
+def test_the_notebook_runs_from_top_to_bottom(server: ServerProcess, monkeypatch):
+    monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
+    notebook = nbformat.read(EXAMPLES / "first_steps.ipynb", 4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:  # on the server that is there, and quickly
+        code = cell.source.replace("(warpfit.local())", "(warpfit.connect())")
+        cell.source = code.replace("max_seconds=3", "max_seconds=1")
+    shown = [kinds(cell) for cell in notebook.cells]
+    done = NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    # The outputs that are stored are of the same kinds.
+    assert [kinds(cell) for cell in done.cells] == shown
+    assert sum("image/png" in found for found in shown) == 2
+
+
+def kinds(cell) -> set[str]:
+    outputs = cell.get("outputs", ())
+    return {kind for output in outputs for kind in output.get("data", {"text": ""})}
+
+
+def test_kepler_finds_the_third_law(server: ServerProcess, tmp_path):
+    picture = tmp_path / "law.svg"
+    out = run("kepler.py", "--address", server.address, "--plot", picture)
+    assert "<svg" in picture.read_text()
     law = next(line for line in out.splitlines() if line.strip().startswith("period = "))
     assert "distance" in law
     assert "mass" not in law

@@ -135,10 +135,12 @@ class FitOptions(CommonOptions, total=False):
     max_iterations: int | None
     """Most iterations of each search; None (default) as ``accuracy`` says."""
     gradient_tolerance: float | None
-    """See `warpfit.fitting.Tolerances`, as the next two; 0 switches a test off, None (default)
-    means what ``accuracy`` says."""
+    """Limit of the gradient, by which a search ends; see `warpfit.fitting.Tolerances`. 0 switches
+    the test off, None (default) means what ``accuracy`` says."""
     step_tolerance: float | None
+    """The same of the length of a step, relative to that of the parameters."""
     loss_tolerance: float | None
+    """The same of the change of the loss in a step, relative to the loss."""
     bounds: tuple[EachParameter, EachParameter] | None
     """Least and greatest value: each a number for all parameters, or an entry for each
     expression (a number, one number for each of its parameters, or None)."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 READMES = (
-    *("README.md", "client/README.md", "server/README.md"),
+    *("README.md", "client/README.md", "client/REFERENCE.md", "client/LIMITS.md"),
+    *("client/DEVELOPING.md", "client/OPERATORS.md", "server/README.md"),
     *("server/OPERATING.md", "server/SECURITY.md", "tests/bench/README.md"),
     *("proto/README.md", "deploy/README.md"),
 )
