@@ -113,6 +113,8 @@ def test_the_async_client_and_the_command(server, authority, capsys):
     assert asyncio.run(_async_values(server.address, tls=tls)) == 50
     flags = ["--ca", authority.file, "--cert", pair.certificate, "--key", pair.key]
     assert cli.main(["info", server.address, *map(str, flags)]) == 0
+    assert cli.main(["health", server.address, *map(str, flags)]) == 0
+    assert "readiness: SERVING" in capsys.readouterr().out
 
 
 def test_renewed_certificates_serve_new_connections(server, authority, files):

@@ -25,9 +25,9 @@ def test_the_notebook_runs_from_top_to_bottom(server: ServerProcess, monkeypatch
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
     notebook = nbformat.read(EXAMPLES / "first_steps.ipynb", 4)
     nbformat.validate(notebook)
-    for cell in notebook.cells:  # on the server that is there, and quickly
+    for cell in notebook.cells:  # on the server that is there, and for a fixed amount of work
         code = cell.source.replace("(warpfit.local())", "(warpfit.connect())")
-        cell.source = code.replace("max_seconds=3", "max_seconds=1")
+        cell.source = code.replace("max_seconds=3", "generations=2")
     shown = [kinds(cell) for cell in notebook.cells]
     done = NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
     # The outputs that are stored are of the same kinds.

@@ -75,7 +75,7 @@ def execute(program: list[Snippet], server: ServerProcess) -> dict[str, Any]:
             names |= {"client": client, "data": data}
         code = snippet.code.replace(ADDRESS, server.address)
         code = re.sub(r"generations=\d+", "generations=4", code)  # searches as long take minutes
-        code = re.sub(r"max_seconds=\d+", "max_seconds=1", code)
+        code = re.sub(r"max_seconds=\d+", "generations=2", code)
         exec(compile(code, str(snippet), "exec"), names)
     return names
 

@@ -176,6 +176,7 @@ def _add_health_and_top(commands: Any) -> None:
     health.add_argument(
         "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="default: 5"
     )
+    add_flags(health)
     health.set_defaults(command=_health)
     top = commands.add_parser(
         "top",
@@ -302,8 +303,11 @@ def _info(options: argparse.Namespace) -> None:
 
 def _health(options: argparse.Namespace) -> None:
     from warpfit.transport.channel import health
+    from warpfit.transport.connection import Security, target_of
 
-    status = health(options.address, options.service, options.timeout)
+    # The flags alone switch TLS on, not the variables: a health port beside it has none.
+    security = Security.of(target_of(options.address), **from_flags(options), environment={})
+    status = health(options.address, options.service, options.timeout, security)
     print(f"{options.service}: {status}")
     if status != "SERVING":
         raise SystemExit(1)

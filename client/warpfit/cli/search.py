@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from warpfit.cli.table import Table, add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
 from warpfit.expressions.language import to_text
+from warpfit.transport.connection import add_flags, from_flags
 
 if TYPE_CHECKING:
     from warpfit.sklearn import Equation, SymbolicRegressor
@@ -167,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         help="default: WARPFIT_ADDRESS, or start a server here")  # fmt: skip
     add("--engine", default="auto", choices=("auto", "cpu"), help="of a server started here")
     add("--quiet", action="store_true", help="show no progress")
+    add_flags(parser)
     return parser
 
 
@@ -182,6 +184,7 @@ def _model(options: argparse.Namespace) -> SymbolicRegressor:
     given = {"operators": options.operators} if options.operators else {}
     return SymbolicRegressor(
         address=options.address,
+        **from_flags(options),
         engine=options.engine,
         loss=options.loss,
         model_selection=options.select,

@@ -6,6 +6,7 @@ The base checks the data, connects to a server, and predicts by a formula.
 from __future__ import annotations
 
 import math
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from warpfit.expressions.real_numbers import float_array, real_numbers
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
+from warpfit.transport.connection import TlsConfig
 
 Floats = NDArray[np.float64]
 
@@ -57,6 +59,8 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
     """A regressor whose ``fit`` ends with one formula, its numbers included."""
 
     address: str | None
+    token: str | None
+    tls: TlsConfig | bool | None
     engine: str
     connected_client: Client | None = None
     """Set it to a client to use that one in place of ``address``; it is no parameter."""
@@ -131,9 +135,11 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         if self.connected_client is not None:
             yield self.connected_client
             return
+        is_there = bool(self.address or os.environ.get("WARPFIT_ADDRESS"))
         with (
             server_at(self.address, ["--devices", self.engine]) as place,
-            connect(place) as client,
+            # A server that is started here speaks plain text.
+            connect(place, token=self.token, tls=self.tls if is_there else False) as client,
         ):
             yield client
 
@@ -257,6 +263,11 @@ class ParameterOptimizer(FormulaRegressor):
     address : str, optional
         What `warpfit.connect` takes, such as ``"HOST:PORT"``; by default WARPFIT_ADDRESS, and
         without it a server is started on this machine for each fit.
+    token : str, optional
+        Bearer token, where the server asks for one; by default WARPFIT_TOKEN. A pickle of the
+        estimator holds it.
+    tls : TlsConfig or bool, optional
+        As for `warpfit.connect`.
     engine : str
         What a server that is started here computes on: ``"auto"`` or ``"cpu"``.
     random_state : int, RandomState instance or None
@@ -290,6 +301,8 @@ class ParameterOptimizer(FormulaRegressor):
         max_iterations: int | None = None,
         bounds: tuple[Any, Any] | None = None,
         address: str | None = None,
+        token: str | None = None,
+        tls: TlsConfig | bool | None = None,
         engine: str = "auto",
         random_state: Any = None,
     ) -> None:
@@ -302,6 +315,8 @@ class ParameterOptimizer(FormulaRegressor):
         self.max_iterations = max_iterations
         self.bounds = bounds
         self.address = address
+        self.token = token
+        self.tls = tls
         self.engine = engine
         self.random_state = random_state
 

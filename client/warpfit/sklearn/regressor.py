@@ -43,6 +43,7 @@ from warpfit.sklearn.estimator import (
 from warpfit.sklearn.genomes import Genomes
 from warpfit.sklearn.search import INTERRUPTIONS, Terminated
 from warpfit.sklearn.target_search import Progress, TargetSearch, load
+from warpfit.transport.connection import TlsConfig
 
 #: Operators of the default: those of physics and engineering that have no steps.
 OPERATORS_OF_SCIENCE: Final = (
@@ -76,6 +77,11 @@ class SymbolicRegressor(FormulaRegressor):
     address : str, optional
         What `warpfit.connect` takes, such as ``"HOST:PORT"``; by default WARPFIT_ADDRESS, and
         without it a server is started on this machine for each fit.
+    token : str, optional
+        Bearer token, where the server asks for one; by default WARPFIT_TOKEN. A pickle of the
+        estimator holds it.
+    tls : TlsConfig or bool, optional
+        As for `warpfit.connect`.
     engine : str
         What a server that is started here computes on: ``"auto"`` takes the GPUs if there are some,
         ``"cpu"`` does not.
@@ -196,6 +202,8 @@ class SymbolicRegressor(FormulaRegressor):
         self,
         *,
         address: str | None = None,
+        token: str | None = None,
+        tls: TlsConfig | bool | None = None,
         engine: str = "auto",
         operators: Sequence[str] = OPERATORS_OF_SCIENCE,
         loss: str | LossFunction = "mse",
@@ -225,6 +233,8 @@ class SymbolicRegressor(FormulaRegressor):
         random_state: Any = None,
     ) -> None:
         self.address = address
+        self.token = token
+        self.tls = tls
         self.engine = engine
         self.operators = operators
         self.loss = loss

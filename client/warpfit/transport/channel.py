@@ -346,18 +346,20 @@ def trace_context() -> Metadata:
     return tuple(carrier.items())
 
 
-def health(address: str, service: str, timeout: float) -> str:
+def health(address: str, service: str, timeout: float, security: Security | None = None) -> str:
     """Return a service's status from grpc.health.v1, or the gRPC status of a call that failed.
 
-    It needs no package that has the stubs of the health service.
+    It needs no package that has the stubs of the health service. A health port speaks plain text,
+    the main port what ``security`` says.
     """
+    security = security or Security()
     check_address(address)
     name = service.encode()[:127]
     request = b"\n" + bytes([len(name)]) + name if name else b""  # HealthCheckRequest.service
-    with CALLS, Security().channel(address, []) as channel:
+    with CALLS, security.channel(address, []) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)
         try:
-            answer = check(request, timeout=timeout)
+            answer = check(request, timeout=timeout, metadata=security.metadata())
         except grpc.RpcError as error:
             return str(error.code().name)
     # HealthCheckResponse.status

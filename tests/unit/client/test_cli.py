@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from importlib import metadata
 
@@ -20,7 +21,7 @@ from warpfit.cli import main as cli
 from warpfit.cli.table import add_table_flags, read_table
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.ops import OPERATORS
-from warpfit.transport.connection import token_digest
+from warpfit.transport.connection import TlsConfig, token_digest
 
 CSV = "x1,x2,y\n1,2,5\n2,3,9\n3,4,13\n4,5,17\n"
 
@@ -464,6 +465,30 @@ def test_a_search_refuses_tables_that_it_cannot_use(capsys, tmp_path, text, mess
     status, out, err = run(capsys, "search", path, "--target", "y")
     assert (status, out, message in err) == (2, "", True), err
     assert err.startswith("warpfit: error: ")
+
+
+def test_a_search_has_the_credentials_of_its_flags(monkeypatch, tmp_path):
+    """Of a server that is named; one that is started for it speaks plain text."""
+    pytest.importorskip("sklearn")
+    from warpfit.cli import search
+    from warpfit.sklearn import estimator
+
+    token = write_secret(tmp_path / "token", "secret")
+    words = ["t.csv", "--target", "y", "--token-file", str(token), "--ca", "ca.pem"]
+    given = []
+
+    def connect(address, **security):
+        given.append((address, security["token"], security["tls"]))
+        raise UnavailableError("no server")
+
+    monkeypatch.setattr(estimator, "connect", connect)
+    monkeypatch.setattr(estimator, "server_at", lambda *_: nullcontext("here:1"))
+    monkeypatch.delenv("WARPFIT_ADDRESS", raising=False)
+    for address in (["--address", "there:1"], []):
+        model = search._model(search._parser().parse_args([*words, *address]))
+        with pytest.raises(UnavailableError):
+            model.fit([[1.0], [2.0]], [1.0, 2.0])
+    assert given == [("here:1", "secret", TlsConfig(ca="ca.pem")), ("here:1", "secret", False)]
 
 
 @pytest.mark.parametrize("name", ["zero\0byte.csv", "missing.csv", "."])
