@@ -85,14 +85,16 @@ def _method(title: str, method: Any) -> Iterator[str]:
     summary = _plain(inspect.getdoc(method).partition("\n\n")[0])
     yield f"\n## Keywords of {title}\n\n{summary}\n"
     yield "\n| keyword | type | meaning |\n|---|---|---|\n"
-    annotation = inspect.signature(method).parameters["options"].annotation
-    keywords = getattr(client, re.fullmatch(r"Unpack\[(\w+)\]", annotation)[1])
+    keywords = getattr(
+        client, re.fullmatch(r"Unpack\[(\w+)\]", method.__annotations__["options"])[1]
+    )
+    shown = _parameters(method)
     classes = [keywords]
     while isinstance(base := classes[0].__orig_bases__[0], type):  # the last one is TypedDict
         classes.insert(0, base)
     for kind in classes:
         for name, (annotation, text) in _fields(kind).items():
-            yield _row(f"`{name}`", _code(annotation), text)
+            yield _row(f"`{name}{_default(shown[name])}`", _code(annotation), text)
 
 
 def _enumeration(title: str, enum: Any) -> Iterator[str]:
