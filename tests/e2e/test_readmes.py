@@ -45,7 +45,7 @@ NOT_RUN = {
     "python tests/bench/figures.py": "tests/unit/repository/test_readmes.py runs it with --check",
     "python proto/generate.py": "tests/unit/repository/test_stubs.py compares what it writes",
     "pip ": "it installs; tests/unit/repository/test_install.py checks the extras",
-    "docker ": "tests/e2e/test_deployments.py starts the same as processes",
+    "docker ": "tests/images runs it, and tests/e2e/test_deployments.py the same as processes",
     "umask ": "tests/e2e/test_deployments.py",
     "sudo ": "tests/e2e/test_deployments.py",
     "COMPOSE_PROFILES=": "tests/e2e/test_deployments.py starts its services",
