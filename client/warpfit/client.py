@@ -318,8 +318,9 @@ class Client:
                 which override it; ``bounds`` (lower, upper), ``fixed`` (parameters that keep their
                 start), ``restarts`` (further starts that the server draws), ``seed``, ``missing``
                 ("refuse" or "drop" rows without a value), ``all_starts`` (the outcome of each
-                start), ``standard_errors``, ``covariance``, ``evidence``, ``intervals`` and
-                ``terms`` (how sure one may be of an expression), ``rows``, ``precision``, ``tier``,
+                start), ``standard_errors``, ``covariance``, ``absolute_sigma`` (weights
+                are inverse variances), ``evidence``, ``intervals`` and ``terms`` (how sure one may
+                be of an expression), ``rows``, ``precision``, ``tier``,
                 ``timeout`` (seconds for the whole call), ``partial`` (return what there is when the
                 time is over), ``progress`` (called a few times a second).
 

@@ -970,6 +970,7 @@ _MISSING: Final = WireEnum(Missing, pb.Missing)
 _TOLERANCES: Final = ("gradient_tolerance", "step_tolerance", "loss_tolerance")
 _SWITCHES: Final = (
     *("all_starts", "standard_errors", "covariance", "partial", "progress", "curvature"),
+    "absolute_sigma",
 )
 #: Arrays of a request, one number for each parameter of each program.
 _BOUNDS: Final[Mapping[str, np.dtype[Any]]] = {"lower": F64, "upper": F64, "fixed": U8}

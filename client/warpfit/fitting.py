@@ -146,6 +146,9 @@ class FitSettings:
     """Whether to return the outcome of each start, not of the best one alone."""
     standard_errors: bool = False
     covariance: bool = False
+    absolute_sigma: bool = False
+    """Whether weights are inverse variances of the target, so that residuals do not scale the
+    covariance; the name is SciPy's."""
     curvature: bool = False
     """Whether to return J^T W J, which evidence is computed from."""
     partial: bool = False

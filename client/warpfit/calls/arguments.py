@@ -165,6 +165,10 @@ class FitOptions(CommonOptions, total=False):
     given its value."""
     covariance: bool
     """Ask for the covariance of each expression's parameters; bounds are ignored, as above."""
+    absolute_sigma: bool
+    """Whether the weights are inverse variances of the target, 1/sigma^2, in its own units. Then
+    covariance and standard errors follow from them alone; otherwise (default) weights are relative,
+    and the residuals say how large the variances are."""
     evidence: bool
     """Ask for the evidence for each expression: `warpfit.evidence.Evidence`, by which expressions
     are compared, and what the data say of their parameters. For losses of squared differences."""
@@ -526,6 +530,7 @@ def _settings(
         all_starts=bool(options.get("all_starts")),
         standard_errors=bool(options.get("standard_errors")),
         covariance=bool(options.get("covariance")),
+        absolute_sigma=bool(options.get("absolute_sigma")),
         curvature=wants_evidence(options),
         partial=bool(options.get("partial")),
         progress=progress is not None,

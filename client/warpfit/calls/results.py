@@ -171,7 +171,7 @@ class Fit(Shown):
     """Type of the data: float32 or float64; None if it is not known."""
     freedom: NDArray[np.int64] | None = None
     """Rows with a weight minus free parameters of each expression, [expressions]; rows of weight 0
-    count if the handle came from another process."""
+    count if the handle came from another process. None with ``absolute_sigma``."""
     evidence: Evidence | None = None
     """The evidence for each expression; None if not requested."""
 
@@ -179,6 +179,7 @@ class Fit(Shown):
     def of(cls, result: FitResult, request: FitRequest, data: DatasetHandle | None = None) -> Fit:
         """Return views of a result in the memory order of the wire; R2 needs the data's numbers."""
         batch, all_starts = request.problem.batch, request.settings.all_starts
+        absolute = request.settings.absolute_sigma
         r2 = None
         if data is not None and data.has_numbers and request.loss.is_squares:
             statistics = data.statistics(request.problem.rows)
@@ -210,7 +211,7 @@ class Fit(Shown):
             batch=batch,
             names=() if data is None else data.names,
             dtype=None if data is None else data.layout.dtype,
-            freedom=None if data is None else _freedom(request, data),
+            freedom=None if data is None or absolute else _freedom(request, data),
         )
 
     @property

@@ -296,7 +296,7 @@ class Timings(_message.Message):
     def __init__(self, decode: _Optional[int] = ..., queue: _Optional[int] = ..., copy_in: _Optional[int] = ..., compute: _Optional[int] = ..., copy_out: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., cache_hits: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class OptimizeRequest(_message.Message):
-    __slots__ = ("problem", "method", "max_iterations", "gradient_tolerance", "step_tolerance", "loss_tolerance", "lower", "upper", "fixed", "all_starts", "standard_errors", "covariance", "partial", "progress", "restarts", "seed", "missing", "curvature")
+    __slots__ = ("problem", "method", "max_iterations", "gradient_tolerance", "step_tolerance", "loss_tolerance", "lower", "upper", "fixed", "all_starts", "standard_errors", "covariance", "partial", "progress", "restarts", "seed", "missing", "curvature", "absolute_sigma")
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     MAX_ITERATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -315,6 +315,7 @@ class OptimizeRequest(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     CURVATURE_FIELD_NUMBER: _ClassVar[int]
+    ABSOLUTE_SIGMA_FIELD_NUMBER: _ClassVar[int]
     problem: EvaluateRequest
     method: Method
     max_iterations: int
@@ -333,7 +334,8 @@ class OptimizeRequest(_message.Message):
     seed: int
     missing: Missing
     curvature: bool
-    def __init__(self, problem: _Optional[_Union[EvaluateRequest, _Mapping]] = ..., method: _Optional[_Union[Method, str]] = ..., max_iterations: _Optional[int] = ..., gradient_tolerance: _Optional[float] = ..., step_tolerance: _Optional[float] = ..., loss_tolerance: _Optional[float] = ..., lower: _Optional[bytes] = ..., upper: _Optional[bytes] = ..., fixed: _Optional[bytes] = ..., all_starts: bool = ..., standard_errors: bool = ..., covariance: bool = ..., partial: bool = ..., progress: bool = ..., restarts: _Optional[int] = ..., seed: _Optional[int] = ..., missing: _Optional[_Union[Missing, str]] = ..., curvature: bool = ...) -> None: ...
+    absolute_sigma: bool
+    def __init__(self, problem: _Optional[_Union[EvaluateRequest, _Mapping]] = ..., method: _Optional[_Union[Method, str]] = ..., max_iterations: _Optional[int] = ..., gradient_tolerance: _Optional[float] = ..., step_tolerance: _Optional[float] = ..., loss_tolerance: _Optional[float] = ..., lower: _Optional[bytes] = ..., upper: _Optional[bytes] = ..., fixed: _Optional[bytes] = ..., all_starts: bool = ..., standard_errors: bool = ..., covariance: bool = ..., partial: bool = ..., progress: bool = ..., restarts: _Optional[int] = ..., seed: _Optional[int] = ..., missing: _Optional[_Union[Missing, str]] = ..., curvature: bool = ..., absolute_sigma: bool = ...) -> None: ...
 
 class OptimizeResponse(_message.Message):
     __slots__ = ("progress", "result")

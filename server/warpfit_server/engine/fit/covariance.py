@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 _RANK_TOLERANCE: Final = 1e-12
 
 
-def estimate_covariances(searches: Searches, rows: int, result: Floats, some: slice) -> None:
+def estimate_covariances(searches: Searches, rows: int | None, result: Floats, some: slice) -> None:
     """Estimate the covariance of the parameters of some searches.
 
     It is s^2 times the pseudo-inverse of J^T W J over the free parameters, where s^2 is the sum of
@@ -25,7 +25,8 @@ def estimate_covariances(searches: Searches, rows: int, result: Floats, some: sl
 
     Args:
         searches: with the loss and the curvature at the final parameters.
-        rows: number of rows whose weight is not 0.
+        rows: number of rows whose weight is not 0; None if weights are inverse variances, so that
+            s^2 is 1.
         result: the matrices [n, n] of all searches, one after the other; flat.
         some: the searches whose matrices are filled in.
     """
@@ -72,7 +73,7 @@ def _matrices(searches: Searches, chosen: NDArray[np.int64], n: int) -> Floats:
     return matrices
 
 
-def _estimate(matrices: Floats, free: NDArray[np.bool_], sums: Floats, rows: int) -> Floats:
+def _estimate(matrices: Floats, free: NDArray[np.bool_], sums: Floats, rows: int | None) -> Floats:
     matrices = np.where(free[:, :, None] & free[:, None, :], matrices, 0.0)
     usable = np.isfinite(matrices).all(axis=(1, 2))
     matrices[~usable] = 0.0
@@ -82,8 +83,11 @@ def _estimate(matrices: Floats, free: NDArray[np.bool_], sums: Floats, rows: int
     kept = values > _RANK_TOLERANCE * matrices.shape[1]
     inverse = vectors * np.where(kept, 1.0 / values, 0.0)[:, None, :] @ vectors.swapaxes(1, 2)
     inverse /= scale[:, :, None] * scale[:, None, :]
-    freedom = rows - kept.sum(axis=1)
-    variance = np.where(usable & (freedom > 0), sums / freedom, np.nan)
+    if rows is None:
+        variance = np.where(usable, 1.0, np.nan)
+    else:
+        freedom = rows - kept.sum(axis=1)
+        variance = np.where(usable & (freedom > 0), sums / freedom, np.nan)
     # A parameter is undetermined if a direction without information moves it.
     lost = np.einsum("sik,sk->si", np.square(vectors), (~kept).astype(np.float64)) > 1e-8
     lost &= free

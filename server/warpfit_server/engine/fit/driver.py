@@ -524,7 +524,8 @@ class _Driver:
             outcome.curvature = final.curvatures
         if settings.covariance or settings.standard_errors:
             covariance = np.empty(int(outcome.edges[-1, SQUARES]))
-            estimate = partial(estimate_covariances, outcome, self._weighed_rows(), covariance)
+            rows = None if settings.absolute_sigma else self._weighed_rows()
+            estimate = partial(estimate_covariances, outcome, rows, covariance)
             yield from self._in_pieces(_pieces(outcome), estimate)
             errors = standard_errors(outcome, covariance) if settings.standard_errors else None
         shape = (len(problem.batch), len(chosen) // len(problem.batch))

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.optimize
 import scipy.stats
 
 import warpfit
@@ -95,6 +96,23 @@ def test_bands_and_correlations_of_a_line_are_those_of_least_squares(client):
         client.optimize(data, "p1*a").band(frame)
     with pytest.raises(InvalidArgumentError, match="X has 1 columns"):
         client.optimize(data, "p1*b", covariance=True).band(frame[["a"]].to_numpy())
+
+
+def test_weights_that_are_inverse_variances_scale_the_covariance(client):
+    x, sigma = rng.uniform(size=12), rng.uniform(0.5, 2.0, size=12)
+    y = 2.0 * x + 1.0 + sigma * rng.normal(size=12)
+    data = client.upload(x[:, None], y, weights=sigma**-2, dtype="float64")
+    fit = client.optimize(data, "p1*x1 + p2", covariance=True, absolute_sigma=True)
+    wanted, covariance = scipy.optimize.curve_fit(
+        lambda x, a, b: a * x + b, x, y, sigma=sigma, absolute_sigma=True
+    )
+    np.testing.assert_allclose(fit.parameters[0], wanted, rtol=1e-5)
+    np.testing.assert_allclose(fit.covariance[0], covariance, rtol=1e-5)
+    np.testing.assert_allclose(fit.standard_errors[0] ** 2, np.diag(covariance), rtol=1e-5)
+    slopes = np.array([[0.3, 1.0]])
+    half = 1.959963984540054 * np.sqrt(slopes @ covariance @ slopes.T)
+    band = fit.band([[0.3]])
+    np.testing.assert_allclose(band.high - band.values, half[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 30, 99, 100, 101, 5_000])
