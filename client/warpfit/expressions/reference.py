@@ -293,8 +293,8 @@ def _scaled(values: Floats, rows: EvaluatedRows) -> tuple[Floats, Floats, Floats
     """
     # Of no row the first is 0.
     first_y, first_f = rows.target[:1].sum(), values[:, :1].sum(axis=1)
-    w, y = rows.weights, rows.target - first_y
     with np.errstate(all="ignore"):
+        w, y = rows.weights, rows.target - first_y
         total = w.sum()
         f = values - first_f[:, None]
         mean_f, mean_y = (f * w).sum(axis=1) / total, (y * w).sum() / total

@@ -1,7 +1,9 @@
 """The in-process server that is shipped for users' own tests."""
 
+import itertools
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -74,6 +76,7 @@ def test_the_upload_is_checked(change, reason):
 def test_the_server_package_is_not_needed():
     code = """
 import sys
+import warnings
 sys.modules["warpfit_server"] = None
 import warpfit
 with warpfit.testing.client() as client:
@@ -81,3 +84,17 @@ with warpfit.testing.client() as client:
     assert client.evaluate(data, "x1 + x2", loss="mse")[0] == 0
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_warning_of_numpy_reaches_callers():
+    columns = [[0.0, 1.0, 0.0], [np.inf, 1.0, -np.inf], [1e300, 2e300, 3e300], [0.0, 0.0, 0.0]]
+    outputs = dict.fromkeys(("values", "reductions", "correlation", "linear_scaling"), True)
+    with testing.client() as client, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", warpfit.PrecisionWarning)
+        for x, y in itertools.product(columns, columns):
+            data = client.upload(np.array(x)[:, None], y)
+            answer = client.run(data, ["1/x1", "log(x1)", "exp(1000*x1)"], loss="mse", **outputs)
+            assert repr(answer) and repr(answer.reductions)
+            fit = client.optimize(data, "p1*x1", covariance=True, max_iterations=2)
+            assert repr(fit) and len(fit.band([[1.0]]).low) == 1

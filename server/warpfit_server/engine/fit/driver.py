@@ -277,9 +277,8 @@ class _Driver:
         if not self._loss.is_squares:
             return False
         target = self._statistics.target
-        return bool(
-            target.any() and np.square(np.abs(target, dtype=np.float64).max()) < _SMALL_IN_FLOAT64
-        )
+        largest = np.abs(target, dtype=np.float64).max()  # whose square may overflow
+        return bool(target.any() and largest < math.sqrt(_SMALL_IN_FLOAT64))
 
     def _mark_linear(self) -> None:
         """Find the parameters that programs are linear in; the engine has checked the tokens.
