@@ -556,8 +556,8 @@ def _search(
         {
             "complexity": equation.complexity,
             "loss": _finite(equation.loss),
-            "held_out_r2": _finite(equation.r2),
-            "bic": _finite(equation.bic),
+            "held_out_r2": _finite(equation.r2_held_out),
+            "description_length": _finite(equation.description_length),
             "expression": equation.equation,
         }
         for equation in model.front_

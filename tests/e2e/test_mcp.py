@@ -82,9 +82,9 @@ def test_an_agent_finds_a_law_over_stdio(server, root):
             best = found["answers"][found["best"]]["simplified"]
             given = {"data": data, "expressions": [best], "tolerance": 0.1}
             short = answer(await client.call_tool("simplify", given))
-            given = {"data": data, "expression": short["formulas"][0]["expression"], "rows": 3}
-            values = answer(await client.call_tool("predict", given))
-            drawn = await client.call_tool("plot", given | {"over": "a"} | {"rows": None})
+            given = {"data": data, "expression": short["formulas"][0]["expression"]}
+            values = answer(await client.call_tool("predict", given | {"rows": 3}))
+            drawn = await client.call_tool("plot", given | {"over": "a"})
             given = {"data": data, "seconds": 1.0, "max_size": 5}
             searched = answer(await client.call_tool("search", given))
             return tools, seen, found, again, short, values, drawn, searched

@@ -571,3 +571,13 @@ def test_chance_tells_a_law_from_noise(search):
         model.chance(n=0)
     with pytest.raises(InvalidArgumentError, match="15 different rows"):
         search(generations=0).fit(X[:15], law(X[:15])).chance()
+
+
+def test_evidence_chooses_an_equation(search):
+    X = points(120)
+    model = search(model_selection="evidence").fit(X, noisy(X))
+    evidence = [equation.evidence for equation in model.front_]
+    assert model.program_ == model.front_[int(np.argmax(evidence))].program
+    assert int(np.argmax(evidence)) > 0
+    with pytest.raises(InvalidArgumentError, match="one of squares"):
+        search(model_selection="evidence", loss="mae").fit(X, noisy(X))

@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--operators", nargs="+", metavar="NAME", help="names or symbols, such as + '*' sin")
     add("--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)")
     add("--select", default="description_length",
-        choices=("best", "accuracy", "score", "description_length"))  # fmt: skip
+        choices=("best", "accuracy", "score", "description_length", "evidence"))  # fmt: skip
     add(
         "--digits", type=whole_from(1), default=4, metavar="N", help="that are printed (default: 4)"
     )

@@ -70,6 +70,9 @@ class Equation:
     is_supported: bool = True
     """Whether the rows held out do not speak against it: it has a value there and, if squares are
     minimised, an R^2 that is not negative. Constants always are, and all if none are held out."""
+    evidence: float = math.nan
+    """Logarithm of the fractional Bayes factor on all training data, with a prior for the formula,
+    see `warpfit.evidence.fractional_bayes_factor`; NaN unless ``model_selection`` is "evidence"."""
 
 
 def build_front(
@@ -149,6 +152,13 @@ def _best(front: Sequence[Equation]) -> Equation:
     return max((e for e in front if e.excess <= limit), key=lambda equation: equation.score)
 
 
+def _by_evidence(front: Sequence[Equation]) -> Equation:
+    known = [equation for equation in front if not math.isnan(equation.evidence)]
+    if known:
+        return max(known, key=lambda equation: equation.evidence)
+    return min(front, key=lambda equation: equation.description_length)
+
+
 #: Criteria that choose an equation of a front.
 SELECTIONS: Final[dict[str, Callable[[Sequence[Equation]], Equation]]] = {
     "best": _best,
@@ -156,6 +166,7 @@ SELECTIONS: Final[dict[str, Callable[[Sequence[Equation]], Equation]]] = {
     "accuracy": lambda front: min(reversed(front), key=lambda equation: equation.loss),
     "score": lambda front: max(front, key=lambda equation: equation.score),
     "description_length": lambda front: min(front, key=lambda e: e.description_length),
+    "evidence": _by_evidence,
 }
 
 

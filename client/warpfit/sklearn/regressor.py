@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -96,6 +97,8 @@ class SymbolicRegressor(FormulaRegressor):
     model_selection : str
         Which equation ``predict`` uses: ``"description_length"``, the shortest description of the
         data, which counts tokens and constants (`warpfit.sklearn.equations.Equation`);
+        ``"evidence"``, the largest fractional Bayes factor, for losses of squares
+        (`warpfit.evidence.fractional_bayes_factor`);
         ``"accuracy"``, the least loss; ``"score"``, the steepest decrease of the loss; or
         ``"best"``, the highest score among those with at most 1.5 times the least loss, as in PySR,
         both above the least that any prediction could have.
@@ -379,6 +382,8 @@ class SymbolicRegressor(FormulaRegressor):
         operator_names(self.operators)
         as_loss(self.loss)
         eq.check_selection(self.model_selection)
+        if self.model_selection == "evidence" and not as_function(as_loss(self.loss)).is_squares:
+            raise _bad_setting("loss", self.loss, "one of squares, whose evidence is known")
         complexity = complexity_measure(self.complexity_of_operators)
         admission(self.constraints, complexity, self.max_size)
         for name, (least, most) in _RANGES.items():
@@ -488,6 +493,8 @@ class SymbolicRegressor(FormulaRegressor):
                 self._formulas = {**known, output: task.formulas}
                 progress.save(task.formulas)
             self._warn_of_end()
+        if self.model_selection == "evidence":
+            front = self._with_evidence(client, front, output)
         self._fresh_fronts.append(front)
         favourite = eq.SELECTIONS[self.model_selection](front)
         if not favourite.is_supported:
@@ -521,6 +528,17 @@ class SymbolicRegressor(FormulaRegressor):
         else:
             return
         warnings.warn(message, SearchWarning, stacklevel=caller_level())
+
+    def _with_evidence(
+        self, client: Client, front: list[eq.Equation], output: int
+    ) -> list[eq.Equation]:
+        """Add the evidence for equations: that of their constants as they are, on all rows."""
+        lifted = [equation.program.lift_constants() for equation in front]
+        with client.upload(*self._given[output][:3], dtype="float64") as data:
+            fit = client.optimize(data, *zip(*lifted, strict=True), max_iterations=0, evidence=True)
+        assert fit.evidence is not None  # it was asked for
+        factors = fit.evidence.bayes_factor.tolist()
+        return [replace(e, evidence=value) for e, value in zip(front, factors, strict=True)]
 
     def _checkpoint_file(self, output: int) -> Path | None:
         """Return the file of a target; those of further targets have a number behind the name."""
