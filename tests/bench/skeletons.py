@@ -1,0 +1,439 @@
+"""Share of true skeletons whose constants a fit finds in a second, beside SciPy and pyoperon.
+
+    python tests/bench/run.py skeletons [--starts 64] [--every 1] [--sets feynman nist] [--seed 1]
+
+A skeleton is a true formula with a parameter in place of each constant, but for whole exponents:
+the 100 Feynman equations (`tests/data/feynman`), the 14 Strogatz equations, NIST's 27 nonlinear
+models, and 60 equations of physics, chemistry and biology. One without constants gets a factor.
+Constants are drawn from [-10, 10] until all of 1,000 rows have finite values that are not all the
+same, and no row has a tenth of the variation, as next to a pole (``usual``). In ``si`` every variable and the target have a random unit between 1e-12 and 1e12
+on top of that, so that formulas need constants of such sizes: the parameter q of a variable x, in
+q*x wherever x stands, is there if the other parameters cannot make up for it (the Jacobian tells).
+
+Each method gets the same number of starts: 1 for every parameter, the others drawn by the server
+(warpfit), or uniformly from [-10, 10]. It stops when the normalised mean square error is below
+1e-10 (1e-3 with noise of 1%, measured without the noise), or after 2 s of processor time, that is
+1 s of two cores; the time of warpfit's one call counts as a whole. SciPy gets exact Jacobians and
+gradients. pyoperon fits float32 trees; skeletons that it cannot express count as not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import save
+from numpy.typing import NDArray
+from scipy import optimize as scipy_optimize
+from srbench import feynman, strogatz
+
+from support.engines import nist
+from warpfit import parse
+from warpfit.dataset import Dataset
+from warpfit.expressions import reference
+from warpfit.fitting import FitRequest, FitSettings
+from warpfit.frontends.operon import to_operon_infix
+from warpfit.ir import Batch, Program
+from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.request import Evaluation, Loss
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.fit.driver import FitContext, optimize
+from warpfit_server.engine.interface import run_to_end
+
+Floats = NDArray[np.float64]
+ROWS = 1000
+SECONDS = 2.0
+EXACT, NOISY = 1e-10, 1e-3
+NOISE = 0.01
+#: Largest share of one row in the target's variation: next to a pole one row is all that counts.
+MOST_OF_ONE_ROW = 0.1
+UNITS = 12.0
+#: Formulas over x1, x2, ... with their parameters, and the ranges of the variables.
+OWN: dict[str, tuple[str, tuple[tuple[float, float], ...]]] = {
+    "Michaelis-Menten": ("p1*x1/(p2 + x1)", ((0.1, 10),)),
+    "Hill": ("p1*x1^p2/(p3^p2 + x1^p2)", ((0.1, 10),)),
+    "competitive inhibition": ("p1*x1/(p2*(1 + x2/p3) + x1)", ((0.1, 10), (0.1, 5))),
+    "substrate inhibition": ("p1*x1/(p2 + x1 + x1^2/p3)", ((0.1, 20),)),
+    "Monod with maintenance": ("p1*x1/(p2 + x1) - p3", ((0.1, 10),)),
+    "logistic growth": ("p1/(1 + p2*exp(-p3*x1))", ((0, 5),)),
+    "Gompertz": ("p1*exp(-p2*exp(-p3*x1))", ((0, 5),)),
+    "von Bertalanffy": ("p1*(1 - exp(-p2*(x1 - p3)))", ((0, 5),)),
+    "Richards": ("p1*(1 + p2*exp(-p3*x1))^p4", ((0, 5),)),
+    "allometry": ("p1*x1^p2", ((0.1, 50),)),
+    "Lotka-Volterra": ("p1*x1 - p2*x1*x2", ((0.5, 5), (0.5, 5))),
+    "Holling II": ("p1*x1/(1 + p2*x1)", ((0, 10),)),
+    "Holling III": ("p1*x1^2/(p2 + x1^2)", ((0, 10),)),
+    "Beverton-Holt": ("p1*x1/(1 + x1/p2)", ((0, 10),)),
+    "Ricker": ("p1*x1*exp(-p2*x1)", ((0, 5),)),
+    "bateman": ("p1*(exp(-p2*x1) - exp(-p3*x1))", ((0, 4),)),
+    "two compartments": ("p1*exp(-p2*x1) + p3*exp(-p4*x1)", ((0, 4),)),
+    "dose response": ("p1 + (p2 - p1)/(1 + exp(p3*(x1 - p4)))", ((-5, 5),)),
+    "Arrhenius": ("p1*exp(-p2/x1)", ((1, 5),)),
+    "modified Arrhenius": ("p1*x1^p2*exp(-p3/x1)", ((1, 5),)),
+    "Eyring": ("p1*x1*exp(p2 - p3/x1)", ((1, 5),)),
+    "Antoine": ("p1 - p2/(x1 + p3)", ((1, 10),)),
+    "Langmuir": ("p1*p2*x1/(1 + p2*x1)", ((0.1, 10),)),
+    "Freundlich": ("p1*x1^(1/p2)", ((0.1, 10),)),
+    "BET": ("p1*p2*x1/((1 - x1)*(1 + (p2 - 1)*x1))", ((0.05, 0.9),)),
+    "van der Waals": ("p1*x1/(x2 - p2) - p3/x2^2", ((1, 5), (12, 20))),
+    "virial": ("p1*x1/x2*(1 + p2/x2 + p3/x2^2)", ((1, 5), (1, 5))),
+    "Redlich-Kwong": ("p1*x1/(x2 - p2) - p3/(sqrt(x1)*x2*(x2 + p2))", ((1, 5), (12, 20))),
+    "Nernst": ("p1 + p2*x1*log(x2/x3)", ((1, 5), (1, 5), (1, 5))),
+    "Butler-Volmer": ("p1*(exp(p2*x1) - exp(-p3*x1))", ((-1, 1),)),
+    "Debye-Hückel": ("-p1*sqrt(x1)/(1 + p2*sqrt(x1))", ((0.01, 4),)),
+    "Lennard-Jones": ("4*p1*((p2/x1)^12 - (p2/x1)^6)", ((3, 9),)),
+    "Morse": ("p1*(1 - exp(-p2*(x1 - p3)))^2", ((0.5, 4),)),
+    "Buckingham": ("p1*exp(-p2*x1) - p3/x1^6", ((1, 4),)),
+    "Planck": ("p1*x1^3/(exp(p2*x1/x2) - 1)", ((0.5, 5), (1, 5))),
+    "Wien": ("p1*x1^3*exp(-p2*x1/x2)", ((0.5, 5), (1, 5))),
+    "Breit-Wigner": ("p1/((x1 - p2)^2 + p3^2/4)", ((-10, 10),)),
+    "Lorentzian with base": ("p1 + p2/(1 + ((x1 - p3)/p4)^2)", ((-10, 10),)),
+    "Gaussian": ("p1*exp(-((x1 - p2)/p3)^2/2)", ((-10, 10),)),
+    "two Gaussians": ("p1*exp(-((x1 - p2)/p3)^2) + p4*exp(-((x1 - p5)/p6)^2)", ((-10, 10),)),
+    "damped oscillation": ("p1*exp(-p2*x1)*cos(p3*x1 + p4)", ((0, 3),)),
+    "wave": ("p1*sin(p2*x1 - p3*x2 + p4)", ((0, 3), (0, 3))),
+    "beats": ("p1*sin(p2*x1) + p3*sin(p4*x1)", ((0, 4),)),
+    "driven oscillator": ("p1/sqrt((p2^2 - x1^2)^2 + (p3*x1)^2)", ((0.1, 10),)),
+    "pendulum with drift": ("p1*cos(p2*x1 + p3) + p4*x1 + p5", ((0, 4),)),
+    "Malus with offset": ("p1*cos(x1 - p2)^2 + p3", ((0, 6),)),
+    "Fresnel": ("((p1*cos(x1) - x2)/(p1*cos(x1) + x2))^2", ((0, 1), (1, 2))),
+    "diffraction": ("p1*(sin(p2*x1)/(p2*x1))^2", ((0.1, 3),)),
+    "lens": ("1/(1/p1 - 1/x1)", ((12, 30),)),
+    "Cauchy dispersion": ("p1 + p2/x1^2 + p3/x1^4", ((0.4, 2),)),
+    "Sellmeier": ("sqrt(1 + p1*x1^2/(x1^2 - p2))", ((4, 10),)),
+    "diode": ("p1*(exp(x1/p2) - 1) + p3*x1", ((0, 5),)),
+    "RC charging": ("p1*(1 - exp(-x1/p2)) + p3", ((0, 10),)),
+    "RLC impedance": ("sqrt(p1^2 + (p2*x1 - p3/x1)^2)", ((0.2, 5),)),
+    "Fermi": ("p1/(exp((x1 - p2)/p3) + 1)", ((-10, 10),)),
+    "Brillouin": ("p1*(1/tanh(p2*x1) - 1/(p2*x1))", ((0.1, 3),)),
+    "relativistic energy": ("sqrt(p1^2 + p2*x1^2)", ((0, 10),)),
+    "drag": ("p1*tanh(p2*x1)", ((0, 3),)),
+    "heat loss": ("p1*(x1 - p2) + p3*(x1^4 - p2^4)", ((0, 10),)),
+    "barometric": ("p1*(1 - p2*x1)^p3", ((0.01, 0.09),)),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A skeleton with data whose target it can have."""
+
+    name: str
+    program: Program
+    X: Floats
+    """[rows, variables]."""
+    clean: Floats
+    y: Floats
+
+    def error(self, parameters: Floats) -> float:
+        """Normalised mean square error against the target without noise."""
+        with np.errstate(all="ignore"):
+            values = reference.evaluate_program(self.program, self.X.T, parameters)
+            found = float(np.mean(np.square(values - self.clean)) / np.var(self.clean))
+        return found if np.isfinite(found) else np.inf
+
+
+def lifted(program: Program) -> Program:
+    """Return a program with a parameter for each constant, but for whole exponents."""
+    count = program.parameters
+    power = OPERATORS["pow"]
+
+    def constant(part: Program) -> float | None:
+        return float(part.values[0]) if len(part) == 1 and part.codes[0] == CONSTANT else None
+
+    def operator(row: Any, operands: Any) -> Program:
+        nonlocal count
+        numbers = [constant(operand) for operand in operands]
+        if all(number is not None for number in numbers):
+            return Program.constant(float(row.numpy(*map(np.float64, numbers))))
+        parts = []
+        for place, (operand, number) in enumerate(zip(operands, numbers, strict=True)):
+            is_whole = row is power and place == 1 and number is not None and number % 1 == 0
+            if number is None or is_whole:
+                parts.append(operand)
+            else:
+                parts.append(Program.parameter(count))
+                count += 1
+        return Program.apply(row, *parts)
+
+    whole = program.fold(lambda code, value: Program([code], [value]), operator)
+    if not whole.parameters:
+        whole = Program.apply("mul", Program.parameter(0), whole)
+    return whole
+
+
+def sources(chosen: list[str], seed: int) -> Iterator[tuple[str, Program, Floats]]:
+    """Yield name, skeleton and variables [rows, variables]."""
+    for track, problems in (("feynman", feynman), ("strogatz", strogatz)):
+        for problem in problems(ROWS, seed) if track in chosen else ():
+            yield problem.name, lifted(parse(problem.formula, problem.names)), problem.X
+    rng = np.random.default_rng(seed)
+    for name, text in nist.FORMULAS.items() if "nist" in chosen else ():
+        columns = nist.load(name).dataset.variables
+        X = rng.uniform(columns.min(axis=1), columns.max(axis=1), (ROWS, len(columns)))
+        yield name, parse(text), X
+    for name, (text, ranges) in OWN.items() if "own" in chosen else ():
+        low, high = np.array(ranges).T
+        yield name, parse(text), rng.uniform(low, high, (ROWS, len(low)))
+
+
+def draw(program: Program, X: Floats, rng: np.random.Generator) -> Floats | None:
+    """Draw constants from [-10, 10] that give finite values which differ; None if that fails."""
+    for attempt in range(3000):
+        # Few formulas have such values for numbers that large; these get smaller and smaller ones.
+        constants = rng.uniform(-10, 10, program.parameters) / 10.0 ** (attempt // 500)
+        with np.errstate(all="ignore"):
+            y = reference.evaluate_program(program, X.T, constants)
+            spread = np.std(y)
+            sound = np.isfinite(y).all() and spread > 1e-6 * np.abs(y).max()
+            sound = sound and np.square(y - y.mean()).max() < MOST_OF_ONE_ROW * len(y) * spread**2
+        if sound:
+            return constants
+    return None
+
+
+def in_units(program: Program, X: Floats, constants: Floats, units: Floats) -> Program:
+    """Return the skeleton for other units of the variables and the target."""
+    variables = X.shape[1]
+    first = program.parameters
+
+    def leaf(code: int, value: float) -> Program:
+        own = Program([code], [value])
+        if code != VARIABLE:
+            return own
+        return Program.apply("mul", Program.parameter(first + int(value)), own)
+
+    whole = program.fold(leaf, lambda row, parts: Program.apply(row, *parts))
+    whole = Program.apply("mul", Program.parameter(first + variables), whole)
+    vector = np.concatenate([constants, np.ones(variables + 1)])
+    with np.errstate(all="ignore"):
+        _, slopes = reference.differentiate(whole, X.T, vector)
+    columns = np.where(np.isfinite(slopes), slopes, 0.0) * vector[:, None]
+    basis: list[Floats] = []
+    kept = []
+    for index, column in enumerate(columns):
+        rest = column.astype(float)
+        for unit in basis:
+            rest = rest - (unit @ rest) * unit
+        length = np.linalg.norm(rest)
+        if length > 1e-7 * max(np.linalg.norm(column), 1e-300):
+            basis.append(rest / length)
+            kept.append(index)
+    new = [index for index in range(first, first + variables + 1) if index in kept]
+
+    def number(code: int, value: float) -> Program:
+        if code != PARAMETER or value < first:
+            return Program([code], [value])
+        if int(value) in new:
+            return Program.parameter(first + new.index(int(value)))
+        return Program.constant(1.0)
+
+    return whole.fold(number, lambda row, parts: Program.apply(row, *parts))
+
+
+def tasks(arguments: argparse.Namespace, kind: str, noise: float) -> Iterator[Task]:
+    """Yield the tasks of one setting."""
+    for place, (name, program, X) in enumerate(sources(arguments.sets, arguments.seed)):
+        if place % arguments.every:
+            continue
+        rng = np.random.default_rng([arguments.seed, place])
+        constants = draw(program, X, rng)
+        if constants is None:
+            continue
+        clean = reference.evaluate_program(program, X.T, constants)
+        if kind == "si":
+            units = 10.0 ** rng.uniform(-UNITS, UNITS, X.shape[1] + 1)
+            program = in_units(program, X, constants, units)
+            X, clean = X * units[:-1], clean * units[-1]
+        y = clean + noise * np.std(clean) * rng.normal(size=len(clean))
+        yield Task(name, program, X, clean, y)
+
+
+# -------------------------------------------------------------------------------------- methods
+
+
+def starts_of(task: Task, count: int, seed: int) -> Iterator[Floats]:
+    """Yield 1 for every parameter, then uniform draws from [-10, 10]."""
+    rng = np.random.default_rng(seed)
+    yield np.ones(task.program.parameters)
+    for _ in range(count - 1):
+        yield rng.uniform(-10, 10, task.program.parameters)
+
+
+class Warpfit:
+    """The service's driver with the CPU engine, two threads."""
+
+    def __init__(self) -> None:
+        self.engine = CpuEngine(2)
+        line = np.arange(8.0)
+        self(Task("line", parse("p1*x1"), line[:, None], line, line), 1, 0, 0.0)  # loads all code
+
+    def __call__(self, task: Task, count: int, seed: int, goal: float) -> tuple[float, int]:
+        """Return the best error and the starts that were used."""
+        data = Dataset.of(task.X, task.y, dtype="float64")
+        self.engine.load(data)
+        batch = Batch.of([task.program], [np.ones(task.program.parameters)])
+        evaluation = Evaluation(data.content_id, batch, loss=Loss.MSE, values=False)
+        tight = {"gradient_tolerance": 1e-12, "step_tolerance": 1e-12, "loss_tolerance": 1e-12}
+        settings = FitSettings(restarts=count - 1, seed=seed, max_iterations=200, **tight)
+        context = FitContext(
+            self.engine.linearise, self.engine.evaluate, data, np.zeros(1, np.uint8)
+        )
+        found = run_to_end(optimize(FitRequest(evaluation, settings), context))
+        self.engine.unload(data.content_id)
+        return task.error(found.parameters), count
+
+
+def by_starts(fit: Callable[[Task, Floats], Floats]) -> Callable[..., tuple[float, int]]:
+    """Return a method that fits from one start after the other until the time is over."""
+
+    def run(task: Task, count: int, seed: int, goal: float) -> tuple[float, int]:
+        best, used, ends = np.inf, 0, time.process_time() + SECONDS
+        for start in starts_of(task, count, seed):
+            used += 1
+            failures = ValueError, FloatingPointError, np.linalg.LinAlgError
+            with contextlib.suppress(*failures), np.errstate(all="ignore"):
+                best = min(best, task.error(fit(task, start)))
+            if best <= goal or time.process_time() > ends:
+                break
+        return best, used
+
+    return run
+
+
+def least_squares(task: Task, start: Floats) -> Floats:
+    """Fit by MINPACK's Levenberg-Marquardt."""
+    scale = np.std(task.y)
+
+    def residuals(p: Floats) -> Floats:
+        return (reference.evaluate_program(task.program, task.X.T, p) - task.y) / scale
+
+    def jacobian(p: Floats) -> Floats:
+        return np.asarray(reference.differentiate(task.program, task.X.T, p)[1].T / scale)
+
+    found = scipy_optimize.least_squares(
+        residuals, start, jacobian, method="lm", x_scale="jac", max_nfev=200
+    )
+    return np.asarray(found.x)
+
+
+def bfgs(task: Task, start: Floats) -> Floats:
+    """Fit by SciPy's BFGS."""
+    variance = np.var(task.y)
+
+    def loss(p: Floats) -> tuple[float, Floats]:
+        values, slopes = reference.differentiate(task.program, task.X.T, p)
+        residuals = values - task.y
+        return np.mean(residuals**2) / variance, 2 * slopes @ residuals / len(values) / variance
+
+    found = scipy_optimize.minimize(loss, start, jac=True, method="BFGS", options={"maxiter": 200})
+    return np.asarray(found.x)
+
+
+class Pyoperon:
+    """pyoperon's Levenberg-Marquardt; a parameter that stands twice is two coefficients."""
+
+    def __init__(self) -> None:
+        import pyoperon
+
+        self._operon = pyoperon
+
+    def __call__(self, task: Task, start: Floats) -> Floats:
+        """Return parameters; each is the mean of its coefficients."""
+        operon = self._operon
+        array = np.asfortranarray(np.column_stack([task.X, task.y]), dtype=np.float32)
+        dataset = operon.Dataset(array)
+        problem = operon.Problem(dataset)
+        problem.TrainingRange = operon.Range(0, len(array))
+        problem.Target = dataset.Variables[-1]
+        names = {v.Name: v.Hash for v in dataset.Variables}
+        optimizer = operon.LMOptimizer(operon.DispatchTable(), problem, max_iter=200)
+        # Marks that tell the coefficients of the tree apart from its other numbers.
+        marks = 1000.0 + np.arange(task.program.parameters)
+        tree = operon.InfixParser.Parse(to_operon_infix(task.program, list(names), marks), names)
+        nodes, order = tree.Nodes, []
+        for node in nodes:
+            place = round(node.Value - 1000.0)
+            is_own = node.Type == operon.NodeType.Constant and 0 <= place < len(start)
+            node.Optimize = bool(is_own and abs(node.Value - marks[place]) < 1e-3)
+            if node.Optimize:
+                node.Value = float(start[place])
+                order.append(place)
+        tree = operon.Tree(nodes)
+        tree.UpdateNodes()
+        search = operon.CoefficientOptimizer(optimizer)
+        fitted, _ = search(operon.RandomGenerator(1), tree)
+        values = np.array(fitted.GetCoefficients(), dtype=float)
+        return np.array(
+            [values[np.array(order) == i].mean() if i in order else 1.0 for i in range(len(start))]
+        )
+
+
+#: Methods by name; each is made once.
+METHODS: dict[str, Callable[[], Callable[..., tuple[float, int]]]] = {
+    "warpfit": Warpfit,
+    "least_squares": lambda: by_starts(least_squares),
+    "bfgs": lambda: by_starts(bfgs),
+    "pyoperon": lambda: by_starts(Pyoperon()),
+}
+
+
+def compare(arguments: argparse.Namespace, kind: str, noise: float) -> dict[str, Any]:
+    """Run all methods on all tasks of a setting, one after the other on each."""
+    goal = EXACT if noise == 0.0 else NOISY
+    methods = {name: METHODS[name]() for name in arguments.methods}
+    found: dict[str, list[tuple[str, float, float]]] = {name: [] for name in methods}
+    for task in tasks(arguments, kind, noise):
+        for name, method in methods.items():
+            began, error = time.process_time(), np.inf
+            try:
+                error, _ = method(task, arguments.starts, arguments.seed, goal)
+            except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as problem:
+                print(f"{name} cannot fit {task.name}: {problem}", flush=True)
+            spent = time.process_time() - began
+            found[name].append((task.name, error, spent))
+            if arguments.verbose:
+                print(f"{name} {task.name}: {error:.2g} in {spent:.2f} s", flush=True)
+    outcome: dict[str, Any] = {"skeletons": len(found[arguments.methods[0]])}
+    for name, runs in found.items():
+        right = [error <= goal for _, error, _ in runs]
+        in_time = [error <= goal and spent <= SECONDS for _, error, spent in runs]
+        outcome[name] = {
+            "recovered": round(float(np.mean(in_time)), 4),
+            "recovered_without_limit": round(float(np.mean(right)), 4),
+            "median_processor_seconds": round(float(np.median([spent for *_, spent in runs])), 4),
+            "missed": [run[0] for run, ok in zip(runs, in_time, strict=True) if not ok],
+        }
+    return outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--starts", type=int, default=64)
+    parser.add_argument("--every", type=int, default=1, help="take every n-th skeleton")
+    parser.add_argument("--seed", type=int, default=1)
+    names = ("feynman", "strogatz", "nist", "own")
+    parser.add_argument("--sets", nargs="+", choices=names, default=list(names))
+    parser.add_argument("--kinds", nargs="+", choices=("usual", "si"), default=["usual", "si"])
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.0, NOISE])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--name", default="skeletons")
+    parser.add_argument("--directory", type=Path)
+    arguments = parser.parse_args()
+    chosen = ("starts", "every", "seed", "sets")
+    content = {name: getattr(arguments, name) for name in chosen}
+    content |= {"rows": ROWS, "processor_seconds": SECONDS}
+    for kind in arguments.kinds:
+        for noise in arguments.noise:
+            content[f"{kind}, noise {noise:g}"] = compare(arguments, kind, noise)
+    save(arguments.name, content, arguments.directory)
+
+
+if __name__ == "__main__":
+    main()
