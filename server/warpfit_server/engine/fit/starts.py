@@ -98,6 +98,7 @@ def find_scales(
     table: Floats,
     sizes: Floats,
     target: float,
+    is_first: bool,
     scales: Floats,
     kinds: Integers,
 ) -> None:
@@ -111,6 +112,7 @@ def find_scales(
         table: `_operators`.
         sizes: decimal logarithm of the size of each variable.
         target: that of the target.
+        is_first: whether the first place of a parameter that has several counts, not the last one.
         scales: the results, one for each parameter.
         kinds: likewise.
     """
@@ -119,7 +121,7 @@ def find_scales(
         longest = max(longest, starts[program + 1] - starts[program])
     nodes = np.empty((longest, _COLUMNS), dtype=np.int64)
     size, wanted = np.empty(longest), np.empty(longest)
-    scales[:] = 0.0
+    scales[:] = np.nan
     kinds[:] = _SCALE
     for program in range(len(starts) - 1):
         first, last = starts[program], starts[program + 1] - 1
@@ -133,6 +135,9 @@ def find_scales(
                 _want(codes, values, token, first, table, nodes, size, wanted)
             elif codes[token] == PARAMETER:
                 index = parameter_starts[program] + np.int64(values[token])
+                # Places come from the last one on.
+                if not is_first and not math.isnan(scales[index]):
+                    continue
                 scales[index] = min(max(wanted[place], -_LARGEST), _LARGEST)
                 kinds[index] = nodes[place, _KIND]
 
@@ -255,7 +260,8 @@ class Scales:
     """The scales of the parameters of each program on some rows of a data set.
 
     Sizes of variables are measured in two ways, as root mean squares and as standard deviations:
-    what matters of a year is how far it is from others, if it is the argument of a sine.
+    what matters of a year is how far it is from others, if it is the argument of a sine. So are the
+    places of a parameter that has several: the first one and the last one count.
     """
 
     def __init__(self, batch: Batch, dataset: Dataset, rows: slice) -> None:
@@ -290,8 +296,9 @@ class Scales:
             find_scales(
                 *(*tokens, batch.starts, parameter_starts, _operators()),
                 *(np.ascontiguousarray(sizes[measure, :count]), float(sizes[0, count])),
-                *(self.logarithms[measure], self.kinds),
+                *(measure == 0, self.logarithms[measure], self.kinds),
             )
+        self.logarithms[np.isnan(self.logarithms)] = 0.0  # parameters that stand nowhere
 
     @property
     def natural(self) -> Floats:
