@@ -38,9 +38,8 @@ from warpfit_server.observability.records import Observer, Recorder, make_tracer
 from warpfit_server.processes.probe import Probe
 from warpfit_server.rpc.calls import CallHandlers
 from warpfit_server.rpc.health import Health, HealthPort
-from warpfit_server.rpc.port import listen, make_server
+from warpfit_server.rpc.port import listen, make_server, server_credentials
 from warpfit_server.rpc.servicer import SERVICE_NAME, Servicer
-from warpfit_server.rpc.tls import server_credentials
 from warpfit_server.system.machine import keep_freed_memory, shorten_gil_switch_interval
 from warpfit_server.tenancy.quotas import QuotaTable
 

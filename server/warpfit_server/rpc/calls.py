@@ -356,7 +356,12 @@ class Call:
         admission.check_rate(tenant, limits.rate)
         if not self._is_open:
             if not handlers.open_calls.enter(tenant):
-                raise _too_many_open()
+                raise ResourceExhaustedError(
+                    "as many calls are open as this tenant may have",
+                    "TOO_MANY_REQUESTS",
+                    "Retry with back-off, or start the server with a higher --max-requests",
+                    retry_after=_RETRY_SECONDS,
+                )
             self._is_open = True
         if message is None:
             admission.await_message(tenant)
@@ -472,7 +477,12 @@ class Call:
             message = next(self._messages, None)
         finally:
             if not timeouts.end(self._context):  # then gRPC says that the call was cancelled
-                raise _too_late(seconds)
+                raise DeadlineExceededError(
+                    f"no complete message has arrived within {seconds:g} s",
+                    "MESSAGE_TIMEOUT",
+                    "Send each message as soon as the call has begun, and smaller ones over a slow "
+                    "network",
+                )
         if message is None and self._is_over:
             raise CancelledError("the call has ended", "CANCELLED")
         if message is not None and len(message) > most:
@@ -486,9 +496,13 @@ class Call:
         take a message in time.
         """
         record, handlers = self.record, self._handlers
+        message: bytes
         try:
             while True:
-                message, is_last = _advance(answer)
+                try:
+                    message, is_last = next(answer), False
+                except StopIteration as end:
+                    message, is_last = end.value, True
                 made = time.monotonic_ns()
                 if record.finished:
                     record.encode = made - record.finished - record.suspended
@@ -522,14 +536,6 @@ class Call:
             handlers.waiting.discard(context)
 
 
-def _advance(answer: Any) -> tuple[bytes, bool]:
-    """Return the next message of an answer, and whether it is the one that the method returns."""
-    try:
-        return next(answer), False
-    except StopIteration as end:
-        return end.value, True
-
-
 def _clear_tracebacks(error: BaseException | None) -> None:
     """Release the frames that an error has left, with all that they hold.
 
@@ -549,21 +555,4 @@ def _too_large(nbytes: int, most: int) -> ResourceExhaustedError:
         "Send smaller batches or pieces, or ask for a higher limit",
         needed=nbytes,
         available=most,
-    )
-
-
-def _too_late(seconds: float) -> DeadlineExceededError:
-    return DeadlineExceededError(
-        f"no complete message has arrived within {seconds:g} s",
-        "MESSAGE_TIMEOUT",
-        "Send each message as soon as the call has begun, and smaller ones over a slow network",
-    )
-
-
-def _too_many_open() -> ResourceExhaustedError:
-    return ResourceExhaustedError(
-        "as many calls are open as this tenant may have",
-        "TOO_MANY_REQUESTS",
-        "Retry with back-off, or start the server with a higher --max-requests",
-        retry_after=_RETRY_SECONDS,
     )

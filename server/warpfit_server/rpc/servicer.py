@@ -123,10 +123,14 @@ class Servicer:
         """
         record, admission = context.record, self._admission
         tenant, limits, arrived = record.tenant, context.limits, time.monotonic_ns()
-        parsed: Any = codec.parse_message(
-            pb.OptimizeRequest if fits else pb.EvaluateRequest, message
-        )
-        evaluation, fit = _decode(parsed, tenant, limits, fits=fits)
+        kind = pb.OptimizeRequest if fits else pb.EvaluateRequest
+        parsed: Any = codec.parse_message(kind, message)
+        sent = parsed.problem if fits else parsed
+        check_limit(limits, "tokens", len(sent.programs.codes))
+        check_limit(limits, "loss_tokens", len(sent.loss_function.codes))
+        key = key_of(tenant, codec.check_content_id(sent.content_id))
+        fit = codec.fit_from_message(parsed, key) if fits else None
+        evaluation = codec.evaluation_from_message(parsed, key) if fit is None else fit.problem
         try:
             with self._registry.use(evaluation.dataset_id) as data:
                 size, cost = _check(evaluation, fit, data, limits)
@@ -144,33 +148,18 @@ class Servicer:
                 context.end_turn()
                 context.check_wanted()
                 in_flight = self._router.start(request, data, nanoseconds)
-                stream = self._stream_fit if fits else self._stream_result
-                answer = stream(in_flight, data.layout, record)
-                return (yield from self._answer(answer, in_flight, cost, context))
+                try:
+                    context.on_end(in_flight.cancel)
+                    stream = self._stream_fit if fits else self._stream_result
+                    return (yield from stream(in_flight, data.layout, record))
+                finally:
+                    in_flight.close()
+                    for share, timings in in_flight.shares():  # estimates follow what calls take
+                        part = CallCost(cost.kind, share * cost.units)
+                        admission.costs.observe(part, timings.compute)
         except DatasetNotFoundError:  # perhaps it has left the engine just before this came there
-            self._registry.forget(evaluation.dataset_id)
+            self._registry.forget(key)
             raise
-
-    def _answer(
-        self,
-        answer: Answer,
-        in_flight: InFlightRequest | SplitRequest,
-        cost: CallCost,
-        context: Call,
-    ) -> Answer:
-        """Stream the answer to a request that is in flight, and close that."""
-        try:
-            context.on_end(in_flight.cancel)
-            return (yield from answer)
-        finally:
-            in_flight.close()
-            self._learn(in_flight, cost)
-
-    def _learn(self, in_flight: InFlightRequest | SplitRequest, cost: CallCost) -> None:
-        """Let the estimates of further calls follow the time that this one has taken."""
-        for share, timings in in_flight.shares():
-            part = CallCost(cost.kind, share * cost.units)
-            self._admission.costs.observe(part, timings.compute)
 
     def _stream_result(
         self, in_flight: InFlightRequest | SplitRequest, data: Layout, record: CallRecord
@@ -352,18 +341,6 @@ class Servicer:
             datasets=datasets,
         )
         return codec.info_to_message(info).SerializeToString()
-
-
-def _decode(
-    parsed: Any, tenant: str, limits: Limits, *, fits: bool
-) -> tuple[Evaluation, FitRequest | None]:
-    """Decode a request; return the evaluation, and the fit that it is part of."""
-    sent = parsed.problem if fits else parsed
-    check_limit(limits, "tokens", len(sent.programs.codes))
-    check_limit(limits, "loss_tokens", len(sent.loss_function.codes))
-    key = key_of(tenant, codec.check_content_id(sent.content_id))
-    fit = codec.fit_from_message(parsed, key) if fits else None
-    return codec.evaluation_from_message(parsed, key) if fit is None else fit.problem, fit
 
 
 def _check(
