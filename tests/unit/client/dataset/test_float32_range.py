@@ -89,6 +89,9 @@ def test_a_search_is_not_looked_at_for_ever(client, monkeypatch):
         client.evaluate(data, ["log(-x1)"] * 17, loss="mse")
     assert looked[:11] == [10] * 10 + [0]
     assert sum(looked) == 100
+    for _ in range(15, 132):
+        client.evaluate(data, ["x1"], loss="mse")
+    assert len(looked) == 102  # all of a hundred calls, then each sixteenth
 
 
 def planck(frequency, temperature):
