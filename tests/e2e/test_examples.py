@@ -27,7 +27,7 @@ def test_the_notebook_runs_from_top_to_bottom(server: ServerProcess, monkeypatch
     nbformat.validate(notebook)
     for cell in notebook.cells:  # on the server that is there, and quickly
         code = cell.source.replace("(warpfit.local())", "(warpfit.connect())")
-        cell.source = code.replace("max_seconds=3", "max_seconds=1")
+        cell.source = code.replace("generations=5", "generations=1, population=50")
     shown = [kinds(cell) for cell in notebook.cells]
     done = NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
     # The outputs that are stored are of the same kinds.
