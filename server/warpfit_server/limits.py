@@ -25,8 +25,8 @@ _COPIES_BYTES: Final = 16
 #: Bytes of memory that a fit takes for each token, search and parameter of all starts: the programs
 #: of all searches and of those that still run, and the state of the searches.
 _TOKEN_BYTES: Final = 18
-_SEARCH_BYTES: Final = 600
-_PARAMETER_BYTES: Final = 200
+_SEARCH_BYTES: Final = 650
+_PARAMETER_BYTES: Final = 225
 #: Sums of a CPU engine of which linear scaling and correlations are made, and for reductions.
 _OWN_MOMENTS: Final = 9
 _REDUCTIONS: Final = 5
