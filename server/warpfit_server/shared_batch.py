@@ -212,6 +212,10 @@ class SharedBatch(Batch):
         """Bytes for all parts as they are, each array from a multiple of 64 bytes on."""
         return sum(self._sizes) + 64 * self.places[:, :, 0].size
 
+    def alone(self) -> list[SharedBatch]:
+        """Return the programs of each request as a batch."""
+        return [SharedBatch([part], self.vectors) for part in self.parts]
+
     @cached_property
     def summary(self) -> BatchSummary:
         """What is known of all parts together."""

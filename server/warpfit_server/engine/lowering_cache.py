@@ -28,11 +28,16 @@ _REMEMBERED: Final = 256
 
 
 class LoweringCache(Generic[Made]):
-    """Keeps what was made of batches, most recently used ones longest; safe to use from threads."""
+    """Keeps what was made of batches, most recently used ones longest; safe to use from threads.
 
-    def __init__(self) -> None:
+    Args:
+        most_tokens: of all cached batches; None for `_MOST_TOKENS`.
+    """
+
+    def __init__(self, most_tokens: int | None = None) -> None:
+        self._most = most_tokens or _MOST_TOKENS
         self._kept: LRUCache[Hashable, tuple[int, tuple[bytes, ...], Made]] = LRUCache(
-            _MOST_TOKENS, _size
+            self._most, _size
         )
         """Tokens, contents where they are compared, and what was made."""
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
@@ -59,7 +64,7 @@ class LoweringCache(Generic[Made]):
             return known[2]
         made = yield from make(batch)
         with self._lock:
-            self._kept[key] = min(len(batch.codes), _MOST_TOKENS), (), made
+            self._kept[key] = min(len(batch.codes), self._most), (), made
         weakref.finalize(batch, self._forget, key).atexit = False
         return made
 
@@ -75,15 +80,27 @@ class LoweringCache(Generic[Made]):
             needs: what the result depends on beside the programs.
             make: makes it in steps.
         """
-        if len(batch.codes) > _MOST_TOKENS:
-            return (yield from make(batch))
+        if self.has_come(batch, needs):
+            return (yield from self.keep(batch, needs, make))
+        return (yield from make(batch))
+
+    def has_come(self, batch: Batch, needs: tuple[Hashable, ...]) -> bool:
+        """Note the programs of a batch; return whether the same have come before, and are kept."""
+        if batch.token_count > self._most:
+            return False
         key = ("programs", BatchSummary.of(batch).identity, *needs)
         with self._lock:
-            known, has_been_seen = self._kept.get(key), key in self._seen
+            has_come = key in self._seen
             self._seen[key] = True
-        if not has_been_seen:
-            return (yield from make(batch))
-        content = contents(batch)
+        return has_come
+
+    def keep(
+        self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Steps[Made]]
+    ) -> Steps[Made]:
+        """Return what was made of the same programs, or make and keep it; see `by_programs`."""
+        key, content = ("programs", BatchSummary.of(batch).identity, *needs), contents(batch)
+        with self._lock:
+            known = self._kept.get(key)
         if known is not None and known[1] == content:
             return known[2]
         made = yield from make(batch.without_parameters())

@@ -20,7 +20,7 @@ from warpfit_server.ipc.segments import SegmentPool
 
 @pytest.mark.parametrize(("loss", "gradient"), [(Loss.MAE, False), (Loss.RMSE, True)])
 def test_merged_requests_have_the_bits_that_they_have_alone(engine, flavour, loss, gradient):
-    """Two batches come again with other parameters, once with a new one beside them."""
+    """Two batches come again with other parameters, with a new one beside them or without."""
     dtype, precision, _ = flavour
     data = make_dataset(2_200, dtype, weights=True)
     if loss is Loss.RMSE:  # rows without a weight are left out of sums
@@ -56,7 +56,7 @@ def test_merged_requests_have_the_bits_that_they_have_alone(engine, flavour, los
         ]
 
     names = {"losses", "gradients"} if gradient else {"losses"}
-    for turn in ([*batches, fresh], batches):
+    for turn in ([*batches, fresh], batches, [fresh, *batches]):
         requests = [request(batch) for batch in turn]
         assert len({one.merge_key for one in requests}) == 1
         assert requests[0].merge_key is not None

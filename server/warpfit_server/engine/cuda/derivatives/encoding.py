@@ -8,6 +8,8 @@ operand of at most two can be in registers; it becomes the first one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import c_uint8
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -64,6 +66,16 @@ INPUTS: Final = (
 )
 
 
+_NO_OCTETS: Final = np.empty(0, np.uint8)
+#: Fields of `PROGRAM` that are places in an array, by its name, and the bytes of an element there.
+_PLACES_OF: Final = {
+    "instructions": (("first", "prologue"), 16),
+    "columns": (("column",), 4),
+    "entries": (("entry",), 12),
+    "loads": (("load",), 8),
+}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DerivativeCode:
     """A lowered batch without its parameters, as the kernels of derivatives.cu read it.
@@ -91,6 +103,28 @@ class DerivativeCode:
     addresses: NDArray[np.int64]
     """Addresses of the arrays of `INPUTS` on the device; 0 for those that are uploaded."""
 
+    @classmethod
+    def joining(cls, codes: Sequence[DerivativeCode]) -> DerivativeCode:
+        """Return the code of several batches on the host, in turn, in memory of its own."""
+        places, arrays = dict.fromkeys(_PLACES_OF, 0), []
+        records = np.concatenate([code.programs for code in codes])
+        sums, first, pieces = np.concatenate([code.sums for code in codes]), 0, new_pieces()
+        for code in codes:
+            own = records[first : first + len(code.programs)]
+            first += len(own)
+            for name, (fields, size) in _PLACES_OF.items():
+                for field in fields:
+                    own[field] += np.uint32(places[name])
+                places[name] += int(code.pieces[INPUTS.index(name), 1]) // size
+        fill_starts(records, sums, codes[0].vectors)
+        place_piece(pieces, "programs", records)
+        for name in (*_PLACES_OF, "constants"):
+            parts = [octets_at(*code.pieces[INPUTS.index(name)].tolist()) for code in codes]
+            arrays.append(np.concatenate(parts))
+            place_piece(pieces, name, arrays[-1])
+        addresses = np.zeros(len(INPUTS), np.int64)
+        return cls(records, sums, codes[0].vectors, pieces, (records, arrays), addresses)
+
     @property
     def jobs(self) -> int:
         """Programs times parameter vectors."""
@@ -102,6 +136,11 @@ class DerivativeCode:
         fill_starts(records, sums, 1)
         place_piece(pieces, "programs", records)
         return replace(self, programs=records, sums=sums, vectors=1, pieces=pieces)
+
+
+def octets_at(address: int, size: int) -> NDArray[np.uint8]:
+    """View memory, which must outlive the array, as bytes; [size]."""
+    return np.ctypeslib.as_array((c_uint8 * size).from_address(address)) if size else _NO_OCTETS
 
 
 def new_pieces() -> NDArray[np.int64]:

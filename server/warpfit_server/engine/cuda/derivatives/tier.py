@@ -80,6 +80,7 @@ from warpfit_server.engine.interface import (
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.native.compile_processes import BACKGROUND
+from warpfit_server.shared_batch import SharedBatch
 
 #: Most rows of which values are on the device at a time, a power of two.
 _MOST_VALUES: Final = 1 << 24
@@ -87,6 +88,8 @@ _MOST_VALUES: Final = 1 << 24
 #: thread has some milliseconds of work.
 _MOST_TOKENS: Final = 1 << 15
 _MOST_JOBS: Final = 1 << 15
+#: Tokens of all batches whose code is kept on the host, about 100 bytes each.
+_KEPT_TOKENS: Final = 1_000_000
 #: Variants of the kernels for programs that do not spill.
 VARIANTS: Final = tuple(VARIANT_OF.values())
 
@@ -118,6 +121,8 @@ class DerivativeTier:
         self._spilling: dict[Variant, Future[DerivativeKernels]] = {}
         self._kept: LoweringCache[_KeptCode] = LoweringCache()
         """Code of fits, which stays on the device from pass to pass."""
+        self._codes: LoweringCache[DerivativeCode] = LoweringCache(_KEPT_TOKENS)
+        """Code of batches that come again, on the host."""
         self._lowering = DerivativeLowering(threads)
 
     @cached_property
@@ -134,7 +139,6 @@ class DerivativeTier:
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         started, computed = time.perf_counter_ns(), 0
-        self._lowering.expect(evaluation.batch)
         wanted, batch = requested_outputs(evaluation, outputs), evaluation.batch
         edges = [0, len(batch)] if resident.is_streamed else _part_edges(batch)
         for programs in starmap(slice, pairwise(edges)):
@@ -171,6 +175,7 @@ class DerivativeTier:
     def forget(self) -> None:
         """Free the code that is kept on the device."""
         self._kept.clear()
+        self._codes.clear()
 
     def _run(
         self,
@@ -207,11 +212,35 @@ class DerivativeTier:
         rows: Span,
         wanted: RequestedOutputs,
     ) -> Steps[LaunchPlan]:
-        """Plan an evaluation whose code is uploaded together with its parameters."""
-        draft = partial(draft_launches, resident, evaluation.precision, rows, wanted)
-        lowered = self._lower(resident, evaluation.precision, evaluation.batch, wanted, draft)
-        code, drafted = yield from lowered
-        return plan_launches(self._device, self._shared, drafted, code)
+        """Plan an evaluation whose code is uploaded together with its parameters.
+
+        The code of batches that come again is kept, of each request for itself, so that it does not
+        matter which requests are merged.
+        """
+        precision, batch = evaluation.precision, evaluation.batch
+        draft = partial(draft_launches, resident, precision, rows, wanted)
+        lower = partial(self._lower, resident, precision, wanted=wanted)
+        parts = batch.alone() if isinstance(batch, SharedBatch) else []
+        outputs = wanted.row_loss, wanted.is_squares, wanted.deviation, wanted.lowering_flags
+        others = stores_values(wanted), wanted.curvatures is not None, batch.vectors
+        needs = (precision, resident.dataset.layout, *outputs, *others)
+        have_come = [self._codes.has_come(part, needs) for part in parts]
+        if not any(have_come):
+            self._lowering.expect(batch)
+            code, drafted = yield from lower(batch, meanwhile=draft)
+            return plan_launches(self._device, self._shared, drafted, code)
+
+        def make(part: Batch) -> Steps[DerivativeCode]:
+            self._lowering.expect(part)
+            code, _ = yield from lower(part, meanwhile=lambda: None)
+            return DerivativeCode.joining([code])  # without the room that it was made in
+
+        codes = []
+        for part, has_come in zip(parts, have_come, strict=True):
+            made = self._codes.keep(part, needs, make) if has_come else make(part)
+            codes.append((yield from made))
+        code = codes[0] if len(codes) == 1 else DerivativeCode.joining(codes)
+        return plan_launches(self._device, self._shared, draft(), code)
 
     def _selected_plan(
         self,
@@ -225,7 +254,9 @@ class DerivativeTier:
         precision = evaluation.precision
 
         def make(batch: Batch) -> Steps[_KeptCode]:
-            code, _ = yield from self._lower(resident, precision, batch, wanted, lambda: None)
+            code, _ = yield from self._lower(
+                resident, precision, batch, wanted=wanted, meanwhile=lambda: None
+            )
             return _KeptCode(self._keep_on_device(code))
 
         outputs = (wanted.row_loss, wanted.curvatures is not None)
@@ -243,6 +274,7 @@ class DerivativeTier:
         resident: ResidentDataset,
         precision: Precision,
         batch: Batch,
+        *,
         wanted: RequestedOutputs,
         meanwhile: Callable[[], Made],
     ) -> Steps[tuple[DerivativeCode, Made]]:

@@ -44,7 +44,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES, Closing, LossFunction, huber
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss, Precision
+from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.derivatives import launch_plan, tier
 from warpfit_server.engine.cuda.engine import CudaEngine
@@ -54,6 +54,7 @@ from warpfit_server.engine.cuda.runtime.device import PageLocks
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.segments import Segment, SegmentPool
+from warpfit_server.shared_batch import SharedBatch
 
 ROWS = 5_003
 
@@ -210,6 +211,31 @@ def test_parts_of_a_request_give_its_losses(engine, batch):
         run_to_end(engine.evaluate(own, outputs))
         found.append(outputs.losses)
     np.testing.assert_array_equal(np.concatenate(found[1:]), found[0])
+
+
+def test_gradients_of_a_batch_that_comes_again_are_lowered_twice(engine, batch, monkeypatch):
+    """The first time it may never come again; from the second on its code is kept."""
+    data, lowered = make_dataset(130), []
+    engine.load(data)
+    lowering = engine._derivatives.result()._lowering
+    lower = lowering.lower
+
+    def counted(one, *given, **how):
+        lowered.append(len(one))
+        return lower(one, *given, **how)
+
+    monkeypatch.setattr(lowering, "lower", counted)
+    sent, pool = [], SegmentPool(1 << 20)
+    for programs in (batch[0][:10], batch[0][10:]):
+        own = Batch.of(programs, [np.ones(program.parameters) for program in programs])
+        asked = Evaluation(data.content_id, own, values=False, loss=Loss.MSE, gradient=True)
+        request = InFlightRequest.of_evaluation(asked, data.layout)
+        request.write(pool.acquire(request.segment_layout.nbytes))
+        sent.append(request.segment_layout.batch_part(request.segment))
+    for parts in (sent[:1], sent, sent, sent, sent[1:]):
+        own = replace(asked, batch=SharedBatch(parts, 1), tier=Tier.INTERPRETER)
+        run_to_end(engine.evaluate(own, outputs_for(own, data.layout)))
+    assert lowered == [10, 10, 14, 14]
 
 
 def wait_until(condition):
