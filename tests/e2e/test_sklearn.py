@@ -29,7 +29,13 @@ from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
 from warpfit.formulas.units import check_units, dimension, dimensions  # noqa: E402
-from warpfit.sklearn import ParameterOptimizer, SearchWarning, SymbolicRegressor  # noqa: E402
+from warpfit.sklearn import (  # noqa: E402
+    ParameterOptimizer,
+    SearchWarning,
+    SymbolicClassifier,
+    SymbolicRegressor,
+    SymbolicTransformer,
+)
 from warpfit.sklearn.constraints import consistency  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
 from warpfit.sklearn.search import Search  # noqa: E402
@@ -62,17 +68,55 @@ def points(rows=300, seed=0):
     return np.random.default_rng(seed).uniform(1, 4, (rows, 3))
 
 
-@pytest.mark.parametrize("kind", [SymbolicRegressor, ParameterOptimizer])
+@pytest.mark.parametrize(
+    "kind", [SymbolicRegressor, ParameterOptimizer, SymbolicClassifier, SymbolicTransformer]
+)
 def test_scikit_learns_own_checks(server: ServerProcess, kind):
     """Those of `check_estimator`; none is expected to fail."""
-    small = {"population": 10, "generations": 1, "simplify": False, "operators": ("mul",)}
-    small = small if kind is SymbolicRegressor else {}
-    estimator = kind(address=server.address, **small)
+    small = {"population": 4, "generations": 1, "simplify": False, "operators": ("mul",)}
+    search = SymbolicRegressor(address=server.address, **small)
+    if kind in (SymbolicClassifier, SymbolicTransformer):
+        estimator = kind(search)
+    else:
+        estimator = search if kind is SymbolicRegressor else kind(address=server.address)
     results = check_estimator(estimator, on_skip=None)
     passed = {result["check_name"] for result in results if result["status"] == "passed"}
     assert {result["status"] for result in results} <= {"passed", "skipped"}
     assert len(passed) > 40
-    assert "check_sample_weight_equivalence_on_dense_data" in passed
+    assert kind is SymbolicTransformer or "check_sample_weight_equivalence_on_dense_data" in passed
+
+
+def test_formulas_tell_classes_and_are_features(search):
+    pandas = pytest.importorskip("pandas")
+    X = pandas.DataFrame(points(200), columns=["a", "b", "c"])
+    odds = 3.0 * (X.a * X.b - 5.0)
+    chance = 1.0 / (1.0 + np.exp(-odds))
+    y = np.where(np.random.default_rng(0).uniform(size=200) < chance, "yes", "no")
+    model = SymbolicClassifier(search(population=60)).fit(X, y)
+    assert model.classes_.tolist() == ["no", "yes"]
+    assert np.corrcoef(model.predict_proba(X)[:, 1], chance)[0, 1] > 0.98
+    assert model.score(X, y) > 0.85
+    assert "a" in model.expression_
+    maker = SymbolicTransformer(search(), n_components=3).set_output(transform="pandas")
+    features = maker.fit_transform(X, odds)
+    assert features.columns.tolist() == maker.get_feature_names_out().tolist()
+    assert features.shape == (200, 3)
+    assert np.abs(np.corrcoef(features.T) - np.eye(3)).max() < 0.99
+    assert abs(np.corrcoef(features.iloc[:, 0], odds)[0, 1]) > 0.999999
+    with pytest.raises(InvalidArgumentError, match="n_components"):
+        SymbolicTransformer(search(), n_components=0).fit(X, odds)
+
+
+def test_guesses_begin_a_population(search):
+    X = points(100)
+    y = 2 * X[:, 0] + np.sin(3.1 * X[:, 1] * X[:, 2] + 0.7) / (1 + X[:, 0])
+    guess = "2*x1 + sin(3*x2*x3 + p1)/(1 + x1)"
+    model = search(guesses=[guess, "x1"], generations=0).fit(X, y)
+    assert model.front_[-1].r2 > 0.999999
+    assert search(generations=0).fit(X, y).front_[-1].r2 < 0.999
+    for wrong in ("x1", ["x9"], ["+".join(["x1*x2"] * 30)]):
+        with pytest.raises(warpfit.WarpfitError, match=r"guesses|x9"):
+            search(guesses=wrong).fit(X, y)
 
 
 def test_a_law_is_found_and_written_in_the_names_of_the_columns(server: ServerProcess):

@@ -10,7 +10,10 @@
     law = ParameterOptimizer("p1*exp(p2*x1)").fit(X, y)     # fits the numbers of a known one
     law.parameters_, law.standard_errors_
 
-Both start a server on this machine for each ``fit`` unless they are given the address of one;
+    SymbolicClassifier().fit(X, classes)                    # a formula for the odds of two classes
+    SymbolicTransformer().fit_transform(X, y)               # the best formulas as features
+
+All start a server on this machine for each ``fit`` unless they are given the address of one;
 ``predict`` needs none. They need scikit-learn, ``pip install 'warpfit[sklearn]'``, and without an
 address the server, ``pip install 'warpfit[sklearn,server]'``.
 """
@@ -23,8 +26,16 @@ except ModuleNotFoundError as error:
     error.add_note("Install it: pip install 'warpfit[sklearn]'")
     raise
 
+from warpfit.sklearn.derived import SymbolicClassifier, SymbolicTransformer
 from warpfit.sklearn.equations import Equation
 from warpfit.sklearn.estimator import ParameterOptimizer, SearchWarning
 from warpfit.sklearn.regressor import SymbolicRegressor
 
-__all__ = ["Equation", "ParameterOptimizer", "SearchWarning", "SymbolicRegressor"]
+__all__ = [
+    "Equation",
+    "ParameterOptimizer",
+    "SearchWarning",
+    "SymbolicClassifier",
+    "SymbolicRegressor",
+    "SymbolicTransformer",
+]

@@ -24,6 +24,7 @@ from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.formulas.units import dimension, dimensions
+from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import LossFunction, as_function, as_loss
 from warpfit.sklearn import equations as eq
@@ -41,7 +42,7 @@ from warpfit.sklearn.estimator import (
     TrainingData,
     power_of_two,
 )
-from warpfit.sklearn.genomes import Genomes
+from warpfit.sklearn.genomes import Genomes, simplified
 from warpfit.sklearn.search import INTERRUPTIONS, Terminated
 from warpfit.sklearn.target_search import Progress, TargetSearch, load
 from warpfit.transport.connection import TlsConfig
@@ -165,6 +166,10 @@ class SymbolicRegressor(FormulaRegressor):
         `SearchWarning` says so, and the formulas are the best pairs of short ones, or the constant.
     early_stopping : int, optional
         The search ends after so many generations without a loss lower by a tenth.
+    guesses : sequence of str or Program
+        Formulas that the search begins with, beside those that are drawn: texts over the columns'
+        names, or x1, x2, ..., whose numbers are starts of a fit. They may have operators that are
+        not among `operators`.
     warm_start : bool
         Whether ``fit`` goes on from the formulas of the last one.
     checkpoint : path, optional
@@ -229,6 +234,7 @@ class SymbolicRegressor(FormulaRegressor):
         tolerance: float = 1e-18,
         max_seconds: float | None = None,
         early_stopping: int | None = None,
+        guesses: Sequence[Any] = (),
         warm_start: bool = False,
         checkpoint: str | Path | None = None,
         callback: Callable[[SymbolicRegressor, int, list[eq.Equation]], Any] | None = None,
@@ -260,6 +266,7 @@ class SymbolicRegressor(FormulaRegressor):
         self.tolerance = tolerance
         self.max_seconds = max_seconds
         self.early_stopping = early_stopping
+        self.guesses = guesses
         self.warm_start = warm_start
         self.checkpoint = checkpoint
         self.callback = callback
@@ -290,6 +297,15 @@ class SymbolicRegressor(FormulaRegressor):
         """Return a formula of the front, by default the chosen one, of one of the targets."""
         check_is_fitted(self)
         return self._equation(index, output).program
+
+    def programs_found(self, output: int = 0) -> list[Program]:
+        """Return all formulas of the search's last populations without slope and intercept.
+
+        The best come first.
+        """
+        check_is_fitted(self)
+        found = getattr(self, "_formulas", {}).get(output, Genomes.of([]))
+        return [found.program(row) for row in range(len(found))]
 
     def latex(self, index: int | None = None, output: int = 0) -> str:
         """Return the LaTeX of a formula; arguments as for `program`."""
@@ -410,6 +426,7 @@ class SymbolicRegressor(FormulaRegressor):
             raise _bad_setting("held_out", self.held_out, "a part from 0 to below 1")
         if not 0.0 <= _number(self.tolerance) < math.inf:
             raise _bad_setting("tolerance", self.tolerance, "a number from 0")
+        self._guessed()
         if self.snap not in ("constants", "numbers", False):
             raise _bad_setting("snap", self.snap, "constants, numbers or False")
         if self.engine not in ("auto", "cpu"):
@@ -547,15 +564,31 @@ class SymbolicRegressor(FormulaRegressor):
         path = Path(self.checkpoint)
         return path if output == 0 else path.with_name(f"{path.name}.{output}")
 
-    def _start(self, output: int, training: TrainingData) -> Genomes | None:
-        """Return the formulas that the search of a target goes on from."""
+    def _start(self, output: int, training: TrainingData) -> Genomes:
+        """Return the formulas that the search of a target goes on from, guesses first."""
         path, variables = self._checkpoint_file(output), training.rows.shape[1]
         known = getattr(self, "_formulas", {}).get(output) if self.warm_start else None
-        if known is not None:
-            programs = [known.program(row) for row in range(len(known))]
-            fitting = [p for p in programs if len(p) <= self.max_size and p.variables <= variables]
-            return Genomes.of(fitting)
-        return None if path is None else load(path, self.max_size, variables)
+        if known is None and path is not None:
+            known = load(path, self.max_size, variables)
+        older = [] if known is None else [known.program(row) for row in range(len(known))]
+        fitting = [p for p in older if len(p) <= self.max_size and p.variables <= variables]
+        return Genomes.of([*self._guessed(), *fitting])
+
+    def _guessed(self) -> list[Program]:
+        """Return the guesses as programs; parameters begin as 1."""
+        if isinstance(self.guesses, str) or not isinstance(self.guesses, Sequence):
+            raise _bad_setting("guesses", self.guesses, "a list of formulas")
+        programs = []
+        for guess in self.guesses:
+            program = as_program(guess, self._names())
+            program = program.bind(np.ones(program.parameters))
+            core = simplified(Genomes.of([program]))
+            size = int(complexity_measure(self.complexity_of_operators)(core)[0])
+            if program.variables > self.n_features_in_ or size > self.max_size:
+                what = f"at most {self.n_features_in_} variables and a size of at most max_size="
+                raise _bad_setting("guesses", str(program)[:100], f"{what}{self.max_size}")
+            programs.append(program)
+        return programs
 
     def __sklearn_tags__(self) -> Any:
         """Tell scikit-learn that the target may have several columns."""

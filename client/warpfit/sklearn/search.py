@@ -138,6 +138,8 @@ _PAIR_EVERY: Final = 2
 _PAIRED: Final = 50
 #: Formulas of the library that are scored before the others.
 _FIRST: Final = 500
+#: Formulas of a start whose constants are fitted before they are compared with others.
+_FITTED_FIRST: Final = 50
 #: How often a structure with constants may be tried, about: each time from other numbers.
 _ATTEMPTS: Final = 4
 #: Slots of the filter of structures that have been tried, a power of 2.
@@ -241,7 +243,7 @@ class Search:
     breeder: Breeder
     pairs: PairSearch
     settings: Settings
-    start: Genomes | None = None
+    start: Genomes
     """Formulas that the first island begins with, beside those that are drawn."""
     reweigh: Callable[[Program], DatasetHandle] | None = None
     """Uploads the sample with weights for which least squares propose formulas for another loss;
@@ -280,8 +282,8 @@ class Search:
     def _evolve(self) -> None:
         self._reweigh()
         self._settle(0)
-        if self.start is not None and len(self.start):
-            self._admit(self.islands[0], simplified(self.start))
+        if len(self.start):
+            self._admit(self.islands[0], simplified(self.start), fits=_FITTED_FIRST)
         longest = 0.0
         for number in range(len(self.pairs.views)):
             # A step that would not end in time is not begun.

@@ -416,7 +416,7 @@ class TargetSearch:
     client: Client
     training: TrainingData
     rng: np.random.Generator
-    start: Genomes | None
+    start: Genomes
     """Formulas to go on from."""
     names: tuple[str, ...]
     begun: float
