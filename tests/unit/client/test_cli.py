@@ -357,7 +357,7 @@ def test_target_and_weights_are_columns(tmp_path, kind):
         (b"gr\xf6\xdfe,b\n1,2\n", r"line 1, column 1: the text is not in UTF-8"),
         (",b\n1,2\n", r"column 1 of \S+ has no name.*--ignore 1"),
         ("b,b\n1,2\n", r"column 1 of \S+ is another 'b'"),
-        (gzip.compress(b"a\n" + b"1\n" * 99)[:-12], r"cannot be read: "),
+        (gzip.compress(b"a\n" + b"1\n" * 99, mtime=0)[:-12], r"cannot be read: "),
         (b"PAR1 and no more", r"cannot be read: "),
         ("a,b\n", "holds no rows"),
         ("", "holds no rows"),
