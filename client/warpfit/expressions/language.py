@@ -296,7 +296,7 @@ def _with_differences(program: Program) -> tuple[Program, Sequence[int]]:
     """Write sums with negative terms as differences, and differences with them as sums.
 
     A term is negative if it begins with a negation or a negative constant, as ``-(a*b)*c`` does, or
-    if the last factor or divisor alone does, as in ``a*-2``.
+    if another factor or divisor does, as in ``a*-2``.
 
     Returns:
         The program, of equal value, and the index in it of each token of the given one. For a
@@ -331,7 +331,10 @@ def _with_differences(program: Program) -> tuple[Program, Sequence[int]]:
         if row is _NEGATION:
             stack.append((place, signs))
         else:
-            stack.append(signs or sign if row.name in ("mul", "div") else None)
+            while row.name in ("mul", "div") and sign is not None:
+                first, sign = sign
+                signs = (first, signs)
+            stack.append(signs if row.name in ("mul", "div") else None)
     kept = [place for place in range(len(codes)) if place not in gone]
     position = {place: index for index, place in enumerate(kept)}
     places = [position[gone.get(place, place)] for place in range(len(codes))]

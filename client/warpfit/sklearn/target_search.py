@@ -736,7 +736,9 @@ class TargetSearch:
             each = np.sort(each - self._least_row_losses[::step] / weights)
             total = float(each.sum())
             part = float(each[: int(_BULK * len(each))].sum()) / total if total > 0.0 else 1.0
-            middle = float(np.median(np.abs(values - y)))
+            # Outliers on one side move a whole law by a constant, which says nothing against it.
+            left = values - y
+            middle = float(np.median(np.abs(left - np.median(left))))
             middle = middle if math.isfinite(middle) else math.inf
             self._bulks[program] = middle, part if math.isfinite(part) else 0.0
         return self._bulks[program]
