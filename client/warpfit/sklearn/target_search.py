@@ -394,6 +394,10 @@ _NOISE: Final = 0.1
 #: Rows on which outliers are told from the bulk of the others, about, and the part of the latter.
 _JUDGED: Final = 2000
 _BULK: Final = 0.8
+#: Part of the loss of the bulk below which outliers decide it, and residuals, as part of the
+#: target's spread, that then say nothing.
+_FEW: Final = 0.1
+_BIAS: Final = 5e-3
 #: How much less likely a formula is, in nats, that leaves the range of the target, widened by part
 #: of itself, between rows or next to them; and how far beyond two rows that is, in their distance.
 _STRAYING: Final = 10.0
@@ -685,7 +689,9 @@ class TargetSearch:
         bulk = self._bulk(program)
         if bulk is None:
             return self._deviance(level) + extra
-        return 2.0 * self._rows * math.log(max(bulk[0], ROUNDING * self._spread)) + extra
+        # Where outliers make most of the loss they move constants by about this much.
+        least = _BIAS if bulk[1] < _FEW else ROUNDING
+        return 2.0 * self._rows * math.log(max(bulk[0], least * self._spread)) + extra
 
     def _strays(self, program: Program) -> bool:
         """Tell whether a formula leaves the range of the target between rows, or next to them."""
