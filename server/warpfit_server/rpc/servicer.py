@@ -7,7 +7,6 @@ are parsed and framed, and malformed bytes get an answer that says so.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -52,6 +51,9 @@ from warpfit_server.tenancy.turns import TenantTurns
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05
 _ANSWER_SHARE: Final = 0.1
+#: Deadlines that are further away are none: gRPC tells three centuries where a call has none, which
+#: is more than timers take.
+_NO_DEADLINE_SECONDS: Final = 1e8
 #: The messages of an answer; the last one is returned, so that the call is in flight no more when
 #: it is sent.
 Answer = Generator[bytes, None, bytes]
@@ -371,7 +373,7 @@ def _stop_time(request: FitRequest, remaining: float | None) -> float | None:
 
     The moment is on the clock of ``time.monotonic()``; ``remaining`` are the call's seconds.
     """
-    if not request.settings.partial or remaining is None or not math.isfinite(remaining):
+    if not request.settings.partial or remaining is None or remaining > _NO_DEADLINE_SECONDS:
         return None
     margin = max(_ANSWER_SECONDS, _ANSWER_SHARE * remaining)
     return time.monotonic() + max(0.0, remaining - margin)

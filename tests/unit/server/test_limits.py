@@ -1,5 +1,6 @@
 """Size limits of requests, and when a partial fit stops."""
 
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -164,6 +165,7 @@ def test_programs_have_ten_thousand_tokens_at_most_unless_told_otherwise():
 
 def test_only_a_partial_fit_stops_before_its_deadline():
     assert _stop_time(_fit(), 10.0) is None
-    assert _stop_time(_fit(partial=True), None) is None
+    for none in (None, math.inf, 9.2e9):
+        assert _stop_time(_fit(partial=True), none) is None
     stop = _stop_time(_fit(partial=True), 10.0)
     assert time.monotonic() + 8.0 < stop < time.monotonic() + 9.5
