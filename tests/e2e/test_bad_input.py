@@ -146,7 +146,7 @@ def _data(count):
 PAYLOAD = BARE.layout.nbytes
 EMPTY_NAMES = pb.UploadHeader(layout=pb.DatasetLayout(names=[""] * 1_000_000))
 UPLOAD_CASES = {
-    "no messages": ("BAD_HEADER", []),
+    "no messages": ("NO_MESSAGE", []),
     "no header": ("BAD_HEADER", [_data(4)]),
     "two headers": ("BAD_HEADER", [_header(), _header()]),
     "truncated": ("TRUNCATED_UPLOAD", [_header(), _data(PAYLOAD - 1)]),

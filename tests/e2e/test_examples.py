@@ -8,8 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
-from nbclient import NotebookClient
+import pytest
 
 from support.servers.server import ServerProcess
 
@@ -21,7 +20,10 @@ def run(name: str, *flags: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.thorough
 def test_the_notebook_runs_from_top_to_bottom(server: ServerProcess, monkeypatch):
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
     notebook = nbformat.read(EXAMPLES / "first_steps.ipynb", 4)
     nbformat.validate(notebook)
@@ -29,7 +31,7 @@ def test_the_notebook_runs_from_top_to_bottom(server: ServerProcess, monkeypatch
         code = cell.source.replace("(warpfit.local())", "(warpfit.connect())")
         cell.source = code.replace("generations=5", "generations=1, population=50")
     shown = [kinds(cell) for cell in notebook.cells]
-    done = NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    done = client.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
     # The outputs that are stored are of the same kinds.
     assert [kinds(cell) for cell in done.cells] == shown
     assert sum("image/png" in found for found in shown) == 2

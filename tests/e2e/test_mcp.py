@@ -22,6 +22,7 @@ from mcp import Client, StdioServerParameters
 
 from warpfit import CancelledError, mcp_server
 
+pytestmark = pytest.mark.thorough
 NAMES = ("a", "b", "y")
 COMMAND = ["-c", "import sys; from warpfit.cli.main import main; sys.exit(main())", "mcp"]
 LAW = "p1*exp(p2*a) + p3*b"

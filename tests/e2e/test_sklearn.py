@@ -69,7 +69,13 @@ def points(rows=300, seed=0):
 
 
 @pytest.mark.parametrize(
-    "kind", [SymbolicRegressor, ParameterOptimizer, SymbolicClassifier, SymbolicTransformer]
+    "kind",
+    [
+        SymbolicRegressor,
+        ParameterOptimizer,
+        pytest.param(SymbolicClassifier, marks=pytest.mark.thorough),
+        pytest.param(SymbolicTransformer, marks=pytest.mark.thorough),
+    ],
 )
 def test_scikit_learns_own_checks(server: ServerProcess, kind):
     """Those of `check_estimator`; none is expected to fail."""

@@ -143,7 +143,7 @@ def test_server_info_tells_the_tenant_its_own_limits(as_tenant):
         limits = pb.ServerInfo.FromString(carol.call("GetServerInfo")[0]).limits
         assert (limits.programs, limits.rate) == (1, 5)
         limits = pb.ServerInfo.FromString(alice.call("GetServerInfo")[0]).limits
-        assert (limits.programs, limits.rate, limits.requests) == (100_000, 0, 48)
+        assert (limits.programs, limits.rate, limits.requests) == (100_000, 0, 32)
 
 
 def test_limits_of_a_tenant(server, tokens, as_tenant):

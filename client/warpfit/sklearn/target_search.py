@@ -399,10 +399,9 @@ _BULK: Final = 0.8
 _FEW: Final = 0.1
 _BIAS: Final = 5e-3
 #: How much less likely a formula is, in nats, that leaves the range of the target, widened by part
-#: of itself, between rows or next to them; and how far beyond two rows that is, in their distance.
+#: of itself, between rows. Beyond them it may: powers have no value where a length is negative.
 _STRAYING: Final = 10.0
 _ROOM: Final = 0.25
-_BEYOND: Final = 0.1
 #: Multiple of the tolerance with which they are shortened again.
 _FAR: Final = 4.0
 #: Fewer rows are not divided to hold some out.
@@ -711,10 +710,10 @@ class TargetSearch:
 
     @cached_property
     def _between(self) -> Floats:
-        """Points on lines through pairs of rows, between and a bit beyond them, [variables, n]."""
+        """Points on lines between pairs of rows, [variables, n]."""
         rng = np.random.default_rng(0)
         ends = self.training.rows[rng.integers(len(self.training.target), size=(2, _JUDGED))]
-        part = rng.uniform(-_BEYOND, 1.0 + _BEYOND, (_JUDGED, 1))
+        part = rng.uniform(0.0, 1.0, (_JUDGED, 1))
         return np.ascontiguousarray((ends[0] + part * (ends[1] - ends[0])).T)
 
     @cached_property

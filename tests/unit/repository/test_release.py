@@ -52,6 +52,7 @@ def test_publishing_needs_no_password():
     assert "secrets." not in (WORKFLOWS / "release.yml").read_text()
 
 
+@pytest.mark.thorough
 def test_wheel_and_sdist_can_be_uploaded(tmp_path):
     for words in (["hatchling", "build", "-d", tmp_path], ["twine", "check", "--strict"]):
         files = sorted(tmp_path.iterdir()) if words[0] == "twine" else []

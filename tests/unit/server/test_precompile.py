@@ -23,7 +23,7 @@ from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.native import compile_processes
-from warpfit_server.engine.cpu.codegen import build
+from warpfit_server.engine.cpu.codegen import kernels
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit import bfgs, levenberg_marquardt, separable
@@ -38,7 +38,7 @@ def counted(function):
     return call
 
 compiler.compile_extra = counted(compiler.compile_extra)
-build._compile = counted(build._compile)
+kernels._compile = counted(kernels._compile)
 compile_processes._start = counted(compile_processes._start)
 engine = CpuEngine(1)
 data = Dataset.of(np.ones((2, 1)), np.ones(2))

@@ -179,7 +179,7 @@ def test_no_formula_becomes_worse_than_allowed_or_longer(drawn, tolerance, seed)
 
 @pytest.mark.parametrize("kind", ["constants", "numbers", False])
 def test_pi_is_for_constants_that_no_short_number_is_near_enough_to(client, kind):
-    law = 3.14159265 * np.sin(X[:, 1]) + 2 * X[:, 0] / 3
+    law = (np.pi if kind == "constants" else 3.14159265) * np.sin(X[:, 1]) + 2 * X[:, 0] / 3
     noisy = 3.12 * X[:, 1] + 0.05 * np.random.default_rng(1).normal(size=200)
     text = {"constants": "pi", "numbers": "3.1416", False: "3.1415"}[kind]
     data = client.upload(X, law, dtype="float64")
