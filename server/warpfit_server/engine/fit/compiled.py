@@ -45,8 +45,7 @@ def _load_levenberg_marquardt() -> None:
     places = types.int64[::1]
     mark_linear = types.void(codes, values, places, places, _COUNTS, _NUMBERS)
     numba_cache.load(separable.mark_linear, mark_linear)
-    sizes = _ROWS, _NUMBERS, types.float64, types.boolean, _NUMBERS, places
-    numba_cache.load(starts.find_scales, types.void(codes, values, places, places, *sizes))
+    starts.load()
 
 
 def _load_bfgs() -> None:
