@@ -99,5 +99,5 @@ def test_memory_is_estimated_and_released(method, kind):
     counted, most, left = map(float, ended.stdout.split())
     assert most > 20.0, "the measurement sees it"
     assert most / 1.3 < counted < 1.4 * most
-    # After an evaluation the allocator keeps 8 MiB of the heap of each thread, which are two or three.
+    # After an evaluation the allocator keeps 8 MiB of the heap of each of two or three threads.
     assert left < 0.15 * most + 24.0 * (method == "evaluate")
