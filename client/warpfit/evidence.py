@@ -227,18 +227,19 @@ class Evidence:
     freedom: NDArray[np.int64]
     """n - r."""
     covariances: list[Floats]
-    """For each formula [parameters, parameters]: see `covariance_of`; 0 for fixed parameters."""
+    """Covariance matrix of each formula, [parameters, parameters]; see `covariance_of`. Fixed
+    parameters have 0."""
     standard_errors: list[Floats]
-    """For each formula [parameters]; NaN where the data do not determine a parameter."""
+    """Standard errors of each formula, [parameters]; NaN where the data determine no value."""
     undetermined: list[NDArray[np.bool_]]
-    """For each formula [parameters]: whether the data do not determine it."""
+    """Whether the data determine no value, for each formula, [parameters]."""
     warnings: list[list[str]]
-    """For each formula what is to be known of its constants."""
+    """Warnings about the constants of each formula."""
     intervals: list[Floats] | None = None
-    """For each formula [parameters, 2]: profile-likelihood intervals, see `ProfileSearch`; None if
+    """Profile-likelihood intervals of each formula, [parameters, 2]; see `ProfileSearch`. None if
     not requested."""
     terms: list[list[Term]] | None = None
-    """For each formula its terms and what each contributes, if requested."""
+    """Terms of each formula with their contributions; None if not requested."""
 
     @classmethod
     def of(
@@ -378,7 +379,7 @@ class ProfileSearch:
             raise bad_setting("intervals", level, "a level between 0 and 1, such as 0.95")
         self._parameters, self._squares = parameters, squares
         self.intervals = [np.stack([p - np.inf, p + np.inf], axis=1) for p in parameters]
-        #: Of each end: program, parameter, side, and the goal for the root of S(t_i) / S - 1.
+        #: Program, parameter and side of each end, and the goal for the root of S(t_i) / S - 1.
         self._ends: list[_End] = []
         for i, vector in enumerate(parameters):
             freedom = int(evidence.freedom[i])

@@ -32,13 +32,13 @@ class Method(StrEnum):
 
 
 class Missing(StrEnum):
-    """What a fit does with rows in which a program is NaN or infinite."""
+    """Treatment of rows in which a program is NaN or infinite."""
 
     REFUSE = "refuse"
-    """They make the loss NaN, so that a search refuses the point, or cannot begin there."""
+    """Such a row makes the loss NaN, so that a search refuses the point, or cannot begin there."""
     DROP = "drop"
-    """They are left out with a penalty: they count as if the program had the weighted mean of the
-    target there, and have no derivatives. A program without any finite row is not fitted."""
+    """Such a row counts as if the program had the weighted mean of the target there, which is the
+    penalty, and has no derivatives. A program without any finite row is not fitted."""
 
 
 class Reason(StrEnum):
@@ -140,7 +140,7 @@ class FitSettings:
     restarts: int = 0
     """Starts that the server draws for each program, beside the given ones, which come first."""
     seed: int = 0
-    """Of the drawn starts."""
+    """Seed of the drawn starts."""
     missing: Missing = Missing.REFUSE
     all_starts: bool = False
     """Whether to return the outcome of each start, not of the best one alone."""

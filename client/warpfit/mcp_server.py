@@ -63,18 +63,18 @@ and comparisons; functions are {functions}."""
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``warpfit mcp`` was told."""
+    """Settings of ``warpfit mcp``."""
 
     address: str
-    """Of the warpfit server."""
+    """Address of the warpfit server."""
     connection: dict[str, Any]
     """Further arguments of `warpfit.connect`."""
     root: Path | None
     """Folder below which files may be read; None for none."""
     most_bytes: int
-    """Of a file, when unpacked, and of the data in a call."""
+    """Most bytes of a file, when unpacked, and of the data in a call."""
     most_seconds: float
-    """Of a search."""
+    """Most seconds of a search."""
 
 
 @dataclass

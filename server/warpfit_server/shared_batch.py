@@ -45,7 +45,7 @@ _PRIME, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class BatchSummary(NamedTuple):
-    """What is known of a batch, in plain numbers."""
+    """Identity and bounds of a batch, in plain numbers."""
 
     identity: int
     """Hash of tokens, constants and numbers of parameters, without the parameters themselves. Equal
@@ -128,7 +128,7 @@ class BatchPart(NamedTuple):
     """The programs of one request in shared memory."""
 
     places: Places
-    """Of the arrays of `BATCH_ARRAYS`, in this process."""
+    """Places of the arrays of `BATCH_ARRAYS` in this process."""
     summary: BatchSummary
     arrays: Callable[[], Mapping[str, NDArray[Any]]]
     """Makes views of the arrays of a `Batch`, by name; it keeps the memory in place."""
@@ -218,7 +218,7 @@ class SharedBatch(Batch):
 
     @cached_property
     def summary(self) -> BatchSummary:
-        """What is known of all parts together."""
+        """Return the summary of all parts together."""
         return BatchSummary.joining([(part.summary, part.places[CODES][1]) for part in self.parts])
 
     @cached_property

@@ -152,7 +152,7 @@ class FitOptions(CommonOptions, total=False):
     with random signs. Without ``parameters`` the given start is 1 for each. The best outcome is
     returned, and with ``all_starts`` every one."""
     seed: int
-    """Of the drawn starts, 0 by default: the same seed gives the same bits."""
+    """Seed of the drawn starts; 0 by default. The same seed gives the same bits."""
     missing: Missing | str
     """Rows in which an expression is NaN or infinite: ``"refuse"`` (default) them, so that the loss
     is NaN; or ``"drop"`` them with a penalty, as if the expression had the target's mean there."""

@@ -61,12 +61,12 @@ class ProposeOptions(TypedDict, total=False):
     restarts: int
     """Starts that the server draws for each skeleton, beside ones; 8 by default."""
     seed: int
-    """Of the drawn starts, 0 by default."""
+    """Seed of the drawn starts; 0 by default."""
     held_out: float
     """Part of the rows that no fit sees; 0.2 by default. They are the last ones, so shuffle rows
     whose order has a meaning before the upload."""
     missing: Missing | str
-    """What is done with rows in which a formula is not finite, as in `optimize`."""
+    """Treatment of rows in which a formula is not finite; see `Missing`."""
     units: Mapping[str, Any] | Sequence[Any] | None
     """Unit of each variable, as for `warpfit.sklearn.SymbolicRegressor`; None checks none."""
     target_unit: Any
@@ -102,7 +102,7 @@ class Proposal:
     tried: int = 0
     """How often this client has fitted a skeleton of the same form to these data before."""
     warnings: tuple[str, ...] = ()
-    """What is to be known of the result, such as parameters that the data do not determine."""
+    """Warnings about the result, such as parameters that the data do not determine."""
     program: Program | None = None
     """The formula with its fitted constants."""
     expression: str = ""
@@ -112,7 +112,7 @@ class Proposal:
     parameters: tuple[float, ...] = ()
     """Fitted p1, p2, ...."""
     standard_errors: tuple[float, ...] = ()
-    """Of the parameters; NaN where the data do not determine one."""
+    """Standard errors of the parameters; NaN where the data do not determine one."""
     loss: float = math.nan
     """Loss on the rows that were fitted."""
     held_out_loss: float = math.nan
@@ -205,7 +205,7 @@ class Proposals(Sequence[Proposal]):
 
 
 class TriedSkeletons:
-    """What a client has proposed before; threads may share it."""
+    """Counts the skeletons that a client has proposed for each data set; threads may share it."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
@@ -248,10 +248,10 @@ class _Candidate:
     """A skeleton that can be fitted."""
 
     place: int
-    """In the call."""
+    """Index of the skeleton in the call."""
     program: Program
     answer: Proposal
-    """What is known of it before the fit."""
+    """The answer as far as it is known before the fit."""
 
 
 class ProposeTask:

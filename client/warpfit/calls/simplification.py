@@ -46,9 +46,9 @@ class SimplifyOptions(CommonOptions, total=False):
     loss: Loss | LossFunction | str
     """The loss that is compared, as in `optimize`; "mse" by default."""
     snap: Literal["constants", "numbers", False]
-    """What constants become where the loss allows it: ``"constants"`` (default), short numbers,
-    fractions, and multiples of pi and e where no number of four digits does; ``"numbers"``, the
-    same without pi and e; False, nothing but what a fit says."""
+    """Forms that constants are rounded to where the loss allows it: ``"constants"`` (default),
+    short numbers, fractions, and multiples of pi and e where no number of four digits does;
+    ``"numbers"``, the same without pi and e; False, none: constants keep their fitted digits."""
     assume_defined: bool
     """Also apply rules such as x/x = 1; see `warpfit.Program.simplify`."""
 

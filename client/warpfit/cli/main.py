@@ -20,6 +20,7 @@ from warpfit.cli.standard_streams import (
     reader_is_gone,
     tell,
     watch_output,
+    writing_file,
 )
 from warpfit.cli.table import (
     add_table_flags,
@@ -396,10 +397,10 @@ def _token(options: argparse.Namespace) -> None:
 
     token, line = new_token(options.tenant, options.days)
     if options.append is None:
-        # What goes to standard error can itself be a token file, so that `2> tokens` makes one.
+        # The line on standard error may be a token file by itself: `2> tokens` makes one.
         tell(f"# Add this line to the server's token file:\n{line}")
     else:
-        try:
+        with writing_file(options.append):
             # Made for its owner alone, whatever the umask is; a file that is there keeps its mode.
             file = os.open(options.append, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             with os.fdopen(file, "r+b") as tokens:
@@ -408,13 +409,6 @@ def _token(options: argparse.Namespace) -> None:
                 tokens.seek(max(0, size - 1))
                 start = b"\n" if size and tokens.read(1) != b"\n" else b""
                 tokens.write(start + line.encode() + b"\n")
-        except (OSError, ValueError) as error:  # a path may hold a zero byte
-            reason = getattr(error, "strerror", None) or str(error)
-            raise InvalidArgumentError(
-                f"{options.append} cannot be written: {reason}",
-                "BAD_FILE",
-                "Name a file in a folder that exists and can be written",
-            ) from error
     print(token)
 
 

@@ -9,13 +9,13 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from warpfit.cli.standard_streams import writing_file
 from warpfit.cli.table import Table, add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
 from warpfit.expressions.language import to_text
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     print(f"\n{options.target} = {model.expression_}")
     if options.json:
         text = json.dumps(_document(model, options), indent=2, allow_nan=False) + "\n"
-        with _writing(options.json):
+        with writing_file(options.json):
             options.json.write_text(text, encoding="utf-8")
     if options.plot:
         from matplotlib.figure import Figure
@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> int:
         left, right = figure.subplots(1, 2)
         model.plot_front(left)
         plot_fit(target, model.predict(named(table)), right)
-        with _writing(options.plot):
+        with writing_file(options.plot):
             figure.savefig(options.plot)
     return _STATUS.get(model.reason_, 0)
 
@@ -115,7 +115,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 def _require_writable(path: Path, field: str) -> None:
     """Open a file for writing, and leave it as it was."""
-    with _writing(path):
+    with writing_file(path):
         if path.exists() and not path.is_file() and not path.is_dir():
             if not os.access(path, os.W_OK):  # opening a device or a pipe might wait
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -127,20 +127,6 @@ def _require_writable(path: Path, field: str) -> None:
         if field == "checkpoint":  # it is written beside itself, and then renamed
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn errors of the file system into the error of a file that cannot be written."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # a path may hold a zero byte
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidArgumentError(
-            f"{path} cannot be written: {reason}",
-            "BAD_FILE",
-            "Name a file in a folder that exists and can be written, on a disk with room",
-        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""The descriptors 0, 1 and 2 of a command, some of which may be closed, or full."""
+"""The standard streams of a command, some of which may be closed or full, and files it writes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import io
 import os
 import select
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
+
+from warpfit.errors import InvalidArgumentError
 
 
 def open_standard_streams() -> None:
@@ -106,3 +110,17 @@ def reader_is_gone() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+@contextmanager
+def writing_file(path: Path | str) -> Iterator[None]:
+    """Turn errors of the file system into the error of a file that cannot be written."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a path may hold a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidArgumentError(
+            f"{path} cannot be written: {reason}",
+            "BAD_FILE",
+            "Name a file in a folder that exists and can be written, on a disk with room",
+        ) from error

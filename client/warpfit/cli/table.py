@@ -29,7 +29,7 @@ MOST_SECONDS: Final = 1e9
 _DELIMITERS: Final = "\t;,"
 #: Lines from which separator and decimal sign are told.
 _SAMPLE_LINES: Final = 100
-#: What programs write into a cell without a value, in lower case. NaN is a number.
+#: Texts of cells without a value, in lower case. NaN is a number.
 _MISSING: Final = frozenset({"", "na", "n/a", "#n/a", "<na>", "null", "none", "nat", "?"})
 _COMMA_NUMBER: Final = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 #: A number whose comma may stand between its thousands.
@@ -100,9 +100,9 @@ class Table:
     """The columns of a file that a command uses."""
 
     file: str
-    """What errors call the file."""
+    """Name of the file in error messages."""
     names: tuple[str, ...]
-    """Of the variables."""
+    """Names of the variables."""
     columns: NDArray[np.float64]
     """The variables, [rows, variables]."""
     target: NDArray[np.float64] | None
@@ -201,10 +201,10 @@ def read_table(options: argparse.Namespace) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """Which columns of a file are used: positions from 0."""
+    """The columns of a file that are used, as positions from 0."""
 
     names: tuple[str, ...]
-    """Of all columns."""
+    """Names of all columns."""
     variables: list[int]
     target: int | None
     weights: int | None

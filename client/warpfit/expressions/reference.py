@@ -291,7 +291,7 @@ def _scaled(values: Floats, rows: EvaluatedRows) -> tuple[Floats, Floats, Floats
     Each is an array with one entry for each row of ``values``. Numbers are taken relative to the
     first row of the data, so that a large mean costs no digits.
     """
-    # Of no row the first is 0.
+    # The sums over at most one row are 0 if there is none.
     first_y, first_f = rows.target[:1].sum(), values[:, :1].sum(axis=1)
     with np.errstate(all="ignore"):
         w, y = rows.weights, rows.target - first_y

@@ -73,8 +73,8 @@ class SnapSettings:
     middle: float
     """Start of the fit of the best constant."""
     numbers: str = "constants"
-    """What constants become: "constants" for all short forms, "numbers" for those without pi and
-    e, "" for none."""
+    """Forms that constants are rounded to: "constants" for all short forms, "numbers" for the forms
+    without pi and e, "" for none."""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ _MOST_SHUFFLES: Final = 10_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chance:
-    """What a search finds in half of the rows, beside what it finds by chance."""
+    """How well the formulas of a search fit the true target and shuffled ones."""
 
     share: float
     """Share of the shuffled targets that a formula as short fits as well as the true one."""

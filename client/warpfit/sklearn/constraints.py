@@ -1,4 +1,4 @@
-"""Which formulas a search may keep, and how complex they are: limits, monotonicity and units."""
+"""Constraints on the formulas of a search: limits of complexity, monotonicity and units."""
 
 from __future__ import annotations
 

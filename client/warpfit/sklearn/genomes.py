@@ -7,7 +7,7 @@ one token. Operations are vectorised over the tokens; those over trees loop over
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Final, Self, TypeAlias
 
@@ -164,6 +164,30 @@ def joined(parts: Sequence[Genomes]) -> Genomes:
     codes, values, *known = map(np.concatenate, arrays)
     starts = _bounds(np.concatenate([part.sizes for part in parts]))
     return Genomes(codes, values, starts, tuple(known))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FormulaTable:
+    """Formulas, and arrays with one entry for each of them, which are the fields of subclasses."""
+
+    genomes: Genomes
+
+    def __len__(self) -> int:
+        """Count the formulas."""
+        return len(self.genomes)
+
+    def __getitem__(self, index: Any) -> Self:
+        """Select formulas by a slice, a mask or indices."""
+        return type(self)(*(getattr(self, entry.name)[index] for entry in fields(self)))
+
+    @classmethod
+    def merged(cls, tables: Sequence[Self]) -> Self:
+        """Return the formulas of several tables, one table after the other."""
+        columns = (
+            np.concatenate([getattr(table, entry.name) for table in tables])
+            for entry in fields(cls)[1:]
+        )
+        return cls(joined([table.genomes for table in tables]), *columns)
 
 
 def packed(blocks: Sequence[Genomes]) -> Genomes:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
@@ -31,6 +31,7 @@ from warpfit.sklearn.genomes import (
     MUL,
     SUB,
     Floats,
+    FormulaTable,
     Genomes,
     Indices,
     Mask,
@@ -231,24 +232,15 @@ Singles = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class Table(FormulaTable):
     """Formulas f with finite values that differ."""
 
-    genomes: Genomes
     values: Singles
     """Values of f or 1/f, each formula's with root mean square 1; [formulas, rows]."""
     scales: Floats
     """Root mean squares of the values themselves; [formulas]."""
     inverted: Mask
     """Whether the values are those of 1/f; [formulas]."""
-
-    def __len__(self) -> int:
-        """Count the formulas."""
-        return len(self.genomes)
-
-    def __getitem__(self, index: Any) -> Table:
-        """Select formulas by a slice, a mask or indices."""
-        return Table(*(getattr(self, entry.name)[index] for entry in fields(self)))
 
     def with_reciprocals(self) -> Table:
         """Add 1/f of each f that is not too close to 0; shortest first."""
@@ -258,7 +250,7 @@ class Table:
         singles = (values / sizes[:, None]).astype(np.float32)
         inverted = np.ones(len(sizes), bool)
         part = Table(self.genomes[far], singles, sizes / self.scales[far], inverted)
-        both = stacked([self, part])
+        both = Table.merged([self, part])
         return both[np.argsort(both.genomes.sizes + both.inverted, kind="stable")].distinct()
 
     def distinct(self) -> Table:
@@ -276,16 +268,6 @@ class Table:
         """Return the formulas, 1/f where the values are those."""
         one = tokens(np.where(self.inverted, CONSTANT, 0), 1.0)
         return packed([one, self.genomes, tokens(np.where(self.inverted, DIV, 0))])
-
-
-def stacked(tables: Sequence[Table]) -> Table:
-    return Table(
-        joined([table.genomes for table in tables]),
-        *(
-            np.concatenate([getattr(table, entry.name) for table in tables])
-            for entry in fields(Table)[1:]
-        ),
-    )
 
 
 def _probes(rows: int) -> Floats:
@@ -650,11 +632,11 @@ class PairSearch:
         start = block * BLOCK % max(1, len(self._known))
         best = self._table(joined([beam, others]))
         # The part of the library is a block of its own, that the best do not outdo.
-        left = stacked([self._known[start : start + BLOCK], best])
+        left = Table.merged([self._known[start : start + BLOCK], best])
         base = self._known[:0]
         if kind == _ADDING and len(beam):
             base = self._table(beam[[rounds // 2 % min(_BASES, len(beam))]])
-        right = stacked([self._functions if kind == _SCALING else self._known, best])
+        right = Table.merged([self._functions if kind == _SCALING else self._known, best])
         sharpen = self._sharpened if kind == _SCALING else lambda v, _: v
         count = _SHARPENED if kind == _SCALING else _KEPT
         return self._best(
@@ -768,7 +750,7 @@ def _scaled(arguments: Table, operators: Collection[str], width: int) -> Table:
             singles = (values[sound] / scales[sound, None]).astype(np.float32)
             made = Table(genomes[sound], singles, scales[sound], arguments.inverted[sound])
             tables.append(made)
-    return stacked(tables).distinct()
+    return Table.merged(tables).distinct()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

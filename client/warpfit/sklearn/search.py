@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from warpfit.losses import Loss, LossFunction, as_function
 from warpfit.sklearn.genomes import (
     Breeder,
     Floats,
+    FormulaTable,
     Genomes,
     Indices,
     Mask,
@@ -46,24 +47,15 @@ _DIGITS: Final = 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pool:
+class Pool(FormulaTable):
     """Formulas a + b f with their losses."""
 
-    genomes: Genomes
     losses: Floats
     slopes: Floats
     intercepts: Floats
     complexities: Indices
     settled: Mask
     """Whether further iterations would not change a formula's numbers."""
-
-    def __len__(self) -> int:
-        """Count the formulas."""
-        return len(self.losses)
-
-    def __getitem__(self, index: Any) -> Pool:
-        """Select formulas by a slice, a mask or indices."""
-        return Pool(*(getattr(self, entry.name)[index] for entry in fields(self)))
 
     @property
     def layers(self) -> Indices:
@@ -87,17 +79,6 @@ class Pool:
     def best(self, count: int) -> Pool:
         """Return the survivors by layer, then by loss, in this order."""
         return self[np.lexsort((self.complexities, self.losses, self.layers))[:count]]
-
-
-def merged(pools: Sequence[Pool]) -> Pool:
-    """Return the formulas of several pools."""
-    return Pool(
-        joined([pool.genomes for pool in pools]),
-        *(
-            np.concatenate([getattr(pool, entry.name) for pool in pools])
-            for entry in fields(Pool)[1:]
-        ),
-    )
 
 
 def empty_pool(genomes: Genomes) -> Pool:
@@ -317,7 +298,7 @@ class Search:
     def everything(self) -> Pool:
         """Return the formulas of all islands, and of those that have been given up."""
         pools = [*self.archive, *(island.population for island in self.islands)]
-        return merged(pools) if pools else empty_pool(Genomes.of([]))
+        return Pool.merged(pools) if pools else empty_pool(Genomes.of([]))
 
     def _over(self) -> bool:
         best = min(island.best for island in self.islands)
@@ -342,7 +323,7 @@ class Search:
             self._settle(place)
         island = self.islands[place]
         if island.stagnates():
-            everything = merged([*self.archive, island.population]).distinct()
+            everything = Pool.merged([*self.archive, island.population]).distinct()
             self.archive = [everything.best(self.settings.population)]
             island = self._settle(place)
         immigrants = self.breeder.first(int(_IMMIGRANTS * self.settings.population))
@@ -382,7 +363,7 @@ class Search:
         library = self.pairs.library
         island = Island(self._scored(library[:_FIRST]))
         self.islands[place : place + 1] = [island]
-        island.population = merged([island.population, self._scored(library[_FIRST:])])
+        island.population = Pool.merged([island.population, self._scored(library[_FIRST:])])
         self._admit(island, self.breeder.first(2 * self.settings.population))
         return island
 
@@ -407,8 +388,8 @@ class Search:
         chosen = np.flatnonzero(~fresh.settled & np.isfinite(fresh.losses))[:fits]
         if len(chosen):
             fitted = self._fitted(fresh[chosen], self.sample, self.settings.fit_iterations)
-            fresh = merged([fresh[np.setdiff1d(np.arange(len(fresh)), chosen)], fitted])
-        pool = merged([island.population, fresh]).distinct()
+            fresh = Pool.merged([fresh[np.setdiff1d(np.arange(len(fresh)), chosen)], fitted])
+        pool = Pool.merged([island.population, fresh]).distinct()
         waiting = ~pool.settled
         ranks = np.lexsort((pool.losses, pool.layers))
         squares = as_function(self.settings.loss).is_squares
@@ -417,7 +398,9 @@ class Search:
         chosen = ranks[waiting[ranks]][:most]
         if len(chosen):
             fitted = self._fitted(pool[chosen], self.sample, self.settings.fit_iterations)
-            pool = merged([pool[np.setdiff1d(np.arange(len(pool)), chosen)], fitted]).distinct()
+            pool = Pool.merged(
+                [pool[np.setdiff1d(np.arange(len(pool)), chosen)], fitted]
+            ).distinct()
         island.population = pool.best(self.settings.population)
 
     def _fresh(self, island: Island, genomes: Genomes) -> Genomes:

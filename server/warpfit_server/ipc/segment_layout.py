@@ -71,7 +71,7 @@ class SegmentLayout(NamedTuple):
     program_bytes: int
     """Size of the values of one program, for all of its parameter vectors."""
     identity: int
-    """Of the batch, see `BatchSummary`, as the following three."""
+    """This and the next three are the fields of the batch's `BatchSummary`."""
     longest: int
     typical: int
     operators: int
@@ -82,7 +82,7 @@ class SegmentLayout(NamedTuple):
 
     @property
     def summary(self) -> BatchSummary:
-        """What is known of the batch."""
+        """Return the summary of the batch."""
         return BatchSummary(self.identity, self.longest, self.typical, self.operators)
 
     @property

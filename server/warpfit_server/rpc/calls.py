@@ -178,7 +178,7 @@ class CallHandlers:
         self.message_seconds = config.message_seconds
         """Time in which a message must arrive, or be taken."""
         self.turns = TenantTurns()
-        """Who decodes, and who rests."""
+        """Turns of the tenants at the time of this process."""
         self.timeouts = CallTimeouts()
         """Time limits of the calls that wait for their client."""
         self.waiting: set[Any] = set()

@@ -18,6 +18,8 @@ _MOST: Final = 2
 #: Seconds of a core that a tenant may use each second for calls that take long, and the seconds
 #: that it may be ahead of that.
 _SHARE, _AHEAD = 1 / 3, 0.02
+#: Tenants that are remembered as having been charged, before those that have rested are forgotten.
+_MOST_CHARGED: Final = 1_000
 #: Seconds after which another tenant that has called does not count as calling.
 _CALLING_SECONDS: Final = 0.5
 #: Seconds after which a thread that waits looks whether its call has ended.
@@ -73,6 +75,10 @@ class TenantTurns:
             until = max(time.monotonic(), self._used_until.get(tenant, 0.0))
             self._used_until[tenant] = until + (seconds - expected) / _SHARE
             self._charged[tenant] = seconds
+            if len(self._used_until) > _MOST_CHARGED:  # anybody with a certificate may be a tenant
+                now = time.monotonic()
+                self._used_until = {who: at for who, at in self._used_until.items() if at > now}
+                self._charged = {who: self._charged[who] for who in self._used_until}
 
     def rest(self, tenant: str, check_wanted: Callable[[], None] = lambda: None) -> float:
         """Wait while the tenant has used more than its share and another one calls.
@@ -84,12 +90,12 @@ class TenantTurns:
         while tenant in self._used_until:
             with self._lock:
                 now = time.monotonic()
-                until = max(now, self._used_until[tenant])
+                until = max(now, self._used_until.get(tenant, now))
                 called = self._another_at if tenant == self._latest else self._latest_at
                 if called < now - _CALLING_SECONDS:
                     return 0.0
                 if until <= now + _AHEAD:
-                    expected = self._charged[tenant]
+                    expected = self._charged.get(tenant, 0.0)
                     self._used_until[tenant] = until + expected / _SHARE
                     return expected
             time.sleep(min(until - now - _AHEAD, _CHECK_SECONDS))

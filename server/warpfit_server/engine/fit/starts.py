@@ -55,7 +55,7 @@ _MARGIN: Final = 0.25
 #: Logarithms of scales are kept in this range, so that sums of them stay finite.
 _LARGEST: Final = 150.0
 
-# What an operator does to sizes: columns of `_operators`.
+# Columns of `_operators`, which describes how each operator changes sizes.
 _RULE: Final = 0
 _POWER: Final = 1
 # Values of _RULE.

@@ -124,3 +124,15 @@ def test_threads_that_rest_go_on_one_by_one():
 
 def _end():
     raise CancelledError("the call has ended", "CANCELLED")
+
+
+def test_any_number_of_tenants_takes_little_memory(monkeypatch):
+    monkeypatch.setattr(turns, "_MOST_CHARGED", 10)
+    shared = TenantTurns()
+    shared.charge("long", 100.0)
+    for number in range(1000):
+        shared.charge(f"tenant {number}", 1e-9)
+        time.sleep(1e-6)  # which it has rested for then
+    assert len(shared._used_until) <= 12
+    assert len(shared._charged) <= 12
+    assert "long" in shared._used_until

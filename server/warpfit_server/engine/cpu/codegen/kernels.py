@@ -274,7 +274,7 @@ LARGEST_TILE: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class DotShape:
-    """Which columns a kernel multiplies."""
+    """Shape of the tile of products that a kernel sums up."""
 
     height: int
     width: int

@@ -133,9 +133,9 @@ _LOG2: Final = "lg2.approx.ftz.f32 %s, %s;"
 _SQRT: Final = "sqrt.approx.ftz.f32 %s, %s;"
 _RECIPROCAL: Final = "rcp.approx.ftz.f32 %s, %s;"
 _HALVE: Final = "mul.ftz.f32 %s, %s, 0f3F000000;"
-#: What replaces an approximate function of another one's result, in terms of the other one's
-#: operand. Each saves work of the special-function unit, which bounds fast kernels, and an
-#: intermediate result that may overflow.
+#: Instructions that replace a pair of approximate functions, by the outer and the inner one; they
+#: take the inner function's operand. Each saves work of the special-function unit, which bounds
+#: fast kernels, and an intermediate result that may overflow.
 _REWRITES: Final[Mapping[tuple[str, str], tuple[str, ...]]] = MappingProxyType(
     {
         (_RECIPROCAL, _EXP2): ("neg.ftz.f32 %s, %s;", _EXP2),
