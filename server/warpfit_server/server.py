@@ -19,11 +19,9 @@ from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.observability.records import Recorder
 from warpfit_server.processes.engine_start import Preparation
-from warpfit_server.processes.engine_supervisor import EngineSupervisor
-from warpfit_server.processes.engines import Engines
+from warpfit_server.processes.engines import Engines, EngineSupervisor
 from warpfit_server.processes.front_ends import FrontEnds
-from warpfit_server.processes.probe import Probe
-from warpfit_server.processes.watchdog import Readiness, Watchdog
+from warpfit_server.processes.watchdog import Probe, Readiness, Watchdog
 from warpfit_server.system.sockets import join_address, reserve_port
 from warpfit_server.tenancy.quotas import QuotaTable
 

@@ -35,7 +35,7 @@ from warpfit_server.ipc.router import Router
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.observability.records import Observer, Recorder, make_tracer
-from warpfit_server.processes.probe import Probe
+from warpfit_server.processes.watchdog import Probe
 from warpfit_server.rpc.calls import CallHandlers
 from warpfit_server.rpc.health import Health, HealthPort
 from warpfit_server.rpc.port import listen, make_server, server_credentials

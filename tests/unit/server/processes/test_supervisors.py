@@ -35,8 +35,7 @@ from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.registry import Registry
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.observability.records import Recorder
-from warpfit_server.processes.engine_supervisor import EngineSupervisor
-from warpfit_server.processes.engines import Engines
+from warpfit_server.processes.engines import Engines, EngineSupervisor
 from warpfit_server.processes.front_end import MainProcess
 from warpfit_server.processes.front_ends import FrontEnds
 from warpfit_server.processes.supervisor import State, Supervisor
@@ -490,11 +489,11 @@ class TestLoads:
         first = supervisor.load(dataset)
         supervisor.unload(b"data")
         second = supervisor.load(dataset)
-        supervisor._settle_load(messages.DatasetLoaded(b"data", error))
+        supervisor.handle(None, messages.DatasetLoaded(b"data", error), None)
         assert first.exception(timeout=0) is error, "those that wait for it go on"
         assert not second.done()
         assert not supervisor.has(b"data")
-        supervisor._settle_load(messages.DatasetLoaded(b"data", None))
+        supervisor.handle(None, messages.DatasetLoaded(b"data", None), None)
         assert second.result(timeout=0) is None
         assert supervisor.has(b"data")
 
