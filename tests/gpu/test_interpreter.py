@@ -14,10 +14,10 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Program
 from warpfit.request import Loss, Precision, Tier
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.interpreter import tier
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.runtime import device
+from warpfit_server.engine.interface import Arithmetic
 
 X = [Program.variable(index) for index in range(3)]
 P = [Program.parameter(index) for index in range(3)]

@@ -34,7 +34,7 @@ COLD_SECONDS = 600
 COMPILE = """
 import cuda.bindings.driver, cupy, pynvml
 from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
-from warpfit_server.engine.arithmetic import Arithmetic
+from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.cuda.runtime import nvjitlink, nvrtc
 
 print(nvrtc.version(), nvjitlink.version())

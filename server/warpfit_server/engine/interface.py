@@ -1,4 +1,4 @@
-"""The interface between the engine process and an engine."""
+"""The interface between the engine process and an engine: steps, arithmetics, results, `Engine`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -96,6 +97,77 @@ class _ThreadWork(NamedTuple):
     result: Callable[[], Any]
 
 
+class Arithmetic(Enum):
+    """Data type and precision with which a kernel computes."""
+
+    PRECISE = ("f32", Precision.PRECISE, np.dtype(np.float32))
+    FAST = ("f32", Precision.FAST, np.dtype(np.float32))
+    """Approximate functions."""
+    DOUBLE = ("f64", Precision.PRECISE, np.dtype(np.float64))
+
+    def __init__(self, type_name: str, precision: Precision, dtype: np.dtype[np.floating]) -> None:
+        self.type_name = type_name
+        """PTX type of the values."""
+        self.precision = precision
+        self.dtype = dtype
+
+    @classmethod
+    def of(cls, dtype: np.dtype[np.floating], precision: Precision) -> Arithmetic:
+        """Return the arithmetic for data of ``dtype``; float64 is always precise."""
+        if dtype == np.float64:
+            return cls.DOUBLE
+        return cls.FAST if precision is Precision.FAST else cls.PRECISE
+
+    @property
+    def is_fast(self) -> bool:
+        """Return whether approximate operators are used."""
+        return self is Arithmetic.FAST
+
+    @property
+    def is_single(self) -> bool:
+        """Return whether the data is float32."""
+        return self is not Arithmetic.DOUBLE
+
+    @property
+    def real(self) -> str:
+        """C++ name of the data type."""
+        return "float" if self.is_single else "double"
+
+    @property
+    def label(self) -> str:
+        """Name in files, and in the tier chooser."""
+        return self.name.lower() if self.is_single else "float64"
+
+
+class Moments(NamedTuple):
+    """What linear scaling and correlations are made of, for values f and the target y.
+
+    Each is an array [...], and an engine fills one array [..., MOMENTS], in this order.
+    """
+
+    weights: NDArray[np.float64]
+    """Sum of w."""
+    mean_f: NDArray[np.float64]
+    """Weighted mean of f."""
+    mean_y: NDArray[np.float64]
+    squares_f: NDArray[np.float64]
+    """Sum of w (f - mean_f)^2."""
+    squares_y: NDArray[np.float64]
+    products: NDArray[np.float64]
+    """Sum of w (f - mean_f) (y - mean_y)."""
+    residual: NDArray[np.float64]
+    """Sum of w (y - a - b f)^2 for the best a and b, added up from residuals, so that it keeps its
+    digits where it is small."""
+
+    @classmethod
+    def of(cls, numbers: NDArray[np.float64]) -> Moments:
+        """Name the numbers of an array [..., MOMENTS]."""
+        return cls(*np.moveaxis(numbers, -1, 0))
+
+
+MOMENTS: Final = len(Moments._fields)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
     """Preallocated arrays that an evaluation fills, in the memory order of the wire."""
@@ -104,7 +176,7 @@ class Outputs:
     """[programs, K, rows], C order, the data set's dtype; None if not requested."""
     losses: NDArray[np.float64] | None
     """Sums of the row losses, [programs, K], C order; None if not requested. The caller turns them
-    into losses (`finalize`)."""
+    into losses (`Finalizer`)."""
     cancelled: NDArray[np.uint8]
     """[1]; another process sets it to 1 to cancel the evaluation; engines poll it."""
     ready: Callable[[int], None]
@@ -122,9 +194,7 @@ class Outputs:
     """Sum, mean, least, greatest and number of non-finite values, [programs, K, 5]; not weighted;
     NaN in any row makes the first four NaN. None if not requested."""
     moments: NDArray[np.float64] | None = None
-    """[programs, K, 7]: sum w; weighted means of the values f and the target y; sums of w (f-mf)^2,
-    w (y-my)^2 and w (f-mf)(y-my); the sum of w (y - a - b f)^2 for the best a and b, added up from
-    residuals, so that it keeps its digits where it is small. None if not requested."""
+    """`Moments` of each program and vector, [programs, K, MOMENTS]; None if not requested."""
 
 
 class Selection(NamedTuple):

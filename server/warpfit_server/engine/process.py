@@ -1,4 +1,4 @@
-"""The engine process: data sets, the loop, and the messages of the supervisor.
+"""The engine process: its engine, its data sets, its loop, and the messages of the supervisor.
 
 The main thread handles the supervisor's messages; `warpfit_server.engine.loop` serves the front
 ends. The process ends at once when the supervisor is gone.
@@ -6,19 +6,21 @@ ends. The process ends at once when the supervisor is gone.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
 import sys
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from warpfit.dataset import Dataset
-from warpfit.errors import InternalError, WarpfitError
+from warpfit.errors import InternalError, UnavailableError, WarpfitError
 from warpfit_server.config import Config
-from warpfit_server.engine import create_engine
+from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import Engine
-from warpfit_server.engine.loaded_datasets import LoadedDatasets
 from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
@@ -70,8 +72,20 @@ class EngineProcess:
                     self._loop.add(FrontEndConnection(channel))
                 case messages.ConnectFrontEnd():  # the front end notices, and asks again
                     _LOG.error("a connection was lost: too many open files")
-                case messages.LoadDataset():
-                    self._load(message, descriptor)
+                case messages.LoadDataset(key, layout):
+                    error: WarpfitError | None = None
+                    try:
+                        segment = Segment.received(message.segment, descriptor, message.size)
+                        matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
+                        segment.close()  # the matrix keeps the mapping
+                        self._datasets.load(Dataset.resident(layout, matrix, key))
+                    except WarpfitError as refused:
+                        error = refused
+                    except (OSError, MemoryError) as failed:
+                        error = shortage(failed)
+                        if error is None:
+                            raise
+                    self._channel.send(messages.DatasetLoaded(key, error))
                 case messages.UnloadDataset():
                     self._datasets.unload(message.key)
                 case messages.RequestCounters():
@@ -79,21 +93,61 @@ class EngineProcess:
                 case _:
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 
-    def _load(self, message: messages.LoadDataset, descriptor: int | None) -> None:
-        error: WarpfitError | None = None
+
+def create_engine(
+    kind: str,
+    *,
+    threads: int | None = None,
+    memory_share: float = 1.0,
+    device_memory: int | None = None,
+    cache_directory: Path | None = None,
+) -> Engine:
+    """Create an engine of a kind, ``"cpu"`` or ``"cuda"``; the latter on the first visible GPU.
+
+    Args:
+        kind: of the engine.
+        threads: threads of the CPU engine, or that lower and compile for the CUDA engine; None for
+            all cores.
+        memory_share: part of the GPU's memory that is for this engine.
+        device_memory: bytes of the GPU's memory to use; None for most of it.
+        cache_directory: where code for GPUs is kept; None for the user's cache directory. What
+            Numba compiles is kept where `compile_cache.engine_environment` says.
+
+    Raises:
+        WarpfitError: if the engine cannot run on this machine.
+    """
+    if kind == "cpu":
+        from warpfit_server.engine.cpu.engine import CpuEngine
+
+        return CpuEngine(threads=threads)
+
+    def make_context() -> None:
+        """Make the context of the first visible GPU for CuPy, which says what is wrong, if any."""
         try:
-            segment = Segment.received(message.segment, descriptor, message.size)
-            layout = message.layout
-            matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
-            segment.close()  # the matrix keeps the mapping
-            self._datasets.load(Dataset.resident(layout, matrix, message.key))
-        except WarpfitError as refused:
-            error = refused
-        except (OSError, MemoryError) as failed:
-            error = shortage(failed)
-            if error is None:
-                raise
-        self._channel.send(messages.DatasetLoaded(message.key, error))
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+    # The driver takes a third of a second for it, in which the modules below are imported.
+    threading.Thread(target=make_context, name="context", daemon=True).start()
+    try:
+        from warpfit_server.engine.cuda.engine import CudaEngine
+    except ImportError as error:
+        raise UnavailableError(
+            f"the CUDA libraries are not installed: {error}",
+            "NO_CUDA",
+            "Install them (pip install 'warpfit[cuda13]' or '[cuda12]'), or run with --devices cpu",
+        ) from error
+    limit = None if device_memory is None else int(device_memory * memory_share)
+    return CudaEngine(
+        memory_limit=limit,
+        memory_share=memory_share,
+        cache_directory=cache_directory,
+        threads=threads,
+    )
 
 
 def main(arguments: Sequence[str]) -> None:

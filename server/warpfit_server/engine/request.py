@@ -1,10 +1,21 @@
-"""Requests of front ends in the engine process, and the connections that they arrive on."""
+"""Requests of front ends in the engine process, and which of them are evaluated as one batch.
+
+The simple form of merging:
+
+    join the programs of the requests to one batch, evaluate it, and hand each its results
+
+Then each request costs a few copies, so that many small ones are served by one thread. It does not
+matter whether a batch has come before: interpreting it beside others costs less than looking for
+what was compiled for it. A lone request is another matter, and so is one with so many rows that
+compiled kernels save more than merging does. So the engine says with how many it pays.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import memmove
 from functools import cached_property
 from typing import Final
 
@@ -12,17 +23,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InternalError, WarpfitError
-from warpfit.request import Evaluation, Timings
-from warpfit_server.engine.interface import Steps
+from warpfit.request import Evaluation, Precision, Tier, Timings
+from warpfit_server.engine.interface import Engine, Outputs, Steps
+from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.scheduler import ScheduledRequest
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.messages import Reply, SubmitEvaluation
 from warpfit_server.ipc.segment_layout import BEGUN
 from warpfit_server.ipc.segments import Segment
+from warpfit_server.shared_batch import SharedBatch
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Seconds after which the engine drops a front end that does not read its answers.
 _SEND_SECONDS: Final = 1.0
+#: Most batches in a set. When it is full, another one is begun, and the one before is kept.
+_REMEMBERED: Final = 8192
+#: Most numbers of a request that is merged (tokens, losses, derivatives), and of all that are
+#: merged into one step: more of them would be a long step.
+_MOST_NUMBERS: Final = 1 << 18
+_MOST_OF_A_STEP: Final = 1 << 20
+#: The same with gradients, whose programs are differentiated on the host: such a step has no more
+#: tokens than an engine lowers at a time.
+_MOST_WITH_GRADIENTS: Final = 1 << 15
+#: Work of a loss with its gradient, relative to that of the loss alone.
+_GRADIENT_WORK: Final = 3
 
 
 class FrontEndConnection:
@@ -113,3 +137,99 @@ class Request(ScheduledRequest):
         if not self.alone:
             self.note_state(BEGUN)
         self.waited = time.monotonic_ns() - self.problem.submitted
+
+
+class Merger:
+    """Decides which requests may be merged; safe to use from threads.
+
+    A batch that has not come before is interpreted: no engine looks for what was compiled for it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen: set[int] = set()
+        self._older: set[int] = set()
+
+    def plan(self, request: Request) -> None:
+        """Set `merge_key`, `merge_from` and `size` of a new request; no key: it runs alone."""
+        problem, layout = request.problem, request.problem.segment_layout
+        key = (
+            *(problem.dataset_id, problem.rows, problem.precision, problem.loss),
+            *(problem.outputs, layout.vectors),
+        )
+        has_come = False
+        if problem.tier == Tier.AUTO.name and problem.fit is None:
+            has_come = self._has_come(hash((layout.identity, *key)))
+            if not has_come:
+                request.problem = problem._replace(tier=Tier.INTERPRETER.name)
+        is_mergeable = (  # it asks for built-in losses, or these with gradients, and nothing else
+            problem.loss is not None
+            and problem.closing is None
+            and problem.outputs in ((), ("gradient",))
+            and not problem.alone
+            and problem.fit is None
+            and problem.tier != Tier.COMPILED.name
+        )
+        if not is_mergeable or not self._engine.should_merge(problem.dataset_id):
+            return
+        is_derived, step_size = bool(problem.outputs), self._engine.step_size
+        numbers = layout.tokens + layout.programs * layout.vectors
+        most, work = (_MOST_NUMBERS, _MOST_OF_A_STEP), layout.token_rows
+        if is_derived:
+            numbers += layout.arrays["gradients"][1][0]
+            most, work = (_MOST_WITH_GRADIENTS, _MOST_WITH_GRADIENTS), work * _GRADIENT_WORK
+        if work > step_size or numbers > most[0]:
+            return
+        if has_come:
+            least = self._engine.merge_from(
+                problem.dataset_id,
+                Precision[problem.precision],
+                tokens=layout.tokens,
+                token_rows=layout.token_rows,
+                gradient=is_derived,
+            )
+            if not least:
+                return
+            request.merge_from = least
+        request.merge_key, request.size = key, max(work, numbers * step_size // most[1])
+
+    def _has_come(self, batch: int) -> bool:
+        """Note a batch and what is asked of it; return whether the same has come before.
+
+        Two threads that do so at the same time may forget a batch early, which does no harm.
+        """
+        if batch in self._seen:
+            return True
+        if len(self._seen) >= _REMEMBERED:
+            self._older, self._seen = self._seen, set()
+        self._seen.add(batch)
+        return batch in self._older
+
+
+def join(requests: Sequence[Request]) -> tuple[Evaluation, Outputs]:
+    """Return one evaluation of the programs of requests with the same key, and its outputs.
+
+    Merged batches are always interpreted: no engine asks its tier chooser or caches.
+    """
+    first = requests[0]
+    parts = [request.problem.segment_layout.batch_part(request.segment) for request in requests]
+    problem = first.problem._replace(tier=Tier.INTERPRETER.name)
+    batch = SharedBatch(parts, problem.segment_layout.vectors)
+    merged = problem.evaluation(batch, first.segment)
+    # A step of several callers goes on although one of them has gone.
+    cancelled = first.cancelled if len(requests) == 1 else np.zeros(1, dtype=np.uint8)
+    gradients = np.empty(batch.parameter_total) if merged.gradient else None
+    losses = np.empty((len(batch), batch.vectors))
+    return merged, Outputs(None, losses, cancelled, lambda programs: None, gradients)
+
+
+def hand_out(outputs: Outputs, requests: Sequence[Request]) -> None:
+    """Copy losses and gradients of a joined evaluation to the requests."""
+    for name, array in (("losses", outputs.losses), ("gradients", outputs.gradients)):
+        if array is None:
+            continue
+        source = array_address(array)
+        for request in requests:
+            target, size = request.problem.segment_layout.place(name, request.segment)
+            memmove(target, source, size)
+            source += size

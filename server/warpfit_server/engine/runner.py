@@ -1,38 +1,63 @@
-"""Runs requests on the engine: evaluations, several evaluations merged into one, and fits."""
+"""Runs requests on the engine: evaluations and fits, and several evaluations merged into one.
+
+An engine cuts its work over rows into steps, but what it does once for a batch is one step: it
+plans the work, adds up and closes sums, fills arrays. So a large batch is computed in parts, and so
+that no step is long:
+
+    for each range of programs, or of the parameter vectors of one program:
+        evaluate it into its slices of the outputs, and finalise these
+
+A result does not depend on the other programs of its batch, so its bits are the same.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, Layout
 from warpfit.errors import ProgramError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings
+from warpfit.ir import Batch, Program
 from warpfit.request import STAGES, Evaluation, Timings
-from warpfit_server.engine.finalize import Finalizer, reduce_to_sums
+from warpfit_server.engine.evaluation import Finalizer, LoadedDatasets, reduce_to_sums
 from warpfit_server.engine.interface import (
     Engine,
+    Linearisation,
     Outputs,
+    Selection,
     Steps,
     offload,
 )
-from warpfit_server.engine.loaded_datasets import LoadedDatasets
-from warpfit_server.engine.merging import Merger, hand_out, join
-from warpfit_server.engine.parts import FitPasses, parts_of
-from warpfit_server.engine.request import Request
+from warpfit_server.engine.request import Merger, Request, hand_out, join
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.segment_layout import FIT_SETTING_ARRAYS
+from warpfit_server.limits import MOST_SUMS, spans_of_long_programs
 
 #: Least seconds between two progress messages of a fit.
 _PROGRESS_SECONDS: Final = 0.1
+#: Results that are arrays of an engine's outputs.
+_OUTPUTS: Final = (
+    *("values", "losses", "gradients", "jacobian", "variable_gradients", "reductions"),
+)
 #: Results that are made of moments, which are no outputs of an engine.
 _SCALED: Final = frozenset({"scaling", "correlations"})
+#: Numbers of a part of an evaluation, unless one program with one vector has more: sums, results
+#: other than values, and tokens.
+MOST_NUMBERS: Final = 1 << 20
+#: Sums of a part of a fit's pass, unless one search has more.
+MOST_FIT_SUMS: Final = 1 << 22
+#: Numbers that each program and vector has beside derivatives: sums, reductions, moments.
+_OF_A_CELL: Final = 16
+#: Outputs that have the numbers of `Batch.parameters` on their first axis, not the programs.
+_BY_PARAMETERS: Final = ("gradients", "jacobian")
 
 
 class RequestRunner:
@@ -75,11 +100,13 @@ class RequestRunner:
         return timings
 
     def _evaluate(self, request: Request) -> Steps[Timings]:
-        """Evaluate one part of the batch after the other."""
+        """Evaluate one part of the batch after the other, into the segment."""
         evaluation = request.evaluation
         dataset = self._datasets.whole(evaluation.dataset_id)
         results = request.problem.segment_layout.results(request.segment)
-        outputs = _outputs(request, results, self._value_progress(request))
+        arrays: dict[str, Any] = {name: results.get(name) for name in _OUTPUTS}
+        ready = self._value_progress(request)
+        outputs = Outputs(cancelled=request.cancelled, ready=ready, **arrays)
         parts, sums = parts_of(evaluation, dataset.layout), Timings()
         for part in parts:
             own, into, taken = evaluation, outputs, results
@@ -153,14 +180,6 @@ class RequestRunner:
         return ready
 
 
-def _outputs(
-    request: Request, results: Mapping[str, NDArray[Any]], ready: Callable[[int], None]
-) -> Outputs:
-    names = ("values", "losses", "gradients", "jacobian", "variable_gradients", "reductions")
-    arrays: dict[str, Any] = {name: results.get(name) for name in names}
-    return Outputs(cancelled=request.cancelled, ready=ready, **arrays)
-
-
 def _fit_progress(request: Request) -> Callable[[FitProgress], None]:
     """Return what sends progress messages at intervals."""
     reported = time.monotonic()
@@ -172,3 +191,136 @@ def _fit_progress(request: Request) -> Callable[[FitProgress], None]:
             request.connection.send(messages.FitProgressed(request.number, progress))
 
     return report
+
+
+class Part(NamedTuple):
+    """Some programs of a batch with all parameter vectors, or one program with some of them."""
+
+    programs: slice
+    vectors: slice
+    parameters: slice
+    """Their numbers of `Batch.parameters`."""
+    is_last: bool
+    """Whether no more vectors of its last program follow."""
+
+    def batch(self, batch: Batch) -> Batch:
+        """Return the part of the batch."""
+        own = batch[self.programs]
+        vectors = self.vectors.stop - self.vectors.start
+        return replace(own, parameters=batch.parameters[self.parameters], vectors=vectors)
+
+    def outputs(self, outputs: Outputs) -> Outputs:
+        """Return the slices of outputs that the part fills."""
+        arrays = {each.name: getattr(outputs, each.name) for each in fields(outputs)}
+        own = {
+            name: self.of(name, array)
+            for name, array in arrays.items()
+            if isinstance(array, np.ndarray) and name != "cancelled"
+        }
+        first, is_last = int(self.programs.start), self.is_last
+
+        def ready(programs: int) -> None:
+            if is_last:
+                outputs.ready(first + programs)
+
+        return replace(outputs, **own, ready=ready)
+
+    def of(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        """Return the slice of an output that belongs to the part."""
+        if name in _BY_PARAMETERS:
+            return array[self.parameters]
+        return array[self.programs, self.vectors]
+
+
+def parts_of(evaluation: Evaluation, layout: Layout) -> list[Part]:
+    """Cut an evaluation into parts of not too many numbers; most have one."""
+    batch, (programs, vectors, rows) = evaluation.batch, evaluation.shape(layout)
+    # Columns of derivatives are no more than tokens.
+    derives = evaluation.gradient or evaluation.variable_gradient or evaluation.jacobian
+    of_cell = _OF_A_CELL + layout.variables * evaluation.variable_gradient
+    tokens = len(batch.codes)
+    numbers = tokens * (1 + vectors * derives) + programs * vectors * of_cell
+    if numbers * spans_of_long_programs(tokens, rows) <= MOST_NUMBERS:  # without a look at each
+        whole = slice(0, programs), slice(0, vectors), slice(0, len(batch.parameters))
+        return [Part(*whole, is_last=True)]
+    lengths, starts = batch.lengths.astype(np.int64), batch.parameter_starts
+    spans = spans_of_long_programs(int(lengths.max()), rows)
+    most = max(1, min(MOST_NUMBERS, MOST_SUMS // spans))
+    of_vector = of_cell + lengths * derives
+    parts = []
+    for first, stop in pairwise(edges_of(lengths + vectors * of_vector, most)):
+        step = vectors
+        if stop == first + 1:
+            step = max(1, most // int(lengths[first] + of_vector[first]))
+        count = (int(starts[stop]) - int(starts[first])) // vectors
+        for vector in range(0, vectors, step):
+            end = min(vector + step, vectors)
+            begin = int(starts[first])
+            parameters = slice(begin + vector * count, begin + end * count)
+            own = slice(first, stop), slice(vector, end), parameters
+            parts.append(Part(*own, is_last=end == vectors))
+    return parts
+
+
+def edges_of(sizes: NDArray[np.int64], most: int) -> list[int]:
+    """Cut consecutive things into ranges of at most some size, or of one; return their edges."""
+    ends, edges = np.cumsum(sizes), [0]
+    while edges[-1] < len(sizes):
+        first = edges[-1]
+        before = int(ends[first - 1]) if first else 0
+        stop = int(np.searchsorted(ends, before + most, side="right"))
+        edges.append(max(stop, first + 1))
+    return edges
+
+
+class FitPasses:
+    """The passes of one fit, each of them in parts that have not too many sums.
+
+    Args:
+        linearise: `interface.Engine.linearise`.
+    """
+
+    def __init__(self, linearise: Callable[..., Steps[Linearisation]]) -> None:
+        self._linearise = linearise
+        self._last: tuple[NDArray[np.int64], list[tuple[slice, NDArray[np.int64]]]] | None = None
+        """The selected programs of the last pass, which are mostly those of the next, in parts."""
+
+    def linearise(
+        self,
+        evaluation: Evaluation,
+        row_loss: Program,
+        *,
+        curvature: bool,
+        cancelled: NDArray[np.uint8],
+        selection: Selection,
+    ) -> Steps[Linearisation]:
+        """Linearise a batch with one vector for each program; see `interface.Engine`."""
+        batch, options = evaluation.batch, {"curvature": curvature, "cancelled": cancelled}
+        counts = batch.parameter_counts.astype(np.int64)
+        if self._last is None or self._last[0] is not selection.programs:
+            edges = edges_of(2 + counts + counts * counts, MOST_FIT_SUMS)
+            ranges = [slice(*edge) for edge in pairwise(edges)]
+            chosen = [(some, selection.programs[some]) for some in ranges]
+            self._last = selection.programs, chosen
+        _, parts = self._last
+        if len(parts) == 1:
+            found = yield from self._linearise(evaluation, row_loss, **options, selection=selection)
+            return found
+        numbers = batch.parameter_starts
+        triangles = np.concatenate([[0], np.cumsum(counts * (counts + 1) // 2)])
+        whole = Linearisation(
+            losses=np.empty((len(batch), 1)),
+            gradients=np.empty(int(numbers[-1])),
+            curvatures=np.empty(int(triangles[-1])) if curvature else None,
+        )
+        for some, programs in parts:
+            own = replace(evaluation, batch=batch[some])
+            part = Selection(selection.batch, programs)
+            found = yield from self._linearise(own, row_loss, **options, selection=part)
+            whole.losses[some] = found.losses
+            whole.gradients[numbers[some.start] : numbers[some.stop]] = found.gradients
+            if whole.curvatures is not None:
+                place = slice(triangles[some.start], triangles[some.stop])
+                whole.curvatures[place] = found.curvatures
+            yield None
+        return whole

@@ -42,8 +42,8 @@ _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 #: What compiled code takes functions, constants or types from; types also from CUDA C++.
 _SERVER_SOURCES: Final = (
     *(f"engine/{name}" for name in ("native", "lowering", "autodiff", "fit", "cpu", "cuda")),
-    *(f"engine/{name}.py" for name in ("sum_tree", "finalize")),
-    *("limits.py", "row_blocks.py", "shared_batch.py", "system/compile_cache.py"),
+    *(f"engine/{name}.py" for name in ("sum_tree", "interface")),
+    *("limits.py", "shared_batch.py", "system/compile_cache.py"),
 )
 _CLIENT_SOURCES: Final = (
     *("ir.py", "ops.py", "fitting.py", "losses.py", "request.py"),

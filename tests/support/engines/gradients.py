@@ -16,8 +16,7 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch, Program
 from warpfit.losses import LossFunction
 from warpfit.request import Evaluation, Precision
-from warpfit_server.engine.finalize import MOMENTS
-from warpfit_server.engine.interface import Engine, Linearisation, Outputs, run_to_end
+from warpfit_server.engine.interface import MOMENTS, Engine, Linearisation, Outputs, run_to_end
 
 Floats = NDArray[np.float64]
 _STEP: Final = 1e-100

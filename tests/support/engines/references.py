@@ -10,7 +10,7 @@ from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Result, Timings
-from warpfit_server.engine.finalize import Finalizer
+from warpfit_server.engine.evaluation import Finalizer
 from warpfit_server.engine.interface import Engine, Linearisation, Outputs, Steps, run_to_end
 
 Floats = NDArray[np.float64]

@@ -18,7 +18,7 @@ from warpfit.expressions import reference
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
-from warpfit_server.engine.finalize import correlation
+from warpfit_server.engine.evaluation import correlation
 from warpfit_server.engine.interface import run_to_end
 
 

@@ -10,8 +10,8 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
+from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.loaded_datasets import LoadedDatasets
 from warpfit_server.engine.request import Request
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc.in_flight_request import InFlightRequest

@@ -23,7 +23,6 @@ PACKAGES = {
 ORDERS = {
     "warpfit_server": [
         *(
-            "row_blocks",
             "shared_batch",
             "limits",
             "system",
@@ -36,8 +35,8 @@ ORDERS = {
         *("engine", "rpc", "processes"),
     ],
     "warpfit_server.engine": [
-        *("native", "sum_tree", "lowering", "interface", "lowering_cache", "finalize"),
-        *("autodiff", "fit", "cpu", "cuda"),
+        *("native", "sum_tree", "lowering", "interface", "lowering_cache", "evaluation"),
+        *("autodiff", "fit", "cpu", "cuda", "scheduler", "request", "runner", "loop", "process"),
     ],
     "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit"],
     "warpfit": [

@@ -20,8 +20,8 @@ from warpfit_server.engine.cpu.interpreter import CONTEXT
 from warpfit_server.engine.lowering import lower
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.arguments import RANGE, argument_block
+from warpfit_server.engine.sum_tree import block_rows, node_rows
 from warpfit_server.limits import MOST_BLOCKS, MOST_SUMS, spans_of_long_programs
-from warpfit_server.row_blocks import block_rows, node_rows
 
 #: Token-rows of a chunk: some 0.2 ms, after which a thread can turn to another tenant's work.
 _LEAST_CHUNK: Final = 500_000

@@ -13,7 +13,6 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.differentiate import (
     LOSS,
     differentiate_chunk,
@@ -33,7 +32,7 @@ from warpfit_server.engine.cpu.derivative_interpreter import (
 from warpfit_server.engine.cpu.interpreter import Inputs
 from warpfit_server.engine.cpu.row_loss import row_loss_inputs
 from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
-from warpfit_server.engine.interface import Outputs, Steps
+from warpfit_server.engine.interface import Arithmetic, Outputs, Steps
 from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.numba_cache import address_of

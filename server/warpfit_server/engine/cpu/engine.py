@@ -36,7 +36,6 @@ from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Precision, Timings
 from warpfit.server_info import Device
 from warpfit_server.engine import interface
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.requested_outputs import (
     RequestedOutputs,
     linearisation_outputs,
@@ -54,6 +53,7 @@ from warpfit_server.engine.cpu.chunked_work import (
 )
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cpu.interpreter import Inputs, interpret_chunk
+from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.lowering.validate import are_valid, check_tokens

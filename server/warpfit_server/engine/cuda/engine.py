@@ -25,7 +25,6 @@ from warpfit.ir import Batch, Program
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit.server_info import Device
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda import parts
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
@@ -45,6 +44,7 @@ from warpfit_server.engine.cuda.runtime.streamed_data import (
 from warpfit_server.engine.cuda.tier_chooser import GRADIENT, Decision, TierChooser
 from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.interface import (
+    Arithmetic,
     EngineBrokenError,
     Linearisation,
     Outputs,

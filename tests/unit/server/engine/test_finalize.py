@@ -17,7 +17,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import Closing, LossFunction, TargetStatistics
 from warpfit.request import Evaluation, Loss
-from warpfit_server.engine.finalize import Finalizer, correlation, reduce_to_sums, scale_linearly
+from warpfit_server.engine.evaluation import Finalizer, correlation, reduce_to_sums, scale_linearly
 from warpfit_server.engine.interface import Outputs, run_to_end
 
 rng = np.random.default_rng(0)

@@ -23,8 +23,8 @@ from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit_server.engine import loop as loop_module
+from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import EngineBrokenError
-from warpfit_server.engine.loaded_datasets import LoadedDatasets
 from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner

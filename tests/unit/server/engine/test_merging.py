@@ -16,9 +16,8 @@ from warpfit.ir import Batch
 from warpfit.losses import Closing, LossFunction
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit_server.engine import merging
-from warpfit_server.engine.merging import Merger
-from warpfit_server.engine.request import FrontEndConnection, Request
+from warpfit_server.engine import request as requests
+from warpfit_server.engine.request import FrontEndConnection, Merger, Request
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.segments import Segment, SegmentPool
@@ -131,7 +130,7 @@ def test_long_requests_run_by_themselves(key, engine, monkeypatch):
     engine.step_size = 8 * BATCH[:20].token_count
     assert key(BATCH[:20]) is not None
     assert key(BATCH[:30]) is None
-    monkeypatch.setattr(merging, "_MOST_NUMBERS", BATCH[40:50].token_count + 10)
+    monkeypatch.setattr(requests, "_MOST_NUMBERS", BATCH[40:50].token_count + 10)
     assert key(BATCH[40:50]) is not None
     assert key(BATCH[60:80], rows=(0, 1)) is None
     few = Batch.of([parse("x1")], [np.empty((BATCH[40:50].token_count, 0))])
@@ -160,13 +159,13 @@ def test_merged_requests_on_few_rows_have_not_too_many_numbers(plan, engine, gra
     engine.step_size = 1 << 40
     request = plan(BATCH[:300], rows=(0, 1), gradient=gradient)
     numbers = BATCH[:300].token_count + 300 + gradient * len(BATCH[:300].parameters)
-    most = merging._MOST_WITH_GRADIENTS if gradient else merging._MOST_OF_A_STEP
+    most = requests._MOST_WITH_GRADIENTS if gradient else requests._MOST_OF_A_STEP
     assert engine.step_size // request.size == most // numbers
 
 
 @pytest.mark.parametrize("programs", [1, 10, 300])
 def test_batches_that_come_again_are_merged_if_enough_wait(plan, engine, monkeypatch, programs):
-    monkeypatch.setattr(merging, "_REMEMBERED", 3)
+    monkeypatch.setattr(requests, "_REMEMBERED", 3)
     assert plan(BATCH[:programs]).merge_from == 1
     again = plan(BATCH[:programs])
     assert (again.merge_from, again.merge_key) == (3, plan(BATCH[100:103]).merge_key)

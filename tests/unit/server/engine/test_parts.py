@@ -16,12 +16,11 @@ from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import OUTPUTS, Evaluation, Loss
-from warpfit_server.engine import parts as module
+from warpfit_server.engine import runner as module
 from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.loaded_datasets import LoadedDatasets
-from warpfit_server.engine.parts import edges_of, parts_of
-from warpfit_server.engine.runner import RequestRunner
+from warpfit_server.engine.runner import RequestRunner, edges_of, parts_of
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.segment_layout import SegmentLayout
 from warpfit_server.ipc.segments import SegmentPool

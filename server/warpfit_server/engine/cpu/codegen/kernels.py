@@ -47,10 +47,10 @@ import numpy as np
 from llvmlite import ir
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.rules import PartialKernel, partial_kernels
 from warpfit_server.engine.cpu.codegen.elementary_functions import functions, lifted, wide_functions
 from warpfit_server.engine.cpu.codegen.vector import Trace, Vector, absolute
+from warpfit_server.engine.interface import Arithmetic
 
 #: Bytes that a kernel handles in one step, and the width of a stored invariant.
 WIDTH: Final = 64

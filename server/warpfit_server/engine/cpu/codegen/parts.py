@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit import ops
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff import rules
 from warpfit_server.engine.autodiff.differentiate import differentiate_chunk
 from warpfit_server.engine.cpu.codegen.kernels import (
@@ -39,6 +38,7 @@ from warpfit_server.engine.cpu.codegen.kernels import (
 from warpfit_server.engine.cpu.derivative_interpreter import combine_chunk, linearise_chunk
 from warpfit_server.engine.cpu.interpreter import interpret_chunk
 from warpfit_server.engine.fit import compiled as fits
+from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import validate
 from warpfit_server.engine.lowering.lower import lower_chunk
 from warpfit_server.engine.lowering.lowered import COPY_CODE

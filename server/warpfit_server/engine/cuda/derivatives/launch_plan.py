@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from warpfit.errors import ResourceExhaustedError
 from warpfit.losses import mentions_weight
 from warpfit.request import Precision
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.encoding import (
     INPUTS,
@@ -33,8 +32,9 @@ from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import argument_struct
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
+from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.row_blocks import levels_between
+from warpfit_server.engine.sum_tree import levels_between
 
 #: Bytes of rows that a thread works on at a time. Precise functions are long: their code for more
 #: rows would not fit in the instruction cache.

@@ -36,10 +36,9 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     run_chunks,
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.finalize import MOMENTS
-from warpfit_server.engine.interface import Steps
+from warpfit_server.engine.interface import MOMENTS, Steps
 from warpfit_server.engine.native.arguments import array_address
-from warpfit_server.row_blocks import levels_between, nodes_of
+from warpfit_server.engine.sum_tree import levels_between, nodes_of
 
 _STATISTICS_THREADS: Final = 256
 _SMALL: Final = ("losses", "gradients", "variable_gradients", "curvatures", "reductions", "moments")

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.rules import CODES, PRODUCT_CODE, arities, partial_kernels
 from warpfit_server.engine.cuda.interpreter.source import (
     Variant,
@@ -24,6 +23,7 @@ from warpfit_server.engine.cuda.interpreter.source import (
     source_of,
 )
 from warpfit_server.engine.cuda.math.prelude import operator_source, precise_calls, render
+from warpfit_server.engine.interface import Arithmetic
 
 #: Warps of a block, and the least blocks of a multiprocessor.
 WARPS: Final = 8

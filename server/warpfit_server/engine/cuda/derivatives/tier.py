@@ -22,7 +22,6 @@ from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
 from warpfit_server.engine.autodiff.requested_outputs import (
     RequestedOutputs,
@@ -72,6 +71,7 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import (
+    Arithmetic,
     Linearisation,
     Outputs,
     Selection,

@@ -33,7 +33,7 @@ from warpfit_server.engine.cuda.runtime.driver_calls import (
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined, pointer_to
-from warpfit_server.row_blocks import levels_between
+from warpfit_server.engine.sum_tree import levels_between
 from warpfit_server.shared_batch import (
     CODES,
     PARAMETER_STARTS,

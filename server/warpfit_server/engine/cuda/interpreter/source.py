@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 
 from warpfit.ops import OPERATORS, Operator
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.math.prelude import (
@@ -20,6 +19,7 @@ from warpfit_server.engine.cuda.math.prelude import (
     packs,
     prelude,
 )
+from warpfit_server.engine.interface import Arithmetic
 
 _CALL: Final = re.compile(r"\b(\w+)\(")
 #: Calls short enough to be unrolled over all rows; an operator that calls anything else loops.

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Evaluation, Loss, Tier, Timings
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.batch_launch import (
     BatchLaunch,
@@ -35,7 +34,7 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     longest,
     run_chunks,
 )
-from warpfit_server.engine.interface import Outputs, Steps
+from warpfit_server.engine.interface import Arithmetic, Outputs, Steps
 from warpfit_server.engine.sum_tree import sum_nodes
 
 #: Variants of the kernels by arithmetic: for little work, with few rows a thread, and for much.

@@ -22,7 +22,6 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.rules import CODES
 from warpfit_server.engine.cuda.jit import renderer, templates
 from warpfit_server.engine.cuda.jit.renderer import Output
@@ -30,6 +29,7 @@ from warpfit_server.engine.cuda.runtime import nvjitlink as linker
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue, serve
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import LAUNCHES_HELD, LOAD_MODULE
+from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering.lowered import COPY_CODE, Lowered
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import call_c

@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.rules import PRODUCT_CODE, partial_kernels
 from warpfit_server.engine.cuda.derivatives.source import partial_source
 from warpfit_server.engine.cuda.math.prelude import (
@@ -30,6 +29,7 @@ from warpfit_server.engine.cuda.math.prelude import (
     render,
 )
 from warpfit_server.engine.cuda.runtime import nvrtc
+from warpfit_server.engine.interface import Arithmetic
 
 #: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.
 CLASSES: Final = {"p": "pred", "h": "b16", "r": "b32", "d": "b64"}

@@ -27,7 +27,7 @@ from typing import Final
 
 from warpfit.expressions.special import SERIES
 from warpfit.ops import Operator
-from warpfit_server.engine.arithmetic import Arithmetic
+from warpfit_server.engine.interface import Arithmetic
 
 #: Compiler options. Contraction to multiply-add would change precise results.
 NVRTC_PRECISE: Final = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.runtime.driver_calls import driver_functions
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.system.compile_cache import check_private, default_cache_directory
 
 _LOG: Final = logging.getLogger("warpfit.engine")

@@ -20,7 +20,7 @@ from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss
-from warpfit_server import row_blocks
+from warpfit_server.engine import sum_tree
 from warpfit_server.engine.cpu import chunked_work
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Outputs, run_to_end
@@ -270,7 +270,7 @@ def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
     engine = CpuEngine(threads=2)
     data = make_dataset(1000, "float64")
     programs, parameters = thesis_mix(10, 3)
-    monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 2**60)
+    monkeypatch.setattr(sum_tree, "BLOCK_BYTES", 2**60)
     with pytest.raises(errors.ResourceExhaustedError, match="out of memory"):
         Evaluate(engine)(data, programs, parameters)
     monkeypatch.undo()

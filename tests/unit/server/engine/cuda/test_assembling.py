@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
 
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.derivatives.tier import derivative_switch
 from warpfit_server.engine.cuda.interpreter import device_lowering
 from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
 from warpfit_server.engine.cuda.jit.graph import graph_source
+from warpfit_server.engine.interface import Arithmetic
 
 FAST = Variant(Arithmetic.FAST, 4)
 PRECISE = Variant(Arithmetic.PRECISE, 4)

@@ -45,13 +45,12 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES, Closing, LossFunction, huber
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.derivatives import launch_plan, tier
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.runtime import device
 from warpfit_server.engine.cuda.runtime.device import PageLocks
-from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.engine.interface import Arithmetic, Outputs, run_to_end
 from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.shared_batch import SharedBatch

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("cuda.bindings")
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, best_layout
+from warpfit_server.engine.interface import Arithmetic
 
 
 def test_kernels_get_blocks_by_their_work():

@@ -15,10 +15,10 @@ pytest.importorskip("cuda.bindings")
 from warpfit.errors import UnavailableError
 from warpfit.ir import Batch
 from warpfit.parse import parse
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff.differentiate import lower_batch
 from warpfit_server.engine.cuda.jit import kernel_store
 from warpfit_server.engine.cuda.jit.renderer import Output
+from warpfit_server.engine.interface import Arithmetic
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from warpfit.ops import OPERATORS, VARIABLE, Operator
 pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
 
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.autodiff import differentiate as differentiating
 from warpfit_server.engine.autodiff.differentiate import (
     BY_PARAMETERS,
@@ -34,6 +33,7 @@ from warpfit_server.engine.cuda.jit.kernel_plan import KernelInputs
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.jit.templates import DeviceLibrary
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
+from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.native.arguments import argument_block
 

@@ -16,8 +16,8 @@ from support.engines.hard_cases import exact_values, hard_operands
 from support.engines.operators import operand_rows
 from warpfit.expressions import special
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.math.prelude import precise_calls, prelude
+from warpfit_server.engine.interface import Arithmetic
 
 #: Bounds in ulp, reference errors included.
 BOUNDS = {

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from warpfit_server.engine.cuda.math.prelude import sum_tree
-from warpfit_server.engine.sum_tree import sum_nodes
-from warpfit_server.row_blocks import levels_between
+from warpfit_server.engine.sum_tree import levels_between, sum_nodes
 
 _ENTRIES = """
 struct Nodes { double *sums, *parents; long long first, nodes, count, pitch, levels; };

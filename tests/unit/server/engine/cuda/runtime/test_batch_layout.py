@@ -11,9 +11,9 @@ from support.emulators.device_lowering import lower_on_host
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.arithmetic import Arithmetic
 from warpfit_server.engine.cuda.interpreter.source import Variant, costly_operators
 from warpfit_server.engine.cuda.runtime import batch_layout
+from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.shared_batch import BatchSummary
 
 FAST = Variant(Arithmetic.FAST, 16)

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("numba")
 
 from warpfit.errors import UnavailableError
-from warpfit_server.engine import create_engine
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.process import create_engine
 
 
 @pytest.fixture

@@ -1,12 +1,15 @@
-"""Data sets that an engine has loaded: whole for values, without rows of weight 0 for sums.
+"""What the engine process does around an engine's evaluations: rows, sums and losses.
+
+Engines return sums over rows. `reduce_to_sums` says which sums a result needs, `LoadedDatasets` has
+the engine compute them over the rows that count, and `Finalizer` makes losses, gradients, linear
+scaling and correlations of them. `warpfit.losses` says what each loss makes of a sum.
 
 A weight of 0 leaves a row out of losses, their derivatives, scaling, correlations and fits,
 whatever number, NaN or pole is there. Multiplying by 0 cannot do that, because 0 times NaN is NaN.
-So an engine gets such a data set twice: as it is, and with the rows alone that have a weight. What
-is summed over rows has the same bits as on a data set that was uploaded without the other rows, on
-every engine, and no kernel has to look at a weight.
-
-The copy takes at most as much memory as the data set. Data sets without a weight of 0 have none.
+So an engine gets such a data set twice: as it is, for values, and with the rows alone that have a
+weight, for sums. A sum over rows has the same bits as on a data set that was uploaded without the
+other rows, on every engine, and no kernel has to look at a weight. The copy takes at most as much
+memory as the data set. Data sets without a weight of 0 have none.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +27,42 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError
 from warpfit.ir import Program
+from warpfit.losses import Closing, TargetStatistics, close_gradients, close_losses
 from warpfit.request import STAGES, Evaluation, Timings
-from warpfit_server.engine.interface import Engine, Linearisation, Outputs, Selection, Steps
+from warpfit_server.engine.interface import (
+    MOMENTS,
+    Engine,
+    Linearisation,
+    Moments,
+    Outputs,
+    Selection,
+    Steps,
+    offload,
+)
 
+Floats = NDArray[np.float64]
 #: Outputs with a number for each row, or statistics of the values of all rows.
 _OF_ALL_ROWS: Final = ("values", "jacobian", "reductions")
 #: Outputs that are sums over the rows that have a weight.
 _OF_WEIGHTED_ROWS: Final = ("losses", "gradients", "variable_gradients", "moments")
+#: Bytes of a row of a target as its statistics are computed.
+_ROW_BYTES: Final = 8
+#: Row ranges of a data set whose statistics are kept.
+_KEPT_RANGES: Final = 256
+
+
+def reduce_to_sums(evaluation: Evaluation, outputs: Outputs) -> tuple[Evaluation, Outputs]:
+    """Return the evaluation and the outputs to hand to the engine.
+
+    Linear scaling and correlations need moments; a linearly scaled loss needs nothing else.
+    """
+    if not evaluation.needs_moments:
+        return evaluation, outputs
+    moments = np.empty((len(evaluation.batch), evaluation.batch.vectors, MOMENTS))
+    outputs = replace(outputs, moments=moments)
+    if not evaluation.linear_scaling:
+        return evaluation, outputs
+    return replace(evaluation, loss=None, custom_loss=None), replace(outputs, losses=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,3 +206,89 @@ class LoadedDatasets:
                 selection=selection,
             )
         )
+
+
+class Finalizer:
+    """Turns what engines have summed into what was asked for; safe to use from threads.
+
+    It keeps the statistics of each data set's target, which take a pass over the rows, as long as
+    the data set lives.
+    """
+
+    def __init__(self) -> None:
+        self._statistics: WeakKeyDictionary[Dataset, dict[tuple[int, int], TargetStatistics]] = (
+            WeakKeyDictionary()
+        )
+
+    def finalize(
+        self,
+        evaluation: Evaluation,
+        dataset: Dataset,
+        outputs: Outputs,
+        moments: Floats | None = None,
+        scaling: Floats | None = None,
+        correlations: Floats | None = None,
+    ) -> Steps[None]:
+        """Finalise an evaluation in place.
+
+        Args:
+            evaluation: as the caller asked for it.
+            dataset: that the evaluation names.
+            outputs: the caller's, filled by the engine; losses and gradients are overwritten.
+            moments: from the engine, see `Outputs.moments`.
+            scaling: receives slopes and intercepts, [programs, K, 2].
+            correlations: receives the correlations, [programs, K].
+        """
+        if correlations is not None and moments is not None:
+            correlations[...] = correlation(moments)
+        loss = evaluation.loss_function
+        if loss is None or outputs.losses is None:
+            return
+        if scaling is not None and moments is not None:
+            scaling[...], outputs.losses[...] = scale_linearly(moments)
+        rows = evaluation.row_range(dataset.layout)
+        known = self._statistics.setdefault(dataset, {})
+        statistics = known.get(rows)
+        if statistics is None:
+            if len(known) >= _KEPT_RANGES:
+                known.clear()
+            statistics = known[rows] = TargetStatistics.of_rows(dataset, slice(*rows))
+        if not statistics.has_divisor(loss.closing):
+            pass_over_rows = partial(statistics.divisor, loss.closing)
+            yield from offload((rows[1] - rows[0]) * _ROW_BYTES, pass_over_rows)
+        losses = outputs.losses
+        losses[...] = close_losses(loss.closing, losses, statistics)
+        if (gradients := outputs.variable_gradients) is not None:
+            losses_of = losses[:, :, None]
+            gradients[...] = close_gradients(loss.closing, gradients, losses_of, statistics)
+        if (gradients := outputs.gradients) is not None:
+            losses_of = losses
+            if loss.closing is Closing.ROOT:  # the only one whose derivative depends on the loss
+                counts = np.repeat(evaluation.batch.parameter_counts, evaluation.batch.vectors)
+                losses_of = np.repeat(losses.reshape(-1), counts)
+            gradients[...] = close_gradients(loss.closing, gradients, losses_of, statistics)
+
+
+def scale_linearly(moments: Floats) -> tuple[Floats, Floats]:
+    """Fit slope and intercept in closed form (Keijzer 2003, "Improving symbolic regression").
+
+    Args:
+        moments: `Moments`, [..., MOMENTS].
+
+    Returns:
+        Slope and intercept, [..., 2], and the remaining sum of squares, [...]. A constant program
+        has slope 0.
+    """
+    named = Moments.of(moments)
+    with np.errstate(all="ignore"):
+        slope = np.where(named.squares_f == 0.0, 0.0, named.products / named.squares_f)
+        intercept = named.mean_y - slope * named.mean_f
+    return np.stack([slope, intercept], axis=-1), named.residual
+
+
+def correlation(moments: Floats) -> Floats:
+    """Return Pearson's correlation, [...]; NaN where the values or the target do not vary."""
+    named = Moments.of(moments)
+    with np.errstate(all="ignore"):
+        scaled = named.products / np.sqrt(named.squares_f) / np.sqrt(named.squares_y)
+        return np.clip(scaled, -1.0, 1.0)
