@@ -75,9 +75,8 @@ class Loop:
     """Threads that receive requests, run steps of the engine and answer.
 
     Args:
-        engine: that computes.
-        runner: that runs requests on the engine.
-
+        engine: computes the steps.
+        runner: makes the steps of requests.
     """
 
     def __init__(self, engine: Engine, runner: RequestRunner) -> None:
@@ -240,23 +239,19 @@ class Loop:
             while not (self._receive(0.0) or any(one.done() for one in devices)):
                 if not self._has_many_cores:
                     time.sleep(_DEVICE_SECONDS)
-        elif not self._poll_busily():
-            self._receive(_LOOK_SECONDS if waits else self._scheduler.timeout)
+        else:
+            has_arrived = False
+            if self._has_many_cores and self._busy_polling.acquire(blocking=False):
+                try:
+                    end = time.perf_counter() + _BUSY_POLL_SECONDS
+                    while not (has_arrived or self._running) and time.perf_counter() < end:
+                        has_arrived = self._receive(0.0)
+                finally:
+                    self._busy_polling.release()
+            if not has_arrived:
+                self._receive(_LOOK_SECONDS if waits else self._scheduler.timeout)
         with self._lock:
             self._idle -= 1
-
-    def _poll_busily(self) -> bool:
-        """Poll for a moment without sleeping; return whether anything has arrived."""
-        if not (self._has_many_cores and self._busy_polling.acquire(blocking=False)):
-            return False
-        try:
-            end = time.perf_counter() + _BUSY_POLL_SECONDS
-            while not self._running and time.perf_counter() < end:
-                if self._receive(0.0):
-                    return True
-        finally:
-            self._busy_polling.release()
-        return False
 
     def _wake(self) -> None:
         """Wake a thread that waits."""
@@ -269,7 +264,6 @@ class Loop:
 
         Args:
             timeout: seconds to wait for it; None for ever.
-
         """
         found = self._poll.poll(timeout)
         for descriptor, _ in found:
@@ -279,8 +273,14 @@ class Loop:
             try:
                 for message, file in connection.channel.receive_waiting():
                     self._handle(connection, message, file)
-            except ChannelClosedError:
-                self._drop(descriptor, connection)
+            except (
+                ChannelClosedError
+            ):  # requests of a front end that is gone end at their next steps
+                self._poll.unregister(descriptor)
+                del self._connections[descriptor]
+                connection.channel.close()
+                for request in list(connection.requests):  # they end at their next steps
+                    request.cancelled[0] = 1
             else:
                 if self._once:
                     self._poll.modify(descriptor, select.EPOLLIN | self._once)
@@ -304,14 +304,6 @@ class Loop:
                     self._engine.others_wait(True)
             case _:
                 raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
-
-    def _drop(self, descriptor: int, connection: FrontEndConnection) -> None:
-        """Forget a front end that is gone; its requests end at their next steps."""
-        self._poll.unregister(descriptor)
-        del self._connections[descriptor]
-        connection.channel.close()
-        for request in list(connection.requests):
-            request.cancelled[0] = 1
 
     # ------------------------------------------------------------------------- answering
 

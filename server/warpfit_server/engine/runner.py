@@ -64,8 +64,8 @@ class RequestRunner:
     """Makes the steps of requests, and runs merged evaluations.
 
     Args:
-        engine: that computes.
-        datasets: that the engine has loaded.
+        engine: says which requests gain from being merged.
+        datasets: the engine's data sets, and its passes over them.
         chunk_bytes: least size of final values that is worth a progress message.
     """
 
@@ -105,7 +105,16 @@ class RequestRunner:
         dataset = self._datasets.whole(evaluation.dataset_id)
         results = request.problem.segment_layout.results(request.segment)
         arrays: dict[str, Any] = {name: results.get(name) for name in _OUTPUTS}
-        ready = self._value_progress(request)
+        least = max(1, self._chunk_bytes // max(1, request.problem.segment_layout.program_bytes))
+        reported = 0
+
+        def ready(programs: int) -> None:
+            """Tell the front end whenever another chunk of values is final."""
+            nonlocal reported
+            if evaluation.values and programs - reported >= least:
+                reported = programs
+                request.connection.send(messages.ValuesReady(request.number, programs))
+
         outputs = Outputs(cancelled=request.cancelled, ready=ready, **arrays)
         parts, sums = parts_of(evaluation, dataset.layout), Timings()
         for part in parts:
@@ -152,45 +161,27 @@ class RequestRunner:
         evaluation = replace(request.evaluation, batch=request.evaluation.batch.copy())
         fit = FitRequest(evaluation, replace(settings, **bounds))
         dataset = self._datasets.whole(problem.dataset_id)
+        reported = time.monotonic()
+
+        def report(progress: FitProgress) -> None:
+            """Tell the front end how far the fit is, now and then."""
+            nonlocal reported
+            if time.monotonic() - reported >= _PROGRESS_SECONDS:
+                reported = time.monotonic()
+                request.connection.send(messages.FitProgressed(request.number, progress))
+
         context = FitContext(
             linearise=FitPasses(self._datasets.linearise).linearise,
             evaluate=self._datasets.evaluate,
             dataset=dataset,
             cancelled=request.cancelled,
             deadline=deadline,
-            report=_fit_progress(request) if settings.progress else None,
+            report=report if settings.progress else None,
         )
         result = yield from optimize(fit, context)
         for name, array in layout.results(segment).items():
             yield from offload(array.nbytes, partial(np.copyto, array, getattr(result, name)))
         return result.timings
-
-    def _value_progress(self, request: Request) -> Callable[[int], None]:
-        """Return what sends a message whenever another chunk of values is final."""
-        layout = request.problem.segment_layout
-        step = max(1, self._chunk_bytes // max(1, layout.program_bytes))
-        reported = 0
-
-        def ready(programs: int) -> None:
-            nonlocal reported
-            if request.evaluation.values and programs - reported >= step:
-                reported = programs
-                request.connection.send(messages.ValuesReady(request.number, programs))
-
-        return ready
-
-
-def _fit_progress(request: Request) -> Callable[[FitProgress], None]:
-    """Return what sends progress messages at intervals."""
-    reported = time.monotonic()
-
-    def report(progress: FitProgress) -> None:
-        nonlocal reported
-        if time.monotonic() - reported >= _PROGRESS_SECONDS:
-            reported = time.monotonic()
-            request.connection.send(messages.FitProgressed(request.number, progress))
-
-    return report
 
 
 class Part(NamedTuple):

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -193,7 +193,10 @@ class Scheduler(Generic[Item]):
         """Queue a request, when it arrives or after one of its steps."""
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            self._forget_idle()
+            if len(self._tenants) >= _REMEMBERED:
+                idle = [n for n, t in self._tenants.items() if not (t.is_waiting or t.running)]
+                for name in idle[: len(idle) // 2 + 1]:  # known for longest
+                    del self._tenants[name]
             tenant = self._tenants[request.tenant] = _TenantQueue(self._virtual_time)
         elif not (tenant.is_waiting or tenant.running):
             tenant.charge = max(tenant.charge, self._virtual_time - _CREDIT)
@@ -298,11 +301,13 @@ class Scheduler(Generic[Item]):
         room, found = self.merged_size - first.size, []
         tenants = [tenant for tenant in self._tenants.values() if tenant.short.requests]
         tenants.sort(key=lambda t: t.charge)
-        queues = [(tenant, self._mergeable(tenant, first.merge_key)) for tenant in tenants]
+        queues = [(tenant, iter(list(tenant.short.requests)[:_EXAMINED])) for tenant in tenants]
         while queues:
             left = []
             for tenant, queue in queues:
-                request = next(queue, None)
+                request = next(
+                    (r for r in queue if r.merge_key == first.merge_key and not r.used), None
+                )
                 if request is None or request.size > room:
                     continue
                 room -= request.size
@@ -316,16 +321,3 @@ class Scheduler(Generic[Item]):
         for tenant, request in found:
             self._take_one(tenant, request)
         return [request for _, request in found]
-
-    @staticmethod
-    def _mergeable(tenant: _TenantQueue[Item], key: Hashable) -> Iterator[Item]:
-        examined = list(tenant.short.requests)[:_EXAMINED]
-        return iter([r for r in examined if r.merge_key == key and not r.used])
-
-    def _forget_idle(self) -> None:
-        """Forget the tenants that have been known for longest, if they are very many and idle."""
-        if len(self._tenants) < _REMEMBERED:
-            return
-        idle = [n for n, t in self._tenants.items() if not (t.is_waiting or t.running)]
-        for name in idle[: len(idle) // 2 + 1]:
-            del self._tenants[name]

@@ -26,7 +26,7 @@ from warpfit.request import Evaluation, Tier
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
-from warpfit_server.data.upload import Upload
+from warpfit_server.data.uploads import Upload
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.segments import SegmentPool

@@ -23,8 +23,7 @@ from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.config import Config
-from warpfit_server.data.files import DataFolder, FileStore
-from warpfit_server.data.upload import Upload
+from warpfit_server.data.uploads import DataFolder, Upload, UploadStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.messages import FoundDataset
@@ -60,7 +59,7 @@ Answer = Generator[bytes, None, bytes]
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
 
-class Store(FileStore, Protocol):
+class Store(UploadStore, Protocol):
     """Methods of the main process, which owns the data sets, that the service calls."""
 
     def find(self, key: bytes) -> FoundDataset: ...

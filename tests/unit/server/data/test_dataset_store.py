@@ -15,7 +15,7 @@ from warpfit.errors import (
 from warpfit.request import Loss
 from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore
-from warpfit_server.data.upload import Upload
+from warpfit_server.data.uploads import Upload
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel

@@ -12,9 +12,9 @@ from pyarrow import parquet
 from warpfit.dataset import Dataset, ServerFile
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
 from warpfit.server_info import Limits
-from warpfit_server.data import files
+from warpfit_server.data import uploads
 from warpfit_server.data.dataset_store import DatasetStore
-from warpfit_server.data.files import DataFolder
+from warpfit_server.data.uploads import DataFolder
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.tenancy.quotas import QuotaTable
 
@@ -50,14 +50,14 @@ def test_a_file_is_read_that_was_found_although_its_name_now_leads_elsewhere(
     path, secret = tmp_path / "root" / "a.parquet", tmp_path / "secret.parquet"
     write(path)
     write(secret, NUMBERS + 1)
-    opened = files.open_table
+    opened = uploads.open_table
 
     def swap(*arguments):
         path.unlink()
         path.symlink_to(secret)
         return opened(*arguments)
 
-    monkeypatch.setattr(files, "open_table", swap)
+    monkeypatch.setattr(uploads, "open_table", swap)
     assert read(folder).content_id == EXPECTED
 
 
@@ -121,13 +121,13 @@ def test_decompressed_bytes_are_counted_before_they_are_there(folder: DataFolder
 def test_a_file_that_claims_less_than_nothing_frees_no_memory(
     folder: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    class Claims(files.ParquetColumns):
+    class Claims(uploads.ParquetColumns):
         def __init__(self, path):
             super().__init__(path)
             self.group_bytes = -(1 << 40)
 
     write(tmp_path / "root" / "a.parquet")
-    monkeypatch.setattr(files, "ParquetColumns", Claims)
+    monkeypatch.setattr(uploads, "ParquetColumns", Claims)
     counted = []
 
     def reserve(size):
@@ -140,7 +140,7 @@ def test_a_file_that_claims_less_than_nothing_frees_no_memory(
 
 def test_a_footer_that_claims_much_is_not_parsed(folder: DataFolder, tmp_path: Path, monkeypatch):
     write(tmp_path / "root" / "a.parquet")
-    monkeypatch.setattr(files, "_MOST_FOOTER_BYTES", 100)
+    monkeypatch.setattr(uploads, "_MOST_FOOTER_BYTES", 100)
     assert reason_of(read, folder) == "NO_SUCH_FILE"
 
 

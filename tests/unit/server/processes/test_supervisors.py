@@ -28,7 +28,7 @@ from warpfit.server_info import Device, Limits
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
-from warpfit_server.data.upload import Upload
+from warpfit_server.data.uploads import Upload
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
