@@ -328,28 +328,22 @@ class Config:
             "written like 256MiB.",
         )
         for setting in fields(cls):
-            _add_flag(parser, setting, environment)
+            name, choices = setting.name, setting.metadata["choices"]
+            variable, text = f"WARPFIT_{name.upper()}", setting.metadata["help"]
+            default: Any = environment.get(variable, setting.default)
+            if choices and default.lower() not in choices:  # argparse does not check defaults
+                parser.error(f"{variable} must be one of {choices}")
+            switch: dict[str, Any] = {"nargs": "?", "const": True} if setting.type == "bool" else {}
+            parser.add_argument(
+                "--" + name.replace("_", "-"),
+                default=default,
+                type=_parser_of(setting),
+                choices=choices,
+                help=text if default in (None, "") else f"{text} (default: %(default)s)",
+                metavar=None if choices else name.split("_")[-1].upper(),
+                **switch,
+            )
         return cls(**vars(parser.parse_args(arguments)))
-
-
-def _add_flag(
-    parser: argparse.ArgumentParser, setting: Any, environment: Mapping[str, str]
-) -> None:
-    variable, choices = f"WARPFIT_{setting.name.upper()}", setting.metadata["choices"]
-    parse, text = _parser_of(setting), setting.metadata["help"]
-    default = environment.get(variable, setting.default)
-    if choices and default.lower() not in choices:  # argparse does not check defaults
-        parser.error(f"{variable} must be one of {choices}")
-    switch: dict[str, Any] = {"nargs": "?", "const": True} if setting.type == "bool" else {}
-    parser.add_argument(
-        "--" + setting.name.replace("_", "-"),
-        default=default,
-        type=parse,
-        choices=choices,
-        help=text if default in (None, "") else f"{text} (default: %(default)s)",
-        metavar=None if choices else setting.name.split("_")[-1].upper(),
-        **switch,
-    )
 
 
 def _parser_of(setting: Any) -> Callable[[str], Any]:

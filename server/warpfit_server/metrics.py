@@ -45,7 +45,6 @@ from warpfit_server.observability.records import (
     BUCKET_BOUNDS,
     CALL_COUNTERS,
     HISTOGRAMS,
-    MetricsDelta,
 )
 
 if TYPE_CHECKING:
@@ -86,31 +85,29 @@ def gpu_usages() -> list[GpuUsage]:
     nvml = _library()
     if nvml is None:
         return []
+    visible, usages = os.environ.get("CUDA_VISIBLE_DEVICES"), []
     try:
-        return [_read(nvml, handle) for handle in _handles(nvml)]
+        if visible is None:
+            visible = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
+        for name in filter(None, map(str.strip, visible.split(","))):
+            handle = (
+                nvml.nvmlDeviceGetHandleByIndex(int(name))
+                if name.isdigit()
+                else nvml.nvmlDeviceGetHandleByUUID(name)
+            )
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            usage = GpuUsage(
+                gpu=str(nvml.nvmlDeviceGetIndex(handle)),
+                name=str(nvml.nvmlDeviceGetName(handle)),
+                memory_used=memory.used,
+                memory_total=memory.total,
+                utilisation=nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            )
+            usages.append(usage)
     except nvml.NVMLError as error:
         _LOG.debug("NVML: %s", error)
         return []
-
-
-def _handles(nvml: Any) -> list[Any]:
-    by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [by_index(index) for index in range(nvml.nvmlDeviceGetCount())]
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in names]
-
-
-def _read(nvml: Any, handle: Any) -> GpuUsage:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return GpuUsage(
-        gpu=str(nvml.nvmlDeviceGetIndex(handle)),
-        name=str(nvml.nvmlDeviceGetName(handle)),
-        memory_used=memory.used,
-        memory_total=memory.total,
-        utilisation=nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-    )
+    return usages
 
 
 @cache
@@ -144,100 +141,80 @@ class ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
-        totals = self.server.recorder.totals()
-        yield from _call_counters(totals)
-        yield from _call_histograms(totals)
+        server, totals = self.server, self.server.recorder.totals()
+        for name, family in CALL_COUNTERS.items():
+            counts = totals.counts.items()
+            amounts = {labels: n for (counted, labels), n in counts if counted == name}
+            yield _counter(name, family.text, amounts, *family.labels)
+        for name, family in HISTOGRAMS.items():
+            metric = HistogramMetricFamily(_PREFIX + name, family.text, labels=family.labels)
+            for (observed, labels), row in totals.buckets.items():
+                if observed == name:
+                    bounds = (*map(str, BUCKET_BOUNDS), "+Inf")
+                    buckets = list(zip(bounds, accumulate(row[:-1]), strict=True))
+                    metric.add_metric(labels, buckets, row[-1])
+            yield metric
         yield _gauge("requests_in_flight", "Calls that run now", totals.in_flight)
-        yield from self._engine()
-        yield from self._datasets()
-        yield from self._caches()
-        yield from self._gpus()
-        yield from _processes(self.server.processes())
 
-    def _engine(self) -> Iterator[Metric]:
-        serving = self.server.readiness.serving
-        engine = (version("warpfit"), self.server.engines.engine)
+        # The engines.
+        serving, supervisors = server.readiness.serving, server.engines.supervisors
+        engine = (version("warpfit"), server.engines.engine)
         yield _gauge("build_info", "Version and engine", {engine: 1.0}, "version", "engine")
         yield _gauge("ready", "1 if an engine answers rightly", bool(serving))
-        labels = [(supervisor.device.label,) for supervisor in self.server.engines.supervisors]
+        devices = [(supervisor.device.label,) for supervisor in supervisors]
         text = "1 if the engine of the device answers rightly"
-        ready = {label: label[0] in serving for label in labels}
+        ready = {device: device[0] in serving for device in devices}
         yield _gauge("device_ready", text, ready, "device")
         text = "Estimated engine time of the calls that the device has not finished"
-        work = {
-            label: ns / 1e9 for label, ns in zip(labels, self.server.quotas.work(), strict=True)
-        }
+        work = {device: ns / 1e9 for device, ns in zip(devices, server.quotas.work(), strict=True)}
         yield _gauge("device_work_seconds", text, work, "device")
         text = "Time that the last health probe of the engine took"
-        probes = {(watchdog.label,): watchdog.probe_seconds for watchdog in self.server.watchdogs}
+        probes = {(watchdog.label,): watchdog.probe_seconds for watchdog in server.watchdogs}
         yield _gauge("probe_seconds", text, probes, "device")
         text = "Engine processes that ended unasked"
-        yield _counter("engine_restarts", text, self.server.engines.restarts, "device", "cause")
-
-    def _datasets(self) -> Iterator[Metric]:
-        usage = self.server.datasets.usage()
-        text = "Bytes of all resident data sets, the health probe's included"
-        yield _gauge("resident_bytes", text, usage.nbytes)
-        text = "Bytes that resident data sets may have"
-        yield _gauge("resident_limit_bytes", text, self.server.config.limits().resident_bytes)
-        text = "Resident data sets, the health probe's included"
-        yield _gauge("resident_datasets", text, usage.datasets)
-        yield _counter("evictions", "Data sets that had to make room for others", usage.evictions)
-
-    def _caches(self) -> Iterator[Metric]:
-        """Yield the metrics of the engines' caches, without samples for engines that have none."""
+        yield _counter("engine_restarts", text, server.engines.restarts, "device", "cause")
         for kinds, make in ((CACHE_EVENTS, _counter), (CACHE_SIZES, _gauge)):
-            for kind in kinds:
-                samples = {
+            for kind in kinds:  # without samples of engines that have no caches
+                found = {
                     (supervisor.device.label, cache): supervisor.counters[name]
-                    for supervisor in self.server.engines.supervisors
+                    for supervisor in supervisors
                     for cache in CACHES
                     if (name := f"{cache}_cache_{kind}") in supervisor.counters
                 }
                 text = f"Caches of compiled kernels: {kind}"
-                yield make(f"cache_{kind}", text, samples, "device", "cache")
+                yield make(f"cache_{kind}", text, found, "device", "cache")
 
-    def _gpus(self) -> Iterator[Metric]:
+        # The data sets.
+        usage = server.datasets.usage()
+        text = "Bytes of all resident data sets, the health probe's included"
+        yield _gauge("resident_bytes", text, usage.nbytes)
+        text = "Bytes that resident data sets may have"
+        yield _gauge("resident_limit_bytes", text, server.config.limits().resident_bytes)
+        text = "Resident data sets, the health probe's included"
+        yield _gauge("resident_datasets", text, usage.datasets)
+        yield _counter("evictions", "Data sets that had to make room for others", usage.evictions)
+
+        # The machine.
         usages = self.gpus()
         for name, text, attribute in (
             ("gpu_memory_used_bytes", "GPU memory in use, by all processes", "memory_used"),
             ("gpu_memory_total_bytes", "GPU memory", "memory_total"),
             ("gpu_utilization_ratio", "Share of time with a kernel at work", "utilisation"),
         ):
-            samples = {(usage.gpu, usage.name): getattr(usage, attribute) for usage in usages}
-            yield _gauge(name, text, samples, "gpu", "name")
-
-
-def _call_counters(totals: MetricsDelta) -> Iterator[Metric]:
-    for name, family in CALL_COUNTERS.items():
-        samples = {labels: n for (counted, labels), n in totals.counts.items() if counted == name}
-        yield _counter(name, family.text, samples, *family.labels)
-
-
-def _call_histograms(totals: MetricsDelta) -> Iterator[Metric]:
-    for name, family in HISTOGRAMS.items():
-        metric = HistogramMetricFamily(_PREFIX + name, family.text, labels=family.labels)
-        for (observed, labels), row in totals.buckets.items():
-            if observed == name:
-                bounds = (*map(str, BUCKET_BOUNDS), "+Inf")
-                buckets = list(zip(bounds, accumulate(row[:-1]), strict=True))
-                metric.add_metric(labels, buckets, row[-1])
-        yield metric
-
-
-def _processes(processes: Mapping[str, int]) -> Iterator[Metric]:
-    memory, files = {}, {}
-    for role, number in processes.items():
-        place = Path(f"/proc/{number}")
-        try:
-            pages = int((place / "statm").read_text().split()[1])
-            files[role,] = sum(1.0 for _ in (place / "fd").iterdir())
-        except OSError:
-            continue  # it has ended
-        memory[role,] = float(pages * _PAGE_BYTES)
-    text = "Memory of a process, shared memory included"
-    yield _gauge("process_resident_bytes", text, memory, "process")
-    yield _gauge("process_open_files", "File descriptors of a process", files, "process")
+            of_gpus = {(gpu.gpu, gpu.name): getattr(gpu, attribute) for gpu in usages}
+            yield _gauge(name, text, of_gpus, "gpu", "name")
+        memory, files = {}, {}
+        for role, number in server.processes().items():
+            place = Path(f"/proc/{number}")
+            try:
+                pages = int((place / "statm").read_text().split()[1])
+                files[role,] = sum(1.0 for _ in (place / "fd").iterdir())
+            except OSError:
+                continue  # it has ended
+            memory[role,] = float(pages * _PAGE_BYTES)
+        text = "Memory of a process, shared memory included"
+        yield _gauge("process_resident_bytes", text, memory, "process")
+        yield _gauge("process_open_files", "File descriptors of a process", files, "process")
 
 
 def _family(kind: Any, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
@@ -284,16 +261,18 @@ class MetricsPort:
         self._thread.join()
 
     def _run(self) -> None:
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._close())
-        self._loop.close()
+        """Serve until the loop is stopped, and close what is open then."""
 
-    async def _close(self) -> None:
-        self._server.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        async def close() -> None:
+            self._server.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        self._loop.run_forever()
+        self._loop.run_until_complete(close())
+        self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open[writer] = None

@@ -33,7 +33,22 @@ def main(arguments: Sequence[str]) -> int:
         InvalidArgumentError: if others could have written to the cache, or architectures are named
             for the CPU engine, or none for the CUDA engine.
     """
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="warpfit precompile",
+        description="Compile what an engine and its fits need, so that servers start at once.",
+    )
+    parser.add_argument("--engine", choices=(_CPU, "cuda"), default=_CPU, help="default: cpu")
+    parser.add_argument(
+        "--architectures",
+        type=_architectures,
+        default=(),
+        metavar="80,90,...",
+        help="compute capabilities for the CUDA engine; no GPU is needed",
+    )
+    parser.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", help="default: the user's cache directory"
+    )
+    options = parser.parse_args(arguments)
     if (options.engine == _CPU) == bool(options.architectures):
         raise InvalidArgumentError(
             "--architectures belongs to --engine cuda",
@@ -50,25 +65,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
     print(f"warpfit: the code is in {directory}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="warpfit precompile",
-        description="Compile what an engine and its fits need, so that servers start at once.",
-    )
-    parser.add_argument("--engine", choices=(_CPU, "cuda"), default=_CPU, help="default: cpu")
-    parser.add_argument(
-        "--architectures",
-        type=_architectures,
-        default=(),
-        metavar="80,90,...",
-        help="compute capabilities for the CUDA engine; no GPU is needed",
-    )
-    parser.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help="default: the user's cache directory"
-    )
-    return parser
 
 
 def _architectures(text: str) -> tuple[int, ...]:

@@ -179,10 +179,8 @@ class MetricsDelta:
         for (name, labels), total in amounts.items():
             self.count(name, labels, total)
         answered = [(call, call.timings) for call in calls if call.timings is not None]
-        if answered:
-            self._add_answered(answered)
-
-    def _add_answered(self, answered: Sequence[tuple[CallRecord, Timings]]) -> None:
+        if not answered:
+            return
         ran = Counter([(timings.tier, timings.device) for _, timings in answered])
         for (tier, devices), count in ran.items():
             for device in devices.split(","):
@@ -291,25 +289,20 @@ class SpanTracer:
         )
         if call.status in ("INTERNAL", "UNKNOWN", "UNAVAILABLE"):
             span.set_status(self._api.StatusCode.ERROR, call.status)
-        self._record_stages(span, call, to_wall)
+        if call.timings is not None:  # the stages follow one another; `finished` ends the kernel's
+            named = dict(zip(CALL_STAGES, call.stages(call.timings), strict=True))
+            encode = named.pop("encode")
+            start = call.finished - sum(named.values()) + to_wall
+            context = self._api.set_span_in_context(span)
+            for name, nanoseconds in (*named.items(), ("encode", encode)):
+                stage = self._tracer.start_span(name, context=context, start_time=start)
+                start += nanoseconds
+                stage.end(start)
         span.end(call.ended + to_wall)
 
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
-
-    def _record_stages(self, parent: Any, call: CallRecord, to_wall: int) -> None:
-        """Make a span of each stage, one after the other, so that `finished` ends the kernel's."""
-        if call.timings is None:
-            return
-        named = dict(zip(CALL_STAGES, call.stages(call.timings), strict=True))
-        encode = named.pop("encode")
-        start = call.finished - sum(named.values()) + to_wall
-        context = self._api.set_span_in_context(parent)
-        for name, nanoseconds in (*named.items(), ("encode", encode)):
-            stage = self._tracer.start_span(name, context=context, start_time=start)
-            start += nanoseconds
-            stage.end(start)
 
 
 def make_tracer(kind: str) -> SpanTracer | None:

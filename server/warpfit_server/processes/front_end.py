@@ -216,8 +216,15 @@ class FrontEndProcess:
                     self._registry.held(message.key, message.engine)
                 case messages.DatasetUnloaded():
                     self._registry.unloaded(message.key)
-                case messages.ConnectEngine():
-                    self._connect(message, descriptor)
+                case messages.ConnectEngine(renewed, process) if descriptor is not None:
+                    self._registry.engine_started(renewed)
+                    try:
+                        self._engines[renewed].open(socket.socket(fileno=descriptor), process)
+                        self._probe_now[renewed].set()
+                    except ResourceExhaustedError as error:
+                        _LOG.error("no connection to the engine: %s", error)
+                case messages.ConnectEngine():  # the probe asks again
+                    _LOG.error("the engine's connection was lost: too many open files")
                 case SuspectList():
                     self._suspects.update(message)
                 case messages.SetReadiness():
@@ -241,19 +248,6 @@ class FrontEndProcess:
         if self._tracer is not None:
             self._tracer.close()
         _end()
-
-    def _connect(self, message: messages.ConnectEngine, descriptor: int | None) -> None:
-        if descriptor is None:  # this process can open no more files; the probe asks again
-            _LOG.error("the engine's connection was lost: too many open files")
-            return
-        self._registry.engine_started(message.engine)
-        try:
-            end = socket.socket(fileno=descriptor)
-            self._engines[message.engine].open(end, message.process)
-        except ResourceExhaustedError as error:
-            _LOG.error("no connection to the engine: %s", error)
-            return
-        self._probe_now[message.engine].set()
 
     def _tell(self, message: messages.Message) -> None:
         with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
