@@ -35,14 +35,14 @@ _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _LAST_PORT: Final = 65_535
 #: Greatest whole number of a setting, and greatest number of seconds, which is 31 years.
 _MOST_COUNT, _MOST_SECONDS = 2**62, 10**9
-#: Default of the most connections of a front-end process: this part of its file descriptors, but
-#: no more than this. A quarter is for data sets, and the rest for calls in flight and all else.
+#: Default of the most connections of a front-end process: this part of its file descriptors, and
+#: at most this number. A quarter of the descriptors is for data sets, the rest for calls in flight.
 _CONNECTIONS_PART, _MOST_CONNECTIONS = 0.4, 4096
 #: Part of the descriptors for idle result memory of all front ends, most of which each engine has
-#: mapped, and those that a segment takes. Only some sizes are in use at a time.
+#: mapped; descriptors of a segment; and most segments, because only some sizes are in use.
 _IDLE_PART, _IDLE_FILES, _MOST_IDLE = 1 / 8, 2, 256
-#: Default of the memory for results that all processes keep: no more than this, and no more than
-#: this part of the memory.
+#: Default of the result memory that all processes keep: at most these bytes, and at most this
+#: part of the memory.
 _IDLE_BYTES, _IDLE_MEMORY_PART = 512 << 20, 16
 
 
@@ -68,7 +68,7 @@ def parse_switch(text: str) -> bool:
 def parse_port(text: str) -> int:
     """Return the number of a port; raise ValueError."""
     if not re.fullmatch(r"\d{1,5}", text) or int(text) > _LAST_PORT:
-        raise ValueError(f"{text!r} is no port; there are those from 0 to {_LAST_PORT}")
+        raise ValueError(f"{text!r} is no port; ports are numbers from 0 to {_LAST_PORT}")
     return int(text)
 
 
@@ -96,7 +96,7 @@ class Config:
     """Every setting of the server.
 
     Each field ``some_name`` is the flag ``--some-name`` and the variable ``WARPFIT_SOME_NAME``; a
-    flag wins over a variable. Names that end with ``bytes`` or ``memory`` are sizes, those that end
+    flag wins over a variable. Names that end with ``bytes`` or ``memory`` are sizes, names that end
     with ``port`` are ports.
     """
 

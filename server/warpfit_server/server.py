@@ -26,7 +26,7 @@ from warpfit_server.system.sockets import join_address, reserve_port
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit")
-#: Seconds between two looks at what takes too long.
+#: Seconds between two looks at probes and processes that take too long.
 _TICK: Final = 0.1
 #: Seconds between two looks after which the main process itself was stopped.
 _STOPPED_SECONDS: Final = 2.0
@@ -109,41 +109,43 @@ class Server:
 
     def __enter__(self) -> Server:
         """Start all processes; return when the server is ready."""
+
+        def engine_ready(supervisor: EngineSupervisor) -> None:
+            self._front_ends.engine_ready(supervisor.number)
+            self.watchdogs[supervisor.number].engine_ready()
+
         try:
-            self._start()
+            config = self.config
+            if config.metrics_port is not None:  # imported only then, because that takes a while
+                from warpfit_server.metrics import MetricsPort, ServerCollector
+
+                render = ServerCollector(self).render
+                page = MetricsPort(render, config.metrics_host, config.metrics_port)
+                self._stack.callback(page.stop)
+                self._ports["metrics"] = join_address(config.metrics_host, page.port)
+            self._front_ends.start(self.datasets)
+            self.engines.start(
+                self.datasets.pinned,
+                engine_ready,
+                lambda: self._is_stopping() or self._front_ends.failure is not None,
+            )
+            self._front_ends.open(self._is_stopping)
+            for watchdog in self.watchdogs:
+                watchdog.start()
+            threading.Thread(target=self._look_forever, name="watchdog", daemon=True).start()
+            for watchdog in self.watchdogs:
+                watchdog.wait_ready()
         except BaseException:
             self._stop()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Be not ready, then refuse new calls, let those in flight finish in time, stop."""
+        """End readiness, refuse new calls, let calls in flight finish in time, and stop."""
         self.readiness.drain()
         self._front_ends.announce_readiness(is_draining=True)
         time.sleep(self.config.notice)  # load balancers take notice
         self._stop()
-
-    def _start(self) -> None:
-        config = self.config
-        if config.metrics_port is not None:  # imported only then, because that takes a while
-            from warpfit_server.metrics import MetricsPort, ServerCollector
-
-            render = ServerCollector(self).render
-            page = MetricsPort(render, config.metrics_host, config.metrics_port)
-            self._stack.callback(page.stop)
-            self._ports["metrics"] = join_address(config.metrics_host, page.port)
-        self._front_ends.start(self.datasets)
-        self.engines.start(
-            self.datasets.pinned,
-            self._engine_ready,
-            lambda: self._is_stopping() or self._front_ends.failure is not None,
-        )
-        self._front_ends.open(self._is_stopping)
-        for watchdog in self.watchdogs:
-            watchdog.start()
-        threading.Thread(target=self._look_forever, name="watchdog", daemon=True).start()
-        for watchdog in self.watchdogs:
-            watchdog.wait_ready()
 
     def _stop(self) -> None:
         self._front_ends.stop()
@@ -153,12 +155,8 @@ class Server:
         self._stack.close()
         self.engines.stop()
 
-    def _engine_ready(self, supervisor: EngineSupervisor) -> None:
-        self._front_ends.engine_ready(supervisor.number)
-        self.watchdogs[supervisor.number].engine_ready()
-
     def _look_forever(self) -> None:
-        """Act on engines and processes that take too long, and let go of what is out of date.
+        """Act on engines and processes that take too long, and drop suspects and data sets in time.
 
         A main process that was stopped (SIGSTOP, a paused machine) has read no messages meanwhile.
         So it does not count that time against the others.

@@ -1,8 +1,8 @@
 """The resident data sets: copies in shared memory, from which every engine loads them.
 
-The main process owns them. Front ends receive uploads into memory that they hand over, and look
-data sets up in their own registries (`warpfit_server.ipc.registry`). Which calls
-use a data set stands in the shared table of `warpfit_server.tenancy.quotas`.
+The main process owns the data sets. Front ends receive uploads into memory that they hand over, and
+look data sets up in their own registries (`warpfit_server.ipc.registry`). The shared table of
+`warpfit_server.tenancy.quotas` says which calls use a data set.
 """
 
 from __future__ import annotations
@@ -99,25 +99,26 @@ class StoreUsage:
 class DatasetStore:
     """Owns the resident data sets: budgets, and eviction of the least recently used.
 
-    Callers that upload the same content share one data set. Nobody counts them: a caller that
-    gives a data set back merely says that it does not need it, and the next use takes that back.
-    What was given back stays resident like anything else, leaves the devices after some seconds,
-    and is evicted before all else. So a caller takes nothing from another one, and one that dies
-    without a word keeps nothing.
+    Callers that upload the same content share one data set. The store does not count the callers: a
+    caller that gives a data set back merely says that it does not need the data set, and the next
+    use takes that word back. A data set that was given back stays resident, leaves the devices
+    after some seconds, and is evicted before all others. So no caller takes a data set from another
+    one, and a caller that dies keeps none.
 
-    An upload takes memory as its bytes arrive, and evicts others for bytes that have arrived, not
-    for those that its header announces: those count against its own tenant's budget only.
+    An upload takes memory as its bytes arrive, and evicts other data sets for bytes that have
+    arrived. Bytes that its header announces count against the budget of its own tenant only.
 
-    An upload that needs room evicts, in this order: data sets of its own tenant while that is over
-    its own budget; those of tenants that hold more than an equal share of the server's budget; any
-    others, unless its own tenant holds more than such a share. Among these the one used least
-    recently goes first, and what was given back before the rest. Data sets in use stay, as far as
-    the table of uses says so: a call that begins in the moment of an eviction gets NOT_FOUND.
+    An upload that needs room evicts, in this order: data sets of its own tenant while the tenant is
+    over its budget; data sets of tenants that hold more than an equal share of the server's budget;
+    any others, unless its own tenant holds more than such a share. Within each of these groups data
+    sets that were given back go first, and then the one used least recently. Data sets in use stay,
+    as far as the table of uses says so: a call that begins in the moment of an eviction gets
+    NOT_FOUND.
 
     Args:
-        limits: of the server.
-        table: of uses, which front ends write.
-        unload: called with the key of each data set that the engines are to forget.
+        limits: the limits of the server.
+        table: the table of uses, which front ends write.
+        unload: called with the key of each data set that the engines have to forget.
         announce: called with each data set that has become resident.
         withdraw: called with the key of each data set that no new call may use.
     """
@@ -154,7 +155,7 @@ class DatasetStore:
     def count(self, tenant: str) -> int:
         """Return the number of a tenant's resident data sets.
 
-        Those that were given back do not count.
+        Data sets that were given back do not count.
         """
         with self._lock:
             uses = self._table.dataset_uses()
@@ -267,11 +268,11 @@ class DatasetStore:
         """Make a complete upload resident; if its content already is, the older copy stays.
 
         Args:
-            number: of the upload, which is over then, unless this fails.
-            content_id: of the content.
-            layout: of the content.
-            copied: bytes that engines copy of it: rows that have a weight where others have none.
-            segment: holds the content; it belongs to the store then, unless this fails.
+            number: number of the upload, which is over then, unless this fails.
+            content_id: SHA-256 of the content.
+            layout: layout of the content.
+            copied: bytes that engines copy of it: the rows with a weight, if others have none.
+            segment: memory with the content; it belongs to the store then, unless this fails.
 
         Raises:
             ResourceExhaustedError: if there is no room for what it counts for beside its bytes: a
@@ -338,7 +339,7 @@ class DatasetStore:
     def expire(self, seconds: float) -> None:
         """Remove data sets that were withdrawn, or have not been used for some time.
 
-        Those that were given back leave the devices much earlier.
+        Data sets that were given back leave the devices much earlier.
         """
         now = time.monotonic()
         with self._lock:
@@ -475,8 +476,8 @@ class DatasetStore:
     ) -> list[StoredDataset]:
         """Put data sets of tenants that hold more than an equal share first.
 
-        Those of others are left out if the tenant itself holds more than its share. What was given
-        back comes first, whoever holds it.
+        If the tenant itself holds more than its share, data sets of other tenants are left out,
+        unless they were given back. Data sets that were given back come first in any case.
         """
         held = self._held + Counter({tenant: needed})  # tenants that hold anything
         share = self._limits.resident_bytes / len(held)

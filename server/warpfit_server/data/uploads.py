@@ -34,13 +34,13 @@ from warpfit.server_info import Limits
 from warpfit_server.ipc.messages import FoundDataset
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.limits import check_limit, check_names
-from warpfit_server.system.shortages import shortage
+from warpfit_server.system.machine import shortage
 
 #: Most bytes of an upload that have arrived and are not hashed yet.
 _UNHASHED_BYTES: Final = 4 << 20
 _REMEDY: Final = "Send exactly (variables + target + weights) x rows numbers of the dtype"
-#: Longest footer of a file, which takes some fifteen times as much memory: that of a hundred
-#: thousand columns.
+#: Longest footer of a file, one of a hundred thousand columns; reading it takes some fifteen times
+#: as much memory.
 _MOST_FOOTER_BYTES: Final = 32 << 20
 #: Most bytes that a part of a file can have when it is decompressed, by Parquet's own format.
 _MOST_PAGE_BYTES: Final = 2**31
@@ -65,12 +65,12 @@ class Upload:
     What is not committed inside the ``with`` block is abandoned at its end.
 
     Args:
-        store: that counts its bytes and takes it over.
-        pool: that makes its memory.
-        layout: of the data set.
-        content_id: SHA-256 that its content must have; empty to take what it has.
-        tenant: to whom it will belong.
-        budget: bytes that its tenant may hold.
+        store: counts the bytes of the upload, and takes the data set over.
+        pool: makes the memory.
+        layout: layout of the data set.
+        content_id: SHA-256 that the content must have; empty to accept any.
+        tenant: owner of the data set.
+        budget: bytes that the tenant may hold.
 
     Raises:
         ResourceExhaustedError: if the budget is in use, or the machine has no memory.
@@ -218,8 +218,8 @@ class DataFolder:
 
         Args:
             file: the file and its columns.
-            tenant: to whom the data set will belong.
-            limits: of the tenant; they are checked before numbers are read.
+            tenant: owner of the data set.
+            limits: limits of the tenant, which are checked before numbers are read.
             check_wanted: called between blocks; raises an error if the call has ended.
             reserve: counts bytes of memory while the file is decompressed.
 

@@ -102,8 +102,8 @@ class LoadedDatasets:
     """The data sets of an engine process, and the passes of its engine over their rows.
 
     Args:
-        engine: that computes.
-        loaded: data sets that the engine has already, by the id of `Evaluation.dataset_id`.
+        engine: the engine, which computes.
+        loaded: data sets that the engine has already, by `Evaluation.dataset_id`.
     """
 
     def __init__(self, engine: Engine, loaded: Mapping[bytes, Dataset] | None = None) -> None:
@@ -209,10 +209,10 @@ class LoadedDatasets:
 
 
 class Finalizer:
-    """Turns what engines have summed into what was asked for; safe to use from threads.
+    """Makes losses, gradients, scaling and correlations of an engine's sums; safe for threads.
 
-    It keeps the statistics of each data set's target, which take a pass over the rows, as long as
-    the data set lives.
+    The statistics of a target take a pass over the rows, so they are kept as long as the data set
+    lives.
     """
 
     def __init__(self) -> None:
@@ -232,10 +232,10 @@ class Finalizer:
         """Finalise an evaluation in place.
 
         Args:
-            evaluation: as the caller asked for it.
-            dataset: that the evaluation names.
-            outputs: the caller's, filled by the engine; losses and gradients are overwritten.
-            moments: from the engine, see `Outputs.moments`.
+            evaluation: the evaluation as the caller asked for it.
+            dataset: the data set that the evaluation names.
+            outputs: the caller's outputs with the engine's sums, which are overwritten.
+            moments: the engine's moments, see `Outputs.moments`.
             scaling: receives slopes and intercepts, [programs, K, 2].
             correlations: receives the correlations, [programs, K].
         """

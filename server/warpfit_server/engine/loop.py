@@ -42,8 +42,7 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import ChannelClosedError
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID
 from warpfit_server.system.lifetime import EXIT_BROKEN
-from warpfit_server.system.machine import available_cores
-from warpfit_server.system.shortages import shortage
+from warpfit_server.system.machine import available_cores, shortage
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Seconds for which a thread polls without sleeping after a step: the next request of a search
@@ -103,7 +102,7 @@ class Loop:
         self._connections: dict[int, FrontEndConnection] = {}
         self._poll = select.epoll()
         self._wake_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Edge-triggered, so that each write wakes one thread and nobody has to read.
+        # Edge-triggered, so that each write wakes one thread, and no thread has to read.
         self._poll.register(self._wake_event, select.EPOLLIN | select.EPOLLET)
 
     def start(self) -> None:
@@ -314,10 +313,10 @@ class Loop:
             request.merge_key = None
 
     def _answer(self, requests: list[Request], timings: Timings) -> None:
-        """Answer the finished requests of a step, those of each front end together.
+        """Answer the finished requests of a step; all answers to a front end are sent together.
 
-        Each has been computed for its share of the time, by size, and has waited for the others.
-        Front ends learn from that what a request costs the engine.
+        A request of a merged step counts its share of the time, by size, as computing, and the rest
+        as waiting. From these times front ends learn the engine time of a request.
         """
         answers: dict[FrontEndConnection, list[messages.RequestFinished]] = {}
         total, own = sum(request.size for request in requests), timings

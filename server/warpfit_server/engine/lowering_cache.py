@@ -1,4 +1,4 @@
-"""The lowering cache: what was made of the programs of batches that come again.
+"""The lowering cache: the lowered programs of batches that come again.
 
 With few rows, lowering programs takes longer than running them. The driver of fits selects programs
 of the same batch with every pass; clients with a search of their own send the same programs again,
@@ -23,12 +23,12 @@ Made = TypeVar("Made")
 _MOST_TOKENS: Final = 400_000
 #: Tokens that a batch counts for at least, because small ones take memory, too.
 _LEAST_TOKENS: Final = 2_000
-#: Batches that are remembered, to cache those that come again.
+#: Batches that are remembered, so that a batch that comes again is cached.
 _REMEMBERED: Final = 256
 
 
 class LoweringCache(Generic[Made]):
-    """Keeps what was made of batches, most recently used ones longest; safe to use from threads.
+    """Keeps the lowered form of batches, most recently used ones longest; safe for threads.
 
     Args:
         most_tokens: of all cached batches; None for `_MOST_TOKENS`.
@@ -37,7 +37,7 @@ class LoweringCache(Generic[Made]):
     def __init__(self, most_tokens: int | None = None) -> None:
         self._most = most_tokens or _MOST_TOKENS
         self._kept: LRUCache[Hashable, tuple[int, tuple[bytes, ...], Made]] = LRUCache(
-            self._most, _size
+            self._most, lambda entry: max(_LEAST_TOKENS, entry[0])
         )
         """Tokens, contents where they are compared, and what was made."""
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
@@ -121,7 +121,3 @@ class LoweringCache(Generic[Made]):
     def _forget(self, key: Hashable) -> None:
         with self._lock:
             self._kept.pop(key, None)
-
-
-def _size(entry: tuple[int, tuple[bytes, ...], object]) -> int:
-    return max(_LEAST_TOKENS, entry[0])

@@ -29,8 +29,7 @@ from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.system.lifetime import EXIT_CANNOT_RUN, StuckDetector
-from warpfit_server.system.machine import keep_freed_memory, shorten_gil_switch_interval
-from warpfit_server.system.shortages import shortage
+from warpfit_server.system.machine import keep_freed_memory, shortage, shorten_gil_switch_interval
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 
@@ -39,9 +38,9 @@ class EngineProcess:
     """An engine, its data sets and its loop, driven by the supervisor.
 
     Args:
-        engine: that computes.
-        channel: to the supervisor.
-        number: of the engine in ``config.engines``.
+        engine: the engine, which computes.
+        channel: channel to the supervisor.
+        number: number of the engine in ``config.engines``.
         config: the server's configuration.
     """
 
@@ -105,9 +104,9 @@ def create_engine(
     """Create an engine of a kind, ``"cpu"`` or ``"cuda"``; the latter on the first visible GPU.
 
     Args:
-        kind: of the engine.
-        threads: threads of the CPU engine, or that lower and compile for the CUDA engine; None for
-            all cores.
+        kind: kind of the engine.
+        threads: threads of the CPU engine, or threads that lower and compile for the CUDA engine;
+            None for all cores.
         memory_share: part of the GPU's memory that is for this engine.
         device_memory: bytes of the GPU's memory to use; None for most of it.
         cache_directory: where code for GPUs is kept; None for the user's cache directory. What

@@ -6,8 +6,8 @@ The simple form of merging:
 
 Then each request costs a few copies, so that many small ones are served by one thread. It does not
 matter whether a batch has come before: interpreting it beside others costs less than looking for
-what was compiled for it. A lone request is another matter, and so is one with so many rows that
-compiled kernels save more than merging does. So the engine says with how many it pays.
+its compiled kernels. For a lone request, and for one with many rows, compiled kernels save more
+than merging does. So the engine says from how many requests on merging pays.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class FrontEndConnection:
 class Request(ScheduledRequest):
     """An evaluation or a fit in the engine process.
 
-    Requests that are merged need no arrays of their own, which take longer to make than all else
-    that is done for such a request. So they are made when they are first asked for.
+    Merged requests need no arrays of their own, and making arrays takes longer than all other work
+    for such a request. So a request makes its arrays when they are first needed.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class Request(ScheduledRequest):
 
     @cached_property
     def cancelled(self) -> NDArray[np.uint8]:
-        """[1]; the front end sets it to 1 when nobody waits for the answer any more."""
+        """[1]; the front end sets it to 1 when no caller waits for the answer any more."""
         return self.problem.segment_layout.cancelled(self.segment)
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the answer; a fit sets the flag to 2 when its time is up."""
+        """Whether no caller waits any more; a fit sets the flag to 2 when its time is up."""
         return self.segment.map[self.problem.segment_layout.flag_offset] == 1
 
     def note_state(self, state: int) -> None:

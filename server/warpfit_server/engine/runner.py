@@ -1,8 +1,8 @@
 """Runs requests on the engine: evaluations and fits, and several evaluations merged into one.
 
-An engine cuts its work over rows into steps, but what it does once for a batch is one step: it
-plans the work, adds up and closes sums, fills arrays. So a large batch is computed in parts, and so
-that no step is long:
+An engine cuts its work over rows into steps, but the work for a batch as a whole is one step:
+planning, adding up sums, filling arrays. So that no step is long, a large batch is computed in
+parts:
 
     for each range of programs, or of the parameter vectors of one program:
         evaluate it into its slices of the outputs, and finalise these
@@ -274,7 +274,7 @@ class FitPasses:
     def __init__(self, linearise: Callable[..., Steps[Linearisation]]) -> None:
         self._linearise = linearise
         self._last: tuple[NDArray[np.int64], list[tuple[slice, NDArray[np.int64]]]] | None = None
-        """The selected programs of the last pass, which are mostly those of the next, in parts."""
+        """The selected programs of the last pass, in parts; most passes select the same ones."""
 
     def linearise(
         self,

@@ -5,7 +5,7 @@ The simple form:
     if a health probe waits, take it
     else, while a suspect has its turn, take nothing but its next step, once all others have ended
     else take the tenant that has used least of the engine, the next one of its requests, and
-        those that can be merged with it
+        the requests that can be merged with it
     run one step, charge the tenants with the time
     queue the requests again, unless they are finished
 
@@ -68,7 +68,7 @@ class ScheduledRequest:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """Whether no caller waits for the answer any more."""
         return False
 
     def note_state(self, state: int) -> None:
@@ -236,8 +236,8 @@ class Scheduler(Generic[Item]):
         """Take note that a step has ended, and what it waited for; queue unfinished requests.
 
         Args:
-            requests: those of the step.
-            unfinished: those of them that have more steps.
+            requests: the requests of the step.
+            unfinished: the requests among them that have more steps.
         """
         self._begun -= sum(request.tenant != PROBE for request in requests)
         for request in unfinished:
@@ -274,7 +274,7 @@ class Scheduler(Generic[Item]):
         return [] if self._turn is not None else self._next_of_tenants()
 
     def _take(self, tenant: _TenantQueue[Item], first: Item) -> list[Item]:
-        """Take a request out of the queue of its tenant, and those that are merged with it."""
+        """Take a request out of the queue of its tenant, with the requests merged with it."""
         self._take_one(tenant, first)
         return [first, *self._take_mergeable(first)]
 

@@ -19,7 +19,7 @@ from typing import Final
 
 from warpfit.errors import InternalError
 from warpfit_server.ipc.messages import Message, pack, unpack
-from warpfit_server.system.shortages import shortage
+from warpfit_server.system.machine import shortage
 from warpfit_server.system.sockets import socket_pair
 
 #: Longest message in bytes.

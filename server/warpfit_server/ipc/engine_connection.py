@@ -24,7 +24,7 @@ from warpfit_server.ipc.in_flight_request import LOST, InFlightRequest, unavaila
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.ipc.reply_dispatcher import ReplyDispatcher
 from warpfit_server.ipc.segments import Segment, SegmentPool
-from warpfit_server.system.shortages import shortage
+from warpfit_server.system.machine import shortage
 
 #: Seconds after which a front end that cannot send takes the engine for lost.
 _SEND_SECONDS: Final = 5.0

@@ -30,7 +30,7 @@ from warpfit_server.ipc.segment_layout import (
 )
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID
-from warpfit_server.system.shortages import TOO_MANY_FILES
+from warpfit_server.system.machine import TOO_MANY_FILES
 from warpfit_server.tenancy.tenants import PROBE
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit.errors import ResourceExhaustedError
-from warpfit_server.system.shortages import shortage, too_many_files
+from warpfit_server.system.machine import shortage, too_many_files
 
 _SMALLEST: Final = 64 << 10
 

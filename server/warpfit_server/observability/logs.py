@@ -1,8 +1,8 @@
 """Log lines as text or JSON; every line of a call carries the call's id.
 
-Much of what is logged has been chosen by callers, some of whom nobody knows: names in certificates,
-metadata, texts of errors. So no place in the code writes more than a few lines a second, and what
-would end a line, or do something to a terminal, is written as an escape sequence.
+Callers, some of them anonymous, choose much of the text in the log: names in certificates,
+metadata, texts of errors. So no place in the code writes more than a few lines a second, and
+characters that would end a line, or do something to a terminal, are written as escape sequences.
 """
 
 import json
@@ -57,7 +57,7 @@ class LogRateLimiter:
 
 
 class _PlaceLimit(logging.Filter):
-    """Leaves out lines of a place in the code that writes too many; those for debugging stay."""
+    """Leaves out lines of a place in the code that writes too many; debug lines stay."""
 
     def __init__(self) -> None:
         super().__init__()

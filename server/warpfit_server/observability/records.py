@@ -1,12 +1,12 @@
 """Records of calls: the id of each call, what is measured of it, its log line and its trace.
 
 Every call has an id: the client's own from the metadata entry ``x-request-id``, or one made here.
-The id goes back in the trailing metadata, and stands in every log line of the call, also in those
-of the engine process.
+The id goes back in the trailing metadata, and stands in every log line of the call, also in the log
+lines of the engine process.
 
-Every front end has a `Recorder`. Front-end processes send what they have recorded since the last
-time to the main process, which adds it to its own: increments need no files, and survive the
-process that sent them. The records of many calls are added up at a time.
+Every front end has a `Recorder`, which adds up the records of many calls at a time. The front end
+sends the increments since the last time to the main process, whose own recorder adds them up:
+increments need no files, and survive the process that sent them.
 
 OpenTelemetry traces of calls are made if ``--tracing`` asks for them (extra ``tracing``). A call
 becomes a span of kind server, a child of the caller's span if the metadata have a Trace Context;

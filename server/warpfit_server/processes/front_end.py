@@ -51,8 +51,8 @@ _REPORT_SECONDS: Final = 0.5
 class MainProcess:
     """The main process, which owns the data sets, as a front end sees it.
 
-    The methods have the meaning, the errors and the names of those of
-    `warpfit_server.data.dataset_store.DatasetStore`; any thread may call them.
+    Each method has the name, the meaning and the errors of a method of
+    `warpfit_server.data.dataset_store.DatasetStore`; any thread may call it.
     """
 
     def __init__(self, control: Channel) -> None:
@@ -130,7 +130,7 @@ class MainProcess:
         return known
 
     def remember_file(self, columns: bytes, content_id: bytes, lost_digits: str) -> None:
-        """Remember them."""
+        """Remember the content id and the warning of columns of a file."""
         self._ask("remember_file", columns, content_id, lost_digits).result()
 
     def describe(self, tenant: str) -> tuple[tuple[Device, ...], int]:

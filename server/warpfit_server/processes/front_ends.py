@@ -32,7 +32,7 @@ from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.records import Recorder
 from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.supervisor import State, Supervisor
-from warpfit_server.system.shortages import shortage, too_many_files
+from warpfit_server.system.machine import shortage, too_many_files
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_ends")
@@ -63,8 +63,8 @@ class FrontEndSupervisor(Supervisor):
     """Owns one front-end process.
 
     Args:
-        owner: of all of them, which answers this one's messages.
-        number: of the process, from 0; it has this column of the table of quotas.
+        owner: the owner of all front ends, which answers this one's messages.
+        number: number of the process, from 0, and of its column in the table of quotas.
     """
 
     def __init__(self, owner: FrontEnds, number: int) -> None:
@@ -146,12 +146,12 @@ class FrontEnds:
 
     Args:
         config: the server's configuration.
-        engines: that front ends are connected to.
+        engines: the engines, to which front ends are connected.
         quotas: the table that all processes share.
-        recorder: of what front ends measure.
+        recorder: adds up the measurements of front ends.
         serving: returns the labels of the devices that serve.
-        port: that they listen on, which this process has reserved.
-        health_port: that they listen on for health checks only; -1 for none.
+        port: port of the front ends, which this process has reserved.
+        health_port: port for health checks only; -1 for none.
     """
 
     def __init__(
@@ -372,7 +372,7 @@ class FrontEnds:
     # ------------------------------------------------------------------- whether they are well
 
     def repeat_readiness(self, now: float) -> None:
-        """Tell it again now and then: a front end whose main process is silent is not ready."""
+        """Announce readiness again now and then: a front end that hears nothing is not ready."""
         if now - self._told_at >= _REPEAT_SECONDS:
             self.announce_readiness()
 

@@ -19,7 +19,7 @@ from warpfit.errors import WarpfitError
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.processes.engine_start import kill_group
-from warpfit_server.system.shortages import DescriptorReserve
+from warpfit_server.system.machine import DescriptorReserve
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 #: Pause in seconds after a process could not even be spawned.
@@ -35,7 +35,7 @@ _RESERVED_FILES: Final = 12
 
 
 class State(IntEnum):
-    """How far a process has come; each state includes those before it."""
+    """How far a process has come; each state includes the states before it."""
 
     GONE = 0
     STARTING = 1
@@ -51,8 +51,8 @@ class Supervisor(ABC):
     """Owns a child process and the channel to it.
 
     Args:
-        name: of the process, for log lines.
-        stop_seconds: that the process has to end when the server stops.
+        name: name of the process in log lines.
+        stop_seconds: seconds that the process has to end when the server stops.
     """
 
     def __init__(self, name: str, stop_seconds: float) -> None:

@@ -16,7 +16,7 @@ from warpfit.errors import (
     ResourceExhaustedError,
     WarpfitError,
 )
-from warpfit_server.system.shortages import shortage
+from warpfit_server.system.machine import shortage
 
 _LOG: Final = logging.getLogger("warpfit.service")
 _DOMAIN: Final = "warpfit"

@@ -20,7 +20,7 @@ class WatchedFiles(Generic[T]):
     files themselves: a folder above them may be closed, or a disk full.
 
     Args:
-        paths: the files; symbolic links are followed, as those of mounted secrets must be.
+        paths: the files; symbolic links are followed, because mounted secrets are such links.
         read: reads the value; raises InvalidArgumentError if the files cannot be used.
         log: where changes are logged.
         seconds: shortest time between two looks at the files.
@@ -50,33 +50,35 @@ class WatchedFiles(Generic[T]):
             with self._lock:
                 self._next = time.monotonic() + self._seconds
                 stamps = self._stamp_files()
-                if stamps != self._stamps or self._failed:
-                    self._stamps = stamps
-                    self._read_again()
+                if stamps == self._stamps and not self._failed:
+                    return self._value
+                self._stamps, names = stamps, ", ".join(map(str, self._paths))
+                try:
+                    self._value = self._read()
+                except InvalidArgumentError as error:
+                    if str(error) != self._failed:
+                        text = "%s changed, the old version stays in force: %s"
+                        self._log.error(text, names, error)
+                    self._failed = str(error)
+                else:
+                    self._failed = ""
+                    self._log.info("%s changed and was read again", names)
         return self._value
 
-    def _read_again(self) -> None:
-        names = ", ".join(map(str, self._paths))
-        try:
-            self._value = self._read()
-        except InvalidArgumentError as error:
-            if str(error) != self._failed:
-                self._log.error("%s changed, the old version stays in force: %s", names, error)
-            self._failed = str(error)
-        else:
-            self._failed = ""
-            self._log.info("%s changed and was read again", names)
+    def _stamp_files(self) -> list[tuple[int, ...]]:
+        """Return a stamp of each file, which is other after every change; () of a missing one.
 
-    def _stamp_files(self) -> list[tuple[int, ...] | None]:
-        return [_stamp(path) for path in self._paths]
-
-
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None  # between one version and the next, or gone
-    # The time of change (ctime) follows every change, of mode and owner, too; that of modification
-    # can be set by anybody who may write.
-    times = found.st_ctime_ns, found.st_mtime_ns
-    return *times, found.st_dev, found.st_ino, found.st_size, found.st_mode
+        The time of change (ctime) follows every change, of mode and owner, too. The time of
+        modification can be set by all who may write.
+        """
+        stamps: list[tuple[int, ...]] = []
+        for path in self._paths:
+            try:
+                found = path.stat()
+            except OSError:  # between one version and the next, or gone
+                stamps.append(())
+                continue
+            times = found.st_ctime_ns, found.st_mtime_ns
+            place = found.st_dev, found.st_ino, found.st_size, found.st_mode
+            stamps.append((*times, *place))
+        return stamps

@@ -1,5 +1,7 @@
 """The machine: processors, memory and files that this process may use, and devices to compute on.
 
+`shortage` makes an error for callers of an error of a system that has no more of these.
+
 In a container, or under systemd, the kernel limits the CPU time of a group of processes in each
 period, and their memory. If more threads run than the CPU time is enough for, all of them stand
 still until the period is over; processes that take more memory are killed.
@@ -8,6 +10,7 @@ Counting GPUs initialises CUDA, so a process of its own does it, which runs this
 """
 
 import ctypes
+import errno
 import logging
 import math
 import os
@@ -17,14 +20,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 
 #: Parameters of glibc's mallopt: free bytes at the end of a heap from which on they go back to the
 #: system, and bytes of a block from which on it is mapped by itself.
@@ -34,6 +37,13 @@ _KEPT: Final = MappingProxyType({_TRIM_THRESHOLD: 8 << 20, _MMAP_THRESHOLD: 4 <<
 #: Interval in seconds at which Python threads take turns: a tenth of Python's own, because a call
 #: waits for several threads, and what each has to do takes less time still.
 _SWITCH_SECONDS: Final = 0.0005
+#: Errors of a system that has no more files, and of one that has no more memory.
+_FILES: Final = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
+_MEMORY: Final = (errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
+#: Reason of `too_many_files`.
+TOO_MANY_FILES: Final = "TOO_MANY_FILES"
+#: Seconds after which a client may repeat the call: others will have ended.
+_RETRY_SECONDS: Final = 1.0
 _LOG: Final = logging.getLogger("warpfit.devices")
 #: Most engines of a server.
 MOST_ENGINES: Final = 64
@@ -72,7 +82,7 @@ class ControlGroups:
                 yield int(limit[0])
 
     def _directories(self, controller: str) -> Iterator[Path]:
-        """Yield the directories of the process's groups and of those that contain them."""
+        """Yield the directories of the process's groups, and of all groups around them."""
         for line in _text(self.groups).splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
@@ -109,8 +119,8 @@ def _text(path: Path) -> str:
 def keep_freed_memory() -> None:
     """Have the C library (glibc) use freed blocks of up to 4 MiB again.
 
-    By default it returns blocks of 128 KiB to the system, until it has seen larger ones; those of
-    the next batch then take a page fault for every 4 KiB, longer than all decoding.
+    By default the library returns blocks of 128 KiB to the system, until it has seen larger ones.
+    Then the blocks of the next batch take a page fault for every 4 KiB, longer than all decoding.
     """
     with suppress(AttributeError):
         for parameter, size in _KEPT.items():
@@ -120,8 +130,8 @@ def keep_freed_memory() -> None:
 def give_back_memory() -> None:
     """Return free memory of the C library to the system, if it can (glibc).
 
-    That at the end of the calling thread's own heap goes only when a block there is freed while the
-    threshold is low.
+    Memory at the end of the calling thread's own heap goes only when a block there is freed while
+    the threshold is low.
     """
     with suppress(AttributeError):
         library = ctypes.CDLL(None)
@@ -140,6 +150,61 @@ def raise_descriptor_limit() -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def too_many_files() -> ResourceExhaustedError:
+    """Return the error for a process of the server that can open no more files."""
+    return ResourceExhaustedError(
+        "the server can open no more files",
+        TOO_MANY_FILES,
+        "Retry with back-off, or raise the server's limit of open files (ulimit -n)",
+        retry_after=_RETRY_SECONDS,
+    )
+
+
+def shortage(error: BaseException) -> ResourceExhaustedError | None:
+    """Return an error of the system as an error for callers if it reports a shortage, else None."""
+    if isinstance(error, OSError) and error.errno in _FILES:
+        return too_many_files()
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _MEMORY):
+        return ResourceExhaustedError(
+            "the server has no more memory",
+            "MEMORY",
+            "Send smaller batches, or give the server more memory",
+            retry_after=_RETRY_SECONDS,
+        )
+    return None
+
+
+class DescriptorReserve:
+    """Descriptors in reserve, for work that must be done when the process has no others left."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._held: list[int] = []
+        self._fill()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the ``with`` block have the descriptors; afterwards the reserve is filled again."""
+        with suppress(IndexError):  # another thread has lent some
+            while True:
+                os.close(self._held.pop())
+        try:
+            yield
+        finally:
+            self._fill()
+
+    def close(self) -> None:
+        """Keep none any longer."""
+        self._count = 0
+        with self.lent():
+            pass
+
+    def _fill(self) -> None:
+        with suppress(OSError):  # there are none; next time perhaps
+            while len(self._held) < self._count:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 @dataclass(frozen=True, slots=True)

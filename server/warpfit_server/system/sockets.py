@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
-from warpfit_server.system.shortages import shortage
+from warpfit_server.system.machine import shortage
 
 #: Size of the kernel's buffer for what the other process has not read yet.
 _SOCKET_BYTES: Final = 1 << 20
@@ -95,7 +95,7 @@ def address_file(path: str, host: str, port: int) -> Iterator[None]:
         half.unlink(missing_ok=True)
         with half.open("x") as new:  # follows no link that another user has put there
             new.write(f"{join_address(host, port)}\n")
-        half.replace(file)  # so that nobody reads a part of it
+        half.replace(file)  # so that no client reads a part of it
     except OSError as error:
         raise InvalidArgumentError(
             f"the address file {file} cannot be written: {error.strerror or error}",

@@ -11,7 +11,7 @@ import pytest
 from warpfit.errors import ResourceExhaustedError
 from warpfit_server.config import Config
 from warpfit_server.ipc.segments import Segment, SegmentPool
-from warpfit_server.system.shortages import DescriptorReserve
+from warpfit_server.system.machine import DescriptorReserve
 
 
 def files() -> int:
