@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,9 @@ from warpfit.ops import CONSTANT
 ROUNDING: Final = 1e-18
 #: An equation is in the running for "best" if its loss is at most this multiple of the least.
 _NEAR_BEST: Final = 1.5
+#: Predictive lengths that differ by less are alike, as those of a formula with other digits are;
+#: the shortest description decides.
+_ALIKE: Final = 0.5
 #: Columns of the table, with the names that fit above them.
 COLUMNS: Final = {
     "complexity": "size",
@@ -29,6 +32,7 @@ COLUMNS: Final = {
     "r2_held_out": "held out",
     "score": "score",
     "description_length": "length",
+    "predictive_length": "new rows",
     "equation": "equation",
 }
 #: Characters of a line of a plot's title.
@@ -73,6 +77,11 @@ class Equation:
     evidence: float = math.nan
     """Logarithm of the fractional Bayes factor on all training data, with a prior for the formula,
     see `warpfit.evidence.fractional_bayes_factor`; NaN unless ``model_selection`` is "evidence"."""
+    predictive_length: float = math.nan
+    """Length of a description of rows that no fit has seen, in nats, but for a constant: half their
+    number times the logarithm of their mean squared error, in a cross-validation of five parts,
+    and the length of the structure (`warpfit.sklearn.pairs.structure_length`). NaN where the noise
+    is small, and for losses that are no squares."""
 
 
 def build_front(
@@ -85,11 +94,12 @@ def build_front(
     deviance: Callable[[Program, float], float] | None = None,
     predicts_mean: bool = True,
     r2: Callable[[float], float] = lambda _: math.nan,
+    predictive: Mapping[Program, float] | None = None,
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
     The formula of the least description length stays, whatever others of its complexity gain by
-    more constants.
+    more constants, and those of the least predictive lengths.
 
     Args:
         found: program, loss above ``floor``, and R^2 on rows held out, of each formula.
@@ -102,8 +112,11 @@ def build_front(
             rows log(loss).
         predicts_mean: whether predictions are means of the target, so that R^2 judges them.
         r2: returns the R^2 of a loss.
+        predictive: predictive lengths, as far as they are known.
 
     """
+    predictive = predictive or {}
+    near = min(predictive.values(), default=math.inf) + _ALIKE
     minus_2_log_l = deviance or (lambda _, excess: rows * math.log(excess))
     least = max(ROUNDING * scale, math.ulp(0.0))
     # A formula may have no value on rows that the search did not compare.
@@ -120,11 +133,12 @@ def build_front(
     front: list[Equation] = []
     last = math.inf
     for size, level, program, loss, held_out in sorted(ranked, key=lambda item: item[:2]):
-        if front and level >= last:
+        predictive_length = predictive.get(program, math.nan)
+        if front and level >= last and not predictive_length <= near:
             continue
         score = 0.0
-        if front:
-            drop = math.log(last / level)
+        if front and size > front[-1].complexity:
+            drop = max(math.log(last / level), 0.0)
             score = drop / (size - front[-1].complexity)
         length = information(size, minus_2_log_l(program, level), program, rows)
         is_refuted = held_out < 0.0 if predicts_mean else held_out == -math.inf
@@ -133,10 +147,10 @@ def build_front(
         front.append(
             Equation(
                 size, total, loss, score, length, r2(total), held_out, program, *texts(program),
-                is_supported,
+                is_supported, predictive_length=predictive_length,
             )
         )  # fmt: skip
-        last = level
+        last = min(last, level)
     return front
 
 
@@ -159,6 +173,13 @@ def _by_evidence(front: Sequence[Equation]) -> Equation:
     return min(front, key=lambda equation: equation.description_length)
 
 
+def _by_prediction(front: Sequence[Equation]) -> Equation:
+    known = [e for e in front if not math.isnan(e.predictive_length)] or list(front)
+    least = min(equation.predictive_length for equation in known)
+    near = [e for e in known if not e.predictive_length > least + _ALIKE]
+    return min(near, key=lambda equation: equation.description_length)
+
+
 #: Criteria that choose an equation of a front.
 SELECTIONS: Final[dict[str, Callable[[Sequence[Equation]], Equation]]] = {
     "best": _best,
@@ -167,6 +188,7 @@ SELECTIONS: Final[dict[str, Callable[[Sequence[Equation]], Equation]]] = {
     "score": lambda front: max(front, key=lambda equation: equation.score),
     "description_length": lambda front: min(front, key=lambda e: e.description_length),
     "evidence": _by_evidence,
+    "prediction": _by_prediction,
 }
 
 

@@ -5,7 +5,8 @@ values U [p, rows] and V [m, rows], the errors of the best a + b u v + c u of al
 take four matrix products, and those of the best a + b u + c v take one, so a second of one core
 weighs tens of millions of formulas; V also holds the reciprocals of the library. The same is done
 for all views of the target, and beside the best formulas of a view (matching pursuit). What is best
-in a round joins the library of the next (a beam search).
+in a round joins the library of the next (a beam search). Sums of more terms are built one term
+after the other (`PairSearch.sums`).
 
 A view of a target y is y = m g(t), with an outer function g and a product m of powers. A search for
 t has fewer variables or a smaller formula. Rows are weighted by (m g'(t))^2, which makes the error
@@ -15,6 +16,7 @@ of t that of y to first order.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -24,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Program
-from warpfit.ops import BY_CODE, CONSTANT, OPERATORS
+from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, Operator
 from warpfit.sklearn.genomes import (
     ADD,
     DIV,
@@ -583,6 +585,112 @@ Term: TypeAlias = tuple[NDArray[np.float64], Floats]
 Sharpen: TypeAlias = Callable[[Table, Callable[[Table], Floats]], Table]
 
 
+#: Most tokens of a term of a sum that comes from the library, and most terms.
+_TERM_SIZE: Final = 6
+_MOST_SUMMED: Final = 10
+#: Terms of the least error that are judged, and leverage of a row that decides alone.
+_TRIED: Final = 8
+_ALONE: Final = 0.99
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sum:
+    """A formula a + b t1 + c t2 + ... without slope and intercept."""
+
+    kind: str
+    """``"variables"`` or ``"terms"``."""
+    terms: int
+    score: float
+    """Its length in nats, the less the better: half the rows times the logarithm of the error of
+    each row by a fit to the others (PRESS; Allen 1974), and `structure_length`."""
+    genomes: Genomes
+
+
+def structure_length(sizes: Sequence[int], symbols: int) -> float:
+    """Return the length, in nats, of a description of a sum's structure.
+
+    A token is one of so many symbols, and the order of the terms says nothing. What makes a sum of
+    them, signs and factors, says nothing either: a fit finds it.
+
+    Args:
+        sizes: tokens of each term.
+        symbols: number of operators and variables, and one for numbers.
+
+    """
+    return sum(sizes) * math.log(symbols) - math.lgamma(len(sizes) + 1)
+
+
+def terms_of(program: Program) -> tuple[int, ...]:
+    """Return the tokens of each term of a sum, without its factor; of a constant none."""
+
+    def leaf(code: int, value: float) -> tuple[int, tuple[int, ...]]:
+        return 1, () if code == CONSTANT else (1,)
+
+    def join(
+        operator: Operator, parts: list[tuple[int, tuple[int, ...]]]
+    ) -> tuple[int, tuple[int, ...]]:
+        size = 1 + sum(tokens for tokens, _ in parts)
+        together = tuple(itertools.chain(*(terms for _, terms in parts)))
+        factors = [terms for _, terms in parts if terms]
+        scaled = operator.name == "mul" and len(factors) < 2
+        scaled |= operator.name == "div" and not parts[1][1]
+        if scaled or operator.name in ("add", "sub", "neg"):
+            return size, together
+        return size, (size,) if factors else ()
+
+    return program.fold(leaf, join)[1]
+
+
+def _stepwise(
+    view: View, terms: Table, symbols: int, width: int
+) -> Iterator[tuple[list[int], float]]:
+    """Yield the places of the terms of the best sums, by their number, and their scores."""
+    roots = np.sqrt(view.weights)
+    single = _orthonormal(terms.values, roots.astype(np.float32), roots[None].astype(np.float32))
+    columns = np.asarray(single, np.float32)
+    target = view.target * roots
+    sizes = terms.genomes.sizes + 2 * terms.inverted
+    rows = len(target)
+
+    def residual(places: list[int]) -> tuple[Floats, Floats]:
+        """Return an orthonormal basis of terms, [rows, terms], and what they do not explain."""
+        basis, _ = np.linalg.qr(columns[places].T.astype(float))
+        return basis, target - basis @ (basis.T @ target)
+
+    def score(places: list[int]) -> float:
+        basis, left = residual(places)
+        leverage = np.square(basis).sum(axis=1) + view.weights
+        if leverage.max() > _ALONE:
+            return math.inf
+        error = float(np.square(left / (1.0 - leverage)).sum())
+        length = structure_length(sizes[places].tolist(), symbols)
+        return 0.5 * rows * math.log(error + _LEAST_ERROR) + length
+
+    def extended(places: list[int]) -> tuple[float, list[int]]:
+        """Add the best term, at first the one that explains most for its length."""
+        basis, left = residual(places)
+        along = columns @ np.column_stack([basis, left]).astype(np.float32)
+        rest = 1.0 - np.square(along[:, :-1]).sum(axis=1)
+        gains = _ratio(np.square(along[:, -1]), rest, rest > LEAST_VARIATION)
+        errors = np.maximum(float(left @ left) - gains, _LEAST_ERROR)
+        lengths = 0.5 * rows * np.log(errors) + sizes * math.log(symbols)
+        room = width - int(sizes[places].sum()) - 3 * len(places)
+        lengths[(sizes > room) | (rest <= LEAST_VARIATION)] = np.inf
+        best = lengths.argsort()[:_TRIED]
+        tried = [[*places, int(place)] for place in best if np.isfinite(lengths[place])]
+        return min(((score(each), each) for each in tried), default=(math.inf, places))
+
+    chosen: list[int] = []
+    while len(chosen) < min(_MOST_SUMMED, len(terms)):
+        best, chosen = extended(chosen)
+        if best == math.inf:
+            return
+        for place in chosen[:-1]:
+            other = extended([each for each in chosen if each != place])
+            best, chosen = min((best, chosen), other)
+        yield chosen, best
+
+
 @dataclass(slots=True)
 class PairSearch:
     """A library and the views of the target."""
@@ -597,6 +705,8 @@ class PairSearch:
     library: Genomes
     arguments: Genomes
     """Formulas u of which functions f(c u) are made, for many c."""
+    symbols: int
+    """Number of operators and variables, and one for numbers."""
     _known: Table = field(init=False)
     """The library, with reciprocals if they are allowed."""
     _functions: Table = field(init=False)
@@ -642,6 +752,31 @@ class PairSearch:
         return self._best(
             place, _Fitter(view, base, self.operators, sharpen, count).found(left, right)
         )
+
+    @np.errstate(all="ignore")
+    def sums(self, others: Genomes) -> list[Sum]:
+        """Return sums a + b t1 + c t2 + ... of each number of terms.
+
+        One is of variables alone, another of any terms: those of the library, and all parts of
+        ``others``. One after the other is added, and exchanged where that helps (stepwise
+        regression; Efroymson 1960), as a sum is judged by `Sum.score`.
+        """
+        if "add" not in self.operators or "mul" not in self.operators:
+            return []
+        spans = others.spans
+        parts = others.assembled((np.arange(1, len(spans) + 1) - spans)[:, None], spans[:, None])
+        parts = parts[np.argsort(parts.sizes, kind="stable")]
+        known = self._known[self._known.genomes.sizes <= _TERM_SIZE]
+        any_terms = Table.merged([known, self._table(parts)]).distinct()
+        single = any_terms.genomes.sizes + any_terms.inverted == 1
+        found = []
+        for terms, kind in ((any_terms[single], "variables"), (any_terms, "terms")):
+            fitter = _Fitter(self.views[0], self._known[:0], self.operators, lambda v, _: v, 1)
+            for places, score in _stepwise(self.views[0], terms, self.symbols, self.width):
+                inner = fitter.sum_of([terms[[place]] for place in places])
+                if inner.sizes[0] <= self.width:
+                    found.append(Sum(kind, len(places), score, inner))
+        return found
 
     def _beside_short(self, view: View, turn: int) -> Iterator[_Found]:
         """Find pairs beside some of the short formulas, those that explain most of a view first."""
@@ -798,6 +933,10 @@ class _Fitter:
             u, v = left[one], right[other]
             v = self.sharpen(v, lambda v: self._fit([_plain(u), _plain(v)])[0])
             yield self._solved([(w.written(), _plain(w)) for w in (u, v)])
+
+    def sum_of(self, terms: Sequence[Table]) -> Genomes:
+        """Return the best sum of some terms, one formula in each table."""
+        return self._solved([(term.written(), _plain(term)) for term in terms]).inner
 
     def _solved(self, terms: Sequence[tuple[Genomes, Term]]) -> _Found:
         """Fit t = a + b (base + c term + ...)."""

@@ -96,8 +96,11 @@ class SymbolicRegressor(FormulaRegressor):
         negative, but has to have a least value. A sum that is not one of squares is taken for a
         negative log likelihood.
     model_selection : str
-        Which equation ``predict`` uses: ``"description_length"``, the shortest description of the
-        data, which counts tokens and constants (`warpfit.sklearn.equations.Equation`);
+        Which equation ``predict`` uses: ``"prediction"``, where all equations leave more than a
+        tenth of the variance, the one that predicts rows best that its constants have not seen, by
+        a cross-validation that counts the structure's tokens, too, and elsewhere, or for losses
+        that are no squares, as ``"description_length"``, the shortest description of the data,
+        which counts tokens and constants (`warpfit.sklearn.equations.Equation`);
         ``"evidence"``, the largest fractional Bayes factor, for losses of squares
         (`warpfit.evidence.fractional_bayes_factor`);
         ``"accuracy"``, the least loss; ``"score"``, the steepest decrease of the loss; or
@@ -215,7 +218,7 @@ class SymbolicRegressor(FormulaRegressor):
         engine: str = "auto",
         operators: Sequence[str] = OPERATORS_OF_SCIENCE,
         loss: str | LossFunction = "mse",
-        model_selection: str = "description_length",
+        model_selection: str = "prediction",
         population: int = 500,
         generations: int = 200,
         max_size: int = 25,

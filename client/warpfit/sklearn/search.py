@@ -7,9 +7,9 @@ they inherit (Kommenda et al. 2020, "Parameter identification for symbolic regre
 nonlinear least squares"). Survivors are chosen by loss and complexity together, in layers that do
 not dominate each other (Deb et al. 2002, NSGA-II, without the crowding distance: complexities are
 few), and of formulas with the same loss only the simplest survives, which keeps the population
-diverse. A population begins with the best pairs of a library of short formulas, and its best are
-paired with the library from time to time (`pairs`). One that makes no progress is given up for a
-new one; its best formulas are kept for the end.
+diverse. A population begins with the best sums and pairs of a library of short formulas, and its
+best are combined with the library from time to time (`pairs`). One that makes no progress is given
+up for a new one; its best formulas are kept for the end.
 """
 
 from __future__ import annotations
@@ -114,9 +114,12 @@ _PATIENCE: Final = 40
 _PROGRESS: Final = 0.9
 #: Populations that evolve side by side.
 _ISLANDS: Final = 2
-#: Generations between steps of the search for pairs, and members of the population that take part.
-_PAIR_EVERY: Final = 2
+#: Fewest and most generations of the first island between steps of the search for pairs: twice as
+#: many after each step without progress. And members of the population that take part.
+_PAIR_EVERY: Final = (2, 8)
 _PAIRED: Final = 50
+#: Most part of the time that goes to pairs before the first generation.
+_FIRST_PAIRS: Final = 0.25
 #: Formulas of the library that are scored before the others.
 _FIRST: Final = 500
 #: Formulas of a start whose constants are fitted before they are compared with others.
@@ -236,6 +239,12 @@ class Search:
     reason: str = ""
     """Why the search ended: `generations`, `tolerance`, `max_seconds`, `early_stopping`,
     `callback`, `interrupt`, `terminate` or `server`."""
+    sums: dict[tuple[str, int], tuple[float, Pool]] = field(default_factory=dict)
+    """The best sum of each kind and number of terms, with its score; see `pairs.Sum`."""
+    _pause: int = _PAIR_EVERY[0]
+    """Generations of the first island from one step of the search for pairs to the next, and those
+    that are left until then."""
+    _waits: int = _PAIR_EVERY[0]
     _milestone: float = math.inf
     """Least loss of which progress was counted, and its generation."""
     _progressed: int = 0
@@ -265,15 +274,19 @@ class Search:
         self._settle(0)
         if len(self.start):
             self._admit(self.islands[0], simplified(self.start), fits=_FITTED_FIRST)
-        longest = 0.0
+        self._sum()
+        ends, longest = self.settings.ends, 0.0
+        if ends < math.inf:
+            ends -= (1.0 - _FIRST_PAIRS) * (ends - time.monotonic())
         for number in range(len(self.pairs.views)):
             # A step that would not end in time is not begun.
-            if self._over() or time.monotonic() + longest > self.settings.ends:
+            if self._over() or time.monotonic() + longest > ends:
                 break
             self.settings.phase(f"pairs, view {number + 1} of {len(self.pairs.views)}")
             begun = time.monotonic()
             self._pair()
             longest = max(longest, time.monotonic() - begun)
+        self._sum()
         while not self._over():
             self._advance()
             if self.settings.report(self):
@@ -284,7 +297,7 @@ class Search:
         return self.everything().front()
 
     def promising(self) -> Pool:
-        """Return what nothing dominates, and what is hardly worse; the most likely first.
+        """Return what nothing dominates, what is hardly worse, and sums; the most likely first.
 
         Of many formulas of one complexity noise makes any the best.
         """
@@ -293,7 +306,8 @@ class Search:
         with np.errstate(divide="ignore"):
             information = rows * np.log(pool.losses) + sizes * np.log(rows)
         order = information.argsort()
-        return pool[order[(pool.layers[order] == 0) | (np.arange(len(order)) < _PROMISING)]]
+        chosen = pool[order[(pool.layers[order] == 0) | (np.arange(len(order)) < _PROMISING)]]
+        return Pool.merged([chosen, *(pool for _, pool in self.sums.values())])
 
     def everything(self) -> Pool:
         """Return the formulas of all islands, and of those that have been given up."""
@@ -329,8 +343,14 @@ class Search:
         immigrants = self.breeder.first(int(_IMMIGRANTS * self.settings.population))
         children = [self._offspring(island.population)] if len(island.population) else []
         self._admit(island, joined([*children, immigrants]))
-        if place == 0 and self.generation // _ISLANDS % _PAIR_EVERY == 0:
+        self._waits -= place == 0
+        if self._waits <= 0:
+            best = self.islands[0].best
             self._pair()
+            self._sum()
+            progresses = self.islands[0].best < _PROGRESS * best
+            self._pause = _PAIR_EVERY[0] if progresses else min(2 * self._pause, _PAIR_EVERY[1])
+            self._waits = self._pause
 
     def _reweigh(self) -> None:
         """Weigh the rows of the proposals by the best formula if it is new, at first the median."""
@@ -354,6 +374,22 @@ class Search:
             return
         found = self.pairs.step(first.population.genomes[:_PAIRED])
         self._admit(first, simplified(found), fits=len(found))
+
+    def _sum(self) -> None:
+        """Let the best sums of the library's terms, and those of the front, into the first island.
+
+        They are kept, too: by their own length, longer formulas of noise would outdo them.
+        """
+        first = self.islands[0]
+        fresh = []
+        for found in self.pairs.sums(first.population.front().genomes):
+            key = found.kind, found.terms
+            known, _ = self.sums.get(key, (math.inf, None))
+            if found.score < known and self.settings.admissible(found.genomes)[0]:
+                self.sums[key] = found.score, self._scored(found.genomes)
+                fresh.append(found.genomes)
+        if fresh:
+            self._admit(first, joined(fresh), fits=len(fresh))
 
     def _settle(self, place: int) -> Island:
         """Put an island with a new population into a place, which is replaced or behind the end."""

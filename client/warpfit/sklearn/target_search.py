@@ -65,7 +65,15 @@ from warpfit.sklearn.equations import (
 )
 from warpfit.sklearn.estimator import SearchWarning, TrainingData, loss_unit
 from warpfit.sklearn.genomes import Breeder, Floats, Genomes, Indices, Mask
-from warpfit.sklearn.pairs import PairSearch, arguments, library, relevant, views
+from warpfit.sklearn.pairs import (
+    PairSearch,
+    arguments,
+    library,
+    relevant,
+    structure_length,
+    terms_of,
+    views,
+)
 from warpfit.sklearn.search import (
     INTERRUPTIONS,
     Pool,
@@ -389,6 +397,8 @@ _FIT_SHARE: Final = 0.5
 #: that one loses.
 _SHORTENED: Final = 5
 _MOST_TOLERANCE: Final = 0.1
+#: Parts of a cross-validation.
+_PARTS: Final = 5
 #: A formula with a larger part of the loss of the best constant describes data with much noise.
 _NOISE: Final = 0.1
 #: Rows on which outliers are told from the bulk of the others, about, and the part of the latter.
@@ -439,6 +449,10 @@ class TargetSearch:
     """Why the search ended, as `SymbolicRegressor.reason_`."""
     formulas: Genomes = field(default_factory=lambda: Genomes.of([]))
     """All formulas of the search, best first."""
+    predictive: dict[Program, float] = field(default_factory=dict)
+    """Predictive lengths, as `Equation.predictive_length`, of formulas that describe noise."""
+    parts: list[tuple[DatasetHandle, Indices]] = field(default_factory=list)
+    """Rows of a cross-validation: those that are fitted, and those that are left out."""
 
     def run(self, progress: Progress) -> list[Equation]:
         """Search; return the front, its constants fitted to the rows that are not held out.
@@ -494,9 +508,46 @@ class TargetSearch:
                 **{program: found[program] for program in left if program in found},
                 **refitted,
             }
+            self._cross_validate(stack, found)
             if self.options.simplify:
                 self._shorten(data, found)
+                self._cross_validate(stack, found)
         return self._front_of(found)
+
+    def _cross_validate(self, stack: ExitStack, found: _Found) -> None:
+        """Find the predictive lengths of formulas, where the noise is large.
+
+        Constants are fitted to four fifths of the rows, and errors are those of the others. Rows
+        that are held out are predicted by the formulas as they are. Of many rows some are taken.
+        """
+        least = min(loss for loss, _ in found.values())
+        if not as_function(self.loss).is_squares or least <= _NOISE * self.scale:
+            return
+        programs = [program for program in found if program not in self.predictive]
+        X, y, weights = self.training[:3]
+        seen = np.setdiff1d(np.arange(len(y)), self.held_out)
+        if len(seen) < _FEWEST_DIVIDED:
+            return
+        if not self.parts:
+            shuffled = np.random.default_rng(0).permutation(seen)[:_JUDGED]
+            self.parts = [
+                (self._part(stack, np.setdiff1d(shuffled, part)), part)
+                for part in np.array_split(shuffled, _PARTS)
+            ]
+        judged = np.concatenate([self.held_out, *(part for _, part in self.parts)])
+        total = np.zeros(len(programs))
+        predictions = [(programs, self.held_out)]
+        predictions += [(self._fitted(data, programs), part) for data, part in self.parts]
+        for fitted, part in predictions:
+            for place, program in enumerate(fitted):
+                errors = np.square(reference.evaluate_program(program, X[part].T) - y[part])
+                total[place] += weights[part] @ errors
+        symbols = X.shape[1] + len(self.options.operators) + 1
+        for program, error in zip(programs, (total / weights[judged].sum()).tolist(), strict=True):
+            level = max(error, ROUNDING * self.scale, math.ulp(0.0))
+            length = 0.5 * self._rows * math.log(level) if level < math.inf else math.inf
+            length += structure_length(terms_of(program), symbols)
+            self.predictive[program] = length + _STRAYING * self._strays(program)
 
     def _rows_to_fit(self, stack: ExitStack, seconds: float) -> DatasetHandle:
         """Upload the rows that are not held out, or so many that a fit to them ends in time.
@@ -577,6 +628,7 @@ class TargetSearch:
             self._deviance_of,
             as_function(self.loss).is_squares,
             self._r2_of_loss,
+            self.predictive,
         )
 
     def _texts(self, program: Program) -> tuple[str, str]:
@@ -634,6 +686,7 @@ class TargetSearch:
                     loss=equation.loss * factor,
                     excess=equation.excess * factor,
                     description_length=equation.description_length + shift,
+                    predictive_length=equation.predictive_length + shift,
                     program=program,
                     equation=self._texts(program)[0],
                     latex=self._texts(program)[1],
@@ -826,12 +879,13 @@ class TargetSearch:
         targets = views(operators, X, y, weights / weights.sum(), width)
         inner = arguments(operators, count, width, math.ceil(_ARGUMENTS * options.population))
         parts = [genomes[settings.admissible(genomes)] for genomes in (short, inner)]
+        symbols = X.shape[1] + len(operators) + 1
         if count < X.shape[1]:
             for part in parts:
                 places = part.codes == VARIABLE
                 part.values[places] = variables[part.values[places].astype(np.int64)]
                 part.known = ()
-        return PairSearch(operators, values, list(targets), width, *parts)
+        return PairSearch(operators, values, list(targets), width, parts[0], parts[1], symbols)
 
     def _settings(self, progress: Progress, sample: Indices) -> Settings:
         options = self.options

@@ -29,7 +29,7 @@ def best_errors(text, steps, most_views=None):
     target = reference.evaluate_program(parse(text), X.T)
     seeds = library(NAMES, 3, 25, 900)
     seen = list(views(NAMES, X, target, WEIGHTS, 25))[:most_views]
-    search = PairSearch(NAMES, evaluate, seen, 25, seeds, arguments(NAMES, 3, 25, 60))
+    search = PairSearch(NAMES, evaluate, seen, 25, seeds, arguments(NAMES, 3, 25, 60), 20)
     for _ in range(steps):
         with np.errstate(all="ignore"):
             found = search.step(seeds[:0])
