@@ -43,7 +43,7 @@ def pytest_sessionstart() -> None:
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         return  # it collects the tests, and so compiles every module's bytecode for the others
     from warpfit_server.engine.cpu.codegen import parts
-    from warpfit_server.engine.cuda.derivatives import lowering
+    from warpfit_server.engine.cuda.derivatives import launches
     from warpfit_server.system.compile_cache import default_cache_directory, make_private_directory
     from warpfit_server.system.machine import available_cores
 
@@ -51,7 +51,7 @@ def pytest_sessionstart() -> None:
         make_private_directory(default_cache_directory())
         with (default_cache_directory() / "tests.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            lowering.load()
+            launches.load()
 
     if os.environ["PYTEST_XDIST_WORKER"] == "gw1":
         parts.precompile(available_cores())

@@ -14,6 +14,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Program
 from warpfit.request import Loss, Precision, Tier
 from warpfit_server.engine.cuda.runtime import device
+from warpfit_server.engine.interface import Arithmetic
 
 DTYPES = [np.float32, np.float64]
 
@@ -33,7 +34,9 @@ def test_pieces_add_up(compiled, monkeypatch, dtype, options):
     X, y = rng.uniform(0.5, 2, size=(200_000, 10)), rng.normal(size=200_000)
     dataset = Dataset.of(X, y, rng.uniform(size=200_000), dtype=dtype)
     one = compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options)
-    monkeypatch.setattr(device, "_TOKEN_ROWS", dict.fromkeys(device._TOKEN_ROWS, 1_000_000))
+    few = device.LaunchWork(1_000_000, 500_000, 1_000_000)
+    for arithmetic in Arithmetic:
+        monkeypatch.setitem(device.LAUNCH_WORK, arithmetic, few)
     several = [
         compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options).losses
         for _ in range(2)

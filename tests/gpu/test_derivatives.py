@@ -23,7 +23,7 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit_server.engine.cuda.derivatives import launch_plan, tier
+from warpfit_server.engine.cuda.derivatives import launches, tier
 from warpfit_server.engine.interface import run_to_end
 
 FLAVOURS = [("float64", Precision.PRECISE, 1e-9), ("float32", Precision.PRECISE, 1e-4)]
@@ -74,7 +74,7 @@ def test_a_large_batch_is_computed_in_parts(engine, monkeypatch):
     data, drawn = make_dataset(5000), thesis_mix(3, 60, variables=4)
     options = {"row_loss": SQUARES, "statistics": True}
     whole = derive(engine, data, *drawn, **options)
-    monkeypatch.setattr(tier, "_MOST_TOKENS", 200)
+    monkeypatch.setattr(tier, "_MOST_WORK", 200)
     parts = derive(engine, data, *drawn, **options)
     for name in ("losses", "gradients", "jacobian", "variable_gradients", "reductions", "moments"):
         np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
@@ -131,7 +131,7 @@ def test_large_answers_come_in_pieces(engine, monkeypatch):
     data = make_dataset(3000, "float32")
     programs, vectors = thesis_mix(3, 40, variables=4)
     whole = derive(engine, data, programs, vectors, row_loss=SQUARES, statistics=True)
-    monkeypatch.setattr(launch_plan, "_CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(launches, "_CHUNK_BYTES", 100_000)
     pieces = derive(engine, data, programs, vectors, row_loss=SQUARES, statistics=True)
     names = ("values", "losses", "gradients", "jacobian", "variable_gradients")
     for name in (*names, "reductions", "moments"):

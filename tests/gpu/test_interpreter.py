@@ -46,7 +46,9 @@ def test_pieces_make_no_difference(evaluate: Evaluate, monkeypatch, dtype, chunk
     )
     options = {"values": False, "loss": Loss.MSE, "tier": Tier.INTERPRETER}
     whole = evaluate(dataset, programs, vectors, **options)
-    monkeypatch.setattr(device, "_TOKEN_ROWS", dict.fromkeys(device._TOKEN_ROWS, 1_000_000))
+    few = device.LaunchWork(1_000_000, 500_000, 1_000_000)
+    for arithmetic in Arithmetic:
+        monkeypatch.setitem(device.LAUNCH_WORK, arithmetic, few)
     monkeypatch.setattr(tier, "_CHUNK_BYTES", chunk_bytes)
     cut = evaluate(dataset, programs, vectors, **options)
     np.testing.assert_array_equal(cut.losses, whole.losses)

@@ -9,7 +9,7 @@ from support.emulators.device_lowering import check_order, lower_on_device, lowe
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.interpreter import device_lowering
+from warpfit_server.engine.cuda.interpreter.source import ALL_VALID
 from warpfit_server.engine.lowering.validate import are_valid
 
 X = Program.variable(0)
@@ -22,7 +22,7 @@ def device(engine):
 
 def assert_same(device, batch, **how):
     found, expected = lower_on_device(device, batch, **how), lower_on_host(batch)
-    assert (found.first_invalid == device_lowering.ALL_VALID).all()
+    assert (found.first_invalid == ALL_VALID).all()
     np.testing.assert_array_equal(found.needs(), expected.needs())
     for index in range(len(batch)):
         assert found.code(index) == expected.code(index), index

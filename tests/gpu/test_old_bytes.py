@@ -76,7 +76,7 @@ def remains(engine: CudaEngine, size: int) -> tuple[np.ndarray, np.ndarray]:
     with device.stream() as context:
         target = context.pinned("target of a test", size)
         pinned = target.copy()
-        context.download(target, device.allocate(size).ptr)
+        context.download_rows(target[np.newaxis], device.allocate(size).ptr, size)
         context.stream.synchronize()
         return target.copy(), pinned
 

@@ -15,7 +15,7 @@ from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision, Tier
 from warpfit_server.engine.cuda.math.prelude import compiler_options, prelude
-from warpfit_server.engine.cuda.runtime import nvrtc
+from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.interface import Arithmetic
 
 #: Function, the same in float64, whether of pairs, and the largest error in ulp.
@@ -103,7 +103,7 @@ def test_errors_stay_within_their_bounds(engine, name):
     capability = int(cupy.cuda.Device().compute_capability)
     options = ("--std=c++17", *compiler_options(Arithmetic.PRECISE))
     module = cupy.cuda.function.Module()
-    module.load(nvrtc.to_cubin(source, capability, options))
+    module.load(compiler.to_cubin(source, capability, options))
     worst, wrong = (cupy.zeros(1, dtype=np.uint64) for _ in range(2))
     count = 1 << (30 if pairs else 32)
     arguments = (np.uint64(count), np.int32(pairs), worst, wrong)

@@ -110,7 +110,8 @@ def test_compiled_losses_do_not_depend_on_blocks_of_threads_or_on_launches(
         )
         for rows, whole in zip(SPANS, wholes, strict=True):
             np.testing.assert_array_equal(losses(rows), whole)
-    monkeypatch.setattr(device, "_TOKEN_ROWS", dict.fromkeys(device._TOKEN_ROWS, 1))
+    for arithmetic in Arithmetic:
+        monkeypatch.setitem(device.LAUNCH_WORK, arithmetic, device.LaunchWork(1, 1, 1))
     monkeypatch.setattr("warpfit_server.engine.cuda.jit.tier._MIN_ROWS", 4096)
     for rows, whole in zip(SPANS, wholes, strict=True):
         np.testing.assert_array_equal(losses(rows), whole)
@@ -141,7 +142,7 @@ def test_derivatives_depend_neither_on_other_programs_nor_on_shared_memory(
 ):
     whole = sums_of_passes(engine, dtype, precision, rows)
     np.testing.assert_array_equal(sums_of_passes(engine, dtype, precision, rows, 1), whole)
-    monkeypatch.setattr("warpfit_server.engine.cuda.derivatives.launch_plan._CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("warpfit_server.engine.cuda.derivatives.launches._CHUNK_BYTES", 1 << 20)
     np.testing.assert_array_equal(sums_of_passes(engine, dtype, precision, rows), whole)
     given = CudaDevice.shared_bytes
     for size in (0, 30_000):

@@ -15,7 +15,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset
+from warpfit_server.engine.cuda.runtime.datasets import StreamedDataset
 from warpfit_server.engine.interface import Outputs, run_to_end
 
 MEMORY = 32 << 20

@@ -35,9 +35,9 @@ COMPILE = """
 import cuda.bindings.driver, cupy, pynvml
 from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
 from warpfit_server.engine.interface import Arithmetic
-from warpfit_server.engine.cuda.runtime import nvjitlink, nvrtc
+from warpfit_server.engine.cuda.runtime import compiler
 
-print(nvrtc.version(), nvjitlink.version())
+print(compiler.nvrtc_version(), compiler.linker_version())
 print(len(interpreter_source(Variant(Arithmetic.PRECISE, 4)).compile(90)))
 """
 

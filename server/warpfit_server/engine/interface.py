@@ -90,6 +90,17 @@ def offload(size: int, work: Callable[[], Result]) -> Steps[Result]:
     return result
 
 
+def edges_of(sizes: NDArray[np.int64], most: int) -> list[int]:
+    """Cut consecutive things into ranges of at most some size, or of one; return their edges."""
+    ends, edges = np.cumsum(sizes), [0]
+    while edges[-1] < len(sizes):
+        first = edges[-1]
+        before = int(ends[first - 1]) if first else 0
+        stop = int(np.searchsorted(ends, before + most, side="right"))
+        edges.append(max(stop, first + 1))
+    return edges
+
+
 class _ThreadWork(NamedTuple):
     """Work of another thread; implements `DeviceWork`."""
 

@@ -34,6 +34,7 @@ from warpfit_server.engine.interface import (
     Outputs,
     Selection,
     Steps,
+    edges_of,
     offload,
 )
 from warpfit_server.engine.request import Merger, Request, hand_out, join
@@ -251,17 +252,6 @@ def parts_of(evaluation: Evaluation, layout: Layout) -> list[Part]:
             own = slice(first, stop), slice(vector, end), parameters
             parts.append(Part(*own, is_last=end == vectors))
     return parts
-
-
-def edges_of(sizes: NDArray[np.int64], most: int) -> list[int]:
-    """Cut consecutive things into ranges of at most some size, or of one; return their edges."""
-    ends, edges = np.cumsum(sizes), [0]
-    while edges[-1] < len(sizes):
-        first = edges[-1]
-        before = int(ends[first - 1]) if first else 0
-        stop = int(np.searchsorted(ends, before + most, side="right"))
-        edges.append(max(stop, first + 1))
-    return edges
 
 
 class FitPasses:

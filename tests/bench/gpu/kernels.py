@@ -32,15 +32,13 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
-from warpfit_server.engine.cuda.interpreter import device_lowering
-from warpfit_server.engine.cuda.interpreter.batch_launch import BatchLaunch
+from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.interpreter.launches import as_jobs, cut_tiles, launch_interpreter
-from warpfit_server.engine.cuda.interpreter.tier import VARIANTS, InterpreterTier
+from warpfit_server.engine.cuda.interpreter.tier import VARIANTS, BatchLaunch, InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
-from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
-from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset, upload
+from warpfit_server.engine.cuda.runtime.device import CudaDevice, StreamContext
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.system.machine import available_cores
 
@@ -166,7 +164,7 @@ def compile_seconds(
 @numba.njit
 def lower(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
     """Launch the kernel that lowers a batch."""
-    return device_lowering.launch_lowering(driver, stream, kernels[0], batch)
+    return launches.launch_lowering(driver, stream, kernels[0], batch)
 
 
 def launch_lowering(lowered: BatchLaunch) -> None:

@@ -30,8 +30,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.cuda.runtime.resident_data import cut_rows
-from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset
+from warpfit_server.engine.cuda.runtime.datasets import StreamedDataset, cut_rows
 from warpfit_server.engine.interface import run_to_end
 
 COLUMNS = 11

@@ -11,9 +11,17 @@ from numpy.typing import NDArray
 
 from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from warpfit.ir import Batch
-from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
-from warpfit_server.engine.cuda.interpreter.launches import LaunchLimits, new_batch
-from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout
+from warpfit_server.engine.cuda.interpreter import source
+from warpfit_server.engine.cuda.interpreter.launches import (
+    MAX_SHARED_TOKENS,
+    BatchLayout,
+    LaunchLimits,
+    launch_lowering,
+    launch_order,
+    lay_out,
+    new_batch,
+)
+from warpfit_server.engine.cuda.interpreter.tier import load_lowering
 from warpfit_server.engine.cuda.runtime.driver_calls import as_record
 from warpfit_server.shared_batch import SharedBatch
 
@@ -42,7 +50,7 @@ class Lowered:
 
     @property
     def order(self) -> NDArray[np.uint32]:
-        """Programs, with `bytecode.DEEP`; [programs]."""
+        """Programs, with `source.DEEP`; [programs]."""
         return self._part(self.layout.order, len(self.batch))
 
     @property
@@ -59,23 +67,23 @@ class Lowered:
 
     def needs(self) -> NDArray[np.uint32]:
         """Stack levels that each program needs below the top."""
-        return self.programs[:, 3] >> bytecode.NEED_SHIFT & bytecode.NEED_MASK
+        return self.programs[:, 3] >> source.NEED_SHIFT & source.NEED_MASK
 
     def are_invalid(self) -> NDArray[np.bool_]:
         """Return whether the lowering found each program invalid."""
-        return (self.programs[:, 3] & bytecode.INVALID) != 0
+        return (self.programs[:, 3] & source.INVALID) != 0
 
     def slot_counts(self) -> NDArray[np.uint32]:
         """Slots of each program."""
-        return self.programs[:, 3] & bytecode.SLOTS_MASK
+        return self.programs[:, 3] & source.SLOTS_MASK
 
     def code(self, index: int) -> list[Instruction]:
         """A program's instructions, with what a slot holds in place of its number."""
         first, count, slot, _ = self.programs[index].tolist()
         code: list[Instruction] = []
         for head, word in self.instructions[first : first + count + 1].tolist():
-            low, leaf = head & (1 << bytecode.INDEX_SHIFT) - 1, head >> bytecode.INDEX_SHIFT
-            loaded = self._slot(slot + leaf) if low & bytecode.LOAD_SLOT else leaf
+            low, leaf = head & (1 << source.INDEX_SHIFT) - 1, head >> source.INDEX_SHIFT
+            loaded = self._slot(slot + leaf) if low & source.LOAD_SLOT else leaf
             code.append((low, loaded, self._slot(slot + word) if _takes_slot(low) else word))
         return code
 
@@ -89,7 +97,12 @@ class Lowered:
 @functools.cache
 def host_kernels() -> ctypes.CDLL:
     """Compile the kernels for this machine; skips the test if it has no compiler."""
-    return compile_for_host(device_lowering.lowering_source().source)
+    return compile_for_host(source.lowering_source().source)
+
+
+def layout_of(batch: Batch) -> BatchLayout:
+    """Lay out a batch."""
+    return lay_out(len(batch.codes), len(batch), len(batch.parameters))
 
 
 def lower_on_host(
@@ -97,7 +110,7 @@ def lower_on_host(
     variables: int = 1 << 18,
     *,
     share: int = 4,
-    room: int = device_lowering.MAX_SHARED_TOKENS,
+    room: int = MAX_SHARED_TOKENS,
     group: int | None = None,
     levels: int = 3,
 ) -> Lowered:
@@ -111,7 +124,7 @@ def lower_on_host(
         group: programs that are sorted together; None for all.
         levels: stack levels of a warp.
     """
-    library, layout = host_kernels(), BatchLayout.of(batch)
+    library, layout = host_kernels(), layout_of(batch)
     guarded = np.full(layout.end + 2 * GUARD, GARBAGE, dtype=np.uint8)
     memory = _aligned(guarded, layout.end)
     address = memory.ctypes.data
@@ -138,7 +151,7 @@ def _write(batch: Batch, memory: NDArray[np.uint8]) -> None:
     """Write a batch as it is uploaded."""
     shared = SharedBatch.viewing(batch)
     places = shared.places[0].tolist()
-    for start, (address, size) in zip(BatchLayout.of(batch)[:5], places, strict=True):
+    for start, (address, size) in zip(layout_of(batch)[:5], places, strict=True):
         ctypes.memmove(memory.ctypes.data + start, address, size)
 
 
@@ -166,13 +179,13 @@ def _aligned(guarded: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 def _slot_labels() -> frozenset[int]:
     from warpfit.ops import OPERATORS
 
-    table = bytecode.labels()
+    table = source.labels()
     binary = [int(table[row.code]) for row in OPERATORS.values() if row.arity == 2]
-    return frozenset(label + bytecode.FROM_SLOT + odd for label in binary for odd in (0, 1))
+    return frozenset(label + source.FROM_SLOT + odd for label in binary for odd in (0, 1))
 
 
 def _takes_slot(low: int) -> bool:
-    return low & bytecode.LABEL_MASK in _slot_labels()
+    return low & source.LABEL_MASK in _slot_labels()
 
 
 def lower_on_device(
@@ -184,8 +197,8 @@ def lower_on_device(
     levels: int = 3,
 ) -> Lowered:
     """Lower a batch on a `CudaDevice`; see `lower_on_host`."""
-    layout = BatchLayout.of(batch)
-    kernels = device_lowering.load_lowering(device)
+    layout = layout_of(batch)
+    kernels = load_lowering(device)
     with device.stream() as context:
         staging = context.pinned("batch", layout.end)
         staging[:] = GARBAGE
@@ -203,21 +216,21 @@ def lower_on_device(
         others = dict.fromkeys(LaunchLimits._fields, 0)
         limits = as_record(LaunchLimits(**others | handles | {"resident_warps": warps}))
         context.check_executed(_lower(context.functions, context.handle, limits, record))
-        context.download(staging, address)
+        context.download_rows(staging[np.newaxis], address, len(staging))
         context.stream.synchronize()
         return Lowered(batch, staging.copy(), layout, first_invalid.copy())
 
 
 @numba.njit
 def _lower(driver: Any, stream: int, limits: Any, record: Any) -> int:
-    status = device_lowering.launch_lowering(driver, stream, limits[0], record)
-    return status or device_lowering.launch_order(driver, stream, limits[0], record)
+    status = launch_lowering(driver, stream, limits[0], record)
+    return status or launch_order(driver, stream, limits[0], record)
 
 
 def check_order(found: Lowered, group: int, levels: int) -> None:
     """Deep programs come first, marked; then by falling number of instructions; in each group."""
-    programs = (found.order & ~np.uint32(bytecode.DEEP)).astype(int)
-    deep = (found.order & bytecode.DEEP) != 0
+    programs = (found.order & ~np.uint32(source.DEEP)).astype(int)
+    deep = (found.order & source.DEEP) != 0
     np.testing.assert_array_equal(deep, found.needs()[programs] > levels)
     for first in range(0, len(found.batch), group):
         part = slice(first, first + group)

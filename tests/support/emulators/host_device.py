@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from support.emulators.cuda_on_host import compile_for_host, kernels_of, launch_on_host
 from warpfit_server.engine.cuda import engine, parts
-from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
 from warpfit_server.engine.cuda.runtime import device
+from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 
 _MEMORY = 4 << 30
 _DEVICE = {

@@ -109,9 +109,9 @@ def test_each_architecture_is_compiled_without_a_gpu(started, tmp_path, capsys):
 @pytest.mark.parametrize("part", ["lowering", "graph kernels"])
 def test_an_engine_finds_what_a_part_has_compiled(tmp_path, monkeypatch, part):
     cuda = pytest.importorskip("warpfit_server.engine.cuda.parts")
-    from warpfit_server.engine.cuda.interpreter.compile import CudaSource
-    from warpfit_server.engine.cuda.interpreter.device_lowering import lowering_source
+    from warpfit_server.engine.cuda.interpreter.source import lowering_source
     from warpfit_server.engine.cuda.jit.graph import graph_source
+    from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 
     (tmp_path / "cubin").mkdir(mode=0o700)
     cuda._run(tmp_path / "cubin", f"90/values/{part}")

@@ -30,16 +30,17 @@ from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier, CompiledWork
-from warpfit_server.engine.cuda.runtime.device import (
-    CudaDevice,
-    PageLocks,
-    max_interpreted_token_rows,
-)
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
-from warpfit_server.engine.cuda.runtime.streamed_data import (
+from warpfit_server.engine.cuda.runtime.datasets import (
+    ResidentDataset,
     StreamedDataset,
     WindowBuffers,
     must_stream,
+    upload,
+)
+from warpfit_server.engine.cuda.runtime.device import (
+    LAUNCH_WORK,
+    CudaDevice,
+    PageLocks,
 )
 from warpfit_server.engine.cuda.tier_chooser import GRADIENT, Decision, TierChooser
 from warpfit_server.engine.fit import compiled as fits
@@ -94,7 +95,8 @@ class CudaEngine:
         self._device = CudaDevice(memory_limit, cache_directory, memory_share)
         self._page_locks = PageLocks(self._device)
         # Requests are merged only as far as one launch of the interpreter computes them.
-        self.step_size = max_interpreted_token_rows(Arithmetic.FAST, self._device.multiprocessors)
+        each = LAUNCH_WORK[Arithmetic.FAST].interpreted
+        self.step_size = each * self._device.multiprocessors
         started = time.perf_counter()
         where = self._device.cache_directory, self._device.architecture
         # Beside what the engine waits for: `_load_derivatives` finds it compiled, or waits for it.

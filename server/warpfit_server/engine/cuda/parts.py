@@ -16,13 +16,18 @@ from pathlib import Path
 from typing import Final
 
 from warpfit_server.engine.autodiff.differentiate import differentiate_chunk
-from warpfit_server.engine.cuda.derivatives import lowering as derivative_lowering
+from warpfit_server.engine.cuda.derivatives import launches as derivative_launches
 from warpfit_server.engine.cuda.derivatives import tier as derivatives
-from warpfit_server.engine.cuda.interpreter import device_lowering, launches
+from warpfit_server.engine.cuda.derivatives.source import derivative_source
+from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
-from warpfit_server.engine.cuda.interpreter.compile import CudaSource
-from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
+from warpfit_server.engine.cuda.interpreter.source import (
+    Variant,
+    interpreter_source,
+    lowering_source,
+)
 from warpfit_server.engine.cuda.jit import graph
+from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.lowering import validate
 from warpfit_server.engine.native import compile_processes, numba_cache
@@ -42,12 +47,12 @@ _DERIVATIVES: Final = dict(zip(derivatives.VARIANTS, (5.2, 11.8, 7.7), strict=Tr
 #: Kernels by group: approximate seconds for compute capability 9.0, and the source.
 _KERNELS: Final = {
     "values": {
-        "lowering": (1.0, device_lowering.lowering_source),
+        "lowering": (1.0, lowering_source),
         "graph kernels": (0.3, graph.graph_source),
         **_variants(interpreter_source, _INTERPRETERS),
     },
-    "derivatives": _variants(partial(derivatives.derivative_switch, spills=False), _DERIVATIVES),
-    "spilling": _variants(partial(derivatives.derivative_switch, spills=True), _DERIVATIVES),
+    "derivatives": _variants(partial(derivative_source, spills=False), _DERIVATIVES),
+    "spilling": _variants(partial(derivative_source, spills=True), _DERIVATIVES),
 }
 #: Functions that Numba compiles, by group: seconds, and what loads them.
 _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[], object]]]]] = {
@@ -56,7 +61,7 @@ _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[], object]]]]] = {
         "launches": (5.0, launches.load),
     },
     "derivatives": {
-        "host lowering": (15.0, derivative_lowering.load),
+        "host lowering": (15.0, derivative_launches.load),
         "kernel plans": (12.0, partial(numba_cache.load_chunk_function, differentiate_chunk)),
         **fits.PARTS,
     },

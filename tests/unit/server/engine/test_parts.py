@@ -19,8 +19,8 @@ from warpfit.request import OUTPUTS, Evaluation, Loss
 from warpfit_server.engine import runner as module
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.evaluation import LoadedDatasets
-from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.runner import RequestRunner, edges_of, parts_of
+from warpfit_server.engine.interface import edges_of, run_to_end
+from warpfit_server.engine.runner import RequestRunner, parts_of
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.segment_layout import SegmentLayout
 from warpfit_server.ipc.segments import SegmentPool

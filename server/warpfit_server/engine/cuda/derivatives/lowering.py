@@ -8,60 +8,80 @@ The helpers of a `ParallelLoop` run, without Python's lock::
 A chunk is small, because programs differ in length. The calling thread helps with a small batch. A
 large one is lowered in steps, and the helpers' work is waited for like that of a device, so that
 the engine goes on with other requests.
+
+The code that differentiates, schedules and allocates slots is shared with the CPU engine. The
+encoding for the device adds two things to each instruction: whether an operand is the result of the
+instruction before, which is still in registers, and whether its own result is read from a slot
+later. Only one operand of at most two can be in registers; it becomes the first one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-from numba import types
+from numba import from_dtype, types
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import INDEX_LIMIT, Batch
 from warpfit_server.engine.autodiff.differentiate import (
+    AFTER_SOURCE,
+    LoweringWorkspace,
     RowLossTokens,
+    Source,
     differentiate_program,
     new_workspace,
+    node_capacity,
+    reserve,
     source_arrays,
     source_of,
 )
-from warpfit_server.engine.cuda.derivatives import device_calls, encoding, launch_plan
-from warpfit_server.engine.cuda.derivatives.encoding import (
-    COUNTS,
-    ENCODED,
-    INPUTS,
-    LABELS,
-    LARGEST,
-    PARAMETERS,
-    PROGRAM,
-    RECORD_WORDS,
-    DerivativeCode,
-    EncodedArrays,
-    allocate,
-    complete,
-    encode_program,
-    largest_index,
-    new_pieces,
-)
-from warpfit_server.engine.cuda.derivatives.source import labels
-from warpfit_server.engine.cuda.interpreter.device_lowering import raise_invalid_program
+from warpfit_server.engine.cuda.derivatives.source import labels, template
+from warpfit_server.engine.cuda.interpreter.launches import raise_invalid_program
+from warpfit_server.engine.cuda.runtime.driver_calls import argument_struct
 from warpfit_server.engine.interface import Steps
+from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, INVARIANT, NONE, RESULT
 from warpfit_server.engine.lowering.validate import program_is_valid
 from warpfit_server.engine.native import numba_cache, parallel_loop
 from warpfit_server.engine.native.arguments import (
     FAILED,
     FINISHED,
+    OWN_ARRAYS,
     argument_block,
     floats,
     reader,
     words,
 )
+from warpfit_server.engine.native.intrinsics import uncounted
 from warpfit_server.engine.native.numba_cache import address_of
-from warpfit_server.engine.native.parallel_loop import ParallelLoop, ParallelTask
+from warpfit_server.engine.native.parallel_loop import ParallelLoop
 
+#: Structs of derivatives.cu.
+_SOURCE: Final = template("derivatives.cu")
+PROGRAM: Final = argument_struct(_SOURCE, "Program")
+_ENTRY: Final = argument_struct(_SOURCE, "Entry")
+_LOAD: Final = argument_struct(_SOURCE, "Load")
+#: An instruction: case label, kinds of places, and `_STORE`; indices of the first two operands; the
+#: slot to store to, and the index of the third operand from the 17th bit on.
+_INSTRUCTION: Final = np.dtype([(name, np.uint32) for name in ("head", "first", "second", "last")])
+#: Kinds of a place, in the two lowest bits; an operand that is nowhere is in registers.
+_NOWHERE, _SLOT, _COLUMN, _INVARIANT = range(4)
+_KIND_BITS: Final = 2
+#: First bit of the operands' kinds in an instruction, and the bit of a result that is stored.
+_KINDS: Final = 10
+_STORE: Final = 1 << 16
+#: Largest index in 16 bits.
+_INDEX_LIMIT: Final = 1 << 16
+#: Fields of `PROGRAM` that are places in an array, by the array's name.
+_PLACES_IN: Final = {
+    "instructions": ("first", "prologue"),
+    "columns": ("column",),
+    "entries": ("entry",),
+    "loads": ("load",),
+}
 #: Programs of a chunk.
 _CHUNK: Final = 5
 #: Tokens for each helper, which take about as long as waking it.
@@ -71,9 +91,73 @@ _TOKENS_A_THREAD: Final = 500
 _TOKENS_AT_ONCE: Final = 16_000
 #: Tokens for each thread of a step, some 2 ms.
 _TOKENS_A_STEP: Final = 20_000
-#: Largest index in 16 bits.
-_INDEX_LIMIT: Final = 1 << 16
+# Arrays of an argument block before those of `source_of`: the largest index of an operand in
+# each chunk, or -1 - the first invalid program; the numbers of parameters; the case labels.
+# Behind those of `source_of`: `EncodedArrays`.
+_LARGEST, _COUNTS, _LABELS = range(OWN_ARRAYS)
+_ENCODED: Final = AFTER_SOURCE
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DerivativeCode:
+    """A lowered batch without its parameters, as the kernels of derivatives.cu read it.
+
+    The code of a program is contiguous; the programs are in any order.
+    """
+
+    programs: NDArray[np.void]
+    """Records of `PROGRAM`, [programs]."""
+    sums: NDArray[np.int64]
+    """Number of sums over the rows for each job of a program, [programs]."""
+    vectors: int
+    """Parameter vectors of each program."""
+    arrays: Mapping[str, NDArray[Any]]
+    """Arrays to upload, by fields of the struct Arguments:
+
+    * ``programs``;
+    * ``instructions``, [instructions + 1]: the kernel prefetches the last one, padding;
+    * ``columns``: place of each column, uint32;
+    * ``entries``: column, parameter or -1 - variable, and invariant;
+    * ``loads``: invariant, and parameter or -1;
+    * ``constants``: value of each load of a constant, float64.
+    """
+    addresses: Mapping[str, int]
+    """Addresses of the other ones of these arrays, which are on the device already."""
+    memory: Any = None
+    """Device memory that the addresses name."""
+
+    @classmethod
+    def joining(cls, codes: Sequence[DerivativeCode]) -> DerivativeCode:
+        """Return the code of several batches on the host, in turn, in memory of its own."""
+        records, first = np.concatenate([code.programs for code in codes]), 0
+        sums, places = np.concatenate([code.sums for code in codes]), dict.fromkeys(_PLACES_IN, 0)
+        for code in codes:
+            own = records[first : first + len(code.programs)]
+            first += len(own)
+            for name, fields in _PLACES_IN.items():
+                for field in fields:
+                    own[field] += np.uint32(places[name])
+                places[name] += len(code.arrays[name])
+        vectors = codes[0].vectors
+        fill_starts(records, sums, vectors)
+        arrays = {
+            name: np.concatenate([code.arrays[name] for code in codes])
+            for name in (*_PLACES_IN, "constants")
+        }
+        return cls(records, sums, vectors, {"programs": records, **arrays}, {})
+
+    @property
+    def jobs(self) -> int:
+        """Programs times parameter vectors."""
+        return len(self.programs) * self.vectors
+
+    def select(self, programs: NDArray[np.int64]) -> DerivativeCode:
+        """Return the code, which is on the device, of some programs with one vector each."""
+        records, sums = self.programs[programs], self.sums[programs]
+        fill_starts(records, sums, 1)
+        arrays = {"programs": records}
+        return replace(self, programs=records, sums=sums, vectors=1, arrays=arrays)
 
 
 class DerivativeLowering:
@@ -126,76 +210,105 @@ class DerivativeLowering:
             ResourceExhaustedError: if a program is too large to encode.
         """
         tokens, programs = len(batch.codes), len(batch)
-        chunk_count = -(-programs // _CHUNK)
-        encoded = allocate(tokens, programs, len(row_loss.codes))
-        arrays = (  # in the order of `encoding` and `source_arrays`; the block needs them alive
-            np.zeros(chunk_count, np.int64),
-            np.ascontiguousarray(batch.parameter_counts),
-            labels(),
-            *source_arrays(batch, row_loss, requested, keeps_values, min(variables, INDEX_LIMIT)),
-            *encoded,
+        count = -(-programs // _CHUNK)
+        largest = np.zeros(count, np.int64)
+        capacity = node_capacity(tokens, programs, len(row_loss.codes))
+        encoded = EncodedArrays(  # pages that are never written to take no memory
+            np.empty(capacity + 1, _INSTRUCTION),
+            np.empty(programs, PROGRAM),
+            np.empty(tokens, np.uint32),
+            np.empty(2 * tokens, _ENTRY),
+            np.empty(capacity, _LOAD),
+            np.empty(capacity),
         )
+        options = keeps_values, min(variables, INDEX_LIMIT)
+        source = source_arrays(batch, row_loss, requested, *options)
+        counts = np.ascontiguousarray(batch.parameter_counts)
+        arrays = largest, counts, labels(), *source, *encoded  # the block needs them alive
         block = argument_block(arrays)
-        largest = 0
-        for chunks in self._cut(tokens, chunk_count):
-            if chunks[0]:
+        length = max(self._threads, _TOKENS_A_STEP * self._threads * count // max(1, tokens))
+        helpers = tokens // _TOKENS_A_THREAD
+        if tokens > _TOKENS_AT_ONCE:  # the processes that answer others need cores, too
+            helpers = min(helpers, max(1, self._threads // 2))
+        for first in range(0, count, length):
+            if first:
                 yield None
-            task = self._begin(block, chunks, tokens)
+            chunks = slice(first, min(first + length, count))
+            task = self._loop.begin(self._address, block, chunks.start, chunks.stop, helpers)
             try:
-                if chunks[0] == 0:  # the helpers need as long to wake up
+                if first == 0:  # the helpers need as long to wake up
                     made = meanwhile()
-                    records = encoded.programs.view(PROGRAM)
-                    sums, pieces = np.empty(programs, np.int64), new_pieces()
+                    sums = np.empty(programs, np.int64)
                 if tokens > _TOKENS_AT_ONCE:
                     yield task
             finally:
                 task.result()  # before the arrays are freed
-            found = largest_index(block, *chunks)
-            if found < 0:
-                raise_invalid_program(batch, -1 - found, variables)
-            largest = max(largest, found)
-        _check_index(largest)
-        complete(block, records, products, batch.vectors, sums, pieces)
-        uploaded = pieces, encoded, np.zeros(len(INPUTS), np.int64)
-        return DerivativeCode(records, sums, batch.vectors, *uploaded), made
-
-    def _cut(self, tokens: int, chunks: int) -> list[tuple[int, int]]:
-        """Cut the chunks into steps, each of which has some for every thread."""
-        length = max(self._threads, _TOKENS_A_STEP * self._threads * chunks // max(1, tokens))
-        return [(first, min(first + length, chunks)) for first in range(0, chunks, length)]
-
-    def _begin(
-        self, block: NDArray[np.int64], chunks: tuple[int, int], tokens: int
-    ) -> ParallelTask:
-        """Let helpers begin with some chunks of a batch with so many tokens."""
-        helpers = tokens // _TOKENS_A_THREAD
-        if tokens > _TOKENS_AT_ONCE:  # the processes that answer others need cores, too
-            helpers = min(helpers, max(1, self._threads // 2))
-        return self._loop.begin(self._address, block, *chunks, helpers)
-
-
-def load() -> None:
-    """Load the compiled code from disk, or compile it (about 15 s) and store it."""
-    for module in (encoding, launch_plan, device_calls, parallel_loop):
-        module.load()
-    numba_cache.load_chunk_function(lower_chunk)
-
-
-def _check_index(largest: int) -> None:
-    if largest >= _INDEX_LIMIT:
-        raise ResourceExhaustedError(
-            f"derivatives of a program need index {largest}, more than the interpreter encodes",
-            "PROGRAM_TOO_LONG",
-            "Split the program, or ask for values and losses only",
-            needed=largest,
-            available=_INDEX_LIMIT - 1,
-        )
+            found = largest[chunks]
+            if found.min() < 0:
+                raise_invalid_program(batch, -1 - int(found[found < 0][0]), variables)
+        if largest.max() >= _INDEX_LIMIT:
+            raise ResourceExhaustedError(
+                f"derivatives of a program need index {largest.max()}, more than the interpreter "
+                "encodes",
+                "PROGRAM_TOO_LONG",
+                "Split the program, or ask for values and losses only",
+                needed=int(largest.max()),
+                available=_INDEX_LIMIT - 1,
+            )
+        instructions, loads, columns, entries = source[-1].tolist()
+        encoded.instructions[instructions] = 0
+        count_sums(encoded.programs, products, sums)
+        fill_starts(encoded.programs, sums, batch.vectors)
+        used = {
+            "programs": encoded.programs,
+            "instructions": encoded.instructions[: instructions + 1],
+            "columns": encoded.columns[:columns],
+            "entries": encoded.entries[:entries],
+            "loads": encoded.loads[:loads],
+            "constants": encoded.constants[:loads],
+        }
+        return DerivativeCode(encoded.programs, sums, batch.vectors, used, {}), made
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
 
-_unsigned: Final = reader(types.uint32)
-_signed: Final = reader(types.int32)
+
+class EncodedArrays(NamedTuple):
+    """Arrays of a `DerivativeCode` with room for all programs, as compiled code takes them."""
+
+    instructions: Any
+    programs: Any
+    columns: Any
+    entries: Any
+    loads: Any
+    constants: Any
+
+
+_counts_of, _columns_of, _instructions_of, _programs_of, _entries_of, _loads_of = (
+    reader(kind) for kind in (types.uint32, types.uint32, _INSTRUCTION, PROGRAM, _ENTRY, _LOAD)
+)
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def count_sums(records: NDArray[np.void], products: bool, sums: NDArray[np.int64]) -> None:
+    """Count the sums over the rows for each job of a program."""
+    for index in range(len(records)):
+        columns = np.int64(records[index].columns)
+        sums[index] = 1 + columns + (columns * (columns + 1) // 2 if products else 0)
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def fill_starts(records: NDArray[np.void], sums: NDArray[np.int64], vectors: int) -> None:
+    """Fill in the fields that depend on the programs before each one."""
+    invariant = parameter = first_sum = triangle = np.int64(0)
+    for index in range(len(records)):
+        record, count = records[index], np.int64(records[index].parameters)
+        record.invariant, record.parameter = np.uint32(invariant), np.uint32(parameter)
+        record.sum, record.triangle = np.uint64(first_sum), np.uint64(triangle)
+        invariant += vectors * np.int64(record.invariants)
+        parameter += vectors * count
+        first_sum += vectors * sums[index]
+        triangle += vectors * (count * (count + 1) // 2)
 
 
 @numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -203,14 +316,14 @@ def lower_chunk(block: int, chunk: int) -> Any:
     """Lower the programs of a chunk; see `arguments`."""
     source = source_of(block)
     out = EncodedArrays(
-        _unsigned(block, ENCODED).reshape((-1, 4)),
-        _unsigned(block, ENCODED + 1).reshape((-1, RECORD_WORDS)),
-        _unsigned(block, ENCODED + 2),
-        _signed(block, ENCODED + 3).reshape((-1, 3)),
-        _signed(block, ENCODED + 4).reshape((-1, 2)),
-        floats(block, ENCODED + 5),
+        _instructions_of(block, _ENCODED),
+        _programs_of(block, _ENCODED + 1),
+        _columns_of(block, _ENCODED + 2),
+        _entries_of(block, _ENCODED + 3),
+        _loads_of(block, _ENCODED + 4),
+        floats(block, _ENCODED + 5),
     )
-    case_labels, counts = words(block, LABELS), _unsigned(block, COUNTS)
+    case_labels, counts = words(block, _LABELS), _counts_of(block, _COUNTS)
     keeps_values, variables = source.requested[1] != 0, source.requested[2]
     first = chunk * _CHUNK
     stop = min(first + _CHUNK, len(source.starts) - 1)
@@ -229,9 +342,162 @@ def lower_chunk(block: int, chunk: int) -> Any:
             index = encode_program(
                 source, workspace, program, case_labels, keeps_values, is_read, out
             )
-            out.programs[program, PARAMETERS] = counts[program]
+            out.programs[program].parameters = counts[program]
             largest = max(largest, index)
     except Exception:  # the only one that compiled code raises here is for lack of memory
         return FAILED
-    words(block, LARGEST)[chunk] = largest
+    words(block, _LARGEST)[chunk] = largest
     return FINISHED
+
+
+@uncounted
+def encode_program(
+    source: Source, workspace: LoweringWorkspace, program: int, labels: Any, keeps_values: bool,
+    is_read: Any, out: EncodedArrays,
+) -> Any:  # fmt: skip
+    """Append the code of a program that `differentiate_program` has differentiated.
+
+    Fields of the record that depend on the programs before this one are not filled in. ``is_read``
+    is scratch memory, bool [slots + 1]. Returns the largest index that has to fit in 16 bits.
+    """
+    record = out.programs[program]
+    _copy_lists(source, workspace, record, out)
+    lowered = workspace.program
+    header, made = lowered.headers[0], lowered.instructions
+    slots = header.slots
+    for slot in range(slots):
+        is_read[slot] = False
+    is_read[slots] = keeps_values
+    record.result = slots << _KIND_BITS | _SLOT
+    first_column = np.int64(record.column)
+    for k in range(header.columns):
+        out.columns[first_column + k] = _read_at_end(lowered.columns[k], slots, is_read)
+    record.loss = record.slope = 0
+    if header.loss != NONE:
+        record.loss = _read_at_end(header.loss, slots, is_read)
+    if header.loss_derivative != NONE:
+        record.slope = _read_at_end(header.loss_derivative, slots, is_read)
+    first, prologue_end = np.int64(record.prologue), header.prologue_end
+    arities = source.arities
+    for number in range(prologue_end):
+        _encode_invariant(made[number], arities, labels, out.instructions[first + number])
+    largest: Any = header.invariants
+    used: Any = np.int64(0)
+    for number in range(header.end - 1, prologue_end - 1, -1):
+        before: Any = np.int64(-1)
+        if number > prologue_end:
+            before = _slot_of(made[number - 1].target, slots)
+        slot = _slot_of(made[number].target, slots)
+        stores = is_read[slot]
+        is_read[slot] = False
+        if stores:
+            used = max(used, slot + 1)
+        third = _encode_rows(
+            made[number], arities, labels, slot, stores, before, slots, is_read,
+            out.instructions[first + number],
+        )  # fmt: skip
+        largest = max(largest, third)
+    record.levels = used
+    return max(largest, used)
+
+
+@uncounted
+def _copy_lists(
+    source: Source, workspace: LoweringWorkspace, record: Any, out: EncodedArrays
+) -> None:
+    """Reserve room for a program's code, record where it is, and copy what needs no encoding."""
+    lowered = workspace.program
+    header = lowered.headers[0]
+    first, load, column, entry = reserve(source, header)
+    record.prologue, record.prologue_count = first, header.prologue_end
+    record.first, record.count = first + header.prologue_end, header.end - header.prologue_end
+    record.load, record.loads, record.invariants = load, header.loads, header.invariants
+    record.column, record.columns = column, header.columns
+    record.entry, record.entries = entry, header.entries
+    for index in range(header.loads):
+        made, load_out = lowered.loads[index], out.loads[load + index]
+        load_out.invariant, load_out.parameter = made.invariant, made.parameter
+        out.constants[load + index] = made.value
+    for index in range(header.entries):
+        one, target = lowered.entries[index], out.entries[entry + index]
+        target.column, target.leaf, target.factor = one.column, one.leaf, one.factor
+
+
+@uncounted
+def _slot_of(place: int, slots: int) -> Any:
+    """Return the slot of a place with a value a row; the result's slot is the last one."""
+    return slots if place & 3 == RESULT else place >> 2
+
+
+@uncounted
+def _read_at_end(place: int, slots: int, is_read: Any) -> Any:
+    """Translate a place that is read after the program has run, and note that its slot is read."""
+    found = _place(place, slots)
+    if found & 3 == _SLOT:
+        is_read[found >> _KIND_BITS] = True
+    return found
+
+
+@uncounted
+def _operands(code: int, arities: Any) -> Any:
+    return 1 if code == COPY_CODE else arities[code]
+
+
+@uncounted
+def _encode_invariant(instruction: Any, arities: Any, labels: Any, out: Any) -> None:
+    """Encode an instruction on invariants."""
+    arity, operands = _operands(instruction.code, arities), instruction.operands
+    out.head, out.first = labels[instruction.code], operands[0] >> 2
+    out.second = operands[1] >> 2 if arity > 1 else 0
+    third = operands[2] >> 2 if arity > 2 else 0
+    out.last = instruction.target >> 2 | third << 16
+
+
+@uncounted
+def _encode_rows(
+    instruction: Any, arities: Any, labels: Any, slot: int, stores: bool, before: int,
+    slots: int, is_read: Any, out: Any,
+) -> Any:  # fmt: skip
+    """Encode an instruction on rows; return the index of a third operand."""
+    arity, operands = _operands(instruction.code, arities), instruction.operands
+    label = labels[instruction.code]
+    first, second = _place(operands[0], slots), np.int64(0)
+    third = _place(operands[2], slots) if arity > 2 else np.int64(0)
+    if arity > 1:
+        second = _place(operands[1], slots)
+    in_registers = before << _KIND_BITS | _SLOT
+    if arity == 2:
+        if second == in_registers != first:
+            label, first, second = label + 1, second, first
+        label += 2 * ((second & 3) - _SLOT)
+    if first == in_registers:
+        first = np.int64(_NOWHERE)
+    head = label | (_STORE if stores else 0)
+    for k, place in enumerate((first, second, third)):
+        kind = place & 3
+        head |= kind << (_KINDS + _KIND_BITS * k)
+        if kind == _SLOT:
+            is_read[place >> _KIND_BITS] = True
+    out.head, out.first, out.second = head, first >> _KIND_BITS, second >> _KIND_BITS
+    out.last = slot | third >> _KIND_BITS << 16
+    return third >> _KIND_BITS
+
+
+@uncounted
+def _place(operand: int, slots: int) -> Any:
+    """Return the place of an operand of an instruction on rows."""
+    kind, index = operand & 3, operand >> 2
+    if kind == INVARIANT:
+        return index << _KIND_BITS | _INVARIANT
+    if kind == INPUT:
+        return index << _KIND_BITS | _COLUMN
+    return _slot_of(operand, slots) << _KIND_BITS | _SLOT
+
+
+def load() -> None:
+    """Load the compiled functions above, or compile them (about 15 s) and store them."""
+    records, numbers = types.Array(from_dtype(PROGRAM), 1, "C"), types.int64[::1]
+    count_sums.compile((records, types.boolean, numbers))
+    fill_starts.compile((records, numbers, types.int64))
+    parallel_loop.load()
+    numba_cache.load_chunk_function(lower_chunk)

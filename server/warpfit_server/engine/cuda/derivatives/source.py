@@ -23,6 +23,7 @@ from warpfit_server.engine.cuda.interpreter.source import (
     source_of,
 )
 from warpfit_server.engine.cuda.math.prelude import operator_source, precise_calls, render
+from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 from warpfit_server.engine.interface import Arithmetic
 
 #: Warps of a block, and the least blocks of a multiprocessor.
@@ -35,7 +36,7 @@ INVARIANT_BYTES: Final = 16
 #: Threads of a block that combines the partial sums of a job.
 COMBINE_THREADS: Final = 128
 #: Labels of an instruction with two operands.
-FORMS: Final = 6
+_FORMS: Final = 6
 _OPERANDS: Final = ("t", "u", "v")
 
 
@@ -47,8 +48,8 @@ class _Case(NamedTuple):
     macro: str = "CHEAP"
 
 
-def derivative_source(variant: Variant, *, spills: bool = False) -> str:
-    """Return the complete CUDA C++ source of one variant.
+def derivative_source(variant: Variant, *, spills: bool = False) -> CudaSource:
+    """Return the kernels of one variant.
 
     If it ``spills``, intermediate results are in global memory, for programs that need more than
     shared memory has.
@@ -71,8 +72,11 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
     definitions |= {"BLOCK_TILES": block_tiles(variant), "COMBINE_THREADS": COMBINE_THREADS}
     definitions |= {"BLOCKS_AT_LEAST": BLOCKS, "INVARIANT_BYTES": INVARIANT_BYTES}
     text = template("derivatives.cu") + template("linearise.cu")
-    own = source_of(variant, definitions, text, parts)
-    return own + template("statistics.cu")
+    own = source_of(variant, definitions, text, parts) + template("statistics.cu")
+    last = labels().argmax()
+    # Label 0, which does nothing, is one of the cases.
+    count = int(labels()[last]) + (_FORMS if arities()[last] == 2 else 1)
+    return CudaSource(own, variant.options, count)
 
 
 def block_tiles(variant: Variant) -> int:
@@ -89,7 +93,7 @@ def template(name: str) -> str:
 def labels() -> NDArray[np.int64]:
     """Return the case label of each instruction by code, int64 [CODES]; 0 if it does nothing.
 
-    Derivatives with the same text share a label. An instruction with two operands has `FORMS`
+    Derivatives with the same text share a label. An instruction with two operands has `_FORMS`
     labels: two for each kind of place of the second one, of which the latter has the operands the
     other way round.
     """
@@ -99,15 +103,9 @@ def labels() -> NDArray[np.int64]:
     for code, identity, arity in _instructions():
         if identity not in known:
             known[identity] = end
-            end += FORMS if arity == 2 else 1
+            end += _FORMS if arity == 2 else 1
         table[code] = known[identity]
     return table
-
-
-def case_count() -> int:
-    """Return the number of case labels, label 0, which does nothing, included."""
-    last = labels().argmax()
-    return int(labels()[last]) + (FORMS if arities()[last] == 2 else 1)
 
 
 def _instructions() -> Iterator[tuple[int, object, int]]:

@@ -28,66 +28,50 @@ from warpfit_server.engine.autodiff.requested_outputs import (
     linearisation_outputs,
     requested_outputs,
 )
-from warpfit_server.engine.cuda.derivatives.device_calls import (
-    KernelLaunch,
-    run,
-    upload_inputs,
-    upload_size,
-)
-from warpfit_server.engine.cuda.derivatives.encoding import (
-    INPUTS,
-    DerivativeCode,
-    new_pieces,
-    place_piece,
-)
-from warpfit_server.engine.cuda.derivatives.launch_plan import (
+from warpfit_server.engine.cuda.derivatives import launches
+from warpfit_server.engine.cuda.derivatives.launches import (
     VARIANT_OF,
-    WORD_OF,
+    DerivativeKernels,
+    DerivativeLaunch,
     LaunchPlan,
+    RowNodes,
     draft_launches,
     plan_launches,
     squares_slope,
     stores_values,
+    upload_arrays,
 )
-from warpfit_server.engine.cuda.derivatives.launches import (
-    SUMS,
-    DerivativeKernels,
-    DerivativeLaunch,
-    RowNodes,
-    node_numbers,
-    run_launch,
-    small_results,
+from warpfit_server.engine.cuda.derivatives.lowering import (
+    DerivativeCode,
+    DerivativeLowering,
+    Made,
 )
-from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering, Made
-from warpfit_server.engine.cuda.derivatives.source import BLOCKS, case_count, derivative_source
-from warpfit_server.engine.cuda.interpreter.compile import CudaSource
+from warpfit_server.engine.cuda.derivatives.source import BLOCKS, derivative_source
 from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import (
+from warpfit_server.engine.cuda.runtime.datasets import (
     ResidentDataset,
     Span,
     cut_rows,
     longest,
 )
-from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.interface import (
     Arithmetic,
     Linearisation,
     Outputs,
     Selection,
     Steps,
+    edges_of,
 )
 from warpfit_server.engine.lowering_cache import LoweringCache
-from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.shared_batch import SharedBatch
 
 #: Most rows of which values are on the device at a time, a power of two.
 _MOST_VALUES: Final = 1 << 24
-#: Most tokens, unless a program has more, and jobs of a part of a batch, for which the engine's
-#: thread has some milliseconds of work.
-_MOST_TOKENS: Final = 1 << 15
-_MOST_JOBS: Final = 1 << 15
+#: Most tokens, and jobs, of a part of a batch, unless one program has more: the engine's thread has
+#: some milliseconds of work for it. Each part is lowered, planned and uploaded at a time.
+_MOST_WORK: Final = 1 << 15
 #: Tokens of all batches whose code is kept on the host, about 100 bytes each.
 _KEPT_TOKENS: Final = 1_000_000
 #: Variants of the kernels for programs that do not spill.
@@ -123,6 +107,7 @@ class DerivativeTier:
         """Code of fits, which stays on the device from pass to pass."""
         self._codes: LoweringCache[DerivativeCode] = LoweringCache(_KEPT_TOKENS)
         """Code of batches that come again, on the host."""
+        launches.load()
         self._lowering = DerivativeLowering(threads)
 
     @cached_property
@@ -140,7 +125,9 @@ class DerivativeTier:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         started, computed = time.perf_counter_ns(), 0
         wanted, batch = requested_outputs(evaluation, outputs), evaluation.batch
-        edges = [0, len(batch)] if resident.is_streamed else _part_edges(batch)
+        edges = [0, len(batch)]
+        if not resident.is_streamed:
+            edges = edges_of(np.maximum(batch.lengths.astype(np.int64), batch.vectors), _MOST_WORK)
         for programs in starmap(slice, pairwise(edges)):
             if programs.start:
                 yield None
@@ -199,11 +186,10 @@ class DerivativeTier:
         with self._device.stream() as context:
             nodes = None
             if len(spans) > 1:
-                sizes = node_numbers(wanted, plan.code)
-                nodes = RowNodes.allocate(context, "nodes", *sizes, rows, most)
-            parameters = evaluation.batch.parameters
-            launch = _begin(context, resident, parameters, wanted, plan, kernels, nodes)
-            return (yield from run_launch(self._device, context, launch, spans))
+                nodes = RowNodes.allocate(context, wanted, plan.code, rows, most)
+            given = resident, evaluation.batch.parameters, wanted, plan, kernels, nodes
+            launch = DerivativeLaunch.begin(context, *given)
+            return (yield from launch.run(self._device, spans))
 
     def _plan(
         self,
@@ -296,13 +282,17 @@ class DerivativeTier:
 
     def _keep_on_device(self, code: DerivativeCode) -> DerivativeCode:
         """Copy code to device memory of its own, but for the records, which are selected."""
-        pieces, addresses = code.pieces.copy(), np.zeros(len(INPUTS), dtype=np.int64)
-        pieces[INPUTS.index("programs")] = 0
-        size = upload_size(pieces)
-        memory = self._device.allocate(size)
+        arrays = {name: array for name, array in code.arrays.items() if name != "programs"}
+        memory = None
+
+        def allocate(size: int) -> int:
+            nonlocal memory
+            memory = self._device.allocate(size)
+            return int(memory.ptr)
+
         with self._device.stream() as context:
-            upload_inputs(context, int(memory.ptr), size, pieces, addresses)
-        return replace(code, pieces=new_pieces(), memory=memory, addresses=addresses)
+            addresses = upload_arrays(context, arrays, allocate)
+        return replace(code, arrays={}, addresses=addresses, memory=memory)
 
     def _prepare(self, plan: LaunchPlan) -> Steps[DerivativeKernels]:
         """Return the kernels of an evaluation; those that spill are loaded when first needed."""
@@ -321,51 +311,9 @@ class DerivativeTier:
         return self._load(variant, spills=True)
 
     def _load(self, variant: Variant, *, spills: bool) -> DerivativeKernels:
-        module = derivative_switch(variant, spills=spills).load(self._device)
+        module = derivative_source(variant, spills=spills).load(self._device)
         names = [field.name for field in fields(DerivativeKernels)]
         kernels = DerivativeKernels(**{name: module.get_function(name) for name in names})
         if not spills:
             self._device.allow_shared(kernels.linearise, self._shared[1])
         return kernels
-
-
-def _part_edges(batch: Batch) -> list[int]:
-    """Cut a large batch, of which each part is lowered, planned and uploaded at a time."""
-    most = max(1, _MOST_JOBS // batch.vectors)
-    if len(batch.codes) <= _MOST_TOKENS and len(batch) <= most:
-        return [0, len(batch)]
-    edges, starts = [0], batch.starts
-    while edges[-1] < len(batch):
-        first = edges[-1]
-        stop = int(np.searchsorted(starts, starts[first] + _MOST_TOKENS, side="right")) - 1
-        edges.append(min(max(stop, first + 1), first + most, len(batch)))
-    return edges
-
-
-def derivative_switch(variant: Variant, *, spills: bool) -> CudaSource:
-    """Return the source of the kernels of one variant, with its options."""
-    return CudaSource(derivative_source(variant, spills=spills), variant.options, case_count())
-
-
-def _begin(
-    context: StreamContext,
-    resident: ResidentDataset,
-    parameters: NDArray[np.float64],
-    wanted: RequestedOutputs,
-    plan: LaunchPlan,
-    kernels: DerivativeKernels,
-    nodes: RowNodes | None,
-) -> DerivativeLaunch:
-    """Upload the parameters and launch the computation of all invariants."""
-    words, small = plan.words.copy(), small_results(context, wanted)
-    parameters = np.ascontiguousarray(parameters, dtype=np.float64)
-    pieces = plan.pieces.copy()
-    place_piece(pieces, "parameters", parameters)
-    size = upload_size(pieces)
-    upload_inputs(context, context.buffer("inputs", size), size, pieces, words)
-    words[WORD_OF["invariants"]] = context.buffer("invariants", plan.invariant_bytes)
-    for name in SUMS & small.keys():
-        words[WORD_OF[name]] = array_address(small[name])
-    place = array_address(words)
-    run(context, KernelLaunch(kernels.evaluate_invariants.ptr, plan.code.jobs, 1, 32, place))
-    return DerivativeLaunch(resident, plan, wanted, kernels, words, small, nodes)

@@ -1,11 +1,16 @@
-"""Launches of the interpreter by compiled code, from the records that its kernels take.
+"""A batch on the device: its memory, and the launches of its kernels by compiled code.
 
-A batch is copied to the device and lowered, its row-invariant subtrees are computed, the
-interpreter runs jobs on tiles of rows, and each job's sums over tiles are added up.
+A batch is copied to the device from where it lies. There `join_parts` copies the programs of
+several requests together, `lower_programs` checks raw postfix tokens and writes the interpreter's
+instructions, `order_programs` sorts the programs for the launches of the interpreter and reports
+the first invalid program, and `evaluate_slots` computes the row-invariant subtrees. `interpret` is
+launched at once after them, and `sum_partials` adds up each job's sums over tiles: what these
+launches depend on is bounded by `BatchBounds`, so that the host does not wait in between.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numba
@@ -13,15 +18,21 @@ import numpy as np
 from numba import carray, types
 from numpy.typing import NDArray
 
+from warpfit.errors import InternalError, ProgramError, ResourceExhaustedError
+from warpfit.ir import Batch
+from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.request import Loss
-from warpfit_server.engine.cuda.interpreter.bytecode import BATCH_SOURCE, INDEX_LIMIT
-from warpfit_server.engine.cuda.interpreter.device_lowering import (
+from warpfit_server.engine.cuda.interpreter.source import (
+    BATCH_SOURCE,
+    INDEX_LIMIT,
     JOIN_THREADS,
-    launch_lowering,
-    launch_order,
+    LOWER_THREADS,
+    ORDER_THREADS,
+    SCRATCH_LEVELS,
+    TEMPLATE,
+    Variant,
 )
-from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, TEMPLATE, Variant
-from warpfit_server.engine.cuda.runtime.batch_layout import lay_out, max_slots
+from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset, Span, TiledRows
 from warpfit_server.engine.cuda.runtime.driver_calls import (
     argument_struct,
     as_record,
@@ -30,15 +41,15 @@ from warpfit_server.engine.cuda.runtime.driver_calls import (
     record,
     upload,
 )
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, Span
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.intrinsics import inlined, pointer_to
+from warpfit_server.engine.native.intrinsics import aligned, inlined, pointer_to
 from warpfit_server.engine.sum_tree import levels_between
 from warpfit_server.shared_batch import (
     CODES,
     PARAMETER_STARTS,
     PARAMETERS,
     STARTS,
+    BatchSummary,
 )
 
 #: Types of the kernels' arguments.
@@ -46,12 +57,29 @@ BATCH: Final = argument_struct(BATCH_SOURCE, "Batch")
 PART: Final = argument_struct(BATCH_SOURCE, "Part")
 TILES: Final = argument_struct(TEMPLATE, "Tiles")
 JOBS: Final = argument_struct(TEMPLATE, "Jobs")
-#: Threads of a block of ``sum_partials`` and of ``evaluate_slots``.
-_SUM_THREADS: Final = 128
-_SLOT_THREADS: Final = (32, 4)
+#: Most tokens of a program. A longer one may need more stack levels than fit the shared memory
+#: that every device grants.
+MAX_PROGRAM_TOKENS: Final = 1 << 18
+#: Alignment of the arrays of a batch, in bytes.
+_ALIGNMENT: Final = 64
+#: Instructions after the last one that the interpreter prefetches and does not run.
+_READ_AHEAD: Final = 1
+#: Operators with three operands, as `BatchSummary.operators` has them.
+_TERNARY: Final = sum(1 << row.code for row in OPERATORS.values() if row.arity == 3)
 #: Most blocks of ``join_parts`` for a part, and tokens of each thread.
 _JOIN_BLOCKS: Final = 64
 _JOIN_TOKENS: Final = 2
+#: Resident warps for each block of ``lower_programs`` among which a small batch is divided: the
+#: fewer programs a block has, the fewer different branches its warp takes.
+_WARPS_A_BLOCK: Final = 4
+#: Most tokens that a block of ``lower_programs`` keeps in shared memory, and the bytes of each.
+MAX_SHARED_TOKENS: Final = 4096
+_NODE_BYTES: Final = 8
+#: Shared memory of a block of ``order_programs``, in bytes.
+_ORDER_BYTES: Final = 8 * 1024 + 8
+#: Threads of a block of ``evaluate_slots`` and of ``sum_partials``.
+_SLOT_THREADS: Final = (32, 4)
+_SUM_THREADS: Final = 128
 #: Most programs that a warp runs one after the other.
 _PROGRAMS_A_WARP: Final = 2
 #: Most blocks in the second dimension of a grid.
@@ -61,6 +89,116 @@ _COUNTER_BYTES: Final = 16
 _SHARED_BYTES: Final = 48 * 1024 - _COUNTER_BYTES
 _integers = pointer_to(types.uint32)
 _compiled = numba_cache.njit(nogil=True)
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+class BatchLayout(NamedTuple):
+    """Byte offsets of a batch's arrays in one block of device memory.
+
+    The host uploads everything before ``uploaded``, laid out as in a segment; kernels write the
+    rest.
+    """
+
+    starts: int
+    """Index of each program's first token, and the total; uint32 [programs + 1]."""
+    parameter_starts: int
+    """Likewise for parameters, counting one vector of each program."""
+    values: int
+    parameters: int
+    codes: int
+    uploaded: int
+    programs: int
+    """Records of the struct Program in batch.cu; 16 bytes each."""
+    order: int
+    """Programs in the order in which they are interpreted; uint32 [programs]."""
+    slots: int
+    """Row-invariant subtrees, 16 bytes each; [`max_slots`]."""
+    instructions: int
+    """Instructions, 8 bytes each; those of program p begin at index starts[p] + p."""
+    scratch: int
+    """8 bytes for each token."""
+    end: int
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def max_slots(tokens: int, programs: int) -> int:
+    """Bound the row-invariant subtrees by the leaves, if all operators were ternary."""
+    return int((2 * tokens + programs) // 3)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def lay_out(tokens: int, programs: int, parameters: int) -> BatchLayout:
+    """Lay out a batch by its number of tokens, programs, and parameters in all vectors."""
+    parameter_starts = aligned(4 * (programs + 1), _ALIGNMENT)
+    values = 2 * parameter_starts
+    numbers = values + aligned(8 * tokens, _ALIGNMENT)
+    codes = numbers + aligned(8 * parameters, _ALIGNMENT)
+    records = codes + aligned(tokens, _ALIGNMENT)
+    order = records + aligned(16 * programs, _ALIGNMENT)
+    slots = order + aligned(4 * programs, _ALIGNMENT)
+    instructions = slots + aligned(16 * max_slots(tokens, programs), _ALIGNMENT)
+    scratch = instructions + aligned(8 * (tokens + programs + _READ_AHEAD), _ALIGNMENT)
+    end = scratch + aligned(8 * tokens, _ALIGNMENT)
+    return BatchLayout(
+        *(0, parameter_starts, values, numbers, codes, records),
+        *(records, order, slots, instructions, scratch, end),
+    )
+
+
+class BatchBounds(NamedTuple):
+    """Upper bounds of what a batch needs, which the host knows before the device lowers it."""
+
+    levels: int
+    """Stack levels below the top that any program needs."""
+    typical_levels: int
+    """Stack levels that are enough for most programs."""
+    costly: bool
+    """Whether an operator needs scratch levels."""
+
+    @classmethod
+    def of(cls, summary: BatchSummary, costly: int) -> BatchBounds:
+        """Bound what a batch needs; ``costly`` has the operators that need scratch levels.
+
+        Raises:
+            ResourceExhaustedError: if a program is too long for the interpreter.
+        """
+        if summary.longest > MAX_PROGRAM_TOKENS:
+            raise ResourceExhaustedError(
+                f"a program of {summary.longest} tokens is longer than the interpreter can encode",
+                "PROGRAM_TOO_LONG",
+                "Split the program",
+                needed=summary.longest,
+                available=MAX_PROGRAM_TOKENS,
+            )
+        has_ternary = bool(summary.operators & _TERNARY)
+        levels = max_levels(summary.longest, has_ternary)
+        typical = max_levels(summary.typical, has_ternary)
+        return cls(levels, typical, bool(summary.operators & costly))
+
+
+@lru_cache(1 << 12)
+def max_levels(tokens: int, has_ternary: bool) -> int:
+    """Bound the stack levels below the top that a program with so many tokens needs.
+
+    A binary operator needs one level more than its operands if both need equally many; an operand
+    on the stack has at least two tokens. A ternary operator evaluates all three operands, leaves
+    included, so the third finds two levels in use.
+    """
+    if not has_ternary:
+        levels, least = 0, 5  # fewest tokens of a program that needs one level more
+        while least <= tokens:
+            levels, least = levels + 1, 2 * least + 1
+        return levels
+    levels, before, least = 0, 1, 4
+    while least <= tokens:
+        levels += 1
+        before, least = least, min(3 * before + 1, 2 * least + 1)
+    return levels
+
+
+# ----------------------------------------------------------------------------------- configuration
 
 
 class LaunchLimits(NamedTuple):
@@ -79,36 +217,6 @@ class LaunchLimits(NamedTuple):
     """Most warps of a block."""
     resident_warps: int
     """Warps that the device runs at a time."""
-
-
-def cut_tiles(
-    resident: ResidentDataset,
-    rows: Span,
-    loss: Loss | None,
-    variant: Variant,
-) -> NDArray[Any]:
-    """Cut rows of a data set into tiles; return a record of `TILES`."""
-    first_tile = rows[0] // variant.tile
-    aligned = first_tile * variant.tile
-    tiles = {
-        "variables": resident.address(0, aligned),
-        "target": 0 if loss is None else resident.target_address(aligned),
-        "weights": 0 if loss is None else resident.weights_address(aligned),
-        "stride": resident.stride * variant.dtype.itemsize,
-        "first_tile": first_tile,
-        "first_row": rows[0] - aligned,
-        "end_row": rows[1] - aligned,
-        "count": -(-(rows[1] - aligned) // variant.tile),
-        "node_levels": levels_between(variant.tile, None),
-        "nodes": 1,
-        "absolute": int(loss is Loss.MAE),
-    }
-    return np.array([tuple(tiles[name] for name in TILES.names or ())], TILES)
-
-
-def as_jobs(jobs: tuple[int, int], values: int, partials: int) -> NDArray[Any]:
-    """Return a record of `JOBS`, of which the first and their number are given."""
-    return np.array([(values, partials, *jobs, 0)], JOBS)
 
 
 def new_batch(
@@ -195,6 +303,9 @@ def configure_launch(
         warps, own = 1, most
     one.longest, one.group, one.warps = longest, group, warps
     one.levels, one.scratch_levels = own, scratch
+
+
+# ---------------------------------------------------------------------------------------- lowering
 
 
 @_compiled  # type: ignore[untyped-decorator]
@@ -296,11 +407,94 @@ def _join_parts(driver: Any, stream: int, kernels: Any, batch: Any, parts: Any) 
 
 
 @inlined
+def launch_lowering(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
+    """Launch the lowering of a batch that has been uploaded; return the driver's status.
+
+    A small batch is divided among more blocks than it needs. ``batch`` is a record of
+    `launches.BATCH`.
+    """
+    one, blocks = batch[0], kernels.resident_warps // _WARPS_A_BLOCK
+    share = min(LOWER_THREADS, -(-one.count // blocks))
+    room = min(MAX_SHARED_TOKENS, share * one.longest)
+    one.share, one.room = share, room
+    grid, threads = (-(-one.count // share), 1), (LOWER_THREADS, 1)
+    kernel, shared = kernels.lower_programs, _NODE_BYTES * room
+    return launch(driver, stream, kernel, grid, threads, shared, batch)
+
+
+@inlined
+def launch_order(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
+    """Launch the sorting of the programs of a lowered batch in groups; return the status.
+
+    It writes the first invalid program of each group, or `ALL_VALID`, to page-locked memory.
+    """
+    one, kernel = batch[0], kernels.order_programs
+    grid, threads = (-(-one.count // one.group), 1), (ORDER_THREADS, 1)
+    return launch(driver, stream, kernel, grid, threads, _ORDER_BYTES, batch)
+
+
+@inlined
 def _launch_slots(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
     one, (width, height) = batch[0], _SLOT_THREADS
     grid = -(-one.count // height), min(-(-one.vectors // width), _MAX_GRID_Y)
     kernel = kernels.evaluate_slots
     return launch(driver, stream, kernel, grid, (width, height), 0, batch)
+
+
+def raise_invalid_program(batch: Batch, program: int, variables: int) -> None:
+    """Raise the error of a program that the device found invalid.
+
+    Raises:
+        ProgramError: for the first bad token.
+        ResourceExhaustedError: if a variable's index is too large.
+    """
+    one = batch[program : program + 1]
+    try:
+        one.check(variables)
+    except ProgramError as error:
+        error.expression = program
+        raise
+    if one.values[one.codes == VARIABLE].max(initial=0) >= INDEX_LIMIT:
+        raise ResourceExhaustedError(
+            "a variable's index is larger than the interpreter can encode",
+            "VARIABLE_TOO_FAR",
+            f"Use the first {INDEX_LIMIT} variables",
+            available=INDEX_LIMIT,
+        )
+    raise InternalError(
+        "host and device disagree on whether a program is valid",
+        "ENGINE_FAILURE",
+        "Report it as a bug",
+    )
+
+
+# -------------------------------------------------------------------------------------------- jobs
+
+
+def cut_tiles(
+    resident: ResidentDataset, rows: Span, loss: Loss | None, variant: Variant
+) -> NDArray[Any]:
+    """Cut rows of a data set into tiles; return a record of `TILES`."""
+    cut = TiledRows.cut(rows, variant.tile)
+    tiles = {
+        "variables": resident.address(0, cut.aligned),
+        "target": 0 if loss is None else resident.target_address(cut.aligned),
+        "weights": 0 if loss is None else resident.weights_address(cut.aligned),
+        "stride": resident.stride * variant.dtype.itemsize,
+        "first_tile": cut.first_tile,
+        "first_row": cut.first_row,
+        "end_row": cut.end_row,
+        "count": cut.tiles,
+        "node_levels": levels_between(variant.tile, None),
+        "nodes": 1,
+        "absolute": int(loss is Loss.MAE),
+    }
+    return np.array([tuple(tiles[name] for name in TILES.names or ())], TILES)
+
+
+def as_jobs(jobs: tuple[int, int], values: int, partials: int) -> NDArray[Any]:
+    """Return a record of `JOBS`, of which the first and their number are given."""
+    return np.array([(values, partials, *jobs, 0)], JOBS)
 
 
 @_compiled  # type: ignore[untyped-decorator]
@@ -360,16 +554,12 @@ def launch_interpreter(
 def load() -> None:
     """Load the compiled functions, or compile them, for the arrays of requests."""
     limits = as_record(LaunchLimits(*[1] * len(LaunchLimits._fields)))
-    numbers, tiles, jobs = (
-        new_batch((1, 1, 0, 1), 1, 0, 0, 0),
-        np.zeros(1, TILES),
-        np.zeros(1, JOBS),
-    )
-    configure_launch(numbers, limits, 1, 0, 0, False, 1)
+    batch, tiles, jobs = new_batch((1, 1, 0, 1), 1, 0, 0, 0), np.zeros(1, TILES), np.zeros(1, JOBS)
+    configure_launch(batch, limits, 1, 0, 0, False, 1)
     driver, places = np.zeros(1, dtype=np.int64), np.zeros((1, 5, 2), np.int64)
     # They are compiled and not called: there may be no device.
     for function, given in (
-        (lower, (driver, 0, places, 0, np.zeros(1, PART), limits, numbers, 0)),
-        (run_jobs, (driver, 0, limits, numbers, tiles, jobs, 0, 0)),
+        (lower, (driver, 0, places, 0, np.zeros(1, PART), limits, batch, 0)),
+        (run_jobs, (driver, 0, limits, batch, tiles, jobs, 0, 0)),
     ):
         function.compile(tuple(map(numba.typeof, given)))

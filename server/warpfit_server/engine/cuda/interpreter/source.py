@@ -1,4 +1,8 @@
-"""CUDA C++ source of the interpreter, generated from the operator table."""
+"""CUDA C++ source of the interpreter's kernels, generated from the operator table.
+
+lowering.cu writes the instructions that interpreter.cu reads. Both sources begin with the numbers
+of their encoding, and with batch.cu, which declares a batch on the device.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,120 @@ from importlib import resources
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from warpfit.ops import OPERATORS, Operator
-from warpfit_server.engine.cuda.interpreter import bytecode
-from warpfit_server.engine.cuda.interpreter.compile import CudaSource
+from warpfit.ops import ARITIES, OPERATORS, PARAMETER, VARIABLE, Operator
 from warpfit_server.engine.cuda.math.prelude import (
     compiler_options,
     operator_source,
     packs,
     prelude,
 )
+from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 from warpfit_server.engine.interface import Arithmetic
+
+# --------------------------------------------------------------------------------------- encoding
+
+#: Word 0 of an instruction: case label, flags, and the index of a leaf to load before the case.
+LABEL_BITS: Final = 10
+LABEL_MASK: Final = (1 << LABEL_BITS) - 1
+LOAD_VARIABLE: Final = 1 << 10
+LOAD_SLOT: Final = 1 << 11
+PUSH: Final = 1 << 12
+INDEX_SHIFT: Final = 13
+#: Largest index of a leaf that word 0 can carry.
+INDEX_LIMIT: Final = 1 << (32 - INDEX_SHIFT)
+
+#: Cases of a binary operator, added to its label, by the source of the operand that is not on top
+#: of the stack. The odd number after each is the case in which it is the first operand.
+FROM_VARIABLE: Final = 0
+FROM_SLOT: Final = 2
+FROM_STACK: Final = 4
+
+#: Stack height of ``evaluate_slots``; a row-invariant subtree that needs more is hoisted in parts.
+SLOT_LEVELS: Final = 16
+
+#: Traits of a lowered program: its number of slots (row-invariant subtrees), the stack levels that
+#: it needs below the top, and whether it is invalid.
+SLOTS_MASK: Final = (1 << 20) - 1
+NEED_SHIFT: Final = 20
+NEED_MASK: Final = 31
+INVALID: Final = 1 << 31
+#: Flag in the order of programs: this one needs more stack levels than a warp has.
+DEEP: Final = 1 << 31
+#: Flag in the order of programs: some program of the launch is invalid, so none is interpreted.
+SKIPPED: Final = 1 << 30
+
+_CASES: Final = {1: 1, 2: 6, 3: 1}
+#: Case label of the instruction that ends a program; label 0 does nothing.
+END_LABEL: Final = 1 + sum(_CASES[row.arity] for row in OPERATORS.values())
+#: Number of case labels.
+CASES: Final = END_LABEL + 1
+#: The numbers above, as definitions of the same names.
+_ENCODING: Final = "".join(
+    f"#define {name} {globals()[name]}u\n"
+    for name in __annotations__
+    if isinstance(globals()[name], int)
+)
+
+#: Declarations of a batch on the device, and the kernels, with places for what is generated.
+BATCH_SOURCE: Final = resources.files(__package__).joinpath("batch.cu").read_text()
+TEMPLATE: Final = resources.files(__package__).joinpath("interpreter.cu").read_text()
+_LOWERING: Final = resources.files(__package__).joinpath("lowering.cu").read_text()
+
+
+def labels() -> NDArray[np.int64]:
+    """Return the first case label of each operator by wire code; int64 [256], 0 for other codes."""
+    if CASES > 1 << LABEL_BITS:
+        raise ValueError(f"{CASES} case labels do not fit {LABEL_BITS} bits")
+    table = np.zeros(256, dtype=np.int64)
+    label = 1
+    for row in OPERATORS.values():
+        table[row.code] = label
+        label += _CASES[row.arity]
+    return table
+
+
+# --------------------------------------------------------------------------------------- lowering
+
+#: What ``order_programs`` reports for a group without an invalid program.
+ALL_VALID: Final = 0xFFFFFFFF
+#: Threads of a block of each kernel.
+JOIN_THREADS: Final = 256
+LOWER_THREADS: Final = 32
+ORDER_THREADS: Final = 1024
+#: Bits of a row of the operator table, next to the label.
+_ARITY_SHIFT: Final = 10
+_IS_KNOWN, _IS_VARIABLE, _IS_PARAMETER = 1 << 12, 1 << 13, 1 << 14
+#: Most operands whose code is still to be written: one for each stack level.
+_MOST_PENDING: Final = 32
+
+
+def lowering_source() -> CudaSource:
+    """Return the source of the lowering kernels."""
+    numbers = {"ARITY_SHIFT": _ARITY_SHIFT, "IS_KNOWN": _IS_KNOWN}
+    numbers |= {"IS_VARIABLE": _IS_VARIABLE, "IS_PARAMETER": _IS_PARAMETER, "NONE": ALL_VALID}
+    numbers |= {"LOWER_THREADS": LOWER_THREADS, "ORDER_THREADS": ORDER_THREADS}
+    numbers |= {"MOST_PENDING": _MOST_PENDING, "JOIN_THREADS": JOIN_THREADS}
+    defines = [f"#define {name} {number}u\n" for name, number in numbers.items()]
+    rows = ", ".join(f"{row}u" for row in _operator_table().tolist())
+    table = f"__device__ const unsigned OPERATOR_TABLE[256] = {{{rows}}};\n"
+    text = "".join([_ENCODING, BATCH_SOURCE, *defines, table, _LOWERING])
+    return CudaSource(text, ("--std=c++17",))
+
+
+def _operator_table() -> NDArray[np.uint32]:
+    """Return label, arity and flags by token code; uint32 [256], 0 for other codes."""
+    table = np.zeros(256, dtype=np.uint32)
+    known = ARITIES >= 0
+    table[known] = _IS_KNOWN | ARITIES[known].astype(np.uint32) << _ARITY_SHIFT
+    table |= labels().astype(np.uint32)
+    table[VARIABLE] |= _IS_VARIABLE
+    table[PARAMETER] |= _IS_PARAMETER
+    return table
+
+
+# ------------------------------------------------------------------------------------- interpreter
 
 _CALL: Final = re.compile(r"\b(\w+)\(")
 #: Calls short enough to be unrolled over all rows; an operator that calls anything else loops.
@@ -37,8 +144,6 @@ _SHORT_FLOAT: Final = _SHORT | {"exp", "log"}
 #: not.
 _DIRECT: Final = frozenset({"__fdividef"})
 
-#: The kernels, with places for what is generated.
-TEMPLATE: Final = resources.files(__package__).joinpath("interpreter.cu").read_text()
 #: Stack levels above the top that the operands of a costly operator use.
 SCRATCH_LEVELS: Final = 2
 
@@ -101,7 +206,7 @@ def device_function(name: str, operands: Iterable[str], expression: str) -> str:
 
 def interpreter_source(variant: Variant) -> CudaSource:
     """Return the kernels of one variant."""
-    table, rows = bytecode.labels(), OPERATORS.values()
+    table, rows = labels(), OPERATORS.values()
     # The least blocks of 256 threads a multiprocessor bound the registers.
     blocks = 4 if variant.rows * variant.dtype.itemsize <= 64 else 2
     parts = {
@@ -109,9 +214,9 @@ def interpreter_source(variant: Variant) -> CudaSource:
         "CASES": [f"        {_macro(r, variant)}(op_{r.name}, {table[r.code]})" for r in rows],
         "SCALAR_CASES": [_scalar_case(row, f"op_{row.name}") for row in rows],
     }
-    template = bytecode.header() + TEMPLATE
+    template = _ENCODING + BATCH_SOURCE + TEMPLATE
     text = source_of(variant, {"BLOCKS_AT_LEAST": blocks}, template, parts)
-    return CudaSource(text, variant.options, bytecode.CASES)
+    return CudaSource(text, variant.options, CASES)
 
 
 def costly_operators(variant: Variant) -> int:

@@ -9,15 +9,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit_server.engine.cuda.interpreter.compile import CudaSource
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel
 from warpfit_server.engine.cuda.jit.renderer import ARGUMENT_BYTES, ARGUMENT_OFFSETS, LINE_BYTES
 from warpfit_server.engine.cuda.math.prelude import NVRTC_PRECISE, sum_tree
-from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.compiler import CudaSource
+from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset
+from warpfit_server.engine.cuda.runtime.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.runtime.driver_calls import wait_while_held
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
-from warpfit_server.engine.cuda.runtime.streams import StreamContext
 
 #: Most parallel branches of a graph; more take time to capture and gain nothing.
 _BRANCHES: Final = 32

@@ -18,7 +18,7 @@ from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.autodiff.differentiate import BY_PARAMETERS, lower_batch
 from warpfit_server.engine.cuda.jit.kernel_store import KernelKey, KernelStore
 from warpfit_server.engine.cuda.jit.renderer import Output
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering.lowered import NONE, Lowered
 from warpfit_server.engine.lowering.validate import check_tokens

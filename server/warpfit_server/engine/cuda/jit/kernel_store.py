@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from warpfit_server.engine.autodiff.rules import CODES
 from warpfit_server.engine.cuda.jit import renderer, templates
 from warpfit_server.engine.cuda.jit.renderer import Output
-from warpfit_server.engine.cuda.runtime import nvjitlink as linker
+from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue, serve
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import LAUNCHES_HELD, LOAD_MODULE
@@ -75,7 +75,7 @@ def compile_kernel(job: KernelJob) -> bytes:
     architecture, arithmetic, output, programs = job
     library = templates.build(arithmetic, architecture, derivatives=output.gradient)
     text = renderer.module(library, output, {_ENTRY: programs})
-    return linker.link(text, architecture, library.functions)
+    return compiler.link(text, architecture, library.functions)
 
 
 class _KernelCache(LRUCache[KernelKey, Kernel]):
@@ -109,7 +109,7 @@ class KernelStore:
 
     def key(self, arithmetic: Arithmetic, output: Output, programs: Lowered) -> KernelKey:
         """Return the key of the kernel that evaluates a group of programs, without its numbers."""
-        parts = renderer.GENERATION, output, linker.version()
+        parts = renderer.GENERATION, output, compiler.linker_version()
         content = [repr(parts).encode(), *(array.tobytes() for array in programs)]
         content.append(self._library(arithmetic, output).key)
         text = hashlib.blake2b(b"\0".join(content), digest_size=20).hexdigest()

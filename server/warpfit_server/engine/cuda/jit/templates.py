@@ -28,7 +28,7 @@ from warpfit_server.engine.cuda.math.prelude import (
     prelude,
     render,
 )
-from warpfit_server.engine.cuda.runtime import nvrtc
+from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.interface import Arithmetic
 
 #: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.
@@ -525,7 +525,7 @@ def build(arithmetic: Arithmetic, architecture: int, *, derivatives: bool) -> De
     options = ("-rdc=true", *compiler_options(arithmetic))
     start = prelude(arithmetic)
     helpers = _HELPERS if arithmetic is Arithmetic.FAST else ""
-    ptx = nvrtc.to_ptx("\n".join([start, helpers, *sources.values()]), architecture, options)
+    ptx = compiler.to_ptx("\n".join([start, helpers, *sources.values()]), architecture, options)
     found = {
         name: (parameters.count(".param"), body)
         for name, parameters, body in _FUNCTION.findall(ptx)
@@ -548,7 +548,7 @@ def build(arithmetic: Arithmetic, architecture: int, *, derivatives: bool) -> De
         exp2_polynomial=(inline(*found[_EXP2_POLYNOMIAL]) if _EXP2_POLYNOMIAL in found else None),
         data={name: text for text, name in _DATA.findall(ptx)},
         functions=(
-            nvrtc.to_cubin("\n".join([start, *called]), architecture, (*options, bound))
+            compiler.to_cubin("\n".join([start, *called]), architecture, (*options, bound))
             if called
             else b""
         ),

@@ -31,15 +31,14 @@ from warpfit_server.engine.cuda.jit.kernel_plan import (
 )
 from warpfit_server.engine.cuda.jit.kernel_store import MOST_BYTES, MOST_KERNELS, KernelStore
 from warpfit_server.engine.cuda.jit.renderer import MAX_BLOCK_ROWS, block_rows
-from warpfit_server.engine.cuda.runtime.device import CudaDevice, max_token_rows
-from warpfit_server.engine.cuda.runtime.resident_data import (
-    RESULTS_SHARE,
+from warpfit_server.engine.cuda.runtime.datasets import (
     ROW_MULTIPLE,
     ResidentDataset,
     check_cancelled,
     cut_rows,
+    rows_that_fit,
 )
-from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.cuda.runtime.device import LAUNCH_WORK, CudaDevice, StreamContext
 from warpfit_server.engine.interface import Outputs, Steps, offload
 from warpfit_server.engine.sum_tree import sum_nodes
 
@@ -287,12 +286,12 @@ class CompiledTier:
         """Return the rows of one launch: a power of two, not less than those of a block."""
         batch, arithmetic, layout = evaluation.batch, plan.arithmetic, resident.dataset.layout
         if evaluation.values:
-            size = min(_CHUNK_BYTES, int(self._device.memory_limit * RESULTS_SHARE))
-            rows = size // (len(batch) * batch.vectors * arithmetic.dtype.itemsize)
-            return 1 << (max(rows, MAX_BLOCK_ROWS).bit_length() - 1)
+            row_bytes = len(batch) * batch.vectors * arithmetic.dtype.itemsize
+            return rows_that_fit(self._device.result_bytes(_CHUNK_BYTES), row_bytes, MAX_BLOCK_ROWS)
         start, stop = evaluation.row_range(layout)
         token_rows = evaluation.token_rows(layout)
-        launches = token_rows // max_token_rows(arithmetic, self._device.multiprocessors)
+        each = LAUNCH_WORK[arithmetic].compiled * self._device.multiprocessors
+        launches = token_rows // each
         most = max(1, (stop - start) // _MIN_ROWS)
         rows = -(-(stop - start) // min(max(1, launches), most))
         return 1 << (max(rows, MAX_BLOCK_ROWS) - 1).bit_length()

@@ -10,52 +10,189 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit_server.engine.cuda.runtime.driver_calls import driver_functions
-from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Arithmetic
+from warpfit_server.engine.interface import Arithmetic, Steps
 from warpfit_server.system.compile_cache import check_private, default_cache_directory
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Share of the device's memory that is used by default; the driver needs the rest.
 _DEFAULT_SHARE: Final = 0.9
-_ERROR_OUT_OF_MEMORY: Final = 2
+#: Part of the memory limit that the results of one launch may take.
+_RESULTS_SHARE: Final = 1 / 8
 #: Number of the device; ``CUDA_VISIBLE_DEVICES`` says which one that is.
 _DEVICE: Final = 0
 #: Bytes of each block's shared memory that CUDA reserves.
 _RESERVED_BYTES: Final = 1024
-#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
-_DYNAMIC_SHARED_SIZE: Final = 8
-#: Token-rows of a launch for each multiprocessor: about 2 ms of an H200.
-_TOKEN_ROWS: Final = {
-    Arithmetic.FAST: 180_000_000,
-    Arithmetic.PRECISE: 90_000_000,
-    Arithmetic.DOUBLE: 45_000_000,
-}
+# Numbers of the driver and of the runtime.
+_DYNAMIC_SHARED_SIZE: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_HOST_TO_DEVICE: Final = 1  # cudaMemcpyHostToDevice
+_DEVICE_TO_HOST: Final = 2  # cudaMemcpyDeviceToHost
+_SUCCESS: Final = 0  # cudaSuccess
+_OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
+_NOT_READY: Final = 600  # cudaErrorNotReady
 
 
-def max_token_rows(arithmetic: Arithmetic, multiprocessors: int) -> int:
-    """Return the most token-rows of one launch of compiled kernels.
+class LaunchWork(NamedTuple):
+    """Most work of one launch for each multiprocessor.
 
     A device runs launches in the order in which it gets them, so large work is launched in pieces,
     between which other evaluations get their turn.
     """
-    return _TOKEN_ROWS[arithmetic] * multiprocessors
+
+    compiled: int
+    """Token-rows of compiled kernels."""
+    interpreted: int
+    """Token-rows of the interpreter, which runs at half the rate of compiled kernels."""
+    differentiated: float
+    """Instructions x rows of the interpreter of derivatives."""
 
 
-def max_interpreted_token_rows(arithmetic: Arithmetic, multiprocessors: int) -> int:
-    """Return the most token-rows of one launch of an interpreter.
+#: About 2 ms of an H200.
+LAUNCH_WORK: Final = {
+    Arithmetic.FAST: LaunchWork(180_000_000, 90_000_000, 12e6),
+    Arithmetic.PRECISE: LaunchWork(90_000_000, 45_000_000, 10e6),
+    Arithmetic.DOUBLE: LaunchWork(45_000_000, 22_500_000, 4e6),
+}
 
-    It runs at half the rate of compiled kernels.
+
+@dataclass(slots=True)
+class _Passing:
+    """An event that a stream is about to pass; implements `DeviceWork`."""
+
+    runtime: Any
+    event: Any
+    has_passed: bool = False
+    """Whether `done` has found so, and no failure."""
+
+    def done(self) -> bool:
+        """Return whether the stream has passed it, or has failed."""
+        status = self.runtime.eventQuery(self.event.ptr)
+        self.has_passed = status == _SUCCESS
+        return bool(status != _NOT_READY)
+
+    def result(self) -> None:
+        """Wait until the stream has passed it."""
+        self.event.synchronize()
+
+
+class StreamContext:
+    """A stream with named events, and with named buffers that grow as needed and are kept.
+
+    Args:
+        cuda: ``cupy.cuda``.
+        functions: from `driver_calls.driver_functions`.
+        allocate: `CudaDevice.allocate`.
     """
-    return max_token_rows(arithmetic, multiprocessors) // 2
+
+    def __init__(
+        self, cuda: Any, functions: NDArray[np.int64], allocate: Callable[[int], Any]
+    ) -> None:
+        self._cuda = cuda
+        self.functions = functions
+        """Addresses of the driver functions that `driver_calls` has."""
+        self._allocate = allocate
+        self.stream = cuda.Stream(non_blocking=True)
+        self.handle = int(self.stream.ptr)
+        """The driver's handle of the stream."""
+        self._events: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
+        self._pinned: dict[str, Any] = {}
+
+    def buffer(self, name: str, size: int) -> int:
+        """Return the address of ``size`` bytes of device memory; growing loses the content.
+
+        Raises:
+            ResourceExhaustedError: if the device has no room.
+        """
+        held = self._buffers.get(name)
+        if held is None or held.mem.size < size:
+            self._buffers.pop(name, None)
+            del held
+            self.stream.synchronize()
+            held = self._buffers[name] = self._allocate(size)
+        return int(held.ptr)
+
+    def pinned(self, name: str, size: int) -> NDArray[np.uint8]:
+        """Return page-locked host memory, uint8 [size]; growing loses the content."""
+        held = self._pinned.get(name)
+        if held is None or len(held) < size:
+            self.stream.synchronize()
+            memory = self._cuda.alloc_pinned_memory(max(size, 1))
+            held = self._pinned[name] = np.frombuffer(memory, np.uint8, max(size, 1))
+        return held[:size]
+
+    def release(self) -> None:
+        """Drop the device buffers; the stream must be idle."""
+        self._buffers.clear()
+
+    def check_executed(self, status: int) -> None:
+        """Raise a CUDADriverError for the driver's status of executed commands, if it is not 0."""
+        if status:
+            raise self._cuda.driver.CUDADriverError(status)
+
+    def upload(self, address: int, source: NDArray[Any]) -> None:
+        """Copy page-locked host memory to the device, in stream order."""
+        self._cuda.runtime.memcpyAsync(
+            address, source.ctypes.data, source.nbytes, _HOST_TO_DEVICE, self.stream.ptr
+        )
+
+    def download_rows(self, target: NDArray[Any], address: int, pitch: int) -> None:
+        """Copy rows that lie ``pitch`` bytes apart to a page-locked array [rows, columns]."""
+        width = target.shape[1] * target.itemsize
+        self._cuda.runtime.memcpy2DAsync(
+            target.ctypes.data,
+            width,
+            address,
+            pitch,
+            width,
+            target.shape[0],
+            _DEVICE_TO_HOST,
+            self.stream.ptr,
+        )
+
+    def clear(self, address: int, size: int) -> None:
+        """Set device memory to zero, in stream order."""
+        self._cuda.runtime.memsetAsync(address, 0, size, self.stream.ptr)
+
+    def mark(self, name: str) -> None:
+        """Record the event ``name`` at the current end of the stream."""
+        self.event(name).record(self.stream)
+
+    def event(self, name: str) -> Any:
+        """Return the CuPy event of a name, which may not have been recorded yet."""
+        if name not in self._events:
+            self._events[name] = self._cuda.Event()
+        return self._events[name]
+
+    def reach(self, name: str) -> Steps[None]:
+        """Wait until the stream has passed the event ``name``; the engine works on meanwhile."""
+        passing = _Passing(self._cuda.runtime, self._events[name])
+        yield passing
+        if not passing.has_passed:
+            self.wait(name)  # raises what has gone wrong
+
+    def wait(self, name: str) -> None:
+        """Block until the stream has passed the event ``name``, if it was ever recorded."""
+        if name in self._events:
+            self._events[name].synchronize()
+
+    def wait_for(self, other: StreamContext, name: str) -> None:
+        """Let what is asked of this stream from now on wait for another stream's last event."""
+        self.stream.wait_event(other.event(name))
+
+    def nanoseconds(self, start: str, end: str) -> int:
+        """Return the device time between two events that the stream has passed."""
+        elapsed = self._cuda.get_elapsed_time(self._events[start], self._events[end])
+        return int(elapsed * 1e6)
 
 
 class CudaDevice:
@@ -84,13 +221,14 @@ class CudaDevice:
         try:
             runtime.setDevice(_DEVICE)
             properties = runtime.getDeviceProperties(_DEVICE)
-            self.driver = _version(runtime.driverGetVersion())
+            driver = runtime.driverGetVersion()
         except runtime.CUDARuntimeError as error:
             raise UnavailableError(
                 f"the CUDA device does not answer: {error}",
                 "NO_CUDA_DEVICE",
                 "Check nvidia-smi, or run with --devices cpu",
             ) from error
+        self.driver = f"{driver // 1000}.{driver % 1000 // 10}"
         self.name: str = properties["name"].decode()
         self.memory: int = properties["totalGlobalMem"]
         self.multiprocessors: int = properties["multiProcessorCount"]
@@ -114,7 +252,7 @@ class CudaDevice:
 
     def is_out_of_memory(self, error: Exception) -> bool:
         """Return whether one of `errors` means nothing but a lack of memory."""
-        return getattr(error, "status", None) == _ERROR_OUT_OF_MEMORY
+        return getattr(error, "status", None) == _OUT_OF_MEMORY
 
     @property
     def architecture(self) -> int:
@@ -174,6 +312,10 @@ class CudaDevice:
             needed=size,
             available=available,
         )
+
+    def result_bytes(self, most: int) -> int:
+        """Return how many bytes of results a launch may leave on the device, ``most`` or fewer."""
+        return min(most, int(self.memory_limit * _RESULTS_SHARE))
 
     def available(self) -> int:
         """Return the bytes that can still be allocated, by the limit and on the device."""
@@ -294,7 +436,3 @@ def _import_cupy() -> Any:
             "Let --cache-dir name a directory that can be written, or run with --devices cpu",
         ) from error
     return cupy
-
-
-def _version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from support.emulators.cuda_on_host import compile_for_host
-from warpfit_server.engine.cuda.derivatives import launch_plan
-from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, PROGRAM
+from warpfit_server.engine.cuda.derivatives import launches as derivatives
+from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM
 from warpfit_server.engine.cuda.interpreter import launches
 
 STRUCTS = [
@@ -19,9 +19,9 @@ STRUCTS = [
     ("interpreter/batch.cu", "Part", launches.PART),
     ("interpreter/interpreter.cu", "Tiles", launches.TILES),
     ("interpreter/interpreter.cu", "Jobs", launches.JOBS),
-    ("derivatives/derivatives.cu", "Arguments", launch_plan.DERIVATIVE_ARGUMENTS),
+    ("derivatives/derivatives.cu", "Arguments", derivatives.DERIVATIVE_ARGUMENTS),
     ("derivatives/derivatives.cu", "Program", PROGRAM),
-    ("derivatives/statistics.cu", "StatisticsArguments", launch_plan.STATISTICS_ARGUMENTS),
+    ("derivatives/statistics.cu", "StatisticsArguments", derivatives.STATISTICS_ARGUMENTS),
 ]
 
 
@@ -46,18 +46,7 @@ def test_fields_lie_where_the_source_says(path, name, dtype):
     assert list(found) == [*expected, dtype.itemsize]
 
 
-def test_fields_that_are_written_together_lie_together():
-    names = launch_plan.DERIVATIVE_ARGUMENTS.names
-    assert names[: len(INPUTS)] == INPUTS
-    assert [launch_plan.WORD_OF[name] for name in INPUTS] == list(range(len(INPUTS)))
-    first = names.index("variables")
-    words, numbers = names[first : first + 8], names[first + 8 : first + 13]
-    assert words[:4] == ("variables", "weights", "values", "jacobian")
-    assert words[4:] == ("partials", "far", "first_parameter", "first_tile")
-    assert numbers == ("first_row", "end_row", "tiles", "blocks", "first_job")
-
-
 def test_statistics_have_as_many_numbers_as_their_memory():
     text = struct("derivatives/statistics.cu", "Statistics")
-    assert len(re.findall(r"\w+(?=[,;])", text)) == launch_plan.NODE_STATISTICS
-    assert np.dtype(np.float64).itemsize * launch_plan.NODE_STATISTICS == 112
+    assert len(re.findall(r"\w+(?=[,;])", text)) == derivatives.NODE_STATISTICS
+    assert np.dtype(np.float64).itemsize * derivatives.NODE_STATISTICS == 112

@@ -7,9 +7,12 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
 
-from warpfit_server.engine.cuda.derivatives.tier import derivative_switch
-from warpfit_server.engine.cuda.interpreter import device_lowering
-from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
+from warpfit_server.engine.cuda.derivatives.source import derivative_source
+from warpfit_server.engine.cuda.interpreter.source import (
+    Variant,
+    interpreter_source,
+    lowering_source,
+)
 from warpfit_server.engine.cuda.jit.graph import graph_source
 from warpfit_server.engine.interface import Arithmetic
 
@@ -32,7 +35,7 @@ DIFFERENTIATED = {
 @pytest.mark.parametrize("architecture", sorted({*INTERPRETED, *DIFFERENTIATED}))
 def test_kernels_assemble(architecture):
     sources = [
-        (device_lowering.lowering_source(), ("lower_programs", "order_programs")),
+        (lowering_source(), ("lower_programs", "order_programs")),
         (graph_source(), ("sum_partials", "copy_inputs")),
     ]
     if architecture in INTERPRETED:
@@ -41,7 +44,7 @@ def test_kernels_assemble(architecture):
     if architecture in DIFFERENTIATED:
         variant, spills = DIFFERENTIATED[architecture]
         kernels = ("linearise", "evaluate_invariants", "combine", "measure")
-        sources.append((derivative_switch(variant, spills=spills), kernels))
+        sources.append((derivative_source(variant, spills=spills), kernels))
     for source, kernels in sources:
         cubin = source.compile(architecture)
         assert cubin.startswith(b"\x7fELF")

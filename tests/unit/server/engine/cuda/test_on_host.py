@@ -45,7 +45,7 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES, Closing, LossFunction, huber
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit_server.engine.cuda.derivatives import launch_plan, tier
+from warpfit_server.engine.cuda.derivatives import tier
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.runtime import device
@@ -165,8 +165,8 @@ def test_others_have_their_turns_while_long_work_runs(engine, batch, monkeypatch
 
     *whole, turns = losses_and_turns()
     assert turns == 0
-    monkeypatch.setitem(device._TOKEN_ROWS, Arithmetic.DOUBLE, 1_000)
-    monkeypatch.setitem(launch_plan._INSTRUCTION_ROWS, Arithmetic.DOUBLE, 1_000)
+    few = device.LaunchWork(1_000, 500, 1_000)
+    monkeypatch.setitem(device.LAUNCH_WORK, Arithmetic.DOUBLE, few)
     *pieces, turns = losses_and_turns()
     assert turns > 5
     for expected, found in zip(whole, pieces, strict=True):
@@ -176,7 +176,7 @@ def test_others_have_their_turns_while_long_work_runs(engine, batch, monkeypatch
 def test_a_large_batch_with_derivatives_runs_in_parts(engine, batch, monkeypatch):
     data, options = make_dataset(ROWS), {"row_loss": SQUARES, "statistics": True}
     whole = derive(engine, data, *batch, **options)
-    monkeypatch.setattr(tier, "_MOST_TOKENS", 200)
+    monkeypatch.setattr(tier, "_MOST_WORK", 200)
     parts = derive(engine, data, *batch, **options)
     for name in ("losses", "gradients", "jacobian", "variable_gradients", "reductions", "moments"):
         np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))

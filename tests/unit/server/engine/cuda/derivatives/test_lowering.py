@@ -23,10 +23,9 @@ from warpfit_server.engine.autodiff.differentiate import (
     no_row_loss,
     row_loss_tokens,
 )
-from warpfit_server.engine.cuda.derivatives import launch_plan
+from warpfit_server.engine.cuda.derivatives import launches
 from warpfit_server.engine.cuda.derivatives import lowering as lowering_module
-from warpfit_server.engine.cuda.derivatives.encoding import INPUTS, DerivativeCode
-from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
+from warpfit_server.engine.cuda.derivatives.lowering import DerivativeCode, DerivativeLowering
 from warpfit_server.engine.interface import Steps, run_to_end
 
 VARIABLES = 10
@@ -69,9 +68,7 @@ def code_of(code: DerivativeCode, index: int) -> list[np.ndarray]:
     record = code.programs[index]
 
     def part(name: str, words: int, first: str, count: str) -> np.ndarray:
-        rows = getattr(code.memory, name).view(np.uint32).reshape(-1, words)
-        address, size = code.pieces[INPUTS.index(name)]
-        assert (address, size <= rows.nbytes) == (rows.ctypes.data, True)
+        rows = code.arrays[name].view(np.uint32).reshape(-1, words)
         return rows[int(record[first]) :][: int(record[count])]
 
     return [
@@ -153,7 +150,7 @@ def test_too_many_levels_are_refused(alone):
 
 def test_more_sums_than_kernels_can_address_are_refused():
     """Thirty thousand parameters have a normal matrix of 3.6 GB."""
-    launch_plan.check_memory(8 * 1_000_000)
+    launches.check_memory(8 * 1_000_000, 0)
     with pytest.raises(ResourceExhaustedError) as caught:
-        launch_plan.check_memory(8 * 300_000_000)
+        launches.check_memory(8 * 300_000_000, 0)
     assert caught.value.reason == "PROGRAM_TOO_LONG"

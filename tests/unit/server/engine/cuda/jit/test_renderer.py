@@ -32,7 +32,7 @@ from warpfit_server.engine.cuda.jit import renderer, templates
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelInputs
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.jit.templates import DeviceLibrary
-from warpfit_server.engine.cuda.runtime import nvjitlink as linker
+from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.native.arguments import argument_block
@@ -110,7 +110,7 @@ def test_every_operator_assembles(number: int) -> None:
             for start in range(0, len(programs), 5)
         }
         text = renderer.module(device_library, output, kernels)
-        cubin = linker.link(text, architecture, device_library.functions)
+        cubin = compiler.link(text, architecture, device_library.functions)
         assert all(name.encode() in cubin for name in kernels)
 
 
@@ -130,12 +130,12 @@ def test_random_programs_assemble(
         for _ in range(group)
     ]
     text = text_of(arithmetic, output, *programs)
-    assert linker.link(text, 90, build(arithmetic, 90).functions)
+    assert compiler.link(text, 90, build(arithmetic, 90).functions)
 
 
 def test_a_linker_error_contains_its_log() -> None:
     with pytest.raises(Exception, match="does not link"):
-        linker.link(".version 8.0\n.target sm_90\n.address_size 64\nnonsense", 90)
+        compiler.link(".version 8.0\n.target sm_90\n.address_size 64\nnonsense", 90)
 
 
 def test_common_subexpressions_are_computed_once() -> None:

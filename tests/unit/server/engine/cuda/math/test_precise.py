@@ -16,7 +16,7 @@ from support.engines.hard_cases import exact_values, hard_operands
 from support.engines.operators import operand_rows
 from warpfit.expressions import special
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.math.prelude import precise_calls, prelude
+from warpfit_server.engine.cuda.math.prelude import precise_calls, prelude, render
 from warpfit_server.engine.interface import Arithmetic
 
 #: Bounds in ulp, reference errors included.
@@ -163,3 +163,10 @@ def test_names_of_functions_are_replaced_and_nothing_else() -> None:
     assert precise_calls(expression) == (
         "select(a < 0, exponential(-abs(a)), log1p(power(a, b)) + expm1(root(b)))"
     )
+
+
+def test_literals_are_rendered_with_the_type() -> None:
+    assert render("select(a > 0, 1.5e-3, log1p(b) * 2)", "float") == (
+        "select(a > float(0), float(1.5e-3), log1p(b) * float(2))"
+    )
+    assert render("__fdividef(1.0f, a)", "float") == "__fdividef(1.0f, a)"

@@ -1,31 +1,44 @@
-"""The interpreter without a device: lowered programs, generated source, machine code."""
+"""NVRTC without a GPU, and the pass over its PTX."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from support.emulators.device_lowering import lower_on_host
+pytest.importorskip("cuda.bindings.nvrtc")
+
 from warpfit.errors import InternalError
-from warpfit.ir import Batch, Program
-from warpfit_server.engine.cuda.interpreter.jump_table import with_jump_table
-from warpfit_server.engine.cuda.math.prelude import render
+from warpfit_server.engine.cuda.runtime import compiler
+from warpfit_server.engine.cuda.runtime.compiler import with_jump_table
+
+KERNEL = 'extern "C" __global__ void fill(int *place) { *place = 1; }'
 
 
-def test_slots_find_their_parameters_with_several_vectors():
-    x, p, q = Program.variable(0), Program.parameter(0), Program.parameter(1)
-    drawn = [Program.apply("add", x, Program.apply("mul", p, q)), Program.apply("add", x, p)]
-    batch = Batch.of(drawn, [np.ones((3, 2)), np.ones((3, 1))])
-    lowered = lower_on_host(batch)
-    firsts = lowered.programs[:, 2]
-    assert lowered.slots[firsts, 2:].tolist() == [[0, 2], [6, 1]]
+@pytest.fixture
+def destroyed(monkeypatch):
+    """Programs that were destroyed."""
+    found, destroy = [], compiler.nvrtc.nvrtcDestroyProgram
+
+    def note(program):
+        found.append(program)
+        return destroy(program)
+
+    monkeypatch.setattr(compiler.nvrtc, "nvrtcDestroyProgram", note)
+    return found
 
 
-def test_literals_are_rendered_with_the_type():
-    assert render("select(a > 0, 1.5e-3, log1p(b) * 2)", "float") == (
-        "select(a > float(0), float(1.5e-3), log1p(b) * float(2))"
-    )
-    assert render("__fdividef(1.0f, a)", "float") == "__fdividef(1.0f, a)"
+def test_a_program_is_destroyed_once_it_is_compiled(destroyed):
+    assert ".entry fill" in compiler.to_ptx(KERNEL, 90)
+    assert compiler.to_cubin(KERNEL, 90).startswith(b"\x7fELF")
+    assert len(destroyed) == 2
+
+
+@pytest.mark.parametrize("compile_source", [compiler.to_ptx, compiler.to_cubin])
+def test_a_program_that_does_not_compile_is_destroyed_and_its_log_is_told(
+    destroyed, compile_source
+):
+    with pytest.raises(InternalError, match="nonsense"):
+        compile_source("nonsense", 90)
+    assert len(destroyed) == 1
 
 
 def test_the_jump_table_leads_where_the_tree_does():

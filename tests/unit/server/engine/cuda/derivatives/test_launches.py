@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpfit_server.engine.cuda.derivatives import encoding, launch_plan
-from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM
+from warpfit_server.engine.cuda.derivatives import launches, lowering
+from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     """No call compiles for other types than those that are loaded at the start."""
-    encoding.load()
-    launch_plan.load()
-    functions = [encoding.count_sums, encoding.fill_starts, launch_plan.measure_programs]
-    functions += [launch_plan.end_of_chunk, launch_plan.order_jobs, launch_plan.plan_jobs]
+    launches.load()
+    functions = [lowering.count_sums, lowering.fill_starts, launches.measure_programs]
+    functions += [launches.end_of_chunk, launches.order_jobs, launches.plan_jobs]
     yield
     assert all(len(function.signatures) == 1 for function in functions)
 
@@ -29,7 +28,7 @@ def some_records(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         records[name] = rng.integers(most, size=count)
     records["count"] = rng.integers(1, 300, size=count)
     sums = np.empty(count, dtype=np.int64)
-    encoding.count_sums(records, bool(seed % 2), sums)
+    lowering.count_sums(records, bool(seed % 2), sums)
     return records, sums
 
 
@@ -39,7 +38,7 @@ def test_starts_are_sums_over_the_programs_before(seed, count, vectors):
     columns, counts = records["columns"].astype(int), records["parameters"].astype(int)
     pairs = columns * (columns + 1) // 2 if seed % 2 else 0
     np.testing.assert_array_equal(sums, 1 + columns + pairs)
-    encoding.fill_starts(records, sums, vectors)
+    lowering.fill_starts(records, sums, vectors)
     sizes = {"invariant": records["invariants"].astype(int), "parameter": counts, "sum": sums}
     sizes["triangle"] = counts * (counts + 1) // 2
     for name, size in sizes.items():
@@ -52,7 +51,7 @@ def test_chunks_have_as_many_jobs_as_fit(seed, count, vectors, most):
     counts, costs, first = records["parameters"].astype(int), (7, 8, 3), (0, 0, 0)
     size = np.repeat(costs[0] + costs[1] * sums + costs[2] * counts, vectors)
     while first[0] < count * vectors:
-        end = launch_plan.end_of_chunk(records, sums, vectors, first, costs, most)
+        end = launches.end_of_chunk(records, sums, vectors, first, costs, most)
         chunk = slice(first[0], end[0])
         assert size[chunk].sum() <= most or end[0] == first[0] + 1
         assert end[0] == count * vectors or size[first[0] : end[0] + 1].sum() > most
@@ -64,28 +63,28 @@ def test_chunks_have_as_many_jobs_as_fit(seed, count, vectors, most):
 def test_jobs_of_most_work_come_first():
     records, sums = some_records(1, 500)
     work = np.empty(500, dtype=np.int64)
-    need, invariants, total = launch_plan.measure_programs(records, sums, 1024, work)
+    need, invariants, total = launches.measure_programs(records, sums, 1024, work)
     np.testing.assert_array_equal(work, records["count"] + sums // 4)
     assert invariants == records["invariants"].sum()
     assert total == work.sum()
     assert need == (-(-sums // 2) * 16 + 1024 * records["levels"].astype(int)).max()
     order = np.empty(600, dtype=np.uint32)
-    launch_plan.order_jobs(work, 2, 100, order)
+    launches.order_jobs(work, 2, 100, order)
     assert sorted(order.tolist()) == list(range(100, 700))
     falling = work[order // 2]
     assert (np.diff(falling) <= work.max() / 200).all()
 
 
 @pytest.mark.parametrize("most_warp", [0, 10**6], ids=["spilling", "not spilling"])
-@pytest.mark.parametrize(("launches", "most"), [(0.0, 10**12), (0.0, 30_000), (7.3, 10**12)])
-def test_jobs_are_cut_by_their_results_and_by_their_work(most_warp, launches, most):
+@pytest.mark.parametrize(("count", "most"), [(0.0, 10**12), (0.0, 30_000), (7.3, 10**12)])
+def test_jobs_are_cut_by_their_results_and_by_their_work(most_warp, count, most):
     records, sums = some_records(3, 200)
     work = records["count"].astype(int) + sums // 4
-    order, chunks = np.empty(400, dtype=np.uint32), np.empty((400, 6), dtype=np.int64)
-    given = 1024, (7, 8, 3), (most_warp, 16), most, launches / int(work.sum()), 2
-    need, invariants, count = launch_plan.plan_jobs(records, sums, 2, *given, order, chunks)
-    found = [launch_plan.DerivativeChunk(*row) for row in chunks[:count].tolist()]
-    assert (need, invariants) == launch_plan.measure_programs(records, sums, 1024, work.copy())[:2]
+    order, chunks = np.empty(400, dtype=np.uint32), np.empty(400, launches._CHUNK)
+    given = 1024, (7, 8, 3), (most_warp, 16), most, count / int(work.sum()), 2
+    need, invariants, number = launches.plan_jobs(records, sums, 2, *given, order, chunks)
+    found = [launches.DerivativeChunk(*row) for row in chunks[:number].tolist()]
+    assert (need, invariants) == launches.measure_programs(records, sums, 1024, work.copy())[:2]
     ends = [0, *(chunk.end_job for chunk in found)]
     assert ends == [*(chunk.first_job for chunk in found), 400]
     assert found[-1].end_sum == 2 * sums.sum()
@@ -94,6 +93,6 @@ def test_jobs_are_cut_by_their_results_and_by_their_work(most_warp, launches, mo
         own = order[chunk.first_job : chunk.end_job]
         assert sorted(own.tolist()) == list(range(chunk.first_job, chunk.end_job))
     if most == 10**12:
-        assert len(found) == 1 + int(launches)
+        assert len(found) == 1 + int(count)
     else:
         assert len(found) > (100 if most_warp == 0 else 1)

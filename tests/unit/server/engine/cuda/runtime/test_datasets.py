@@ -1,4 +1,7 @@
-"""Data sets that pass through a device, which here is memory of this process and slow at will."""
+"""Ranges of rows, and data sets that pass through a device.
+
+The device is memory of this process, and slow at will.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import random
 from collections import deque
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +19,13 @@ from hypothesis import strategies as st
 
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, ResourceExhaustedError
-from warpfit_server.engine.cuda.runtime import streamed_data
-from warpfit_server.engine.cuda.runtime.resident_data import cut_rows, run_chunks
-from warpfit_server.engine.cuda.runtime.streamed_data import (
+from warpfit_server.engine.cuda.runtime import datasets
+from warpfit_server.engine.cuda.runtime.datasets import (
     StreamedDataset,
     WindowBuffers,
+    cut_rows,
     must_stream,
+    run_chunks,
 )
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.sum_tree import sum_nodes
@@ -187,7 +192,7 @@ def test_windows_give_the_bits_of_the_whole(start, count, seed):
     steps = sums_of(device, streamed, rows, size=result_bytes)
     assert run_to_end(steps) == whole_sum(rows)
     size = DATA.matrix[:, slice(*rows)].nbytes
-    extra = DATA.matrix.itemsize * len(DATA.matrix) * streamed_data.ALIGNED_ROWS
+    extra = DATA.matrix.itemsize * len(DATA.matrix) * datasets.ALIGNED_ROWS
     assert size <= device.copied <= size + extra
 
 
@@ -257,5 +262,17 @@ def test_a_data_set_is_streamed_if_most_of_the_memory_is_too_little(rows, stream
 def test_columns_that_do_not_fit_in_two_windows_are_refused():
     layout = Layout(np.dtype(np.float64), variables=200, rows=10**6)
     with pytest.raises(ResourceExhaustedError, match="stream 200 columns") as refused:
-        streamed_data.window_rows(layout, MEMORY)
-    assert streamed_data.window_rows(layout, refused.value.needed + 200 * 8) >= 16384
+        datasets.window_rows(layout, MEMORY)
+    assert datasets.window_rows(layout, refused.value.needed + 200 * 8) >= 16384
+
+
+@given(st.integers(0, 2**40), st.integers(1, 2**24), st.integers(18, 30))
+def test_rows_are_cut_where_nodes_of_the_tree_of_sums_end(start, count, level):
+    spans = cut_rows((start, start + count), 1 << level)
+    assert spans[0][0] == start
+    assert spans[-1][1] == start + count
+    assert all(before[1] == after[0] for before, after in pairwise(spans))
+    if count > 1 << level:
+        assert all(first >> level == (last - 1) >> level for first, last in spans)
+    else:
+        assert len(spans) == 1

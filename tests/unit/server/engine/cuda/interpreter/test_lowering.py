@@ -21,16 +21,16 @@ from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
-from warpfit_server.engine.cuda.interpreter import bytecode, device_lowering
-from warpfit_server.engine.cuda.runtime.batch_layout import max_levels
+from warpfit_server.engine.cuda.interpreter import source
+from warpfit_server.engine.cuda.interpreter.launches import max_levels, raise_invalid_program
 from warpfit_server.engine.lowering.validate import are_valid
 
 LEAVES = {VARIABLE, PARAMETER, CONSTANT}
 #: Stack levels that a case label takes values from.
 POPS = {
-    int(bytecode.labels()[row.code]) + form: row.arity - 1
+    int(source.labels()[row.code]) + form: row.arity - 1
     for row in OPERATORS.values()
-    for form in {1: (), 2: range(bytecode.FROM_STACK, bytecode.FROM_STACK + 2), 3: (0,)}[row.arity]
+    for form in {1: (), 2: range(source.FROM_STACK, source.FROM_STACK + 2), 3: (0,)}[row.arity]
 }
 X = Program.variable(0)
 #: Variables of the batches with invalid tokens.
@@ -41,7 +41,7 @@ def check(batch, **how):
     """Check that the code depends on the program alone, and what it takes; return most levels."""
     found, usual = lower_on_host(batch, **how), lower_on_host(batch)
     assert not found.are_invalid().any()
-    assert (found.first_invalid == device_lowering.ALL_VALID).all()
+    assert (found.first_invalid == source.ALL_VALID).all()
     has_ternary = any(BY_CODE[code].arity == 3 for code in set(batch.codes.tolist()) - LEAVES)
     for index in range(len(batch)):
         check_program(found, index)
@@ -55,9 +55,9 @@ def check_program(found: Lowered, index: int) -> None:
     first, count, *_ = found.programs[index].tolist()
     level, highest = 0, 0
     for head in found.instructions[first : first + count, 0].tolist():
-        level += bool(head & bytecode.PUSH)
+        level += bool(head & source.PUSH)
         highest = max(highest, level)
-        level -= POPS.get(head & bytecode.LABEL_MASK, 0)
+        level -= POPS.get(head & source.LABEL_MASK, 0)
     assert (level, highest) == (0, found.needs()[index])
     slots = {leaf for _, *leaves in found.code(index) for leaf in leaves if type(leaf) is tuple}
     assert found.slot_counts()[index] == len(slots)
@@ -157,19 +157,19 @@ def check_invalid(batch):
             with pytest.raises(ProgramError) as told:
                 one.check(FEW)
             with pytest.raises(ProgramError) as refused:
-                device_lowering.raise_invalid_program(batch, index, FEW)
+                raise_invalid_program(batch, index, FEW)
             assert (told.value.message, told.value.token) == (
                 refused.value.message,
                 refused.value.token,
             )
             assert refused.value.expression == index
             first, count, _, traits = found.programs[index].tolist()
-            assert (count, traits) == (0, bytecode.INVALID)
-            assert found.instructions[first].tolist() == [bytecode.END_LABEL, 0]
+            assert (count, traits) == (0, source.INVALID)
+            assert found.instructions[first].tolist() == [source.END_LABEL, 0]
         else:
             check_program(found, index)
     np.testing.assert_array_equal(found.are_invalid(), expected)
-    first = int(np.argmax(expected)) if any(expected) else device_lowering.ALL_VALID
+    first = int(np.argmax(expected)) if any(expected) else source.ALL_VALID
     assert found.first_invalid.tolist() == [first]
 
 
@@ -179,27 +179,20 @@ def test_parameters_beyond_the_program_s_are_invalid():
     short = replace(batch, parameter_counts=np.array([1, 3], np.uint32), parameters=np.zeros(4))
     assert lower_on_host(short).first_invalid.tolist() == [0]
     with pytest.raises(ProgramError) as refused:
-        device_lowering.raise_invalid_program(short, 0, 1)
+        raise_invalid_program(short, 0, 1)
     assert refused.value.reason == "PARAMETER_OUT_OF_RANGE"
     long = replace(batch, parameter_counts=np.array([2, 3], np.uint32), parameters=np.zeros(5))
     assert lower_on_host(long).first_invalid.tolist() == [1]
     with pytest.raises(ProgramError) as refused:
-        device_lowering.raise_invalid_program(long, 1, 1)
+        raise_invalid_program(long, 1, 1)
     assert refused.value.reason == "TOO_MANY_PARAMETERS"
 
 
 def test_variables_that_cannot_be_encoded_are_refused():
-    batch = Batch.of([X, Program.variable(bytecode.INDEX_LIMIT)])
-    assert lower_on_host(batch, bytecode.INDEX_LIMIT + 1).first_invalid.tolist() == [1]
+    batch = Batch.of([X, Program.variable(source.INDEX_LIMIT)])
+    assert lower_on_host(batch, source.INDEX_LIMIT + 1).first_invalid.tolist() == [1]
     with pytest.raises(ResourceExhaustedError, match="index"):
-        device_lowering.raise_invalid_program(batch, 1, bytecode.INDEX_LIMIT + 1)
-
-
-def test_programs_that_are_too_long_are_refused():
-    device_lowering.check_length(device_lowering.MAX_PROGRAM_TOKENS)
-    with pytest.raises(ResourceExhaustedError) as refused:
-        device_lowering.check_length(device_lowering.MAX_PROGRAM_TOKENS + 1)
-    assert (refused.value.reason, refused.value.available) == ("PROGRAM_TOO_LONG", 1 << 18)
+        raise_invalid_program(batch, 1, source.INDEX_LIMIT + 1)
 
 
 @pytest.mark.parametrize(("group", "levels"), [(90, 3), (90, 1), (7, 2), (1, 3), (89, 0)])
@@ -213,7 +206,16 @@ def test_groups_with_an_invalid_program_are_skipped():
     batch = Batch.of([X] * 6)
     damaged = replace(batch, values=np.array([0.0, 0.0, 0.0, 0.5, 0.0, 0.0]))
     found = lower_on_host(damaged, group=2)
-    assert found.first_invalid.tolist() == [device_lowering.ALL_VALID, 3, device_lowering.ALL_VALID]
-    assert ((found.order & bytecode.SKIPPED) != 0).tolist() == [False, False, True, True] + [
+    assert found.first_invalid.tolist() == [source.ALL_VALID, 3, source.ALL_VALID]
+    assert ((found.order & source.SKIPPED) != 0).tolist() == [False, False, True, True] + [
         False
     ] * 2
+
+
+def test_slots_find_their_parameters_with_several_vectors():
+    x, p, q = Program.variable(0), Program.parameter(0), Program.parameter(1)
+    drawn = [Program.apply("add", x, Program.apply("mul", p, q)), Program.apply("add", x, p)]
+    batch = Batch.of(drawn, [np.ones((3, 2)), np.ones((3, 1))])
+    lowered = lower_on_host(batch)
+    firsts = lowered.programs[:, 2]
+    assert lowered.slots[firsts, 2:].tolist() == [[0, 2], [6, 1]]

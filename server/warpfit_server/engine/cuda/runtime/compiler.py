@@ -1,0 +1,259 @@
+"""CUDA C++ and PTX to machine code, without a GPU: by NVRTC and nvJitLink.
+
+A `CudaSource` with a switch over many cases takes three steps: NVRTC makes PTX of it,
+`with_jump_table` lets the switch jump at once, and nvJitLink assembles the result. Any other takes
+one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from cuda.bindings import nvjitlink, nvrtc
+
+from warpfit.errors import InternalError
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.system import compile_cache
+
+
+class CudaSource(NamedTuple):
+    """CUDA C++ with its compiler options."""
+
+    source: str
+    options: tuple[str, ...]
+    """Options of NVRTC, without the architecture."""
+    cases: int = 0
+    """If not 0, the switch over labels 0 to ``cases - 1`` gets a jump table."""
+
+    def key(self, architecture: int) -> list[str]:
+        """Return everything that the machine code for a compute capability depends on."""
+        versions = nvrtc_version(), linker_version(), str(architecture)
+        return [*versions, *self.options, self.source]
+
+    def compile(self, architecture: int) -> bytes:
+        """Compile for a compute capability, 90 for 9.0; needs no GPU."""
+        if not self.cases:
+            return to_cubin(self.source, architecture, self.options)
+        ptx = to_ptx(self.source, architecture, self.options)
+        return link(with_jump_table(ptx, self.cases), architecture)
+
+    def cached(self, architecture: int, directory: Path) -> bytes:
+        """Return the machine code from a cache directory, or compile and store it."""
+        name = hashlib.sha256("\0".join(self.key(architecture)).encode()).hexdigest()
+        place = directory / "cubin" / f"{name}.cubin"
+        return compile_cache.find_or_make(place, lambda: self.compile(architecture))
+
+    def load(self, device: CudaDevice) -> Any:
+        """Load the machine code for a device from its cache, or compile it; return a module."""
+        device.use()
+        module = device.cupy.cuda.function.Module()
+        module.load(self.cached(device.architecture, device.cache_directory))
+        return module
+
+
+# ------------------------------------------------------------------------------------------- NVRTC
+
+
+def nvrtc_version() -> str:
+    """Return the version of NVRTC, such as ``"13.0"``."""
+    status, major, minor = nvrtc.nvrtcVersion()
+    _check(status)
+    return f"{major}.{minor}"
+
+
+def to_ptx(source: str, architecture: int, options: Sequence[str] = ()) -> str:
+    """Compile CUDA C++ to PTX text for compute capability ``architecture`` (90 for 9.0).
+
+    Raises:
+        InternalError: with the compiler's log, if the source does not compile.
+    """
+    reading = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
+    text = _built(source, f"compute_{architecture}", options, *reading)
+    return text.rstrip(b"\0").decode()
+
+
+def to_cubin(source: str, architecture: int, options: Sequence[str] = ()) -> bytes:
+    """Compile CUDA C++ to machine code; otherwise as `to_ptx`."""
+    reading = nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN
+    return _built(source, f"sm_{architecture}", options, *reading)
+
+
+def _built(
+    source: str, target: str, options: Sequence[str], size_of: object, read: object
+) -> bytes:
+    """Compile for a target, and return the output of which functions give the size and bytes."""
+    status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"warpfit.cu", 0, [], [])
+    _check(status)
+    try:
+        encoded = [option.encode() for option in (f"--gpu-architecture={target}", *options)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        _check(status, program)
+        return _output(program, size_of, read)
+    finally:
+        _check(nvrtc.nvrtcDestroyProgram(program)[0])
+
+
+def _output(program: nvrtc.nvrtcProgram, size_of: object, read: object) -> bytes:
+    status, size = size_of(program)  # type: ignore[operator]
+    _check(status)
+    buffer = bytes(size)
+    (status,) = read(program, buffer)  # type: ignore[operator]
+    _check(status)
+    return buffer
+
+
+def _check(status: nvrtc.nvrtcResult, program: nvrtc.nvrtcProgram | None = None) -> None:
+    if status == nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        return
+    log = b""
+    if program is not None:
+        log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+    raise InternalError(
+        f"NVRTC failed with {status.name}: {log.rstrip(bytes(1)).decode(errors='replace')}",
+        "NVRTC_FAILED",
+        "Check that the CUDA packages belong to one CUDA release",
+    )
+
+
+# --------------------------------------------------------------------------------------- nvJitLink
+
+
+def linker_version() -> str:
+    """Return the version of nvJitLink, such as ``"13.0"``."""
+    major, minor = nvjitlink.version()
+    return f"{major}.{minor}"
+
+
+def link(ptx: str, architecture: int, functions: bytes = b"") -> bytes:
+    """Assemble PTX and link it with the relocatable machine code of library functions.
+
+    It works without Python's lock.
+
+    Raises:
+        InternalError: with the linker's log, if linking fails.
+    """
+    options = [f"-arch=sm_{architecture}", "-O3"]
+    handle = nvjitlink.create(len(options), options)
+    try:
+        source = ptx.encode() + b"\0"
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, source, len(source), "warpfit")
+        if functions:
+            nvjitlink.add_data(
+                handle, nvjitlink.InputType.CUBIN, functions, len(functions), "functions"
+            )
+        nvjitlink.complete(handle)
+        cubin = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, cubin)
+    except nvjitlink.nvJitLinkError as error:
+        log = bytearray(nvjitlink.get_error_log_size(handle))
+        if log:
+            nvjitlink.get_error_log(handle, log)
+        text = log.rstrip(b"\0").decode(errors="replace")
+        raise InternalError(f"the generated code does not link: {text}", "LINK_FAILED") from error
+    finally:
+        nvjitlink.destroy(handle)
+    return bytes(cubin)
+
+
+# -------------------------------------------------------------------------------------- jump table
+
+_DISPATCH: Final = re.compile(r"mov\.b32 (%r\d+), %r\d+; // dispatch")
+_COMPARE: Final = re.compile(r"setp\.(\w+)\.[su]32\s+(%p\d+), (%r\d+), (-?\d+);")
+_BRANCH: Final = re.compile(r"(?:@(!?)(%p\d+) )?bra(?:\.uni)?\s+([$\w]+);")
+_LABEL: Final = re.compile(r"([$\w]+):")
+_COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+#: Longest path through the tree that is followed; real ones are far shorter.
+_MOST_STEPS: Final = 200
+
+
+def with_jump_table(ptx: str, cases: int) -> str:
+    """Replace the tree of comparisons over labels 0 to ``cases - 1`` by an indexed branch.
+
+    NVVM compiles a switch to a binary tree of comparisons, eight deep for the interpreter's cases,
+    which costs more than most operators. This pass follows each case's path through the tree and
+    inserts a ``brx.idx`` that jumps to its end at once. Instructions on the path (copies that the
+    compiler put on an edge) are repeated before the jump, which keeps the meaning.
+
+    Raises:
+        InternalError: if the text does not have the expected form.
+    """
+    lines = ptx.splitlines()
+    marks = [
+        (number, match[1]) for number, line in enumerate(lines) if (match := _DISPATCH.search(line))
+    ]
+    if len(marks) != 1:
+        raise InternalError(f"expected one dispatch in the PTX, found {len(marks)}", "BAD_PTX")
+    mark, register = marks[0]
+    root = next(n for n in range(mark + 1, len(lines)) if f", {register}, " in lines[n])
+    walk = _Walk(lines, register)
+    blocks = [walk.block(label, root) for label in range(cases)]
+    targets = ", ".join(f"$case_{label}" for label in range(cases))
+    table = [
+        f"$cases: .branchtargets {targets};",
+        f"\tbrx.idx.uni {register}, $cases;",
+        *(line for block in blocks for line in block),
+    ]
+    for number in sorted(walk.entries, reverse=True):
+        lines.insert(number, f"$entry_{number}:")
+    shift = sum(number <= root for number in walk.entries)
+    return "\n".join([*lines[: root + shift], *table, *lines[root + shift :]]) + "\n"
+
+
+class _Walk:
+    """Follows the path of a label through the tree."""
+
+    def __init__(self, lines: list[str], register: str) -> None:
+        self._lines = lines
+        self._register = register
+        self._labels = {
+            match.group(1): number
+            for number, line in enumerate(lines)
+            if (match := _LABEL.fullmatch(line.strip()))
+        }
+        self.entries: set[int] = set()
+        """Numbers of the lines that blocks jump to, which need a label before them."""
+
+    def block(self, label: int, root: int) -> list[str]:
+        """Return what a case does before it jumps to where the tree would have led it."""
+        known: dict[str, bool] = {}
+        block = [f"$case_{label}:"]
+        at = root
+        for _ in range(_MOST_STEPS):
+            text = self._lines[at].strip()
+            compare, branch = _COMPARE.fullmatch(text), _BRANCH.fullmatch(text)
+            if compare and compare.group(3) == self._register:
+                test = _COMPARISONS[compare.group(1)]
+                known[compare.group(2)] = test(label, int(compare.group(4)))
+                at += 1
+            elif branch and (branch.group(2) is None or branch.group(2) in known):
+                taken = branch.group(2) is None or known[branch.group(2)] != bool(branch.group(1))
+                at = self._labels[branch.group(3)] if taken else at + 1
+            elif not text or text.startswith("//") or _LABEL.fullmatch(text):
+                at += 1
+            elif self._is_in_tree(at, known):
+                block.append(self._lines[at])
+                at += 1
+            else:
+                self.entries.add(at)
+                return [*block, f"\tbra.uni $entry_{at};"]
+        raise InternalError(f"the dispatch tree has no end for label {label}", "BAD_PTX")
+
+    def _is_in_tree(self, at: int, known: dict[str, bool]) -> bool:
+        """Return whether the basic block of this line ends in a decision of the tree."""
+        for line in self._lines[at:]:
+            text = line.strip()
+            compare, branch = _COMPARE.fullmatch(text), _BRANCH.fullmatch(text)
+            if compare and compare.group(3) == self._register:
+                return True
+            if branch:
+                return branch.group(2) in known
+            if _LABEL.fullmatch(text):
+                return False
+        return False
