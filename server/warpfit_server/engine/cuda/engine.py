@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Dataset, Layout
+from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError
 from warpfit.ir import Batch, Program
 from warpfit.parse import parse
@@ -42,7 +42,7 @@ from warpfit_server.engine.cuda.runtime.device import (
     CudaDevice,
     PageLocks,
 )
-from warpfit_server.engine.cuda.tier_chooser import GRADIENT, Decision, TierChooser
+from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, WorkKind
 from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.interface import (
     Arithmetic,
@@ -177,8 +177,8 @@ class CudaEngine:
             resident = self._residents.get(dataset_id)
         if resident is None:
             return 0
-        arithmetic = _mode(resident.dataset.layout, precision, gradient=gradient)
-        return self._chooser.merge_from(arithmetic, token_rows)
+        kind = WorkKind(Arithmetic.of(resident.dataset.layout.dtype, precision), gradient)
+        return self._chooser.merge_from(kind, token_rows)
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``.
@@ -296,10 +296,9 @@ class CudaEngine:
         # batches that it chooses for need the chooser: new ones are many, and always interpreted.
         is_known = tier is Tier.INTERPRETER or timings.cache_hits
         if evaluation.tier is Tier.AUTO and not resident.is_streamed and is_known:
-            arithmetic, token_rows = _mode_and_work(resident, evaluation)
             # Other requests have their steps in between, whose time is none of the tier's.
             seconds = 1e-9 * (host_time + timings.compute)
-            self._chooser.observe(tier, arithmetic, token_rows, seconds)
+            self._chooser.observe(tier, *_work(resident, evaluation), seconds)
         return timings
 
     def _resident(self, dataset_id: bytes) -> ResidentDataset:
@@ -318,14 +317,12 @@ class CudaEngine:
     def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> CompiledWork | None:
         """Return the work of compiled kernels if they are loaded and faster; None to interpret."""
         loaded = self._compiled.loaded(resident, evaluation)
-        arithmetic, token_rows = _mode_and_work(resident, evaluation)
-        decision = self._chooser.choose(
-            _batch_key(evaluation),
-            arithmetic,
-            token_rows,
-            len(evaluation.batch),
-            loaded=loaded is not None,
-        )
+        # A collision of identities only compiles a batch early or late.
+        wanted = (evaluation.values, evaluation.loss, evaluation.gradient, evaluation.precision)
+        identity = BatchSummary.of(evaluation.batch).identity
+        key = (identity, evaluation.dataset_id, evaluation.rows, *wanted)
+        work = *_work(resident, evaluation), len(evaluation.batch)
+        decision = self._chooser.choose(key, *work, loaded=loaded is not None)
         is_due = decision is Decision.INTERPRET_AND_COMPILE
         if is_due and self._compiled.supports(evaluation):
             # The memory of the batch's parameters is reused after the answer.
@@ -353,23 +350,11 @@ def _is_compilable(evaluation: Evaluation) -> bool:
     )
 
 
-def _batch_key(evaluation: Evaluation) -> Hashable:
-    """Identify repeated batches; a collision only compiles one of them early or late."""
-    identity = BatchSummary.of(evaluation.batch).identity
-    wanted = (evaluation.values, evaluation.loss, evaluation.gradient, evaluation.precision)
-    return (identity, evaluation.dataset_id, evaluation.rows, *wanted)
-
-
-def _mode(layout: Layout, precision: Precision, *, gradient: bool) -> str:
-    """Return the tier chooser's arithmetic."""
-    return Arithmetic.of(layout.dtype, precision).label + GRADIENT * gradient
-
-
-def _mode_and_work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
-    """Return the tier chooser's arithmetic, and the token-rows of an evaluation."""
+def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[WorkKind, int]:
+    """Return the kind of work of an evaluation, and its token-rows."""
     layout = resident.dataset.layout
-    arithmetic = _mode(layout, evaluation.precision, gradient=evaluation.gradient)
-    return arithmetic, evaluation.token_rows(layout)
+    arithmetic = Arithmetic.of(layout.dtype, evaluation.precision)
+    return WorkKind(arithmetic, evaluation.gradient), evaluation.token_rows(layout)
 
 
 def _warm_up(engine: CudaEngine, tier: Tier) -> None:

@@ -10,27 +10,26 @@ no price.
 
 ::
 
-    seconds = launch + token_rows / rate        for each tier and each arithmetic
+    seconds = launch + token_rows / rate        for each tier and each kind of work
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from cachetools import LRUCache
 
 from warpfit.request import Tier
+from warpfit_server.engine.interface import Arithmetic
 
 #: Batches whose savings are remembered.
 _REMEMBERED: Final = 4096
-#: Suffix of the name of an arithmetic for losses with their gradients.
-GRADIENT: Final = " gradient"
 #: Weight of a new observation.
 _GAIN: Final = 0.2
 #: By how much of the way the cost of a tier that is not observed returns with each observation of
@@ -38,9 +37,17 @@ _GAIN: Final = 0.2
 _FORGETTING: Final = 0.002
 
 
+class WorkKind(NamedTuple):
+    """What the cost of a token-row depends on beside the tier."""
+
+    arithmetic: Arithmetic
+    gradient: bool = False
+    """Whether the loss comes with its gradient."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierCost:
-    """Cost of one tier in one arithmetic."""
+    """Cost of one tier for one kind of work."""
 
     launch: float
     """Seconds of a minimal evaluation: of the engine's thread and of the device."""
@@ -66,16 +73,18 @@ class TierCost:
 #: Costs at the start, by tier and arithmetic, measured on one H200 with 16 host cores.
 COSTS: Final = MappingProxyType(
     {
-        (Tier.INTERPRETER, "fast"): TierCost(0.6e-3, 6.4e12),
-        (Tier.INTERPRETER, "precise"): TierCost(0.6e-3, 2.0e12),
-        (Tier.INTERPRETER, "float64"): TierCost(0.6e-3, 0.8e12),
-        (Tier.COMPILED, "fast"): TierCost(0.4e-3, 17e12),
-        (Tier.COMPILED, "precise"): TierCost(0.4e-3, 4.5e12),
-        (Tier.COMPILED, "float64"): TierCost(0.4e-3, 1.5e12),
+        (Tier.INTERPRETER, Arithmetic.FAST): TierCost(0.6e-3, 6.4e12),
+        (Tier.INTERPRETER, Arithmetic.PRECISE): TierCost(0.6e-3, 2.0e12),
+        (Tier.INTERPRETER, Arithmetic.DOUBLE): TierCost(0.6e-3, 0.8e12),
+        (Tier.COMPILED, Arithmetic.FAST): TierCost(0.4e-3, 17e12),
+        (Tier.COMPILED, Arithmetic.PRECISE): TierCost(0.4e-3, 4.5e12),
+        (Tier.COMPILED, Arithmetic.DOUBLE): TierCost(0.4e-3, 1.5e12),
     }
 )
 #: Seconds of one process to compile one expression as part of a fused group; likewise.
-COMPILE_SECONDS: Final = MappingProxyType({"fast": 0.012, "precise": 0.06, "float64": 0.07})
+COMPILE_SECONDS: Final = MappingProxyType(
+    {Arithmetic.FAST: 0.012, Arithmetic.PRECISE: 0.06, Arithmetic.DOUBLE: 0.07}
+)
 #: Rate, and compile time, of losses with gradients relative to losses alone: where the model
 #: starts, measured on one H200.
 _GRADIENT_RATE: Final = MappingProxyType({Tier.INTERPRETER: 1 / 3, Tier.COMPILED: 1 / 3})
@@ -97,55 +106,58 @@ class TierChooser:
 
     Args:
         compilers: processes that compile at the same time.
-        costs: by tier and arithmetic, at the start and as observations have corrected them; costs
-            of gradients are derived.
+        start: costs of losses without gradients at the start, by tier and arithmetic; those of
+            gradients are derived.
     """
 
     compilers: int
-    costs: dict[tuple[Tier, str], TierCost] = field(default_factory=lambda: dict(COSTS))
-    _start: dict[tuple[Tier, str], TierCost] = field(init=False)
-    """The costs at the start."""
-    _compiled: set[str] = field(default_factory=set)
-    """Modes in which compiled kernels have been observed."""
+    start: Mapping[tuple[Tier, Arithmetic], TierCost] = COSTS
+    costs: dict[tuple[Tier, WorkKind], TierCost] = field(init=False)
+    """As observations have corrected them."""
+    _start: dict[tuple[Tier, WorkKind], TierCost] = field(init=False)
+    _compiled: set[WorkKind] = field(default_factory=set)
+    """Kinds of work for which compiled kernels have been observed."""
     _forgone: LRUCache[Hashable, float] = field(default_factory=lambda: LRUCache(_REMEMBERED))
     """Seconds that compiled kernels would have saved each batch, since they were last requested."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         """Derive the costs of gradients."""
-        for (tier, arithmetic), cost in list(self.costs.items()):
-            rate = cost.rate * _GRADIENT_RATE[tier]
-            self.costs[tier, arithmetic + GRADIENT] = replace(cost, rate=rate)
-        self._start = dict(self.costs)
+        self._start = {}
+        for (tier, arithmetic), cost in self.start.items():
+            self._start[tier, WorkKind(arithmetic)] = cost
+            with_gradient = replace(cost, rate=cost.rate * _GRADIENT_RATE[tier])
+            self._start[tier, WorkKind(arithmetic, gradient=True)] = with_gradient
+        self.costs = dict(self._start)
 
     def choose(
-        self, batch: Hashable, arithmetic: str, token_rows: int, programs: int, *, loaded: bool
+        self, batch: Hashable, kind: WorkKind, token_rows: int, programs: int, *, loaded: bool
     ) -> Decision:
         """Choose for one evaluation.
 
         Args:
             batch: identifies the batch and everything else that its kernels depend on.
-            arithmetic: a arithmetic.
+            kind: of its work.
             token_rows: tokens x parameter vectors x rows.
             programs: expressions of the batch.
             loaded: whether its kernels are there.
         """
         with self._lock:
-            interpreted = self.costs[Tier.INTERPRETER, arithmetic].seconds(token_rows)
-            compiled = self.costs[Tier.COMPILED, arithmetic].seconds(token_rows)
+            interpreted = self.costs[Tier.INTERPRETER, kind].seconds(token_rows)
+            compiled = self.costs[Tier.COMPILED, kind].seconds(token_rows)
             if compiled >= interpreted:
                 return Decision.INTERPRET
             if loaded:
                 return Decision.COMPILED
-            compiling = COMPILE_SECONDS[arithmetic.removesuffix(GRADIENT)]
-            compiling *= _GRADIENT_COMPILE if arithmetic.endswith(GRADIENT) else 1.0
+            compiling = COMPILE_SECONDS[kind.arithmetic]
+            compiling *= _GRADIENT_COMPILE if kind.gradient else 1.0
             forgone = self._forgone.get(batch, 0.0) + interpreted - compiled
             pays = forgone >= programs * compiling / self.compilers
             # Kernels that are evicted before they are used have to pay again.
             self._forgone[batch] = 0.0 if pays else forgone
             return Decision.INTERPRET_AND_COMPILE if pays else Decision.INTERPRET
 
-    def merge_from(self, arithmetic: str, token_rows: int) -> int:
+    def merge_from(self, kind: WorkKind, token_rows: int) -> int:
         """Return with how many requests merging them costs each less than compiled kernels do.
 
         Of n requests that are interpreted as one, each pays one n-th of what an evaluation costs
@@ -156,36 +168,34 @@ class TierChooser:
             number.
         """
         with self._lock:
-            interpreted = self.costs[Tier.INTERPRETER, arithmetic]
-            compiled = self.costs[Tier.COMPILED, arithmetic].seconds(token_rows)
+            interpreted = self.costs[Tier.INTERPRETER, kind]
+            compiled = self.costs[Tier.COMPILED, kind].seconds(token_rows)
         launch = compiled - token_rows / interpreted.rate
         return 0 if launch <= 0.0 else math.ceil(interpreted.launch / launch)
 
-    def observe(self, tier: Tier, arithmetic: str, token_rows: int, seconds: float) -> None:
+    def observe(self, tier: Tier, kind: WorkKind, token_rows: int, seconds: float) -> None:
         """Correct the cost of a tier by a finished evaluation.
 
         ``seconds`` are those of the engine's thread plus those of the device, without waiting.
         """
         with self._lock:
             if tier is Tier.COMPILED:
-                self._compiled.add(arithmetic)
-            surprise = seconds / self.costs[tier, arithmetic].seconds(token_rows)
+                self._compiled.add(kind)
+            surprise = seconds / self.costs[tier, kind].seconds(token_rows)
             # A device that interprets more slowly runs compiled kernels more slowly, too.
-            for one in {tier} if arithmetic in self._compiled else {tier, Tier.COMPILED}:
-                self.costs[one, arithmetic] = self.costs[one, arithmetic].corrected(
-                    token_rows, surprise
-                )
-            if arithmetic in self._compiled:
-                self._forget(tier, arithmetic)
+            for one in {tier} if kind in self._compiled else {tier, Tier.COMPILED}:
+                self.costs[one, kind] = self.costs[one, kind].corrected(token_rows, surprise)
+            if kind in self._compiled:
+                self._forget(tier, kind)
 
-    def _forget(self, observed: Tier, arithmetic: str) -> None:
+    def _forget(self, observed: Tier, kind: WorkKind) -> None:
         """Return the other tier's cost a little to its ratio to the observed one's at the start."""
         other = Tier.INTERPRETER if observed is Tier.COMPILED else Tier.COMPILED
-        cost, known = self.costs[other, arithmetic], self.costs[observed, arithmetic]
-        start, start_known = self._start[other, arithmetic], self._start[observed, arithmetic]
+        cost, known = self.costs[other, kind], self.costs[observed, kind]
+        start, start_known = self._start[other, kind], self._start[observed, kind]
         launch = start.launch * known.launch / start_known.launch
         rate = start.rate * known.rate / start_known.rate
-        self.costs[other, arithmetic] = TierCost(
+        self.costs[other, kind] = TierCost(
             launch=cost.launch * (launch / cost.launch) ** _FORGETTING,
             rate=cost.rate * (rate / cost.rate) ** _FORGETTING,
         )

@@ -14,7 +14,7 @@ from warpfit_server.engine.cuda.jit.kernel_store import Kernel
 from warpfit_server.engine.cuda.jit.renderer import ARGUMENT_BYTES, ARGUMENT_OFFSETS, LINE_BYTES
 from warpfit_server.engine.cuda.math.prelude import NVRTC_PRECISE, sum_tree
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
-from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset
+from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset, TiledRows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.runtime.driver_calls import wait_while_held
 
@@ -85,18 +85,17 @@ def row_arguments(
     resident: ResidentDataset, first: int, last: int, block_rows: int
 ) -> dict[str, int]:
     """Return the arguments that depend on the data set and the rows ``first`` to ``last``."""
-    layout, block = resident.dataset.layout, first // block_rows
-    start = block * block_rows
+    layout, rows = resident.dataset.layout, TiledRows.cut((first, last), block_rows)
     return {
-        "variables": resident.address(0, start),
+        "variables": resident.address(0, rows.aligned),
         "stride": resident.stride * layout.dtype.itemsize // LINE_BYTES,
-        "target": resident.target_address(start) if layout.has_target else 0,
-        "weights": resident.weights_address(start),
-        "head": first - start,
-        "stop": last - start,
+        "target": resident.target_address(rows.aligned) if layout.has_target else 0,
+        "weights": resident.weights_address(rows.aligned),
+        "head": rows.first_row,
+        "stop": rows.end_row,
         "block_rows": block_rows,
-        "first_block": block,
-        "block_count": -(-last // block_rows) - block,
+        "first_block": rows.first_tile,
+        "block_count": rows.tiles,
     }
 
 

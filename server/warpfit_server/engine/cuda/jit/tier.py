@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from cachetools import LRUCache
@@ -37,9 +36,10 @@ from warpfit_server.engine.cuda.runtime.datasets import (
     check_cancelled,
     cut_rows,
     rows_that_fit,
+    run_chunks,
 )
-from warpfit_server.engine.cuda.runtime.device import LAUNCH_WORK, CudaDevice, StreamContext
-from warpfit_server.engine.interface import Outputs, Steps, offload
+from warpfit_server.engine.cuda.runtime.device import LAUNCH_WORK, CudaDevice
+from warpfit_server.engine.interface import Outputs, Steps
 from warpfit_server.engine.sum_tree import sum_nodes
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
@@ -240,42 +240,50 @@ class CompiledTier:
     ) -> Steps[tuple[int, int, int]]:
         """Launch the graph for each chunk of rows, and copy its results before the next."""
         evaluation, plan, (start, stop) = work.evaluation, work.plan, (work.start, work.stop)
-        jobs = len(evaluation.batch) * evaluation.batch.vectors
-        spans, nodes = cut_rows((start, stop), work.chunk), []
+        jobs, dtype = len(evaluation.batch) * evaluation.batch.vectors, plan.arithmetic.dtype
+        spans = cut_rows((start, stop), work.chunk)
+        sums = np.empty((len(spans), len(graph.sums)))
         plan.inputs.fill(evaluation.batch, graph.inputs)
-        launched, computed = time.perf_counter_ns(), 0
-        with (
-            self._device.stream() as context,
-            work.resident.windows(spans, context, outputs.cancelled) as next_window,
-        ):
+        launched, size = time.perf_counter_ns(), 0
+        if outputs.values is not None:
+            size, values = outputs.values.nbytes, outputs.values.reshape(jobs, -1)
+        with self._device.stream() as context:
             graph.place_partials(context, min(stop - start, work.chunk) // work.block + 2)
-            for first, last in spans:
-                window = yield from next_window()
-                check_cancelled(outputs.cancelled)
+
+            def launch(
+                window: ResidentDataset, number: int, _: None, side: int
+            ) -> Callable[[], None]:
+                first, last = spans[number]
                 arguments = row_arguments(window, first, last, work.block)
-                itemsize = plan.arithmetic.dtype.itemsize
-                if evaluation.values:
-                    arguments["pitch"] = pitch = _pitch(first, last, itemsize)
-                    place = context.buffer("compiled values", jobs * pitch)
-                    arguments["values"] = place + first % ROW_MULTIPLE * itemsize
+                if evaluation.values:  # whole memory lines, from an aligned row on
+                    lines = -(-(first % ROW_MULTIPLE + last - first) // ROW_MULTIPLE)
+                    arguments["pitch"] = lines * ROW_MULTIPLE * dtype.itemsize
+                    place = context.buffer("compiled values", jobs * arguments["pitch"])
+                    arguments["values"] = place + first % ROW_MULTIPLE * dtype.itemsize
                 graph.set_arguments(arguments)
-                context.mark("start")
+                context.mark(f"begun {side}")
                 graph.launch(context)
-                context.mark("computed")
-                if outputs.values is not None:
-                    part = outputs.values.reshape(jobs, -1)
-                    yield from _copy_values(
-                        context, arguments, part[:, first - start : last - start]
+                context.mark(f"computed {side}")
+                if size:
+                    memory = context.pinned(
+                        "compiled values", jobs * (last - first) * dtype.itemsize
                     )
-                yield from context.reach("computed")
-                computed += context.nanoseconds("start", "computed")
-                nodes.append(graph.sums.copy())
-                if last < stop:
-                    yield None
-                    self._device.use()
+                    staging = memory.view(dtype).reshape(jobs, -1)
+                    context.download_rows(staging, arguments["values"], arguments["pitch"])
+
+                def copy_results() -> None:
+                    sums[number] = graph.sums
+                    if size:
+                        values[:, first - start : last - start] = staging
+
+                return copy_results
+
+            given = work.resident, spans, [None], outputs.cancelled, launch, size
+            # A graph has one launch at a time.
+            computed = yield from run_chunks(self._device, context, *given, overlap=False)
         if outputs.losses is not None and evaluation.loss is not None:
-            sums = sum_nodes(np.stack(nodes), start // work.chunk)
-            shaped = sums.reshape(-1, evaluation.batch.vectors)
+            total = sum_nodes(sums, start // work.chunk)
+            shaped = total.reshape(-1, evaluation.batch.vectors)
             outputs.losses[...] = shaped[plan.sum_starts[:-1]]
             work.fill_gradients(shaped, outputs)
         return launched - started, computed, max(0, time.perf_counter_ns() - launched - computed)
@@ -324,21 +332,3 @@ class CompiledWork:
         gradients[:] = 0.0  # for parameters that the expression does not contain
         scale = 1.0 if self.evaluation.loss is Loss.MAE else 2.0
         gradients[places] = scale * np.delete(sums, self.plan.sum_starts[:-1], axis=0)
-
-
-def _pitch(first: int, last: int, itemsize: int) -> int:
-    """Return the bytes of a program's values: whole memory lines, from an aligned row on."""
-    rows = first % ROW_MULTIPLE + last - first
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE * itemsize
-
-
-def _copy_values(
-    context: StreamContext, arguments: Mapping[str, int], target: NDArray[Any]
-) -> Steps[None]:
-    """Wait for the values [programs * K, rows] and copy them to the outputs."""
-    memory = context.pinned("compiled values", target.size * target.itemsize)
-    staging = memory.view(target.dtype).reshape(target.shape)
-    context.download_rows(staging, arguments["values"], arguments["pitch"])
-    context.mark("copied")
-    yield from context.reach("copied")
-    yield from offload(target.nbytes, partial(np.copyto, target, staging))
