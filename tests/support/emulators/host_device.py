@@ -21,6 +21,7 @@ from warpfit_server.engine.cuda import engine, parts
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
 from warpfit_server.engine.cuda.runtime import device
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
+from warpfit_server.engine.cuda.runtime.driver_calls import DRIVER
 
 _MEMORY = 4 << 30
 _DEVICE = {
@@ -116,10 +117,10 @@ def _record(event: Any, _: Any) -> int:
     return 0
 
 
-def _driver_functions() -> NDArray[np.int64]:
-    """Addresses as `driver_calls.driver_functions` has them; nothing loads modules or sleeps."""
+def _driver_functions() -> NDArray[np.void]:
+    """Make a record as `driver_calls.driver_functions` does; nothing loads modules or sleeps."""
     functions = [ctypes.cast(each, _WORD).value for each in (_upload, _launch, _record)]
-    return np.array([*functions, 0, 0, 0], dtype=np.int64)
+    return np.array([(*functions, 0, 0, 0)], DRIVER)
 
 
 class _Memory:

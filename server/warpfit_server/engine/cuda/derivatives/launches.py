@@ -46,6 +46,7 @@ from warpfit_server.engine.cuda.runtime.datasets import (
 )
 from warpfit_server.engine.cuda.runtime.device import LAUNCH_WORK, CudaDevice, StreamContext
 from warpfit_server.engine.cuda.runtime.driver_calls import (
+    DRIVER,
     argument_struct,
     launch,
     record,
@@ -650,7 +651,7 @@ def run(context: StreamContext, *launches: KernelLaunch, events: Sequence[str] =
 
 @_compiled  # type: ignore[untyped-decorator]
 def upload_pieces(
-    driver: NDArray[np.int64],
+    driver: NDArray[np.void],
     stream: int,
     address: int,
     pieces: NDArray[np.void],
@@ -667,7 +668,7 @@ def upload_pieces(
 
 @_compiled  # type: ignore[untyped-decorator]
 def run_launches(
-    driver: NDArray[np.int64], stream: int, launches: NDArray[np.void], begun: int, computed: int
+    driver: NDArray[np.void], stream: int, launches: NDArray[np.void], begun: int, computed: int
 ) -> int:
     """Launch kernels, records of `KernelLaunch`, between the records of events that are not 0.
 
@@ -812,7 +813,7 @@ def load() -> None:
     lowering.load()
     records, numbers = _records(PROGRAM), types.int64[::1]
     word, order, ends = types.int64, types.uint32[::1], types.UniTuple(types.int64, 3)
-    functions = types.int64[::1], word
+    functions = _records(DRIVER), word
     upload_pieces.compile((*functions, word, _records(_PIECE), types.uint8[::1]))
     run_launches.compile((*functions, _records(_LAUNCH), word, word))
     measure_programs.compile((records, numbers, word, numbers))

@@ -313,7 +313,7 @@ __device__ __forceinline__ real run_slot(const Batch& batch, uint4 record, int v
     switch (code) {
       case 2: stack[height++] = (real)parameters[(int)value]; break;
       case 3: stack[height++] = (real)value; break;
-@SCALAR_CASES@
+@INVARIANT_CASES@
     }
   }
   return stack[0];

@@ -34,6 +34,7 @@ from warpfit_server.engine.cuda.interpreter.source import (
 )
 from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset, Span, TiledRows
 from warpfit_server.engine.cuda.runtime.driver_calls import (
+    DRIVER,
     argument_struct,
     as_record,
     launch,
@@ -310,7 +311,7 @@ def configure_launch(
 
 @_compiled  # type: ignore[untyped-decorator]
 def lower(
-    driver: NDArray[np.int64],
+    driver: NDArray[np.void],
     stream: int,
     places: NDArray[np.int64],
     apart: int,
@@ -322,7 +323,7 @@ def lower(
     """Copy a batch to the device, lower it, and compute its row-invariant subtrees.
 
     Args:
-        driver: functions.
+        driver: record of `DRIVER`.
         stream: the driver's handle.
         places: of the batch, see `SharedBatch`.
         apart: address of device memory for the parts of a batch, if it `SharedBatch.is_apart`; else
@@ -499,7 +500,7 @@ def as_jobs(jobs: tuple[int, int], values: int, partials: int) -> NDArray[Any]:
 
 @_compiled  # type: ignore[untyped-decorator]
 def run_jobs(
-    driver: NDArray[np.int64],
+    driver: NDArray[np.void],
     stream: int,
     kernels: Any,
     batch: NDArray[Any],
@@ -511,7 +512,7 @@ def run_jobs(
     """Interpret some jobs, a block for each tile of rows and group of jobs, and add up their sums.
 
     Args:
-        driver: functions.
+        driver: record of `DRIVER`.
         stream: the driver's handle.
         kernels: record of `LaunchLimits`.
         batch: record of `BATCH`.
@@ -556,7 +557,7 @@ def load() -> None:
     limits = as_record(LaunchLimits(*[1] * len(LaunchLimits._fields)))
     batch, tiles, jobs = new_batch((1, 1, 0, 1), 1, 0, 0, 0), np.zeros(1, TILES), np.zeros(1, JOBS)
     configure_launch(batch, limits, 1, 0, 0, False, 1)
-    driver, places = np.zeros(1, dtype=np.int64), np.zeros((1, 5, 2), np.int64)
+    driver, places = np.zeros(1, DRIVER), np.zeros((1, 5, 2), np.int64)
     # They are compiled and not called: there may be no device.
     for function, given in (
         (lower, (driver, 0, places, 0, np.zeros(1, PART), limits, batch, 0)),

@@ -212,7 +212,7 @@ def interpreter_source(variant: Variant) -> CudaSource:
     parts = {
         "OPERATORS": operator_functions(variant.arithmetic),
         "CASES": [f"        {_macro(r, variant)}(op_{r.name}, {table[r.code]})" for r in rows],
-        "SCALAR_CASES": [_scalar_case(row, f"op_{row.name}") for row in rows],
+        "INVARIANT_CASES": [_invariant_case(row, f"op_{row.name}") for row in rows],
     }
     template = _ENCODING + BATCH_SOURCE + TEMPLATE
     text = source_of(variant, {"BLOCKS_AT_LEAST": blocks}, template, parts)
@@ -251,7 +251,7 @@ def is_direct(expression: str) -> bool:
     return set(_CALL.findall(expression)) <= _DIRECT and "/" not in expression
 
 
-def _scalar_case(row: Operator, name: str) -> str:
+def _invariant_case(row: Operator, name: str) -> str:
     height = row.arity
     operands = ", ".join(f"stack[height - {height - i}]" for i in range(row.arity))
     return (

@@ -28,7 +28,6 @@ from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue, serve
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.driver_calls import LAUNCHES_HELD, LOAD_MODULE
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering.lowered import COPY_CODE, Lowered
 from warpfit_server.engine.native import numba_cache
@@ -261,20 +260,20 @@ def load_modules(device: CudaDevice, cubins: Sequence[bytes]) -> list[Any]:
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _load(
-    functions: NDArray[np.int64], images: NDArray[np.int64], handles: NDArray[np.uint64]
+    functions: NDArray[np.void], images: NDArray[np.int64], handles: NDArray[np.uint64]
 ) -> int:
     """Fill in handles, which stay 0 from the first failure on; return the driver's status.
 
     Compiled, because Python code would wait for Python's lock while all launches are held back.
     """
     status = 0
-    functions[LAUNCHES_HELD] = 1
+    functions[0].launches_held = 1
     for number in range(len(images)):
         handle = np.int64(handles.ctypes.data) + 8 * number
-        status = call_c(functions[LOAD_MODULE], (handle, images[number]))
+        status = call_c(functions[0].load_module, (handle, images[number]))
         if status != 0:
             break
-    functions[LAUNCHES_HELD] = 0
+    functions[0].launches_held = 0
     return int(status)
 
 

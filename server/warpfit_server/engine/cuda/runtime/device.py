@@ -94,11 +94,11 @@ class StreamContext:
     """
 
     def __init__(
-        self, cuda: Any, functions: NDArray[np.int64], allocate: Callable[[int], Any]
+        self, cuda: Any, functions: NDArray[np.void], allocate: Callable[[int], Any]
     ) -> None:
         self._cuda = cuda
         self.functions = functions
-        """Addresses of the driver functions that `driver_calls` has."""
+        """Record of `driver_calls.DRIVER`."""
         self._allocate = allocate
         self.stream = cuda.Stream(non_blocking=True)
         self.handle = int(self.stream.ptr)
@@ -242,7 +242,7 @@ class CudaDevice:
         self._stays_pageable = False
         """Whether it has been logged that memory cannot be page-locked."""
         self.functions = driver_functions()
-        """Addresses of the driver functions that `driver_calls` has."""
+        """Record of `driver_calls.DRIVER`."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:

@@ -16,39 +16,41 @@ from numpy.typing import NDArray
 
 from warpfit_server.engine.native.intrinsics import call_c, call_launch, inlined
 
-#: Driver functions by their indices.
-_FUNCTIONS: Final = (
-    "cuMemcpyHtoDAsync_v2",
-    "cuLaunchKernel",
-    "cuEventRecord",
-    "cuModuleLoadData",
+#: Addresses of functions of the driver and of C; ``launches_held`` is 1 while modules are being
+#: loaded, until when launches wait.
+DRIVER: Final = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("upload", "launch", "record", "load_module", "sleep", "launches_held")
+    ]
 )
-UPLOAD, LAUNCH, RECORD, LOAD_MODULE = range(len(_FUNCTIONS))
-#: Index of the function that sleeps for microseconds.
-SLEEP: Final = LOAD_MODULE + 1
-#: Index of a word that is 1 while launches are held back because modules are being loaded.
-LAUNCHES_HELD: Final = SLEEP + 1
 #: Microseconds between two looks at that word.
 POLL_MICROSECONDS: Final = 100
 #: Codes of the types in structs of arguments, as NumPy has them.
 _TYPES: Final = {"int": "i4", "unsigned": "u4", "long long": "i8", "unsigned long long": "u8"}
 
 
-def driver_functions() -> NDArray[np.int64]:
-    """Return the addresses of all functions by their indices, then `LAUNCHES_HELD`.
+def driver_functions() -> NDArray[np.void]:
+    """Return a record of `DRIVER`, [1].
 
     Raises:
         OSError: if there is no driver.
     """
     driver = ctypes.CDLL("libcuda.so.1")
-    found = [*(getattr(driver, name) for name in _FUNCTIONS), ctypes.CDLL(None).usleep]
+    found = (
+        driver.cuMemcpyHtoDAsync_v2,
+        driver.cuLaunchKernel,
+        driver.cuEventRecord,
+        driver.cuModuleLoadData,
+        ctypes.CDLL(None).usleep,
+    )
     addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in found]
-    return np.array([*addresses, 0], dtype=np.int64)
+    return np.array([(*addresses, 0)], DRIVER)
 
 
-def wait_while_held(functions: NDArray[np.int64]) -> None:
+def wait_while_held(functions: NDArray[np.void]) -> None:
     """Wait before a launch by Python while modules are being loaded, as `launch` does."""
-    while functions[LAUNCHES_HELD]:
+    while functions["launches_held"][0]:
         time.sleep(1e-6 * POLL_MICROSECONDS)
 
 
@@ -79,13 +81,13 @@ def upload(functions: Any, stream: int, address: int, source: int, size: int) ->
     itself copies first, before it returns.
     """
     places = np.int64(address), np.int64(source)
-    return call_c(functions[UPLOAD], (*places, np.int64(size), stream))  # type: ignore[no-any-return]
+    return call_c(functions[0].upload, (*places, np.int64(size), stream))  # type: ignore[no-any-return]
 
 
 @inlined
 def record(functions: Any, stream: int, event: int) -> int:
     """Record an event, given the driver's handle; return the driver's status."""
-    return call_c(functions[RECORD], (event, stream))  # type: ignore[no-any-return]
+    return call_c(functions[0].record, (event, stream))  # type: ignore[no-any-return]
 
 
 @inlined
@@ -105,8 +107,8 @@ def launch_at(
     functions: Any, stream: int, kernel: int, grid: Any, threads: Any, shared: int, places: Any
 ) -> int:
     """Launch a kernel as `launch` does, given the address of each argument."""
-    while functions[LAUNCHES_HELD] != 0:
-        call_c(functions[SLEEP], (np.int64(POLL_MICROSECONDS),))
+    while functions[0].launches_held != 0:
+        call_c(functions[0].sleep, (np.int64(POLL_MICROSECONDS),))
     sizes = (grid[0], grid[1], np.int64(1), threads[0], threads[1], np.int64(1), np.int64(shared))
     pointers = np.int64(places.ctypes.data)
-    return call_launch(functions[LAUNCH], (kernel, *sizes, stream, pointers, np.int64(0)))  # type: ignore[no-any-return]
+    return call_launch(functions[0].launch, (kernel, *sizes, stream, pointers, np.int64(0)))  # type: ignore[no-any-return]
