@@ -14,7 +14,7 @@
 
 // Instruction: word 0 holds the case label, the kind of place of each operand, and whether to
 // store; words 1 and 2 the indices of a and b; word 3 the level to store to and the index of c, 16
-// bits each. If a is nowhere, it is the result of the instruction before. See encoding.py.
+// bits each. If a is nowhere, it is the result of the instruction before. See lowering.py.
 #define LABEL_MASK 1023u
 #define KIND_A(word) ((word) >> 10 & 3u)
 #define KIND_B(word) ((word) >> 12 & 3u)
@@ -26,7 +26,7 @@
 #define COLUMN 2u
 #define INVARIANT 3u
 
-// PROGRAM of encoding.py, field by field.
+// lowering.py fills in the fields of this and of the two structs below.
 struct Program {
   unsigned first;             // instructions for each row
   unsigned count;
@@ -61,9 +61,9 @@ struct Load {
   int parameter;  // -1: a constant
 };
 
-// Fields that differ between launches lie together: launches.py writes them at once.
+// launches.py fills in the fields.
 struct Arguments {
-  const uint4* instructions;  // this and the following ones: INPUTS of encoding.py
+  const uint4* instructions;  // this and the following seven: uploaded arrays
   const Program* programs;
   const unsigned* order;      // job numbers, the most work first; [jobs]
   const unsigned* columns;
@@ -308,7 +308,7 @@ __device__ __noinline__ void run(const uint4* code, unsigned count, const Tile t
       const Operand first = tile.operand(KIND_A(now.x), now.y);
       FOR_EACH_ROW_OF(first.pack(g), t[i] = u)
     }
-    // jump_table.py finds the switch by the comment in this instruction.
+    // compiler.py finds the switch by the comment in this instruction.
     unsigned label;
     asm volatile("mov.b32 %0, %1; // dispatch" : "=r"(label) : "r"(now.x & LABEL_MASK));
     switch (label) {

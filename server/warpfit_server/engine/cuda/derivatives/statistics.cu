@@ -6,7 +6,7 @@
 #define STATISTICS_THREADS 256
 
 // Statistics of some rows; means are counted from the first row, so that a large mean costs no
-// digits. NODE_STATISTICS of launch_plan.py has as many numbers.
+// digits. NODE_STATISTICS of launches.py has as many numbers.
 struct Statistics {
   double sum, least, greatest, strange, missing;
   double total, mean_f, mean_y, squares_f, squares_y, products, residual, first_f, first_y;

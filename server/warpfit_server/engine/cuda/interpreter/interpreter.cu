@@ -10,7 +10,7 @@
 #define WARPS_AT_MOST 8
 
 // Instruction: word 0 holds the case label, flags and the index of a leaf to load first; word 1 the
-// index of the second operand. The definitions are those of bytecode.py.
+// index of the second operand. The definitions are those of source.py.
 
 // Rows of a data set, cut into tiles; launches.py fills in the fields of this and of Jobs.
 struct Tiles {
@@ -270,7 +270,7 @@ interpret(const __grid_constant__ Batch batch, const __grid_constant__ Tiles til
           FOR_EACH_ROW(t[i] = u)
         }
       }
-      // jump_table.py finds the switch by the comment in this instruction.
+      // compiler.py finds the switch by the comment in this instruction.
       unsigned label;
       asm volatile("mov.b32 %0, %1; // dispatch" : "=r"(label) : "r"(now.x & LABEL_MASK));
       switch (label) {

@@ -1,6 +1,6 @@
-// Lowering of a batch from postfix tokens to the interpreter's instructions. device_lowering.py
-// prepends the constants of bytecode.py, batch.cu and the operator table. The tests compile the
-// same text for the host, so it uses nothing but standard C++ and CUDA's keywords.
+// Lowering of a batch from postfix tokens to the interpreter's instructions. source.py prepends
+// the constants of the encoding, batch.cu and the operator table. The tests compile the same text
+// for the host, so it uses nothing but standard C++ and CUDA's keywords.
 //
 // A thread lowers a program in two passes over its tokens. The first goes forward. The size of a
 // subtree determines where its operands end, so that no stack is needed, and the stack levels that
