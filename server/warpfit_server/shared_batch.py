@@ -35,12 +35,10 @@ BATCH_ARRAYS: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
 STARTS, PARAMETER_STARTS, VALUES, PARAMETERS, CODES = range(len(BATCH_ARRAYS))
 #: Address and bytes of each of the arrays.
 Places = Sequence[tuple[int, int]]
-_OPERATORS: Final = tuple((row.code, bytes([row.code])) for row in OPERATORS.values())
-#: Words that are hashed at a time, of which BLAS makes a product on one thread, and random factors:
-#: odd ones of words, and those of numbers.
-_WORDS: Final = 1 << 13
+_OPERATORS: Final = sum([1 << row.code for row in OPERATORS.values()])
+#: Words that are hashed at a time, and random odd factors.
+_WORDS: Final = 1 << 16
 _ODD: Final = np.random.default_rng(44).integers(1 << 63, size=_WORDS, dtype=np.uint64) * 2 + 1
-_WEIGHTS: Final = np.random.default_rng(45).uniform(1.0, 2.0, size=_WORDS)
 _PRIME, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -63,13 +61,13 @@ class BatchSummary(NamedTuple):
         """Summarise a batch, which is read for that unless it was shared."""
         if isinstance(batch, SharedBatch):
             return batch.summary
-        lengths, codes = batch.lengths.astype(np.int64), batch.codes.tobytes()
-        tokens = max(1, len(codes))
+        lengths, codes = batch.lengths.astype(np.int64), batch.codes
+        present = np.bincount(codes, minlength=1).nonzero()[0].tolist()
         return cls(
-            identity=_hash(batch.codes, batch.values, batch.lengths, batch.parameter_counts),
+            identity=_hash(codes, batch.values, batch.lengths, batch.parameter_counts),
             longest=int(np.maximum.reduce(lengths, initial=0)),
-            typical=int(np.dot(lengths, lengths)) // tokens,
-            operators=sum([1 << code for code, octet in _OPERATORS if octet in codes]),
+            typical=int(np.dot(lengths, lengths)) // max(1, len(codes)),
+            operators=sum([1 << code for code in present]) & _OPERATORS,
         )
 
     @classmethod
@@ -96,22 +94,18 @@ def _hash(*arrays: NDArray[Any]) -> int:
     The words of 64 bits are multiplied by odd factors and added, modulo 2**64, which takes NumPy
     less time than a checksum (Carter and Wegman 1979, "Universal classes of hash functions"). Of
     words that are multiples of a power of two, as those of small numbers in float64, that keeps few
-    bits. So float64 arrays are multiplied as numbers, too.
+    bits, so the upper half of each word is added to the lower one before.
     """
     total = 0
     for array in arrays:
-        octets = np.ascontiguousarray(array).view(np.uint8)
-        end = len(octets) // 8 * 8
-        words = octets[:end].view(np.uint64)
-        for first in range(0, len(words), _WORDS):
-            some = words[first : first + _WORDS]
-            total = total * _PRIME + int(np.dot(some, _ODD[: len(some)])) & _MASK
-            if array.dtype == np.float64:
-                with np.errstate(all="ignore"):
-                    numbers = np.dot(some.view(np.float64), _WEIGHTS[: len(some)])
-                total = total * _PRIME + int(numbers.view(np.uint64)) & _MASK
-        rest = int.from_bytes(octets[end:].tobytes(), "little")
-        total = (total ^ rest) * _PRIME + len(octets) & _MASK
+        total = total * _PRIME + array.nbytes & _MASK
+    octets = [array.tobytes() for array in arrays]
+    octets.append(bytes(-sum(map(len, octets)) % 8))
+    words = np.frombuffer(b"".join(octets), np.uint64)
+    for first in range(0, len(words), _WORDS):
+        some = words[first : first + _WORDS]
+        product = np.dot(some ^ (some >> 32), _ODD[: len(some)])
+        total = total * _PRIME + int(product) & _MASK
     return total >> 1
 
 
