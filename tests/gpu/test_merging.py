@@ -16,7 +16,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.ipc.in_flight_request import InFlightRequest
+from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.shared_batch import SharedBatch
 

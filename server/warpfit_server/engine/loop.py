@@ -39,7 +39,7 @@ from warpfit_server.engine.request import FrontEndConnection, Request
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.engine.scheduler import Scheduler
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import ChannelClosedError
+from warpfit_server.ipc.messages import ChannelClosedError
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID
 from warpfit_server.system.lifetime import EXIT_BROKEN
 from warpfit_server.system.machine import available_cores, shortage

@@ -25,7 +25,7 @@ from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError
+from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.system.lifetime import EXIT_CANNOT_RUN, StuckDetector

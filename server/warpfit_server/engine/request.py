@@ -27,10 +27,8 @@ from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.interface import Engine, Outputs, Steps
 from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.scheduler import ScheduledRequest
-from warpfit_server.ipc.channel import Channel, ChannelClosedError
-from warpfit_server.ipc.messages import Reply, SubmitEvaluation
-from warpfit_server.ipc.segment_layout import BEGUN
-from warpfit_server.ipc.segments import Segment
+from warpfit_server.ipc.messages import Channel, ChannelClosedError, Reply, SubmitEvaluation
+from warpfit_server.ipc.segments import BEGUN, Segment
 from warpfit_server.shared_batch import SharedBatch
 
 _LOG: Final = logging.getLogger("warpfit.engine")

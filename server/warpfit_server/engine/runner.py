@@ -39,7 +39,7 @@ from warpfit_server.engine.interface import (
 )
 from warpfit_server.engine.request import Merger, Request, hand_out, join
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.segment_layout import FIT_SETTING_ARRAYS
+from warpfit_server.ipc.segments import FIT_SETTING_ARRAYS
 from warpfit_server.limits import MOST_SUMS, spans_of_long_programs
 
 #: Least seconds between two progress messages of a fit.

@@ -29,7 +29,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from warpfit_server.ipc.segment_layout import ALONE, BEGUN
+from warpfit_server.ipc.segments import ALONE, BEGUN
 from warpfit_server.tenancy.tenants import PROBE
 
 #: Seconds of the engine after which a request is a long one.

@@ -1,9 +1,9 @@
-"""Segments: anonymous shared memory between the server's processes.
+"""Segments: anonymous shared memory between the server's processes, and what lies in them.
 
 A segment is a memory file without a name (``memfd_create``): the kernel frees it when the last
 process that maps it ends, however it ends, so nothing is left over after a crash, and it does not
-depend on the size of ``/dev/shm``. Its file descriptor crosses over the socket of
-`warpfit_server.ipc.channel`.
+depend on the size of ``/dev/shm``. Its file descriptor crosses over the socket of a `Channel`. A
+front end lays all arrays of a request out in a segment that it shares with the engine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,22 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
+from warpfit.fitting import FitRequest
+from warpfit.ir import Batch, Program
+from warpfit.losses import Closing, LossFunction
+from warpfit.request import Evaluation
+from warpfit_server.shared_batch import BATCH_ARRAYS, BatchPart, BatchSummary, SharedBatch
 from warpfit_server.system.machine import shortage, too_many_files
 
 _SMALLEST: Final = 64 << 10
@@ -226,3 +234,300 @@ class SegmentPool:
         segment.close()
         for forget in self.on_close:
             forget(segment)
+
+
+# -------------------------------------------------------------------------- the arrays of a request
+
+_ALIGNMENT: Final = 64
+#: Types by name: NumPy takes long to look names up.
+_DTYPES: Final = {name: np.dtype(name) for name in ("<f8", "<f4", "<u4", "u1")}
+#: States of a request in the engine, which a front end reads when the engine has died: it waits, it
+#: has begun, or it runs and nothing else does.
+QUEUED, BEGUN, ALONE = 0, 1, 2
+#: Most parts of a request; each has two bytes of flags.
+MOST_PARTS: Final = 32
+#: Arrays of a fit's result with one number for each program and parameter vector, and their types.
+FIT_RESULT_ARRAYS: Final[Mapping[str, str]] = {
+    **{"losses": "<f8", "initial_losses": "<f8", "iterations": "<u4"},
+    **{"evaluations": "<u4", "reasons": "u1", "starts": "<u4"},
+}
+#: Arrays of a fit's settings, and their types.
+FIT_SETTING_ARRAYS: Final[Mapping[str, str]] = MappingProxyType(
+    {"lower": "<f8", "upper": "<f8", "fixed": "u1"}
+)
+#: Names of a batch's arrays in segments, where results have the plain names, and the bytes of an
+#: element.
+_BATCH_ITEMS: Final = [(f"batch_{name}", dtype.itemsize) for name, dtype in BATCH_ARRAYS.items()]
+_INPUTS: Final = frozenset(
+    ("flags", *dict(_BATCH_ITEMS), "loss_values", "loss_codes", *FIT_SETTING_ARRAYS)
+)
+#: Arrays of which a part of the programs has one element more, the end.
+_STARTS: Final = frozenset(("batch_starts", "batch_parameter_starts"))
+#: What the first dimension of an array counts, if it is not programs; "whole" arrays are not split.
+_UNITS: Final = {
+    **dict.fromkeys(("flags", "loss_values", "loss_codes"), "whole"),
+    **dict.fromkeys(("batch_values", "batch_codes"), "tokens"),
+    **dict.fromkeys(("batch_parameters", "gradients", "jacobian", "parameters"), "parameters"),
+    **dict.fromkeys((*FIT_SETTING_ARRAYS, "standard_errors"), "parameters"),
+    **dict.fromkeys(("covariances", "curvatures"), "squares"),
+}
+#: Name, type and shape of an array.
+_Array = tuple[str, str, tuple[int, ...]]
+
+
+class SegmentLayout(NamedTuple):
+    """Types, shapes and offsets of all arrays of one request.
+
+    The front end makes it and sends it along. It has plain values only, which `marshal` writes.
+    """
+
+    programs: int
+    tokens: int
+    vectors: int
+    """Parameter vectors of each program."""
+    rows: int
+    program_bytes: int
+    """Size of the values of one program, for all of its parameter vectors."""
+    identity: int
+    """This and the next three are the fields of the batch's `BatchSummary`."""
+    longest: int
+    typical: int
+    operators: int
+    arrays: dict[str, tuple[str, tuple[int, ...], int]]
+    """Type, shape and offset by name."""
+    nbytes: int
+    """Size of the whole segment."""
+
+    @property
+    def summary(self) -> BatchSummary:
+        """Return the summary of the batch."""
+        return BatchSummary(self.identity, self.longest, self.typical, self.operators)
+
+    @property
+    def token_rows(self) -> int:
+        """Tokens x parameter vectors x rows of one evaluation."""
+        return self.tokens * self.vectors * self.rows
+
+    @classmethod
+    def of(cls, evaluation: Evaluation, layout: Layout) -> SegmentLayout:
+        """Lay out an evaluation that has been checked."""
+        return cls._of(evaluation, layout, _evaluation_results(evaluation, layout))
+
+    @classmethod
+    def of_fit(cls, request: FitRequest, layout: Layout) -> SegmentLayout:
+        """Lay out a fit that has been checked."""
+        return cls._of(request.problem, layout, _fit_arrays(request))
+
+    @classmethod
+    def _of(cls, evaluation: Evaluation, layout: Layout, others: list[_Array]) -> SegmentLayout:
+        batch, custom = evaluation.batch, evaluation.custom_loss
+        programs, vectors, rows = evaluation.shape(layout)
+        tokens = len(batch.codes)
+        inputs: list[_Array] = [
+            ("flags", "u1", (2 * MOST_PARTS,)),
+            ("batch_starts", "<u4", (programs + 1,)),
+            ("batch_parameter_starts", "<u4", (programs + 1,)),
+            ("batch_values", "<f8", (tokens,)),
+            ("batch_parameters", "<f8", (len(batch.parameters),)),
+            ("batch_codes", "u1", (tokens,)),
+        ]
+        if custom is not None:
+            shape = (len(custom.row.codes),)
+            inputs += [("loss_values", "<f8", shape), ("loss_codes", "u1", shape)]
+        program_bytes = vectors * rows * layout.dtype.itemsize
+        counts = programs, tokens, vectors, rows, program_bytes
+        return cls(*counts, *BatchSummary.of(batch), *_placed((*inputs, *others)))
+
+    def split(self, batch: Batch, bounds: Sequence[int]) -> list[SegmentLayout]:
+        """Return the layouts of parts of the request, in the segment of the whole one.
+
+        The results of all parts together are those of the whole request.
+
+        Args:
+            batch: of the whole request.
+            bounds: ascending numbers of programs from 0 to all; part i has those from ``bounds[i]``
+                to ``bounds[i + 1]``, and ends with the arrays that belong to them.
+        """
+        counts = batch.parameter_counts.astype(np.int64)
+        edges = {
+            "programs": np.arange(self.programs + 1),
+            "tokens": batch.starts,
+            "parameters": np.concatenate([[0], np.cumsum(counts)]),
+            "squares": np.concatenate([[0], np.cumsum(np.square(counts))]),
+        }
+        totals = {name: int(at[-1]) for name, at in edges.items()}
+        parts = []
+        for number, (first, stop) in enumerate(pairwise(bounds)):
+            ranges = {name: at[[first, stop]].tolist() for name, at in edges.items()}
+            part = self._part(number, ranges, totals)
+            parts.append(part._replace(**BatchSummary.of(batch[first:stop])._asdict()))
+        return parts
+
+    def _part(
+        self, number: int, ranges: Mapping[str, Sequence[int]], totals: Mapping[str, int]
+    ) -> SegmentLayout:
+        """Return the layout of a part by its ranges of programs, tokens, parameters, squares."""
+        arrays = dict(self.arrays)
+        dtype, _, offset = arrays["flags"]
+        arrays["flags"] = (dtype, (2,), offset + 2 * number)
+        for name, (dtype, shape, offset) in self.arrays.items():
+            unit = _UNITS.get(name, "programs")
+            if unit == "whole":
+                continue
+            first, stop = ranges[unit]
+            copies = shape[0] // totals[unit] if totals[unit] else 0  # one for each vector
+            row_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
+            if name in _STARTS:
+                copies, stop = 1, stop + 1
+            own = ((stop - first) * copies, *shape[1:])
+            arrays[name] = (dtype, own, offset + first * copies * row_bytes)
+        (first, stop), (begin, end) = ranges["programs"], ranges["tokens"]
+        return self._replace(programs=stop - first, tokens=end - begin, arrays=arrays)
+
+    def array(self, name: str, segment: Segment) -> NDArray[Any] | None:
+        """View of an array in the segment; None if this request has none of that name."""
+        return self.require(name, segment) if name in self.arrays else None
+
+    def require(self, name: str, segment: Segment) -> NDArray[Any]:
+        """View of an array that this request is known to have.
+
+        Raises:
+            KeyError: if it has not.
+        """
+        dtype, shape, offset = self.arrays[name]
+        return segment.array(_DTYPES[dtype], shape, offset)
+
+    def view(self, name: str, segment: Segment) -> memoryview:
+        """View of an array as bytes, of which there are none if this request does not have it."""
+        if name not in self.arrays:
+            return memoryview(b"")
+        dtype, shape, offset = self.arrays[name]
+        return segment.view()[offset : offset + math.prod(shape) * _DTYPES[dtype].itemsize]
+
+    def place(self, name: str, segment: Segment) -> tuple[int, int]:
+        """Return the address in this process and the bytes of an array."""
+        dtype, shape, offset = self.arrays[name]
+        return segment.address + offset, math.prod(shape) * _DTYPES[dtype].itemsize
+
+    def results(self, segment: Segment) -> dict[str, NDArray[Any]]:
+        """Views of all arrays that the engine fills."""
+        return {name: self.require(name, segment) for name in self.arrays if name not in _INPUTS}
+
+    @property
+    def flag_offset(self) -> int:
+        """Offset of the cancellation flag, one byte, which the state follows."""
+        return self.arrays["flags"][2]
+
+    def cancelled(self, segment: Segment) -> NDArray[np.uint8]:
+        """View of the cancellation flag, [1], which the front end sets and the engine polls."""
+        return segment.array("u1", (1,), self.flag_offset)
+
+    def state(self, segment: Segment) -> int:
+        """Return the request's state: `QUEUED`, `BEGUN` or `ALONE`."""
+        return segment.map[self.flag_offset + 1]
+
+    def batch_part(self, segment: Segment) -> BatchPart:
+        """Return where the batch lies in this process, and what is known of it."""
+        start, arrays, places = segment.address, self.arrays, []
+        for name, size in _BATCH_ITEMS:
+            _, (count,), offset = arrays[name]
+            places.append((start + offset, count * size))
+        return BatchPart(places, self.summary, partial(self._batch_arrays, segment))
+
+    def batch(self, segment: Segment) -> SharedBatch:
+        """Return the batch in the segment."""
+        return SharedBatch([self.batch_part(segment)], self.vectors)
+
+    def _batch_arrays(self, segment: Segment) -> dict[str, NDArray[Any]]:
+        """Return the arrays of a `Batch`, of which those of tokens are views of the segment."""
+        found = {name: self.require(f"batch_{name}", segment) for name in BATCH_ARRAYS}
+        counts = np.diff(found.pop("starts")), np.diff(found.pop("parameter_starts"))
+        return found | {"lengths": counts[0], "parameter_counts": counts[1]}
+
+    def custom_loss(self, segment: Segment, closing: Closing) -> LossFunction:
+        """Copy the caller's own loss function out of the segment."""
+        codes = self.require("loss_codes", segment)
+        return LossFunction(Program(codes, self.require("loss_values", segment)), closing)
+
+    def write(
+        self,
+        segment: Segment,
+        evaluation: Evaluation,
+        others: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+    ) -> None:
+        """Copy batch, loss function and other inputs into the segment; clear flag and state."""
+        batch = evaluation.batch
+        inputs: dict[str, NDArray[Any]] = {
+            "batch_values": batch.values,
+            "batch_parameters": batch.parameters,
+            "batch_codes": batch.codes,
+            **others,
+        }
+        if evaluation.custom_loss is not None:
+            row = evaluation.custom_loss.row
+            inputs |= {"loss_values": row.values, "loss_codes": row.codes}
+        memory = segment.view()
+        _, (length,), offset = self.arrays["flags"]
+        memory[offset : offset + length] = bytes([QUEUED]) * length
+        for name, array in inputs.items():
+            dtype, (count,), offset = self.arrays[name]
+            if count:
+                np.frombuffer(memory, _DTYPES[dtype], count, offset)[...] = array
+        for name, lengths in (
+            ("starts", batch.lengths),
+            ("parameter_starts", batch.parameter_counts),
+        ):
+            dtype, (count,), offset = self.arrays[f"batch_{name}"]
+            starts = np.frombuffer(memory, _DTYPES[dtype], count, offset)
+            starts[0] = 0
+            np.add.accumulate(lengths, out=starts[1:])
+
+
+def _placed(arrays: Iterable[_Array]) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int]:
+    """Lay arrays out one after the other; return their places and the end."""
+    places, end = {}, 0
+    for name, dtype, shape in arrays:
+        places[name] = (dtype, shape, end)
+        size = _DTYPES[dtype].itemsize
+        for length in shape:
+            size *= length
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
+
+def _evaluation_results(evaluation: Evaluation, layout: Layout) -> list[_Array]:
+    programs, vectors, rows = evaluation.shape(layout)
+    cells, parameters = (programs, vectors), len(evaluation.batch.parameters)
+    dtype = layout.dtype.str
+    outputs: tuple[tuple[bool, str, str, tuple[int, ...]], ...] = (
+        (evaluation.loss_function is not None, "losses", "<f8", cells),
+        (evaluation.gradient, "gradients", "<f8", (parameters,)),
+        (evaluation.variable_gradient, "variable_gradients", "<f8", (*cells, layout.variables)),
+        (evaluation.reductions, "reductions", "<f8", (*cells, 5)),
+        (evaluation.linear_scaling, "scaling", "<f8", (*cells, 2)),
+        (evaluation.correlation, "correlations", "<f8", cells),
+        (evaluation.values, "values", dtype, (*cells, rows)),
+        (evaluation.jacobian, "jacobian", dtype, (parameters, rows)),
+    )
+    return [(name, type_, shape) for is_wanted, name, type_, shape in outputs if is_wanted]
+
+
+def _fit_arrays(request: FitRequest) -> list[_Array]:
+    """Arrays that a fit takes beside its batch, and those that it returns."""
+    settings, counts = request.settings, request.problem.batch.parameter_counts.astype(np.int64)
+    total, vectors = int(counts.sum()), request.vectors
+    squares = int(np.square(counts).sum())
+    arrays: list[_Array] = [
+        (name, dtype, (total,))
+        for name, dtype in FIT_SETTING_ARRAYS.items()
+        if getattr(settings, name) is not None
+    ]
+    arrays.append(("parameters", "<f8", (vectors * total,)))
+    arrays += [(name, dtype, (len(counts), vectors)) for name, dtype in FIT_RESULT_ARRAYS.items()]
+    if settings.standard_errors:
+        arrays.append(("standard_errors", "<f8", (vectors * total,)))
+    if settings.covariance:
+        arrays.append(("covariances", "<f8", (vectors * squares,)))
+    if settings.curvature:
+        arrays.append(("curvatures", "<f8", (vectors * squares,)))
+    return arrays

@@ -29,9 +29,8 @@ from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import StoredDataset
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError
-from warpfit_server.ipc.engine_connection import EngineConnection
-from warpfit_server.ipc.in_flight_request import unavailable
+from warpfit_server.ipc.engine_connection import EngineConnection, unavailable
+from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_start import (

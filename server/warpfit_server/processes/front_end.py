@@ -26,9 +26,8 @@ from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitErro
 from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.engine_connection import EngineConnection
-from warpfit_server.ipc.messages import FoundDataset
+from warpfit_server.ipc.messages import Channel, ChannelClosedError, FoundDataset
 from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
 from warpfit_server.ipc.registry import Registry
 from warpfit_server.ipc.router import Router

@@ -25,8 +25,7 @@ from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableErr
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel
-from warpfit_server.ipc.messages import FoundDataset
+from warpfit_server.ipc.messages import Channel, FoundDataset
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.records import Recorder

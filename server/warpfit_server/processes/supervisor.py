@@ -17,7 +17,7 @@ from typing import Final
 
 from warpfit.errors import WarpfitError
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError
+from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.processes.engine_start import kill_group
 from warpfit_server.system.machine import DescriptorReserve
 

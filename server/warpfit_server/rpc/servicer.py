@@ -25,13 +25,12 @@ from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.config import Config
 from warpfit_server.data.uploads import DataFolder, Upload, UploadStore
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.in_flight_request import InFlightRequest
+from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.messages import FoundDataset
 from warpfit_server.ipc.quarantine import KnownSuspects
 from warpfit_server.ipc.registry import KnownDataset, Registry
-from warpfit_server.ipc.router import Router
+from warpfit_server.ipc.router import Router, SplitRequest
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.ipc.split_request import SplitRequest
 from warpfit_server.limits import (
     check_batch,
     check_fit,

@@ -13,7 +13,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, FIRST_OPERATOR
 from warpfit.request import Evaluation, Loss
-from warpfit_server.ipc.in_flight_request import InFlightRequest
+from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.shared_batch import BatchSummary, SharedBatch, contents
 

@@ -18,8 +18,8 @@ from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.data.uploads import Upload
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
+from warpfit_server.ipc.messages import Channel
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.tenancy.quotas import QuotaTable
 from warpfit_server.tenancy.tenants import ANONYMOUS, key_of

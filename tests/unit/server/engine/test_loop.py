@@ -29,9 +29,8 @@ from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel
-from warpfit_server.ipc.engine_connection import EngineConnection
-from warpfit_server.ipc.in_flight_request import InFlightRequest
+from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest
+from warpfit_server.ipc.messages import Channel
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.system.lifetime import EXIT_BROKEN
 

@@ -18,8 +18,8 @@ from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine import request as requests
 from warpfit_server.engine.request import FrontEndConnection, Merger, Request
-from warpfit_server.ipc.channel import Channel
-from warpfit_server.ipc.in_flight_request import InFlightRequest
+from warpfit_server.ipc.engine_connection import InFlightRequest
+from warpfit_server.ipc.messages import Channel
 from warpfit_server.ipc.segments import Segment, SegmentPool
 
 DATASET = Dataset.of(np.ones((8, 12)), np.ones(8))

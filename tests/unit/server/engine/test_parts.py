@@ -22,8 +22,7 @@ from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import edges_of, run_to_end
 from warpfit_server.engine.runner import RequestRunner, parts_of
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.segment_layout import SegmentLayout
-from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.ipc.segments import SegmentLayout, SegmentPool
 from warpfit_server.limits import spans_of_long_programs
 
 X = np.random.default_rng(3).uniform(0.5, 2.0, size=(300, 4))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from warpfit_server.engine.scheduler import ScheduledRequest, Scheduler
-from warpfit_server.ipc.segment_layout import ALONE, BEGUN, QUEUED
+from warpfit_server.ipc.segments import ALONE, BEGUN, QUEUED
 from warpfit_server.tenancy.tenants import PROBE
 
 

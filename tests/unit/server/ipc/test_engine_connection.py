@@ -15,8 +15,8 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.engine_connection import EngineConnection
+from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.system.sockets import socket_pair
 

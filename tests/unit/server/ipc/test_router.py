@@ -10,11 +10,10 @@ from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
-from warpfit_server.ipc.in_flight_request import InFlightRequest, unavailable
+from warpfit_server.ipc.engine_connection import InFlightRequest, unavailable
 from warpfit_server.ipc.quarantine import InterruptedBatch, KnownSuspects, Quarantine
-from warpfit_server.ipc.router import Router
+from warpfit_server.ipc.router import Router, SplitRequest
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.ipc.split_request import SplitRequest
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 
 DATASET = Dataset.of(np.ones((1000, 3), "f4"), np.ones(1000, "f4"))

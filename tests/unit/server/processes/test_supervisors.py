@@ -30,7 +30,7 @@ from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.data.uploads import Upload
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError
+from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.registry import Registry
 from warpfit_server.ipc.segments import SegmentPool

@@ -51,7 +51,7 @@ from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.runtime import device
 from warpfit_server.engine.cuda.runtime.device import PageLocks
 from warpfit_server.engine.interface import Arithmetic, Outputs, run_to_end
-from warpfit_server.ipc.in_flight_request import InFlightRequest
+from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.shared_batch import SharedBatch
 

@@ -12,10 +12,9 @@ import pytest
 
 from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError
 from warpfit.request import Tier, Timings
-from warpfit_server.ipc import channel, messages
-from warpfit_server.ipc.channel import Channel, ChannelClosedError
-from warpfit_server.ipc.segment_layout import SegmentLayout
-from warpfit_server.ipc.segments import Segment
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.messages import Channel, ChannelClosedError
+from warpfit_server.ipc.segments import Segment, SegmentLayout
 from warpfit_server.system.sockets import socket_pair
 
 
@@ -88,7 +87,7 @@ def test_descriptors_belong_to_their_messages(ends, tmp_path):
 def test_a_message_that_is_too_long_fails_alone(ends):
     ours, theirs = ends
     with pytest.raises(InternalError, match="too long") as caught:
-        ours.send(note(channel.MOST_BYTES + 1))
+        ours.send(note(messages.MOST_BYTES + 1))
     assert caught.value.reason == "MESSAGE_TOO_LONG"
     ours.send(note(2))
     assert len(theirs.receive()[0].key) == 2
