@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "server/OPERATING.md",
+    "server/SECURITY.md",
     "tests/bench/README.md",
     "deploy/README.md",
     "deploy/capacity.md",

@@ -101,4 +101,18 @@ def faults_ray() -> Iterator[str]:
     )
 
 
-FAULTS: tuple[Callable[[], Iterator[str]], ...] = (overload, faults, faults_ray)
+def attacks() -> Iterator[str]:
+    """Times of an innocent tenant's calls, alone and while others attack the server."""
+    found = {name: case for name, case in result("attacks")["attacks"].items() if "alone" in case}
+
+    def row(name: str, case: Any) -> str:
+        times = [case[when] for when in ("alone", "under_attack")]
+        each = [f"{time['p50_ms']:.0f} / {time['p99_ms']:.0f}" for time in times]
+        wrong, failed = (sum(time[what] for time in times) for what in ("wrong", "failed"))
+        return f"{name} | {' | '.join(each)} | {times[1]['max_ms']:.0f} | {wrong}, {failed}"
+
+    head = "attack | alone, p50 / p99 in ms | attacked | longest | wrong answers, failed calls"
+    yield from table(head, (row(name.split(" ", 1)[1], case) for name, case in found.items()))
+
+
+FAULTS: tuple[Callable[[], Iterator[str]], ...] = (overload, faults, faults_ray, attacks)
