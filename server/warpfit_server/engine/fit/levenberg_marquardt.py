@@ -18,7 +18,9 @@ is the diagonal of the Schur complement of c in A: a step equals that of variabl
 Kaufman's Jacobian (Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973; Kaufman, BIT 15,
 1975). At any evaluated point the best c and the loss there are known exactly. So a trial is judged
 by that loss, and where it is much better than the trial's own, the next pass evaluates the point
-with the best c. Starts are corrected like this, too.
+with the best c. Starts are corrected like this, too. Where the residuals at a start are so huge
+that their rounding errors hide the target, c is 0 first: a polynomial far from 0 has residuals of
+1e36, from which no step finds those of 1e-2 if its columns are nearly parallel.
 
 The scale is the greatest of all points (Moré, Lecture Notes in Mathematics 630, 1978).
 
@@ -116,6 +118,11 @@ _LEAST_DAMPING: Final = 1e-18
 _WORTH_CORRECTING: Final = 0.1
 #: Least decrease by a correction, relative to the loss.
 _LEAST_CORRECTION: Final = 1e-10
+#: Squares of residuals at a start, relative to those of the target, which is too far away.
+_FAR: Final = 1e12
+#: Values of the counter CORRECTING: the trial is that with the best linear parameters, or with 0.
+_BEST_LINEAR: Final = 1
+_NO_LINEAR: Final = 2
 #: Least share of the predicted decrease that must remain for a worse trial to be corrected, and
 #: that a step must reach if the curvature's rounding errors are not to be suspected.
 _LEAST_GAIN: Final = 0.25
@@ -201,7 +208,8 @@ def advance(
                     triangles.copy(new, old)
                     if counter[FACTOR] == READY:
                         counter[FACTOR] = WANTED
-                corrects = usable and not counter[CORRECTING] and counter[FACTOR] != WANTED
+                corrects = usable and counter[CORRECTING] != _BEST_LINEAR
+                corrects = corrects and counter[FACTOR] != WANTED
                 corrects = corrects and counter[FACTOR] != READY
                 counter[CORRECTING] = 0
                 if corrects and _correct(
@@ -257,7 +265,10 @@ def _correct(
     limits: SearchLimits,
     space: Workspace,
 ) -> bool:
-    """Make the best linear parameters the next trial; False if that promises too little."""
+    """Make the best linear parameters the next trial; False if that promises too little.
+
+    Where a start is too far away for that, 0 is the next trial of each.
+    """
     n, some = vector.shape[1], False
     best, h = space.best[:n], space.step[:n]
     model = Model(TRIAL, gradient, curvature, space.columns, False, loss)
@@ -268,6 +279,13 @@ def _correct(
         some = some or space.role[i] == MOVES
     if counter[ITERATIONS] >= limits.iterations or not some:
         return False
+    if counter[EVALUATIONS] == 1 and limits.target > 0.0 and loss > _FAR * limits.target:
+        for i in range(n):
+            if space.role[i] != STAYS:
+                vector[TRIAL, i] = within(vector, i, 0.0, limits)
+        counter[CORRECTING] = _NO_LINEAR
+        counter[ITERATIONS] += 1
+        return True
     solve_step(vector, number, counter, model, number[DAMPING], RIDGE, space)
     for i in range(n):
         trial = vector[TRIAL, i]
@@ -282,7 +300,7 @@ def _correct(
         if not (promises and decrease > _WORTH_CORRECTING * (before - reached)):
             return False
     triangles.copy(best, vector[TRIAL])
-    counter[CORRECTING] = 1
+    counter[CORRECTING] = _BEST_LINEAR
     counter[ITERATIONS] += 1
     return True
 

@@ -30,6 +30,8 @@ def polynomial(degree: int) -> str:
         (np.arange(1980.0, 2021.0), 3),
         (np.arange(1980.0, 2021.0), 6),
         (np.linspace(1e6, 1e6 + 1.0, 60), 2),
+        (np.linspace(1e6, 1e6 + 1.0, 60), 5),
+        (np.linspace(1e6, 1e6 + 1.0, 80), 6),
     ],
 )
 def test_polynomials_far_from_0_are_as_those_of_polyfit(x, degree, accuracy):
