@@ -17,11 +17,13 @@ os.environ.update(engine_environment(None))
 # A shell's background job ignores interrupts, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A busy machine is no failure: nothing here is timed.
-settings.register_profile(
-    "untimed", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("untimed")
+# A busy machine is no failure: nothing here is timed. Each run draws other examples;
+# `--hypothesis-profile=many` draws more of them.
+for name, count in (("many", 1000), ("few", 25)):
+    settings.register_profile(
+        name, deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile("few")
 
 #: Each process of the tests loads libraries and keeps servers: about a gigabyte.
 _MOST_PROCESSES = 4

@@ -23,8 +23,8 @@ def calm_load() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """A usual server."""
-    with ServerProcess("--threads", "2") as process:
+    """A usual server of two front ends."""
+    with ServerProcess("--threads", "2", "--front-ends", "2", *PORTS) as process:
         yield process
 
 

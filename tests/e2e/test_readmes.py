@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 LOOKED_AT = {"README.md": 2, "client/README.md": 1}
 PROGRAMS = [program for path in READMES for program in programs(path)[LOOKED_AT.get(path, 0) :]]
 SHELL = [s for path in READMES for s in snippets(path) if s.language == "sh"]
+LINES = [line for snippet in SHELL for line in commands(snippet)]
 INSTALLING = [snippet for snippet in SHELL if installs(snippet)]
 #: What is not run as it stands, by the beginning of the command, and why. All other command lines
 #: of the READMEs are run, in blocks and in sentences.
@@ -170,39 +172,39 @@ def check_words(words: list[str], checkout: Path) -> None:
     if words[0] == "warpfit" or words[1:2] == ["client/examples/diabetes_gp.py"]:
         length = 3 if words[1:2] in (["bench"], ["ray"]) and words[2:3] != ["--profile"] else 2
         given = [word for word in words[:length] if "." not in word or word.endswith(".py")]
-        known = run([*given, "--help"], checkout)
-        assert all(flag in known for flag in flags_in(line)), line
+        assert all(flag in help_of(*given) for flag in flags_in(line)), line
 
 
+#: Commands in sentences, but for those with which a command of a block begins.
 SENTENCES = sorted(
     {
-        (path, " ".join(found.split()))
+        line
         for path in READMES
         for found in re.findall(
             r"`((?:\.venv/bin/)?(?:warpfit|python|pip|docker|helm|chmod|sudo)\s[^`]+)`",
             re.sub(r"^```.*?^```$", "", (ROOT / path).read_text(), flags=re.S | re.M),
         )
+        for line in [" ".join(found.split())]
+        if not any(other.startswith(line) for other in LINES)
     }
 )
 
 
-@pytest.mark.parametrize(("path", "line"), SENTENCES, ids=lambda value: value)
-def test_commands_in_sentences(path: str, line: str, server, checkout, monkeypatch):
+@pytest.mark.parametrize("line", SENTENCES)
+def test_commands_in_sentences(line: str, server, checkout, monkeypatch):
     """A name in capitals stands for what a user has."""
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
     line = line.replace("HOST:PORT", server.address).replace("PATH", "addresses")
     if line == "docker --cpus":  # a flag
         return
     if line.removeprefix(".venv/bin/").startswith("warpfit serve"):
-        known = run(["warpfit", "serve", "--help"], checkout)
-        assert all(flag in known for flag in flags_in(line))
+        assert all(flag in help_of("warpfit", "serve") for flag in flags_in(line))
         return
     check_command(line, checkout)
 
 
 def test_every_exception_from_running_is_needed():
-    lines = [line.replace(".venv/bin/", "") for s in SHELL for line in commands(s)]
-    lines += [line for _, line in SENTENCES]
+    lines = [line.replace(".venv/bin/", "") for line in (*LINES, *SENTENCES)]
     unused = [known for known in NOT_RUN if not any(x.startswith(known.strip()) for x in lines)]
     assert not unused
 
@@ -212,6 +214,12 @@ def executed(words: list[str], folder: Path) -> dict[str, Any]:
     known = {"warpfit": [sys.executable, "-c", MAIN], "python": [sys.executable]}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return {"args": known.get(words[0], words[:1]) + words[1:], "cwd": folder, "env": environment}
+
+
+@cache
+def help_of(*words: str) -> str:
+    """What a command prints about its flags."""
+    return run([*words, "--help"], ROOT)
 
 
 def run(words: list[str], folder: Path) -> str:

@@ -9,17 +9,9 @@ import time
 import pytest
 
 import warpfit
-from support.servers.server import ServerProcess
 
 WARPFIT = f"exec {sys.executable} -c 'import sys, warpfit.cli.main as m; sys.exit(m.main())'"
 SERVE = f"{WARPFIT} serve --port 0 --devices cpu --threads 1"
-
-
-@pytest.fixture(scope="module")
-def address():
-    with ServerProcess("--threads", "1", "--metrics-port", "0", "--health-port", "0") as process:
-        os.environ["METRICS_ADDRESS"] = process.facts["metrics"]
-        yield process.address
 
 
 @pytest.fixture
@@ -43,10 +35,11 @@ COMMANDS = {
 }
 
 
-def run(text, address, table, *redirections):
+def run(text, server, table, *redirections):
     """Run a command in a shell; return its status and standard error."""
     line = f"{WARPFIT} {text} {' '.join(redirections)}"
-    environment = {**os.environ, "ADDRESS": address, "TABLE": str(table)}
+    addresses = {"ADDRESS": server.address, "METRICS_ADDRESS": server.facts["metrics"]}
+    environment = {**os.environ, **addresses, "TABLE": str(table)}
     done = subprocess.run(
         ["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=200
     )
@@ -61,9 +54,9 @@ def run(text, address, table, *redirections):
         *[("info", ">/dev/full", "1"), ("token", ">&-", "1")],
     ],
 )
-def test_a_command_that_cannot_print_says_so(address, table, name, output, unbuffered, monkeypatch):
+def test_a_command_that_cannot_print_says_so(server, table, name, output, unbuffered, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    status, err = run(COMMANDS[name], address, table, output)
+    status, err = run(COMMANDS[name], server, table, output)
     assert status == 2
     lines = err.strip().splitlines()
     assert lines[-1].startswith("warpfit: error: standard output cannot be written: "), err
@@ -78,19 +71,19 @@ def test_a_command_that_cannot_print_says_so(address, table, name, output, unbuf
         ("fit", "<&- 2>&-"),
     ],
 )
-def test_a_command_that_cannot_complain_does_its_work(address, table, name, errors):
-    assert run(COMMANDS[name], address, table, errors)[0] == 0
+def test_a_command_that_cannot_complain_does_its_work(server, table, name, errors):
+    assert run(COMMANDS[name], server, table, errors)[0] == 0
 
 
 @pytest.mark.parametrize("errors", ["2>/dev/full", ">&- 2>&-"])
-def test_the_status_tells_of_an_error_that_cannot_be_shown(address, table, errors):
-    assert run("eval $TABLE 'a +' --address $ADDRESS", address, table, errors)[0] == 2
+def test_the_status_tells_of_an_error_that_cannot_be_shown(server, table, errors):
+    assert run("eval $TABLE 'a +' --address $ADDRESS", server, table, errors)[0] == 2
 
 
-@pytest.mark.parametrize("redirections", ["> /dev/full 2>&1", "<&- >&- 2>&-", ">&-"])
+@pytest.mark.parametrize("redirections", ["> /dev/full 2>&1", "<&- >&- 2>&-"])
 def test_a_server_serves_whatever_its_descriptors_are(tmp_path, redirections):
     file = tmp_path / "address"
-    line = f"{SERVE} --front-ends 2 --address-file {file} {redirections}"
+    line = f"{SERVE} --front-ends 1 --address-file {file} {redirections}"
     with subprocess.Popen(["sh", "-c", line], stderr=subprocess.DEVNULL) as process:
         try:
             address = f"file://{file}"

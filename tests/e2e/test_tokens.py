@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import pickle
 import subprocess
 import sys
 import time
@@ -113,6 +114,22 @@ def test_data_of_another_tenant_are_not_there(as_tenant, method):
     with as_tenant("alice") as alice:
         for name in sorted(set(METHODS) - {"OpenDataset"}):
             assert alice.call(name), "the owner still has them"
+
+
+def test_tenants_do_not_give_each_others_back(server, tokens):
+    alice, bob = (
+        warpfit.connect(server.address, token=tokens[1][name]) for name in ("alice", "bob")
+    )
+    with alice, bob:
+        data = alice.upload(3 * X, X[:, 0], dtype="float64")
+        copy = pickle.loads(pickle.dumps(data))
+        before = alice.info().datasets, bob.info().datasets
+        for everywhere in (False, True):
+            bob.release(data, everywhere=everywhere)  # as if it were not there
+            assert (alice.info().datasets, bob.info().datasets) == before
+        with bob.upload(3 * X, X[:, 0], dtype="float64") as own:
+            bob.release(own, everywhere=True)
+        alice.evaluate(copy, ["x1"], loss="mse")
 
 
 def test_an_upload_does_not_tell_what_another_tenant_has(as_tenant):

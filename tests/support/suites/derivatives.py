@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from support.engines.gradients import ask, derive, linearise
@@ -181,7 +181,6 @@ def test_conventions_at_zero_are_the_references(engine, dtype):
 NICE = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "square", "aq", "logistic", "max", "fma")
 
 
-@settings(max_examples=25, deadline=None)
 @given(program=programs(30, variables=3, parameters=3, operators=NICE, constants=st.floats(-2, 2)))
 def test_random_programs(engine, flavour, program):
     dtype, precision, tolerance = flavour

@@ -5,7 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.operators import leaves, numbers, programs
@@ -157,7 +157,6 @@ def test_chosen_programs_of_a_batch_keep_their_parameters():
         np.testing.assert_array_equal(part.program_parameters(1), [[2.0, 3.0]])
 
 
-@settings(max_examples=50)
 @given(st.lists(programs(), min_size=1, max_size=6), st.integers(1, 3))
 def test_batch_holds_programs_and_parameters(drawn, vectors):
     rng = np.random.default_rng(len(drawn))

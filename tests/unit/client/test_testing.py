@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import warpfit
@@ -21,7 +21,6 @@ from warpfit.transport.call import Request
 X = np.random.default_rng(8).uniform(0.1, 3, size=(20, 3))
 
 
-@settings(max_examples=40)
 @given(
     st.lists(programs(variables=3, parameters=2), min_size=1, max_size=4),
     st.sampled_from(["float32", "float64"]),

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.operators import numbers, programs
@@ -73,7 +73,6 @@ def fits(draw):
     return FitRequest(problem, settings)
 
 
-@settings(deadline=None, max_examples=60)
 @given(fits())
 def test_fits_survive(request):
     back = codec.fit_from_message(reparsed(codec.fit_to_message(request)))
@@ -88,7 +87,6 @@ def test_fits_survive(request):
     back.check(LAYOUT)
 
 
-@settings(deadline=None, max_examples=60)
 @given(fits(), st.randoms(use_true_random=False))
 def test_results_survive(request, random):
     counts = request.problem.batch.parameter_counts.astype(int)
@@ -155,7 +153,6 @@ def test_a_broken_result_is_an_internal_error(result):
         codec.read_fit(FitRequest(problem), [])
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 2000), numbers(np.float32))
 def test_jacobians_and_extras_arrive_in_pieces(chunk_bytes, value):
     batch = Batch.of([Program.parameter(0), Program.variable(1)], [[1.0], []])

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.operators import programs, vectors
@@ -96,7 +96,6 @@ def test_finite_values_have_derivatives_that_are_numbers(name):
 SMOOTH = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "tanh", "square", "aq", "logistic")
 
 
-@settings(max_examples=60, deadline=None)
 @given(programs(20, variables=2, parameters=2, operators=SMOOTH, constants=st.floats(-2, 2)))
 def test_random_programs_against_differences(program):
     x = np.array([[0.3, -1.2, 0.7], [1.1, 0.4, -0.6]])
@@ -109,7 +108,6 @@ def test_random_programs_against_differences(program):
 
 
 @given(programs(30), vectors(2))
-@settings(max_examples=60, deadline=None)
 def test_values_are_those_of_the_reference(program, parameters):
     x = np.array([[0.5, -2.0], [1.5, 0.0], [-1.0, 3.0]])
     values, slopes = differentiate(program, x, parameters)

@@ -5,7 +5,7 @@ from string import Formatter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.operators import programs
@@ -223,7 +223,6 @@ def test_deep_programs(form, side):
         assert Parser().parse(form(program)) == program
 
 
-@settings(max_examples=100, deadline=None)
 @given(program=programs(), pick=st.integers(0, 10**6), named=st.booleans())
 def test_every_token_is_found_in_the_text(program, pick, named):
     names = ("a b", "not", "c") if named else ()

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from sklearn import metrics
 
 from support.engines.operators import matrices, programs, vectors
@@ -116,7 +116,6 @@ def test_operators_by_hand(name):
         np.testing.assert_allclose(got, [wanted], rtol=4e-16, atol=0, err_msg=str(operands))
 
 
-@settings(max_examples=60)
 @given(programs(), matrices(), vectors(2))
 def test_rows_are_independent(program, variables, parameters):
     together = reference.evaluate_program(program, variables, parameters)
@@ -128,7 +127,6 @@ def test_rows_are_independent(program, variables, parameters):
     np.testing.assert_allclose(together, alone, rtol=1e-9)
 
 
-@settings(max_examples=60)
 @given(programs(parameters=2), vectors(2))
 def test_parameters_act_as_constants(program, parameters):
     variables = np.array([[0.5, -2.0], [1.5, 0.0], [-1.0, 3.0]])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("numba")
@@ -62,7 +62,6 @@ DAMAGES = st.tuples(
 )
 
 
-@settings(max_examples=100)
 @given(
     st.lists(programs(max_tokens=12, variables=VARIABLES + 1), min_size=1, max_size=5),
     st.lists(DAMAGES, min_size=3, max_size=12),
@@ -75,7 +74,6 @@ def test_the_fast_test_agrees_with_the_exact_checks(drawn, damages, spare):
         assert fast(batch) == compiled(batch) == exact(batch)
 
 
-@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from(CODES), min_size=1, max_size=30),
     st.lists(st.integers(1, 6), min_size=1, max_size=8),

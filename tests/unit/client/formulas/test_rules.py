@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.operators import numbers, programs
@@ -164,7 +164,6 @@ columns = st.lists(st.tuples(ordinary, ordinary, ordinary), min_size=1, max_size
     st.tuples(ordinary, ordinary),
     st.integers(0, 2**32),
 )
-@settings(max_examples=100)
 def test_simplified_programs_agree_with_the_reference(program, rows, parameters, seed):
     simplified = program.simplify()
     assert len(simplified) <= len(program)
@@ -176,7 +175,6 @@ def test_simplified_programs_agree_with_the_reference(program, rows, parameters,
 
 
 @given(programs(30), st.randoms(use_true_random=False))
-@settings(max_examples=100)
 def test_the_order_of_operands_makes_no_difference(program, random):
     swapped = program.fold(
         lambda code, value: Program([code], [value]),

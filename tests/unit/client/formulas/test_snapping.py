@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import warpfit.testing
@@ -146,7 +146,6 @@ OPERATORS_DRAWN = ("add", "mul", "sin", "div")
     st.sampled_from([0.0, 0.01, 0.5]),
     st.integers(0, 99),
 )
-@settings(max_examples=25)
 def test_no_formula_becomes_worse_than_allowed_or_longer(drawn, tolerance, seed):
     """Fits that find nothing, and report losses that are wrong: what is returned was measured."""
     random = np.random.default_rng(seed)

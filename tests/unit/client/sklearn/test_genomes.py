@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("sklearn")
@@ -38,7 +38,6 @@ def height(program):
     return program.fold(lambda code, value: 1, lambda row, operands: 1 + max(operands))
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_everything_that_is_bred_is_well_formed_and_short(seed):
     nursery = breeder(seed)
@@ -59,7 +58,6 @@ def test_everything_that_is_bred_is_well_formed_and_short(seed):
         parents = gp.joined([parents[::2], parents[1::2]])
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_simplified_formulas_differ_by_scale_and_shift_alone(seed):
     original = breeder(seed, 40)._grown(40, rounds=9)

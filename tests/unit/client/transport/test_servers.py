@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfit.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
@@ -67,7 +67,6 @@ def test_data_sets_are_spread_and_small_ones_live_everywhere():
     assert len(servers.homes(b"x" * 32, SMALL_BYTES)) == 5
 
 
-@settings(max_examples=60)
 @given(
     addresses,
     st.lists(st.tuples(st.sampled_from(["gone", "busy", "fine"]), st.floats(0, 3)), max_size=60),

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.references import moments_of
@@ -79,7 +79,6 @@ def test_statistics_are_forgotten_with_their_data_set():
     assert len(finalizer._statistics) == 0
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(-3, 3), st.floats(0.1, 3))
 def test_linear_scaling_is_weighted_least_squares(seed, a, b):
     draw = np.random.default_rng(seed)

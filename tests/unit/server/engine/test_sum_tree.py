@@ -123,7 +123,6 @@ def test_neither_threads_nor_cuts_nor_other_programs_change_a_bit(engine, rows, 
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
 def test_moments_are_of_all_rows_wherever_these_begin(engine, data):
     """Around the ends of nodes of every level neighbours are far apart in the tree."""
     dtype = data.draw(st.sampled_from(list(DATA)))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.references import POISON, Evaluate, reference_loss
@@ -55,7 +55,6 @@ def test_every_number_of_rows(evaluate, rows, dtype):
     np.testing.assert_allclose(got.values[:, 0], expected, rtol=1e-4, atol=1e-3)
 
 
-@settings(max_examples=40)
 @given(st.tuples(st.integers(0, 2999), st.integers(1, 3000)), st.booleans())
 def test_row_ranges_equal_slices(evaluate, bounds, wants_values):
     start, stop = bounds[0], min(3000, bounds[0] + bounds[1])

@@ -53,7 +53,7 @@ def search(cpu, columns, target, text, start, accuracy=Accuracy.FINAL, **options
         *[
             (p.columns, p.target, p.formula, p.start * 100.0)
             for p in problems()
-            if p.name.split()[0] in ("Jennrich-Sampson", "Beale", "Kowalik", "Chebyquad", "Brown")
+            if p.name.split()[0] in ("Jennrich-Sampson", "Kowalik", "Chebyquad", "Brown")
         ],
     ],
 )

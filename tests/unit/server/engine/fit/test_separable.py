@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.operators import programs
@@ -57,7 +57,6 @@ def test_each_program_of_a_batch_has_its_own_marks():
     assert linear(*map(parse, texts)) == [[1], [0, 1], [0, 1, 1], []]
 
 
-@settings(max_examples=100, deadline=None)
 @given(programs(parameters=3), st.integers(0, 2**32 - 1))
 def test_a_program_is_affine_in_the_marked_parameters(program, seed):
     """Half way between two vectors of the marked parameters is half way between the values."""
