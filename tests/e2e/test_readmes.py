@@ -299,7 +299,7 @@ def test_the_first_command(tmp_path):
     assert command.code.startswith(f"git clone {project['urls']['Repository']} && cd warpfit && ")
     (tmp_path / "client").symlink_to(ROOT / "client")
     start = start.removeprefix(".venv/bin/")
-    small = "--generations 2 --population 60 --workers 1 --optimize"
+    small = "--generations 1 --population 60 --workers 1 --optimize"
     out = shell(f"{start} {small}", extra_of(command), tmp_path)
     assert re.search(r"progression = .*\n\s*LaTeX: ", out)
     # A constant reaches the standard deviation of the target.

@@ -101,7 +101,12 @@ def compiled_code():
 
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [("lm", "parameters"), ("bfgs", "starts"), ("evaluate", "vectors"), ("evaluate", "tokens")],
+    [
+        ("lm", "parameters"),
+        ("evaluate", "tokens"),
+        pytest.param("bfgs", "starts", marks=pytest.mark.thorough),
+        pytest.param("evaluate", "vectors", marks=pytest.mark.thorough),
+    ],
 )
 def test_memory_is_estimated_and_released(method, kind):
     command = (sys.executable, "-c", _PROGRAM, method, kind)
