@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.emulators.device_lowering import Lowered, check_order, lower_on_host, spoilt
@@ -63,6 +63,7 @@ def check_program(found: Lowered, index: int) -> None:
     assert found.slot_counts()[index] == len(slots)
 
 
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(programs(max_tokens=50), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 8)
 )
@@ -118,6 +119,7 @@ def test_invalid_tokens_are_found(seed):
     check_invalid(spoilt(Batch.of(*thesis_mix(seed, 40, variables=FEW)), seed, 20))
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.lists(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.emulators.cuda_on_host import compile_for_host, launch_on_host
@@ -60,6 +60,7 @@ def parent_nodes(nodes, first, levels):
     return np.stack([sum_nodes(group, int(number)) for group, number in groups])
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**40), st.integers(1, 5000), st.integers(0, 14), st.integers(1, 3))
 def test_nodes_are_added_up_as_on_the_cpu(first, nodes, levels, count):
     sums, pitch = np.random.default_rng(nodes).normal(size=(nodes, 3)), 3

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpfit.dataset import Dataset, Layout
@@ -183,6 +183,7 @@ def whole_sum(rows):
     return sum_nodes(terms[:, np.newaxis], rows[0])[0]
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, ROWS - 1), st.integers(1, ROWS), st.integers(0, 99))
 def test_windows_give_the_bits_of_the_whole(start, count, seed):
     rows, device = (start, min(start + count, ROWS)), FakeDevice(seed)
@@ -195,6 +196,7 @@ def test_windows_give_the_bits_of_the_whole(start, count, seed):
     assert size <= device.copied <= size + extra
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 999))
 def test_evaluations_at_the_same_time_do_not_disturb_each_other(seed):
     """One of them is cancelled at times, wherever it is."""
