@@ -61,7 +61,8 @@ def serve(cache, log):
 def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
     """Of each kind, empty ones and halves: Numba's index and data, an object file."""
     damaged = [
-        *(path for name in SMALL for path in cache.glob(f"numba-*/*/{name}-*")),
+        *(path for name in SMALL for path in cache.glob(f"numba-*/*/{name}-*.nbi")),
+        *(path for name in SMALL for path in cache.glob(f"numba-*/*/{name}-*.1.nbc")),
         *cache.glob(f"numba-*/float64-{host_tag()}.o"),
     ]
     assert {path.suffix for path in damaged} == {".nbi", ".nbc", ".o"}

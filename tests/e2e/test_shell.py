@@ -27,7 +27,6 @@ COMMANDS = {
     "top": "top $METRICS_ADDRESS --once --interval 0.1",
     "eval": "eval $TABLE 'a*2 + 1' --target y --address $ADDRESS",
     "fit": "fit $TABLE 'p1*a + p2' --target y --address $ADDRESS",
-    "search": "search $TABLE --target y --seconds 1 --quiet --address $ADDRESS",
     "token": "token alice",
     "help": "--help",
     "help of serve": "serve --help",

@@ -32,7 +32,14 @@ DIFFERENTIATED = {
 }
 
 
-@pytest.mark.parametrize("architecture", sorted({*INTERPRETED, *DIFFERENTIATED}))
+#: Each kind of kernel once.
+USUAL = (75, 86, 90)
+FURTHER = sorted({*INTERPRETED, *DIFFERENTIATED} - {*USUAL})
+
+
+@pytest.mark.parametrize(
+    "architecture", [*USUAL, *(pytest.param(one, marks=pytest.mark.thorough) for one in FURTHER)]
+)
 def test_kernels_assemble(architecture):
     sources = [
         (lowering_source(), ("lower_programs", "order_programs")),
