@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("cuda.bindings")
-
 from warpfit.errors import UnavailableError
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit_server.engine.autodiff.differentiate import lower_batch
 from warpfit_server.engine.cuda.jit import kernel_store
 from warpfit_server.engine.cuda.jit.renderer import Output
-from warpfit_server.engine.interface import Arithmetic
+from warpfit_server.engine.interface import COUNTERS, Arithmetic
+
+pytest.importorskip("cuda.bindings")
 
 
 @pytest.fixture
@@ -142,3 +142,16 @@ class TestKernelStore:
         store.close()
         with pytest.raises(UnavailableError):
             waiting.result(0)
+
+
+def test_the_kernel_store_counts_hits_and_misses(tmp_path):
+    kernels = pytest.importorskip("warpfit_server.engine.cuda.jit.kernel_store")
+    store = kernels.KernelStore(SimpleNamespace(cache_directory=tmp_path), cores=1)
+    try:
+        assert store.find([object()]) is None
+        assert store.disk.get("00ff") is None
+        counters = store.counters()
+    finally:
+        store.close()
+    assert set(counters) <= set(COUNTERS)
+    assert counters["module_cache_misses"] == counters["disk_cache_misses"] == 1
