@@ -41,6 +41,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import string
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -186,6 +187,21 @@ class Macro:
             else:
                 codes.append(code)
                 values.append(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A function that stays a token of its own where a parser is told so."""
+
+    name: str
+    arity: int
+    code: int
+    """Code of the token."""
+
+    @property
+    def operands(self) -> str:
+        """Names of the operands: ``"a"``, ``"ab"``, ...."""
+        return string.ascii_lowercase[: self.arity]
 
 
 def _last_operands(codes: Sequence[int], count: int) -> list[tuple[int, int]]:
@@ -420,7 +436,7 @@ class Parser:
     def __init__(
         self,
         names: Sequence[str] = (),
-        functions: Mapping[str, Macro] = MappingProxyType({}),
+        functions: Mapping[str, Macro | Placeholder] = MappingProxyType({}),
         *,
         indexed: bool = True,
     ) -> None:
@@ -443,7 +459,7 @@ class Parser:
         """Parse one expression, as `warpfit.parse.parse`."""
         return self._cached(text) if len(text) <= _LONGEST_TEXT else self._parse(text)
 
-    def function(self, name: str) -> Operator | Macro | None:
+    def function(self, name: str) -> Operator | Macro | Placeholder | None:
         """Return the operator or macro that a name means."""
         return self._functions.get(name) or function(name)
 
@@ -461,7 +477,7 @@ class _Group:
 
     __slots__ = ("first", "operands", "row")
 
-    def __init__(self, row: Operator | Macro | None, first: int) -> None:
+    def __init__(self, row: Operator | Macro | Placeholder | None, first: int) -> None:
         self.row = row
         """Name of the function that is called; None for a group in parentheses."""
         self.first = first
@@ -621,7 +637,7 @@ class _Reader:
             known = (*self.parser.names, *CONSTANTS, *function_names())
             self._unknown(name, "name", known)
 
-    def _open(self, row: Operator | Macro | None, first: int) -> None:
+    def _open(self, row: Operator | Macro | Placeholder | None, first: int) -> None:
         self.groups.append(_Group(row, first))
         self.stack.append(_OPEN)
 
@@ -643,14 +659,14 @@ class _Reader:
             self._check_arity(group, group.row)
             self._apply(group.row)
 
-    def _apply(self, row: Operator | Macro) -> None:
+    def _apply(self, row: Operator | Macro | Placeholder) -> None:
         if isinstance(row, Macro):
             row.apply(self.codes, self.values)
         else:
             self.codes.append(row.code)
             self.values.append(0.0)
 
-    def _check_arity(self, group: _Group, row: Operator | Macro) -> None:
+    def _check_arity(self, group: _Group, row: Operator | Macro | Placeholder) -> None:
         chained = row.name in CHAINED
         if group.operands != row.arity and not (chained and group.operands > row.arity):
             wanted = f"{row.arity} or more" if chained else str(row.arity)

@@ -53,6 +53,8 @@ def main(words: Sequence[str]) -> int:
         ) from error
     print(model.equations_)
     print(f"\n{options.target} = {model.expression_}")
+    for name, text in model.subformulas_.items():
+        print(f"{name} = {text}")
     if options.json:
         text = json.dumps(_document(model, options), indent=2, allow_nan=False) + "\n"
         with writing_file(options.json):
@@ -139,6 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--seconds", type=seconds, default=60.0, help="time of the search (default: 60)")
     add("--operators", nargs="+", metavar="NAME", help="names or symbols, such as + '*' sin")
+    add(
+        "--template",
+        metavar="TEXT",
+        help="outer form in which f, g, ... are searched: 'f(a, b)*exp(-g(c))'",
+    )
     add("--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)")
     add("--select", default="description_length",
         choices=("best", "accuracy", "score", "description_length", "evidence"))  # fmt: skip
@@ -173,6 +180,7 @@ def _model(options: argparse.Namespace) -> SymbolicRegressor:
         **from_flags(options),
         engine=options.engine,
         loss=options.loss,
+        template=options.template,
         model_selection=options.select,
         max_size=options.max_size,
         generations=10**6,
@@ -213,7 +221,10 @@ def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str
         "chosen": chosen,
         "equation": rows[chosen]["equation"],
         "front": [
-            {k: v if isinstance(v, str) or math.isfinite(v) else None for k, v in row.items()}
+            {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v
+                for k, v in row.items()
+            }
             for row in rows
         ],
     }

@@ -6,7 +6,7 @@ import math
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -82,6 +82,8 @@ class Equation:
     number times the logarithm of their mean squared error, in a cross-validation of five parts,
     and the length of the structure (`warpfit.sklearn.pairs.structure_length`). NaN where the noise
     is small, and for losses that are no squares."""
+    subformulas: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Text of each function and parameter of a template, by name; empty without one."""
 
 
 def build_front(
@@ -95,6 +97,7 @@ def build_front(
     predicts_mean: bool = True,
     r2: Callable[[float], float] = lambda _: math.nan,
     predictive: Mapping[Program, float] | None = None,
+    price: Callable[[Program], float] | None = None,
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
@@ -113,10 +116,12 @@ def build_front(
         predicts_mean: whether predictions are means of the target, so that R^2 judges them.
         r2: returns the R^2 of a loss.
         predictive: predictive lengths, as far as they are known.
+        price: returns what a program's constants count, by default `price_of` them.
 
     """
     predictive = predictive or {}
     near = min(predictive.values(), default=math.inf) + _ALIKE
+    price = price or price_of
     minus_2_log_l = deviance or (lambda _, excess: rows * math.log(excess))
     least = max(ROUNDING * scale, math.ulp(0.0))
     # A formula may have no value on rows that the search did not compare.
@@ -127,7 +132,9 @@ def build_front(
     ]
     best = min(
         measured,
-        key=lambda item: information(item[0], minus_2_log_l(item[2], item[1]), item[2], rows),
+        key=lambda item: information(
+            item[0], minus_2_log_l(item[2], item[1]), price(item[2]), rows
+        ),
     )
     ranked = [item for item in measured if item is best or item[0] > best[0] or item[1] > best[1]]
     front: list[Equation] = []
@@ -140,7 +147,7 @@ def build_front(
         if front and size > front[-1].complexity:
             drop = max(math.log(last / level), 0.0)
             score = drop / (size - front[-1].complexity)
-        length = information(size, minus_2_log_l(program, level), program, rows)
+        length = information(size, minus_2_log_l(program, level), price(program), rows)
         is_refuted = held_out < 0.0 if predicts_mean else held_out == -math.inf
         is_supported = program.variables == 0 or not is_refuted
         total = loss + floor
@@ -154,11 +161,14 @@ def build_front(
     return front
 
 
-def information(size: int, deviance: float, program: Program, rows: float) -> float:
+def price_of(program: Program) -> float:
+    """Return what the constants of a program count: 1 each, or less in a short form."""
+    return sum(map(cost, program.values[program.codes == CONSTANT].tolist())) / FREE
+
+
+def information(size: int, deviance: float, price: float, rows: float) -> float:
     """Return the description length of a formula, from -2 log L; see `Equation`."""
-    constants = program.values[program.codes == CONSTANT].tolist()
-    count = size + sum(map(cost, constants)) / FREE
-    return 0.5 * (deviance + count * math.log(max(rows, 2.0)))
+    return 0.5 * (deviance + (size + price) * math.log(max(rows, 2.0)))
 
 
 def _best(front: Sequence[Equation]) -> Equation:
@@ -235,6 +245,8 @@ class EquationTable:
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with a column for each field; one of them is LaTeX.
 
+        Functions and parameters of a template have columns of their own.
+
         Raises:
             InvalidArgumentError: if pandas is not installed.
 
@@ -243,7 +255,10 @@ class EquationTable:
         import pandas
 
         names = [*COLUMNS, "latex"]
-        return pandas.DataFrame({name: [getattr(e, name) for e in self.front] for name in names})
+        columns = {name: [getattr(e, name) for e in self.front] for name in names}
+        own = list(dict.fromkeys(name for e in self.front for name in e.subformulas))
+        parts = {name: [e.subformulas.get(name, "") for e in self.front] for name in own}
+        return pandas.DataFrame({**parts, **columns})
 
     def __str__(self) -> str:
         """Return the table as columns that fit a terminal: long formulas take several lines."""

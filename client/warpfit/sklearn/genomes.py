@@ -33,6 +33,9 @@ _COMMUTATIVE: Final = np.isin(
 _SCALING: Final = np.isin(np.arange(256), [ADD, SUB, MUL, DIV])
 #: Operands of each code, that of a macro too; 0 for leaves and behind the end.
 OPERANDS: Final = MACROS.operands
+#: Code that makes one tree of two, for formulas that have several; no program has it.
+GLUE: Final = 15
+OPERANDS[GLUE] = 2
 #: Odd 64-bit numbers that mix hashes (from the fractional parts of square roots of primes).
 _MIX: Final = np.array(
     [0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1], np.uint64
@@ -115,15 +118,12 @@ class Genomes:
 
     def fit_batch(self, slopes: Floats, intercepts: Floats) -> Batch:
         """Return formulas a + b f whose constants, and b and a behind them, are parameters."""
-        constant, counts = self.codes == CONSTANT, self.constants
-        before = np.repeat(_bounds(counts)[:-1], self.sizes)
-        codes = np.where(constant, np.uint8(PARAMETER), self.codes)
-        values = np.where(constant, np.cumsum(constant) - 1.0 - before, self.values)
+        counts, inner = self.constants, self.lifted()
         parameters = [tokens(np.full(len(self), PARAMETER), counts + place) for place in (0, 1)]
         ends = [tokens(np.full(len(self), code)) for code in (MUL, ADD)]
-        inner = Genomes(codes, values, self.starts)
         plain = packed([inner, parameters[0], ends[0], parameters[1], ends[1]]).population()
         numbers = [tokens(np.full(len(self), CONSTANT), part) for part in (slopes, intercepts)]
+        constant = self.codes == CONSTANT
         inner = self.made(lambda array: array[constant], _bounds(counts))
         return Batch(
             plain.codes,
@@ -132,6 +132,14 @@ class Genomes:
             parameter_counts=(counts + 2).astype(np.uint32),
             parameters=packed([inner, *numbers]).values,
         )
+
+    def lifted(self) -> Genomes:
+        """Return the formulas with their constants, in their order, as parameters."""
+        constant = self.codes == CONSTANT
+        before = np.repeat(_bounds(self.constants)[:-1], self.sizes)
+        codes = np.where(constant, np.uint8(PARAMETER), self.codes)
+        values = np.where(constant, np.cumsum(constant) - 1.0 - before, self.values)
+        return Genomes(codes, values, self.starts, self.known)
 
     def with_constants(self, numbers: Floats) -> Genomes:
         """Return the formulas with other constants: those of all formulas in turn; flat."""

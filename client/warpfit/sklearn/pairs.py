@@ -691,6 +691,22 @@ def _stepwise(
         yield chosen, best
 
 
+@dataclass
+class FirstFormulas:
+    """Formulas that populations begin with, in the place of a search for pairs."""
+
+    library: Genomes
+    views: tuple[()] = ()
+
+    def step(self, others: Genomes) -> Genomes:
+        """Return no formulas."""
+        return others[:0]
+
+    def sums(self, others: Genomes) -> list[Sum]:
+        """Return no sums."""
+        return []
+
+
 @dataclass(slots=True)
 class PairSearch:
     """A library and the views of the target."""

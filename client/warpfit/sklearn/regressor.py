@@ -27,6 +27,7 @@ from warpfit.formulas.units import dimension, dimensions
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import LossFunction, as_function, as_loss
+from warpfit.ops import VARIABLE
 from warpfit.sklearn import equations as eq
 from warpfit.sklearn.chance import Chance, chance_of
 from warpfit.sklearn.constraints import (
@@ -42,9 +43,11 @@ from warpfit.sklearn.estimator import (
     TrainingData,
     power_of_two,
 )
-from warpfit.sklearn.genomes import Genomes, simplified
+from warpfit.sklearn.forms import Form
+from warpfit.sklearn.genomes import Genomes, joined, simplified
 from warpfit.sklearn.search import INTERRUPTIONS, Terminated
 from warpfit.sklearn.target_search import Progress, TargetSearch, load
+from warpfit.sklearn.templates import Template, TemplateForm
 from warpfit.transport.connection import TlsConfig
 
 #: Operators of the default: those of physics and engineering that have no steps.
@@ -172,7 +175,14 @@ class SymbolicRegressor(FormulaRegressor):
     guesses : sequence of str or Program
         Formulas that the search begins with, beside those that are drawn: texts over the columns'
         names, or x1, x2, ..., whose numbers are starts of a fit. They may have operators that are
-        not among `operators`.
+        not among `operators`. With a template a guess is a dict, such as
+        ``{"f": "x1*x2", "g": "x3", "p1": 2.0}``.
+    template : str, optional
+        Outer form of the formulas, such as ``"f(x1, x2) * exp(-g(x3))"``, without a slope and an
+        intercept of its own. Names that are neither operators nor columns are functions that are
+        searched: each sees its arguments alone, and one that is called twice is the same formula of
+        other arguments. p1, p2, ... are fitted. `max_size` holds for all functions together, and
+        constraints for each of them.
     warm_start : bool
         Whether ``fit`` goes on from the formulas of the last one.
     checkpoint : path, optional
@@ -198,6 +208,9 @@ class SymbolicRegressor(FormulaRegressor):
         The chosen formula, with its constants; for several targets a list.
     expression_ : str
         The same as text, with `digits` digits; for several targets a list.
+    subformulas_ : dict
+        Text of each function and parameter of the template in the chosen formula, by name; empty
+        without a template. For several targets a list.
     n_iter_ : int
         Generations until the end, 0 if the time was over before the first one.
     reason_ : str
@@ -238,6 +251,7 @@ class SymbolicRegressor(FormulaRegressor):
         max_seconds: float | None = None,
         early_stopping: int | None = None,
         guesses: Sequence[Any] = (),
+        template: str | None = None,
         warm_start: bool = False,
         checkpoint: str | Path | None = None,
         callback: Callable[[SymbolicRegressor, int, list[eq.Equation]], Any] | None = None,
@@ -270,6 +284,7 @@ class SymbolicRegressor(FormulaRegressor):
         self.max_seconds = max_seconds
         self.early_stopping = early_stopping
         self.guesses = guesses
+        self.template = template
         self.warm_start = warm_start
         self.checkpoint = checkpoint
         self.callback = callback
@@ -307,7 +322,7 @@ class SymbolicRegressor(FormulaRegressor):
         The best come first.
         """
         check_is_fitted(self)
-        found = getattr(self, "_formulas", {}).get(output, Genomes.of([]))
+        found = getattr(self, "_wholes", {}).get(output, Genomes.of([]))
         return [found.program(row) for row in range(len(found))]
 
     def latex(self, index: int | None = None, output: int = 0) -> str:
@@ -378,6 +393,12 @@ class SymbolicRegressor(FormulaRegressor):
         return tables[0] if isinstance(self.program_, Program) else tables
 
     @property
+    def subformulas_(self) -> Any:
+        """Functions and parameters of the template in the chosen formula; a dict by target."""
+        found = [self._equation(None, place).subformulas for place in range(len(self._fronts))]
+        return found[0] if isinstance(self.program_, Program) else found
+
+    @property
     def front_(self) -> Any:
         """The equations with their programs; one list for each target."""
         return self._fronts[0] if isinstance(self.program_, Program) else self._fronts
@@ -429,7 +450,15 @@ class SymbolicRegressor(FormulaRegressor):
             raise _bad_setting("held_out", self.held_out, "a part from 0 to below 1")
         if not 0.0 <= _number(self.tolerance) < math.inf:
             raise _bad_setting("tolerance", self.tolerance, "a number from 0")
-        self._guessed()
+        template = self._template()
+        if template is None:
+            self._guessed()
+        else:
+            form = TemplateForm(template, self._given[0].rows)
+            for guess in self.guesses:
+                form.guessed(guess)
+            if self.model_selection == "evidence":
+                raise _bad_setting("model_selection", "evidence", "another one with a template")
         if self.snap not in ("constants", "numbers", False):
             raise _bad_setting("snap", self.snap, "constants, numbers or False")
         if self.engine not in ("auto", "cpu"):
@@ -449,9 +478,9 @@ class SymbolicRegressor(FormulaRegressor):
     def _in_units(self, training: TrainingData) -> TrainingData:
         """Divide target and variables by their sizes if squares could overflow or vanish.
 
-        Losses that are no squares are minimised as they are.
+        Losses that are no squares are minimised as they are, and so are those of a template.
         """
-        if not as_function(as_loss(self.loss)).is_squares:
+        if not as_function(as_loss(self.loss)).is_squares or self.template is not None:
             return training
         unit = power_of_two(training.target)
         units = tuple(map(power_of_two, training.rows.T))
@@ -489,6 +518,8 @@ class SymbolicRegressor(FormulaRegressor):
 
     def _find(self, client: Client, training: TrainingData, begun: float, targets: int) -> Program:
         rng = np.random.default_rng(check_random_state(self.random_state).randint(2**31))
+        template = self._template()
+        form = Form() if template is None else TemplateForm(template, training.rows)
         output = len(self._fresh_fronts)
         # The time of fit is shared by the targets.
         spans = [(self.max_seconds or math.inf) * (output + step) / targets for step in (1, 0)]
@@ -497,10 +528,11 @@ class SymbolicRegressor(FormulaRegressor):
             client,
             training,
             rng,
-            self._start(output, training),
+            self._start(output, training, form),
             self._names(),
             begun if output == 0 or self.max_seconds is None else begun + spans[1],
             begun + spans[0],
+            form,
         )
         if output and self.reason_ in INTERRUPTIONS:
             front = task.nothing()
@@ -511,6 +543,8 @@ class SymbolicRegressor(FormulaRegressor):
             if len(task.formulas):
                 known = getattr(self, "_formulas", {}) if output else {}
                 self._formulas = {**known, output: task.formulas}
+                known = getattr(self, "_wholes", {}) if output else {}
+                self._wholes = {**known, output: task.form.whole(task.formulas)}
                 progress.save(task.formulas)
             self._warn_of_end()
         if self.model_selection == "evidence":
@@ -567,15 +601,26 @@ class SymbolicRegressor(FormulaRegressor):
         path = Path(self.checkpoint)
         return path if output == 0 else path.with_name(f"{path.name}.{output}")
 
-    def _start(self, output: int, training: TrainingData) -> Genomes:
+    def _start(self, output: int, training: TrainingData, form: Form) -> Genomes:
         """Return the formulas that the search of a target goes on from, guesses first."""
         path, variables = self._checkpoint_file(output), training.rows.shape[1]
+        width = self.max_size + form.overhead
         known = getattr(self, "_formulas", {}).get(output) if self.warm_start else None
         if known is None and path is not None:
-            known = load(path, self.max_size, variables)
-        older = [] if known is None else [known.program(row) for row in range(len(known))]
-        fitting = [p for p in older if len(p) <= self.max_size and p.variables <= variables]
-        return Genomes.of([*self._guessed(), *fitting])
+            known = load(path, form, width, variables)
+        if known is None or not form.fits(known):
+            known = Genomes.of([])
+        used = np.where(known.codes == VARIABLE, known.values, -1.0)
+        most = np.maximum.reduceat(used, known.starts[:-1]) if len(known) else np.empty(0)
+        older = known[(known.sizes <= width) & (most < variables)]
+        if isinstance(form, TemplateForm):
+            return joined([*map(form.guessed, self.guesses), older])
+        return joined([Genomes.of(self._guessed()), older])
+
+    def _template(self) -> Template | None:
+        if self.template is None:
+            return None
+        return Template.of(self.template, self._names(), self.n_features_in_)
 
     def _guessed(self) -> list[Program]:
         """Return the guesses as programs; parameters begin as 1."""

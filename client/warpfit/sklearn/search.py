@@ -29,6 +29,7 @@ from warpfit.errors import DeadlineExceededError, UnavailableError
 from warpfit.fitting import Reason
 from warpfit.ir import Program
 from warpfit.losses import Loss, LossFunction, as_function
+from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import (
     Breeder,
     Floats,
@@ -40,7 +41,7 @@ from warpfit.sklearn.genomes import (
     joined,
     simplified,
 )
-from warpfit.sklearn.pairs import PairSearch
+from warpfit.sklearn.pairs import FirstFormulas, PairSearch
 
 #: Errors are compared to this many binary digits: equal formulas differ in the last bits.
 _DIGITS: Final = 30
@@ -224,8 +225,9 @@ class Search:
     client: Client
     sample: DatasetHandle
     """Rows on which formulas are compared during the search."""
+    form: Form
     breeder: Breeder
-    pairs: PairSearch
+    pairs: PairSearch | FirstFormulas
     settings: Settings
     start: Genomes
     """Formulas that the first island begins with, beside those that are drawn."""
@@ -248,7 +250,7 @@ class Search:
     _milestone: float = math.inf
     """Least loss of which progress was counted, and its generation."""
     _progressed: int = 0
-    _proposals: DatasetHandle | None = None
+    proposals: DatasetHandle | None = None
     """The sample with the weights of the last call of ``reweigh``, and the best loss then."""
     _reweighed: float = math.inf
 
@@ -358,14 +360,14 @@ class Search:
             return
         pool = self.everything()
         if not len(pool):
-            self._proposals = self.reweigh(self.settings.middle)
+            self.proposals = self.reweigh(self.settings.middle)
         elif pool.losses.min() < _PROGRESS * self._reweighed:
             best = int(np.argmin(pool.losses))
             self._reweighed = float(pool.losses[best])
             ends = (Program.constant(float(part[best])) for part in (pool.slopes, pool.intercepts))
             slope, intercept = ends
             scaled = Program.apply("mul", pool.genomes.program(best), slope)
-            self._proposals = self.reweigh(Program.apply("add", scaled, intercept))
+            self.proposals = self.reweigh(Program.apply("add", scaled, intercept))
 
     def _pair(self) -> None:
         """Let the best pairs into the first island, with their constants fitted."""
@@ -452,31 +454,17 @@ class Search:
         return genomes[first[new]]
 
     def _scored(self, genomes: Genomes) -> Pool:
-        """Fit slope and intercept of every formula."""
+        """Fit slope and intercept of every formula, or what else its form has."""
         count = len(genomes)
         if not count:
             return empty_pool(genomes)
-        losses, slopes, intercepts = self.client.evaluate(
-            self._proposals or self.sample,
-            genomes.population(),
-            loss=Loss.MSE,
-            linear_scaling=True,
-            timeout=self._timeout(),
-        )
-        settled = (genomes.constants == 0) & as_function(self.settings.loss).is_squares
-        if self.settings.loss is not Loss.MSE:
-            losses = self.client.evaluate(
-                self.sample,
-                genomes.fit_batch(slopes, intercepts),
-                loss=self.settings.loss,
-                timeout=self._timeout(),
-            )
+        made, losses, slopes, intercepts, settled = self.form.scored(self, genomes)
         complexities = self.settings.complexity(genomes)
         return self._penalised(
-            Pool(genomes, losses, slopes, intercepts, complexities, settled), self.sample
+            Pool(made, losses, slopes, intercepts, complexities, settled), self.sample
         )
 
-    def _timeout(self) -> float | None:
+    def timeout(self) -> float | None:
         """Return the time that a call may take, None for any.
 
         Raises:
@@ -492,22 +480,21 @@ class Search:
 
     def _fitted(self, pool: Pool, data: DatasetHandle, iterations: int) -> Pool:
         """Fit all numbers of the formulas."""
-        left = self._timeout()
+        left = self.timeout()
         fit = self.client.optimize(
             data,
-            pool.genomes.fit_batch(pool.slopes, pool.intercepts),
+            self.form.fit_batch(pool.genomes, pool.slopes, pool.intercepts),
             loss=self.settings.loss,
             max_iterations=iterations,
             timeout=left,
             partial=left is not None,
         )
-        inner = [vector[:-2] for vector in fit.parameters]
-        ends: Floats = np.array([vector[-2:] for vector in fit.parameters])
+        genomes, slopes, intercepts = self.form.fitted(pool.genomes, fit.parameters)
         fitted = Pool(
-            pool.genomes.with_constants(np.concatenate(inner)),
+            genomes,
             fit.loss,
-            ends[:, 0],
-            ends[:, 1],
+            slopes,
+            intercepts,
             pool.complexities,
             ~np.isin(fit.reason, (Reason.ITERATIONS, Reason.DEADLINE)),
         )

@@ -61,11 +61,14 @@ from warpfit.sklearn.equations import (
     Equation,
     build_front,
     information,
+    price_of,
     selected,
 )
 from warpfit.sklearn.estimator import SearchWarning, TrainingData, loss_unit
+from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Breeder, Floats, Genomes, Indices, Mask
 from warpfit.sklearn.pairs import (
+    FirstFormulas,
     PairSearch,
     arguments,
     library,
@@ -82,6 +85,7 @@ from warpfit.sklearn.search import (
     reason_of,
     seconds_until,
 )
+from warpfit.sklearn.templates import TemplateBreeder, TemplateForm
 
 if TYPE_CHECKING:
     from warpfit.sklearn.regressor import SymbolicRegressor
@@ -340,11 +344,11 @@ def save(path: Path, genomes: Genomes) -> None:
     partial.replace(path)
 
 
-def load(path: Path, width: int, variables: int) -> Genomes | None:
+def load(path: Path, form: Form, width: int, variables: int) -> Genomes | None:
     """Read formulas that `save` has written; None if there is no such file.
 
     Raises:
-        InvalidArgumentError: if the file is another or does not fit the data or ``max_size``.
+        InvalidArgumentError: if the file is another, or does not fit the data or the template.
 
     """
     if not path.exists():
@@ -352,12 +356,16 @@ def load(path: Path, width: int, variables: int) -> Genomes | None:
     try:
         with np.load(path, allow_pickle=False) as content:
             genomes = Genomes(content["codes"], content["values"], content["starts"])
-        programs = [genomes.program(row) for row in range(len(genomes))]
+        suits = form.fits(genomes)
+        whole = form.whole(genomes) if suits else genomes[:0]
+        programs = [whole.program(row) for row in range(len(whole))]
     except (OSError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise _bad_checkpoint(path, str(error)) from error
+    if not suits:
+        raise _bad_checkpoint(path, "its formulas have another template")
     if max((program.variables for program in programs), default=0) > variables:
         raise _bad_checkpoint(path, "its formulas have more variables than the data")
-    return Genomes.of([program for program in programs if len(program) <= width])
+    return genomes[genomes.sizes <= width]
 
 
 def _bad_checkpoint(path: Path, why: str) -> InvalidArgumentError:
@@ -377,6 +385,8 @@ _PAIR_ROWS: Final = 512
 _MOST_VARIABLES: Final = 30
 #: Formulas of the library for each member of the population.
 _LIBRARY: Final = 12
+#: The same of combinations of short formulas in a template.
+_TEMPLATES: Final = 4
 #: The same of arguments of functions for which many factors are tried.
 _ARGUMENTS: Final = 0.4
 #: Iterations of the last fit.
@@ -436,6 +446,7 @@ class TargetSearch:
     """Time of `time.monotonic` from which the time of this target counts."""
     deadline: float
     """Time of `time.monotonic` at which everything should have ended; infinite for any time."""
+    form: Form = field(default_factory=Form)
     scale: float = math.nan
     """Loss of the best constant above the least that any prediction could have."""
     constant: Program = field(init=False)
@@ -500,7 +511,7 @@ class TargetSearch:
             fitted = self._fitted(data, programs)
             progress.phase("simplification")
             if self.options.simplify:
-                fitted = [program.simplify() for program in fitted]
+                fitted = [self.form.simplified(program) for program in fitted]
             refitted = self._measured(list(dict.fromkeys(fitted)))
             # Formulas that there was no time to measure again stay as they were.
             left = [old for old, new in zip(programs, fitted, strict=True) if new not in refitted]
@@ -546,7 +557,8 @@ class TargetSearch:
         for program, error in zip(programs, (total / weights[judged].sum()).tolist(), strict=True):
             level = max(error, ROUNDING * self.scale, math.ulp(0.0))
             length = 0.5 * self._rows * math.log(level) if level < math.inf else math.inf
-            length += structure_length(terms_of(program), symbols)
+            for own in self.form.parts_of(program):
+                length += structure_length(terms_of(own), symbols)
             self.predictive[program] = length + _STRAYING * self._strays(program)
 
     def _rows_to_fit(self, stack: ExitStack, seconds: float) -> DatasetHandle:
@@ -605,20 +617,27 @@ class TargetSearch:
 
     def _whole(self, pool: Pool, row: int, spread: float) -> Program:
         """Build a + b f, without an a whose unit does not fit; the last fit sets b right."""
+        if isinstance(self.form, TemplateForm):
+            return self.form.program(pool.genomes, row)
         whole = _whole(pool, row, spread)
         if self._sound([whole])[0]:
             return whole
         return _whole(replace(pool, intercepts=np.zeros(len(pool))), row, spread)
 
     def _programs(self, pool: Pool) -> list[Program]:
-        """Return the formulas of a pool with slope and intercept, and the best constant."""
+        """Return the formulas of a pool as they are computed, and the best constant.
+
+        A template that there are formulas of excludes the constant.
+        """
         spread = float(np.std(self.training.target))
         programs = [self._whole(pool, row, spread) for row in range(len(pool))]
-        return list(dict.fromkeys([self.constant, *programs]))
+        if not programs or not isinstance(self.form, TemplateForm):
+            programs = [self.constant, *programs]
+        return list(dict.fromkeys(programs))
 
     def front(self, programs: list[Program], losses: Floats, r2: list[float]) -> list[Equation]:
         """Rank programs by the estimator's complexity."""
-        return build_front(
+        found = build_front(
             list(zip(programs, losses.tolist(), r2, strict=True)),
             self._complexity,
             self._texts,
@@ -629,7 +648,15 @@ class TargetSearch:
             as_function(self.loss).is_squares,
             self._r2_of_loss,
             self.predictive,
+            self._price,
         )
+        if not isinstance(self.form, TemplateForm):
+            return found
+        texts, digits = self.form.texts, self.options.digits
+        return [replace(each, subformulas=texts(each.program, digits)) for each in found]
+
+    def _price(self, program: Program) -> float:
+        return sum(map(price_of, self.form.parts_of(program)))
 
     def _texts(self, program: Program) -> tuple[str, str]:
         digits = self.options.digits
@@ -645,13 +672,15 @@ class TargetSearch:
 
     def _complexity(self, program: Program) -> int:
         measure = complexity_measure(self.options.complexity_of_operators)
-        return int(measure(Genomes.of([program]))[0])
+        return int(measure(Genomes.of(self.form.parts_of(program))).sum())
 
     def preview(self, search: Search) -> list[Equation]:
         """Return the front as it is now, with the losses on the sample."""
         pool, spread = search.front(), float(np.std(self.training.target))
-        programs = [*(self._whole(pool, row, spread) for row in range(len(pool))), self.constant]
-        losses = np.append(pool.losses, self.scale)
+        programs = [self._whole(pool, row, spread) for row in range(len(pool))]
+        losses = pool.losses
+        if not isinstance(self.form, TemplateForm):
+            programs, losses = [*programs, self.constant], np.append(losses, self.scale)
         return self._in_given_units(self.front(programs, losses, [np.nan] * len(programs)))
 
     def _in_given_units(self, front: list[Equation]) -> list[Equation]:
@@ -829,13 +858,20 @@ class TargetSearch:
         operators = operator_names(options.operators)
         codes = tuple(map(operator_code, operators))
         of_the_table = tuple(name for name in operators if name in OPERATORS)
-        breeder = Breeder(self.rng, codes, self.training.rows.shape[1], options.max_size)
+        drawing = self.rng, codes, self.training.rows.shape[1], options.max_size
         settings = self._settings(progress, sample)
         progress.phase("library of short formulas")
-        pairs = self._pairs(stack, sample, of_the_table, settings)
+        breeder: Breeder
+        pairs: PairSearch | FirstFormulas
+        if isinstance(self.form, TemplateForm):
+            breeder = TemplateBreeder(*drawing, self.form)
+            pairs = FirstFormulas(breeder.library(of_the_table, _TEMPLATES * options.population))
+        else:
+            breeder, pairs = Breeder(*drawing), self._pairs(stack, sample, of_the_table, settings)
         return Search(
             self.client,
             compared,
+            self.form,
             breeder,
             pairs,
             settings,
@@ -847,7 +883,7 @@ class TargetSearch:
         self, stack: ExitStack, sample: Indices
     ) -> Callable[[Program], DatasetHandle] | None:
         """Return what uploads the sample with weights for least squares, by the best formula."""
-        if as_function(self.loss).is_squares:
+        if as_function(self.loss).is_squares or isinstance(self.form, TemplateForm):
             return None
 
         def reweigh(best: Program) -> DatasetHandle:
@@ -901,9 +937,11 @@ class TargetSearch:
             loss=self.loss,
             middle=Program.constant(float(np.median(self.training.target[sample]))),
             floor=self._floor(sample),
-            complexity=complexity,
+            complexity=lambda genomes: complexity(genomes) - self.form.overhead,
             admissible=self._admission(complexity),
-            penalty=lambda *formulas: self.scale * self._violations(*formulas),
+            penalty=lambda genomes, *others: (
+                self.scale * self._violations(self.form.whole(genomes), *others)
+            ),
             report=lambda search: progress.report(self, search),
             phase=progress.phase,
         )
@@ -936,8 +974,15 @@ class TargetSearch:
     def _admission(self, complexity: Callable[[Genomes], Indices]) -> Callable[[Genomes], Mask]:
         options = self.options
         admit = admission(options.constraints, complexity, options.max_size)
-        consistent = self._consistent
-        return lambda genomes: admit(genomes) & consistent(genomes)
+        form, consistent = self.form, self._consistent
+
+        def admissible(genomes: Genomes) -> Mask:
+            kept = complexity(genomes) - form.overhead <= options.max_size
+            for core in form.cores(genomes):
+                kept &= admit(core)
+            return np.asarray(kept & consistent(form.whole(genomes)))
+
+        return admissible
 
     @cached_property
     def _consistent(self) -> Callable[[Genomes], Mask]:
@@ -956,7 +1001,7 @@ class TargetSearch:
         """Fit all constants, but of formulas that have too many; as well as the time allows."""
         most = min(_MOST_FITTED, len(self.training.target) - len(self.held_out))
         lifted = [
-            program.lift_constants()
+            self.form.lifted(program)
             if np.count_nonzero(program.codes == CONSTANT) <= most
             else (program, np.empty(0))
             for program in programs
@@ -971,8 +1016,11 @@ class TargetSearch:
             timeout=None if left is None else _FIT_SHARE * left,
             partial=left is not None,
         )
-        bound = zip((program for program, _ in lifted), fit.parameters, strict=True)
-        return [program.bind(numbers) for program, numbers in bound]
+        found = zip(programs, lifted, fit.parameters, strict=True)
+        return [
+            self.form.bound(program, numbers) if len(starts) else program
+            for program, (_, starts), numbers in found
+        ]
 
     def _measured(self, programs: list[Program]) -> _Found:
         """Measure formulas: their losses on all rows, infinite for what violates a constraint.
@@ -1011,16 +1059,16 @@ class TargetSearch:
             bulk = self._bulk(program)
             part *= 1.0 if bulk is None else bulk[1]
             rows = max(self._rows, 2.0)
-            short = self.client.simplify(
+            short = self.form.shortened(
+                self.client,
                 data,
-                [program],
+                program,
                 loss=self.loss,
                 tolerance=part * min(_MOST_TOLERANCE, factor * math.log(rows) / self._rows),
                 snap=self._snap(found[program][0]),
-                assume_defined=True,
                 timeout=seconds_until(self.deadline),
             )
-            found.update(self._measured(list(short.programs)))
+            found.update(self._measured([short]))
 
     def _snap(self, excess: float) -> Any:
         """Return what constants may become: multiples of pi and e only in laws, not in noise."""
@@ -1046,7 +1094,10 @@ class TargetSearch:
         def length(program: Program) -> float:
             level = max(found[program][0], ROUNDING * self.scale, math.ulp(0.0))
             return information(
-                self._complexity(program), self._deviance_of(program, level), program, self._rows
+                self._complexity(program),
+                self._deviance_of(program, level),
+                self._price(program),
+                self._rows,
             )
 
         return sorted(found, key=length)[:_SHORTENED]

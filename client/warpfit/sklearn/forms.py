@@ -1,0 +1,110 @@
+"""What the formulas of a search stand for: the programs that are computed, and their numbers.
+
+A search varies formulas f. Mostly what is computed is a + b f, whose slope and intercept have a
+closed form; within a template it is something else (`templates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.client import Client
+from warpfit.ir import Batch, Program
+from warpfit.losses import Loss, LossFunction, as_function
+from warpfit.sklearn.genomes import GLUE, Floats, Genomes, Mask
+
+if TYPE_CHECKING:
+    from warpfit.sklearn.search import Search
+
+#: Formulas, their losses, slopes and intercepts, and which of them a fit would not change.
+Scores: TypeAlias = tuple[Genomes, Floats, Floats, Floats, Mask]
+
+
+class Form:
+    """Formulas a + b f."""
+
+    overhead: int = 0
+    """Tokens of a formula of the search that are not counted in its complexity."""
+
+    def scored(self, search: Search, genomes: Genomes) -> Scores:
+        """Find the slope and the intercept of every formula, by least squares, and its loss."""
+        losses, slopes, intercepts = search.client.evaluate(
+            search.proposals or search.sample,
+            genomes.population(),
+            loss=Loss.MSE,
+            linear_scaling=True,
+            timeout=search.timeout(),
+        )
+        loss = search.settings.loss
+        if loss is not Loss.MSE:
+            losses = search.client.evaluate(
+                search.sample,
+                self.fit_batch(genomes, slopes, intercepts),
+                loss=loss,
+                timeout=search.timeout(),
+            )
+        settled = (genomes.constants == 0) & as_function(loss).is_squares
+        return genomes, losses, slopes, intercepts, settled
+
+    def fit_batch(self, genomes: Genomes, slopes: Floats, intercepts: Floats) -> Batch:
+        """Return what is computed, with all numbers as parameters."""
+        return genomes.fit_batch(slopes, intercepts)
+
+    def fitted(self, genomes: Genomes, vectors: Sequence[Floats]) -> tuple[Genomes, Floats, Floats]:
+        """Return formulas, slopes and intercepts of the parameters that fit `fit_batch`."""
+        ends: Floats = np.array([vector[-2:] for vector in vectors])
+        inner = np.concatenate([vector[:-2] for vector in vectors])
+        return genomes.with_constants(inner), ends[:, 0], ends[:, 1]
+
+    def whole(self, genomes: Genomes) -> Genomes:
+        """Return what is computed of f, but for slope and intercept."""
+        return genomes
+
+    def cores(self, genomes: Genomes) -> list[Genomes]:
+        """Return the functions that are searched, each for all formulas."""
+        return [genomes]
+
+    def fits(self, genomes: Genomes) -> bool:
+        """Tell whether formulas of another search may be those of this one."""
+        return not (genomes.codes == GLUE).any()
+
+    def parts_of(self, program: Program) -> tuple[Program, ...]:
+        """Return what is counted of a program that the search has found: all of it."""
+        return (program,)
+
+    def simplified(self, program: Program) -> Program:
+        """Return an equal program in canonical order."""
+        return program.simplify()
+
+    def lifted(self, program: Program) -> tuple[Program, Floats]:
+        """Return a program whose constants, as far as they may be fitted, are parameters."""
+        return program.lift_constants()
+
+    def bound(self, program: Program, numbers: Floats) -> Program:
+        """Return a program with other constants, in the order of `lifted`."""
+        return self.lifted(program)[0].bind(numbers)
+
+    def shortened(
+        self,
+        client: Client,
+        data: DatasetHandle,
+        program: Program,
+        loss: Loss | LossFunction,
+        tolerance: float,
+        snap: Any,
+        timeout: float | None,
+    ) -> Program:
+        """Return a shorter form whose loss is hardly worse, as `warpfit.Client.simplify`."""
+        return client.simplify(
+            data,
+            [program],
+            loss=loss,
+            tolerance=tolerance,
+            snap=snap,
+            assume_defined=True,
+            timeout=timeout,
+        ).programs[0]

@@ -1,0 +1,681 @@
+"""Templates: the outer form of a formula is given, and functions in it are searched.
+
+In ``"f(x1, x2) * exp(-g(x3))"`` the functions f and g are sub-formulas of their arguments, and p1,
+p2, ... are numbers that are fitted. A function that is called twice is one sub-formula with other
+arguments, and its constants are the same in both places.
+
+An individual of the search is one tree: the sub-formulas and its numbers side by side, held
+together by tokens that compute nothing. So hashes, layers, archives and fits of a search take it
+for any other formula; only the `TemplateBreeder` looks inside, and `TemplateForm` puts the
+sub-formulas into the template before anything is computed. Like every formula of a search, a
+sub-formula is searched up to slope and intercept, a + b f, as far as the template leaves them free:
+in the example the intercept of g would be one more factor of f.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import string
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.client import Client
+from warpfit.errors import DeadlineExceededError, InvalidArgumentError
+from warpfit.expressions.language import IDENTIFIER, INDEXED, TOKEN, WORDS, to_text
+from warpfit.expressions.reference import evaluate_program
+from warpfit.fitting import Reason
+from warpfit.formulas.snapping import Outcomes, SnapSettings, Trials
+from warpfit.formulas.snapping import snap as snapped
+from warpfit.ir import Batch, Program
+from warpfit.losses import Closing, Loss, LossFunction, as_function
+from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.parse import Macro, Parser, Placeholder, function, parse
+from warpfit.sklearn.forms import Form, Scores
+from warpfit.sklearn.genomes import (
+    ADD,
+    GLUE,
+    MUL,
+    OPERANDS,
+    Breeder,
+    Floats,
+    Genomes,
+    Indices,
+    joined,
+    packed,
+    ranges,
+    tokens,
+)
+from warpfit.sklearn.pairs import library
+from warpfit.sklearn.search import Search, seconds_until
+
+#: Code of the first function's calls; those of the others follow.
+_FIRST_CALL: Final = 128
+_SINE: Final = tokens([OPERATORS["sin"].code])
+_MOST_FUNCTIONS: Final = 8
+#: Rounding errors of a value, as part of it, and iterations of the fits of shorter formulas.
+_ROUNDING: Final = 64.0 * float(np.finfo(np.float64).eps)
+_SNAPPING: Final = 30
+#: An intercept below this part of the spread of the values is 0, and a slope this near to 1 is 1.
+_ROUNDED: Final = 1e-10
+#: Iterations of the fit by which individuals are compared.
+_SCREENING: Final = 5
+#: Chance that a child has the father's sub-formula of a function that is not varied.
+_SWAP_CHANCE: Final = 0.1
+#: Rows on which it is found out which numbers a template determines.
+_PROBED: Final = 256
+#: Fewer rows with values say nothing about that.
+_FEWEST_PROBED: Final = 20
+
+
+def _bad_template(what: str, remedy: str) -> InvalidArgumentError:
+    return InvalidArgumentError(what, "BAD_TEMPLATE", remedy, "template")
+
+
+@dataclass(frozen=True)
+class Template:
+    """A text whose unknown functions are searched."""
+
+    text: str
+    names: tuple[str, ...]
+    """Names of the columns, or empty."""
+    functions: dict[str, int]
+    """Number of arguments by function, in the order of their first calls."""
+    program: tuple[tuple[int, float], ...]
+    """Codes and values in postfix order; codes from `_FIRST_CALL` are calls of the functions."""
+    parameters: int
+    """Number of parameters p1, p2, ...."""
+
+    @classmethod
+    def of(cls, text: str, names: Sequence[str], columns: int) -> Template:
+        """Read a template over the names of the columns, or x1, x2, ....
+
+        Raises:
+            ParseError: if the text is no expression, a name is unknown, or the calls of a function
+                have different numbers of arguments.
+            InvalidArgumentError: if no function is unknown, or there are too many.
+
+        """
+        if not isinstance(text, str):
+            raise _bad_template(
+                f"template is {text!r}", "Give a text such as 'f(x1, x2)*exp(-g(x3))', or None"
+            )
+        words = [*TOKEN.findall(text.rstrip()), ""]
+        rows: dict[str, Macro | Placeholder] = {}
+        functions: dict[str, int] = {}
+        for place, (word, following) in enumerate(itertools.pairwise(words)):
+            if following != "(" or not IDENTIFIER.fullmatch(word) or word in WORDS:
+                continue
+            known = function(word)
+            if isinstance(known, Macro):
+                rows[word] = Placeholder(known.name, known.arity, known.code)
+            elif known is None and word not in functions:
+                if word in names or INDEXED.fullmatch(word):
+                    raise _bad_template(
+                        f"{word!r} is a column or parameter, and a function of the template",
+                        "Give the function another name",
+                    )
+                code = _FIRST_CALL + len(functions)
+                functions[word] = _arguments(words[place + 2 :])
+                rows[word] = Placeholder(word, functions[word], code)
+        codes, values = Parser(names, rows).tokens(text)
+        if not 0 < len(functions) <= _MOST_FUNCTIONS:
+            raise _bad_template(
+                f"the template {text!r} has {len(functions)} functions that are searched",
+                f"Write 1 to {_MOST_FUNCTIONS}, such as f in 'f(x1, x2)*exp(-x3)'; where there is "
+                "nothing to search, ParameterOptimizer fits p1, p2, ...",
+            )
+        program = tuple(zip(codes, values, strict=True))
+        last = {code: max([-1.0, *(v for c, v in program if c == code)]) for code in codes}
+        if last.get(VARIABLE, -1.0) >= columns:
+            raise _bad_template(
+                f"the template has x{last[VARIABLE] + 1:.0f}, and the data {columns} columns",
+                "Write columns that the data have",
+            )
+        return cls(text, tuple(names), functions, program, int(last.get(PARAMETER, -1.0)) + 1)
+
+    @property
+    def arities(self) -> list[int]:
+        """Number of arguments of each function."""
+        return list(self.functions.values())
+
+    def expanded(
+        self,
+        count: int,
+        call: Callable[[int, list[Genomes]], Genomes],
+        numbers: Sequence[Genomes],
+    ) -> Genomes:
+        """Write the template with something in the place of its calls and parameters.
+
+        Args:
+            count: number of formulas.
+            call: returns what stands for a call, of the function's index and its arguments.
+            numbers: what stands for each parameter.
+
+        """
+        stack: list[list[Genomes]] = []
+        for code, value in self.program:
+            is_call = _FIRST_CALL <= code < _FIRST_CALL + len(self.functions)
+            index = code - _FIRST_CALL
+            arity = self.arities[index] if is_call else int(OPERANDS[code])
+            operands = stack[len(stack) - arity :]
+            del stack[len(stack) - arity :]
+            if is_call:
+                stack.append([call(index, [packed(operand) for operand in operands])])
+            elif code == PARAMETER:
+                stack.append([numbers[int(value)]])
+            else:
+                own = tokens(np.full(count, code), value)
+                stack.append([*itertools.chain(*operands), own])
+        return packed(stack.pop())
+
+    def filled(self, parts: Sequence[Genomes]) -> Genomes:
+        """Put sub-formulas, and behind them numbers for the parameters, into the template."""
+
+        def call(index: int, arguments: list[Genomes]) -> Genomes:
+            return _substituted(parts[index], arguments)
+
+        return self.expanded(len(parts[0]), call, parts[len(self.functions) :])
+
+    def argument_names(self, index: int) -> tuple[str, ...]:
+        """Return the columns that a function is called with, or letters if calls differ."""
+        code, found = _FIRST_CALL + index, set()
+        for place, (own, _) in enumerate(self.program):
+            if own == code:
+                before = self.program[place - self.arities[index] : place]
+                found.add(before if all(c == VARIABLE for c, _ in before) else ())
+        columns = found.pop()
+        if found or not columns or len(set(columns)) < len(columns):
+            return tuple(string.ascii_lowercase[: self.arities[index]])
+        return tuple(to_text(Program.variable(int(value)), self.names) for _, value in columns)
+
+
+def _arguments(words: Sequence[str]) -> int:
+    """Count the arguments of a call, from the words behind its parenthesis."""
+    count, depth = 1, 1
+    for word in words:
+        depth += (word == "(") - (word == ")")
+        if depth == 0:
+            break
+        count += depth == 1 and word == ","
+    return count
+
+
+def _substituted(genomes: Genomes, arguments: Sequence[Genomes]) -> Genomes:
+    """Put the arguments of each formula in the place of its variables."""
+    total, count = len(genomes.codes), len(genomes)
+    single = Genomes(genomes.codes, genomes.values, np.arange(total + 1))
+    places = genomes.codes == VARIABLE
+    formula = np.repeat(np.arange(count), genomes.sizes)
+    which = np.where(places, genomes.values, 0.0).astype(np.int64) * count
+    made = joined([single, *arguments])[np.where(places, total + which + formula, np.arange(total))]
+    return Genomes(made.codes, made.values, made.starts[genomes.starts])
+
+
+def _determined(template: Template, rows: Floats) -> tuple[tuple[int, int], ...]:
+    """Return which slopes and intercepts of the sub-formulas a template determines.
+
+    Those are taken in turn, slopes first, that move the formula in a direction of their own, at
+    random values of everything: where the derivatives by all that is taken are independent.
+
+    Returns:
+        Pairs of the index of a function, and the code of the operator by which the number joins it.
+
+    Raises:
+        InvalidArgumentError: if the template does not depend on one of its functions.
+
+    """
+    rng = np.random.default_rng(0)
+    count, names = len(template.functions), list(template.functions)
+    calls = sum(code - _FIRST_CALL in range(count) for code, _ in template.program)
+    drawn = rows[rng.integers(len(rows), size=_PROBED)].T
+    table = np.concatenate([drawn, rng.uniform(0.5, 1.5, (calls, _PROBED))])
+    places = itertools.count(len(drawn))
+
+    def call(index: int, arguments: list[Genomes]) -> Genomes:
+        """Return a + b (v + sin(u + ...)) with a random v, of the arguments u, ...."""
+        blocks = [tokens([VARIABLE], next(places))]
+        for argument in arguments:
+            blocks += [argument, _SINE, tokens([ADD])]
+        for number, code in ((index, MUL), (count + index, ADD)):
+            blocks += [tokens([PARAMETER], number), tokens([code])]
+        return packed(blocks)
+
+    parameters = [tokens([PARAMETER], 2 * count + place) for place in range(template.parameters)]
+    probe = template.expanded(1, call, parameters).program(0)
+    plain = np.concatenate([np.ones(count), np.zeros(count), np.ones(template.parameters)])
+    random = rng.uniform(0.5, 1.5, len(plain))
+
+    def derivatives(chosen: list[int]) -> Floats:
+        point = plain.copy()
+        point[chosen] = random[chosen]
+        steps = 1e-5 * np.eye(len(plain))[chosen]
+        ahead, behind = (
+            np.array([evaluate_program(probe, table, point + sign * step) for step in steps])
+            for sign in (1.0, -1.0)
+        )
+        found = (ahead - behind) / 2e-5
+        found = found[:, np.isfinite(found).all(axis=0)]
+        return np.asarray(found / np.maximum(np.linalg.norm(found, axis=1)[:, None], 1e-300))
+
+    taken = list(range(2 * count, len(plain)))
+    for number in range(2 * count):
+        found = derivatives([*taken, number])
+        if found.shape[1] >= _FEWEST_PROBED and number < count and not found[-1].any():
+            raise _bad_template(
+                f"the template does not depend on {names[number]}", "Write it without it"
+            )
+        is_known = found.shape[1] >= _FEWEST_PROBED
+        if not is_known or np.linalg.matrix_rank(found, tol=1e-6) == len(found):
+            taken.append(number)
+    return tuple(
+        (number % count, MUL if number < count else ADD) for number in taken if number < 2 * count
+    )
+
+
+class TemplateForm(Form):
+    """The form of a search within a template, whose individuals are sub-formulas and numbers.
+
+    An individual is the tree of the sub-formulas f of a + b f, of those b and a that the template
+    determines, and of its parameters, in this order.
+    """
+
+    def __init__(self, template: Template, rows: Floats) -> None:
+        """Find out on some rows, [rows, variables], which numbers the template determines.
+
+        Raises:
+            InvalidArgumentError: if the template does not depend on one of its functions.
+
+        """
+        self.template = template
+        self.functions = len(template.functions)
+        step = -(-len(rows) // _PROBED)
+        self._rows = np.ascontiguousarray(rows[::step].T)
+        self.scales = _determined(template, rows)
+        self.numbers = len(self.scales) + template.parameters
+        self.overhead = self.functions - 1 + 2 * self.numbers
+        self._parts: dict[Program, tuple[Program, ...]] = {}
+
+    def individuals(self, cores: Sequence[Genomes], numbers: Floats) -> Genomes:
+        """Make individuals of sub-formulas up to slope and intercept, and numbers [n, numbers]."""
+        glue = tokens(np.full(len(cores[0]), GLUE))
+        blocks = [cores[0], *itertools.chain(*((core, glue) for core in cores[1:]))]
+        for column in numbers.T:
+            blocks += [tokens(np.full(len(column), CONSTANT), column), glue]
+        return packed(blocks)
+
+    def cores(self, individuals: Genomes) -> list[Genomes]:
+        """Return the sub-formulas up to slope and intercept."""
+        spans, end = individuals.spans, individuals.starts[1:] - 1 - 2 * self.numbers
+        found = []
+        for index in range(self.functions)[::-1]:
+            end = end - (index > 0)  # The token that joins it to those before.
+            first = end + 1 - spans[end]
+            found.append(individuals.assembled(first[:, None], spans[end][:, None]))
+            end = first - 1
+        return found[::-1]
+
+    def numbers_of(self, individuals: Genomes) -> list[Genomes]:
+        """Return slopes, intercepts and parameters as formulas of one token."""
+        first = individuals.starts[1:, None] - 2 * self.numbers + 2 * np.arange(self.numbers)
+        ones = np.ones((len(individuals), 1), np.int64)
+        return [individuals.assembled(place[:, None], ones) for place in first.T]
+
+    def parts(self, individuals: Genomes) -> list[Genomes]:
+        """Return the sub-formulas with slope and intercept, and the parameters."""
+        cores, numbers = self.cores(individuals), self.numbers_of(individuals)
+        for (index, code), number in zip(self.scales, numbers, strict=False):
+            cores[index] = packed([cores[index], number, tokens(np.full(len(number), code))])
+        return [*cores, *numbers[len(self.scales) :]]
+
+    def whole(self, genomes: Genomes) -> Genomes:
+        """Write the whole formulas of individuals."""
+        return self.template.filled(self.parts(genomes))
+
+    def fit_batch(self, genomes: Genomes, slopes: Floats, intercepts: Floats) -> Batch:
+        """Return the whole formulas, in which the numbers of the individuals are parameters."""
+        plain = self.whole(genomes.lifted()).population()
+        numbers, counts = genomes.values[genomes.codes == CONSTANT], genomes.constants
+        # A function that another one makes no use of is in no formula, with the last numbers.
+        used = plain.needed_parameters()
+        kept, _ = ranges(np.cumsum(counts) - counts, used)
+        return Batch(
+            plain.codes,
+            plain.values,
+            plain.lengths,
+            parameter_counts=used.astype(np.uint32),
+            parameters=numbers[kept],
+        )
+
+    def fitted(self, genomes: Genomes, vectors: Sequence[Floats]) -> tuple[Genomes, Floats, Floats]:
+        """Take the numbers that a fit of `fit_batch` returned; nothing is scaled any more."""
+        numbers, counts = genomes.values[genomes.codes == CONSTANT].copy(), genomes.constants
+        used = np.array([len(vector) for vector in vectors])
+        numbers[ranges(np.cumsum(counts) - counts, used)[0]] = np.concatenate([*vectors])
+        return genomes.with_constants(numbers), np.ones(len(genomes)), np.zeros(len(genomes))
+
+    def scored(self, search: Search, genomes: Genomes) -> Scores:
+        """Fit all numbers for a few iterations: without it they say little about a structure."""
+        nothing = np.zeros(len(genomes))
+        left = search.timeout()
+        fit = search.client.optimize(
+            search.sample,
+            self.fit_batch(genomes, nothing, nothing),
+            loss=search.settings.loss,
+            max_iterations=_SCREENING,
+            timeout=left,
+            partial=left is not None,
+        )
+        is_settled = ~np.isin(fit.reason, (Reason.ITERATIONS, Reason.DEADLINE))
+        made, slopes, intercepts = self.fitted(genomes, fit.parameters)
+        return made, fit.loss, slopes, intercepts, is_settled
+
+    def fits(self, genomes: Genomes) -> bool:
+        """Tell whether formulas of another search have the same functions and numbers."""
+        wanted = self.functions - 1 + self.numbers
+        if not len(genomes) or (genomes.totals(genomes.codes == GLUE) != wanted).any():
+            return not len(genomes)
+        if any((number.codes != CONSTANT).any() for number in self.numbers_of(genomes)):
+            return False
+        return all(
+            core.values[core.codes == VARIABLE].max(initial=-1.0) < arity
+            for core, arity in zip(self.cores(genomes), self.template.arities, strict=True)
+        )
+
+    # ---------------------------------------------------------------- what follows the search
+
+    def program(self, genomes: Genomes, row: int) -> Program:
+        """Return the whole formula of an individual, whose parts are known from then on."""
+        parts = [part.program(0) for part in self.parts(genomes[row : row + 1])]
+        return self.of_parts([self._trimmed(parts, place) for place in range(len(parts))])
+
+    def _trimmed(self, parts: Sequence[Program], place: int) -> Program:
+        """Leave out an intercept or a slope that only rounding errors tell from 0 and 1."""
+        part = parts[place]
+        if [*part.codes[-2:]] == [CONSTANT, ADD]:
+            inner = Program(part.codes[:-2], part.values[:-2])
+            with np.errstate(all="ignore"):
+                spread = np.nanstd(evaluate_program(inner, self._arguments(parts, place)))
+            if abs(part.values[-2]) <= _ROUNDED * spread < np.inf:
+                part = inner
+        if [*part.codes[-2:]] == [CONSTANT, MUL] and abs(part.values[-2] - 1.0) <= _ROUNDED:
+            part = Program(part.codes[:-2], part.values[:-2])
+        return part
+
+    def lifted(self, program: Program) -> tuple[Program, Floats]:
+        """Return a whole formula with its numbers as parameters, but for those of the template."""
+        parts = self.parts_of(program)
+        if not parts:
+            return program.lift_constants()
+        lifted = self.template.filled(self._lifted(parts)).program(0)
+        numbers = np.concatenate([part.values[part.codes == CONSTANT] for part in parts])
+        return lifted, numbers[: lifted.parameters]
+
+    def bound(self, program: Program, numbers: Floats) -> Program:
+        """Return a whole formula with other numbers, in the order of `lifted`."""
+        parts = self.parts_of(program)
+        if not parts:
+            return program.lift_constants()[0].bind(numbers)
+        made = Genomes.of(parts)
+        rest = made.values[made.codes == CONSTANT][len(numbers) :]
+        made = made.with_constants(np.concatenate([numbers, rest]))
+        return self.of_parts([made.program(place) for place in range(len(parts))])
+
+    def of_parts(self, parts: Sequence[Program]) -> Program:
+        """Return the whole formula of sub-formulas and numbers, whose parts are known then."""
+        whole = self.template.filled([Genomes.of([part]) for part in parts]).program(0)
+        self._parts[whole] = tuple(parts)
+        return whole
+
+    def parts_of(self, program: Program) -> tuple[Program, ...]:
+        """Return sub-formulas and numbers of a whole formula; another program is its own part."""
+        return self._parts.get(program, (program,))
+
+    def simplified(self, program: Program) -> Program:
+        """Return the whole formula of equal sub-formulas in canonical order."""
+        if program not in self._parts:
+            return program
+        parts = self._parts[program]
+        places = range(len(parts))
+        return self.of_parts([self._trimmed(parts, place).simplify() for place in places])
+
+    def texts(self, program: Program, digits: int | None) -> dict[str, str]:
+        """Return each sub-formula and parameter of a whole formula as text, by name."""
+        names = [*self.template.functions, *self._parameter_names]
+        arguments = [self.template.argument_names(place) for place in range(self.functions)]
+        arguments += [()] * self.template.parameters
+        parts = self._parts.get(program, ())
+        found = zip(names, parts, arguments, strict=False)
+        return {name: to_text(part, known, digits) for name, part, known in found}
+
+    @property
+    def _parameter_names(self) -> list[str]:
+        return [f"p{place + 1}" for place in range(self.template.parameters)]
+
+    def guessed(self, guess: Any) -> Genomes:
+        """Make an individual of texts by function, and of numbers by parameter, 1 without.
+
+        Raises:
+            ParseError: if a text is no expression.
+            InvalidArgumentError: for anything but a dict with all functions of the template.
+
+        """
+        functions, numbers = self.template.functions, self._parameter_names
+        if (
+            not isinstance(guess, Mapping)
+            or not {*functions} <= {*guess} <= {*functions, *numbers}
+            or not all(isinstance(guess[name], str) for name in functions)
+        ):
+            example = dict.fromkeys(functions, "...") | dict.fromkeys(numbers, 1.0)
+            raise InvalidArgumentError(
+                f"the guess {guess!r} is not one for the template {self.template.text!r}",
+                "BAD_SETTING",
+                f"Give dicts such as {example}",
+                "guesses",
+            )
+        cores = []
+        for place, (name, arity) in enumerate(functions.items()):
+            program = parse(guess[name], self.template.argument_names(place))
+            program = program.bind(np.ones(program.parameters))
+            if program.variables > arity:
+                raise InvalidArgumentError(
+                    f"the guess of {name} has x{program.variables}, and {name} {arity} arguments",
+                    "BAD_SETTING",
+                    f"Write it with {', '.join(self.template.argument_names(place))}",
+                    "guesses",
+                )
+            cores.append(Genomes.of([program]))
+        scales = [1.0 if code == MUL else 0.0 for _, code in self.scales]
+        values = [float(guess.get(name, 1.0)) for name in numbers]
+        return self.individuals(cores, np.array([[*scales, *values]]))
+
+    def shortened(
+        self,
+        client: Client,
+        data: DatasetHandle,
+        program: Program,
+        loss: Loss | LossFunction,
+        tolerance: float,
+        snap: Any,
+        timeout: float | None,
+    ) -> Program:
+        """Shorten one sub-formula or number after the other, with all others fitted again."""
+        if program not in self._parts:
+            return program
+        ends = math.inf if timeout is None else time.monotonic() + timeout
+        parts = list(self._parts[program])
+        for place in range(len(parts)):
+            with suppress(DeadlineExceededError):  # What is shorter by then stays.
+                parts = self._with_short_part(
+                    client, data, parts, place, loss, tolerance / len(parts), snap, ends
+                )
+        return self.of_parts(parts)
+
+    def _with_short_part(
+        self,
+        client: Client,
+        data: DatasetHandle,
+        parts: list[Program],
+        place: int,
+        loss: Loss | LossFunction,
+        tolerance: float,
+        snap: Any,
+        ends: float,
+    ) -> list[Program]:
+        sample = self._arguments(parts, place)
+        values = evaluate_program(parts[place], sample)
+        values = values[np.isfinite(values)]
+        squares = as_function(loss).is_squares and as_function(loss).closing is not Closing.ROOT
+        settings = SnapSettings(
+            tolerance=tolerance,
+            rounding=_ROUNDING**2 if squares else _ROUNDING,
+            assume_defined=True,
+            sample=sample,
+            low=sample.min(axis=1),
+            high=sample.max(axis=1),
+            middle=float(np.median(values)) if len(values) else 1.0,
+            numbers=snap or "",
+        )
+        search = snapped([parts[place]], settings)
+        known: dict[Program, Floats] = {}
+        outcome = None
+        while True:
+            try:
+                trials = search.send(outcome)  # type: ignore[arg-type]  # None begins
+            except StopIteration as stop:
+                short: Program = stop.value[0].program
+                break
+            outcome = self._tried(client, data, parts, place, trials, loss, ends, known)
+        rest = Genomes.of([*parts[:place], *parts[place + 1 :]]).with_constants(known[short])
+        others = [rest.program(index) for index in range(len(rest))]
+        return [*others[:place], short, *others[place:]]
+
+    def _arguments(self, parts: Sequence[Program], place: int) -> Floats:
+        """Return what a sub-formula is called with on some rows, [arguments, rows and calls]."""
+        found: list[list[Genomes]] = []
+        genomes = [Genomes.of([part]) for part in parts]
+
+        def call(index: int, arguments: list[Genomes]) -> Genomes:
+            if index == place:
+                found.append(arguments)
+            return _substituted(genomes[index], arguments)
+
+        self.template.expanded(1, call, genomes[self.functions :])
+        tables = [
+            [evaluate_program(argument.program(0), self._rows) for argument in arguments]
+            for arguments in found
+        ]
+        table = np.hstack(tables) if tables else self._rows  # Parameters have no arguments.
+        return table[:, np.isfinite(table).all(axis=0)]
+
+    def _tried(
+        self,
+        client: Client,
+        data: DatasetHandle,
+        parts: Sequence[Program],
+        place: int,
+        trials: Trials,
+        loss: Loss | LossFunction,
+        ends: float,
+        known: dict[Program, Floats],
+    ) -> Outcomes:
+        """Fit the parameters of candidates of one part, with the numbers of all other parts.
+
+        ``known`` takes the latter by candidate, for those that have no parameters of their own.
+        """
+        others = [part for index, part in enumerate(parts) if index != place]
+        rest = Genomes.of(others)
+        start = rest.values[rest.codes == CONSTANT]
+        behind = np.array([len(own) for own in trials[1]])
+        blocks = [Genomes.of(trials[0])]
+        for index, block in enumerate(self._lifted(others)):
+            everywhere = block[np.zeros(len(behind), np.int64)]
+            free = everywhere.codes == PARAMETER
+            everywhere.values[free] += np.repeat(behind, everywhere.sizes)[free]
+            blocks.insert(index + (index >= place), everywhere)
+        programs = list(self.template.filled(blocks).population())
+        starts = [np.concatenate([own, start]) for own in trials[1]]
+        used = [own[: one.parameters] for own, one in zip(starts, programs, strict=True)]
+        left = seconds_until(ends)
+        fit = client.optimize(
+            data, programs, used, loss=loss, max_iterations=_SNAPPING, timeout=left
+        )
+        fitted = []
+        rows = zip(trials[0], behind, fit.parameters, starts, strict=True)
+        for candidate, count, vector, begun in rows:
+            numbers = np.concatenate([vector, begun[len(vector) :]])
+            fitted.append(numbers[:count])
+            if not count:
+                known[candidate] = numbers
+        return fit.loss, fitted
+
+    def _lifted(self, parts: Sequence[Program]) -> list[Genomes]:
+        """Return parts with their constants as parameters, which are numbered through."""
+        together = Genomes.of(parts)
+        one = Genomes(together.codes, together.values, together.starts[[0, -1]]).lifted()
+        free = Genomes(one.codes, one.values, together.starts)
+        return [free[place : place + 1] for place in range(len(parts))]
+
+
+@dataclass
+class TemplateBreeder(Breeder):
+    """Draws and varies the sub-formulas of a template, each among those of its own function."""
+
+    form: TemplateForm
+
+    def __post_init__(self) -> None:
+        """Make a breeder for each function, whose variables are its arguments."""
+        self._breeders = [
+            Breeder(self.rng, self.operators, arity, self.width)
+            for arity in self.form.template.arities
+        ]
+
+    def first(self, count: int) -> Genomes:
+        """Draw individuals."""
+        return self.of_cores([breeder.first(count) for breeder in self._breeders])
+
+    def of_cores(self, cores: Sequence[Genomes]) -> Genomes:
+        """Make individuals of sub-formulas, with numbers to begin with."""
+        count = len(cores[0])
+        numbers = np.ones((count, self.form.numbers))
+        for place, (_, code) in enumerate(self.form.scales):
+            drawn = np.exp2(self.rng.normal(-1.0, 1.0, count)) * self.rng.choice([-1.0, 1.0], count)
+            numbers[:, place] = drawn if code == MUL else 0.0
+        return self.form.individuals(cores, numbers)
+
+    def offspring(self, genomes: Genomes, mothers: Indices, fathers: Indices) -> Genomes:
+        """Cross or mutate one sub-formula of each mother, or take another one as a whole.
+
+        Arguments as for `Breeder.offspring`; a sub-formula is crossed with the father's of the same
+        function.
+        """
+        cores = self.form.cores(genomes)
+        changed = self.rng.integers(len(cores), size=len(mothers))
+        swaps = self.rng.random((len(cores), len(mothers))) < _SWAP_CHANCE
+        made = []
+        for index, (breeder, own) in enumerate(zip(self._breeders, cores, strict=True)):
+            rows = np.where(swaps[index], fathers, mothers)
+            bred = np.flatnonzero(changed == index)
+            children = breeder.offspring(own, mothers[bred], fathers[bred])
+            rows[bred] = len(own) + np.arange(len(bred))
+            made.append(joined([own, children])[rows])
+        numbers = np.column_stack([one.values for one in self.form.numbers_of(genomes)])
+        return self.form.individuals(made, numbers[mothers])
+
+    def library(self, names: tuple[str, ...], most: int) -> Genomes:
+        """Return individuals of the shortest sub-formulas in all combinations, shortest first."""
+        share = max(2, int(most ** (1.0 / len(self._breeders))))
+        short = [
+            library(names, breeder.variables, self.width, 7 * share)[:share]
+            for breeder in self._breeders
+        ]
+        grid = np.indices([len(part) for part in short]).reshape(len(short), -1)
+        size = sum(part.sizes[rows] for part, rows in zip(short, grid, strict=True))
+        grid = grid[:, np.argsort(size, kind="stable")]
+        return self.of_cores([part[rows] for part, rows in zip(short, grid, strict=True)])
