@@ -99,7 +99,7 @@ class CudaEngine:
         self.step_size = each * self._device.multiprocessors
         started = time.perf_counter()
         where = self._device.cache_directory, self._device.architecture
-        # Beside what the engine waits for: `_load_derivatives` finds it compiled, or waits for it.
+        # Beside the code that the engine waits for; `_load_derivatives` waits for this.
         BACKGROUND.submit(parts.compile_group, "derivatives", *where, self._threads, urgent=False)
         parts.compile_group("values", *where, self._threads)
         self._interpreter = InterpreterTier(self._device)
@@ -129,21 +129,19 @@ class CudaEngine:
         )
 
     def load(self, dataset: Dataset) -> None:
-        """Copy a data set to the device, or stream what is too large; see `interface.Engine`."""
+        """Copy a data set to the device, or stream a large one; see `interface.Engine`."""
         with self._lock:
             if dataset.content_id in self._residents:
                 return
-        is_too_large = must_stream(dataset.layout, self._device.memory_limit)
-        resident = self._stream(dataset) if is_too_large else upload(self._device, dataset)
+            others = list(self._residents.values())
+        if must_stream(dataset.layout, self._device.memory_limit):
+            shared = [other.buffers for other in others if isinstance(other, StreamedDataset)]
+            buffers = shared[0] if shared else WindowBuffers(self._device)
+            resident: ResidentDataset = StreamedDataset(self._device, dataset, buffers)
+        else:
+            resident = upload(self._device, dataset)
         with self._lock:
             self._residents[dataset.content_id] = resident
-
-    def _stream(self, dataset: Dataset) -> ResidentDataset:
-        with self._lock:
-            others = list(self._residents.values())
-        shared = [other.buffers for other in others if isinstance(other, StreamedDataset)]
-        buffers = shared[0] if shared else WindowBuffers(self._device)
-        return StreamedDataset(self._device, dataset, buffers)
 
     def unload(self, dataset_id: bytes) -> None:
         """Forget a data set; its memory is freed once the evaluations that use it have ended."""
@@ -151,7 +149,7 @@ class CudaEngine:
             self._residents.pop(dataset_id, None)
 
     def others_wait(self, wait: bool) -> None:
-        """Do nothing: launches are short whether or not somebody waits."""
+        """Do nothing: launches are short whether or not requests wait."""
 
     def map_segment(self, segment: Segment) -> None:
         """Have a segment page-locked, so that batches are copied from it at the full rate."""
@@ -292,7 +290,7 @@ class CudaEngine:
         else:
             steps = interpreter.evaluate(*work)
         timings, host_time = yield from timed(steps)
-        # What waited for a compiler, or for rows, says nothing about the rates of the tiers. Only
+        # Evaluations that waited for a compiler, or for rows, tell no rates of the tiers. Only
         # batches that it chooses for need the chooser: new ones are many, and always interpreted.
         is_known = tier is Tier.INTERPRETER or timings.cache_hits
         if evaluation.tier is Tier.AUTO and not resident.is_streamed and is_known:

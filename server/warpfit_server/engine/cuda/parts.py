@@ -54,7 +54,7 @@ _KERNELS: Final = {
     "derivatives": _variants(partial(derivative_source, spills=False), _DERIVATIVES),
     "spilling": _variants(partial(derivative_source, spills=True), _DERIVATIVES),
 }
-#: Functions that Numba compiles, by group: seconds, and what loads them.
+#: Functions that Numba compiles, by group: seconds, and the function that loads them.
 _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[], object]]]]] = {
     "values": {
         "check": (0.8, validate.load),
@@ -67,7 +67,7 @@ _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[], object]]]]] = {
     },
     "spilling": {},
 }
-#: Names of what is compiled together, in the order of need. A start needs "values".
+#: Names of the parts that are compiled together, in the order of need. A start needs "values".
 GROUPS: Final = {group: (*_KERNELS[group], *_HOST_CODE[group]) for group in _KERNELS}
 
 
@@ -97,7 +97,7 @@ def precompile(directory: Path, architecture: int, processes: int) -> None:
 
 
 def _fingerprint(architecture: int) -> str:
-    """Return a hash of what shapes the code of all groups."""
+    """Return a hash of all that the code of all groups depends on."""
     sources = [source() for group in _KERNELS.values() for _, source in group.values()]
     host = numba_cache.default_directory().name, numba_cache.host_tag()
     text = "\0".join([*host, *(word for source in sources for word in source.key(architecture))])

@@ -38,7 +38,7 @@ _FORGETTING: Final = 0.002
 
 
 class WorkKind(NamedTuple):
-    """What the cost of a token-row depends on beside the tier."""
+    """Properties of an evaluation on which the cost of a token-row depends."""
 
     arithmetic: Arithmetic
     gradient: bool = False
@@ -59,7 +59,7 @@ class TierCost:
         return self.launch + token_rows / self.rate
 
     def corrected(self, token_rows: int, surprise: float) -> TierCost:
-        """Return the cost after an observation, which took ``surprise`` times what was predicted.
+        """Return the cost after an observation, which took ``surprise`` times the predicted time.
 
         Each term is corrected by its share.
         """
@@ -81,7 +81,7 @@ COSTS: Final = MappingProxyType(
         (Tier.COMPILED, Arithmetic.DOUBLE): TierCost(0.4e-3, 1.5e12),
     }
 )
-#: Seconds of one process to compile one expression as part of a fused group; likewise.
+#: Seconds of one process to compile one expression as part of a fused group, measured there, too.
 COMPILE_SECONDS: Final = MappingProxyType(
     {Arithmetic.FAST: 0.012, Arithmetic.PRECISE: 0.06, Arithmetic.DOUBLE: 0.07}
 )
@@ -106,7 +106,7 @@ class TierChooser:
 
     Args:
         compilers: processes that compile at the same time.
-        start: costs of losses without gradients at the start, by tier and arithmetic; those of
+        start: costs of losses at the start, by tier and arithmetic; the costs of losses with
             gradients are derived.
     """
 
@@ -160,8 +160,8 @@ class TierChooser:
     def merge_from(self, kind: WorkKind, token_rows: int) -> int:
         """Return with how many requests merging them costs each less than compiled kernels do.
 
-        Of n requests that are interpreted as one, each pays one n-th of what an evaluation costs
-        beside its token-rows.
+        Of n requests that are interpreted as one, each pays one n-th of the fixed cost of an
+        evaluation.
 
         Returns:
             1 if compiled kernels do not even pay for a lone request; 0 if they pay whatever the
@@ -176,7 +176,7 @@ class TierChooser:
     def observe(self, tier: Tier, kind: WorkKind, token_rows: int, seconds: float) -> None:
         """Correct the cost of a tier by a finished evaluation.
 
-        ``seconds`` are those of the engine's thread plus those of the device, without waiting.
+        ``seconds`` is the time of the engine's thread plus that of the device, without waiting.
         """
         with self._lock:
             if tier is Tier.COMPILED:

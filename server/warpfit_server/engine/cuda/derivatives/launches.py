@@ -1,12 +1,12 @@
 """Launches of an evaluation with derivatives: their plan, their arguments, and their results.
 
 A plan cuts the jobs (a program with one parameter vector each) into chunks whose results fit on the
-device. What the parameters do not change is planned once, partly while the programs are still being
-lowered. Kernels write small results (losses, gradients, curvatures, statistics) to the host's
-memory. Large results (values, Jacobian) are copied chunk by chunk.
+device. All that does not depend on the parameters is planned once, partly while the programs are
+still being lowered. Kernels write small results (losses, gradients, curvatures, statistics) to the
+host's memory. Large results (values, Jacobian) are copied chunk by chunk.
 
 A call from Python to the driver takes several times as long as one from compiled code, so Python
-only lists what is to be uploaded and launched.
+only lists the arrays to upload and the kernels to launch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ DERIVATIVE_ARGUMENTS: Final = argument_struct(template("derivatives.cu"), "Argum
 STATISTICS_ARGUMENTS: Final = argument_struct(template("statistics.cu"), "StatisticsArguments")
 _Arguments: Final = as_ctypes_type(DERIVATIVE_ARGUMENTS)
 _StatisticsArguments: Final = as_ctypes_type(STATISTICS_ARGUMENTS)
-#: What the row loss is, in `DERIVATIVE_ARGUMENTS`, see derivatives.cu.
+#: Kinds of row losses, by their numbers in `DERIVATIVE_ARGUMENTS`; see derivatives.cu.
 _DEVIATIONS: Final = ("", "squared", "absolute")
 _SQUARE_OF_SLOPE: Final = 3
 #: Rows of a leaf of statistics.cu, its numbers, and threads of a block.
@@ -89,7 +89,7 @@ _MAX_JOBS: Final = 0xFFFF
 _CLASSES: Final = 256
 #: Alignment of uploaded arrays, in bytes.
 _ALIGNMENT: Final = 256
-#: Results that kernels write to the host's memory, and those of them that ``combine`` computes.
+#: Results that kernels write to the host's memory; ``combine`` computes `_SUMS`.
 _SMALL: Final = ("losses", "gradients", "variable_gradients", "curvatures", "reductions", "moments")
 _SUMS: Final = frozenset(_SMALL[:4])
 #: A job, a sum and a parameter.
@@ -225,7 +225,7 @@ def draft_launches(
 def plan_launches(
     device: CudaDevice, shared: tuple[int, int], draft: LaunchDraft, code: DerivativeCode
 ) -> LaunchPlan:
-    """Plan the launches of a draft, whose arguments become those of the plan.
+    """Plan the launches of a draft, whose arguments the plan takes over.
 
     ``shared`` are the bytes of shared memory of a block, usually and at most.
 
@@ -311,7 +311,7 @@ class DerivativeKernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowNodes:
-    """Memory for results of nodes of rows, of which those of all rows are made.
+    """Memory for the results of nodes of rows, of which the results of all rows are made.
 
     A node has sums, then statistics, of all jobs.
     """
@@ -348,13 +348,13 @@ class RowNodes:
         return self.rows[0] // self.length
 
     def receive(self, arguments: Structure, skip: int, start: int, length: int) -> None:
-        """Have a kernel write nodes, behind so many numbers of each.
+        """Have a kernel write its part of the nodes.
 
         Args:
             arguments: of ``combine`` or ``merge_leaves``.
             skip: numbers of a node before those that the kernel writes.
-            start: first row of what the kernel is given.
-            length: rows of each part of that.
+            start: first row that the kernel is given.
+            length: rows of each partial result that the kernel is given.
         """
         arguments.nodes = self.address + 8 * skip
         arguments.node_pitch = self.sums + self.statistics
@@ -364,7 +364,7 @@ class RowNodes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DerivativeLaunch:
-    """An evaluation on its way through the device, and what the launches of all chunks share."""
+    """An evaluation on its way through the device: the state that the launches of chunks share."""
 
     context: StreamContext
     resident: ResidentDataset
@@ -447,12 +447,12 @@ class DerivativeLaunch:
         Args:
             window: the data set, or a window of a streamed one, that has the rows.
             geometry: the rows.
-            columns: where the rows are among those of the outputs.
+            columns: where the rows are in the outputs.
             chunk: the jobs.
             side: see `datasets.run_chunks`.
 
         Returns:
-            What copies the large results to the outputs once they have arrived.
+            A function that copies the large results to the outputs once they have arrived.
         """
         context, plan, wanted, kernels = self.context, self.plan, self.wanted, self.kernels
         rows, arguments = geometry.rows, copied(self.arguments)
@@ -616,7 +616,7 @@ def upload_arrays(
     Args:
         context: whose stream copies.
         arrays: contiguous, by name; empty ones are left out.
-        allocate: returns the address of so many bytes of device memory.
+        allocate: returns the address of device memory, given the number of bytes.
 
     Returns:
         Their addresses there.
@@ -742,7 +742,7 @@ def end_of_chunk(
 def order_jobs(
     work: NDArray[np.int64], vectors: int, first: int, order: NDArray[np.uint32]
 ) -> None:
-    """List the jobs from a first one on, those of about the most work first."""
+    """List the jobs from a first one on, about the most work first."""
     largest = np.int64(1)
     for job in range(first, first + len(order)):
         largest = max(largest, work[job // vectors])
@@ -771,7 +771,7 @@ def plan_jobs(
     order: NDArray[np.uint32],
     chunks: NDArray[np.void],
 ) -> tuple[int, int, int]:
-    """Cut the jobs into launches, whose results fit in ``most`` bytes, and order those of each.
+    """Cut the jobs into launches, whose results fit in ``most`` bytes, and order the jobs of each.
 
     Args:
         records: of the programs.
@@ -809,7 +809,7 @@ def plan_jobs(
 
 
 def load() -> None:
-    """Load the compiled functions above and those of the lowering, or compile them."""
+    """Load the compiled functions of this module and of `lowering`, or compile them."""
     lowering.load()
     records, numbers = _records(PROGRAM), types.int64[::1]
     word, order, ends = types.int64, types.uint32[::1], types.UniTuple(types.int64, 3)

@@ -2,7 +2,7 @@
 
 The helpers of a `ParallelLoop` run, without Python's lock::
 
-    while (chunk := next few programs that nobody has taken) is not None:
+    while (chunk := next few programs that no thread has taken) is not None:
         for program in chunk: check it; differentiate it; append its code
 
 A chunk is small, because programs differ in length. The calling thread helps with a small batch. A
@@ -91,9 +91,8 @@ _TOKENS_A_THREAD: Final = 500
 _TOKENS_AT_ONCE: Final = 16_000
 #: Tokens for each thread of a step, some 2 ms.
 _TOKENS_A_STEP: Final = 20_000
-# Arrays of an argument block before those of `source_of`: the largest index of an operand in
-# each chunk, or -1 - the first invalid program; the numbers of parameters; the case labels.
-# Behind those of `source_of`: `EncodedArrays`.
+# An argument block has the largest index of an operand in each chunk, or -1 - the first invalid
+# program; the numbers of parameters; the case labels; the arrays of `source_of`; `EncodedArrays`.
 _LARGEST, _COUNTS, _LABELS = range(OWN_ARRAYS)
 _ENCODED: Final = AFTER_SOURCE
 Made = TypeVar("Made")
@@ -199,10 +198,10 @@ class DerivativeLowering:
             requested: bits of `differentiate`.
             keeps_values: whether the values are read after a program has run.
             products: whether products of derivatives are summed.
-            meanwhile: what the calling thread does once it has woken the helpers.
+            meanwhile: is called by the calling thread once it has woken the helpers.
 
         Returns:
-            The code, and what ``meanwhile`` has returned.
+            The code, and the result of ``meanwhile``.
 
         Raises:
             ProgramError: for the first bad token.
@@ -380,7 +379,12 @@ def encode_program(
     first, prologue_end = np.int64(record.prologue), header.prologue_end
     arities = source.arities
     for number in range(prologue_end):
-        _encode_invariant(made[number], arities, labels, out.instructions[first + number])
+        instruction, encoded = made[number], out.instructions[first + number]
+        arity, operands = _operands(instruction.code, arities), instruction.operands
+        encoded.head, encoded.first = labels[instruction.code], operands[0] >> 2
+        encoded.second = operands[1] >> 2 if arity > 1 else 0
+        own_third = operands[2] >> 2 if arity > 2 else 0
+        encoded.last = instruction.target >> 2 | own_third << 16
     largest: Any = header.invariants
     used: Any = np.int64(0)
     for number in range(header.end - 1, prologue_end - 1, -1):
@@ -405,7 +409,7 @@ def encode_program(
 def _copy_lists(
     source: Source, workspace: LoweringWorkspace, record: Any, out: EncodedArrays
 ) -> None:
-    """Reserve room for a program's code, record where it is, and copy what needs no encoding."""
+    """Reserve room for a program's code, record its place, and copy lists that need no encoding."""
     lowered = workspace.program
     header = lowered.headers[0]
     first, load, column, entry = reserve(source, header)
@@ -441,16 +445,6 @@ def _read_at_end(place: int, slots: int, is_read: Any) -> Any:
 @uncounted
 def _operands(code: int, arities: Any) -> Any:
     return 1 if code == COPY_CODE else arities[code]
-
-
-@uncounted
-def _encode_invariant(instruction: Any, arities: Any, labels: Any, out: Any) -> None:
-    """Encode an instruction on invariants."""
-    arity, operands = _operands(instruction.code, arities), instruction.operands
-    out.head, out.first = labels[instruction.code], operands[0] >> 2
-    out.second = operands[1] >> 2 if arity > 1 else 0
-    third = operands[2] >> 2 if arity > 2 else 0
-    out.last = instruction.target >> 2 | third << 16
 
 
 @uncounted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.rules import CODES, PRODUCT_CODE, arities, partial_kernels
+from warpfit_server.engine.autodiff.rules import CODES, PRODUCT_CODE, partial_kernels
 from warpfit_server.engine.cuda.interpreter.source import (
     Variant,
     device_function,
@@ -31,7 +30,7 @@ WARPS: Final = 8
 BLOCKS: Final = 2
 #: Bytes of a column in a block of rows, whose sums are partial sums.
 _BLOCK_BYTES: Final = 16384
-#: Bytes of an invariant on the device: those of a pack.
+#: Bytes of an invariant on the device, as many as a pack has.
 INVARIANT_BYTES: Final = 16
 #: Threads of a block that combines the partial sums of a job.
 COMBINE_THREADS: Final = 128
@@ -45,7 +44,15 @@ class _Case(NamedTuple):
 
     function: str
     arity: int
-    macro: str = "CHEAP"
+    macro: str
+    """Kind of the macro in derivatives.cu that writes them."""
+
+    @classmethod
+    def of(cls, function: str, arity: int, expression: str, variant: Variant) -> _Case:
+        """Return the case of a function that returns an expression."""
+        if is_costly(expression, variant):
+            return cls(function, arity, "COSTLY")
+        return cls(function, arity, "DIRECT" if arity == 2 and is_direct(expression) else "CHEAP")
 
 
 def derivative_source(variant: Variant, *, spills: bool = False) -> CudaSource:
@@ -54,12 +61,25 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> CudaSource:
     If it ``spills``, intermediate results are in global memory, for programs that need more than
     shared memory has.
     """
-    cases = sorted(_cases(variant).items())
+    arithmetic, table = variant.arithmetic, labels()
+    functions, found = operator_functions(arithmetic), {}
+    for row in OPERATORS.values():
+        expression = operator_source(row, arithmetic)
+        found[int(table[row.code])] = _Case.of(f"op_{row.name}", row.arity, expression, variant)
+    for kernel in partial_kernels():
+        label, arity = int(table[kernel.code]), kernel.arity + kernel.scaled
+        if label in found:
+            continue
+        operands = list("abc"[: kernel.arity])
+        expression = partial_source(kernel.source, arithmetic)
+        found[label] = _Case.of(kernel.name, arity, expression, variant)
+        if kernel.scaled:
+            operands, expression = ["slope", *operands], f"product(slope, {expression})"
+        functions.append(device_function(kernel.name, operands, expression))
+    found[int(table[PRODUCT_CODE])] = _Case("product", 2, "DIRECT")
+    cases = sorted(found.items())
     parts = {
-        "OPERATORS": [
-            *operator_functions(variant.arithmetic),
-            *_partial_functions(variant.arithmetic),
-        ],
+        "OPERATORS": functions,
         "CASES": [
             f"      {case.macro}_{case.arity}({label}, {case.function})" for label, case in cases
         ],
@@ -72,11 +92,9 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> CudaSource:
     definitions |= {"BLOCK_TILES": block_tiles(variant), "COMBINE_THREADS": COMBINE_THREADS}
     definitions |= {"BLOCKS_AT_LEAST": BLOCKS, "INVARIANT_BYTES": INVARIANT_BYTES}
     text = template("derivatives.cu") + template("linearise.cu")
-    own = source_of(variant, definitions, text, parts) + template("statistics.cu")
-    last = labels().argmax()
-    # Label 0, which does nothing, is one of the cases.
-    count = int(labels()[last]) + (_FORMS if arities()[last] == 2 else 1)
-    return CudaSource(own, variant.options, count)
+    text = source_of(variant, definitions, text, parts) + template("statistics.cu")
+    last, case = cases[-1]
+    return CudaSource(text, variant.options, last + (_FORMS if case.arity == 2 else 1))
 
 
 def block_tiles(variant: Variant) -> int:
@@ -100,60 +118,20 @@ def labels() -> NDArray[np.int64]:
     table = np.zeros(CODES, dtype=np.int64)
     known: dict[object, int] = {}
     end = 1
-    for code, identity, arity in _instructions():
+    instructions: list[tuple[int, object, int]] = [
+        *((row.code, row.name, row.arity) for row in OPERATORS.values()),
+        *(
+            (one.code, (one.source, one.scaled), one.arity + one.scaled)
+            for one in partial_kernels()
+        ),
+        (PRODUCT_CODE, "product", 2),
+    ]
+    for code, identity, arity in instructions:
         if identity not in known:
             known[identity] = end
             end += _FORMS if arity == 2 else 1
         table[code] = known[identity]
     return table
-
-
-def _instructions() -> Iterator[tuple[int, object, int]]:
-    """Yield the code of every instruction but copies, what identifies its case, and its arity."""
-    for row in OPERATORS.values():
-        yield row.code, row.name, row.arity
-    for kernel in partial_kernels():
-        yield kernel.code, (kernel.source, kernel.scaled), kernel.arity + kernel.scaled
-    yield PRODUCT_CODE, "product", 2
-
-
-def _cases(variant: Variant) -> dict[int, _Case]:
-    """Return the cases by their first labels."""
-    table = labels()
-    cases: dict[int, _Case] = {}
-    for row in OPERATORS.values():
-        macro = _macro(operator_source(row, variant.arithmetic), row.arity, variant)
-        cases[int(table[row.code])] = _Case(f"op_{row.name}", row.arity, macro)
-    for kernel in partial_kernels():
-        arity = kernel.arity + kernel.scaled
-        macro = _macro(partial_source(kernel.source, variant.arithmetic), arity, variant)
-        case = _Case(kernel.name, arity, macro)
-        cases.setdefault(int(table[kernel.code]), case)
-    cases[int(table[PRODUCT_CODE])] = _Case("product", 2, "DIRECT")
-    return cases
-
-
-def _macro(expression: str, arity: int, variant: Variant) -> str:
-    """Return the kind of macro in derivatives.cu that writes the cases of an expression."""
-    if is_costly(expression, variant):
-        return "COSTLY"
-    return "DIRECT" if arity == 2 and is_direct(expression) else "CHEAP"
-
-
-def _partial_functions(arithmetic: Arithmetic) -> Iterator[str]:
-    """Yield the definition of a device function for each partial derivative."""
-    table, defined = labels(), set()
-    for kernel in partial_kernels():
-        label = int(table[kernel.code])
-        if label not in defined:
-            defined.add(label)
-            operands, expression = (
-                list("abc"[: kernel.arity]),
-                partial_source(kernel.source, arithmetic),
-            )
-            if kernel.scaled:
-                operands, expression = ["slope", *operands], f"product(slope, {expression})"
-            yield device_function(kernel.name, operands, expression)
 
 
 def partial_source(source: str, arithmetic: Arithmetic) -> str:

@@ -116,7 +116,7 @@ class DerivativeTier:
         return self._device.shared_bytes(BLOCKS), self._device.shared_bytes(1)
 
     def prepare_all(self) -> None:
-        """Load every variant but those that spill, which hardly any program needs."""
+        """Load the variants that do not spill; hardly any program needs another one."""
         self._kernels = {variant: self._load(variant, spills=False) for variant in VARIANTS}
 
     def evaluate(
@@ -295,20 +295,21 @@ class DerivativeTier:
         return replace(code, arrays={}, addresses=addresses, memory=memory)
 
     def _prepare(self, plan: LaunchPlan) -> Steps[DerivativeKernels]:
-        """Return the kernels of an evaluation; those that spill are loaded when first needed."""
+        """Return the kernels of an evaluation; variants that spill are loaded when first needed."""
         variant = plan.variant
         if not plan.spills:
             return self._kernels[variant]
         loading = self._spilling.get(variant)
         if loading is None or (loading.done() and loading.exception() is not None):
-            loading = self._spilling[variant] = BACKGROUND.submit(self._load_spilling, variant)
+
+            def load() -> DerivativeKernels:
+                self._compile_spilling()
+                return self._load(variant, spills=True)
+
+            loading = self._spilling[variant] = BACKGROUND.submit(load)
         if not loading.done():
             yield loading
         return loading.result()
-
-    def _load_spilling(self, variant: Variant) -> DerivativeKernels:
-        self._compile_spilling()
-        return self._load(variant, spills=True)
 
     def _load(self, variant: Variant, *, spills: bool) -> DerivativeKernels:
         module = derivative_source(variant, spills=spills).load(self._device)

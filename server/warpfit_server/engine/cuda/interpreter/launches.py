@@ -4,8 +4,8 @@ A batch is copied to the device from where it lies. There `join_parts` copies th
 several requests together, `lower_programs` checks raw postfix tokens and writes the interpreter's
 instructions, `order_programs` sorts the programs for the launches of the interpreter and reports
 the first invalid program, and `evaluate_slots` computes the row-invariant subtrees. `interpret` is
-launched at once after them, and `sum_partials` adds up each job's sums over tiles: what these
-launches depend on is bounded by `BatchBounds`, so that the host does not wait in between.
+launched at once after them, and `sum_partials` adds up each job's sums over tiles: the needs of
+these launches are bounded by `BatchBounds`, so that the host does not wait in between.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class BatchLayout(NamedTuple):
     slots: int
     """Row-invariant subtrees, 16 bytes each; [`max_slots`]."""
     instructions: int
-    """Instructions, 8 bytes each; those of program p begin at index starts[p] + p."""
+    """Instructions, 8 bytes each; program p has them from index starts[p] + p on."""
     scratch: int
     """8 bytes for each token."""
     end: int
@@ -160,7 +160,7 @@ class BatchBounds(NamedTuple):
 
     @classmethod
     def of(cls, summary: BatchSummary, costly: int) -> BatchBounds:
-        """Bound what a batch needs; ``costly`` has the operators that need scratch levels.
+        """Bound the needs of a batch; ``costly`` has the operators that need scratch levels.
 
         Raises:
             ResourceExhaustedError: if a program is too long for the interpreter.
@@ -181,7 +181,7 @@ class BatchBounds(NamedTuple):
 
 @lru_cache(1 << 12)
 def max_levels(tokens: int, has_ternary: bool) -> int:
-    """Bound the stack levels below the top that a program with so many tokens needs.
+    """Bound the stack levels below the top that a program needs, by its number of tokens.
 
     A binary operator needs one level more than its operands if both need equally many; an operand
     on the stack has at least two tokens. A ternary operator evaluates all three operands, leaves
@@ -276,7 +276,7 @@ def configure_launch(
     costly: bool,
     max_jobs: int,
 ) -> None:
-    """Choose, and note, the configuration of a batch's launches, of at most so many jobs.
+    """Choose, and note, the configuration of the launches of a batch.
 
     The shared memory of a block is large enough for one warp to run any program. Where several
     warps share it, each has the levels that most programs need; the programs that need more are
@@ -286,9 +286,9 @@ def configure_launch(
         batch: record of `BATCH`, from `new_batch`.
         kernels: record of `LaunchLimits`.
         longest: tokens of the longest program.
-        levels: of `BatchBounds`, as the following two.
-        typical_levels: likewise.
-        costly: likewise.
+        levels: of `BatchBounds`.
+        typical_levels: of `BatchBounds`.
+        costly: of `BatchBounds`.
         max_jobs: most jobs of a launch.
     """
     one, limits = batch[0], kernels[0]
@@ -352,7 +352,7 @@ def lower(
 
 @inlined
 def _upload_part(driver: Any, stream: int, places: Any, targets: Any) -> int:
-    """Copy the arrays of a part, those together that lie as far from each other on both sides."""
+    """Copy the arrays of a part, together if they have the same distances on both sides."""
     ends = np.array(targets, np.uint64).astype(np.int64)
     first = 0
     while first < len(ends):

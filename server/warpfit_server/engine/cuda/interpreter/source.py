@@ -69,7 +69,7 @@ _ENCODING: Final = "".join(
     if isinstance(globals()[name], int)
 )
 
-#: Declarations of a batch on the device, and the kernels, with places for what is generated.
+#: Declarations of a batch on the device, and the kernels, with places for the generated code.
 BATCH_SOURCE: Final = resources.files(__package__).joinpath("batch.cu").read_text()
 TEMPLATE: Final = resources.files(__package__).joinpath("interpreter.cu").read_text()
 _LOWERING: Final = resources.files(__package__).joinpath("lowering.cu").read_text()
@@ -109,21 +109,16 @@ def lowering_source() -> CudaSource:
     numbers |= {"LOWER_THREADS": LOWER_THREADS, "ORDER_THREADS": ORDER_THREADS}
     numbers |= {"MOST_PENDING": _MOST_PENDING, "JOIN_THREADS": JOIN_THREADS}
     defines = [f"#define {name} {number}u\n" for name, number in numbers.items()]
-    rows = ", ".join(f"{row}u" for row in _operator_table().tolist())
-    table = f"__device__ const unsigned OPERATOR_TABLE[256] = {{{rows}}};\n"
-    text = "".join([_ENCODING, BATCH_SOURCE, *defines, table, _LOWERING])
-    return CudaSource(text, ("--std=c++17",))
-
-
-def _operator_table() -> NDArray[np.uint32]:
-    """Return label, arity and flags by token code; uint32 [256], 0 for other codes."""
-    table = np.zeros(256, dtype=np.uint32)
+    table = np.zeros(256, dtype=np.uint32)  # label, arity and flags by token code
     known = ARITIES >= 0
     table[known] = _IS_KNOWN | ARITIES[known].astype(np.uint32) << _ARITY_SHIFT
     table |= labels().astype(np.uint32)
     table[VARIABLE] |= _IS_VARIABLE
     table[PARAMETER] |= _IS_PARAMETER
-    return table
+    rows = ", ".join(f"{row}u" for row in table.tolist())
+    declared = f"__device__ const unsigned OPERATOR_TABLE[256] = {{{rows}}};\n"
+    text = "".join([_ENCODING, BATCH_SOURCE, *defines, declared, _LOWERING])
+    return CudaSource(text, ("--std=c++17",))
 
 
 # ------------------------------------------------------------------------------------- interpreter
@@ -158,7 +153,7 @@ class Variant:
 
     @classmethod
     def of(cls, arithmetic: Arithmetic, row_bytes: int) -> Variant:
-        """Return the variant in which a thread works on so many bytes of rows at a time."""
+        """Return the variant whose threads work on ``row_bytes`` of rows at a time."""
         return cls(arithmetic, row_bytes // arithmetic.dtype.itemsize)
 
     @property
@@ -212,7 +207,7 @@ def interpreter_source(variant: Variant) -> CudaSource:
     parts = {
         "OPERATORS": operator_functions(variant.arithmetic),
         "CASES": [f"        {_macro(r, variant)}(op_{r.name}, {table[r.code]})" for r in rows],
-        "INVARIANT_CASES": [_invariant_case(row, f"op_{row.name}") for row in rows],
+        "INVARIANT_CASES": [_invariant_case(row) for row in rows],
     }
     template = _ENCODING + BATCH_SOURCE + TEMPLATE
     text = source_of(variant, {"BLOCKS_AT_LEAST": blocks}, template, parts)
@@ -251,10 +246,11 @@ def is_direct(expression: str) -> bool:
     return set(_CALL.findall(expression)) <= _DIRECT and "/" not in expression
 
 
-def _invariant_case(row: Operator, name: str) -> str:
-    height = row.arity
-    operands = ", ".join(f"stack[height - {height - i}]" for i in range(row.arity))
+def _invariant_case(row: Operator) -> str:
+    """Return the case of an operator on a stack of invariants."""
+    arity = row.arity
+    operands = ", ".join(f"stack[height - {arity - i}]" for i in range(arity))
     return (
-        f"      case {row.code}: stack[height - {height}] = {name}({operands}); "
-        f"height -= {height - 1}; break;"
+        f"      case {row.code}: stack[height - {arity}] = op_{row.name}({operands}); "
+        f"height -= {arity - 1}; break;"
     )

@@ -115,7 +115,7 @@ class InterpreterTier:
         check_cancelled(outputs.cancelled)
         layout, batch = resident.dataset.layout, evaluation.batch
         rows, length = evaluation.row_range(layout), resident.window_rows
-        if evaluation.values:  # those of a job must fit the device
+        if evaluation.values:  # the values of a job must fit the device
             size = self._device.result_bytes(_CHUNK_BYTES)
             length = min(length, rows_that_fit(size, layout.dtype.itemsize, ALIGNED_ROWS))
         spans = cut_rows(rows, length)
@@ -194,7 +194,7 @@ class InterpreterTier:
     def _tiles(
         self, resident: ResidentDataset, rows: Span, loss: Loss | None, variant: Variant
     ) -> NDArray[Any]:
-        """Return what `cut_tiles` does, which is kept for the next launch on the same rows."""
+        """Return the tiles of `cut_tiles`, which are kept for the next launch on the same rows."""
         key = rows, loss, variant
         tiles = resident.row_tiles.get(key)
         if tiles is None:
@@ -204,10 +204,10 @@ class InterpreterTier:
         return tiles
 
     def _most_jobs(self, evaluation: Evaluation, variant: Variant, rows: int) -> int:
-        """Return how many jobs of an evaluation a launch has on so many rows.
+        """Return the number of jobs of a launch on some rows.
 
-        Their results fit in `_CHUNK_BYTES`. No launch of several jobs has more token-rows than
-        others should wait for.
+        Their results fit in `_CHUNK_BYTES`. A launch of several jobs has no more token-rows than
+        `LAUNCH_WORK` says.
         """
         batch = evaluation.batch
         programs, vectors = len(batch), batch.vectors

@@ -221,7 +221,7 @@ class _Walk:
         """Numbers of the lines that blocks jump to, which need a label before them."""
 
     def block(self, label: int, root: int) -> list[str]:
-        """Return what a case does before it jumps to where the tree would have led it."""
+        """Return the instructions of a case, which end in a jump to where the tree leads it."""
         known: dict[str, bool] = {}
         block = [f"$case_{label}:"]
         at = root

@@ -42,7 +42,7 @@ from warpfit_server.engine.interface import Steps, offload
 ROW_MULTIPLE: Final = 32
 #: Rows after the last column that a kernel may read but never uses.
 _SLACK_ROWS: Final = 512
-#: Rows that the first row of a window is a multiple of: what kernels take for a block at most.
+#: The first row of a window is a multiple of this, the most rows of a block of any kernel.
 ALIGNED_ROWS: Final = 4096
 #: Most rows that kernels count.
 _MOST_ROWS: Final = 1 << 30
@@ -82,7 +82,7 @@ class TiledRows(NamedTuple):
 
     @classmethod
     def cut(cls, rows: Span, length: int) -> TiledRows:
-        """Cut rows into tiles of so many rows."""
+        """Cut rows into tiles of a length."""
         first = rows[0] // length
         aligned = first * length
         end = rows[1] - aligned
@@ -107,7 +107,7 @@ def cut_rows(rows: Span, length: int) -> list[Span]:
 
 
 def longest(spans: Sequence[Span]) -> Span:
-    """Return the range that has most rows, and so touches most blocks, of those of `cut_rows`."""
+    """Return the range of `cut_rows` that has most rows, and so touches most blocks."""
     return max(spans, key=lambda span: span[1] - span[0])
 
 
@@ -146,8 +146,8 @@ class ResidentDataset:
     ) -> Iterator[NextWindow]:
         """Lend a function to call once for each of some ranges of rows, for data that has them.
 
-        What the function returns may be used by what is launched on the context's stream before
-        the next call, or before the end of the block.
+        Kernels may read a window if they are launched on the context's stream before the next call,
+        or before the end of the block.
 
         Args:
             spans: ranges of at most `window_rows` rows, from `cut_rows`.
@@ -207,7 +207,7 @@ def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:
 
 
 def must_stream(layout: Layout, memory: int) -> bool:
-    """Return whether a data set is too large to lie in so many bytes of device memory."""
+    """Return whether a data set is too large to lie in ``memory`` bytes of the device."""
     return layout.nbytes > _RESIDENT_SHARE * memory
 
 
@@ -276,14 +276,14 @@ class WindowBuffers:
     def end(self, window: _Window, context: StreamContext) -> None:
         """Give the buffer of a window to others, or cease to wait for one.
 
-        What has been asked of the context's stream may still read the rows.
+        Kernels that have been launched on the context's stream may still read the rows.
         """
         with self._lock:
             if window.side < 0:
                 self._waiting.remove(window)
                 return
-            # A window that nobody has read may still be filled: whoever waits for the context's
-            # stream, before the pages are unlocked, waits for that, too.
+            # A window that no kernel has read may still be filled. The pages are unlocked after a
+            # wait for the context's stream, which therefore waits for the copy, too.
             self.let_wait(context, window)
             context.mark("window read")
             self._copies[window.side].wait_for(context, "window read")
@@ -300,7 +300,7 @@ class WindowBuffers:
                 window.source.copy(self._copies[window.side], window.span, window.side)
                 self._copies[window.side].mark("filled")
                 begun.append(window)
-        for window in begun:  # what they wake may ask for windows
+        for window in begun:  # an evaluation that wakes may ask for windows
             window.begun.set_result(None)
 
 
@@ -336,8 +336,8 @@ class StreamedDataset(ResidentDataset):
     ) -> Iterator[NextWindow]:
         """Lend a function that returns windows; see `ResidentDataset.windows`.
 
-        Nothing is copied before it is called, so that what the evaluation itself copies to the
-        device before does not wait behind rows.
+        Nothing is copied before it is called, so that the batch, which the evaluation copies to the
+        device before, does not wait behind rows.
         """
         coming = (_Window(self, span) for span in spans)
         asked: deque[_Window] = deque()
@@ -406,9 +406,10 @@ def run_chunks(
         chunks: of the jobs.
         cancelled: 1 to raise CancelledError.
         launch: marks ``begun {side}``, launches the kernels of a chunk, and marks ``computed
-            {side}``. It is given what has the rows, the number of the span, the chunk, and the
-            side, 0 and 1 in turn: a side's buffers are those of one chunk at a time. It returns
-            what copies the results, called when the stream has passed all that was launched.
+            {side}``. It is given the data set or window that has the rows, the number of the
+            span, the chunk, and the side, 0 and 1 in turn: one chunk at a time uses the buffers of
+            a side. It returns a function that copies the results, which is called when the stream
+            has passed all launches of the chunk.
         result_bytes: of all chunks on all rows.
         overlap: whether a chunk may be launched before the results of the last one are copied.
 

@@ -178,7 +178,7 @@ class StreamContext:
         passing = _Passing(self._cuda.runtime, self._events[name])
         yield passing
         if not passing.has_passed:
-            self.wait(name)  # raises what has gone wrong
+            self.wait(name)  # raises the error
 
     def wait(self, name: str) -> None:
         """Block until the stream has passed the event ``name``, if it was ever recorded."""
@@ -186,7 +186,7 @@ class StreamContext:
             self._events[name].synchronize()
 
     def wait_for(self, other: StreamContext, name: str) -> None:
-        """Let what is asked of this stream from now on wait for another stream's last event."""
+        """Let all further work of this stream wait for the last event of another stream."""
         self.stream.wait_event(other.event(name))
 
     def nanoseconds(self, start: str, end: str) -> int:
@@ -293,10 +293,10 @@ class CudaDevice:
             raise self.no_room(size) from error
 
     def no_room(self, size: int | None = None) -> ResourceExhaustedError:
-        """Return the error for memory that is too little for so many bytes.
+        """Return the error for memory that has no room for ``size`` bytes.
 
-        None is for what CUDA allocates itself, such as a graph or page-locked memory; it does not
-        say which memory was short.
+        None is for memory that CUDA allocates itself, such as a graph or page-locked memory; it
+        does not say which memory was short.
         """
         available = self.available()
         short = f"the device has {available} bytes left where {size} are needed"
@@ -334,7 +334,7 @@ class CudaDevice:
         """Page-lock an array of the host, so that streams copy from it at the full rate.
 
         Returns:
-            What unlocks it.
+            A function that unlocks it.
         """
         self.use()
         runtime = self.cupy.cuda.runtime
@@ -354,7 +354,7 @@ class CudaDevice:
         return unlock
 
     def new_stream(self) -> StreamContext:
-        """Create a stream that is lent to nobody."""
+        """Create a stream that `stream` does not lend."""
         return StreamContext(self.cupy.cuda, self.functions, self.allocate)
 
     @contextmanager
@@ -383,7 +383,7 @@ class CudaDevice:
 class PageLocks:
     """Page-locks memory of other processes, by a thread of its own: it takes some milliseconds.
 
-    What is not locked yet, or cannot be, is copied by the driver itself, at a fraction of the rate.
+    The driver itself copies memory that is not locked yet, or cannot be, at a fraction of the rate.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -407,7 +407,7 @@ class PageLocks:
         weakref.finalize(owner, self._work.put, unlock).atexit = False
 
     def close(self) -> None:
-        """Finish what has been asked for, and end the thread."""
+        """Finish the work of the thread, and end it."""
         self._work.put(None)
         self._thread.join()
 

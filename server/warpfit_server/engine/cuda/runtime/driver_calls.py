@@ -6,7 +6,6 @@ Compiled code takes integers from records: a tuple of them takes ten times as lo
 from __future__ import annotations
 
 import ctypes
-import functools
 import re
 import time
 from typing import Any, Final
@@ -65,12 +64,7 @@ def argument_struct(source: str, name: str) -> np.dtype[Any]:
 
 def as_record(numbers: Any) -> NDArray[Any]:
     """Return a named tuple of integers as a record, [1]."""
-    return np.array([numbers], _record_type(numbers._fields))
-
-
-@functools.cache
-def _record_type(names: tuple[str, ...]) -> np.dtype[Any]:
-    return np.dtype([(name, np.int64) for name in names])
+    return np.array([numbers], [(name, np.int64) for name in numbers._fields])
 
 
 @inlined
