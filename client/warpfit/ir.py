@@ -780,9 +780,9 @@ def check_indices(
         (codes == VARIABLE) & (values >= variables),
         "VARIABLE_OUT_OF_RANGE",
         lambda value, _: (
-            f"variable index {value:.0f} is out of range: the data set has {variables} variables"
+            f"variable x{value + 1:.0f} is out of range: the data set has {variables} variables"
         ),
-        f"Use indices 0 to {variables - 1}",
+        f"Use x1 to x{variables}, whose indices are 0 to {variables - 1}",
     )
     bounds = np.repeat(counts, np.diff(starts))
     check(

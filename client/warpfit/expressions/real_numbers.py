@@ -268,7 +268,7 @@ class ParameterVectors:
             InvalidArgumentError: if the number of entries is not the number of programs, if K
                 differs between programs, or if an entry is no array of numbers.
         """
-        if entries is None:
+        if entries is None or len(entries) == programs == 0:
             return cls(np.zeros(programs, dtype=np.uint32), np.empty(0))
         if len(entries) != programs:
             raise InvalidArgumentError(

@@ -75,6 +75,7 @@ def test_only_the_last_small_batches_are_kept(monkeypatch):
         ([[np.array([1]), np.array([2])], [[3], [4]]], [1, 1], [1, 2, 3, 4], 2, True),
         ([[1, np.float64(2)], [10**30]], [2, 1], [1, 2, 1e30], 1, False),
         ([[1], [10**400]], None, None, None, None),
+        ([], [], [], 1, False),
     ],
 )
 def test_parameter_vectors_of_every_kind(entries, counts, numbers, count, leading_axis):
@@ -82,7 +83,7 @@ def test_parameter_vectors_of_every_kind(entries, counts, numbers, count, leadin
         with pytest.raises(InvalidArgumentError):
             ParameterVectors.of(2, entries)
         return
-    vectors = ParameterVectors.of(2, entries)
+    vectors = ParameterVectors.of(len(entries), entries)
     assert vectors.counts.tolist() == counts
     assert vectors.counts.dtype == np.uint32
     np.testing.assert_array_equal(vectors.numbers, numbers)

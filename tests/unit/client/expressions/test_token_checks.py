@@ -121,3 +121,4 @@ def test_the_engine_names_the_error():
     with pytest.raises(ProgramError) as caught:
         check_tokens(batch, VARIABLES)
     assert (caught.value.reason, caught.value.expression) == ("VARIABLE_OUT_OF_RANGE", 1)
+    assert f"x{VARIABLES + 1} is out of range" in str(caught.value)
