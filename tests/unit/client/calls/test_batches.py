@@ -83,7 +83,7 @@ def test_parameter_vectors_of_every_kind(entries, counts, numbers, count, leadin
         with pytest.raises(InvalidArgumentError):
             ParameterVectors.of(2, entries)
         return
-    vectors = ParameterVectors.of(len(entries), entries)
+    vectors = ParameterVectors.of(2 if entries is None else len(entries), entries)
     assert vectors.counts.tolist() == counts
     assert vectors.counts.dtype == np.uint32
     np.testing.assert_array_equal(vectors.numbers, numbers)
