@@ -37,6 +37,7 @@ from warpfit.sklearn import (  # noqa: E402
     SymbolicTransformer,
 )
 from warpfit.sklearn.constraints import consistency  # noqa: E402
+from warpfit.sklearn.equations import selected  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
 from warpfit.sklearn.search import Search  # noqa: E402
 
@@ -350,6 +351,31 @@ def test_the_time_holds_and_what_there_was_no_time_for_is_said(search, capsys, c
         return
     assert (model.n_iter_, model.reason_) == (0, "max_seconds")
     assert any("left no time for a generation" in str(each.message) for each in caught)
+
+
+def test_of_large_tables_so_many_rows_are_drawn_as_there_is_time_for(search, capsys):
+    X = np.zeros((300_000, 9))
+    X[:, 0] = np.arange(300_000)
+    search(max_seconds=1.0, population=100, verbose=True).fit(X, X[:, 0])
+    assert "upload of 100,000 rows" in capsys.readouterr().err
+
+
+def test_noise_does_not_hide_variables_that_predict(search):
+    """Least squares with all variables are hardly better on new rows."""
+    rng = np.random.default_rng(0)
+    X, beyond = rng.normal(size=(250, 6)), rng.normal(size=(4000, 6))
+    slopes = np.array([1.0, -0.8, 0.6, 0.5, -0.4, 0.0])
+    y = X @ slopes + rng.normal(0.0, 1.5, 250)
+    model = search(generations=0, population=100, held_out=0.0).fit(X, y)
+    found = np.mean(np.square(model.predict(beyond) - beyond @ slopes))
+    design = np.column_stack([np.ones(250), X])
+    linear = np.linalg.lstsq(design, y)[0]
+    best = np.mean(np.square(linear[0] + beyond @ (linear[1:] - slopes)))
+    assert found < 3.0 * best
+    chosen = model.front_[selected(model.front_, "prediction")]
+    assert chosen.predictive_length == pytest.approx(
+        min(equation.predictive_length for equation in model.front_), abs=0.5
+    )
 
 
 @pytest.mark.parametrize("how", ["interrupt", "terminate", "server"])

@@ -44,7 +44,7 @@ class SearchWarning(UserWarning):
 
 
 class TrainingData(NamedTuple):
-    """Different rows [rows, variables] in ascending order, their targets and weights [rows]."""
+    """Different rows [rows, variables], in an order that only they decide, targets and weights."""
 
     rows: Floats
     target: Floats
@@ -176,8 +176,17 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
             real_numbers(given, name)
         X, y = found
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        count = self._most_rows(X.shape[1])
+        if len(X) > count:
+            chosen = check_random_state(getattr(self, "random_state", None)).permutation(len(X))
+            taken = np.sort(chosen[: int(count)])
+            X, y, weights = X[taken], y[taken], weights[taken]
         targets = y[:, None] if y.ndim == 1 else y
         return [_training(X, target, weights) for target in targets.T]
+
+    def _most_rows(self, variables: int) -> float:
+        """Return how many rows the time of a fit is enough for; of more some are taken."""
+        return math.inf
 
     def _features(self, X: Any) -> Floats:
         """Check what was given to ``predict``; return it as [rows, variables]."""
@@ -221,20 +230,13 @@ def _training(X: Floats, y: Floats, weights: Floats) -> TrainingData:
 
     So a weight means repetition to the last bit, and the order of the rows does not matter.
     """
-    table = np.column_stack([X, np.asarray(y, np.float64)])
-    # Rows are told apart by as few columns as this takes: mostly the first one does.
-    place, first, count = np.zeros(len(table), np.int64), np.zeros(1, np.int64), 1
-    for column in table.T:
-        if count == len(table):
-            break
-        _, own = np.unique(column, return_inverse=True)
-        groups, first, place = np.unique(
-            place * len(table) + own.ravel(), return_index=True, return_inverse=True
-        )
-        count = len(groups)
-    rows = table[first]
-    totals = np.zeros(count)
-    np.add.at(totals, place.ravel(), weights)
+    table = np.column_stack([X, np.asarray(y, np.float64)]) + 0.0  # -0 is 0
+    # By the first column and a hash of all, which takes no more time where rows are much alike.
+    factors = np.random.default_rng(0).integers(2**62, size=table.shape[1], dtype=np.uint64)
+    order = np.lexsort((table.view(np.uint64) @ (2 * factors + 1), table[:, 0]))
+    table = table[order]
+    first = np.flatnonzero(np.append(True, (table[1:] != table[:-1]).any(axis=1)))
+    rows, totals = table[first], np.add.reduceat(weights[order], first)
     return TrainingData(rows[:, :-1], rows[:, -1], totals)
 
 

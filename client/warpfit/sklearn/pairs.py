@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -588,7 +589,7 @@ Sharpen: TypeAlias = Callable[[Table, Callable[[Table], Floats]], Table]
 #: Most tokens of a term of a sum that comes from the library, and most terms.
 _TERM_SIZE: Final = 6
 _MOST_SUMMED: Final = 10
-#: Terms of the least error that are judged, and leverage of a row that decides alone.
+#: Terms of the least error that are tried, and leverage of a row that decides alone.
 _TRIED: Final = 8
 _ALONE: Final = 0.99
 
@@ -641,10 +642,25 @@ def terms_of(program: Program) -> tuple[int, ...]:
     return program.fold(leaf, join)[1]
 
 
-def _stepwise(
-    view: View, terms: Table, symbols: int, width: int
-) -> Iterator[tuple[list[int], float]]:
-    """Yield the places of the terms of the best sums, by their number, and their scores."""
+def _selected(
+    view: View,
+    terms: Table,
+    symbols: int,
+    width: int,
+    known: Sequence[list[int]],
+    ends: float,
+) -> list[tuple[float, list[int]]]:
+    """Return the scores of the best sums and the places of their terms, by their number.
+
+    Args:
+        view: of the target.
+        terms: what sums are made of.
+        symbols: see `structure_length`.
+        width: most tokens of a sum.
+        known: terms of sums that are improved, too.
+        ends: time of `time.monotonic` at which this should end.
+
+    """
     roots = np.sqrt(view.weights)
     single = _orthonormal(terms.values, roots.astype(np.float32), roots[None].astype(np.float32))
     columns = np.asarray(single, np.float32)
@@ -667,12 +683,12 @@ def _stepwise(
         return 0.5 * rows * math.log(error + _LEAST_ERROR) + length
 
     def extended(places: list[int]) -> tuple[float, list[int]]:
-        """Add the best term, at first the one that explains most for its length."""
+        """Add the best term of those that explain most for their length."""
         basis, left = residual(places)
         along = columns @ np.column_stack([basis, left]).astype(np.float32)
         rest = 1.0 - np.square(along[:, :-1]).sum(axis=1)
         gains = _ratio(np.square(along[:, -1]), rest, rest > LEAST_VARIATION)
-        errors = np.maximum(float(left @ left) - gains, _LEAST_ERROR)
+        errors = np.maximum(left @ left - gains, _LEAST_ERROR)
         lengths = 0.5 * rows * np.log(errors) + sizes * math.log(symbols)
         room = width - int(sizes[places].sum()) - 3 * len(places)
         lengths[(sizes > room) | (rest <= LEAST_VARIATION)] = np.inf
@@ -680,15 +696,28 @@ def _stepwise(
         tried = [[*places, int(place)] for place in best if np.isfinite(lengths[place])]
         return min(((score(each), each) for each in tried), default=(math.inf, places))
 
-    chosen: list[int] = []
-    while len(chosen) < min(_MOST_SUMMED, len(terms)):
-        best, chosen = extended(chosen)
-        if best == math.inf:
-            return
-        for place in chosen[:-1]:
-            other = extended([each for each in chosen if each != place])
-            best, chosen = min((best, chosen), other)
-        yield chosen, best
+    found: list[tuple[float, list[int]]] = []
+    beam: list[tuple[float, list[int]]] = [(math.inf, [])]
+    for count in range(1, min(_MOST_SUMMED, len(terms)) + 1):
+        longer = [extended(places) for _, places in beam]
+        longer += [(score(places), places) for places in known if len(places) == count]
+        beam = []
+        for best, places in longer:
+            for place in places[:-1] if best < math.inf else ():
+                if time.monotonic() > ends:
+                    break
+                other = extended([each for each in places if each != place])
+                best, places = min((best, places), other)
+            beam.append((best, places))
+        beam = [entry for entry in beam if entry[0] < math.inf]
+        if not beam or time.monotonic() > ends:
+            break
+        found.append(min(beam))
+    for count in range(len(found) - 1, 0, -1):
+        _, more = found[count]
+        fewer = [[each for each in more if each != place] for place in more]
+        found[count - 1] = min(found[count - 1], *((score(each), each) for each in fewer))
+    return found
 
 
 @dataclass
@@ -770,12 +799,14 @@ class PairSearch:
         )
 
     @np.errstate(all="ignore")
-    def sums(self, others: Genomes) -> list[Sum]:
+    def sums(self, others: Genomes, ends: float = math.inf) -> list[Sum]:
         """Return sums a + b t1 + c t2 + ... of each number of terms.
 
         One is of variables alone, another of any terms: those of the library, and all parts of
-        ``others``. One after the other is added, and exchanged where that helps (stepwise
-        regression; Efroymson 1960), as a sum is judged by `Sum.score`.
+        ``others``. One after the other is added, and exchanged or left out where that helps
+        (stepwise regression; Efroymson 1960), as a sum is judged by `Sum.score`. The sums of
+        variables are where exchanges begin, too. At the time ``ends`` of `time.monotonic` they
+        are those so far.
         """
         if "add" not in self.operators or "mul" not in self.operators:
             return []
@@ -785,13 +816,20 @@ class PairSearch:
         known = self._known[self._known.genomes.sizes <= _TERM_SIZE]
         any_terms = Table.merged([known, self._table(parts)]).distinct()
         single = any_terms.genomes.sizes + any_terms.inverted == 1
-        found = []
-        for terms, kind in ((any_terms[single], "variables"), (any_terms, "terms")):
-            fitter = _Fitter(self.views[0], self._known[:0], self.operators, lambda v, _: v, 1)
-            for places, score in _stepwise(self.views[0], terms, self.symbols, self.width):
-                inner = fitter.sum_of([terms[[place]] for place in places])
+        fitter = _Fitter(self.views[0], self._known[:0], self.operators, lambda v, _: v, 1)
+        found: list[Sum] = []
+        begun: list[list[int]] = []
+        for kind, places in (
+            ("variables", np.flatnonzero(single)),
+            ("terms", np.arange(len(single))),
+        ):
+            terms = any_terms[places]
+            chosen = _selected(self.views[0], terms, self.symbols, self.width, begun, ends)
+            for score, own in chosen:
+                inner = fitter.sum_of([terms[[place]] for place in own])
                 if inner.sizes[0] <= self.width:
-                    found.append(Sum(kind, len(places), score, inner))
+                    found.append(Sum(kind, len(own), score, inner))
+            begun = [places[own].tolist() for _, own in chosen]
         return found
 
     def _beside_short(self, view: View, turn: int) -> Iterator[_Found]:

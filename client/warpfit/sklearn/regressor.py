@@ -69,6 +69,9 @@ _RANGES: Final = {
 #: Settings of these that may be None.
 _OPTIONAL: Final = ("early_stopping", "digits")
 _MOST_TOKENS: Final = 5_000_000
+#: Numbers of a table for each second of the time that is given, and fewest rows that are drawn.
+_NUMBERS_A_SECOND: Final = 1e6
+_FEWEST_DRAWN: Final = 10_000
 
 
 class SymbolicRegressor(FormulaRegressor):
@@ -167,9 +170,11 @@ class SymbolicRegressor(FormulaRegressor):
     max_seconds : float, optional
         Time of ``fit`` from call to return, a server's start included, which several targets share.
         A tenth of it, of many rows a fifth, is kept for the last fits and the simplification, which
-        take fewer rows where they would not end in time. Results depend on the speed of the
-        machine. If the time is over before the first generation, ``n_iter_`` is 0, a
-        `SearchWarning` says so, and the formulas are the best pairs of short ones, or the constant.
+        take fewer rows where they would not end in time. Of a table with more than a million
+        numbers for each second so many rows are drawn, and the others are never looked at. Results
+        depend on the speed of the machine. If the time is over before the first generation,
+        ``n_iter_`` is 0, a `SearchWarning` says so, and the formulas are the best pairs and sums of
+        short ones, or the constant.
     early_stopping : int, optional
         The search ends after so many generations without a loss lower by a tenth.
     guesses : sequence of str or Program
@@ -474,6 +479,13 @@ class SymbolicRegressor(FormulaRegressor):
         self._fresh_fronts: list[list[eq.Equation]] = []
         self._given = super()._trainings(X, y, sample_weight)
         return self._given
+
+    def _most_rows(self, variables: int) -> float:
+        """Return how many rows are prepared, sent and measured in a part of the time."""
+        seconds = _number(self.max_seconds)
+        if not seconds > 0.0:  # None, or what is refused later
+            return math.inf
+        return max(_FEWEST_DRAWN, seconds * _NUMBERS_A_SECOND / (variables + 1))
 
     def _in_units(self, training: TrainingData) -> TrainingData:
         """Divide target and variables by their sizes if squares could overflow or vanish.

@@ -384,7 +384,7 @@ class Search:
         """
         first = self.islands[0]
         fresh = []
-        for found in self.pairs.sums(first.population.front().genomes):
+        for found in self.pairs.sums(first.population.front().genomes, self.settings.ends):
             key = found.kind, found.terms
             known, _ = self.sums.get(key, (math.inf, None))
             if found.score < known and self.settings.admissible(found.genomes)[0]:

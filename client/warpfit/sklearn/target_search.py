@@ -481,7 +481,9 @@ class TargetSearch:
         sample = np.sort(self.rng.permutation(seen)[: self.options.sample_rows])
         with ExitStack() as stack:
             progress.phase(f"upload of {rows:,} rows")
+            begun = time.monotonic()
             self.data = self._part(stack, np.arange(rows))
+            uploading = time.monotonic() - begun
             try:
                 compared = self._part(stack, sample)
                 self.constant, self.scale = self._best_constant(seen, sample, compared)
@@ -494,19 +496,29 @@ class TargetSearch:
             self.formulas = formulas_of(search)
             if search.reason not in INTERRUPTIONS:
                 try:
-                    return self._in_given_units(self._finished(stack, search, progress))
+                    return self._in_given_units(self._finished(stack, search, progress, uploading))
                 except (KeyboardInterrupt, UnavailableError) as error:
                     self.reason = reason_of(error)
             return self._in_given_units(self._as_found(search))
 
-    def _finished(self, stack: ExitStack, search: Search, progress: Progress) -> list[Equation]:
-        """Fit the formulas of a search to more rows than its sample, and shorten them."""
+    def _finished(
+        self, stack: ExitStack, search: Search, progress: Progress, uploading: float
+    ) -> list[Equation]:
+        """Fit the formulas of a search to more rows than its sample, and shorten them.
+
+        Args:
+            stack: keeps data sets.
+            search: what has been found.
+            progress: is told what is done.
+            uploading: seconds of an upload of all rows.
+
+        """
         progress.phase("last fits")
         programs = self._programs(search.promising())
         begun = time.monotonic()
         found = self._measured(programs)
         seconds = (time.monotonic() - begun) * len(programs) / max(1, len(found) - 1)
-        data = self._rows_to_fit(stack, _FIT_TIME * seconds)
+        data = self._rows_to_fit(stack, _FIT_TIME * seconds + uploading)
         with suppress(DeadlineExceededError):
             fitted = self._fitted(data, programs)
             progress.phase("simplification")
@@ -566,7 +578,7 @@ class TargetSearch:
 
         Args:
             stack: keeps the data set.
-            seconds: time of a fit to all rows.
+            seconds: time of an upload of all rows and a fit to them.
 
         """
         seen = np.setdiff1d(np.arange(len(self.training.target)), self.held_out)

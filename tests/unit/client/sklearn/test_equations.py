@@ -50,6 +50,19 @@ def test_rows_held_out_refuse_formulas(criterion, r2):
     assert selected(alone, criterion) == 0
 
 
+def test_what_predicts_best_stays_and_is_chosen_though_others_fit_better():
+    programs = [parse(text) for text in ("x1", "exp(x1)", "x1 + 3*x2", "sin(9*exp(x1))")]
+    found = list(zip(programs, [2.0, 1.9, 1.5, 1.0], [0.5] * 4, strict=True))
+    found[2], found[3] = found[3], found[2]
+    assert len(build_front(found, len, texts, 100.0, 2.0)) == 3
+    lengths = dict(zip(programs, [40.0, 39.0, 31.0, 50.0], strict=True))
+    front = build_front(found, len, texts, 100.0, 2.0, predictive=lengths)
+    assert len(front) == 4
+    assert front[selected(front, "prediction")].program == programs[2]
+    assert front[selected(front, "accuracy")].program == programs[3]
+    assert all(equation.score >= 0.0 for equation in front)
+
+
 Y = np.array([0.0, 1.0, 3.0, 40.0])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,16 @@ pytest.importorskip("sklearn")
 from warpfit import parse
 from warpfit.expressions import reference
 from warpfit.ops import OPERATORS
-from warpfit.sklearn.pairs import PairSearch, arguments, factor_exponents, library, views
+from warpfit.sklearn.genomes import Genomes
+from warpfit.sklearn.pairs import (
+    PairSearch,
+    arguments,
+    factor_exponents,
+    library,
+    structure_length,
+    terms_of,
+    views,
+)
 from warpfit.sklearn.search import pareto_layers
 
 NAMES = ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "asin", "tanh")
@@ -24,12 +35,17 @@ def evaluate(genomes):
     return np.array([reference.evaluate_program(p, X.T) for p in genomes.population()])
 
 
+def search_of(target, most_views=None):
+    seeds = library(NAMES, 3, 25, 900)
+    seen = list(views(NAMES, X, target, WEIGHTS, 25))[:most_views]
+    return PairSearch(NAMES, evaluate, seen, 25, seeds, arguments(NAMES, 3, 25, 60), 15)
+
+
 def best_errors(text, steps, most_views=None):
     """Least part of the target's variance that a + b f of a pair leaves, step by step."""
     target = reference.evaluate_program(parse(text), X.T)
-    seeds = library(NAMES, 3, 25, 900)
-    seen = list(views(NAMES, X, target, WEIGHTS, 25))[:most_views]
-    search = PairSearch(NAMES, evaluate, seen, 25, seeds, arguments(NAMES, 3, 25, 60), 20)
+    search = search_of(target, most_views)
+    seeds = search.library
     for _ in range(steps):
         with np.errstate(all="ignore"):
             found = search.step(seeds[:0])
@@ -54,6 +70,41 @@ def best_errors(text, steps, most_views=None):
 )
 def test_pairs_find_products_and_sums_inside_of_outer_functions(text):
     assert any(error < 1e-12 for error in best_errors(text, 25))
+
+
+def test_sums_take_terms_one_after_the_other_and_stop_where_noise_begins():
+    law = parse("2*x1 - 3*x2 + square(x3)/2")
+    noise = np.random.default_rng(1).normal(0.0, 0.1, 60)
+    found = search_of(reference.evaluate_program(law, X.T) + noise, 1).sums(Genomes.of([]))
+    assert [s.terms for s in found if s.kind == "variables"] == [1, 2, 3]
+    assert [s.terms for s in found if s.kind == "terms"][:4] == [1, 2, 3, 4]
+    best = min(found, key=lambda s: s.score)
+    assert best.terms == 3
+    values = np.vstack([evaluate(best.genomes), np.ones(60)])
+    left = np.linalg.lstsq(values.T, reference.evaluate_program(law, X.T))[1]
+    assert left[0] < 60 * 0.06**2
+    # Parts of other formulas are terms, too.
+    known = parse("sin(x1 + exp(3.7*x2))*2 + x3")
+    target = reference.evaluate_program(known, X.T)
+    two = search_of(target, 1).sums(Genomes.of([parse("sqrt(2 - sin(x1 + exp(3.7*x2)))")]))
+    assert min(s.score for s in two) < -500
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("3*x1 - x2/2 + 7", (1, 1)),
+        ("2*(x1*x2 + 1)", (3,)),
+        ("exp(x1) + 4*sqrt(x2 + 1)", (2, 4)),
+        ("1/x1 - neg(x2)", (3, 1)),
+        ("sqrt(2) + 1", ()),
+    ],
+)
+def test_a_sum_is_as_long_as_its_terms(text, sizes):
+    assert terms_of(parse(text)) == sizes
+    assert structure_length(sizes, 15) == pytest.approx(
+        sum(sizes) * math.log(15) - math.log(math.factorial(len(sizes)))
+    )
 
 
 def test_factors_inside_of_functions_are_found_up_to_a_fit():
