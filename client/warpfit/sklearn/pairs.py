@@ -731,7 +731,7 @@ class FirstFormulas:
         """Return no formulas."""
         return others[:0]
 
-    def sums(self, others: Genomes) -> list[Sum]:
+    def sums(self, others: Genomes, ends: float = math.inf) -> list[Sum]:
         """Return no sums."""
         return []
 
