@@ -20,7 +20,7 @@ from warpfit_server.system.machine import available_cores
 
 X = np.arange(6.0).reshape(3, 2)
 #: Functions that compile in a second.
-SMALL = ("validate.tokens_are_valid", "parallel_loop.close")
+SMALL = ("lowering.tokens_are_valid", "parallel_loop.close")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.interpreter.source import ALL_VALID
-from warpfit_server.engine.lowering.validate import are_valid
+from warpfit_server.engine.lowering import are_valid
 
 X = Program.variable(0)
 

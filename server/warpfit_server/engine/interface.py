@@ -325,7 +325,7 @@ class Engine(Protocol):
 
         The batch has passed `Batch.check_shapes`, the row range is inside the data set, and a loss
         is requested only if there is a target. The engine checks the tokens itself, which no front
-        end does: by `warpfit_server.engine.lowering.validate`, or on a GPU as it lowers them.
+        end does: by `warpfit_server.engine.lowering`, or on a GPU as it lowers them.
 
         Returns:
             How long the stages took; ``queue`` is the time that it has waited in the engine.

@@ -34,7 +34,7 @@ from warpfit.server_info import Limits
 from warpfit.transport.call import Request
 from warpfit.transport.channel import OpenCalls
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit_server.engine.lowering import validate
+from warpfit_server.engine.lowering import are_valid
 from warpfit_server.limits import check_batch
 
 BATCHES = 40
@@ -75,11 +75,11 @@ def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]
         evaluation.check_options(data.layout)
         evaluation.batch.check_shapes()
 
-    validate.are_valid(evaluations[0].batch, variables)  # compiles
+    are_valid(evaluations[0].batch, variables)  # compiles
     return microseconds(
         {
             "decode": decode,
-            "tokens_compiled": lambda turn: validate.are_valid(evaluations[turn].batch, variables),
+            "tokens_compiled": lambda turn: are_valid(evaluations[turn].batch, variables),
         }
     )
 

@@ -46,10 +46,15 @@ from warpfit_server.engine.autodiff.rules import (
     arities,
     rules,
 )
-from warpfit_server.engine.lowering.lower import (
+from warpfit_server.engine.lowering import (
+    INVARIANT,
+    NONE,
     PREDICTION,
+    SLOT,
     Graph,
+    Lowered,
     Scratch,
+    allocate,
     clear,
     constant_node,
     emit_copy,
@@ -57,18 +62,11 @@ from warpfit_server.engine.lowering.lower import (
     emit_result,
     find_node,
     longest_program,
+    lowered_of,
     new_graph,
     new_scratch,
     number_tokens,
     schedule,
-)
-from warpfit_server.engine.lowering.lowered import (
-    INVARIANT,
-    NONE,
-    SLOT,
-    Lowered,
-    allocate,
-    lowered_of,
 )
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (

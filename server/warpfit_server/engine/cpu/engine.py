@@ -7,12 +7,11 @@ The simple form:
             for each instruction of the program: result[:] = operator(operands[:])
             store the values, add up the loss
 
-`engine.lowering` turns the tokens of a batch into instructions. `interpreter` runs them in blocks,
-calling the loops that `codegen.kernels` makes of the operator table with the functions of
-`codegen.elementary_functions`. Compiled code is kept on disk (`codegen.parts`).
-`chunked_work` cuts the work into chunks, and a step is a parallel loop over some of them
-(`engine.native.parallel_loop`). What asks for derivatives, custom losses or statistics is done by
-`derivatives` and `derivative_interpreter` instead.
+`engine.lowering` turns the tokens of a batch into instructions. `interpreter` cuts the work into
+chunks, and runs the instructions in blocks, calling the loops that `codegen.kernels` makes of the
+operator table with the functions of `codegen.elementary_functions`. Compiled code is kept on disk
+(`codegen.parts`). A step is a parallel loop over some chunks (`engine.native.parallel_loop`).
+`derivatives` has the evaluations with derivatives, custom losses or statistics.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ from warpfit_server.engine.autodiff.requested_outputs import (
     requested_outputs,
 )
 from warpfit_server.engine.cpu import derivatives
-from warpfit_server.engine.cpu.chunked_work import (
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.cpu.codegen.kernels import Kernels
+from warpfit_server.engine.cpu.interpreter import (
     ChunkedWork,
     Cut,
+    Inputs,
     cut_instances,
     first_node,
+    interpret_chunk,
     lowering_work,
     new_context,
     span_level,
 )
-from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.cpu.interpreter import Inputs, interpret_chunk
 from warpfit_server.engine.interface import Arithmetic
-from warpfit_server.engine.lowering.lower import lower_chunk
-from warpfit_server.engine.lowering.lowered import Lowered
-from warpfit_server.engine.lowering.validate import are_valid, check_tokens
+from warpfit_server.engine.lowering import Lowered, are_valid, check_tokens, lower_chunk
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
 from warpfit_server.engine.native.numba_cache import address_of
@@ -252,7 +251,7 @@ class CpuEngine:
             if on_step is not None:
                 on_step(stop)
 
-    def _derivative_kernels(self) -> interface.Steps[parts.Kernels]:
+    def _derivative_kernels(self) -> interface.Steps[Kernels]:
         """Return the kernels for derivatives, which are loaded after the engine began to serve."""
         loading = self._derivatives
         if loading.done() and loading.exception() is not None:  # memory may have been short
@@ -261,7 +260,7 @@ class CpuEngine:
             yield loading
         return loading.result()
 
-    def _load_derivatives(self) -> Future[parts.Kernels]:
+    def _load_derivatives(self) -> Future[Kernels]:
         return BACKGROUND.submit(parts.load_derivatives, self._kernels, self.threads)
 
     def _differentiate(

@@ -29,7 +29,7 @@ from warpfit_server.engine.cuda.interpreter.source import (
 from warpfit_server.engine.cuda.jit import graph
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 from warpfit_server.engine.fit import compiled as fits
-from warpfit_server.engine.lowering import validate
+from warpfit_server.engine.lowering import load_check
 from warpfit_server.engine.native import compile_processes, numba_cache
 
 
@@ -57,7 +57,7 @@ _KERNELS: Final = {
 #: Functions that Numba compiles, by group: seconds, and the function that loads them.
 _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[], object]]]]] = {
     "values": {
-        "check": (0.8, validate.load),
+        "check": (0.8, load_check),
         "launches": (5.0, launches.load),
     },
     "derivatives": {

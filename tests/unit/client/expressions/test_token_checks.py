@@ -11,8 +11,8 @@ from support.engines.operators import programs
 from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Program, are_well_formed, check_indices, check_structure
 from warpfit.ops import BY_CODE, CONSTANT, PARAMETER, VARIABLE
-from warpfit_server.engine.lowering.validate import are_valid as compiled_are_valid
-from warpfit_server.engine.lowering.validate import check_tokens
+from warpfit_server.engine.lowering import are_valid as compiled_are_valid
+from warpfit_server.engine.lowering import check_tokens
 
 VARIABLES = 3
 SIGNALING_NAN = np.array([0x7FF0000000000001], dtype=np.uint64).view(np.float64)[0]

@@ -14,7 +14,7 @@ from support.engines.gradients import derive, linearise
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.losses import ABSOLUTE, SQUARES, huber
 from warpfit.parse import parse
-from warpfit_server.engine.cpu import chunked_work
+from warpfit_server.engine.cpu import interpreter
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.sum_tree import sum_nodes
 
@@ -115,8 +115,8 @@ def test_neither_threads_nor_cuts_nor_other_programs_change_a_bit(engine, rows, 
         check(other, len(programs))
         other.close()
     for most_blocks, most_sums in ((1, 2**25), (3, 2**25), (64, 1), (10**6, 2**25)):
-        monkeypatch.setattr(chunked_work, "MOST_BLOCKS", most_blocks)
-        monkeypatch.setattr(chunked_work, "MOST_SUMS", most_sums)
+        monkeypatch.setattr(interpreter, "MOST_BLOCKS", most_blocks)
+        monkeypatch.setattr(interpreter, "MOST_SUMS", most_sums)
         other = CpuEngine(2)
         check(other, len(programs))
         other.close()

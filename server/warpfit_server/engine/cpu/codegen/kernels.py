@@ -45,6 +45,7 @@ from typing import Any, Final
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
+from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.autodiff.rules import PartialKernel, partial_kernels
@@ -408,3 +409,21 @@ def target_machine() -> llvm.TargetMachine:
         codemodel="jitdefault",
         jit=True,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSet:
+    """Loaded kernels of one arithmetic; the addresses are valid while the object lives."""
+
+    addresses: NDArray[np.int64]
+    """Addresses by code of the instruction, int64 [rules.CODES]; 0 where there is no kernel."""
+    losses: dict[str, int]
+    """Addresses by name of the loss kernel."""
+    dots: NDArray[np.int64]
+    """Addresses in the order of `DOT_SHAPES`; empty without derivatives."""
+    owners: tuple[Any, ...]
+    """LLVM execution engines that own the code."""
+
+
+#: Kernels by arithmetic. The functions that call them are loaded with them.
+Kernels = dict[Arithmetic, KernelSet]

@@ -13,14 +13,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import llvmlite.binding as llvm
 import numpy as np
-from numpy.typing import NDArray
 
 from warpfit import ops
 from warpfit_server.engine.autodiff import rules
@@ -30,18 +28,18 @@ from warpfit_server.engine.cpu.codegen.kernels import (
     DOT_SHAPES,
     LOSS_KERNELS,
     PRODUCT,
+    Kernels,
+    KernelSet,
     build,
     build_derivatives,
     symbol,
     target_machine,
 )
-from warpfit_server.engine.cpu.derivative_interpreter import combine_chunk, linearise_chunk
+from warpfit_server.engine.cpu.derivatives import combine_chunk, linearise_chunk
 from warpfit_server.engine.cpu.interpreter import interpret_chunk
 from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.interface import Arithmetic
-from warpfit_server.engine.lowering import validate
-from warpfit_server.engine.lowering.lower import lower_chunk
-from warpfit_server.engine.lowering.lowered import COPY_CODE
+from warpfit_server.engine.lowering import COPY_CODE, load_check, lower_chunk
 from warpfit_server.engine.native import compile_processes, numba_cache, parallel_loop
 from warpfit_server.system import compile_cache
 
@@ -78,7 +76,7 @@ PARTS: Final = {
     "kernels": Part(3.4, partial(_objects, "", build)),
     "interpret": _chunk_function(3.1, interpret_chunk),
     "parallel": Part(0.8, parallel_loop.load),
-    "check": Part(0.8, validate.load),
+    "check": Part(0.8, load_check),
     "differentiate": _chunk_function(12.0, differentiate_chunk),
     "linearise": _chunk_function(10.0, linearise_chunk),
     "derivative_kernels": Part(4.6, partial(_objects, "-derivatives", build_derivatives)),
@@ -121,24 +119,6 @@ def precompile(processes: int) -> None:
     """Compile all groups, without loading them; otherwise as `compile_group`."""
     for group in GROUPS:
         compile_group(group, processes)
-
-
-@dataclass(frozen=True, eq=False)
-class KernelSet:
-    """Loaded kernels of one arithmetic; the addresses are valid while the object lives."""
-
-    addresses: NDArray[np.int64]
-    """Addresses by code of the instruction, int64 [rules.CODES]; 0 where there is no kernel."""
-    losses: dict[str, int]
-    """Addresses by name of the loss kernel."""
-    dots: NDArray[np.int64]
-    """Addresses in the order of `kernels.DOT_SHAPES`; empty without derivatives."""
-    owners: tuple[Any, ...]
-    """LLVM execution engines that own the code."""
-
-
-#: Kernels by arithmetic. The functions that call them are loaded with them.
-Kernels = dict[Arithmetic, KernelSet]
 
 
 def load(processes: int = 1) -> Kernels:

@@ -43,8 +43,14 @@ from warpfit_server.engine.cuda.derivatives.source import labels, template
 from warpfit_server.engine.cuda.interpreter.launches import raise_invalid_program
 from warpfit_server.engine.cuda.runtime.driver_calls import argument_struct
 from warpfit_server.engine.interface import Steps
-from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, INVARIANT, NONE, RESULT
-from warpfit_server.engine.lowering.validate import program_is_valid
+from warpfit_server.engine.lowering import (
+    COPY_CODE,
+    INPUT,
+    INVARIANT,
+    NONE,
+    RESULT,
+    program_is_valid,
+)
 from warpfit_server.engine.native import numba_cache, parallel_loop
 from warpfit_server.engine.native.arguments import (
     FAILED,

@@ -20,8 +20,7 @@ from warpfit_server.engine.cuda.jit.kernel_store import KernelKey, KernelStore
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset
 from warpfit_server.engine.interface import Arithmetic
-from warpfit_server.engine.lowering.lowered import NONE, Lowered
-from warpfit_server.engine.lowering.validate import check_tokens
+from warpfit_server.engine.lowering import NONE, Lowered, check_tokens
 from warpfit_server.shared_batch import BatchSummary, contents
 
 #: Most accumulators of a fused kernel, unless one program alone needs more.

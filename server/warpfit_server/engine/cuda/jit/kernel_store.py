@@ -29,7 +29,7 @@ from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue, serve
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.interface import Arithmetic
-from warpfit_server.engine.lowering.lowered import COPY_CODE, Lowered
+from warpfit_server.engine.lowering import COPY_CODE, Lowered
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import call_c
 from warpfit_server.system.compile_cache import CacheCounters, DiskCache

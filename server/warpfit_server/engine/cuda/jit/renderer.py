@@ -35,7 +35,7 @@ from warpfit_server.engine.cuda.jit.templates import (
     Template,
     register_class,
 )
-from warpfit_server.engine.lowering.lowered import (
+from warpfit_server.engine.lowering import (
     COPY_CODE,
     INPUT,
     INVARIANT,

@@ -22,7 +22,7 @@ from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.autodiff.rules import COMPUTES, KIND, NOTHING, rules
 from warpfit_server.engine.cpu import engine as engine_module
-from warpfit_server.engine.cpu.chunked_work import differentiation_work
+from warpfit_server.engine.cpu.derivatives import differentiation_work
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Selection, run_to_end
 
@@ -97,7 +97,7 @@ def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
         lowered.append(1)
         return differentiation_work(*given, **more)
 
-    monkeypatch.setattr("warpfit_server.engine.cpu.chunked_work.differentiation_work", count)
+    monkeypatch.setattr("warpfit_server.engine.cpu.derivatives.differentiation_work", count)
     flag = np.zeros(1, np.uint8)
     for indices in (np.arange(len(batch)), np.array([1, 3]), np.array([3])):
         problem = Evaluation(data.content_id, batch[indices])

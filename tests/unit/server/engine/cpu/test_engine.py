@@ -21,7 +21,7 @@ from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine import sum_tree
-from warpfit_server.engine.cpu import chunked_work
+from warpfit_server.engine.cpu import interpreter
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Outputs, run_to_end
 
@@ -93,7 +93,7 @@ def test_parameter_vectors(evaluate, rows):
 
 
 def test_threads_do_not_change_anything(monkeypatch):
-    monkeypatch.setattr(chunked_work, "_LARGEST_CHUNK", 200_000)
+    monkeypatch.setattr(interpreter, "_LARGEST_CHUNK", 200_000)
     data = make_dataset(50_000, "float32")
     programs, parameters = thesis_mix(8, 40)
     answers = []

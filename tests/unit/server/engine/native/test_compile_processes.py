@@ -174,7 +174,7 @@ def test_a_copy_of_the_sources_uses_the_same_code(place, tmp_path):
 
 def test_processes_without_an_environment_keep_code_with_the_rest(tmp_path):
     code = (
-        "from warpfit_server.engine.lowering.validate import tokens_are_valid as function; "
+        "from warpfit_server.engine.lowering import tokens_are_valid as function; "
         "print(function._cache.cache_path)"
     )
     environment = {**os.environ, "WARPFIT_CACHE_DIR": str(tmp_path)}

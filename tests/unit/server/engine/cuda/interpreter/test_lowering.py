@@ -23,7 +23,7 @@ from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.launches import max_levels, raise_invalid_program
-from warpfit_server.engine.lowering.validate import are_valid
+from warpfit_server.engine.lowering import are_valid
 
 LEAVES = {VARIABLE, PARAMETER, CONSTANT}
 #: Stack levels that a case label takes values from.

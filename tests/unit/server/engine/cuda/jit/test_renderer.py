@@ -34,7 +34,7 @@ from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.jit.templates import DeviceLibrary
 from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.interface import Arithmetic
-from warpfit_server.engine.lowering.lowered import Lowered
+from warpfit_server.engine.lowering import Lowered
 from warpfit_server.engine.native.arguments import argument_block
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)

@@ -1,16 +1,21 @@
-"""Lowering: postfix tokens to the instructions that the engines run, compiled by Numba.
+"""Lowering: postfix tokens are checked, and become the instructions that the engines run.
+
+Front ends pass tokens on unseen, because looking at each one takes time of Python's, of which they
+have least. Engines check them in compiled code without Python's lock; only for a bad token the
+client's own check runs, which names it.
 
 The simple form turns each operator token into one instruction that pops its operands from a stack
 and pushes its result. What is clever happens in one pass over the tokens and one over the nodes:
 
 * A subexpression that occurs again is the same node of a graph and is computed once.
 * A power with the constant exponent -2, -1, 1, 2, 3 or 4 becomes products or a quotient.
-* What is made of parameters and constants alone is an invariant, computed in the prologue: once for
+* An operation on parameters and constants alone is an invariant, computed in the prologue: once for
   each parameter vector instead of once for each block of rows.
 * Variables, invariants and results are operands in place; there are no loads and no stores.
 * Instructions are ordered so that few slots are needed.
 
-Each program has its own part of the results, so threads lower ranges of programs.
+Each program has its own part of the results, so threads lower ranges of programs. All of it is
+compiled by Numba.
 """
 
 from __future__ import annotations
@@ -18,20 +23,12 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
-from warpfit.ir import Batch
+from warpfit.errors import InternalError
+from warpfit.ir import INDEX_LIMIT, Batch
 from warpfit.ops import ARITIES, CONSTANT, OPERATORS, PARAMETER, VARIABLE
-from warpfit_server.engine.lowering.lowered import (
-    COPY_CODE,
-    INPUT,
-    INVARIANT,
-    NONE,
-    RESULT,
-    SLOT,
-    Lowered,
-    lowered_of,
-)
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
     FAILED,
@@ -40,9 +37,198 @@ from warpfit_server.engine.native.arguments import (
     chunk_ranges,
     floats,
     octets,
+    reader,
     words,
 )
 from warpfit_server.engine.native.intrinsics import inlined, uncounted
+
+# ---------------------------------------------------------------------------- the check of tokens
+
+
+def check_tokens(batch: Batch, variables: int) -> None:
+    """Check every token against the operator table and the data set.
+
+    Args:
+        batch: whose arrays fit together, see `Batch.check_shapes`.
+        variables: of the data set.
+
+    Raises:
+        ProgramError: for the first bad token.
+    """
+    if are_valid(batch, variables):
+        return
+    batch.check(variables)
+    raise InternalError("two checks of a batch disagree", "ENGINE_FAILURE", "Report it as a bug")
+
+
+def are_valid(batch: Batch, variables: int) -> bool:
+    """Return whether `Batch.check` would pass, for a batch whose arrays fit together."""
+    return bool(
+        tokens_are_valid(
+            batch.codes,
+            batch.values,
+            batch.lengths,
+            batch.parameter_counts,
+            float(min(variables, INDEX_LIMIT)),
+        )
+    )
+
+
+def load_check() -> None:
+    """Load the compiled check, or compile it, for the arrays of requests."""
+    counts = types.Array(types.uint32, 1, "C")
+    codes, values = types.Array(types.uint8, 1, "C"), types.Array(types.float64, 1, "C")
+    tokens_are_valid.compile((codes, values, counts, counts, types.float64))
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def tokens_are_valid(
+    codes: NDArray[np.uint8],
+    values: NDArray[np.float64],
+    lengths: NDArray[np.uint32],
+    counts: NDArray[np.uint32],
+    variables: float,
+) -> bool:
+    """Do the work of `are_valid` in compiled code."""
+    start = 0
+    for program in range(len(lengths)):
+        stop = start + int(lengths[program])
+        if not program_is_valid(codes, values, start, stop, counts[program], variables):
+            return False
+        start = stop
+    return True
+
+
+@inlined
+def program_is_valid(
+    codes: NDArray[np.uint8],
+    values: NDArray[np.float64],
+    start: int,
+    stop: int,
+    count: np.uint32,
+    variables: float,
+) -> bool:
+    """Check the tokens of one program with ``count`` parameters, in compiled code."""
+    parameters = min(float(count), float(INDEX_LIMIT))
+    height, lowest, valid, needed = 0, 1, True, 0.0
+    for token in range(start, stop):  # without branches, which are slow on random tokens
+        code, value = codes[token], values[token]
+        arity = ARITIES[code]
+        height += 1 - arity
+        lowest = min(lowest, height)
+        is_variable, is_parameter = code == VARIABLE, code == PARAMETER
+        bound = variables if is_variable else parameters
+        fits = (value >= 0.0) & (value < bound) & (np.floor(value) == value)
+        valid &= (arity >= 0) & (fits | ~(is_variable | is_parameter))
+        needed = max(needed, value + 1.0 if is_parameter else 0.0)
+    valid &= needed == count
+    return not (stop == start or height != 1 or lowest < 1 or not valid)
+
+
+# ------------------------------------------------------------------- the form of lowered programs
+#
+# A *location* says where a value lives: ``index << 2 | kind``, a kind being one of
+#
+# * INPUT: the rows of a variable, in the data set;
+# * SLOT: the rows of an intermediate result; slots are reused as registers are;
+# * INVARIANT: a number that no row changes;
+# * RESULT: the rows of the program's result.
+#
+# The instructions of a program are its *prologue*, on invariants, which runs once for each
+# parameter vector, and its body, which runs on each block of rows.
+
+INPUT, SLOT, INVARIANT, RESULT = range(4)
+NONE: Final = -1
+#: Code of the instruction that copies its operand; no operator has a leaf's code.
+COPY_CODE: Final = VARIABLE
+
+
+def _words(*names: str) -> list[tuple[str, type[np.int64]]]:
+    return [(name, np.int64) for name in names]
+
+
+#: Code; locations of the result and of the operands; a bit set of the operands that are invariants.
+INSTRUCTION: Final = np.dtype(
+    [("code", np.int64), ("target", np.int64), ("operands", np.int64, 3), ("broadcast", np.int64)]
+)
+#: What there is of a program. ``loss`` and ``loss_derivative`` are the locations of the row loss
+#: and of its derivative by the result, NONE for what was not requested.
+HEADER: Final = np.dtype(
+    _words(
+        *("start", "prologue_end", "end", "invariants", "slots", "first_load", "loads"),
+        *("first_column", "columns", "first_entry", "entries", "loss", "loss_derivative"),
+    )
+)
+#: An invariant to fill before the prologue runs, with a parameter or, if that is NONE, a value.
+LOAD: Final = np.dtype([("invariant", np.int64), ("parameter", np.int64), ("value", np.float64)])
+#: A column; a parameter, or -1 - a variable; an invariant, or NONE for 1. See `differentiate`.
+ENTRY: Final = np.dtype(_words("column", "leaf", "factor"))
+
+
+class Lowered(NamedTuple):
+    """Programs of a batch; compiled code reads the fields by the same names."""
+
+    headers: Any
+    """HEADER of each program."""
+    instructions: Any
+    """INSTRUCTION records."""
+    loads: Any
+    """LOAD records."""
+    columns: Any
+    """Locations, int64; empty without derivatives, like the next."""
+    entries: Any
+    """ENTRY records."""
+
+    def part(self, first: int, stop: int) -> Lowered:
+        """Return a range of programs that lie one behind the other, without their numbers.
+
+        Parts are equal to the byte if programs differ only in constants, or in which parameter is
+        where.
+        """
+        headers = self.headers[first:stop].copy()
+        last = headers[-1]
+        begins = ("start", "first_load", "first_column", "first_entry")
+        counts = (last["end"] - last["start"], *(last[n] for n in ("loads", "columns", "entries")))
+        arrays = []
+        for array, begin, count in zip(self[1:], begins, counts, strict=True):
+            start = int(headers[begin][0])
+            arrays.append(array[start : int(last[begin] + count)].copy())
+            moved = ("start", "prologue_end", "end") if begin == "start" else (begin,)
+            for name in moved:
+                headers[name] -= start
+        loads = arrays[1]
+        loads["parameter"], loads["value"] = NONE, 0.0
+        return Lowered(headers, *arrays)
+
+
+@inlined
+def allocate(programs: int, instructions: int, loads: int, tokens: int = 0) -> Lowered:
+    """Allocate arrays for so many programs, instructions and loads, and derivatives of tokens."""
+    return Lowered(
+        np.empty(programs, dtype=HEADER),
+        np.empty(instructions, dtype=INSTRUCTION),
+        np.empty(loads, dtype=LOAD),
+        np.empty(tokens, dtype=np.int64),
+        np.empty(2 * tokens, dtype=ENTRY),
+    )
+
+
+_headers, _instructions, _loads, _entries = (
+    reader(kind) for kind in (HEADER, INSTRUCTION, LOAD, ENTRY)
+)
+
+
+@inlined
+def lowered_of(block: int, index: int) -> Any:
+    """Return the arrays of `Lowered` in an argument block, from number ``index``."""
+    return Lowered(
+        _headers(block, index),
+        _instructions(block, index + 1),
+        _loads(block, index + 2),
+        words(block, index + 3),
+        _entries(block, index + 4),
+    )
+
 
 # ------------------------------------------------------------------------- the numbering of values
 #

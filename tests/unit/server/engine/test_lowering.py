@@ -17,9 +17,9 @@ from warpfit_server.engine.autodiff.differentiate import (
     differentiate_chunk,
     row_loss_tokens,
 )
-from warpfit_server.engine.cpu.chunked_work import differentiation_work, lowering_work
-from warpfit_server.engine.lowering.lower import lower_chunk
-from warpfit_server.engine.lowering.lowered import Lowered
+from warpfit_server.engine.cpu.derivatives import differentiation_work
+from warpfit_server.engine.cpu.interpreter import lowering_work
+from warpfit_server.engine.lowering import Lowered, lower_chunk
 from warpfit_server.engine.native.numba_cache import address_of, load_chunk_function
 from warpfit_server.engine.native.parallel_loop import ParallelLoop
 

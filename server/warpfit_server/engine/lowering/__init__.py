@@ -1,1 +1,0 @@
-"""Lowering on the host: from postfix tokens to scheduled instructions."""
