@@ -148,11 +148,11 @@ class ServerCollector(Collector):
             yield _counter(name, family.text, amounts, *family.labels)
         for name, family in HISTOGRAMS.items():
             metric = HistogramMetricFamily(_PREFIX + name, family.text, labels=family.labels)
-            for (observed, labels), row in totals.buckets.items():
+            for (observed, labels), histogram in totals.histograms.items():
                 if observed == name:
                     bounds = (*map(str, BUCKET_BOUNDS), "+Inf")
-                    buckets = list(zip(bounds, accumulate(row[:-1]), strict=True))
-                    metric.add_metric(labels, buckets, row[-1])
+                    buckets = list(zip(bounds, accumulate(histogram.buckets), strict=True))
+                    metric.add_metric(labels, buckets, histogram.seconds)
             yield metric
         yield _gauge("requests_in_flight", "Calls that run now", totals.in_flight)
 

@@ -140,13 +140,22 @@ class CallRecord:
         return ((REQUEST_ID_KEY, self.request_id),)
 
 
+@dataclass(slots=True)
+class Histogram:
+    """Observations of a time."""
+
+    buckets: list[float] = field(default_factory=lambda: [0.0] * (len(BUCKET_BOUNDS) + 1))
+    """Observations in each bucket alone; the last one is for +Inf."""
+    seconds: float = 0.0
+    """Sum of all observations."""
+
+
 @dataclass(slots=True, eq=False)
 class MetricsDelta:
     """Increments of counters and histograms."""
 
     counts: dict[Series, float] = field(default_factory=dict)
-    buckets: dict[Series, list[float]] = field(default_factory=dict)
-    """For each bucket the observations in it alone, one more for +Inf, then their sum."""
+    histograms: dict[Series, Histogram] = field(default_factory=dict)
     in_flight: int = 0
     """Calls that run at this moment; not an increment."""
 
@@ -157,12 +166,10 @@ class MetricsDelta:
 
     def observe(self, name: str, labels: tuple[str, ...], seconds: Sequence[float]) -> None:
         """Add observations to a histogram."""
-        row = self.buckets.get((name, labels))
-        if row is None:
-            row = self.buckets[name, labels] = [0.0] * (len(BUCKET_BOUNDS) + 2)
+        histogram = self.histograms.setdefault((name, labels), Histogram())
         for bucket in np.searchsorted(BUCKET_BOUNDS, seconds).tolist():
-            row[bucket] += 1.0
-        row[-1] += float(np.sum(seconds))
+            histogram.buckets[bucket] += 1.0
+        histogram.seconds += float(np.sum(seconds))
 
     def add(self, calls: Sequence[CallRecord]) -> None:
         """Add what was measured of calls that have ended; programs count if they were answered."""
@@ -194,9 +201,10 @@ class MetricsDelta:
         """Add the increments of another one."""
         for (name, labels), amount in other.counts.items():
             self.count(name, labels, amount)
-        for series, row in other.buckets.items():
-            mine = self.buckets.setdefault(series, [0.0] * len(row))
-            self.buckets[series] = [a + b for a, b in zip(mine, row, strict=True)]
+        for series, theirs in other.histograms.items():
+            mine = self.histograms.setdefault(series, Histogram())
+            mine.buckets = [a + b for a, b in zip(mine.buckets, theirs.buckets, strict=True)]
+            mine.seconds += theirs.seconds
 
 
 class Recorder:

@@ -73,7 +73,7 @@ def exported() -> set[str]:
     recorder.end(CallRecord("Evaluate", "", 0, "x", status="OK", timings=timings, **amounts))
     totals = recorder.totals()
     assert {name for name, _ in totals.counts} == set(CALL_COUNTERS)
-    assert {name for name, _ in totals.buckets} == set(HISTOGRAMS)
+    assert {name for name, _ in totals.histograms} == set(HISTOGRAMS)
     page = collector(
         dict.fromkeys(COUNTERS, 1.0), gpus=[GpuUsage("0", "H200", 1, 1, 1.0)], recorder=recorder
     )

@@ -22,11 +22,11 @@ def test_rates_survive_a_restart_of_the_server(after, rate):
 def test_quantiles_are_in_the_right_bucket(values, share):
     delta = MetricsDelta()
     delta.observe("time", (), values)
-    (row,) = delta.buckets.values()
+    (histogram,) = delta.histograms.values()
     labels = [*map(str, BUCKET_BOUNDS), "+Inf"]
     after = {
         ("time_bucket", frozenset({("le", le)})): count
-        for le, count in zip(labels, np.cumsum(row[:-1]), strict=True)
+        for le, count in zip(labels, np.cumsum(histogram.buckets), strict=True)
     }
     before = dict.fromkeys(after, 0.0)
     got = Change(Scrape(0.0, before), Scrape(1.0, after)).quantile(share, "time")

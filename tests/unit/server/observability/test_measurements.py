@@ -53,9 +53,10 @@ def test_nothing_is_lost_or_doubled_on_the_way_to_the_main_process(observed, cut
     main.add(7, front_end.take())
     expected, got = single.totals(), main.totals()
     assert got.counts == expected.counts
-    assert got.buckets.keys() == expected.buckets.keys()
-    for series, row in expected.buckets.items():
-        assert got.buckets[series] == pytest.approx(row)
+    assert got.histograms.keys() == expected.histograms.keys()
+    for series, histogram in expected.histograms.items():
+        assert got.histograms[series].buckets == histogram.buckets
+        assert got.histograms[series].seconds == pytest.approx(histogram.seconds)
     calls = expected.counts.get(("requests", LABELS), 0)
     assert calls == sum(tenant == "a" for tenant, _, _ in observed)
     assert got.in_flight == 0
@@ -81,8 +82,8 @@ def test_calls_that_end_in_many_threads_are_all_counted():
 def test_an_observation_falls_into_the_bucket_that_bounds_it(seconds):
     delta = MetricsDelta()
     delta.observe("time", (), [seconds])
-    (row,) = delta.buckets.values()
-    (index,) = np.flatnonzero(row[:-1])
+    (histogram,) = delta.histograms.values()
+    (index,) = np.flatnonzero(histogram.buckets)
     assert seconds <= (*BUCKET_BOUNDS, math.inf)[index]
     assert index == 0 or seconds > BUCKET_BOUNDS[index - 1]
 
