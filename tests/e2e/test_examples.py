@@ -42,6 +42,7 @@ def kinds(cell) -> set[str]:
     return {kind for output in outputs for kind in output.get("data", ())}
 
 
+@pytest.mark.thorough
 def test_kepler_finds_the_third_law(server: ServerProcess, tmp_path):
     picture = tmp_path / "law.svg"
     out = run("kepler.py", "--address", server.address, "--plot", picture)

@@ -1,5 +1,7 @@
 """Faults in small; `tests/bench/service/faults.py` has many of each."""
 
+import pytest
+
 from support.load import faults
 from support.load.killed_uploads import is_clean, killed_uploads
 from support.load.soak import soak
@@ -20,6 +22,7 @@ def test_work_that_does_not_stop():
     assert seen["client_gave_up_after_seconds"] < seen["engine_gone_after_seconds"]
 
 
+@pytest.mark.thorough
 def test_sigterm_of_the_server():
     seen = faults.sigterm(1, clients=2, front_ends=2)
     assert_unharmed(seen)
@@ -38,6 +41,7 @@ def test_clients_that_are_killed_in_the_middle_of_an_upload():
     assert is_clean(seen), seen
 
 
+@pytest.mark.thorough
 def test_a_server_does_not_grow():
     seen = soak(1.5, clients=2, front_ends=1)
     assert seen["passed"], seen

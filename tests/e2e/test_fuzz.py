@@ -11,7 +11,7 @@ from support.servers.rpcs import OWN_CONNECTION, Caller
 from support.servers.server import ServerProcess, eventually, private_bytes
 from warpfit_server.tenancy.quotas import Amounts
 
-REQUESTS = 800
+REQUESTS = 400
 THREADS = 4
 GROWTH_BYTES = 32 << 20
 
@@ -32,7 +32,7 @@ def test_wrong_requests_get_answers_that_say_why():
                 ]
             return found, counts
 
-        send(0, 200)  # imports and compiles what is used later
+        send(0, 100)  # imports and compiles what is used later
         before = sum(map(private_bytes, family))
         with ThreadPoolExecutor(THREADS) as pool:
             parts = pool.map(send, range(1, THREADS + 1), [REQUESTS // THREADS] * THREADS)

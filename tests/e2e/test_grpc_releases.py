@@ -21,7 +21,7 @@ def test_the_oldest_release_serves_and_calls(tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (bound,) = (need for need in project["dependencies"] if need.startswith("grpcio"))
     oldest = re.search(r">=([\d.]+)", bound)[1]
-    install = ["pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    install = ["pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(tmp_path)]
     packages = [f"{name}=={oldest}.0" for name in PACKAGES]
     got = subprocess.run(
         [sys.executable, "-m", *install, *packages], capture_output=True, text=True

@@ -185,6 +185,7 @@ def test_progress_partial_results_and_deadlines(client):
     assert seen[0].searches == 200
 
 
+@pytest.mark.thorough
 def test_evaluations_do_not_wait_while_the_fit_code_is_compiled(tmp_path):
     """The first fits on a machine, as many as evaluations run at a time."""
     cache, compiling = tmp_path / "cache", tmp_path / "compiling"

