@@ -1,16 +1,22 @@
 """Wrong requests get the right status, reason and place, and leave the server serving."""
 
 import hashlib
+import itertools
 import struct
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
 import pytest
 
-from support.servers.rpcs import Caller, detail_of
+from support.load.fuzz import FLAGS, Fuzzer, is_fine, outcomes
+from support.servers.rpcs import OWN_CONNECTION, Caller, detail_of
+from support.servers.server import ServerProcess, eventually, private_bytes
 from warpfit import codec, ops
 from warpfit.dataset import Dataset
 from warpfit.v1 import evaluator_pb2 as pb
+from warpfit_server.tenancy.quotas import Amounts
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 DATA = Dataset.of(X, X[:, 0])
@@ -192,3 +198,46 @@ def test_content_id_as_the_contract_describes(caller):
     messages = [pb.UploadVariablesRequest(header=header), pb.UploadVariablesRequest(data=payload)]
     (answer,) = caller.send("UploadVariables", messages)
     assert pb.DatasetInfo.FromString(answer).content_id == identifier
+
+
+# ---------------------------------------------------------------------------------- seeded requests
+
+
+REQUESTS = 400
+THREADS = 4
+GROWTH_BYTES = 32 << 20
+
+
+def test_wrong_requests_get_answers_that_say_why():
+    flags = ("--threads", "2", "--front-ends", "1", *FLAGS)
+    with ServerProcess(*flags) as server:
+        family = [server.process.pid, server.engine().pid]
+
+        def send(seed, count):
+            counts = Counter()
+            requests = itertools.islice(Fuzzer(seed).requests(), count)
+            with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
+                found = [
+                    (request, one)
+                    for request in requests
+                    for one in outcomes(Caller(channel), request, counts)
+                ]
+            return found, counts
+
+        send(0, 100)  # imports and compiles what is used later
+        before = sum(map(private_bytes, family))
+        with ThreadPoolExecutor(THREADS) as pool:
+            parts = pool.map(send, range(1, THREADS + 1), [REQUESTS // THREADS] * THREADS)
+            parts, counts = zip(*parts, strict=True)
+        seen = [one for part in parts for one in part]
+        wrong = [(request, found) for request, found in seen if not is_fine(found)]
+        assert not wrong[:3]
+        statuses = Counter(status for _, (status, _) in seen)
+        assert statuses["OK"] > REQUESTS / 10, "some of them are right"
+        assert statuses["INVALID_ARGUMENT"] > REQUESTS / 4, "many are not"
+        counts = sum(counts, Counter())
+        assert counts["answers_compared"] > REQUESTS / 10, "some of them share a call"
+        eventually(lambda: server.in_flight() == Amounts())
+        assert server.process.poll() is None
+        assert server.engine().pid == family[1]
+        assert sum(map(private_bytes, family)) - before < GROWTH_BYTES

@@ -275,3 +275,25 @@ def test_a_fit_that_cannot_begin_says_what_float32_cannot_hold(client):
     with client.upload(1e3 * x, x[:, 0]) as data:
         fit = client.optimize(data, ["p1*x1^5/x1^4"], [[1.0]])
     np.testing.assert_allclose(fit.parameters[0], [1e-3])
+
+
+# ----------------------------------------------------------------- large results and special values
+
+
+def test_a_large_result_arrives_whole(client):
+    X = np.random.default_rng(5).normal(size=(200_003, 2)).astype(np.float32)
+    with client.upload(X) as data:
+        values = client.evaluate(data, ["x1", "x2", "x1 + x2", "neg(x1)", "x1"])
+    for column, expected in enumerate([X[:, 0], X[:, 1], X[:, 0] + X[:, 1], -X[:, 0], X[:, 0]]):
+        np.testing.assert_array_equal(values[:, column], expected)
+
+
+def test_special_values_travel_unchanged(client):
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3e38, -2.0])
+    with client.upload(special.astype(np.float32)[:, None], dtype="float32") as data:
+        values = client.evaluate(data, ["x1", "inf * 1", "nan + x1"])
+    np.testing.assert_array_equal(
+        values[:, 0].view(np.uint32), special.astype(np.float32).view(np.uint32)
+    )
+    assert np.isposinf(values[:, 1]).all()
+    assert np.isnan(values[:, 2]).all()

@@ -1,15 +1,19 @@
 """A server that a program has started ends with it, however the program ends."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
+import numpy as np
 import psutil
 import pytest
 
+import warpfit
 from support.servers.server import eventually
 
 #: What programs do that have a server: they print its processes, and then wait.
@@ -143,3 +147,26 @@ def test_sighup_ends_a_server_in_good_order(tmp_path):
             process.send_signal(signal.SIGHUP)
         assert process.wait(100) == 0
     assert not list(tmp_path.glob("warpfit-*"))
+
+
+# ---------------------------------------------------------------------------- a block with a server
+
+
+X = np.random.default_rng(5).normal(size=(100, 2))
+
+
+def test_a_local_server_serves_this_process_and_others_and_stops():
+    with warpfit.local("--devices", "cpu", "--threads", "1") as client:
+        data = client.upload(X, X[:, 0], dtype="auto")
+        population = data_population()
+        here = client.evaluate(data, population, loss="mse")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            there = pool.submit(client.evaluate, data, population, loss="mse").result()
+        np.testing.assert_array_equal(here, there)
+        assert here[0] == 0.0
+    with pytest.raises(warpfit.WarpfitError):
+        client.evaluate(data, ["x1"])
+
+
+def data_population():
+    return warpfit.Population.of([warpfit.parse(text) for text in ("x1", "asinh(x2)", "x1*x2")])

@@ -3,6 +3,7 @@
 import argparse
 import gzip
 import io
+import math
 import os
 import re
 import subprocess
@@ -13,15 +14,19 @@ from importlib import metadata
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.servers.loopback import serve
 from support.servers.server import write_secret
 from warpfit import embedded, testing
 from warpfit.cli import main as cli
 from warpfit.cli.table import add_table_flags, read_table
+from warpfit.cli.top import Change, Scrape
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.ops import OPERATORS
 from warpfit.transport.connection import TlsConfig, token_digest
+from warpfit_server.observability.records import BUCKET_BOUNDS, MetricsDelta
 
 CSV = "x1,x2,y\n1,2,5\n2,3,9\n3,4,13\n4,5,17\n"
 
@@ -575,3 +580,36 @@ def test_tools_for_agents_say_what_they_need(capsys, monkeypatch):
     status, _, err = run(capsys, "mcp", "--root", "nosuch")
     assert status == 2
     assert "pip install 'warpfit[mcp]'" in err
+
+
+# ---------------------------------------------------------------------------------------------- top
+
+
+@pytest.mark.parametrize(("after", "rate"), [(110.0, 5.0), (8.0, 4.0)], ids=["same", "restarted"])
+def test_rates_survive_a_restart_of_the_server(after, rate):
+    calls = ("calls", frozenset())
+    change = Change(Scrape(10.0, {calls: 100.0}), Scrape(12.0, {calls: after}))
+    assert change.rate("calls") == rate
+
+
+@given(st.lists(st.floats(1e-5, 90), min_size=1, max_size=200), st.floats(0.01, 1))
+def test_quantiles_are_in_the_right_bucket(values, share):
+    delta = MetricsDelta()
+    delta.observe("time", (), values)
+    (histogram,) = delta.histograms.values()
+    labels = [*map(str, BUCKET_BOUNDS), "+Inf"]
+    after = {
+        ("time_bucket", frozenset({("le", le)})): count
+        for le, count in zip(labels, np.cumsum(histogram.buckets), strict=True)
+    }
+    before = dict.fromkeys(after, 0.0)
+    got = Change(Scrape(0.0, before), Scrape(1.0, after)).quantile(share, "time")
+    exact = sorted(values)[math.ceil(share * len(values)) - 1]
+    index = np.searchsorted(BUCKET_BOUNDS, exact)
+    assert (BUCKET_BOUNDS[index - 1] if index else 0) <= got <= BUCKET_BOUNDS[index]
+
+
+def test_without_observations_there_is_no_quantile():
+    nothing = Scrape(0.0, {})
+    assert Change(nothing, nothing).quantile(0.5, "time") is None
+    assert Change(nothing, nothing).mean("time") is None

@@ -1,0 +1,342 @@
+"""Failures of calls: mistakes of callers, errors of servers, and what is tried again."""
+
+import math
+import signal
+import threading
+import time
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import warpfit
+from support.servers.client_examples import EXPRESSIONS, PARAMETERS, QUICK, X, Y, expected_values
+from support.servers.loopback import serve
+from warpfit import Batch, LossFunction, Population, Program, WarpfitError, testing
+from warpfit.transport.call import Deadline
+from warpfit.transport.connection import RetryPolicy, TransportConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"loss": "mape"}, "BAD_ENUM"),
+        ({"loss": "mse"}, "TARGET_MISSING"),
+        ({"correlation": True}, "TARGET_MISSING"),
+        ({"precision": "sloppy"}, "BAD_ENUM"),
+        ({"tier": "gpu"}, "BAD_ENUM"),
+        ({"rows": slice(0, 10, 2)}, "BAD_ROWS"),
+        ({"rows": slice(5, 5)}, "ROWS_OUT_OF_RANGE"),
+        ({"rows": (0, 61)}, "ROWS_OUT_OF_RANGE"),
+        ({"timeout": 0}, "BAD_TIMEOUT"),
+        ({"timeout": math.nan}, "BAD_TIMEOUT"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_sent(client, server, options, reason):
+    data = client.upload(X)
+    sent = len(server.calls)
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        client.evaluate(data, "x1", **options)
+    assert caught.value.reason == reason
+    assert caught.value.remedy
+    assert len(server.calls) == sent
+
+
+# --------------------------------------------------------------------------------------- over gRPC
+
+
+def test_a_port_without_a_server_is_unavailable():
+    with (
+        warpfit.connect("127.0.0.1:1", retry=RetryPolicy(total_seconds=0)) as client,
+        pytest.raises(warpfit.UnavailableError, match="nothing listens at"),
+    ):
+        client.info()
+
+
+def test_a_closed_client_says_so(server):
+    with serve(server) as (address, _):
+        client = warpfit.connect(address)
+        client.close()
+        with pytest.raises(warpfit.InvalidArgumentError, match="closed"):
+            client.info()
+
+
+def test_a_message_over_the_servers_limit_names_both_sizes(server):
+    with serve(server, message_bytes=2000) as (address, _), warpfit.connect(address) as client:
+        data = client.upload(X)
+        with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+            client.evaluate(data, " + ".join(["x1"] * 300))
+    assert caught.value.reason == "MESSAGE_TOO_LARGE"
+    assert caught.value.needed > caught.value.available == 2000
+
+
+def test_a_message_over_the_clients_limit_names_both_sizes():
+    transport = TransportConfig(message_bytes=2000, chunk_bytes=1000)
+    server = testing.InProcessServer(chunk_bytes=5000)
+    with serve(server) as (address, _), warpfit.connect(address, transport=transport) as client:
+        data = client.upload(X)
+        with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+            client.evaluate(data, ["p1*x1"], [np.ones((30, 1))])
+    assert caught.value.available == 2000
+
+
+def test_a_deadline_ends_a_call_that_hangs(server):
+    with serve(server) as (address, servicer), warpfit.connect(address) as client:
+        data = client.upload(X)
+        servicer.hang = True
+        with pytest.raises(warpfit.DeadlineExceededError):
+            client.evaluate(data, "x1", timeout=0.2)
+        assert servicer.cancelled.wait(10)
+
+
+def test_an_interrupt_cancels_the_call_on_the_server(server):
+    with serve(server) as (address, servicer), warpfit.connect(address) as client:
+        data = client.upload(X)
+        servicer.hang = True
+        main = threading.main_thread().ident
+        timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.evaluate(data, "x1")
+        timer.join()
+        assert servicer.cancelled.wait(10)
+
+
+# ------------------------------------------------------------------------------ what is tried again
+
+
+def test_unavailable_is_retried(client, server):
+    data = client.upload(X)
+    server.fail(calls=3)
+    np.testing.assert_array_equal(client.evaluate(data, EXPRESSIONS, PARAMETERS), expected_values())
+    assert server.calls.count("Evaluate") == 4
+
+
+@pytest.mark.parametrize("method", ["upload", "info", "release"])
+def test_every_method_is_retried(client, server, method):
+    data = client.upload(X)
+    server.fail(calls=2)
+    arguments = {"upload": [X], "info": [], "release": [data]}[method]
+    getattr(client, method)(*arguments, **({"everywhere": True} if method == "release" else {}))
+    assert len(server.calls) == 2 + 3
+
+
+def test_retries_end(connect, server):
+    with connect(retry=RetryPolicy(total_seconds=0.05, initial_backoff=0.01)) as client:
+        server.fail(calls=1000)
+        with pytest.raises(warpfit.UnavailableError) as caught:
+            client.info()
+    assert caught.value.reason == "ENGINE_RESTARTING"
+    assert len(server.calls) > 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        warpfit.ResourceExhaustedError("too many", "TOO_MANY_REQUESTS", needed=5, available=4),
+        warpfit.InvalidArgumentError("wrong", "BAD_ENUM", "Do better", "loss"),
+        warpfit.ProgramError("wrong token", "BAD_INDEX", expression=3, token=0),
+        warpfit.DeadlineExceededError("too late", "DEADLINE_EXCEEDED"),
+        warpfit.CancelledError("stopped", "CANCELLED"),
+        warpfit.UnauthenticatedError("who?", "NO_CREDENTIALS"),
+        warpfit.PermissionDeniedError("no", "NOT_ALLOWED"),
+        warpfit.InternalError("bug", "INTERNAL"),
+    ],
+)
+def test_other_errors_keep_all_fields_and_are_not_retried(client, server, error):
+    server.fail(error=error)
+    with pytest.raises(type(error)) as caught:
+        client.info()
+    assert vars(caught.value) == vars(error)
+    assert not isinstance(caught.value, grpc.RpcError)
+    assert caught.value.__cause__ is None, "a traceback shows our error alone"
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    assert len(server.calls) == 1
+
+
+def test_the_deadline_covers_all_attempts(connect, server):
+    with connect(retry=RetryPolicy(initial_backoff=0.02)) as client:
+        data = client.upload(X)
+        server.fail(calls=1000)
+        with pytest.raises(warpfit.DeadlineExceededError, match="engine is restarting") as caught:
+            client.evaluate(data, "x1", timeout=0.2)
+    assert caught.value.__cause__ is None
+
+
+def test_lost_data_are_uploaded_again(client, server):
+    data = client.upload(X, Y)
+    server.forget()
+    np.testing.assert_array_equal(client.evaluate(data, EXPRESSIONS, PARAMETERS), expected_values())
+    assert server.calls[-3:] == ["Evaluate", "UploadVariables", "Evaluate"]
+
+
+def test_a_handle_works_with_another_client_and_server(client):
+    data = client.upload(X)
+    with testing.client() as other:
+        np.testing.assert_array_equal(other.evaluate(data, "x2")[:, 0], X[:, 1])
+
+
+def test_data_that_are_lost_each_time_are_uploaded_again_until_the_deadline(client, server):
+    data = client.upload(X)
+    lost = warpfit.DatasetNotFoundError("gone", "DATASET_NOT_FOUND")
+    server.forget()
+    answer = server.answer
+
+    def forgetful(call):
+        if call.method == "Evaluate":
+            server.fail(error=lost)
+        return answer(call)
+
+    server.answer = forgetful
+    with pytest.raises(warpfit.DeadlineExceededError, match=r"evicted|Deadline Exceeded"):
+        client.evaluate(data, "x1", timeout=1.0)
+    assert server.calls.count("UploadVariables") > 1 + 3
+
+
+BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.15)
+
+
+def test_a_busy_servers_retry_time_is_kept(connect, server):
+    with connect(retry=RetryPolicy(initial_backoff=0.001, jitter=0.0)) as client:
+        data = client.upload(X)
+        server.fail(calls=2, error=BUSY)
+        started = time.monotonic()
+        client.evaluate(data, "x1")
+        assert time.monotonic() - started >= 0.3
+        assert server.calls.count("Evaluate") == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "error"),
+    [
+        (RetryPolicy(total_seconds=0.1), BUSY),
+        (RetryPolicy(total_seconds=0), BUSY),
+        (QUICK, warpfit.ResourceExhaustedError("over a limit", "TOO_MANY_PROGRAMS")),
+    ],
+)
+def test_calls_that_cannot_succeed_are_not_retried(connect, server, policy, error):
+    with connect(retry=policy) as client:
+        data = client.upload(X)
+        server.fail(error=error)
+        with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+            client.evaluate(data, "x1")
+        assert (caught.value.reason, caught.value.retry_after) == (error.reason, error.retry_after)
+        assert server.calls.count("Evaluate") == 1
+
+
+def test_a_deadline_before_the_servers_retry_time(connect, server):
+    with connect() as client:
+        data = client.upload(X)
+        server.fail(error=BUSY)
+        with pytest.raises(warpfit.DeadlineExceededError, match="busy"):
+            client.evaluate(data, "x1", timeout=0.1)
+
+
+def test_wait_ready_outlasts_the_retry_policy(connect, server):
+    with connect(retry=RetryPolicy(total_seconds=0, initial_backoff=0.001)) as client:
+        server.fail(calls=5)
+        assert client.wait_ready(10).engine == "reference"
+        server.fail(calls=100_000)
+        with pytest.raises(warpfit.DeadlineExceededError):
+            client.wait_ready(0.05)
+
+
+@given(
+    st.integers(1, 10_000), st.floats(0, 1, exclude_max=True), st.floats(0.001, 1), st.floats(0, 1)
+)
+def test_pauses_grow_within_bounds(failures, draw, initial, jitter):
+    policy = RetryPolicy(initial_backoff=initial, maximum_backoff=2.0, jitter=jitter)
+    pause = policy.pause(failures, draw)
+    assert 0 <= pause <= 2.0
+    assert pause >= initial * (1 - jitter) - 1e-12
+    assert policy.pause(failures + 1, draw) >= pause
+
+
+# ------------------------------------------------------------------------------ mistakes of callers
+
+
+ROWS = np.random.default_rng(2).normal(size=(20, 2))
+U1, F8, U4 = np.uint8, np.float64, np.uint32
+BOTH = Program.parameter(0), Program.parameter(1)
+
+
+@pytest.fixture(scope="module")
+def bound():
+    with testing.client() as client:
+        yield client, client.upload(ROWS, ROWS[:, 0])
+
+
+def fit(**options):
+    return lambda c, d: c.optimize(d, ["p1*x1 + p2"], [[1.0, 0.0]], **options)
+
+
+def evaluate(*arguments, **options):
+    return lambda c, d: c.evaluate(d, *(arguments or (["x1"],)), **options)
+
+
+CASES = {
+    "no keyword 'los'. Did you mean loss": evaluate(los="mse"),
+    "Did you mean max_iterations": fit(max_iter=5),
+    "Did you mean tolerance": lambda c, d: c.simplify(d, ["x1"], tolerence=0.1),
+    "Did you mean names": lambda c, d: c.upload(ROWS, name=("a", "b")),
+    "no keyword 'columns'": lambda c, d: c.open("a.parquet", columns=["a"]),
+    "rows is 5": evaluate(rows=5),
+    "rows is '0:5'": evaluate(rows="0:5"),
+    "rows is array": evaluate(rows=np.arange(5)),
+    r"rows is \(0.0, 5": evaluate(rows=(0.0, 5.5)),
+    "rows is slice": evaluate(rows=slice(0, 9, 2)),
+    "timeout is '5'": evaluate(timeout="5"),
+    "no vector of numbers: 1.0": evaluate(list(BOTH), [1.0, 2.0]),
+    "no vector of numbers: 2.0": evaluate("p1", 2.0),
+    "codes .* of dtype int64": evaluate(Population(np.array([1]), np.zeros(1), np.ones(1, U4))),
+    "lengths .* of dtype int64": evaluate(Population(np.ones(1, U1), np.zeros(1), np.array([1]))),
+    "codes .* of dtype None": evaluate(Population([1], np.zeros(1), np.ones(1, U4))),
+    "values .* of dtype float32": evaluate(
+        Batch(*(np.ones(1, kind) for kind in (U1, "f4", U4)), np.zeros(1, U4), np.empty(0))
+    ),
+    "max_iterations is 5.5": fit(max_iterations=5.5),
+    "step_tolerance is 'small'": fit(step_tolerance="small"),
+    r"bounds is \[\(0, 2\), \(0, 3\)\]. Give a tuple": fit(bounds=[(0, 2), (0, 3)]),
+    r"bounds is \(0,\)": fit(bounds=(0,)),
+    "bounds is 'a'": fit(bounds=("a", 1)),
+    "progress is True": fit(progress=True),
+    "tolerance is 'a'": lambda c, d: c.simplify(d, ["x1"], tolerance="a"),
+    "data is of type int": lambda c, d: c.release(5),
+    "names is 'ab'": lambda c, d: c.upload(ROWS, names="ab"),
+    r"names is \(1, 2\)": lambda c, d: c.upload(ROWS, names=(1, 2)),
+    "no numbers": lambda c, d: Program(["a"], [0.0]),
+    "no whole number from 0 to 255": lambda c, d: Program([1.5], [0.0]),
+    "whole number from 0": lambda c, d: Program([300], [0.0]),
+    "'plus1' is no operator": lambda c, d: Program.apply("plus1", *BOTH),
+    "an operand is no Program": lambda c, d: Program.apply("sin", "x1"),
+    "cannot be of type NoneType": lambda c, d: warpfit.parse(None),
+    "there is text in it": lambda c, d: BOTH[0].bind(["a"]),
+    "defined by two texts": lambda c, d: warpfit.define("mine", 3),
+    "a row loss is a Program": lambda c, d: LossFunction("d"),
+    "tls is 'ca.pem'": lambda c, d: warpfit.connect("a:1", tls="ca.pem"),
+    "visible ASCII": lambda c, d: warpfit.connect("localhost:1", token="a\nb"),
+    "retry is 3": lambda c, d: warpfit.connect("a:1", retry=3),
+    "transport is {}": lambda c, d: warpfit.connect("a:1", transport={}),
+    "chunk_bytes is 0": lambda c, d: warpfit.TransportConfig(chunk_bytes=0),
+    "total_seconds is -1": lambda c, d: warpfit.RetryPolicy(total_seconds=-1),
+}
+
+
+@pytest.mark.parametrize("message", CASES)
+def test_a_mistake_is_told(bound, message):
+    with pytest.raises(WarpfitError, match=message) as raised:
+        CASES[message](*bound)
+    assert raised.value.reason
+
+
+def test_numbers_of_numpy_are_numbers(bound):
+    client, data = bound
+    rows = np.int64(0), np.int64(5)
+    assert client.evaluate(data, ["x1"], rows=rows, timeout=np.float32(5)).shape == (5, 1)
+    assert client.evaluate(data, ["x1"], timeout=np.inf).shape == (20, 1)
+    assert Deadline(1e10).remaining() is None
+    one = np.int64(1)
+    assert client.optimize(data, ["p1*x1"], [[one]], max_iterations=one).iterations[0] <= 1
+    warpfit.connect("127.0.0.1:1", replicas=np.int64(2), wait=np.float32(1.0)).close()
