@@ -167,6 +167,7 @@ def in_process(settings: Mapping[str, str], environment: Mapping[str, str]) -> d
     return {**environment, **named, **free, **kept}
 
 
+@pytest.mark.thorough
 def test_the_services_of_the_compose_file_start(environment, tmp_path):
     """The two differ by the devices, and there may be no GPU here."""
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
@@ -234,6 +235,7 @@ def test_the_unit_of_systemd_starts(environment, tmp_path):
         assert answers(port, token=token)
 
 
+@pytest.mark.thorough
 def test_the_job_of_slurm_runs_to_its_end(environment, tmp_path):
     (tmp_path / "search.py").write_text(
         "import warpfit\n"

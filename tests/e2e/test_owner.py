@@ -68,7 +68,7 @@ def lives(process):
         pytest.param(WAIT, signal.SIGINT, id="SIGINT"),
         pytest.param(FORK, signal.SIGKILL, id="a child that Python does not know lives longer"),
         pytest.param(EXEC, None, id="another program in its place"),
-        pytest.param(THREAD, signal.SIGTERM, id="its thread ends before"),
+        pytest.param(THREAD, signal.SIGTERM, id="its thread ends", marks=pytest.mark.thorough),
     ],
 )
 def test_a_server_ends_with_its_owner_and_leaves_nothing(tmp_path, program, end):
@@ -110,6 +110,7 @@ def test_an_owner_that_is_killed_while_the_server_starts(tmp_path):
     assert not list(tmp_path.glob("warpfit-*"))
 
 
+@pytest.mark.thorough
 def test_a_server_of_its_own_outlives_its_parent_and_under_nohup_the_terminal(tmp_path):
     log = tmp_path / "log"
     begin = f"nohup {sys.executable} -m warpfit_server --port 0 --devices cpu --threads 1"

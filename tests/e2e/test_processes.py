@@ -308,18 +308,9 @@ def test_sigterm_waits_for_calls_and_not_for_those_that_watch_its_health():
         assert server.process.wait(timeout=25) == 0  # before its grace has passed
 
 
-def test_sigterm_ends_a_front_end_that_has_just_started():
-    with ServerProcess("--front-ends", "2", "--grace", "30") as server:
-        old = server.front_ends()[0]
-        old.kill()
-        known = {process.pid for process in server.front_ends()} | {old.pid}
-        eventually(lambda: {new.pid for new in server.front_ends()} - known)
-        server.process.terminate()
-        assert server.process.wait(timeout=15) == 0
-
-
-def test_front_ends_whose_main_process_is_silent_are_not_ready():
-    flags = ("--front-ends", "2", "--probe-seconds", "0.5", "--probe-timeout", "1")
+def test_front_ends_are_not_ready_while_the_main_process_is_silent_and_end_with_it():
+    """Also one that has just started."""
+    flags = ("--front-ends", "2", "--probe-seconds", "0.5", "--probe-timeout", "1", "--grace", "30")
     with ServerProcess(*flags) as server, grpc.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watched = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
@@ -330,6 +321,13 @@ def test_front_ends_whose_main_process_is_silent_are_not_ready():
         finally:
             server.process.send_signal(signal.SIGCONT)
         assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
+        watched.cancel()
+        old = server.front_ends()[0]
+        old.kill()
+        known = {process.pid for process in server.front_ends()} | {old.pid}
+        eventually(lambda: {new.pid for new in server.front_ends()} - known)
+        server.process.terminate()
+        assert server.process.wait(timeout=15) == 0
 
 
 def is_listening(address: str) -> bool:

@@ -307,6 +307,7 @@ def test_the_first_command(tmp_path):
     assert (tmp_path / "diabetes_gp.png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_the_start_of_the_tutorial(tmp_path):
     (server,) = INSTALLING[2:]
     address, extra = f"127.0.0.1:{free_port()}", extra_of(server)

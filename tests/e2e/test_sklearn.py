@@ -72,8 +72,8 @@ def points(rows=300, seed=0):
 @pytest.mark.parametrize(
     "kind",
     [
-        SymbolicRegressor,
         ParameterOptimizer,
+        pytest.param(SymbolicRegressor, marks=pytest.mark.thorough),
         pytest.param(SymbolicClassifier, marks=pytest.mark.thorough),
         pytest.param(SymbolicTransformer, marks=pytest.mark.thorough),
     ],
@@ -547,6 +547,7 @@ def test_constants_without_dimension_leave_the_unit_to_the_variables(search):
         assert consistency(of_variables, 0.0, speed)(Genomes.of([program])).all()
 
 
+@pytest.mark.thorough
 def test_an_embedded_server_does_when_there_is_no_address():
     X = points(50)
     model = ParameterOptimizer("p1*x1^2/x2 + p2").fit(X, law(X))
