@@ -34,7 +34,7 @@ from support.load.callers import on_cores
 from support.servers.health import check
 from support.servers.network import FLOODS, RawConnection
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer, request, start
-from support.servers.tokens import token_file
+from support.servers.server import token_file
 from warpfit import codec
 from warpfit.calls.arguments import build_fit
 from warpfit.dataset import Dataset

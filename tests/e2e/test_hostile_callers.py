@@ -22,8 +22,7 @@ from support.servers.rpcs import (
     request,
     start,
 )
-from support.servers.server import ServerProcess
-from support.servers.tokens import tenants_file, token_file
+from support.servers.server import ServerProcess, tenants_file, token_file
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
 PENDING, RESIDENT, NARROW = 64 << 20, 32 << 20, 1000

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import warpfit
-from support.servers.client_examples import QUICK
+from support.servers.examples import QUICK
 from support.servers.loopback import serve
 from warpfit import testing
 

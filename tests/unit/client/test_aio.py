@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.servers.client_examples import QUICK
+from support.servers.examples import QUICK
 from support.servers.loopback import serve
 from warpfit import aio, testing
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import warpfit
-from support.servers.client_examples import EXPRESSIONS, PARAMETERS, X, Y, expected_values
+from support.servers.examples import EXPRESSIONS, PARAMETERS, X, Y, expected_values
 from support.servers.loopback import serve
 from warpfit.transport import failover
 from warpfit.transport.connection import TransportConfig

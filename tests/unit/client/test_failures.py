@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import warpfit
-from support.servers.client_examples import EXPRESSIONS, PARAMETERS, QUICK, X, Y, expected_values
+from support.servers.examples import EXPRESSIONS, PARAMETERS, QUICK, X, Y, expected_values
 from support.servers.loopback import serve
 from warpfit import Batch, LossFunction, Population, Program, WarpfitError, testing
 from warpfit.transport.call import Deadline

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.servers.client_examples import EXPRESSIONS, PARAMETERS, QUICK, X, expected_values
+from support.servers.examples import EXPRESSIONS, PARAMETERS, QUICK, X, expected_values
 from support.servers.loopback import serve
 from warpfit import testing
 from warpfit.calls.dataset_handle import DatasetHandle

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support.servers.requests import DATA, an_evaluation
+from support.servers.examples import DATA, an_evaluation
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import FitRequest, FitSettings, Method

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from support.servers.requests import DATA, an_evaluation
+from support.servers.examples import DATA, an_evaluation
 from warpfit.dataset import Dataset
 from warpfit.errors import (
     DatasetNotFoundError,

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from support.servers.requests import DATA
+from support.servers.examples import DATA
 from warpfit.errors import (
     CancelledError,
     InternalError,

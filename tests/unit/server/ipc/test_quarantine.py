@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.servers.requests import an_evaluation
+from support.servers.examples import an_evaluation
 from warpfit.errors import FailedPreconditionError
 from warpfit.losses import huber
 from warpfit.request import Loss

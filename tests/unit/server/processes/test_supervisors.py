@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from support.servers.requests import DATA
+from support.servers.examples import DATA
 from support.servers.server import eventually
 from warpfit import codec
 from warpfit.dataset import Dataset

@@ -13,10 +13,9 @@ import grpc
 import numpy as np
 import pytest
 
-from support.servers.requests import DATA
+from support.servers.examples import DATA
 from support.servers.rpcs import OWN_CONNECTION, bearer, detail_of, evaluate_request
-from support.servers.server import eventually
-from support.servers.tokens import tenants_file, token_file
+from support.servers.server import eventually, tenants_file, token_file
 from warpfit.errors import REQUEST_ID_KEY, UnavailableError
 from warpfit_server.config import Config
 from warpfit_server.ipc.quarantine import KnownSuspects
