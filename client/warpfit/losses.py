@@ -179,6 +179,16 @@ class TargetStatistics:
             return _nan_if_overflown(float(self.weights.sum(dtype=np.float64)))
 
     @cached_property
+    def squares(self) -> float:
+        """Sum of w y^2 in float64; rows of weight 0 may hold anything."""
+        with np.errstate(all="ignore"):
+            each = np.square(self.target, dtype=np.float64)
+            if self.weights is not None:
+                each *= self.weights
+            total = float(each.sum())
+            return float(np.nansum(each)) if math.isnan(total) else total
+
+    @cached_property
     def variation(self) -> float:
         """Sum of w (y - m)^2 in float64, where m is the weighted mean of y.
 

@@ -220,6 +220,16 @@ class Finalizer:
             WeakKeyDictionary()
         )
 
+    def statistics(self, dataset: Dataset, rows: tuple[int, int]) -> TargetStatistics:
+        """Return the statistics of a range of rows, computed as far as they have been needed."""
+        known = self._statistics.setdefault(dataset, {})
+        statistics = known.get(rows)
+        if statistics is None:
+            if len(known) >= _KEPT_RANGES:
+                known.clear()
+            statistics = known[rows] = TargetStatistics.of_rows(dataset, slice(*rows))
+        return statistics
+
     def finalize(
         self,
         evaluation: Evaluation,
@@ -247,12 +257,7 @@ class Finalizer:
         if scaling is not None and moments is not None:
             scaling[...], outputs.losses[...] = scale_linearly(moments)
         rows = evaluation.row_range(dataset.layout)
-        known = self._statistics.setdefault(dataset, {})
-        statistics = known.get(rows)
-        if statistics is None:
-            if len(known) >= _KEPT_RANGES:
-                known.clear()
-            statistics = known[rows] = TargetStatistics.of_rows(dataset, slice(*rows))
+        statistics = self.statistics(dataset, rows)
         if not statistics.has_divisor(loss.closing):
             pass_over_rows = partial(statistics.divisor, loss.closing)
             yield from offload((rows[1] - rows[0]) * _ROW_BYTES, pass_over_rows)

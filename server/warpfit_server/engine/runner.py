@@ -176,6 +176,7 @@ class RequestRunner:
             evaluate=self._datasets.evaluate,
             dataset=dataset,
             cancelled=request.cancelled,
+            statistics=self._finalizer.statistics(dataset, evaluation.row_range(dataset.layout)),
             deadline=deadline,
             report=report if settings.progress else None,
         )

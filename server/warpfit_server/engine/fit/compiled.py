@@ -43,7 +43,7 @@ def _load_levenberg_marquardt() -> None:
     found = _ROWS, _ROWS, values, values, types.int64[::1], _NUMBERS, _NUMBERS
     numba_cache.load(orthogonal.absorb, types.void(*found, flag))
     places = types.int64[::1]
-    mark_linear = types.void(codes, values, places, places, _COUNTS, _NUMBERS)
+    mark_linear = types.void(codes, values, places, places, _COUNTS, _COUNTS, _NUMBERS)
     numba_cache.load(separable.mark_linear, mark_linear)
     starts.load()
 

@@ -68,7 +68,7 @@ from warpfit_server.engine.fit.searches import (
     diagonals,
     one_vector_each,
 )
-from warpfit_server.engine.fit.separable import mark_linear, operator_table
+from warpfit_server.engine.fit.separable import COLUMNS, mark_linear, operator_table
 from warpfit_server.engine.fit.starts import Scales, with_restarts, without_missing
 from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps, timed
 from warpfit_server.engine.native.compile_processes import NICE
@@ -115,6 +115,8 @@ class FitContext:
     dataset: Dataset
     cancelled: NDArray[np.uint8]
     """[1]; becomes 1 when the call is cancelled."""
+    statistics: TargetStatistics | None = None
+    """Of the target over the rows of the fit, as far as they are known; None where none are."""
     deadline: float | None = None
     """``time.monotonic()`` at which to stop with the best parameters so far; None for never."""
     report: Callable[[FitProgress], None] | None = None
@@ -167,7 +169,8 @@ class _Driver:
         self._is_lm = request.method == Method.LM
         dtype = context.dataset.layout.dtype
         self._rows = slice(*request.problem.row_range(context.dataset.layout))
-        self._statistics = TargetStatistics.of_rows(context.dataset, self._rows)
+        statistics = context.statistics or TargetStatistics.of_rows(context.dataset, self._rows)
+        self._statistics = statistics
         scales = Scales(request.problem.batch, context.dataset, self._rows)
         self._request = request = with_restarts(request, scales)
         tolerances = request.settings.tolerances(dtype)
@@ -191,13 +194,6 @@ class _Driver:
         The square of the cosine is the share of the loss that the linear model may promise to take
         off. It follows the tolerance of the loss, from 1e-2 down to 1e-6.
         """
-        squares, variation = 0.0, 0.0
-        if self._loss.is_squares:
-            with np.errstate(all="ignore"):  # rows of weight 0 may hold anything
-                each = np.square(self._statistics.target, dtype=np.float64)
-                if self._statistics.weights is not None:
-                    each *= self._statistics.weights
-            squares, variation = float(np.nansum(each)), self._statistics.variation
         cosine = min(max(math.sqrt(tolerances.loss), 1e-6), 1e-2)
         return SearchLimits(
             gradient=float(tolerances.gradient),
@@ -206,8 +202,8 @@ class _Driver:
             iterations=self._request.settings.max_iterations,
             single=single,
             flat=max(cosine, float(tolerances.gradient)),
-            target=squares,
-            variation=variation,
+            target=self._statistics.squares if self._loss.is_squares else 0.0,
+            variation=self._statistics.variation if self._loss.is_squares else 0.0,
             squares=self._loss.is_squares,
             kinks=not self._loss.is_squares and has_kinks(self._loss.row),
         )
@@ -274,7 +270,9 @@ class _Driver:
         weightless = not self._weighed_rows() and not mentions_weight(self._loss.row)
         if weightless or not np.isfinite(self._finalize(np.zeros(1))).all():
             return True
-        if not self._loss.is_squares:
+        # The largest square is no less than the mean of all, which takes no pass over the rows.
+        small = self._statistics.weight * _SMALL_IN_FLOAT64
+        if not self._loss.is_squares or self._limits.target > small:
             return False
         target = self._statistics.target
         largest = np.abs(target, dtype=np.float64).max()  # whose square may overflow
@@ -286,13 +284,16 @@ class _Driver:
         What leaves rows out does not change that, but for jumps.
         """
         batch = one_vector_each(self._request.problem.batch)
+        longest, linear = int(batch.lengths.max(initial=1)), self._all.vectors[LINEAR]
+        linear[:] = 1.0
         mark_linear(
             np.ascontiguousarray(batch.codes),
             np.ascontiguousarray(batch.values),
             batch.starts,
             np.ascontiguousarray(self._all.edges[:, PARAMETERS]),
             operator_table(),
-            self._all.vectors[LINEAR],
+            np.empty((longest, COLUMNS), dtype=np.int64),
+            linear,
         )
 
     def _stiffness(self, first: Linearisation) -> Steps[Floats]:
@@ -327,8 +328,9 @@ class _Driver:
 
         For losses other than squares, ends need a number that takes a pass of its own, over them.
         """
-        active, waiting = self._active, self._waiting()
-        if self._is_lm or not waiting.any():
+        active = self._active
+        waiting = np.zeros(0, dtype=bool) if self._is_lm else self._waiting()
+        if not waiting.any():
             return (yield from self._linearise(curvature=self._is_lm))
         if not self._loss.is_squares:
             places, columns = self._places[waiting], np.repeat(waiting, active.counts)

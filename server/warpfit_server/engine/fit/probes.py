@@ -159,6 +159,8 @@ def leads_on(
     counter[PROBING] = 0
     if not usable or steps > _MOST_STEPS or not squares > 0.0:
         return False
+    if counter[ITERATIONS] >= limits.iterations:
+        return False
     n = vector.shape[1]
     model = Model(TRIAL, gradient, curvature, space.columns, False, squares)
     find_roles(vector, model, space)
@@ -176,6 +178,7 @@ def leads_on(
     for i in range(n):
         vector[TRIAL, i] = within(vector, i, vector[TRIAL, i] + share * h[i], limits)
     counter[PROBING] = steps + 1
+    counter[ITERATIONS] += 1
     return False
 
 

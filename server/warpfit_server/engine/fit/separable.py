@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from warpfit.ops import FIRST_OPERATOR, OPERATORS, PARAMETER
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native.intrinsics import uncounted
 
 Floats = NDArray[np.float64]
 #: Columns of `operator_table`: arity, then for each operand the operands that its derivative reads.
@@ -36,7 +36,7 @@ _LINEAR: Final = 1
 _CHOSEN: Final = 2
 _PASSES: Final = 3
 _ROOTS: Final = 4
-_COLUMNS: Final = 7
+COLUMNS: Final = 7
 
 
 @cache
@@ -58,24 +58,22 @@ def _operands_read(derivative: str, operand: int) -> int:
     return sum(1 << place for place, name in enumerate("abc") if name in names)
 
 
-@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+# It allocates nothing, so that references need not be counted.
+@numba_cache.njit(nogil=True, error_model="numpy", _nrt=False)  # type: ignore[untyped-decorator]
 def mark_linear(
     codes: NDArray[np.uint8],
     values: Floats,
     starts: NDArray[np.int64],
     parameter_starts: NDArray[np.int64],
     table: NDArray[np.int64],
+    nodes: NDArray[np.int64],
     linear: Floats,
 ) -> None:
-    """Set ``linear`` to 1 for the parameters that their checked programs are linear in, else to 0.
+    """Set ``linear`` to 0 for the parameters that their checked programs are not linear in.
 
-    The starts of programs and of parameters end with the total; ``table`` is `operator_table`.
+    The starts of programs and of parameters end with the total; ``table`` is `operator_table`,
+    ``nodes`` is scratch memory, [tokens of the longest program, COLUMNS].
     """
-    longest = 1
-    for program in range(len(starts) - 1):
-        longest = max(longest, starts[program + 1] - starts[program])
-    nodes = np.empty((longest, _COLUMNS), dtype=np.int64)
-    linear[:] = 1.0
     for program in range(len(starts) - 1):
         first, last = starts[program], starts[program + 1] - 1
         for token in range(first, last + 1):
@@ -89,7 +87,7 @@ def mark_linear(
                 linear[parameter_starts[program] + np.int64(values[token])] = 0.0
 
 
-@inlined
+@uncounted
 def _count(codes: Any, first: int, token: int, table: Any, nodes: Any) -> None:
     """Choose the operands that a node is treated as linear in, and count their parameters."""
     node, code = nodes[token - first], codes[token]
@@ -98,7 +96,7 @@ def _count(codes: Any, first: int, token: int, table: Any, nodes: Any) -> None:
         node[_CHOSEN] = code == PARAMETER
         return
     arity, place = table[code, _ARITY], token - first - 1
-    roots = node[_ROOTS:_COLUMNS]
+    roots = node[_ROOTS:COLUMNS]
     node[_SIZE], node[_LINEAR], node[_CHOSEN] = 1, 0, 0
     parametric = 0
     for operand in range(arity - 1, -1, -1):
@@ -124,7 +122,7 @@ def _count(codes: Any, first: int, token: int, table: Any, nodes: Any) -> None:
     node[_CHOSEN] = (parametric != 0) | chosen << 1
 
 
-@inlined
+@uncounted
 def _pass_on(code: int, index: int, table: Any, nodes: Any) -> None:
     """Mark the operands of a node that the program is linear in."""
     place = index - 1

@@ -37,7 +37,7 @@ from warpfit.ir import Batch
 from warpfit.losses import TargetStatistics
 from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native.intrinsics import uncounted
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -90,7 +90,8 @@ def _operators() -> NDArray[np.float64]:
     return table
 
 
-@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+# It allocates nothing, so that references need not be counted.
+@numba_cache.njit(nogil=True, error_model="numpy", _nrt=False)  # type: ignore[untyped-decorator]
 def find_scales(
     codes: NDArray[np.uint8],
     values: Floats,
@@ -100,6 +101,8 @@ def find_scales(
     sizes: Floats,
     target: float,
     is_first: bool,
+    nodes: Integers,
+    goals: Floats,
     scales: Floats,
     kinds: Integers,
 ) -> None:
@@ -114,16 +117,12 @@ def find_scales(
         sizes: decimal logarithm of the size of each variable.
         target: that of the target.
         is_first: whether the first place of a parameter that has several counts, not the last one.
-        scales: the results, one for each parameter.
-        kinds: likewise.
+        nodes: scratch memory, [tokens of the longest program, _COLUMNS].
+        goals: likewise, [2, tokens of the longest program].
+        scales: the results, one for each parameter; NaN before, and where it stands nowhere.
+        kinds: likewise; `_SCALE` before.
     """
-    longest = 1
-    for program in range(len(starts) - 1):
-        longest = max(longest, starts[program + 1] - starts[program])
-    nodes = np.empty((longest, _COLUMNS), dtype=np.int64)
-    size, wanted = np.empty(longest), np.empty(longest)
-    scales[:] = np.nan
-    kinds[:] = _SCALE
+    size, wanted = goals[0], goals[1]
     for program in range(len(starts) - 1):
         first, last = starts[program], starts[program + 1] - 1
         for token in range(first, last + 1):
@@ -143,7 +142,7 @@ def find_scales(
                 kinds[index] = nodes[place, _KIND]
 
 
-@inlined
+@uncounted
 def _measure(
     codes: Any, values: Any, first: int, token: int, table: Any, sizes: Any, nodes: Any, size: Any
 ) -> None:
@@ -184,7 +183,7 @@ def _measure(
     size[place] = min(max(size[place], -_LARGEST), _LARGEST)
 
 
-@inlined
+@uncounted
 def _largest(
     nodes: Any, size: Any, node: Any, place: int, arity: int, most: float, free: bool
 ) -> None:
@@ -199,7 +198,7 @@ def _largest(
     size[place], node[_FREE] = most, free
 
 
-@inlined
+@uncounted
 def _want(
     codes: Any, values: Any, token: int, first: int, table: Any, nodes: Any, size: Any, wanted: Any
 ) -> None:
@@ -264,7 +263,8 @@ def load() -> None:
     values = types.Array(types.float64, 1, "C", readonly=True)
     numbers, places = types.float64[::1], types.int64[::1]
     table, scalars = types.float64[:, ::1], (types.float64, types.boolean)
-    arguments = codes, values, places, places, table, numbers, *scalars, numbers, places
+    scratch = types.int64[:, ::1], table
+    arguments = codes, values, places, places, table, numbers, *scalars, *scratch, numbers, places
     numba_cache.load(find_scales, types.void(*arguments))
 
 
@@ -288,40 +288,45 @@ class Scales:
         some = dataset.matrix[:, rows.start : rows.stop : step].astype(np.float64)
         if dataset.weights is not None:
             some = some[:, dataset.weights[rows][::step] > 0.0]
-        count = dataset.layout.variables
-        with np.errstate(all="ignore"):
-            some[~np.isfinite(some)] = np.nan
-            known = np.isfinite(some)
-            number = np.maximum(known.sum(axis=1), 1)
-            filled = np.where(known, some, 0.0)
-            peaks = np.maximum(np.abs(filled).max(axis=1, initial=0.0), np.finfo(float).tiny)
-            unit = filled / peaks[:, None]
-            mean = unit.sum(axis=1) / number
-            spread = np.where(known, unit - mean[:, None], 0.0)
-            squares = np.stack([np.square(unit).sum(axis=1), np.square(spread).sum(axis=1)])
-            sizes = np.log10(np.sqrt(squares / number)) + np.log10(peaks)
-            sizes = np.where(np.isfinite(sizes), sizes, np.where(peaks > 1e-300, sizes[0], 0.0))
-            sizes = np.where(np.isfinite(sizes), sizes, 0.0)
-            self.low = np.where(known, some, np.inf).min(axis=1, initial=np.inf)
-            self.high = np.where(known, some, -np.inf).max(axis=1, initial=-np.inf)
-        total = int(batch.parameter_counts.sum(dtype=np.int64))
-        self.logarithms = np.zeros((2, total))
-        """Decimal logarithms of the scales by both measures, [2, parameters of all programs]."""
-        self.kinds = np.zeros(total, dtype=np.int64)
-        parameter_starts = np.concatenate([[0], np.cumsum(batch.parameter_counts, dtype=np.int64)])
-        tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
-        for measure in range(2):
-            find_scales(
-                *(*tokens, batch.starts, parameter_starts, _operators()),
-                *(np.ascontiguousarray(sizes[measure, :count]), float(sizes[0, count])),
-                *(measure == 0, self.logarithms[measure], self.kinds),
-            )
-        self.logarithms[np.isnan(self.logarithms)] = 0.0  # parameters that stand nowhere
+        self._batch, self._some, self._known = batch, some, np.isfinite(some)
+        self._number = np.maximum(self._known.sum(axis=1), 1)
+        filled = np.where(self._known, some, 0.0)
+        self._peaks = np.maximum(np.abs(filled).max(axis=1, initial=0.0), np.finfo(float).tiny)
+        self._unit = filled / self._peaks[:, None]
+        self._means = self._sizes(self._unit)
+        means = np.where(np.isfinite(self._means), self._means, 0.0)
+        self._variables = count = dataset.layout.variables
+        self._target = float(means[count])
+        self.kinds = np.zeros(int(batch.parameter_counts.sum(dtype=np.int64)), dtype=np.int64)
+        self._first = self._logarithms(means[:count], is_first=True)
+
+    def _sizes(self, unit: Floats) -> Floats:
+        """Return the decimal logarithm of the root mean square of each row, in units of peaks."""
+        with np.errstate(divide="ignore"):
+            squares = np.square(unit).sum(axis=1)
+            return np.asarray(np.log10(np.sqrt(squares / self._number)) + np.log10(self._peaks))
+
+    def _logarithms(self, sizes: Floats, *, is_first: bool) -> Floats:
+        """Find the decimal logarithms of the scales from sizes of variables, and the kinds.
+
+        The result has an element for each parameter of all programs.
+        """
+        batch, longest = self._batch, int(self._batch.lengths.max(initial=1))
+        found = np.full(len(self.kinds), np.nan)
+        self.kinds.fill(_SCALE)
+        find_scales(
+            *(np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values), batch.starts),
+            np.concatenate([[0], np.cumsum(batch.parameter_counts, dtype=np.int64)]),
+            *(_operators(), np.ascontiguousarray(sizes), self._target, is_first),
+            *(np.empty((longest, _COLUMNS), np.int64), np.empty((2, longest)), found, self.kinds),
+        )
+        found[np.isnan(found)] = 0.0  # parameters that stand nowhere
+        return found
 
     @property
     def natural(self) -> Floats:
         """Scale of each parameter of each program, [parameters of all programs]."""
-        return np.asarray(10.0 ** self.logarithms[0])
+        return np.asarray(10.0**self._first)
 
     def draw(self, counts: Integers, number: int, seed: int) -> Floats:
         """Draw starts, [number, parameters of all programs].
@@ -338,13 +343,19 @@ class Scales:
         how, sign, size = table[:, index].swapaxes(1, 2)  # [number, parameters] each
         order = np.arange(number)
         decades = np.array(_DECADES)[order % len(_DECADES), None]
-        near = self.logarithms[(order // len(_DECADES)) % 2]
+        some, known, means = self._some, self._known, self._means
+        middle = self._unit.sum(axis=1) / self._number
+        sizes = self._sizes(np.where(known, self._unit - middle[:, None], 0.0))
+        sizes = np.where(np.isfinite(sizes), sizes, np.where(self._peaks > 1e-300, means, 0.0))
+        sizes = np.where(np.isfinite(sizes), sizes, 0.0)
+        second = self._logarithms(sizes[: self._variables], is_first=False)
+        near = np.stack([self._first, second])[(order // len(_DECADES)) % 2]
         signs = np.where(sign < 0.5, -1.0, 1.0)
         drawn = signs * 10.0 ** (near + decades * (2.0 * size - 1.0))
         uniform = how < 0.5
         kinds = self.kinds
         for kind, numbers in (
-            (_FREQUENCY, signs * 10.0 ** self.logarithms[1] * _TURNS * size),
+            (_FREQUENCY, signs * 10.0**second * _TURNS * size),
             (_PHASE, np.pi * (2.0 * size - 1.0)),
             (_POWER_OF, _EXPONENT * (2.0 * size - 1.0)),
         ):
@@ -352,7 +363,8 @@ class Scales:
         shifts = np.flatnonzero(kinds >= _SHIFT)
         if len(shifts):
             variable, opposite = np.divmod(kinds[shifts] - _SHIFT, 2)
-            low, width = self.low[variable], self.high[variable] - self.low[variable]
+            low = np.where(known, some, np.inf).min(axis=1, initial=np.inf)[variable]
+            width = np.where(known, some, -np.inf).max(axis=1, initial=-np.inf)[variable] - low
             place = low + width * ((1.0 + 2.0 * _MARGIN) * size[:, shifts] - _MARGIN)
             place = np.where(opposite == 1, -place, place)
             drawn[:, shifts] = np.where(uniform[:, shifts], place, drawn[:, shifts])

@@ -41,7 +41,7 @@ def test_scales_make_sizes_agree(text, expected):
     data = Dataset.of(np.full((4, 1), 1e3), np.full(4, 1e6), dtype="float64")
     request, _ = prepared(data, [text], [np.ones(len(expected))])
     scales = Scales(request.problem.batch, data, slice(0, 4))
-    np.testing.assert_allclose(scales.logarithms[0], expected, atol=1e-9)
+    np.testing.assert_allclose(np.log10(scales.natural), expected, atol=1e-9)
 
 
 def test_places_tell_frequencies_exponents_and_shifts():
@@ -114,6 +114,18 @@ def test_searches_beside_an_exact_one_end():
 
 
 # ------------------------------------------------------------------------ saddles and plateaus
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [("p1*tanh(p2*x1 + p3)", [0.0] * 3), ("p1*exp(-((x1 - p2)/p3)^2)", [1.0, 40.0, 0.5])],
+)
+def test_steps_from_perturbed_points_are_iterations(text, start):
+    """Else a batch takes more passes than the iterations that are allowed."""
+    single = Dataset.of(x[:, None], WAVE)
+    for allowed in range(1, 4):
+        found = fit(single, [text], [start], max_iterations=allowed)
+        assert found.evaluations[0] <= 1 + allowed
 
 
 @pytest.mark.parametrize("loss", [None, huber(10.0)])

@@ -14,7 +14,7 @@ from warpfit import parse
 from warpfit.expressions import reference
 from warpfit.ir import Batch
 from warpfit_server.engine.fit import compiled
-from warpfit_server.engine.fit.separable import mark_linear, operator_table
+from warpfit_server.engine.fit.separable import COLUMNS, mark_linear, operator_table
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,8 +26,8 @@ def linear(*drawn):
     """Return the marks of each program's parameters."""
     batch = Batch.of(drawn, [np.zeros(program.parameters) for program in drawn])
     starts = batch.parameter_starts
-    marks = np.full(int(starts[-1]), np.nan)
-    mark_linear(batch.codes, batch.values, batch.starts, starts, operator_table(), marks)
+    marks, nodes = np.ones(int(starts[-1])), np.empty((int(batch.lengths.max()), COLUMNS), np.int64)
+    mark_linear(batch.codes, batch.values, batch.starts, starts, operator_table(), nodes, marks)
     return [marks[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
 
 
