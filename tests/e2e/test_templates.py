@@ -59,7 +59,8 @@ def test_the_functions_of_a_template_are_found(search, tmp_path):
     for other in ("f(a, b) + g(c) + h(a)", None):
         with pytest.raises(warpfit.InvalidArgumentError, match="template"):
             search(template=other, checkpoint=file).fit(X, y)
-    assert copy.set_params(warm_start=True, generations=0).fit(X, y).score(X, y) > 0.999999
+    copy.set_params(warm_start=True, generations=0, population=2, simplify=False)
+    assert copy.fit(X, y).score(X, y) > 0.999999
     assert copy.set_params(template="f(a) + g(b, c)").fit(X, y).score(X, y) < 0.999
 
 
@@ -142,3 +143,81 @@ def test_the_shell_takes_a_template(server: ServerProcess, tmp_path, capsys):
     assert main(words) == 0
     assert "\nf = a\ng = b\n" in capsys.readouterr().out
     assert json.loads(report.read_text())["front"][-1]["subformulas"]["g"]
+
+
+#: Constants of the law of `grouped`, by group.
+CONSTANTS = {"Bern": (2.0, 0.7, 5.1), "Chur": (-3.3, 1.9, 0.4), "Thun": (0.8, 0.2, -2.0)}
+
+
+def grouped(rows=120, noise=0.0):
+    """Return columns a and b and a station, and the target p1*a/(b + p2) + p3."""
+    pandas = pytest.importorskip("pandas")
+    rng = np.random.default_rng(0)
+    X = points(rows)
+    station = np.array(list(CONSTANTS))[rng.permutation(rows) % len(CONSTANTS)]
+    p = np.array([CONSTANTS[name] for name in station]).T
+    y = p[0] * X[:, 0] / (X[:, 1] + p[1]) + p[2] + rng.normal(0.0, noise, rows)
+    table = pandas.DataFrame({"a": X[:, 0], "station": station, "b": X[:, 1]})
+    return table, y
+
+
+def test_groups_have_one_formula_and_constants_of_their_own(search):
+    optimize = pytest.importorskip("scipy.optimize")
+    X, y = grouped(noise=0.01)
+    model = search(group="station", held_out=0.0, generations=2, simplify=True).fit(X, y)
+    assert model.groups_.tolist() == list(CONSTANTS)
+    assert model.expression_.count("p") == 3
+    assert model.score(X, y) > 0.999
+    # The predictions of each group are those of a fit of the law to its rows alone.
+    for name, start in CONSTANTS.items():
+        own = (X.station == name).to_numpy()
+        rows = X[own][["a", "b"]].to_numpy().T
+        law = lambda x, p, q, r: p * x[0] / (x[1] + q) + r  # noqa: E731
+        fit, _ = optimize.curve_fit(law, rows, y[own], start)
+        np.testing.assert_allclose(model.predict(X[own]), law(rows, *fit), rtol=1e-4, atol=1e-4)
+        program = model.program(group=name)
+        np.testing.assert_allclose(evaluate_program(program, rows), model.predict(X[own]))
+        assert list(model.constants_[name]) == ["p1", "p2", "p3"]
+    shown = str(model.equations_)
+    assert "p1" in shown
+    assert "Chur" in shown
+    assert model.constants_.to_pandas().shape == (3, 3)
+    assert "p_" in model.latex()
+    # Each group pays for its constants.
+    chosen = next(e for e in model.front_ if e.program == model.program_)
+    level = 0.5 * len(y) * np.log(chosen.excess)
+    count = chosen.complexity + 3 * 3
+    assert chosen.description_length == pytest.approx(level + 0.5 * count * np.log(len(y)), rel=0.1)
+    copy = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(copy.predict(X), model.predict(X))
+    with pytest.raises(warpfit.InvalidArgumentError, match="no group Genf in fit") as failure:
+        copy.predict(X.assign(station="Genf"))
+    assert failure.value.reason == "BAD_GROUPS"
+
+
+def test_groups_are_numbers_too_and_templates_have_them(search):
+    X, y = grouped()
+    numbers = np.column_stack([X.a, X.b, X.station.map({"Bern": 7, "Chur": 8, "Thun": 12})])
+    template = "f(x1)/g(x2) + p1"
+    model = search(group=2, template=template, population=30, generations=2).fit(numbers, y)
+    np.testing.assert_allclose(model.predict(numbers), y, atol=1e-3)
+    assert {*model.subformulas_} == {"f", "g", "p1"}
+    assert model.groups_.tolist() == [7.0, 8.0, 12.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "says"),
+    [
+        ({"group": "town"}, {}, "a, station, b"),
+        ({"group": "station"}, {"station": "Bern"}, "there are 1 groups"),
+        ({"group": "station"}, {"station": np.arange(120)}, "there are 120 groups"),
+        ({"group": "station"}, {"station": np.arange(120) // 3 % 39}, "fewer than 5"),
+        ({"group": "station"}, {"station": np.nan}, "row 0 has no group"),
+        ({"group": "station", "loss": "rmse"}, {}, "mean or sum"),
+        ({"group": "station", "model_selection": "evidence"}, {}, "evidence"),
+    ],
+)
+def test_groups_that_make_no_sense(settings, change, says):
+    X, y = grouped()
+    with pytest.raises(warpfit.InvalidArgumentError, match=says):
+        SymbolicRegressor(**settings).fit(X.assign(**change), y)

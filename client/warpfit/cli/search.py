@@ -45,6 +45,9 @@ def main(words: Sequence[str]) -> int:
     from warpfit.sklearn.equations import plot_fit
 
     model = _model(options)
+    if options.group is not None:
+        is_there = options.group in table.names
+        model.group = table.names.index(options.group) if is_there else options.group
     try:
         model.fit(named(table), target, table.weights)
     except ValueError as error:  # of scikit-learn, which refuses some data
@@ -146,6 +149,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="outer form in which f, g, ... are searched: 'f(a, b)*exp(-g(c))'",
     )
+    add(
+        "--group", metavar="NAME", help="column of numbers whose groups have constants of their own"
+    )
     add("--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)")
     add("--select", default="description_length",
         choices=("best", "accuracy", "score", "description_length", "evidence"))  # fmt: skip
@@ -203,7 +209,7 @@ def named(table: Table) -> Any:
 
 
 def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str, Any]:
-    names = tuple(getattr(model, "feature_names_in_", ()))
+    names = model._names()
 
     def row(equation: Equation) -> dict[str, Any]:
         """Return the fields of an equation, its text with all digits."""

@@ -131,7 +131,7 @@ def _begin(
     searches: list[_Search], programs: Sequence[Program], settings: SnapSettings
 ) -> Generator[Trials, Outcomes, None]:
     """Fit the constants, and measure what is allowed."""
-    pairs = [_lift(search.program, _is_fraction) for search in searches]
+    pairs = [lift(search.program, _is_fraction) for search in searches]
     lifted, starts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     constant = Program.parameter(0), np.array([settings.middle])
     losses, fitted = yield [*lifted, constant[0]], [*starts, constant[1]]
@@ -169,7 +169,7 @@ def _choose(
     found: dict[int, list[tuple[float, float, Program]]] = {}
     for (search, candidate), loss, vector in zip(trials, losses, fitted, strict=True):
         if loss <= search.allowed:
-            bound = _lift(candidate)[0].bind(vector)
+            bound = lift(candidate)[0].bind(vector)
             found.setdefault(id(search), []).append((_cost(candidate), float(loss), bound))
     for search in {id(search): search for search, _ in trials}.values():
         for _, loss, program in sorted(found.get(id(search), []), key=lambda each: each[:2]):
@@ -300,7 +300,7 @@ def _rounded(program: Program, digits: int) -> Program:
     return Program(program.codes, values)
 
 
-def _lift(program: Program, chosen: Callable[[float], bool] = is_free) -> tuple[Program, Floats]:
+def lift(program: Program, chosen: Callable[[float], bool] = is_free) -> tuple[Program, Floats]:
     """Make the chosen constants parameters, by default those that have no short form."""
     free = [
         code == CONSTANT and chosen(value)
@@ -316,7 +316,7 @@ def _is_fraction(value: float) -> bool:
 
 
 def _lifted(programs: Sequence[Program]) -> Trials:
-    pairs = [_lift(program) for program in programs]
+    pairs = [lift(program) for program in programs]
     return [program for program, _ in pairs], [start for _, start in pairs]
 
 

@@ -163,7 +163,7 @@ class SymbolicTransformer(TransformerMixin, BaseEstimator):  # type: ignore[misc
 
         Raises:
             ValueError: for data that scikit-learn refuses.
-            InvalidArgumentError: if ``n_components`` is no number from 1.
+            InvalidArgumentError: if ``n_components`` is no number from 1, or the search has groups.
             UnavailableError: if the server cannot be reached or started.
 
         """
@@ -176,6 +176,10 @@ class SymbolicTransformer(TransformerMixin, BaseEstimator):  # type: ignore[misc
             )
         found, _ = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         search = _search_of(self)
+        if search.group is not None:
+            raise InvalidArgumentError(
+                f"group is {search.group!r}", "BAD_SETTING", "Make features without groups", "group"
+            )
         names = getattr(self, "feature_names_in_", None)
         self.search_ = search.fit(X if names is not None else found, y, sample_weight)
         self.programs_: list[Program] = []

@@ -84,6 +84,8 @@ class Equation:
     is small, and for losses that are no squares."""
     subformulas: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Text of each function and parameter of a template, by name; empty without one."""
+    constants: tuple[tuple[float, ...], ...] = ()
+    """Parameters of the program for each group of rows; empty without groups."""
 
 
 def build_front(
@@ -233,6 +235,8 @@ class EquationTable:
     front: tuple[Equation, ...]
     digits: int = 4
     """Significant digits of the numbers."""
+    below: str = ""
+    """Text below the table."""
 
     def __len__(self) -> int:
         """Count the equations."""
@@ -272,7 +276,7 @@ class EquationTable:
             formula = textwrap.wrap(row[-1], width, break_on_hyphens=False) or [""]
             lines.append("  ".join([*numbers, formula[0]]))
             lines += [" " * before + line for line in formula[1:]]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(["", self.below] if self.below else [])])
 
     __repr__ = __str__
 

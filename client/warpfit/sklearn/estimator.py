@@ -53,6 +53,8 @@ class TrainingData(NamedTuple):
     """Power of two by which the target was divided."""
     variable_units: tuple[float, ...] = ()
     """The same of each variable; empty if none was divided."""
+    groups: NDArray[np.int64] | None = None
+    """Number of each row's group; None without groups."""
 
 
 class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc]

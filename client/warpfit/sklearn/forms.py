@@ -13,6 +13,7 @@ import numpy as np
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
+from warpfit.formulas.snapping import lift
 from warpfit.ir import Batch, Program
 from warpfit.losses import Loss, LossFunction, as_function
 from warpfit.sklearn.genomes import GLUE, Floats, Genomes, Mask
@@ -80,9 +81,9 @@ class Form:
         """Return an equal program in canonical order."""
         return program.simplify()
 
-    def lifted(self, program: Program) -> tuple[Program, Floats]:
-        """Return a program whose constants, as far as they may be fitted, are parameters."""
-        return program.lift_constants()
+    def lifted(self, program: Program, free: bool = False) -> tuple[Program, Floats]:
+        """Return a program with its constants, or those without a short form, as parameters."""
+        return lift(program) if free else program.lift_constants()
 
     def bound(self, program: Program, numbers: Floats) -> Program:
         """Return a program with other constants, in the order of `lifted`."""

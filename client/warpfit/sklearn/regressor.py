@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,7 +26,7 @@ from warpfit.expressions.language import to_latex, to_text
 from warpfit.formulas.units import dimension, dimensions
 from warpfit.frontends import as_program
 from warpfit.ir import Program
-from warpfit.losses import LossFunction, as_function, as_loss
+from warpfit.losses import Closing, LossFunction, as_function, as_loss
 from warpfit.ops import VARIABLE
 from warpfit.sklearn import equations as eq
 from warpfit.sklearn.chance import Chance, chance_of
@@ -45,9 +45,10 @@ from warpfit.sklearn.estimator import (
 )
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Genomes, joined, simplified
+from warpfit.sklearn.groups import GroupedClient, GroupTable, check_sizes, encoded, values_of
 from warpfit.sklearn.search import INTERRUPTIONS, Terminated
 from warpfit.sklearn.target_search import Progress, TargetSearch, load
-from warpfit.sklearn.templates import Template, TemplateForm
+from warpfit.sklearn.templates import GroupedForm, Template, TemplateForm
 from warpfit.transport.connection import TlsConfig
 
 #: Operators of the default: those of physics and engineering that have no steps.
@@ -188,6 +189,12 @@ class SymbolicRegressor(FormulaRegressor):
         searched: each sees its arguments alone, and one that is called twice is the same formula of
         other arguments. p1, p2, ... are fitted. `max_size` holds for all functions together, and
         constraints for each of them.
+    group : str or int, optional
+        Column of X, by name or number, that says of which group a row is, such as a station, by
+        texts or numbers: one formula for all groups, whose constants are those of each group. Only
+        constants with a short form, such as 2, are common to all. Then programs have parameters p1,
+        p2, ..., `constants_` has them by group, and ``predict`` takes the column, too. 2 to 100
+        groups of at least 5 different rows, and losses that are means or sums of the rows'.
     warm_start : bool
         Whether ``fit`` goes on from the formulas of the last one.
     checkpoint : path, optional
@@ -216,6 +223,11 @@ class SymbolicRegressor(FormulaRegressor):
     subformulas_ : dict
         Text of each function and parameter of the template in the chosen formula, by name; empty
         without a template. For several targets a list.
+    groups_ : ndarray
+        The groups in ascending order, if there are some.
+    constants_ : GroupTable
+        Constants of the chosen formula by group; it prints, and ``to_pandas()`` makes a DataFrame
+        of it. For several targets a list.
     n_iter_ : int
         Generations until the end, 0 if the time was over before the first one.
     reason_ : str
@@ -257,6 +269,7 @@ class SymbolicRegressor(FormulaRegressor):
         early_stopping: int | None = None,
         guesses: Sequence[Any] = (),
         template: str | None = None,
+        group: str | int | None = None,
         warm_start: bool = False,
         checkpoint: str | Path | None = None,
         callback: Callable[[SymbolicRegressor, int, list[eq.Equation]], Any] | None = None,
@@ -290,6 +303,7 @@ class SymbolicRegressor(FormulaRegressor):
         self.early_stopping = early_stopping
         self.guesses = guesses
         self.template = template
+        self.group = group
         self.warm_start = warm_start
         self.checkpoint = checkpoint
         self.callback = callback
@@ -309,17 +323,33 @@ class SymbolicRegressor(FormulaRegressor):
 
         """
         check_is_fitted(self)
-        rows = self._features(X).T
-        columns = [
-            reference.evaluate_program(self._equation(index, output).program, rows)
-            for output in range(len(self._fronts))
-        ]
+        rows, numbers = self._features(X).T, None
+        if self.group is not None:
+            numbers = rows[self._group_place].astype(np.int64)
+            rows = np.delete(rows, self._group_place, axis=0)
+        columns = []
+        for output in range(len(self._fronts)):
+            equation = self._equation(index, output)
+            if equation.constants and numbers is not None:
+                table = np.array(equation.constants)
+                columns.append(values_of(equation.program, table, rows, numbers))
+            else:
+                columns.append(reference.evaluate_program(equation.program, rows))
         return columns[0] if isinstance(self.program_, Program) else np.column_stack(columns)
 
-    def program(self, index: int | None = None, output: int = 0) -> Program:
-        """Return a formula of the front, by default the chosen one, of one of the targets."""
+    def program(self, index: int | None = None, output: int = 0, group: Any = None) -> Program:
+        """Return a formula of the front, by default the chosen one, of one of the targets.
+
+        ``group`` is one of `groups_`, whose constants take the place of the parameters.
+        """
         check_is_fitted(self)
-        return self._equation(index, output).program
+        equation = self._equation(index, output)
+        if group is None or not equation.constants:
+            return equation.program
+        if group not in self.groups_:
+            raise _bad_setting("group", group, f"one of {', '.join(map(str, self.groups_[:20]))}")
+        place = int(np.flatnonzero(self.groups_ == group)[0])
+        return equation.program.bind(equation.constants[place])
 
     def programs_found(self, output: int = 0) -> list[Program]:
         """Return all formulas of the search's last populations without slope and intercept.
@@ -374,6 +404,8 @@ class SymbolicRegressor(FormulaRegressor):
                 "NO_DATA",
                 "Call fit again before chance",
             )
+        if self.group is not None:
+            raise _bad_setting("group", self.group, "None for chance")
         with np.errstate(all="ignore"), self._client() as client:
             return chance_of(self, given[output], self._names(), n, seed, client)
 
@@ -394,7 +426,13 @@ class SymbolicRegressor(FormulaRegressor):
     @property
     def equations_(self) -> Any:
         """The equations as a table; one for each target."""
-        tables = [eq.EquationTable(tuple(front), self.digits or 17) for front in self._fronts]
+        below = [""] * len(self._fronts)
+        if self.group is not None:
+            below = [str(self._constants(output)) for output in range(len(self._fronts))]
+        tables = [
+            eq.EquationTable(tuple(front), self.digits or 17, text)
+            for front, text in zip(self._fronts, below, strict=True)
+        ]
         return tables[0] if isinstance(self.program_, Program) else tables
 
     @property
@@ -402,6 +440,18 @@ class SymbolicRegressor(FormulaRegressor):
         """Functions and parameters of the template in the chosen formula; a dict by target."""
         found = [self._equation(None, place).subformulas for place in range(len(self._fronts))]
         return found[0] if isinstance(self.program_, Program) else found
+
+    @property
+    def constants_(self) -> Any:
+        """Constants of the chosen formula by group; one table for each target."""
+        tables = [self._constants(output) for output in range(len(self._fronts))]
+        return tables[0] if isinstance(self.program_, Program) else tables
+
+    def _constants(self, output: int) -> GroupTable:
+        constants = self._equation(None, output).constants
+        names = tuple(f"p{place + 1}" for place in range(len(constants[0]) if constants else 0))
+        groups = tuple(getattr(self, "groups_", np.empty(0)).tolist()) if constants else ()
+        return GroupTable(names, groups, constants, self.digits or 17)
 
     @property
     def front_(self) -> Any:
@@ -442,9 +492,16 @@ class SymbolicRegressor(FormulaRegressor):
                 f" of max_size={self.max_size}"
             )  # fmt: skip
         monotonic = (self.constraints or {}).get("monotonic", {})
-        directions(monotonic, self._names(), self.n_features_in_)
+        directions(monotonic, self._names(), self._variables)
         if self.units is not None:
-            dimensions(self.units, self._names(), self.n_features_in_)
+            dimensions(self.units, self._names(), self._variables)
+        if self.group is not None:
+            function = as_function(as_loss(self.loss))
+            if function.closing not in (Closing.MEAN, Closing.SUM) or function.is_score:
+                raise _bad_setting("loss", self.loss, "a mean or sum over rows with group=")
+            if monotonic or self.model_selection == "evidence":
+                raise _bad_setting("group", self.group, "None where constraints are monotonic, or "
+                                   "evidence selects the model")  # fmt: skip
         elif self.dimensionless_constants:
             raise _bad_setting("dimensionless_constants", True, "units of the variables, too")
         if self.target_unit is not None:
@@ -477,7 +534,17 @@ class SymbolicRegressor(FormulaRegressor):
 
     def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
         self._fresh_fronts: list[list[eq.Equation]] = []
-        self._given = super()._trainings(X, y, sample_weight)
+        if self.group is None:
+            self._given = super()._trainings(X, y, sample_weight)
+            return self._given
+        X, self._group_place, groups = encoded(X, self.group, None)
+        self._given = []
+        for training in super()._trainings(X, y, sample_weight):
+            numbers = training.rows[:, self._group_place].astype(np.int64)
+            check_sizes(groups, numbers)
+            rows = np.ascontiguousarray(np.delete(training.rows, self._group_place, axis=1))
+            self._given.append(training._replace(rows=rows, groups=numbers))
+        self.groups_ = groups
         return self._given
 
     def _most_rows(self, variables: int) -> float:
@@ -487,12 +554,31 @@ class SymbolicRegressor(FormulaRegressor):
             return math.inf
         return max(_FEWEST_DRAWN, seconds * _NUMBERS_A_SECOND / (variables + 1))
 
+    def _features(self, X: Any) -> Floats:
+        if self.group is not None:
+            X, _, _ = encoded(X, self.group, self.groups_)
+        return super()._features(X)
+
+    def _names(self) -> tuple[str, ...]:
+        names = super()._names()
+        if self.group is None or not names:
+            return names
+        return tuple(np.delete(np.array(names, object), self._group_place))
+
+    @property
+    def _variables(self) -> int:
+        """Number of columns that formulas may have."""
+        return int(self.n_features_in_) - (self.group is not None)
+
     def _in_units(self, training: TrainingData) -> TrainingData:
         """Divide target and variables by their sizes if squares could overflow or vanish.
 
-        Losses that are no squares are minimised as they are, and so are those of a template.
+        Losses that are no squares are minimised as they are, and so are those of a template
+        and of groups.
         """
-        if not as_function(as_loss(self.loss)).is_squares or self.template is not None:
+        if not as_function(as_loss(self.loss)).is_squares or not (
+            self.template is None and self.group is None
+        ):
             return training
         unit = power_of_two(training.target)
         units = tuple(map(power_of_two, training.rows.T))
@@ -531,7 +617,12 @@ class SymbolicRegressor(FormulaRegressor):
     def _find(self, client: Client, training: TrainingData, begun: float, targets: int) -> Program:
         rng = np.random.default_rng(check_random_state(self.random_state).randint(2**31))
         template = self._template()
-        form = Form() if template is None else TemplateForm(template, training.rows)
+        grouped = training.groups is not None
+        form: Form = GroupedForm(training.rows) if grouped else Form()
+        if template is not None:
+            form = TemplateForm(template, training.rows, grouped)
+        if training.groups is not None:
+            client = cast(Client, GroupedClient(client, len(self.groups_)))
         output = len(self._fresh_fronts)
         # The time of fit is shared by the targets.
         spans = [(self.max_seconds or math.inf) * (output + step) / targets for step in (1, 0)]
@@ -632,7 +723,7 @@ class SymbolicRegressor(FormulaRegressor):
     def _template(self) -> Template | None:
         if self.template is None:
             return None
-        return Template.of(self.template, self._names(), self.n_features_in_)
+        return Template.of(self.template, self._names(), self._variables)
 
     def _guessed(self) -> list[Program]:
         """Return the guesses as programs; parameters begin as 1."""
@@ -644,8 +735,8 @@ class SymbolicRegressor(FormulaRegressor):
             program = program.bind(np.ones(program.parameters))
             core = simplified(Genomes.of([program]))
             size = int(complexity_measure(self.complexity_of_operators)(core)[0])
-            if program.variables > self.n_features_in_ or size > self.max_size:
-                what = f"at most {self.n_features_in_} variables and a size of at most max_size="
+            if program.variables > self._variables or size > self.max_size:
+                what = f"at most {self._variables} variables and a size of at most max_size="
                 raise _bad_setting("guesses", str(program)[:100], f"{what}{self.max_size}")
             programs.append(program)
         return programs

@@ -67,6 +67,7 @@ from warpfit.sklearn.equations import (
 from warpfit.sklearn.estimator import SearchWarning, TrainingData, loss_unit
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Breeder, Floats, Genomes, Indices, Mask
+from warpfit.sklearn.groups import GroupedClient, balanced, freed, values_of
 from warpfit.sklearn.pairs import (
     FirstFormulas,
     PairSearch,
@@ -424,6 +425,8 @@ _STRAYING: Final = 10.0
 _ROOM: Final = 0.25
 #: Multiple of the tolerance with which they are shortened again.
 _FAR: Final = 4.0
+#: Least number of rows of each group on which structures are compared, about.
+_GROUP_ROWS: Final = 10
 #: Fewer rows are not divided to hold some out.
 _FEWEST_DIVIDED: Final = 40
 
@@ -455,6 +458,10 @@ class TargetSearch:
     """Rows on which formulas are measured, and never fitted."""
     data: DatasetHandle = field(init=False)
     """All rows."""
+    seen: DatasetHandle = field(init=False)
+    """Rows that are not held out, if they are in groups."""
+    tables: dict[Program, Floats] = field(default_factory=dict)
+    """Constants without a short form by group, [groups, constants]."""
     generation: int = 0
     reason: str = ""
     """Why the search ended, as `SymbolicRegressor.reason_`."""
@@ -478,12 +485,15 @@ class TargetSearch:
         """
         rows = len(self.training.target)
         seen, self.held_out = self._divided()
-        sample = np.sort(self.rng.permutation(seen)[: self.options.sample_rows])
+        few = max(self.options.sample_rows, _GROUP_ROWS * self._group_count)
+        sample = np.sort(self._shuffled(seen)[:few])
         with ExitStack() as stack:
             progress.phase(f"upload of {rows:,} rows")
             begun = time.monotonic()
             self.data = self._part(stack, np.arange(rows))
             uploading = time.monotonic() - begun
+            if self.training.groups is not None:
+                self.seen = self._part(stack, seen)
             try:
                 compared = self._part(stack, sample)
                 self.constant, self.scale = self._best_constant(seen, sample, compared)
@@ -544,7 +554,8 @@ class TargetSearch:
         that are held out are predicted by the formulas as they are. Of many rows some are taken.
         """
         least = min(loss for loss, _ in found.values())
-        if not as_function(self.loss).is_squares or least <= _NOISE * self.scale:
+        grouped = self.training.groups is not None
+        if not as_function(self.loss).is_squares or least <= _NOISE * self.scale or grouped:
             return
         programs = [program for program in found if program not in self.predictive]
         X, y, weights = self.training[:3]
@@ -586,21 +597,46 @@ class TargetSearch:
         count = len(seen)
         if seconds > left and count > self.options.sample_rows:
             count = max(self.options.sample_rows, int(count * left / seconds))
-        return self._part(stack, np.sort(self.rng.permutation(seen)[:count]))
+        return self._part(stack, np.sort(self._shuffled(seen)[:count]))
+
+    def _shuffled(self, rows: Indices) -> Indices:
+        """Shuffle rows, those of groups so that each has its share of the first ones."""
+        groups = self.training.groups
+        return self.rng.permutation(rows) if groups is None else balanced(self.rng, rows, groups)
+
+    @property
+    def _group_count(self) -> int:
+        groups = self.training.groups
+        return 0 if groups is None else int(groups.max()) + 1
+
+    def _values(self, program: Program, rows: Any = slice(None)) -> Floats:
+        """Return the values of a formula on some rows, with the constants of their groups."""
+        X, groups, table = (
+            self.training.rows[rows].T,
+            self.training.groups,
+            self.tables.get(program),
+        )
+        if groups is None or table is None:
+            return reference.evaluate_program(program, X)
+        return values_of(self.form.lifted(program, free=True)[0], table, X, groups[rows])
+
+    def _level(self, values: Floats) -> float:
+        """Return the loss of predictions for all rows above the least possible."""
+        loss, (_, y, weights) = as_function(self.loss), self.training[:3]
+        rows = reference.evaluate_program(loss.row, np.stack([values, y, weights]))
+        total = float((rows if loss.mentions_weight else rows * weights).sum())
+        return float(close_losses(loss.closing, np.array(total), self._statistics)) - self._floor()
 
     def _as_found(self, search: Search) -> list[Equation]:
         """Measure the front of a search that was interrupted, here and without a server."""
         programs = self._programs(search.front())
-        X, y, weights = self.training[:3]
-        loss, statistics = as_function(self.loss), self._statistics
+        X = self.training.rows
         given = (self.options.constraints or {}).get("monotonic", {})
         signs = directions(given, self.names, X.shape[1])
         found: _Found = {}
         for program in programs:
-            values = reference.evaluate_program(program, X.T)
-            rows = reference.evaluate_program(loss.row, np.stack([values, y, weights]))
-            total = float((rows if loss.mentions_weight else rows * weights).sum())
-            level = float(close_losses(loss.closing, np.array(total), statistics)) - self._floor()
+            values = self._values(program)
+            level = self._level(values)
             for place, sign in signs.items():
                 step = np.zeros(X.shape[1])
                 step[place] = 1e-6 * np.ptp(X[:, place])
@@ -616,14 +652,10 @@ class TargetSearch:
         self.held_out = np.empty(0, np.int64)
         places = np.quantile(self.training.target, np.linspace(0.0, 1.0, 101))
         mean = float(np.average(self.training.target, weights=self.training.weights))
-        loss, (_, y, weights) = as_function(self.loss), self.training[:3]
         found: _Found = {}
         for value in {mean, *places.tolist()}:
-            rows = np.stack([np.full(len(y), value), y, weights])
-            each = reference.evaluate_program(loss.row, rows)
-            total = float((each if loss.mentions_weight else each * weights).sum())
-            level = float(close_losses(loss.closing, np.array(total), self._statistics))
-            found[Program.constant(value)] = [level - self._floor(), math.nan]
+            level = self._level(np.full(len(self.training.target), value))
+            found[Program.constant(value)] = [level, math.nan]
         self.scale = min(level for level, _ in found.values())
         return self._in_given_units(self._front_of(found))
 
@@ -668,7 +700,11 @@ class TargetSearch:
         return [replace(each, subformulas=texts(each.program, digits)) for each in found]
 
     def _price(self, program: Program) -> float:
-        return sum(map(price_of, self.form.parts_of(program)))
+        """Return what the constants count; those of groups once for each group."""
+        own = sum(map(price_of, self.form.parts_of(program)))
+        if self.training.groups is None:
+            return own
+        return own + (self._group_count - 1) * len(self.form.lifted(program, free=True)[1])
 
     def _texts(self, program: Program) -> tuple[str, str]:
         digits = self.options.digits
@@ -704,6 +740,8 @@ class TargetSearch:
             everywhere = np.arange(len(self.training.target))
             front = [replace(each, r2=self._r2(each.program, everywhere)) for each in front]
         unit, units = self.training.unit, self.training.variable_units
+        if self.training.groups is not None:
+            return [self._by_group(equation) for equation in front]
         if not units:
             return front
         factor = loss_unit(self.loss, unit)
@@ -735,6 +773,16 @@ class TargetSearch:
             )
         return found
 
+    def _by_group(self, equation: Equation) -> Equation:
+        """Return an equation with parameters in the place of the constants of groups."""
+        table = self.tables.get(equation.program)
+        if table is None:
+            return equation
+        program = self.form.lifted(equation.program, free=True)[0]
+        text, latex = self._texts(program)
+        constants = tuple(map(tuple, table.tolist()))
+        return replace(equation, program=program, equation=text, latex=latex, constants=constants)
+
     @property
     def loss(self) -> Loss | LossFunction:
         """The loss, or what is left to 1 of a score."""
@@ -758,6 +806,8 @@ class TargetSearch:
             partial=self.deadline < math.inf,
         )
         best = middle if as_function(self.loss).is_squares else float(fit.parameters[0][0])
+        if self.training.groups is not None:
+            best = float(freed(np.array([best]))[0])
         return Program.constant(best), max(float(fit.loss[0]) - self._floor(sample), 0.0)
 
     @cached_property
@@ -788,7 +838,8 @@ class TargetSearch:
 
     def _strays(self, program: Program) -> bool:
         """Tell whether a formula leaves the range of the target between rows, or next to them."""
-        if not as_function(self.loss).is_squares or program.variables == 0:
+        grouped = self.training.groups is not None  # Their ranges are not one.
+        if not as_function(self.loss).is_squares or program.variables == 0 or grouped:
             return False
         if program not in self._straying:
             values = reference.evaluate_program(program, self._between)
@@ -829,8 +880,8 @@ class TargetSearch:
             return None
         if program not in self._bulks:
             step = -(-len(self.training.target) // _JUDGED)
-            X, y, weights = (part[::step] for part in self.training[:3])
-            values = reference.evaluate_program(program, X.T)
+            _, y, weights = (part[::step] for part in self.training[:3])
+            values = self._values(program, slice(None, None, step))
             each = evaluate_program(loss.row, np.stack([values, y, weights]))
             each = np.sort(each - self._least_row_losses[::step] / weights)
             total = float(each.sum())
@@ -851,17 +902,17 @@ class TargetSearch:
         """Return the rows that the search sees, and those that are held out."""
         rows = len(self.training.target)
         count = int(self.options.held_out * rows) if rows >= _FEWEST_DIVIDED else 0
-        shuffled = self.rng.permutation(rows)
+        shuffled = self._shuffled(np.arange(rows))
         return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
     def _part(self, stack: ExitStack, rows: Indices) -> DatasetHandle:
         """Upload some of the rows."""
         if len(rows) == len(self.training.target) and hasattr(self, "data"):
             return self.data
-        X, y, weights = self.training[:3]
-        return stack.enter_context(
-            self.client.upload(X[rows], y[rows], weights[rows], dtype="float64")
-        )
+        X, y, weights = (part[rows] for part in self.training[:3])
+        groups = self.training.groups
+        grouped: dict[str, Any] = {} if groups is None else {"groups": groups[rows]}
+        return stack.enter_context(self.client.upload(X, y, weights, **grouped, dtype="float64"))
 
     def _search(
         self, stack: ExitStack, compared: DatasetHandle, sample: Indices, progress: Progress
@@ -895,7 +946,8 @@ class TargetSearch:
         self, stack: ExitStack, sample: Indices
     ) -> Callable[[Program], DatasetHandle] | None:
         """Return what uploads the sample with weights for least squares, by the best formula."""
-        if as_function(self.loss).is_squares or isinstance(self.form, TemplateForm):
+        is_plain = self.training.groups is None and not isinstance(self.form, TemplateForm)
+        if as_function(self.loss).is_squares or not is_plain:
             return None
 
         def reweigh(best: Program) -> DatasetHandle:
@@ -909,15 +961,22 @@ class TargetSearch:
     def _pairs(
         self, stack: ExitStack, rows: Indices, operators: tuple[str, ...], settings: Settings
     ) -> PairSearch:
+        groups, client = self.training.groups, self.client
+        if groups is not None:  # Their constants differ: the largest group has all of a law.
+            assert isinstance(client, GroupedClient)
+            largest = np.bincount(groups).argmax()
+            rows = np.setdiff1d(np.flatnonzero(groups == largest), self.held_out)
+            client = client.client
         chosen = np.sort(self.rng.permutation(rows)[:_PAIR_ROWS])
-        data = self._part(stack, chosen)
+        given = (part[chosen] for part in self.training[:3])
+        data = stack.enter_context(client.upload(*given, dtype="float64"))
         X, y, weights = (part[chosen] for part in self.training[:3])
         middle = np.full(len(y), np.median(y))
         weights = proposal_weights(as_function(self.loss), middle, y, weights)
 
         def values(genomes: Genomes) -> Floats:
             left = seconds_until(settings.ends)
-            return np.asarray(self.client.evaluate(data, genomes.population(), timeout=left).T)
+            return np.asarray(client.evaluate(data, genomes.population(), timeout=left).T)
 
         options = self.options
         width, most = options.max_size, _LIBRARY * options.population
@@ -962,6 +1021,7 @@ class TargetSearch:
         if self.deadline == math.inf:
             return self.deadline
         reserve = _RESERVE[len(self.training.target) > _MANY_ROWS]
+        reserve *= 1 if self.training.groups is None else 2
         return self.deadline - reserve * (self.deadline - self.begun)
 
     @cached_property
@@ -1045,7 +1105,7 @@ class TargetSearch:
             part = programs[start : start + _MEASURED]
             try:
                 left = seconds_until(self.deadline)
-                losses = self.client.evaluate(self.data, part, loss=self.loss, timeout=left)
+                losses = self._losses(part, left)
                 wrong = self._violating(part) | ~self._sound(part)
                 losses = np.where(wrong, np.inf, losses - self._floor())
             except DeadlineExceededError:
@@ -1053,6 +1113,24 @@ class TargetSearch:
             for program, loss in zip(part, losses.tolist(), strict=True):
                 found[program] = [loss, self._r2(program, self.held_out)]
         return found or {self.constant: [self.scale, self._r2(self.constant, self.held_out)]}
+
+    def _losses(self, programs: list[Program], timeout: float | None) -> Floats:
+        """Return losses on all rows, of groups by constants that are fitted to the rows seen."""
+        if self.training.groups is None:
+            found = self.client.evaluate(self.data, programs, loss=self.loss, timeout=timeout)
+            return np.asarray(found)
+        lifted, starts = zip(*(self.form.lifted(p, free=True) for p in programs), strict=True)
+        fit: Any = self.client.optimize(
+            self.seen,
+            list(lifted),
+            list(starts),
+            loss=self.loss,
+            max_iterations=_LAST_ITERATIONS,
+            timeout=None if timeout is None else _FIT_SHARE * timeout,
+            partial=timeout is not None,
+        )
+        self.tables.update(zip(programs, fit.tables, strict=True))
+        return np.array([self._level(self._values(p)) for p in programs]) + self._floor()
 
     def _shorten(self, data: DatasetHandle, found: _Found) -> None:
         """Add shorter forms of the formulas that a criterion may choose, while there is time.
@@ -1064,7 +1142,9 @@ class TargetSearch:
         wanted = [front[selected(front, criterion)].program for criterion in criteria]
         wanted = [wanted[0], *self._likely(found), *wanted[1:]]
         steps = [(program, 1.0) for program in dict.fromkeys(wanted)]
-        for program, factor in [*steps, *((program, _FAR) for program in self._likely(found))]:
+        # Each group is fitted, so that a second round takes long there.
+        far = self._likely(found) if self.training.groups is None else []
+        for program, factor in [*steps, *((program, _FAR) for program in far)]:
             excess, floor = max(found[program][0], 0.0), self._floor()
             # The tolerance is part of the loss above the least possible, simplify's of the loss.
             part = excess / abs(excess + floor) if excess + floor else 1.0
@@ -1116,11 +1196,11 @@ class TargetSearch:
 
     def _r2(self, program: Program, rows: Indices) -> float:
         """Return R^2 on some rows; NaN where it says nothing, minus infinity without a value."""
-        X, y, weights = (part[rows] for part in self.training[:3])
+        _, y, weights = (part[rows] for part in self.training[:3])
         if len(rows) < 2 or np.all(y == y[0]):
             return math.nan
         with np.errstate(all="ignore"):
-            errors = np.square(reference.evaluate_program(program, X.T) - y)
+            errors = np.square(self._values(program, rows) - y)
             spread = np.average(np.square(y - np.average(y, weights=weights)), weights=weights)
             found = float(1.0 - np.average(errors, weights=weights) / spread)
         return found if math.isfinite(found) else -math.inf

@@ -28,10 +28,10 @@ import numpy as np
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError
-from warpfit.expressions.language import IDENTIFIER, INDEXED, TOKEN, WORDS, to_text
+from warpfit.expressions.language import IDENTIFIER, INDEXED, TOKEN, WORDS, is_free, to_text
 from warpfit.expressions.reference import evaluate_program
 from warpfit.fitting import Reason
-from warpfit.formulas.snapping import Outcomes, SnapSettings, Trials
+from warpfit.formulas.snapping import Outcomes, SnapSettings, Trials, lift
 from warpfit.formulas.snapping import snap as snapped
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function
@@ -286,14 +286,16 @@ class TemplateForm(Form):
     determines, and of its parameters, in this order.
     """
 
-    def __init__(self, template: Template, rows: Floats) -> None:
+    def __init__(self, template: Template, rows: Floats, grouped: bool = False) -> None:
         """Find out on some rows, [rows, variables], which numbers the template determines.
+
+        ``grouped`` says whether numbers without a short form are those of a group of rows.
 
         Raises:
             InvalidArgumentError: if the template does not depend on one of its functions.
 
         """
-        self.template = template
+        self.template, self.grouped = template, grouped
         self.functions = len(template.functions)
         step = -(-len(rows) // _PROBED)
         self._rows = np.ascontiguousarray(rows[::step].T)
@@ -362,19 +364,7 @@ class TemplateForm(Form):
 
     def scored(self, search: Search, genomes: Genomes) -> Scores:
         """Fit all numbers for a few iterations: without it they say little about a structure."""
-        nothing = np.zeros(len(genomes))
-        left = search.timeout()
-        fit = search.client.optimize(
-            search.sample,
-            self.fit_batch(genomes, nothing, nothing),
-            loss=search.settings.loss,
-            max_iterations=_SCREENING,
-            timeout=left,
-            partial=left is not None,
-        )
-        is_settled = ~np.isin(fit.reason, (Reason.ITERATIONS, Reason.DEADLINE))
-        made, slopes, intercepts = self.fitted(genomes, fit.parameters)
-        return made, fit.loss, slopes, intercepts, is_settled
+        return _screened(self, search, genomes)
 
     def fits(self, genomes: Genomes) -> bool:
         """Tell whether formulas of another search have the same functions and numbers."""
@@ -408,13 +398,12 @@ class TemplateForm(Form):
             part = Program(part.codes[:-2], part.values[:-2])
         return part
 
-    def lifted(self, program: Program) -> tuple[Program, Floats]:
+    def lifted(self, program: Program, free: bool = False) -> tuple[Program, Floats]:
         """Return a whole formula with its numbers as parameters, but for those of the template."""
-        parts = self.parts_of(program)
-        if not parts:
-            return program.lift_constants()
-        lifted = self.template.filled(self._lifted(parts)).program(0)
-        numbers = np.concatenate([part.values[part.codes == CONSTANT] for part in parts])
+        if program not in self._parts:
+            return super().lifted(program, free)
+        parts, numbers = self._lifted(self._parts[program], free)
+        lifted = self.template.filled(parts).program(0)
         return lifted, numbers[: lifted.parameters]
 
     def bound(self, program: Program, numbers: Floats) -> Program:
@@ -451,6 +440,8 @@ class TemplateForm(Form):
         arguments = [self.template.argument_names(place) for place in range(self.functions)]
         arguments += [()] * self.template.parameters
         parts = self._parts.get(program, ())
+        if self.grouped and parts:
+            parts = tuple(part.program(0) for part in self._lifted(parts, free=True)[0])
         found = zip(names, parts, arguments, strict=False)
         return {name: to_text(part, known, digits) for name, part, known in found}
 
@@ -589,38 +580,91 @@ class TemplateForm(Form):
 
         ``known`` takes the latter by candidate, for those that have no parameters of their own.
         """
-        others = [part for index, part in enumerate(parts) if index != place]
-        rest = Genomes.of(others)
-        start = rest.values[rest.codes == CONSTANT]
-        behind = np.array([len(own) for own in trials[1]])
-        blocks = [Genomes.of(trials[0])]
-        for index, block in enumerate(self._lifted(others)):
+        others, start = self._lifted([*parts[:place], *parts[place + 1 :]])
+        # Free numbers of a group are never the same in all groups.
+        own = [
+            lift(candidate) if self.grouped and not len(numbers) else (candidate, numbers)
+            for candidate, numbers in zip(*trials, strict=True)
+        ]
+        behind = np.array([len(numbers) for _, numbers in own])
+        blocks = [Genomes.of([candidate for candidate, _ in own])]
+        for index, block in enumerate(others):
             everywhere = block[np.zeros(len(behind), np.int64)]
             free = everywhere.codes == PARAMETER
             everywhere.values[free] += np.repeat(behind, everywhere.sizes)[free]
             blocks.insert(index + (index >= place), everywhere)
         programs = list(self.template.filled(blocks).population())
-        starts = [np.concatenate([own, start]) for own in trials[1]]
-        used = [own[: one.parameters] for own, one in zip(starts, programs, strict=True)]
+        starts = [np.concatenate([numbers, start]) for _, numbers in own]
+        used = [each[: one.parameters] for each, one in zip(starts, programs, strict=True)]
         left = seconds_until(ends)
         fit = client.optimize(
             data, programs, used, loss=loss, max_iterations=_SNAPPING, timeout=left
         )
         fitted = []
-        rows = zip(trials[0], behind, fit.parameters, starts, strict=True)
-        for candidate, count, vector, begun in rows:
+        rows = zip(*trials, behind, fit.parameters, starts, strict=True)
+        for candidate, given, count, vector, begun in rows:
             numbers = np.concatenate([vector, begun[len(vector) :]])
-            fitted.append(numbers[:count])
-            if not count:
-                known[candidate] = numbers
+            fitted.append(numbers[: len(given)])
+            if not len(given):
+                known[candidate] = numbers[count:]
         return fit.loss, fitted
 
-    def _lifted(self, parts: Sequence[Program]) -> list[Genomes]:
-        """Return parts with their constants as parameters, which are numbered through."""
+    def _lifted(self, parts: Sequence[Program], free: bool = False) -> tuple[list[Genomes], Floats]:
+        """Return parts with their constants as parameters, numbered through, and the constants."""
         together = Genomes.of(parts)
-        one = Genomes(together.codes, together.values, together.starts[[0, -1]]).lifted()
-        free = Genomes(one.codes, one.values, together.starts)
-        return [free[place : place + 1] for place in range(len(parts))]
+        chosen = together.codes == CONSTANT
+        if free:
+            chosen[chosen] = [is_free(value) for value in together.values[chosen].tolist()]
+        codes = np.where(chosen, np.uint8(PARAMETER), together.codes)
+        values = np.where(chosen, np.cumsum(chosen) - 1.0, together.values)
+        made = Genomes(codes, values, together.starts)
+        return [made[place : place + 1] for place in range(len(parts))], together.values[chosen]
+
+
+def _screened(form: Form, search: Search, genomes: Genomes) -> Scores:
+    """Fit all numbers of formulas for a few iterations."""
+    left, count = search.timeout(), len(genomes)
+    fit = search.client.optimize(
+        search.sample,
+        form.fit_batch(genomes, np.ones(count), np.zeros(count)),
+        loss=search.settings.loss,
+        max_iterations=_SCREENING,
+        timeout=left,
+        partial=left is not None,
+    )
+    is_settled = ~np.isin(fit.reason, (Reason.ITERATIONS, Reason.DEADLINE))
+    made, slopes, intercepts = form.fitted(genomes, fit.parameters)
+    return made, fit.loss, slopes, intercepts, is_settled
+
+
+class GroupedForm(Form):
+    """Formulas a + b f whose numbers are those of a group of rows, unless they are short."""
+
+    def __init__(self, rows: Floats) -> None:
+        """Take some rows, [rows, variables]."""
+        leaves = tuple((VARIABLE, float(place)) for place in range(rows.shape[1]))
+        everything = Template(
+            "f", (), {"f": rows.shape[1]}, (*leaves, (_FIRST_CALL, 0.0)), parameters=0
+        )
+        self._whole = TemplateForm(everything, rows, grouped=True)
+
+    def scored(self, search: Search, genomes: Genomes) -> Scores:
+        """Fit all numbers: one start is far from those of most groups."""
+        return _screened(self, search, genomes)
+
+    def shortened(
+        self,
+        client: Client,
+        data: DatasetHandle,
+        program: Program,
+        loss: Loss | LossFunction,
+        tolerance: float,
+        snap: Any,
+        timeout: float | None,
+    ) -> Program:
+        """Shorten a formula as the one function of a template."""
+        whole = self._whole.of_parts([program])
+        return self._whole.shortened(client, data, whole, loss, tolerance, snap, timeout)
 
 
 @dataclass
