@@ -27,6 +27,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from warpfit_server.ipc.segments import ALONE, BEGUN
@@ -301,13 +302,15 @@ class Scheduler(Generic[Item]):
         room, found = self.merged_size - first.size, []
         tenants = [tenant for tenant in self._tenants.values() if tenant.short.requests]
         tenants.sort(key=lambda t: t.charge)
-        queues = [(tenant, iter(list(tenant.short.requests)[:_EXAMINED])) for tenant in tenants]
+        queues = []
+        for tenant in tenants:
+            examined = islice(tenant.short.requests, _EXAMINED)
+            same = [r for r in examined if r.merge_key == first.merge_key and not r.used]
+            queues.append((tenant, iter(same)))
         while queues:
             left = []
             for tenant, queue in queues:
-                request = next(
-                    (r for r in queue if r.merge_key == first.merge_key and not r.used), None
-                )
+                request = next(queue, None)
                 if request is None or request.size > room:
                     continue
                 room -= request.size
