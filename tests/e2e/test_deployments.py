@@ -27,6 +27,7 @@ from support.repository.readmes import Snippet, commands, snippets
 from support.servers.network import Authority
 from support.servers.server import write_secret
 from warpfit.transport.connection import TlsConfig, new_token
+from warpfit_server.system.compile_cache import default_cache_directory
 
 ROOT = deployments.ROOT
 DEPLOY = ROOT / "deploy"
@@ -59,7 +60,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     inside = [settings[f"WARPFIT_{name}"] for name in ("PORT", "HEALTH_PORT", "METRICS_PORT")]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("WARPFIT_")},
-        **{name: os.environ[name] for name in ("WARPFIT_CACHE_DIR",) if name in os.environ},
+        "WARPFIT_CACHE_DIR": str(default_cache_directory()),
         "PATH": os.pathsep.join([str(binaries), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([*map(str, [ROOT / "client", ROOT / "server"])]),
         PORTS: json.dumps({port: str(free_port()) for port in inside}),
@@ -162,9 +163,8 @@ def in_process(settings: Mapping[str, str], environment: Mapping[str, str]) -> d
     image = deployments.image_settings()[0]
     named = {name: v for name, v in {**image, **settings}.items() if name.startswith("WARPFIT_")}
     free = {name: ports.get(value, "0") for name, value in named.items() if name.endswith("_PORT")}
-    kept = {name: environment[name] for name in environment if name == "WARPFIT_CACHE_DIR"}
     named.pop("WARPFIT_CACHE_DIR")
-    return {**environment, **named, **free, **kept}
+    return {**environment, **named, **free}
 
 
 @pytest.mark.thorough
