@@ -55,6 +55,8 @@ def argument_block(arrays: tuple[NDArray[Any], ...]) -> NDArray[np.int64]:
 def array_address(array: NDArray[Any]) -> int:
     """Return the address of a contiguous array, mostly much faster than ``array.ctypes`` does."""
     try:
+        if array.dtype.names:  # a buffer of records would describe each field
+            array = array.view(np.uint8)
         return addressof(_character_at(array))  # type: ignore[arg-type]
     except (TypeError, ValueError):  # it is read-only or empty, or has gaps
         assert array.flags.c_contiguous, "compiled code takes arrays for contiguous"

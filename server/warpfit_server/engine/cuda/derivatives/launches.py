@@ -576,17 +576,6 @@ class DerivativeLaunch:
 # ----------------------------------------------------------------------------------- driver calls
 
 
-class Piece(NamedTuple):
-    """An array to upload, in integers."""
-
-    source: int
-    """Address."""
-    size: int
-    """Bytes."""
-    offset: int
-    """Bytes from the beginning of the device memory to its place there."""
-
-
 class KernelLaunch(NamedTuple):
     """A kernel to launch, in integers."""
 
@@ -603,9 +592,9 @@ class KernelLaunch(NamedTuple):
     """Bytes of shared memory of a block."""
 
 
-_PIECE, _LAUNCH = (
-    np.dtype([(name, np.int64) for name in kind._fields]) for kind in (Piece, KernelLaunch)
-)
+_LAUNCH: Final = np.dtype([(name, np.int64) for name in KernelLaunch._fields])
+#: An array to upload: its address, its bytes, and its place in the device memory.
+_PIECE: Final = np.dtype([(name, np.int64) for name in ("source", "size", "offset")])
 
 
 def upload_arrays(
@@ -624,15 +613,16 @@ def upload_arrays(
     Raises:
         CUDADriverError: if the device reports an error.
     """
-    pieces, size = {}, 0
+    pieces, offsets, size = [], {}, 0
     for name, array in arrays.items():
         if array.nbytes:
-            pieces[name] = Piece(array_address(array), array.nbytes, size)
+            pieces.append((array_address(array), array.nbytes, size))
+            offsets[name] = size
             size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     address, staging = allocate(size), context.pinned("inputs", size)
-    given = np.array(list(pieces.values()), _PIECE), staging
+    given = np.array(pieces, _PIECE), staging
     context.check_executed(upload_pieces(context.functions, context.handle, address, *given))
-    return {name: address + piece.offset for name, piece in pieces.items()}
+    return {name: address + offset for name, offset in offsets.items()}
 
 
 def run(context: StreamContext, *launches: KernelLaunch, events: Sequence[str] = ()) -> None:

@@ -216,7 +216,7 @@ class DerivativeLowering:
         """
         tokens, programs = len(batch.codes), len(batch)
         count = -(-programs // _CHUNK)
-        largest = np.zeros(count, np.int64)
+        largest, most = np.zeros(count, np.int64), 0
         capacity = node_capacity(tokens, programs, len(row_loss.codes))
         encoded = EncodedArrays(  # pages that are never written to take no memory
             np.empty(capacity + 1, _INSTRUCTION),
@@ -248,16 +248,16 @@ class DerivativeLowering:
                     yield task
             finally:
                 task.result()  # before the arrays are freed
-            found = largest[chunks]
-            if found.min() < 0:
-                raise_invalid_program(batch, -1 - int(found[found < 0][0]), variables)
-        if largest.max() >= _INDEX_LIMIT:
+            for index in largest[chunks].tolist():
+                if index < 0:
+                    raise_invalid_program(batch, -1 - index, variables)
+                most = max(most, index)
+        if most >= _INDEX_LIMIT:
             raise ResourceExhaustedError(
-                f"derivatives of a program need index {largest.max()}, more than the interpreter "
-                "encodes",
+                f"derivatives of a program need index {most}, more than the interpreter encodes",
                 "PROGRAM_TOO_LONG",
                 "Split the program, or ask for values and losses only",
-                needed=int(largest.max()),
+                needed=most,
                 available=_INDEX_LIMIT - 1,
             )
         instructions, loads, columns, entries = source[-1].tolist()
