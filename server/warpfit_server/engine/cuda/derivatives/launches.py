@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import carray, from_dtype, types
-from numpy.ctypeslib import as_ctypes_type
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
@@ -48,6 +47,7 @@ from warpfit_server.engine.cuda.runtime.device import LAUNCH_WORK, CudaDevice, S
 from warpfit_server.engine.cuda.runtime.driver_calls import (
     DRIVER,
     argument_struct,
+    argument_type,
     launch,
     record,
     upload,
@@ -68,8 +68,8 @@ VARIANT_OF: Final = {
 #: Types of the kernels' arguments.
 DERIVATIVE_ARGUMENTS: Final = argument_struct(template("derivatives.cu"), "Arguments")
 STATISTICS_ARGUMENTS: Final = argument_struct(template("statistics.cu"), "StatisticsArguments")
-_Arguments: Final = as_ctypes_type(DERIVATIVE_ARGUMENTS)
-_StatisticsArguments: Final = as_ctypes_type(STATISTICS_ARGUMENTS)
+_Arguments: Final = argument_type(DERIVATIVE_ARGUMENTS)
+_StatisticsArguments: Final = argument_type(STATISTICS_ARGUMENTS)
 #: Kinds of row losses, by their numbers in `DERIVATIVE_ARGUMENTS`; see derivatives.cu.
 _DEVIATIONS: Final = ("", "squared", "absolute")
 _SQUARE_OF_SLOPE: Final = 3
@@ -205,7 +205,7 @@ def draft_launches(
     a_job = geometry.pitch * stores_values(wanted)
     a_job += geometry.leaves * NODE_STATISTICS * 8 * wants_statistics(wanted)
     costs = a_job, geometry.blocks * 8, geometry.pitch * (wanted.jacobian is not None)
-    arguments: Structure = _Arguments()
+    arguments = _Arguments()
     if loss is not None:
         arguments.weighs_loss = not mentions_weight(loss)
     arguments.stride = resident.stride * layout.dtype.itemsize
@@ -545,7 +545,7 @@ class DerivativeLaunch:
 
     def _statistics_arguments(self, first_job: int) -> Structure:
         """Return the arguments that say where the statistics of jobs from one on are written."""
-        arguments: Structure = _StatisticsArguments()
+        arguments = _StatisticsArguments()
         arguments.node_levels = levels_between(1, None)
         for name, numbers in (("reductions", 5), ("moments", MOMENTS)):
             if name in self.small:

@@ -13,6 +13,7 @@ from support.emulators.cuda_on_host import compile_for_host
 from warpfit_server.engine.cuda.derivatives import launches as derivatives
 from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM
 from warpfit_server.engine.cuda.interpreter import launches
+from warpfit_server.engine.cuda.runtime.driver_calls import argument_type
 
 STRUCTS = [
     ("interpreter/batch.cu", "Batch", launches.BATCH),
@@ -44,6 +45,11 @@ def test_fields_lie_where_the_source_says(path, name, dtype):
     found = (ctypes.c_long * (len(dtype.names) + 1)).in_dll(library, "places")
     expected = [dtype.fields[field][1] for field in dtype.names]
     assert list(found) == [*expected, dtype.itemsize]
+    made = argument_type(dtype)
+    assert [getattr(made, field).offset for field in dtype.names] == expected
+    assert ctypes.sizeof(made) == dtype.itemsize
+    with pytest.raises(AttributeError):
+        made().no_such_field = 1
 
 
 def test_statistics_have_as_many_numbers_as_their_memory():
