@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +12,8 @@ from hypothesis import strategies as st
 
 from warpfit_server.engine.cuda.derivatives import launches, lowering
 from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM
+from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
+from warpfit_server.engine.interface import run_to_end
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,3 +101,33 @@ def test_jobs_are_cut_by_their_results_and_by_their_work(most_warp, count, most)
         assert len(found) == 1 + int(count)
     else:
         assert len(found) > (100 if most_warp == 0 else 1)
+
+
+# --------------------------------------------------------------------------------- parts of batches
+
+
+def test_kernels_for_programs_that_spill_are_loaded_by_another_thread(monkeypatch):
+    """The engine's thread goes on with other requests until they are there."""
+    compiled, outcomes, loaded = threading.Event(), [MemoryError(), "kernels"], []
+
+    def load(tier, variant, *, spills):
+        assert compiled.is_set()
+        loaded.append((variant, spills))
+        if isinstance(outcome := outcomes.pop(0), Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(DerivativeTier, "_load", load)
+    device = SimpleNamespace()
+    tier = DerivativeTier(device, 1, lambda: compiled.wait(20))
+    plan = SimpleNamespace(variant="any", spills=True)
+    first, second = tier._prepare(plan), tier._prepare(plan)
+    waits_for = next(first)
+    assert next(second) is waits_for
+    assert not waits_for.done()
+    compiled.set()
+    with pytest.raises(MemoryError):  # for which memory was short
+        run_to_end(first)
+    assert run_to_end(tier._prepare(plan)) == "kernels"
+    assert run_to_end(tier._prepare(plan)) == "kernels"
+    assert loaded == [("any", True)] * 2

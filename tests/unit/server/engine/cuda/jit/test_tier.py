@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,9 +17,13 @@ from support.emulators.host_device import install
 from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError
 from warpfit.ir import Batch
+from warpfit.ops import OPERATORS
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.cuda.jit import tier
+from warpfit_server.engine.cuda.jit.kernel_plan import MAX_GRAPHS, KernelPlan, best_layout
+from warpfit_server.engine.cuda.jit.kernel_store import MOST_BYTES
+from warpfit_server.engine.cuda.jit.tier import IdleGraphs
 from warpfit_server.engine.cuda.runtime.datasets import upload
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.interface import Arithmetic, Outputs, run_to_end
@@ -113,3 +118,51 @@ def test_rows_are_cut_into_launches_of_one_graph(monkeypatch, values, span, laun
     if values:
         np.testing.assert_array_equal(outputs.values[:, 0], [x, 2 * x])
     assert graph.launched == launches
+
+
+# -------------------------------------------------------------------------------------------- plans
+
+
+def test_kernels_get_blocks_by_their_work():
+    plan = KernelPlan(**dict.fromkeys([one.name for one in fields(KernelPlan)]))
+    plan = replace(plan, shares=np.array([0.001, 0.4, 0.599]))
+    assert plan.blocks(vectors=1, most=1000, total=100) == (1, 40, 60)
+    assert plan.blocks(vectors=10, most=5, total=100) == (1, 4, 5)
+    assert plan.blocks(vectors=1000, most=5, total=100) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("arithmetic", Arithmetic)
+def test_layouts_fit_a_multiprocessor(arithmetic):
+    for names in (("add", "mul"), ("add", "exp")):
+        codes = np.array([OPERATORS[name].code for name in names], dtype=np.uint8)
+        layout = best_layout(arithmetic, codes)
+        assert layout.threads % 32 == 0
+        assert layout.threads <= 1024
+        assert layout.threads >= layout.group_size  # a thread stores at most one sum
+
+
+# ------------------------------------------------------------------------------------------- graphs
+
+
+def graph(key, size=1):
+    return SimpleNamespace(key=key, code_bytes=size)
+
+
+def test_each_graph_is_lent_once():
+    idle, first, second = IdleGraphs(), graph("a"), graph("a")
+    idle.keep(first)
+    idle.keep(second)
+    assert {id(idle.take("a")), id(idle.take("a"))} == {id(first), id(second)}
+    assert idle.take("a") is None
+
+
+def test_the_code_of_all_graphs_is_bounded():
+    idle = IdleGraphs()
+    for number in range(10):
+        idle.keep(graph(number, MOST_BYTES // 4))
+    assert list(idle) == [6, 7, 8, 9]
+    idle.keep(graph("large", MOST_BYTES + 1))
+    assert "large" not in idle
+    for number in range(2 * MAX_GRAPHS):
+        idle.keep(graph(f"small {number}"))
+    assert len(idle) == MAX_GRAPHS
