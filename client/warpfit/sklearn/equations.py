@@ -80,8 +80,8 @@ class Equation:
     predictive_length: float = math.nan
     """Length of a description of rows that no fit has seen, in nats, but for a constant: half their
     number times the logarithm of their mean squared error, in a cross-validation of five parts,
-    and the length of the structure (`warpfit.sklearn.pairs.structure_length`). NaN where the noise
-    is small, and for losses that are no squares."""
+    and the length of the structure (`warpfit.sklearn.pairs.structure_length`). NaN where a formula
+    leaves less than a hundredth of the variance, and for losses that are no squares."""
     subformulas: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Text of each function and parameter of a template, by name; empty without one."""
     constants: tuple[tuple[float, ...], ...] = ()

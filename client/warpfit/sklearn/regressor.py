@@ -104,10 +104,10 @@ class SymbolicRegressor(FormulaRegressor):
         negative log likelihood.
     model_selection : str
         Which equation ``predict`` uses: ``"prediction"``, where all equations leave more than a
-        tenth of the variance, the one that predicts rows best that its constants have not seen, by
-        a cross-validation that counts the structure's tokens, too, and elsewhere, or for losses
-        that are no squares, as ``"description_length"``, the shortest description of the data,
-        which counts tokens and constants (`warpfit.sklearn.equations.Equation`);
+        hundredth of the variance, the one that predicts rows best that its constants have not
+        seen, by a cross-validation that counts the structure's tokens, too, and elsewhere, or for
+        losses that are no squares, as ``"description_length"``, the shortest description of the
+        data, which counts tokens and constants (`warpfit.sklearn.equations.Equation`);
         ``"evidence"``, the largest fractional Bayes factor, for losses of squares
         (`warpfit.evidence.fractional_bayes_factor`);
         ``"accuracy"``, the least loss; ``"score"``, the steepest decrease of the loss; or

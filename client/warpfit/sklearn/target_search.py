@@ -410,6 +410,8 @@ _SHORTENED: Final = 5
 _MOST_TOLERANCE: Final = 0.1
 #: Parts of a cross-validation.
 _PARTS: Final = 5
+#: Part of the loss of the best constant below which a formula is a law, and none predicts better.
+_LEAST_NOISE: Final = 0.01
 #: A formula with a larger part of the loss of the best constant describes data with much noise.
 _NOISE: Final = 0.1
 #: Rows on which outliers are told from the bulk of the others, about, and the part of the latter.
@@ -548,14 +550,16 @@ class TargetSearch:
         return self._front_of(found)
 
     def _cross_validate(self, stack: ExitStack, found: _Found) -> None:
-        """Find the predictive lengths of formulas, where the noise is large.
+        """Find the predictive lengths of formulas, where there is noise.
 
         Constants are fitted to four fifths of the rows, and errors are those of the others. Rows
         that are held out are predicted by the formulas as they are. Of many rows some are taken.
         """
         least = min(loss for loss, _ in found.values())
+        function = as_function(self.loss)
+        noise = _LEAST_NOISE ** (0.5 if function.closing is Closing.ROOT else 1.0)
         grouped = self.training.groups is not None
-        if not as_function(self.loss).is_squares or least <= _NOISE * self.scale or grouped:
+        if not function.is_squares or least <= noise * self.scale or grouped:
             return
         programs = [program for program in found if program not in self.predictive]
         X, y, weights = self.training[:3]
