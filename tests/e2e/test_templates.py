@@ -13,7 +13,12 @@ from warpfit.expressions.reference import evaluate_program
 
 pytest.importorskip("sklearn", minversion="1.6")
 
-from warpfit.sklearn import SymbolicClassifier, SymbolicRegressor, SymbolicTransformer
+from warpfit.sklearn import (
+    SearchWarning,
+    SymbolicClassifier,
+    SymbolicRegressor,
+    SymbolicTransformer,
+)
 
 
 @pytest.fixture
@@ -203,6 +208,14 @@ def test_groups_are_numbers_too_and_templates_have_them(search):
     np.testing.assert_allclose(model.predict(numbers), y, atol=1e-3)
     assert {*model.subformulas_} == {"f", "g", "p1"}
     assert model.groups_.tolist() == [7.0, 8.0, 12.0]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    # What was found until an interrupt has the constants of the groups.
+    with pytest.warns(SearchWarning, match="an interrupt has come"):
+        model.set_params(callback=interrupt, tolerance=0.0).fit(numbers, y)
+    np.testing.assert_allclose(model.predict(numbers), y, atol=0.1)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,16 @@ closed form; within a template it is something else (`templates`).
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
+from warpfit.errors import DeadlineExceededError
 from warpfit.formulas.snapping import lift
 from warpfit.ir import Batch, Program
 from warpfit.losses import Loss, LossFunction, as_function
@@ -23,6 +26,33 @@ if TYPE_CHECKING:
 
 #: Formulas, their losses, slopes and intercepts, and which of them a fit would not change.
 Scores: TypeAlias = tuple[Genomes, Floats, Floats, Floats, Mask]
+
+
+def seconds_until(end: float) -> float | None:
+    """Return the seconds until a time of `time.monotonic`; None for infinity.
+
+    Raises:
+        DeadlineExceededError: if it has passed.
+
+    """
+    if end == math.inf:
+        return None
+    left = end - time.monotonic()
+    if left <= 0.0:
+        raise DeadlineExceededError("the time of the search is over", "SEARCH_TIME_OVER")
+    return left
+
+
+class Shortening(NamedTuple):
+    """How formulas are made shorter; see `warpfit.Client.simplify`."""
+
+    client: Client
+    data: DatasetHandle
+    loss: Loss | LossFunction
+    tolerance: float
+    snap: Any
+    ends: float
+    """Time of `time.monotonic` at which it should have ended; infinite for any time."""
 
 
 class Form:
@@ -89,23 +119,14 @@ class Form:
         """Return a program with other constants, in the order of `lifted`."""
         return self.lifted(program)[0].bind(numbers)
 
-    def shortened(
-        self,
-        client: Client,
-        data: DatasetHandle,
-        program: Program,
-        loss: Loss | LossFunction,
-        tolerance: float,
-        snap: Any,
-        timeout: float | None,
-    ) -> Program:
-        """Return a shorter form whose loss is hardly worse, as `warpfit.Client.simplify`."""
-        return client.simplify(
-            data,
+    def shortened(self, program: Program, how: Shortening) -> Program:
+        """Return a shorter form whose loss is hardly worse."""
+        return how.client.simplify(
+            how.data,
             [program],
-            loss=loss,
-            tolerance=tolerance,
-            snap=snap,
+            loss=how.loss,
+            tolerance=how.tolerance,
+            snap=how.snap,
             assume_defined=True,
-            timeout=timeout,
+            timeout=seconds_until(how.ends),
         ).programs[0]

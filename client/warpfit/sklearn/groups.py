@@ -29,8 +29,8 @@ from warpfit.fitting import Reason
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function
 from warpfit.ops import PARAMETER, VARIABLE
+from warpfit.sklearn.forms import seconds_until
 from warpfit.sklearn.genomes import Floats, Indices
-from warpfit.sklearn.search import seconds_until
 
 #: Most groups, and fewest rows of each.
 MOST_GROUPS: Final = 100

@@ -29,7 +29,7 @@ from warpfit.errors import DeadlineExceededError, UnavailableError
 from warpfit.fitting import Reason
 from warpfit.ir import Program
 from warpfit.losses import Loss, LossFunction, as_function
-from warpfit.sklearn.forms import Form
+from warpfit.sklearn.forms import Form, seconds_until
 from warpfit.sklearn.genomes import (
     Breeder,
     Floats,
@@ -146,21 +146,6 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, Terminated):
         return "terminate"
     return "interrupt" if isinstance(error, KeyboardInterrupt) else "server"
-
-
-def seconds_until(end: float) -> float | None:
-    """Return the seconds until a time of `time.monotonic`; None for infinity.
-
-    Raises:
-        DeadlineExceededError: if it has passed.
-
-    """
-    if end == math.inf:
-        return None
-    left = end - time.monotonic()
-    if left <= 0.0:
-        raise DeadlineExceededError("the time of the search is over", "SEARCH_TIME_OVER")
-    return left
 
 
 @dataclass(frozen=True, slots=True)

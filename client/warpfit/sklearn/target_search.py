@@ -65,7 +65,7 @@ from warpfit.sklearn.equations import (
     selected,
 )
 from warpfit.sklearn.estimator import SearchWarning, TrainingData, loss_unit
-from warpfit.sklearn.forms import Form
+from warpfit.sklearn.forms import Form, Shortening, seconds_until
 from warpfit.sklearn.genomes import Breeder, Floats, Genomes, Indices, Mask
 from warpfit.sklearn.groups import GroupedClient, balanced, freed, values_of
 from warpfit.sklearn.pairs import (
@@ -84,7 +84,6 @@ from warpfit.sklearn.search import (
     Search,
     Settings,
     reason_of,
-    seconds_until,
 )
 from warpfit.sklearn.templates import TemplateBreeder, TemplateForm
 
@@ -427,6 +426,8 @@ _STRAYING: Final = 10.0
 _ROOM: Final = 0.25
 #: Multiple of the tolerance with which they are shortened again.
 _FAR: Final = 4.0
+#: Time for the constants of groups when a search has been interrupted.
+_LAST_SECONDS: Final = 10.0
 #: Least number of rows of each group on which structures are compared, about.
 _GROUP_ROWS: Final = 10
 #: Fewer rows are not divided to hold some out.
@@ -632,8 +633,14 @@ class TargetSearch:
         return float(close_losses(loss.closing, np.array(total), self._statistics)) - self._floor()
 
     def _as_found(self, search: Search) -> list[Equation]:
-        """Measure the front of a search that was interrupted, here and without a server."""
+        """Measure the front of a search that was interrupted, here and without a server.
+
+        A server that is there is asked for the constants of groups.
+        """
         programs = self._programs(search.front())
+        if self.training.groups is not None and self.reason != "server":
+            with suppress(UnavailableError, DeadlineExceededError):
+                self._losses(programs, _LAST_SECONDS)
         X = self.training.rows
         given = (self.options.constraints or {}).get("monotonic", {})
         signs = directions(given, self.names, X.shape[1])
@@ -1155,15 +1162,15 @@ class TargetSearch:
             bulk = self._bulk(program)
             part *= 1.0 if bulk is None else bulk[1]
             rows = max(self._rows, 2.0)
-            short = self.form.shortened(
+            how = Shortening(
                 self.client,
                 data,
-                program,
-                loss=self.loss,
-                tolerance=part * min(_MOST_TOLERANCE, factor * math.log(rows) / self._rows),
-                snap=self._snap(found[program][0]),
-                timeout=seconds_until(self.deadline),
+                self.loss,
+                part * min(_MOST_TOLERANCE, factor * math.log(rows) / self._rows),
+                self._snap(found[program][0]),
+                self.deadline,
             )
+            short = self.form.shortened(program, how)
             found.update(self._measured([short]))
 
     def _snap(self, excess: float) -> Any:

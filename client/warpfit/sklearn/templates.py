@@ -15,9 +15,7 @@ in the example the intercept of g would be one more factor of f.
 from __future__ import annotations
 
 import itertools
-import math
 import string
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,8 +23,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.client import Client
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError
 from warpfit.expressions.language import IDENTIFIER, INDEXED, TOKEN, WORDS, is_free, to_text
 from warpfit.expressions.reference import evaluate_program
@@ -34,10 +30,10 @@ from warpfit.fitting import Reason
 from warpfit.formulas.snapping import Outcomes, SnapSettings, Trials, lift
 from warpfit.formulas.snapping import snap as snapped
 from warpfit.ir import Batch, Program
-from warpfit.losses import Closing, Loss, LossFunction, as_function
+from warpfit.losses import Closing, as_function
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.parse import Macro, Parser, Placeholder, function, parse
-from warpfit.sklearn.forms import Form, Scores
+from warpfit.sklearn.forms import Form, Scores, Shortening, seconds_until
 from warpfit.sklearn.genomes import (
     ADD,
     GLUE,
@@ -53,7 +49,7 @@ from warpfit.sklearn.genomes import (
     tokens,
 )
 from warpfit.sklearn.pairs import library
-from warpfit.sklearn.search import Search, seconds_until
+from warpfit.sklearn.search import Search
 
 #: Code of the first function's calls; those of the others follow.
 _FIRST_CALL: Final = 128
@@ -390,9 +386,9 @@ class TemplateForm(Form):
         part = parts[place]
         if [*part.codes[-2:]] == [CONSTANT, ADD]:
             inner = Program(part.codes[:-2], part.values[:-2])
-            with np.errstate(all="ignore"):
-                spread = np.nanstd(evaluate_program(inner, self._arguments(parts, place)))
-            if abs(part.values[-2]) <= _ROUNDED * spread < np.inf:
+            values = evaluate_program(inner, self._arguments(parts, place))
+            values = values[np.isfinite(values)]
+            if len(values) and abs(part.values[-2]) <= _ROUNDED * float(np.ptp(values)):
                 part = inner
         if [*part.codes[-2:]] == [CONSTANT, MUL] and abs(part.values[-2] - 1.0) <= _ROUNDED:
             part = Program(part.codes[:-2], part.values[:-2])
@@ -486,63 +482,40 @@ class TemplateForm(Form):
         values = [float(guess.get(name, 1.0)) for name in numbers]
         return self.individuals(cores, np.array([[*scales, *values]]))
 
-    def shortened(
-        self,
-        client: Client,
-        data: DatasetHandle,
-        program: Program,
-        loss: Loss | LossFunction,
-        tolerance: float,
-        snap: Any,
-        timeout: float | None,
-    ) -> Program:
+    def shortened(self, program: Program, how: Shortening) -> Program:
         """Shorten one sub-formula or number after the other, with all others fitted again."""
-        if program not in self._parts:
-            return program
-        ends = math.inf if timeout is None else time.monotonic() + timeout
-        parts = list(self._parts[program])
-        for place in range(len(parts)):
+        parts = list(self.parts_of(program))
+        how = how._replace(tolerance=how.tolerance / len(parts))
+        for place in range(len(parts) if program in self._parts else 0):
             with suppress(DeadlineExceededError):  # What is shorter by then stays.
-                parts = self._with_short_part(
-                    client, data, parts, place, loss, tolerance / len(parts), snap, ends
-                )
-        return self.of_parts(parts)
+                parts = self._with_short_part(parts, place, how)
+        return self.of_parts(parts) if program in self._parts else program
 
-    def _with_short_part(
-        self,
-        client: Client,
-        data: DatasetHandle,
-        parts: list[Program],
-        place: int,
-        loss: Loss | LossFunction,
-        tolerance: float,
-        snap: Any,
-        ends: float,
-    ) -> list[Program]:
+    def _with_short_part(self, parts: list[Program], place: int, how: Shortening) -> list[Program]:
         sample = self._arguments(parts, place)
-        values = evaluate_program(parts[place], sample)
-        values = values[np.isfinite(values)]
-        squares = as_function(loss).is_squares and as_function(loss).closing is not Closing.ROOT
+        if not sample.size:
+            return parts
+        function = as_function(how.loss)
+        squares = function.is_squares and function.closing is not Closing.ROOT
         settings = SnapSettings(
-            tolerance=tolerance,
+            tolerance=how.tolerance,
             rounding=_ROUNDING**2 if squares else _ROUNDING,
             assume_defined=True,
             sample=sample,
             low=sample.min(axis=1),
             high=sample.max(axis=1),
-            middle=float(np.median(values)) if len(values) else 1.0,
-            numbers=snap or "",
+            middle=1.0,
+            numbers=how.snap or "",
         )
-        search = snapped([parts[place]], settings)
+        search, outcome = snapped([parts[place]], settings), None
         known: dict[Program, Floats] = {}
-        outcome = None
         while True:
             try:
                 trials = search.send(outcome)  # type: ignore[arg-type]  # None begins
             except StopIteration as stop:
                 short: Program = stop.value[0].program
                 break
-            outcome = self._tried(client, data, parts, place, trials, loss, ends, known)
+            outcome = self._tried(parts, place, trials, how, known)
         rest = Genomes.of([*parts[:place], *parts[place + 1 :]]).with_constants(known[short])
         others = [rest.program(index) for index in range(len(rest))]
         return [*others[:place], short, *others[place:]]
@@ -567,13 +540,10 @@ class TemplateForm(Form):
 
     def _tried(
         self,
-        client: Client,
-        data: DatasetHandle,
         parts: Sequence[Program],
         place: int,
         trials: Trials,
-        loss: Loss | LossFunction,
-        ends: float,
+        how: Shortening,
         known: dict[Program, Floats],
     ) -> Outcomes:
         """Fit the parameters of candidates of one part, with the numbers of all other parts.
@@ -596,9 +566,9 @@ class TemplateForm(Form):
         programs = list(self.template.filled(blocks).population())
         starts = [np.concatenate([numbers, start]) for _, numbers in own]
         used = [each[: one.parameters] for each, one in zip(starts, programs, strict=True)]
-        left = seconds_until(ends)
-        fit = client.optimize(
-            data, programs, used, loss=loss, max_iterations=_SNAPPING, timeout=left
+        left = seconds_until(how.ends)
+        fit = how.client.optimize(
+            how.data, programs, used, loss=how.loss, max_iterations=_SNAPPING, timeout=left
         )
         fitted = []
         rows = zip(*trials, behind, fit.parameters, starts, strict=True)
@@ -652,19 +622,9 @@ class GroupedForm(Form):
         """Fit all numbers: one start is far from those of most groups."""
         return _screened(self, search, genomes)
 
-    def shortened(
-        self,
-        client: Client,
-        data: DatasetHandle,
-        program: Program,
-        loss: Loss | LossFunction,
-        tolerance: float,
-        snap: Any,
-        timeout: float | None,
-    ) -> Program:
+    def shortened(self, program: Program, how: Shortening) -> Program:
         """Shorten a formula as the one function of a template."""
-        whole = self._whole.of_parts([program])
-        return self._whole.shortened(client, data, whole, loss, tolerance, snap, timeout)
+        return self._whole.shortened(self._whole.of_parts([program]), how)
 
 
 @dataclass
