@@ -170,12 +170,12 @@ class SymbolicRegressor(FormulaRegressor):
         The search ends when the error is below this part of the loss of the best constant.
     max_seconds : float, optional
         Time of ``fit`` from call to return, a server's start included, which several targets share.
-        A tenth of it, of many rows a fifth, is kept for the last fits and the simplification, which
-        take fewer rows where they would not end in time. Of a table with more than a million
-        numbers for each second so many rows are drawn, and the others are never looked at. Results
-        depend on the speed of the machine. If the time is over before the first generation,
-        ``n_iter_`` is 0, a `SearchWarning` says so, and the formulas are the best pairs and sums of
-        short ones, or the constant.
+        A tenth of it, of many rows or few seconds a fifth, is kept for the last fits, the
+        cross-validation and the simplification, which take fewer rows where they would not end in
+        time. Of a table with more than a million numbers for each second so many rows are drawn,
+        and the others are never looked at. Results depend on the speed of the machine. If the time
+        is over before the first generation, ``n_iter_`` is 0, a `SearchWarning` says so, and the
+        formulas are the best pairs and sums of short ones, or the constant.
     early_stopping : int, optional
         The search ends after so many generations without a loss lower by a tenth.
     guesses : sequence of str or Program

@@ -394,8 +394,10 @@ _LAST_ITERATIONS: Final = 200
 #: Most constants of a formula that are fitted then. Long ones of functions that are written with
 #: operators have thousands, which are those functions' own.
 _MOST_FITTED: Final = 200
-#: Part of the time that is kept for what follows the search, of few rows and of many.
+#: Part of the time that is kept for what follows the search, of few rows and of many, or where the
+#: smaller part is less than so many seconds.
 _RESERVE: Final = (0.1, 0.2)
+_LAST_SECONDS: Final = 2.0
 _MANY_ROWS: Final = 20_000
 #: Formulas that are measured in one call, after which the clock is looked at.
 _MEASURED: Final = 16
