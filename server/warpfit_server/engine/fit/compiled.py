@@ -40,7 +40,7 @@ def _load_levenberg_marquardt() -> None:
     codes = types.Array(types.uint8, 1, "C", readonly=True)
     values = types.Array(types.float64, 1, "C", readonly=True)
     flag = types.uint8[::1]
-    found = _ROWS, _ROWS, values, values, types.int64[::1], _NUMBERS, _NUMBERS
+    found = _ROWS, _ROWS, values, values, types.int64[::1], _ROWS, _NUMBERS, _NUMBERS
     numba_cache.load(orthogonal.absorb, types.void(*found, flag))
     places = types.int64[::1]
     mark_linear = types.void(codes, values, places, places, _COUNTS, _COUNTS, _NUMBERS)

@@ -371,9 +371,10 @@ class _Driver:
         The engine computes the Jacobians, a block of rows of some searches at a time.
         """
         active = self._active
-        wanted = active.running & (active.counters[:, FACTOR] == WANTED)
+        wanted = active.counters[:, FACTOR] == WANTED
         if not wanted.any():
             return
+        wanted &= active.running
         if not len(active.inverse):
             active.make_room_for_inverse()
         counts = active.counts
@@ -384,6 +385,7 @@ class _Driver:
             batch = self._active_batch[np.flatnonzero(mask)]
             batch = replace(batch, parameters=active.vectors[X, columns])
             factors, rights = np.zeros(int(squares.sum())), np.zeros(int(columns.sum()))
+            scratch = np.empty((int(counts[mask].max()) + 2, orthogonal.BLOCK))
             numbers = len(rights) + len(batch)
             step = max(orthogonal.BLOCK, JACOBIAN_NUMBERS // numbers & -orthogonal.BLOCK)
             for start in range(self._rows.start, self._rows.stop, step):
@@ -410,7 +412,7 @@ class _Driver:
                 absorb = partial(
                     orthogonal.absorb,
                     *(jacobian, values, dataset.target[part], weights, counts[mask]),
-                    *(factors, rights, self._context.cancelled),
+                    *(scratch, factors, rights, self._context.cancelled),
                 )
                 microseconds = float(np.square(counts[mask] + 1.0).sum()) * len(values[0]) / 500.0
                 yield from _on_fit_thread(microseconds, absorb)

@@ -15,21 +15,24 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit_server.engine.fit import triangles
 from warpfit_server.engine.fit.searches import Floats, Integers
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native.intrinsics import uncounted
 
 #: Rows that are worked into a factor at a time.
 BLOCK: Final = 64
 
 
-@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+# It allocates nothing, so that references need not be counted.
+@numba_cache.njit(nogil=True, error_model="numpy", _nrt=False)  # type: ignore[untyped-decorator]
 def absorb(
     jacobian: Floats,
     values: Floats,
     target: Floats,
     weights: Floats,
     counts: Integers,
+    scratch: Floats,
     factors: Floats,
     rights: Floats,
     cancelled: NDArray[np.uint8],
@@ -42,42 +45,45 @@ def absorb(
         target: [rows].
         weights: [rows], or empty for 1 everywhere.
         counts: parameters of each search, [searches].
+        scratch: memory, [most parameters of a search + 2, BLOCK].
         factors: R of each search, [n, n], row by row; flat. Of no rows it is 0.
         rights: Q^T W^1/2 times the residuals, [P]. Of no rows it is 0.
         cancelled: [1]; another thread writes another number than 0 to end this early.
     """
-    longest = 0
-    for n in counts:
-        longest = max(longest, n)
-    block = np.empty((longest + 1, BLOCK))
     column = square = 0
     for s in range(len(counts)):
         n = counts[s]
         factor, right = factors[square : square + n * n], rights[column : column + n]
+        block, roots = scratch[: n + 1], scratch[n + 1]
         for first in range(0, len(target), BLOCK):
             if cancelled[0]:
                 return
             rows = min(BLOCK, len(target) - first)
+            own = slice(first, first + rows)
+            for j in range(n):
+                triangles.copy(jacobian[column + j, own], block[j])
+            triangles.difference(values[s, own], target[own], block[n, :rows])
             for row in range(rows):
-                root = math.sqrt(weights[first + row]) if len(weights) else 1.0
-                # Where a row has no weight, its values need not be finite.
-                for j in range(n):
-                    element = jacobian[column + j, first + row]
-                    block[j, row] = root * element if root > 0.0 else 0.0
-                residual = values[s, first + row] - target[first + row]
-                block[n, row] = root * residual if root > 0.0 else 0.0
-            _absorb_block(factor, right, block, rows)
+                roots[row] = math.sqrt(weights[first + row]) if len(weights) else 1.0
+            for j in range(n + 1):
+                elements = block[j]
+                for row in range(rows):
+                    # Where a row has no weight, its values need not be finite.
+                    weighted = roots[row] * elements[row]
+                    elements[row] = weighted if roots[row] > 0.0 else 0.0
+                for row in range(rows, BLOCK):
+                    elements[row] = 0.0
+            _absorb_block(factor, right, block)
         column, square = column + n, square + n * n
 
 
-@inlined
-def _absorb_block(factor: Any, right: Any, block: Any, rows: int) -> None:
+@uncounted
+def _absorb_block(factor: Any, right: Any, block: Any) -> None:
     """Make a block zero by reflections with the rows of the factor."""
     n = len(right)
     for j in range(n):
-        below = 0.0
-        for row in range(rows):
-            below += block[j, row] ** 2
+        own = block[j]
+        below = _product(own, own)
         if below == 0.0:
             continue
         head = factor[j * n + j]
@@ -86,14 +92,24 @@ def _absorb_block(factor: Any, right: Any, block: Any, rows: int) -> None:
         scale = 2.0 / (pivot * pivot + below)
         factor[j * n + j] = -length
         for k in range(j + 1, n + 1):
-            own = factor[j * n + k] if k < n else right[j]
-            share = pivot * own
-            for row in range(rows):
-                share += block[j, row] * block[k, row]
-            share *= scale
+            other = block[k]
+            above = factor[j * n + k] if k < n else right[j]
+            share = scale * (pivot * above + _product(own, other))
             if k < n:
                 factor[j * n + k] -= share * pivot
             else:
                 right[j] -= share * pivot
-            for row in range(rows):
-                block[k, row] -= share * block[j, row]
+            for row in range(BLOCK):
+                other[row] -= share * own[row]
+
+
+@uncounted
+def _product(a: Any, b: Any) -> float:
+    """Return the product of two columns, as four sums, because each addition waits for another."""
+    first = second = third = fourth = 0.0
+    for row in range(0, BLOCK, 4):
+        first += a[row] * b[row]
+        second += a[row + 1] * b[row + 1]
+        third += a[row + 2] * b[row + 2]
+        fourth += a[row + 3] * b[row + 3]
+    return float((first + second) + (third + fourth))
