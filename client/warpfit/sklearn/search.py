@@ -334,9 +334,11 @@ class Search:
         if self._waits <= 0:
             best = self.islands[0].best
             self._pair()
-            self._sum()
-            progresses = self.islands[0].best < _PROGRESS * best
-            self._pause = _PAIR_EVERY[0] if progresses else min(2 * self._pause, _PAIR_EVERY[1])
+            if self.islands[0].best < _PROGRESS * best:
+                self._pause = _PAIR_EVERY[0]
+            else:
+                self._pause = min(2 * self._pause, _PAIR_EVERY[1])
+                self._sum()
             self._waits = self._pause
 
     def _reweigh(self) -> None:
