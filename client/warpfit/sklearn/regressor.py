@@ -495,6 +495,8 @@ class SymbolicRegressor(FormulaRegressor):
         directions(monotonic, self._names(), self._variables)
         if self.units is not None:
             dimensions(self.units, self._names(), self._variables)
+        elif self.dimensionless_constants:
+            raise _bad_setting("dimensionless_constants", True, "units of the variables, too")
         if self.group is not None:
             function = as_function(as_loss(self.loss))
             if function.closing not in (Closing.MEAN, Closing.SUM) or function.is_score:
@@ -502,8 +504,6 @@ class SymbolicRegressor(FormulaRegressor):
             if monotonic or self.model_selection == "evidence":
                 raise _bad_setting("group", self.group, "None where constraints are monotonic, or "
                                    "evidence selects the model")  # fmt: skip
-        elif self.dimensionless_constants:
-            raise _bad_setting("dimensionless_constants", True, "units of the variables, too")
         if self.target_unit is not None:
             dimension(self.target_unit, "target_unit")
         if self.max_seconds is not None and not 0.0 < _number(self.max_seconds) < math.inf:

@@ -397,7 +397,7 @@ _MOST_FITTED: Final = 200
 #: Part of the time that is kept for what follows the search, of few rows and of many, or where the
 #: smaller part is less than so many seconds.
 _RESERVE: Final = (0.1, 0.2)
-_LAST_SECONDS: Final = 2.0
+_LEAST_RESERVE: Final = 2.0
 _MANY_ROWS: Final = 20_000
 #: Formulas that are measured in one call, after which the clock is looked at.
 _MEASURED: Final = 16
@@ -1033,9 +1033,11 @@ class TargetSearch:
     def _end_of_search(self) -> float:
         if self.deadline == math.inf:
             return self.deadline
-        reserve = _RESERVE[len(self.training.target) > _MANY_ROWS]
-        reserve *= 1 if self.training.groups is None else 2
-        return self.deadline - reserve * (self.deadline - self.begun)
+        seconds = self.deadline - self.begun
+        least, most = (part * seconds for part in _RESERVE)
+        many = len(self.training.target) > _MANY_ROWS
+        reserve = most if many else max(least, min(most, _LEAST_RESERVE))
+        return self.deadline - reserve * (1 if self.training.groups is None else 2)
 
     @cached_property
     def _statistics(self) -> TargetStatistics:
