@@ -111,7 +111,7 @@ class TierChooser:
     """
 
     compilers: int
-    start: Mapping[tuple[Tier, Arithmetic], TierCost] = COSTS
+    start: Mapping[tuple[Tier, Arithmetic], TierCost] = field(default_factory=lambda: COSTS)
     costs: dict[tuple[Tier, WorkKind], TierCost] = field(init=False)
     """As observations have corrected them."""
     _start: dict[tuple[Tier, WorkKind], TierCost] = field(init=False)
