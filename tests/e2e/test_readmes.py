@@ -219,7 +219,7 @@ def executed(words: list[str], folder: Path) -> dict[str, Any]:
 
 @cache
 def help_of(*words: str) -> str:
-    """What a command prints about its flags."""
+    """Return the help text of a command."""
     return run([*words, "--help"], ROOT)
 
 

@@ -228,6 +228,8 @@ def test_groups_are_numbers_too_and_templates_have_them(search):
         ({"group": "station"}, {"station": np.arange(120)}, "there are 120 groups"),
         ({"group": "station"}, {"station": np.arange(120) // 3 % 39}, "fewer than 5"),
         ({"group": "station"}, {"station": np.nan}, "row 0 has no group"),
+        ({"group": "station"}, {"station": ["Bern"] * 60 + [None] * 60}, "row 60 has no group"),
+        ({"group": "station"}, {"station": ["Bern"] * 60 + [np.nan] * 60}, "row 60 has no group"),
         ({"group": "station", "loss": "rmse"}, {}, "mean or sum"),
         ({"group": "station", "model_selection": "evidence"}, {}, "evidence"),
     ],

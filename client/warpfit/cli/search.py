@@ -153,8 +153,9 @@ def _parser() -> argparse.ArgumentParser:
         "--group", metavar="NAME", help="column of numbers whose groups have constants of their own"
     )
     add("--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)")
-    add("--select", default="description_length",
-        choices=("best", "accuracy", "score", "description_length", "evidence"))  # fmt: skip
+    add("--select", default="prediction", metavar="CRITERION",
+        choices=("prediction", "description_length", "evidence", "accuracy", "score", "best"),
+        help="chooses the equation (default: %(default)s): %(choices)s")  # fmt: skip
     add(
         "--digits", type=whole_from(1), default=4, metavar="N", help="that are printed (default: 4)"
     )

@@ -1,7 +1,7 @@
-"""What the formulas of a search stand for: the programs that are computed, and their numbers.
+"""Forms: how the formulas f of a search become the programs that are computed and fitted.
 
-A search varies formulas f. Mostly what is computed is a + b f, whose slope and intercept have a
-closed form; within a template it is something else (`templates`).
+Without a template the program is a + b f, whose slope and intercept have a closed form. Within a
+template f is a part of the program, and all numbers are fitted (`templates`).
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ from warpfit.sklearn.genomes import Floats, Indices
 #: Most groups, and fewest rows of each.
 MOST_GROUPS: Final = 100
 FEWEST_ROWS: Final = 5
+#: Reasons of searches that could go on.
+_UNFINISHED: Final = (Reason.ITERATIONS, Reason.DEADLINE)
 #: Iterations of a fit where a search asks for the loss of formulas whose numbers it does not know.
 _SCREENING: Final = 5
 
@@ -70,10 +72,14 @@ def encoded(X: Any, group: str | int, known: NDArray[Any] | None) -> tuple[Any, 
         )
     column = table[table.columns[place]] if names else table[:, place]
     labels = np.asarray(column)
-    labels = labels.astype(str) if labels.dtype == object else labels
-    if labels.dtype.kind == "f" and not np.isfinite(labels).all():
-        row = int(np.flatnonzero(~np.isfinite(labels))[0])
-        raise _bad_groups(f"row {row} has no group", "Leave such rows out")
+    missing: list[int] = []
+    if labels.dtype == object:
+        missing = [row for row, label in enumerate(labels.tolist()) if _is_missing(label)]
+        labels = labels.astype(str)
+    elif labels.dtype.kind == "f":
+        missing = np.flatnonzero(~np.isfinite(labels)).tolist()
+    if missing:
+        raise _bad_groups(f"row {missing[0]} has no group", "Leave such rows out")
     found = np.unique(labels)
     if known is not None and (unseen := np.setdiff1d(found, known)).size:
         raise _bad_groups(
@@ -90,6 +96,12 @@ def encoded(X: Any, group: str | int, known: NDArray[Any] | None) -> tuple[Any, 
     if hasattr(table, "assign"):
         return table.assign(**{str(name): numbers}), place, known
     return table.with_columns(table[name].__class__(name, numbers)), place, known
+
+
+def _is_missing(label: Any) -> bool:
+    """Tell whether a label is None, NaN, NaT or pandas.NA; the latter three equal nothing."""
+    equals = label == label
+    return label is None or not (isinstance(equals, bool | np.bool_) and equals)
 
 
 def check_sizes(labels: NDArray[Any], numbers: Indices) -> None:
@@ -179,7 +191,7 @@ class GroupedFit:
 
 @dataclass(frozen=True, slots=True)
 class GroupedClient:
-    """What a search calls of a client, for rows in groups."""
+    """A client whose data sets are divided into groups, with the methods that a search calls."""
 
     client: Client
     groups: int
@@ -260,9 +272,6 @@ class GroupedClient:
             np.where(unfinished, Reason.ITERATIONS, Reason.LOSS),
             tables,
         )
-
-
-_UNFINISHED: Final = (Reason.ITERATIONS, Reason.DEADLINE)
 
 
 def _total(data: GroupedData, loss: Loss | LossFunction, losses: Sequence[Floats]) -> Floats:

@@ -103,13 +103,13 @@ class SymbolicRegressor(FormulaRegressor):
         negative, but has to have a least value. A sum that is not one of squares is taken for a
         negative log likelihood.
     model_selection : str
-        Which equation ``predict`` uses: ``"prediction"``, where all equations leave more than a
-        hundredth of the variance, the one that predicts rows best that its constants have not
-        seen, by a cross-validation that counts the structure's tokens, too, and elsewhere, or for
-        losses that are no squares, as ``"description_length"``, the shortest description of the
-        data, which counts tokens and constants (`warpfit.sklearn.equations.Equation`);
-        ``"evidence"``, the largest fractional Bayes factor, for losses of squares
-        (`warpfit.evidence.fractional_bayes_factor`);
+        Which equation ``predict`` uses. ``"prediction"`` takes the equation that predicts new rows
+        best: a cross-validation fits the constants to other rows, and the structure's tokens count,
+        too. Where an equation leaves less than a hundredth of the variance, and for losses that are
+        no squares, it is the same as ``"description_length"``. The others are
+        ``"description_length"``, the shortest description of the data, which counts tokens and
+        constants (`warpfit.sklearn.equations.Equation`); ``"evidence"``, the largest fractional
+        Bayes factor, for losses of squares (`warpfit.evidence.fractional_bayes_factor`);
         ``"accuracy"``, the least loss; ``"score"``, the steepest decrease of the loss; or
         ``"best"``, the highest score among those with at most 1.5 times the least loss, as in PySR,
         both above the least that any prediction could have.

@@ -1,4 +1,4 @@
-"""What the engine process does around an engine's evaluations: rows, sums and losses.
+"""Evaluations by data set: which rows count, which sums are needed, and losses made of sums.
 
 Engines return sums over rows. `reduce_to_sums` says which sums a result needs, `LoadedDatasets` has
 the engine compute them over the rows that count, and `Finalizer` makes losses, gradients, linear

@@ -151,7 +151,7 @@ class Arithmetic(Enum):
 
 
 class Moments(NamedTuple):
-    """What linear scaling and correlations are made of, for values f and the target y.
+    """Weighted moments of values f and the target y, for linear scaling and correlations.
 
     Each is an array [...], and an engine fills one array [..., MOMENTS], in this order.
     """

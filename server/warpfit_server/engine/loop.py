@@ -272,9 +272,7 @@ class Loop:
             try:
                 for message, file in connection.channel.receive_waiting():
                     self._handle(connection, message, file)
-            except (
-                ChannelClosedError
-            ):  # requests of a front end that is gone end at their next steps
+            except ChannelClosedError:  # the front end is gone
                 self._poll.unregister(descriptor)
                 del self._connections[descriptor]
                 connection.channel.close()

@@ -1,4 +1,4 @@
-"""What workers on other machines and systems need: handles that travel, and no Linux."""
+"""Handles and errors that are pickled, and imports on systems other than Linux."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""What installing brings along, what is published, and what is generated."""
+"""Dependencies of the package, files of a release, and generated files."""
 
 import os
 import subprocess

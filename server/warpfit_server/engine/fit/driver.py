@@ -116,7 +116,7 @@ class FitContext:
     cancelled: NDArray[np.uint8]
     """[1]; becomes 1 when the call is cancelled."""
     statistics: TargetStatistics | None = None
-    """Of the target over the rows of the fit, as far as they are known; None where none are."""
+    """Statistics of the target over the rows of the fit; None if they have to be computed."""
     deadline: float | None = None
     """``time.monotonic()`` at which to stop with the best parameters so far; None for never."""
     report: Callable[[FitProgress], None] | None = None
