@@ -4,6 +4,7 @@ Importing it makes ``support`` importable. ``python tests/bench/run.py`` lists t
 """
 
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,12 @@ def percentiles(seconds: Sequence[float], digits: int = 3) -> dict[str, float]:
     quantiles = (50, 90, 99)
     found = np.percentile(np.array(seconds) * 1e3, quantiles).tolist()
     return {f"p{q}_ms": round(ms, digits) for q, ms in zip(quantiles, found, strict=True)}
+
+
+def precompile() -> None:
+    """Compile the CPU engine's code, so that no measured call waits for a compiler."""
+    run = "from warpfit.cli.main import main; main(['precompile'])"
+    subprocess.run([sys.executable, "-c", run], check=True, stdout=subprocess.DEVNULL)
 
 
 def start_up_seconds(devices: str = "cpu") -> float:

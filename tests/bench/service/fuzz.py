@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 import psutil
-from harness import ServerProcess, save
+from harness import ServerProcess, precompile, save
 
 from support.load.fuzz import FLAGS, LAST_MOVES, Fuzzer, OpenCall, is_fine, outcomes
 from support.servers.rpcs import OWN_CONNECTION, Caller
@@ -182,6 +182,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--out", type=Path, help="folder of the result")
     options = parser.parse_args()
+    precompile()
     result = run(options.requests, options.seed, options.processes, options.threads)
     save("fuzz", result, options.out)
     return 0 if is_good(result) else 1
