@@ -31,6 +31,7 @@ from harness import SEED, ServerProcess, save
 
 import warpfit
 from support.load.callers import on_cores
+from support.random_programs import thesis_mix
 from support.servers.health import check
 from support.servers.network import FLOODS, RawConnection
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer, request, start
@@ -38,7 +39,6 @@ from support.servers.server import token_file
 from warpfit import codec
 from warpfit.calls.arguments import build_fit
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import thesis_mix
 from warpfit.v1 import evaluator_pb2 as pb
 
 _CONTEXT: Final = multiprocessing.get_context("spawn")

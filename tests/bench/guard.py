@@ -40,10 +40,10 @@ from support.load.callers import (
     closed_loop,
     on_cores,
 )
+from support.random_programs import thesis_mix
 from support.servers.server import write_secret
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation, build_fit
-from warpfit.expressions.workload import thesis_mix
 from warpfit.transport.connection import new_token
 
 VARIABLES = 10

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import warpfit
+from support.random_programs import thesis_mix
 from support.servers import health
 from support.servers.rpcs import answers, table
 from support.servers.server import ServerProcess, eventually
 from warpfit.errors import UnavailableError
-from warpfit.expressions.workload import thesis_mix
 
 ROWS = 4_000
 X, Y = table(ROWS)

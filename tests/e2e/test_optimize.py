@@ -9,11 +9,11 @@ import pytest
 
 import warpfit
 from support.load.faults import injected
+from support.random_programs import thesis_mix
 from support.servers.server import ServerProcess
 from warpfit import Reason, parse
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Loss, as_loss
 from warpfit.request import Evaluation

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from support.engines.references import Evaluate
+from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Program
 from warpfit.request import Loss, Precision, Tier
 from warpfit_server.engine.cuda.runtime import device

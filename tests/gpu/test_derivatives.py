@@ -11,6 +11,7 @@ from support.engines import nist
 from support.engines.fits import fit
 from support.engines.gradients import derive, linearise, outputs_for
 from support.engines.references import NumpyEngine
+from support.random_programs import thesis_mix
 from support.suites.derivatives import *  # noqa: F403
 from support.suites.derivatives import assert_close, make_dataset, smooth_programs
 from support.suites.losses import *  # noqa: F403
@@ -18,7 +19,6 @@ from support.suites.losses import LossErrors, evaluated
 from warpfit import parse
 from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS

@@ -12,10 +12,10 @@ from collections import Counter
 import pytest
 
 import warpfit
+from support.random_programs import thesis_mix
 from support.servers.rpcs import answers, table
 from support.servers.server import ServerProcess, eventually
 from warpfit.errors import UnavailableError
-from warpfit.expressions.workload import thesis_mix
 from warpfit_server.system.machine import resolve_devices
 
 #: Large enough that the calls take several milliseconds on an H200 and so are split.

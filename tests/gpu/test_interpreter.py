@@ -9,9 +9,9 @@ import pytest
 
 from support.engines.operators import check_node_by_node
 from support.engines.references import Evaluate
+from support.random_programs import thesis_mix
 from warpfit import errors
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Program
 from warpfit.request import Loss, Precision, Tier
 from warpfit_server.engine.cuda.interpreter import tier

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support.emulators.device_lowering import check_order, lower_on_device, lower_on_host, spoilt
-from warpfit.expressions.workload import random_program, thesis_mix
+from support.random_programs import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.interpreter.source import ALL_VALID

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from support.engines.gradients import outputs_for
+from support.random_programs import thesis_mix
 from support.suites.derivatives import make_dataset
 from support.suites.merging import (  # noqa: F401
     test_merged_requests_have_the_bits_that_they_have_alone,
 )
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.interface import run_to_end

@@ -16,9 +16,9 @@ import pytest
 from support.engines.fits import fit
 from support.engines.gradients import ask, derive, linearise
 from support.engines.references import Evaluate
+from support.random_programs import thesis_mix
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier

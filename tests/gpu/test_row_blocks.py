@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from support.engines.gradients import derive, linearise
+from support.random_programs import thesis_mix
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import thesis_mix
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.request import Loss, Precision, Tier
 from warpfit_server.engine.cuda.interpreter import tier as interpreter

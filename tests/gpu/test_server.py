@@ -13,9 +13,9 @@ import pytest
 
 import warpfit
 from support.engines.references import reference_loss
+from support.random_programs import thesis_mix
 from support.servers.server import ServerProcess
 from warpfit.expressions import reference
-from warpfit.expressions.workload import thesis_mix
 from warpfit.request import Loss, Tier
 
 ROWS = 100_000
@@ -27,7 +27,7 @@ from support.engines.operators import compiled
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit.expressions.workload import thesis_mix
+from support.random_programs import thesis_mix
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter import launches

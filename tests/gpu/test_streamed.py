@@ -10,8 +10,8 @@ import pytest
 from support.engines.fits import fit
 from support.engines.gradients import derive, linearise
 from support.engines.references import Evaluate
+from support.random_programs import thesis_mix
 from support.suites.derivatives import make_dataset, smooth_programs
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier

@@ -12,10 +12,10 @@ from support.engines.operators import (
     check_node_by_node,
 )
 from support.engines.references import Evaluate, reference_loss
+from support.random_programs import random_program, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
 from warpfit.expressions.reference import evaluate_program
-from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Program
 from warpfit.request import Loss, Precision, Tier
 

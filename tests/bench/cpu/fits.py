@@ -26,9 +26,9 @@ from harness import medians_in_turn, outputs_of, save
 from numpy.typing import NDArray
 
 from support.engines.references import reference_loss
+from support.random_programs import random_program, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
-from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.frontends.operon import to_operon_infix
 from warpfit.ir import Batch, Program

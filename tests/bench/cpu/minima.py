@@ -41,11 +41,11 @@ from scipy.optimize import least_squares, lsq_linear
 from support.engines.fits import fit
 from support.engines.gradients import Formula, steepest_cosine
 from support.engines.more_garbow_hillstrom import Problem, problems
+from support.random_programs import random_program
 from warpfit import Reason
 from warpfit.calls.results import Fit
 from warpfit.dataset import Dataset
 from warpfit.expressions.language import to_text
-from warpfit.expressions.workload import random_program
 from warpfit.fitting import Accuracy, Tolerances
 from warpfit_server.engine.cpu.engine import CpuEngine
 

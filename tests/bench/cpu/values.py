@@ -18,9 +18,9 @@ import numpy as np
 from harness import medians_in_turn, outputs_of, save
 from peers import AGREEMENT, Job, PyoperonPeer, Table, agreement
 
+from support.random_programs import THESIS_OPERATORS, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
-from warpfit.expressions.workload import THESIS_OPERATORS, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Evaluation, Loss, Precision

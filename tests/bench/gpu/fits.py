@@ -26,7 +26,7 @@ from harness import SEED, ServerProcess, median_seconds, save
 
 import warpfit
 from support.load import worker_processes
-from warpfit.expressions.workload import thesis_mix
+from support.random_programs import thesis_mix
 from warpfit.request import Precision
 
 ITERATIONS = 50

@@ -28,7 +28,7 @@ import numba
 import numpy as np
 from harness import MODES, outputs_of, save, uniform_data
 
-from warpfit.expressions.workload import thesis_mix
+from support.random_programs import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier

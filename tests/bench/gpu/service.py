@@ -26,8 +26,8 @@ from peers import EvogpPeer, NumpyPeer, PyoperonPeer, Table, agreement
 
 import warpfit
 from support.load.worker_processes import Pool, Workers, table, throughput
+from support.random_programs import thesis_mix
 from warpfit.expressions import reference
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Program
 from warpfit.request import Timings
 

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from harness import SEED, outputs_of, save
 
+from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset, Layout
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.cuda.engine import CudaEngine

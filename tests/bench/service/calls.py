@@ -23,12 +23,12 @@ import numpy as np
 from harness import SEED, ServerProcess, percentiles, save, start_up_seconds
 
 import warpfit
+from support.random_programs import thesis_mix
 from support.servers.bare_grpc import bare_server, serve
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import thesis_mix
 from warpfit.request import Timings
 from warpfit.server_info import Limits
 from warpfit.transport.call import Request

@@ -24,10 +24,10 @@ import numpy as np
 import psutil
 from harness import SEED, ServerProcess, save
 
+from support.random_programs import thesis_mix
 from support.servers.bare_grpc import NO_LIMIT, bare_server, serve
 from warpfit import codec
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.ops import CONSTANT
 from warpfit.request import Timings

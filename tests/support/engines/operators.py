@@ -11,8 +11,8 @@ from numba.core.dispatcher import Dispatcher
 from numpy.typing import DTypeLike, NDArray
 
 from support.engines.accuracy import BOUNDS, error_limit, ulps
+from support.random_programs import random_program
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import random_program
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE
 

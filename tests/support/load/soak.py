@@ -10,10 +10,10 @@ import numpy as np
 import warpfit
 from support.load.faults import injected
 from support.load.load import OwnConnection
+from support.random_programs import thesis_mix
 from support.servers.server import ServerProcess
 from warpfit.cli.top import Scrape, scrape
 from warpfit.errors import DeadlineExceededError, WarpfitError
-from warpfit.expressions.workload import thesis_mix
 
 #: Growth from which on a soak has failed.
 LIMIT_BYTES = 50 << 20

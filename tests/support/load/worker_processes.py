@@ -17,11 +17,11 @@ import numpy as np
 import psutil
 
 import warpfit
+from support.random_programs import thesis_mix
 from support.servers.rpcs import SERVICE
 from warpfit import codec
 from warpfit.calls.arguments import EvaluateOptions, build_evaluation
 from warpfit.errors import WarpfitError
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 
 SEED: Final = 20261121

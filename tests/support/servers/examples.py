@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import warpfit
+from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit.transport.connection import RetryPolicy

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import warpfit
+from support.random_programs import thesis_mix
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import thesis_mix
 from warpfit.v1 import evaluator_pb2 as pb
 
 SERVICE = "/warpfit.v1.Evaluator/"

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from support.random_programs import thesis_mix
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.evaluation import LoadedDatasets

@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from support.random_programs import thesis_mix
 from support.servers.examples import DATA, an_evaluation
 from warpfit.errors import ResourceExhaustedError
-from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.parse import parse

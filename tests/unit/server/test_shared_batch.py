@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, FIRST_OPERATOR
 from warpfit.request import Evaluation, Loss
@@ -20,7 +21,7 @@ from warpfit_server.shared_batch import BatchSummary, SharedBatch, contents
 DATASET = Dataset.of(np.ones((8, 12)), np.ones(8))
 ARRAYS = ("codes", "values", "lengths", "parameter_counts", "parameters")
 SUM = """
-from warpfit.expressions.workload import thesis_mix
+from support.random_programs import thesis_mix
 from warpfit.ir import Batch
 from warpfit_server.shared_batch import BatchSummary
 print(BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity)
@@ -59,7 +60,8 @@ def test_batches_are_known_by_their_tokens_and_not_by_parameters(identify):
 
 def test_all_processes_have_the_same_hash():
     command = [sys.executable, "-c", SUM]
-    found = subprocess.run(command, capture_output=True, check=True, text=True)
+    tests = Path(__file__).parents[2]  # where it finds `support`
+    found = subprocess.run(command, cwd=tests, capture_output=True, check=True, text=True)
     assert int(found.stdout) == BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity
 
 

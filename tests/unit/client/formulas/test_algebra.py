@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import sympy
 
+from support.random_programs import random_program
 from warpfit import InvalidArgumentError, parse
-from warpfit.expressions.workload import random_program
 from warpfit.formulas import algebra
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.random_programs import random_program
 from warpfit.expressions.reference import evaluate_program
-from warpfit.expressions.workload import random_program
 from warpfit.formulas.intervals import _RULES, Boxes, DefinedRegion, intervals
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS

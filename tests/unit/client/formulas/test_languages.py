@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from support.engines.languages import available, run
+from support.random_programs import random_program
 from warpfit import Program, parse
 from warpfit.expressions.reference import evaluate_program
-from warpfit.expressions.workload import random_program
 from warpfit.formulas.languages import LANGUAGES
 from warpfit.ops import OPERATORS
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.references import moments_of
+from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import Closing, LossFunction, TargetStatistics
 from warpfit.request import Evaluation, Loss

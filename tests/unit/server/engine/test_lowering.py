@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from warpfit.expressions.workload import thesis_mix
+from support.random_programs import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.ops import OPERATORS

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from warpfit.expressions.workload import thesis_mix
+from support.random_programs import thesis_mix
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit_server import shared_batch

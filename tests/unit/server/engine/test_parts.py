@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("numba")
 
+from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError
-from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.parse import parse

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("numba")
 
 from support.engines.fits import prepared
+from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cpu.engine import CpuEngine

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, ResourceExhaustedError, UnavailableError
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.ipc import messages

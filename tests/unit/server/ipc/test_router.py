@@ -5,9 +5,9 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError, UnavailableError
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.ipc.engine_connection import InFlightRequest, unavailable

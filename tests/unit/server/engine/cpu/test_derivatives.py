@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from support.engines.gradients import outputs_for
+from support.random_programs import thesis_mix
 from support.suites.derivatives import *  # noqa: F403
 from support.suites.derivatives import make_dataset, smooth_programs
 from support.suites.losses import *  # noqa: F403
 from support.suites.losses import LossErrors
 from support.suites.merging import *  # noqa: F403
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.references import POISON, Evaluate, reference_loss
+from support.random_programs import random_program, thesis_mix
 from warpfit import errors
 from warpfit.dataset import Dataset, Layout
 from warpfit.expressions import reference
-from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss

@@ -14,8 +14,8 @@ from support.engines import hard_cases
 from support.engines.accuracy import BOUNDS, Bound, excess, rounded_threshold, ulps
 from support.engines.operators import edge_values, node_results
 from support.engines.references import Evaluate
+from support.random_programs import random_program
 from warpfit.dataset import Dataset
-from warpfit.expressions.workload import random_program
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision

@@ -15,6 +15,7 @@ from support.engines.fits import fit
 from support.engines.gradients import ask, derive, outputs_for
 from support.engines.operators import check_node_by_node
 from support.engines.references import Evaluate, reference_loss
+from support.random_programs import thesis_mix
 from support.suites.derivatives import (  # noqa: F401
     LOSSES,
     make_dataset,
@@ -40,7 +41,6 @@ from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.expressions import reference
 from warpfit.expressions.reference import evaluate_program
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES, Closing, LossFunction, huber
 from warpfit.parse import parse

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.engines.fits import fit
 from support.engines.operators import programs
 from support.engines.references import NumpyEngine
+from support.random_programs import thesis_mix
 from warpfit import Reason, parse
 from warpfit.dataset import Dataset
 from warpfit.expressions.language import to_text
-from warpfit.expressions.workload import thesis_mix
 from warpfit.losses import Loss, LossFunction, gaussian, huber
 
 rng = np.random.default_rng(3)

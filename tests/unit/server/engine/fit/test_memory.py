@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
-from warpfit.expressions.workload import thesis_mix
+from support.random_programs import thesis_mix
 from warpfit import parse
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cpu.engine import CpuEngine
@@ -111,8 +112,9 @@ def compiled_code():
 def test_memory_is_estimated_and_released(method, kind):
     command = (sys.executable, "-c", _PROGRAM, method, kind)
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # one heap, which can be given back
+    tests = Path(__file__).parents[4]  # where it finds `support`
     ended = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=120, env=environment
+        command, cwd=tests, capture_output=True, text=True, check=True, timeout=120, env=environment
     )
     counted, most, left, grown = map(float, ended.stdout.split())
     assert most > 20.0, "the measurement sees it"

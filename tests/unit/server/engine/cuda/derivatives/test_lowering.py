@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from support.random_programs import thesis_mix
 from warpfit.errors import ProgramError, ResourceExhaustedError
-from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
 from warpfit.ops import OPERATORS

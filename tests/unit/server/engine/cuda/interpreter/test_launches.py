@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("numba")
 
 from support.emulators.device_lowering import lower_on_host
+from support.random_programs import random_program, thesis_mix
 from warpfit.errors import ResourceExhaustedError
-from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.interpreter import launches

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from support.emulators.device_lowering import Lowered, check_order, lower_on_host, spoilt
 from support.engines.operators import programs
+from support.random_programs import random_program, thesis_mix
 from warpfit.errors import ProgramError, ResourceExhaustedError
-from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.cuda.interpreter import source

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.emulators.ptx_on_host import run_kernel
+from support.random_programs import random_program
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.expressions.reference import differentiate
-from warpfit.expressions.workload import random_program
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS, VARIABLE, Operator
 

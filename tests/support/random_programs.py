@@ -1,4 +1,4 @@
-"""Random programs from a seed, for tests and benchmarks."""
+"""Random programs from a seed."""
 
 from __future__ import annotations
 
