@@ -170,15 +170,19 @@ class Macro:
 
     def apply(self, codes: list[int], values: list[float]) -> None:
         """Replace its operands, the last ones of postfix tokens, by what it stands for."""
-        places = _last_operands(codes, self.arity)
-        sizes = [stop - start for start, stop in places]
+        operands: list[tuple[list[int], list[float]]] = []
+        start = len(codes)
+        for _ in range(self.arity):
+            stop, missing = start, 1
+            while missing:
+                start -= 1
+                missing += int(ARITIES[codes[start]]) - 1
+            operands.insert(0, (codes[start:stop], values[start:stop]))
         written = sum(
-            sizes[int(v)] if c == VARIABLE else 1
+            len(operands[int(v)][0]) if c == VARIABLE else 1
             for c, v in zip(self.codes, self.values, strict=True)
         )
-        start = places[0][0]
         _check_size(start + written, _MOST_TOKENS, self.name)
-        operands = [(codes[a:b], values[a:b]) for a, b in places]
         del codes[start:], values[start:]
         for code, value in zip(self.codes, self.values, strict=True):
             if code == VARIABLE:
@@ -202,19 +206,6 @@ class Placeholder:
     def operands(self) -> str:
         """Names of the operands: ``"a"``, ``"ab"``, ...."""
         return string.ascii_lowercase[: self.arity]
-
-
-def _last_operands(codes: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Return where each of the last operands begins and ends in postfix tokens."""
-    places: list[tuple[int, int]] = []
-    start = len(codes)
-    for _ in range(count):
-        stop, missing = start, 1
-        while missing:
-            start -= 1
-            missing += int(ARITIES[codes[start]]) - 1
-        places.append((start, stop))
-    return places[::-1]
 
 
 def _check_size(tokens: int, most: int, name: str) -> None:
@@ -261,7 +252,18 @@ class Macros:
             )
         tokens = self._parse(text)
         with self._lock:
-            macro = Macro.of(name, text, *tokens, self._free_code(name))
+            if name in self._by_name:
+                code = self._by_name[name].code
+            else:
+                code = max(set(range(128, 256)) - {*BY_CODE, *self._by_code}, default=0)
+            if not code:
+                raise InvalidArgumentError(
+                    "there is no room for another function",
+                    "TOO_MANY_MACROS",
+                    "Define fewer",
+                    "name",
+                )
+            macro = Macro.of(name, text, *tokens, code)
             self.operands[macro.code] = macro.arity
             self._by_code[macro.code] = self._by_name[name] = macro
 
@@ -293,42 +295,28 @@ class Macros:
         all_codes, all_values, sizes = bytearray(), array("d"), []
         ends = np.cumsum(lengths).tolist()
         for program, (start, stop) in enumerate(pairwise([0, *ends])):
-            try:
-                own = self._program(codes[start:stop].tolist(), values[start:stop].tolist())
-            except InvalidArgumentError as error:
-                error.expression = program
-                raise
-            all_codes += bytes(own[0])
-            all_values.extend(own[1])
-            sizes.append(len(own[0]))
+            own_codes, own_values = codes[start:stop].tolist(), values[start:stop].tolist()
+            if not self._by_code.keys().isdisjoint(own_codes):
+                given = zip(own_codes, own_values, strict=True)
+                own_codes, own_values = [], []
+                for code, value in given:
+                    macro = self._by_code.get(code)
+                    if macro is None:
+                        own_codes.append(code)
+                        own_values.append(value)
+                        continue
+                    try:
+                        macro.apply(own_codes, own_values)
+                    except InvalidArgumentError as error:
+                        error.expression = program
+                        raise
+            all_codes += bytes(own_codes)
+            all_values.extend(own_values)
+            sizes.append(len(own_codes))
         return (
             np.frombuffer(bytes(all_codes), dtype=np.uint8),
             np.frombuffer(all_values.tobytes()),
             np.array(sizes, dtype=np.uint32),
-        )
-
-    def _program(self, codes: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-        if self._by_code.keys().isdisjoint(codes):
-            return codes, values
-        written: tuple[list[int], list[float]] = [], []
-        for code, value in zip(codes, values, strict=True):
-            macro = self._by_code.get(code)
-            if macro is not None:
-                macro.apply(*written)
-            else:
-                written[0].append(code)
-                written[1].append(value)
-        return written
-
-    def _free_code(self, name: str) -> int:
-        known = self._by_name.get(name)
-        if known is not None:
-            return known.code
-        for code in range(255, 127, -1):
-            if code not in BY_CODE and code not in self._by_code:
-                return code
-        raise InvalidArgumentError(
-            "there is no room for another function", "TOO_MANY_MACROS", "Define fewer", "name"
         )
 
 
@@ -538,11 +526,19 @@ class _Reader:
                 wants_operand = True
                 continue
             self.at = at
-            self._write_pending()
+            while stack[-1][0] >= 0:  # the pending operators of this group
+                codes.append(stack.pop()[1])
+                values.append(0.0)
             if token == ")":
                 self._close()
             elif token == ",":
-                self._comma()
+                group = self.groups[-1] if self.groups else None
+                if group is None or group.row is None:
+                    remedy = "Only calls have commas; decimals are written with a point"
+                    self._fail("',' stands outside a call", "UNEXPECTED_COMMA", remedy)
+                if group.operands > 1 and group.row.name in CHAINED:
+                    self._apply(group.row)
+                group.operands += 1
                 wants_operand = True
             elif token:
                 self._missing_operator(token)
@@ -553,7 +549,7 @@ class _Reader:
                 return codes, values
 
     def _operand(self, token: str) -> bool:
-        """Read an operand that is no name; return whether an operand is still missing."""
+        """Read an operand that is no known name; return whether an operand is still missing."""
         if token[:1] in _DIGITS:
             return self._constant(self._number(token))
         if token == "(":
@@ -570,11 +566,13 @@ class _Reader:
         if row is not None:
             self.stack.append((row.precedence, row.code, len(self.codes)))
             return True
-        return token == "+" or self._rare_operand(token)
-
-    def _rare_operand(self, token: str) -> bool:
+        if token == "+":
+            return True
         if token[:1] == "`" and len(token) > 1:
-            self._leaf(token, *self._quoted(token))
+            name = token[1:-1].replace("``", "`")
+            if name not in self.parser.variables:
+                self._unknown(name, "variable", self.parser.names)
+            self._leaf(token, VARIABLE, self.parser.variables[name])
         elif token[:1] == "#" and len(token) > 1:
             (value,) = struct.unpack(">d", bytes.fromhex(token[1:]))
             self._constant(value)
@@ -618,12 +616,6 @@ class _Reader:
         self.values.append(value)
         return False
 
-    def _quoted(self, token: str) -> tuple[int, float]:
-        name = token[1:-1].replace("``", "`")
-        if name not in self.parser.variables:
-            self._unknown(name, "variable", self.parser.names)
-        return VARIABLE, self.parser.variables[name]
-
     def _name(self, name: str) -> None:
         indexed = INDEXED.fullmatch(name) if self.parser.indexed else None
         if name in self.parser.variables:
@@ -641,32 +633,14 @@ class _Reader:
         self.groups.append(_Group(row, first))
         self.stack.append(_OPEN)
 
-    def _comma(self) -> None:
-        group = self.groups[-1] if self.groups else None
-        if group is None or group.row is None:
-            remedy = "Only calls have commas; decimals are written with a point"
-            self._fail("',' stands outside a call", "UNEXPECTED_COMMA", remedy)
-        if group.operands > 1 and group.row.name in CHAINED:
-            self._apply(group.row)
-        group.operands += 1
-
     def _close(self) -> None:
         if not self.groups:
             self._fail("')' was never opened", "UNBALANCED", "Remove it, or add '('")
         self.stack.pop()
         group = self.groups.pop()
-        if group.row is not None:
-            self._check_arity(group, group.row)
-            self._apply(group.row)
-
-    def _apply(self, row: Operator | Macro | Placeholder) -> None:
-        if isinstance(row, Macro):
-            row.apply(self.codes, self.values)
-        else:
-            self.codes.append(row.code)
-            self.values.append(0.0)
-
-    def _check_arity(self, group: _Group, row: Operator | Macro | Placeholder) -> None:
+        row = group.row
+        if row is None:
+            return
         chained = row.name in CHAINED
         if group.operands != row.arity and not (chained and group.operands > row.arity):
             wanted = f"{row.arity} or more" if chained else str(row.arity)
@@ -677,24 +651,26 @@ class _Reader:
                 f"Write {row.name}({', '.join(row.operands)})",
                 group.first,
             )
+        self._apply(row)
 
-    def _write_pending(self) -> None:
-        """Write the pending operators of this group."""
-        while self.stack[-1][0] >= 0:
-            self.codes.append(self.stack.pop()[1])
+    def _apply(self, row: Operator | Macro | Placeholder) -> None:
+        if isinstance(row, Macro):
+            row.apply(self.codes, self.values)
+        else:
+            self.codes.append(row.code)
             self.values.append(0.0)
 
     def _unknown(self, name: str, what: str, known: Iterable[str]) -> NoReturn:
         close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
-        remedy = f"Did you mean {' or '.join(close)}?" if close else self._known(what)
+        if close:
+            remedy = f"Did you mean {' or '.join(close)}?"
+        elif what == "function":
+            remedy = f"Functions are {', '.join(function_names())}; warpfit.define adds one"
+        else:
+            names = self.parser.names or ("x1", "x2", "...")
+            listed = ", ".join([*names[:8], *["..."] * (len(names) > 8)])
+            remedy = f"Variables are {listed}; parameters are p1, p2, ..."
         self._fail(f"unknown {what} {name!r}", f"UNKNOWN_{what.upper()}", remedy)
-
-    def _known(self, what: str) -> str:
-        if what == "function":
-            return f"Functions are {', '.join(function_names())}; warpfit.define adds one"
-        names = self.parser.names or ("x1", "x2", "...")
-        listed = ", ".join([*names[:8], *["..."] * (len(names) > 8)])
-        return f"Variables are {listed}; parameters are p1, p2, ..."
 
     def _missing_operator(self, token: str) -> NoReturn:
         is_known = token in (*PREFIX, "(") or IDENTIFIER.match(token) or len(token) > 1

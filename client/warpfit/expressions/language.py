@@ -275,21 +275,24 @@ def _marked_text(
         if code == CONSTANT:
             form = short_form(value) if digits else None
             if digits and form is not None and form.numerator and form.unit not in taken:
-                text = _fraction_text(form)
+                size = abs(form.numerator)
+                text = form.unit if form.unit and size == 1 else f"{size}*{form.unit}".rstrip("*")
+                text += f"/{form.denominator}" if form.denominator > 1 else ""
+                text = f"-{text}" if form.numerator < 0 else text
             else:
                 text = _constant(rounded(value, digits) if digits else value, taken)
             precedence = _PRODUCT if "/" in text or "*" in text else _NUMBER
             precedence = _NEGATION.precedence if text.startswith("-") else precedence
             return deque([before + text]), precedence
         if code == VARIABLE and value < len(names):
-            return deque([before + _quoted(names[int(value)])]), _ATOM
-        letter = "x" if code == VARIABLE else "p"
-        return deque([before + free_name(letter, int(value), taken)]), _ATOM
+            name = names[int(value)]
+            if not IDENTIFIER.fullmatch(name) or name in WORDS:
+                name = f"`{name.replace('`', '``')}`"
+        else:
+            name = free_name("x" if code == VARIABLE else "p", int(value), taken)
+        return deque([before + name]), _ATOM
 
-    def operator(row: Operator, operands: list[_Rendered]) -> _Rendered:
-        return _text(row, operands, mark())
-
-    return "".join(program.fold(leaf, operator)[0])
+    return "".join(program.fold(leaf, lambda row, operands: _text(row, operands, mark()))[0])
 
 
 def _with_differences(program: Program) -> tuple[Program, Sequence[int]]:
@@ -399,12 +402,6 @@ def _joined(parts: Sequence[str | _Pieces]) -> _Pieces:
     return whole
 
 
-def _quoted(name: str) -> str:
-    if IDENTIFIER.fullmatch(name) and name not in WORDS:
-        return name
-    return f"`{name.replace('`', '``')}`"
-
-
 def free_name(letter: str, index: int, taken: Container[str]) -> str:
     """Return x1, p1, ... by an index from 0; x01, x001, ... where columns have taken the name."""
     digits = str(index + 1)
@@ -425,13 +422,6 @@ def _constant(value: float, taken: Set[str]) -> str:
             if bits == struct.pack(">d", number) and name not in taken:
                 return sign + name
     return f"#{bits.hex()}"
-
-
-def _fraction_text(form: ShortForm) -> str:
-    size = abs(form.numerator)
-    text = form.unit if form.unit and size == 1 else f"{size}*{form.unit}".rstrip("*")
-    text += f"/{form.denominator}" if form.denominator > 1 else ""
-    return f"-{text}" if form.numerator < 0 else text
 
 
 def to_latex(program: Program, names: Sequence[str] = (), digits: int | None = None) -> str:
@@ -486,15 +476,11 @@ def _latex_constant(value: float) -> _Rendered:
         text = r"\mathrm{NaN}" if math.isnan(value) else r"\infty" if value > 0 else r"-\infty"
         return deque([text]), _NEGATIVE if value < 0 else _ATOM
     form = short_form(value)
-    if form is not None and form.numerator:
-        return _latex_fraction(form)
-    mantissa, _, exponent = repr(value).removesuffix(".0").partition("e")
-    text = rf"{mantissa} \times 10^{{{int(exponent)}}}" if exponent else mantissa
-    precedence = _NEGATIVE if text.startswith("-") else _PRODUCT if exponent else _ATOM
-    return deque([text]), precedence
-
-
-def _latex_fraction(form: ShortForm) -> _Rendered:
+    if form is None or not form.numerator:
+        mantissa, _, exponent = repr(value).removesuffix(".0").partition("e")
+        text = rf"{mantissa} \times 10^{{{int(exponent)}}}" if exponent else mantissa
+        precedence = _NEGATIVE if text.startswith("-") else _PRODUCT if exponent else _ATOM
+        return deque([text]), precedence
     size, unit = abs(form.numerator), form.unit.replace("pi", r"\pi")
     text = unit if unit and size == 1 else f"{size} {unit}".rstrip()
     precedence = _PRODUCT if text.endswith(unit) and size > 1 else _ATOM

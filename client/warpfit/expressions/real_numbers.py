@@ -179,7 +179,11 @@ def _from_objects(array: NDArray[Any], name: str, start: int, place: str) -> NDA
         for index, value in enumerate(objects):
             try:
                 numbers.flat[index] = number = float(value)
-                fits = bool(number) == bool(value) if np.isfinite(number) else _is_infinite(value)
+                if np.isfinite(number):
+                    fits = bool(number) == bool(value)
+                else:  # infinite or NaN, and not only too large for float64
+                    fits = isinstance(value, Decimal) and not value.is_finite()
+                    fits = fits or not bool(value - value == 0)
             except OverflowError:  # of whole numbers and fractions
                 fits = False
             except (TypeError, ValueError) as error:
@@ -193,14 +197,6 @@ def _from_objects(array: NDArray[Any], name: str, start: int, place: str) -> NDA
                     name,
                 )
     return numbers
-
-
-def _is_infinite(value: Any) -> bool:
-    """Return whether a number is infinite or NaN, and not only too large for float64."""
-    try:
-        return not bool(value - value == 0)
-    except ArithmeticError:  # of a decimal
-        return True
 
 
 def leaves_float64(text: str, value: float) -> bool:
@@ -291,13 +287,17 @@ def join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
                 return None
             # A third of the time of np.concatenate.
             numbers = np.frombuffer(bytearray().join(entries))  # type: ignore[arg-type]
-        elif not (kinds <= {list, np.ndarray} and _are_numbers(entries)):
-            return None
-        elif kinds == {list}:
-            # Half of the time that NumPy takes to make an array of each list.
-            numbers = np.fromiter(chain.from_iterable(entries), np.float64)  # type: ignore[arg-type]
         else:
-            numbers = np.concatenate(entries, dtype=np.float64)
+            lists: list[Any] = [entry for entry in entries if isinstance(entry, list)]
+            elements = set(map(type, chain.from_iterable(lists)))
+            # An array of one number in a list would pass for a number.
+            if not (kinds <= {list, np.ndarray} and elements <= {float, int, bool, np.float64}):
+                return None
+            if kinds == {list}:
+                # Half of the time that NumPy takes to make an array of each list.
+                numbers = np.fromiter(chain.from_iterable(lists), np.float64)
+            else:
+                numbers = np.concatenate(entries, dtype=np.float64)
     except (TypeError, ValueError, OverflowError, BufferError):
         return None
     if numbers.ndim != 1 or sum(counts) != len(numbers):
@@ -308,12 +308,6 @@ def join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
 def lengths_array(lengths: Iterable[int]) -> NDArray[np.uint32]:
     """Return lengths below 2**32 as an array, in a third of the time that NumPy takes."""
     return np.frombuffer(array("I", lengths), np.uint32)
-
-
-def _are_numbers(entries: Sequence[Any]) -> bool:
-    """Return whether all elements of the lists are plain numbers, and not arrays of one."""
-    lists = (entry for entry in entries if type(entry) is list)
-    return set(map(type, chain.from_iterable(lists))) <= {float, int, bool, np.float64}
 
 
 def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:

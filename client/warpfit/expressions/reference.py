@@ -219,7 +219,10 @@ def evaluate(evaluation: Evaluation, dataset: Dataset) -> Result:
         with np.errstate(over="ignore"):
             arrays["jacobian"] = np.concatenate(pieces).astype(dataset.layout.dtype)
     if evaluation.reductions:
-        arrays["reductions"] = _reduced(values).reshape(*shape, 5)
+        with np.errstate(all="ignore"):
+            numbers = [f(values, axis=1) for f in (np.sum, np.mean, np.min, np.max)]
+        not_finite = (~np.isfinite(values)).sum(axis=1)
+        arrays["reductions"] = np.stack([*numbers, not_finite], axis=1).reshape(*shape, 5)
     if evaluation.correlation:
         arrays["correlations"] = _scaled(weighted_values, weighted)[2].reshape(shape)
     if evaluation.loss_function is not None:
@@ -238,7 +241,11 @@ def _losses(
     if evaluation.linear_scaling:
         slopes, intercepts, _, summed = _scaled(values, rows)
     else:
-        summed = _summed(loss, values, rows)
+        factor = np.ones(1) if loss.mentions_weight else rows.weights
+        with np.errstate(all="ignore"):
+            inputs = (np.stack([f, rows.target, rows.weights]) for f in values)
+            terms = np.stack([evaluate_program(loss.row, each) for each in inputs])
+            summed = np.asarray(np.sum(factor * terms, axis=1))
     losses = close_losses(loss.closing, summed, statistics)
     found: dict[str, Any] = {"losses": losses.reshape(shape)}
     if evaluation.linear_scaling:
@@ -255,15 +262,6 @@ def _losses(
     return found
 
 
-def _summed(loss: LossFunction, values: Floats, rows: EvaluatedRows) -> Floats:
-    factor = np.ones(1) if loss.mentions_weight else rows.weights
-    with np.errstate(all="ignore"):
-        terms = np.stack(
-            [evaluate_program(loss.row, np.stack([f, rows.target, rows.weights])) for f in values]
-        )
-        return np.asarray(np.sum(factor * terms, axis=1))
-
-
 def _closed(
     loss: LossFunction, pieces: list[Floats], losses: Floats, statistics: TargetStatistics
 ) -> list[Floats]:
@@ -277,12 +275,6 @@ def _rounded(values: Floats, rows: EvaluatedRows) -> Floats:
     """Return values rounded to the data set's type."""
     with np.errstate(over="ignore"):
         return values.astype(rows.dataset.layout.dtype).astype(np.float64)
-
-
-def _reduced(values: Floats) -> Floats:
-    with np.errstate(all="ignore"):
-        numbers = (values.sum(axis=1), values.mean(axis=1), values.min(axis=1), values.max(axis=1))
-    return np.stack([*numbers, (~np.isfinite(values)).sum(axis=1)], axis=1)
 
 
 def _scaled(values: Floats, rows: EvaluatedRows) -> tuple[Floats, Floats, Floats, Floats]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -106,7 +105,7 @@ def _candidates(text: str) -> Iterator[str]:
     functions = [
         lambda given: given,
         *(getattr(sympy, name) for name in _FUNCTIONS),
-        *(partial(_collected, symbol=symbol) for symbol in symbols),
+        *(lambda given, by=by: sympy.collect(sympy.expand(given), by) for by in symbols),
     ]
     for first in (lambda given: given, sympy.simplify):
         start = _attempt(first, expression)
@@ -122,12 +121,6 @@ def _attempt(function: Callable[[Any], Any], given: Any) -> Any:
         return function(given)
     except Exception:  # of any kind: its algorithms fail in many ways, with RecursionError too
         return None
-
-
-def _collected(expression: Any, symbol: Any) -> Any:
-    import sympy
-
-    return sympy.collect(sympy.expand(expression), symbol)
 
 
 if __name__ == "__main__":

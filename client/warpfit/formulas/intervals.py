@@ -94,8 +94,9 @@ def intervals(program: Program, boxes: Boxes) -> Intervals:
         return _made(number, number)
 
     def operator(row: Operator, operands: list[Intervals]) -> Intervals:
-        rule = _RULES.get(row.name)
-        return _unknown(count) if rule is None else rule(*operands)
+        if row.name not in _RULES:
+            return _made(np.zeros(count), np.zeros(count), np.zeros(count, bool))
+        return _RULES[row.name](*operands)
 
     with np.errstate(all="ignore"):
         return program.fold(leaf, operator)
@@ -165,10 +166,6 @@ def _made(low: Floats, high: Floats, defined: Mask | None = None) -> Intervals:
     finite = np.isfinite(low) & np.isfinite(high)
     known = finite if defined is None else finite & defined
     return Intervals(np.where(known, low, -np.inf), np.where(known, high, np.inf), known)
-
-
-def _unknown(count: int) -> Intervals:
-    return _made(np.zeros(count), np.zeros(count), np.zeros(count, bool))
 
 
 def _widened(found: Intervals, least: float = -math.inf, most: float = math.inf) -> Intervals:

@@ -250,22 +250,18 @@ def product_tokens(coefficient: float, factors: Factors) -> bytes:
         base, e = unusual[0]
         below.remove(unusual[0])
         numerator, denominator = _group_tokens([(base, -e)]), _group_tokens(below)
-    if has_number and above and not below and _is_reciprocal(coefficient):
-        denominator = [token(CONSTANT, round(1.0 / coefficient))]
-    elif has_number:
-        numerator = [token(CONSTANT, coefficient), *numerator]
+    if has_number:
+        inverse = 1.0 / coefficient if coefficient else math.inf
+        is_long = abs(inverse) < 2**53 and len(repr(coefficient)) > _SHORT
+        divisor = round(inverse) if is_long and above and not below else 0
+        if divisor and 1.0 / divisor == coefficient:
+            denominator = [token(CONSTANT, divisor)]
+        else:
+            numerator = [token(CONSTANT, coefficient), *numerator]
     tokens = _joined(numerator)
     if denominator:
         tokens += _joined(denominator) + OPERATOR["div"]
     return tokens + OPERATOR["neg"] if coefficient == -1.0 else tokens
-
-
-def _is_reciprocal(value: float) -> bool:
-    """Tell whether a number is better written as a division by an integer."""
-    if value == 0.0 or not abs(1.0 / value) < 2**53 or len(repr(value)) <= _SHORT:
-        return False
-    divisor = round(1.0 / value)
-    return divisor != 0 and 1.0 / divisor == value
 
 
 def _group_tokens(factors: Sequence[tuple[Node, float]]) -> list[bytes]:
@@ -381,14 +377,15 @@ class Rules:
 
     def applied_once(self, program: Program) -> Program:
         """Return the tokens of a program's normal form."""
-        tokens = np.frombuffer(program.fold(leaf, self._applied).tokens, TOKEN)
-        return Program._unchecked(tokens["code"], tokens["value"].astype(np.float64))
 
-    def _applied(self, row: Operator, operands: list[Node]) -> Node:
-        key = row.name, tuple(operands)
-        if key not in self._known:
-            self._known[key] = self.apply(row, operands)
-        return self._known[key]
+        def operator(row: Operator, operands: list[Node]) -> Node:
+            key = row.name, tuple(operands)
+            if key not in self._known:
+                self._known[key] = self.apply(row, operands)
+            return self._known[key]
+
+        tokens = np.frombuffer(program.fold(leaf, operator).tokens, TOKEN)
+        return Program._unchecked(tokens["code"], tokens["value"].astype(np.float64))
 
     def apply(self, row: Operator, operands: list[Node]) -> Node:
         """Apply an operator; the result is never longer than with the operator as it is."""
@@ -461,12 +458,15 @@ class Rules:
             base, e = waiting.pop()
             scale, inner = _as_product(base)
             if not inner or e.is_integer():
-                coefficient = _multiplied(coefficient, _power(scale, e))
+                with np.errstate(all="ignore"):
+                    factor = _in_range(float(np.power(np.float64(scale), e)), scale)
+                coefficient = _multiplied(coefficient, factor)
             else:
                 inner = self._under_root(base, scale, inner)
             if inner == ((base, 1.0),):
                 exponents.setdefault(base, []).append(e)
-            elif self._is_root(inner):
+            elif any(not f.is_integer() and not self._positive(b) for b, f in inner):
+                # The root of a node of unknown sign stays whole.
                 exponents.setdefault(product_node(inner), []).append(e)
             else:
                 waiting += [(b, e * f) for b, f in inner[::-1]]
@@ -489,10 +489,6 @@ class Rules:
             if self._positive(inner):
                 return factors
         return ((base, 1.0),)
-
-    def _is_root(self, factors: Factors) -> bool:
-        """Tell whether a product is a root of a node of unknown sign, which stays whole."""
-        return any(not e.is_integer() and not self._positive(base) for base, e in factors)
 
     def _positive(self, node: Node) -> bool:
         return self.assume_defined or node.nonnegative
@@ -574,17 +570,14 @@ class Rules:
         if name in ("sin", "cos") and isinstance(operand, Sum) and operand.terms:
             turns = operand.constant / _QUARTER
             if turns and turns.is_integer():
-                return self._turned((int(turns) + (name == "cos")) % 4, operand)
+                quarter = (int(turns) + (name == "cos")) % 4
+                found = self.call(("sin", "cos")[quarter % 2], [sum_node(0.0, operand.terms)])
+                return found if quarter < 2 else self.negative(found)
         if name in _EVEN:
             return call_node(name, [min(operand, self.negative(operand), key=_KEY)])
         if name in _ODD and len(opposite := self.negative(operand)) < len(operand):
             return self.negative(call_node(name, [opposite]))
         return call_node(name, operands)
-
-    def _turned(self, quarter: int, operand: Sum) -> Node:
-        """Return the sine of a sum whose constant is so many quarters of a turn."""
-        found = self.call(("sin", "cos")[quarter % 2], [sum_node(0.0, operand.terms)])
-        return found if quarter < 2 else self.negative(found)
 
 
 def _pow(rules: Rules, a: Node, b: Node) -> Node:
@@ -658,11 +651,6 @@ def _sum(coefficients: Sequence[float]) -> float:
 
 def _multiplied(a: float, b: float) -> float:
     return _in_range(a * b, a, b)
-
-
-def _power(a: float, e: float) -> float:
-    with np.errstate(all="ignore"):
-        return _in_range(float(np.power(np.float64(a), e)), a)
 
 
 def _in_range(value: float, *factors: float) -> float:

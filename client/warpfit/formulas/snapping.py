@@ -122,7 +122,8 @@ def snap(
             search.done = True
         if not trials:
             break
-        losses, fitted = yield _lifted([candidate for _, candidate in trials])
+        lifted = [lift(candidate) for _, candidate in trials]
+        losses, fitted = yield [program for program, _ in lifted], [start for _, start in lifted]
         _choose(trials, losses, fitted, Rules(settings.assume_defined))
     return (yield from _finish(searches, _DIGITS if settings.numbers else range(0)))
 
@@ -131,7 +132,11 @@ def _begin(
     searches: list[_Search], programs: Sequence[Program], settings: SnapSettings
 ) -> Generator[Trials, Outcomes, None]:
     """Fit the constants, and measure what is allowed."""
-    pairs = [lift(search.program, _is_fraction) for search in searches]
+
+    def is_fraction(value: float) -> bool:
+        return math.isfinite(value) and not value.is_integer()
+
+    pairs = [lift(search.program, is_fraction) for search in searches]
     lifted, starts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     constant = Program.parameter(0), np.array([settings.middle])
     losses, fitted = yield [*lifted, constant[0]], [*starts, constant[1]]
@@ -187,8 +192,16 @@ def _finish(
 
     The losses are measured anew with all numbers as constants.
     """
+
+    def short(program: Program, digits: int) -> Program:
+        values = [
+            rounded(value, digits) if code == CONSTANT else value
+            for code, value in zip(program.codes.tolist(), program.values.tolist(), strict=True)
+        ]
+        return Program(program.codes, values)
+
     states = [
-        [*(_rounded(search.program, digits) for digits in digits_tried), *search.history[::-1]]
+        [*(short(search.program, digits) for digits in digits_tried), *search.history[::-1]]
         for search in searches
     ]
     losses, _ = yield _unfitted([program for choice in states for program in choice])
@@ -216,24 +229,20 @@ def _candidates(search: _Search, settings: SnapSettings) -> list[Program]:
     own = _cost(search.program)
     rules = Rules(settings.assume_defined)
     program = search.program
-    shorter = _with_shorter_numbers(program, rules, settings.numbers)
-    found = {*shorter, *_with_less(program, rules, settings)}
+    found = set(_with_less(program, rules, settings))
+    numbers = np.flatnonzero(program.codes == CONSTANT).tolist() if settings.numbers else []
+    for place in numbers:
+        units = settings.numbers == "constants"
+        for value in shorter_numbers(float(program.values[place]), units=units):
+            values = program.values.copy()
+            values[place] = value
+            changed = Program(program.codes, values)
+            found.add(rules.applied_once(changed) if (2.0 * value).is_integer() else changed)
     cheaper = [(_cost(program), program) for program in found - search.tried]
     cheaper.sort(key=lambda pair: (pair[0], pair[1].codes.tobytes(), pair[1].values.tobytes()))
     chosen = [program for price, program in cheaper if price < own][:_MOST_CANDIDATES]
     search.tried.update(chosen)
     return chosen
-
-
-def _with_shorter_numbers(program: Program, rules: Rules, kind: str) -> Iterator[Program]:
-    if not kind:
-        return
-    for place in np.flatnonzero(program.codes == CONSTANT).tolist():
-        for value in shorter_numbers(float(program.values[place]), units=kind == "constants"):
-            values = program.values.copy()
-            values[place] = value
-            changed = Program(program.codes, values)
-            yield rules.applied_once(changed) if (2.0 * value).is_integer() else changed
 
 
 def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterator[Program]:
@@ -249,7 +258,9 @@ def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterat
         replacements = [0.0] * (parents[end] in _TERMS) + [1.0] * (parents[end] in _FACTORS)
         if end > start:
             part = Program._unchecked(codes[start : end + 1], values[8 * start : 8 * end + 8])
-            replacements += _median(part, settings.sample)
+            results = evaluate_program(part, settings.sample)
+            finite = results[np.isfinite(results)]
+            replacements += [float(np.median(finite))] if finite.size else []
         parts = [(bytes([CONSTANT]), np.float64(value).tobytes()) for value in replacements]
         for stop in range(end, start, -1):
             if ARITIES[codes[stop]] != 1 or stop < end - 1:
@@ -281,23 +292,9 @@ def _spans(codes: Sequence[int]) -> tuple[list[int], list[str | None]]:
     return starts, parents
 
 
-def _median(program: Program, sample: Floats) -> list[float]:
-    values = evaluate_program(program, sample)
-    finite = values[np.isfinite(values)]
-    return [float(np.median(finite))] if finite.size else []
-
-
 def _cost(program: Program) -> float:
     numbers = program.values[program.codes == CONSTANT].tolist()
     return len(program) + sum(map(cost, numbers))
-
-
-def _rounded(program: Program, digits: int) -> Program:
-    values = [
-        rounded(value, digits) if code == CONSTANT else value
-        for code, value in zip(program.codes.tolist(), program.values.tolist(), strict=True)
-    ]
-    return Program(program.codes, values)
 
 
 def lift(program: Program, chosen: Callable[[float], bool] = is_free) -> tuple[Program, Floats]:
@@ -309,15 +306,6 @@ def lift(program: Program, chosen: Callable[[float], bool] = is_free) -> tuple[P
     values = program.values.copy()
     values[free] = np.arange(sum(free))
     return Program(np.where(free, np.uint8(PARAMETER), program.codes), values), program.values[free]
-
-
-def _is_fraction(value: float) -> bool:
-    return math.isfinite(value) and not value.is_integer()
-
-
-def _lifted(programs: Sequence[Program]) -> Trials:
-    pairs = [lift(program) for program in programs]
-    return [program for program, _ in pairs], [start for _, start in pairs]
 
 
 def _unfitted(programs: list[Program]) -> Trials:
