@@ -192,6 +192,33 @@ def other_searches() -> Iterator[str]:
     yield f"Black boxes, median test R2 and tokens: {', '.join(texts)}."
 
 
+def selection() -> Iterator[str]:
+    """Equations that criteria choose from the same searches."""
+    rows = []
+    for row in result("selection")["summary"]:
+        counts = "".join(f" | {row.get(count, '')}" for count in ("solved", "accurate"))
+        where = f"{row['track']}, noise {row['noise']:.0%}, {row['runs']} searches"
+        middle = f"{row['median_r2']:.4f} | {row['median_tokens']:.0f}"
+        rows.append(f"{where} | {row['method']}{counts} | {middle}")
+    head = "track | criterion | exact | R2 > 0.999 | median test R2 | median tokens"
+    yield from table(head, rows)
+
+
+def skeletons() -> Iterator[str]:
+    """Skeletons whose constants are found in the time."""
+    document = result("skeletons")
+    settings = {name: each for name, each in document.items() if ", noise" in name}
+    methods = list(next(iter(settings.values())))[1:]
+    rows = []
+    for name, counts in settings.items():
+        cells = (
+            f" | {counts[method]['recovered']:.1%} ({counts[method]['median_processor_seconds']} s)"
+            for method in methods
+        )
+        rows.append(f"{name}, {counts['skeletons']} skeletons{''.join(cells)}")
+    yield from table(" | ".join(["constants", *methods]), rows)
+
+
 # ---------------------------------------------------------------------------------- the service
 
 
@@ -342,7 +369,8 @@ def gpu_streaming() -> Iterator[str]:
 FIGURES: dict[str, Callable[[], Iterator[str]]] = {
     function.__name__: function
     for function in (
-        *(front_page, cpu_engine, fits, found_equations, other_searches, service, transport),
+        *(front_page, cpu_engine, fits, found_equations, other_searches, selection, skeletons),
+        *(service, transport),
         *(device, generations, gpu_devices, gpu_streaming, *FAULTS, *CAPACITY),
     )
 } | GPU

@@ -1,6 +1,7 @@
-"""Share of true skeletons whose constants a fit finds in a second, beside SciPy and pyoperon.
+r"""Share of true skeletons whose constants a fit finds in a second, beside SciPy and pyoperon.
 
-    python tests/bench/run.py skeletons [--starts 128] [--every 1] [--sets feynman nist] [--seed 1]
+    python tests/bench/run.py skeletons [--starts 128] [--every 1] [--sets feynman nist] \
+        [--processes 1]
 
 A skeleton is a true formula with a parameter in place of each constant, but for whole exponents:
 the 100 Feynman equations (`tests/data/feynman`), the 14 Strogatz equations, NIST's 27 nonlinear
@@ -15,21 +16,32 @@ Each method gets the same number of starts: 1 for every parameter, the others dr
 (warpfit), or uniformly from [-10, 10]. It stops when the normalised mean square error is below
 1e-10 (1e-3 with noise of 1%, measured without the noise), or after 2 s of processor time, that is
 1 s of two cores; the time of warpfit's one call counts as a whole. SciPy gets exact Jacobians and
-gradients. pyoperon fits float32 trees; skeletons that it cannot express count as not found.
+gradients. pyoperon fits float32 trees; skeletons that it cannot express count as not found. It is
+left out where it is not installed.
+
+``--processes`` of them share the skeletons. Each keeps to two cores of its own and takes all
+methods in turn on a skeleton, so all methods meet the same load, and warpfit has two threads
+whatever the machine. Time is the processor time of that process, which waiting for a core does not
+lengthen; what is left of the neighbours is that cores share caches, memory and clock, which costs
+all methods a little. More processes than pairs of cores would share cores, and are refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing as mp
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import save
+from harness import precompile, save
 from numpy.typing import NDArray
 from scipy import optimize as scipy_optimize
 from srbench import feynman, strogatz
@@ -399,33 +411,47 @@ METHODS: dict[str, Callable[[], Callable[..., tuple[float, int]]]] = {
 }
 
 
-def compare(arguments: argparse.Namespace, kind: str, noise: float) -> dict[str, Any]:
-    """Run all methods on all tasks of a setting, one after the other on each."""
-    goal = EXACT if noise == 0.0 else NOISY
-    methods = {name: METHODS[name]() for name in arguments.methods}
-    found: dict[str, list[tuple[str, float, float]]] = {name: [] for name in methods}
-    for task in tasks(arguments, kind, noise):
-        for name, method in methods.items():
-            began, error = time.process_time(), np.inf
-            try:
-                error, _ = method(task, arguments.starts, arguments.seed, goal)
-            except (WarpfitError, KeyError, ValueError, RuntimeError) as problem:
-                print(f"{name} cannot fit {task.name}: {problem}", flush=True)
-            spent = time.process_time() - began
-            found[name].append((task.name, error, spent))
-            if arguments.verbose:
-                print(f"{name} {task.name}: {error:.2g} in {spent:.2f} s", flush=True)
-    outcome: dict[str, Any] = {"skeletons": len(found[arguments.methods[0]])}
-    for name, runs in found.items():
-        right = [error <= goal for _, error, _ in runs]
-        in_time = [error <= goal and spent <= SECONDS for _, error, spent in runs]
-        outcome[name] = {
+class Worker:
+    """A process that takes one skeleton after the other."""
+
+    methods: dict[str, Callable[..., tuple[float, int]]]
+
+    @classmethod
+    def begin(cls, places: Any, names: list[str]) -> None:
+        """Take two of the cores, and make the methods there."""
+        cores = sorted(os.sched_getaffinity(0))
+        first = 2 * places.get()
+        os.sched_setaffinity(0, set(cores[first : first + 2]))
+        cls.methods = {name: METHODS[name]() for name in names}
+
+
+def tried(task: Task, starts: int, seed: int, goal: float) -> dict[str, tuple[str, float, float]]:
+    """Fit a skeleton by each method; return its name, error and processor time by method."""
+    found = {}
+    for name, method in Worker.methods.items():
+        began, error = time.process_time(), np.inf
+        try:
+            error, _ = method(task, starts, seed, goal)
+        except (WarpfitError, KeyError, ValueError, RuntimeError) as problem:
+            print(f"{name} cannot fit {task.name}: {problem}", flush=True)
+        found[name] = task.name, error, time.process_time() - began
+    return found
+
+
+def outcome(runs: list[dict[str, tuple[str, float, float]]], goal: float) -> dict[str, Any]:
+    """Count what the methods have recovered in a setting."""
+    counts: dict[str, Any] = {"skeletons": len(runs)}
+    for name in runs[0] if runs else ():
+        own = [run[name] for run in runs]
+        right = [error <= goal for _, error, _ in own]
+        in_time = [error <= goal and spent <= SECONDS for _, error, spent in own]
+        counts[name] = {
             "recovered": round(float(np.mean(in_time)), 4),
             "recovered_without_limit": round(float(np.mean(right)), 4),
-            "median_processor_seconds": round(float(np.median([spent for *_, spent in runs])), 4),
-            "missed": [run[0] for run, ok in zip(runs, in_time, strict=True) if not ok],
+            "median_processor_seconds": round(float(np.median([spent for *_, spent in own])), 4),
+            "missed": [run[0] for run, ok in zip(own, in_time, strict=True) if not ok],
         }
-    return outcome
+    return counts
 
 
 def main() -> None:
@@ -438,16 +464,42 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=("usual", "si"), default=["usual", "si"])
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0, NOISE])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--processes", type=int, default=1, help="of two cores each")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--name", default="skeletons")
     parser.add_argument("--directory", type=Path)
     arguments = parser.parse_args()
-    chosen = ("starts", "every", "seed", "sets")
+    pairs = max(1, len(os.sched_getaffinity(0)) // 2)
+    if arguments.processes > pairs:
+        parser.error(f"--processes is more than {pairs}, the pairs of cores here")
+    if not find_spec("pyoperon"):
+        arguments.methods = [name for name in arguments.methods if name != "pyoperon"]
+    chosen = ("starts", "every", "seed", "sets", "processes")
     content = {name: getattr(arguments, name) for name in chosen}
     content |= {"rows": ROWS, "processor_seconds": SECONDS}
-    for kind in arguments.kinds:
-        for noise in arguments.noise:
-            content[f"{kind}, noise {noise:g}"] = compare(arguments, kind, noise)
+    for library in ("OPENBLAS", "OMP", "MKL"):
+        os.environ[f"{library}_NUM_THREADS"] = "1"  # waiting threads would count as time
+    precompile()
+    context = mp.get_context("spawn")
+    places = context.Queue()
+    for place in range(arguments.processes):
+        places.put(place)
+    limits = (places, arguments.methods)
+    with ProcessPoolExecutor(arguments.processes, context, Worker.begin, limits) as pool:
+        pending = {}
+        for kind in arguments.kinds:
+            for noise in arguments.noise:
+                goal = EXACT if noise == 0.0 else NOISY
+                pending[kind, noise, goal] = [
+                    pool.submit(tried, task, arguments.starts, arguments.seed, goal)
+                    for task in tasks(arguments, kind, noise)
+                ]
+        for (kind, noise, goal), futures in pending.items():
+            runs = [future.result() for future in futures]
+            content[f"{kind}, noise {noise:g}"] = outcome(runs, goal)
+            for run in runs if arguments.verbose else ():
+                for name, (task, error, spent) in run.items():
+                    print(f"{kind}, {noise:g}: {name} {task}: {error:.2g} in {spent:.2f} s")
     save(arguments.name, content, arguments.directory)
 
 
