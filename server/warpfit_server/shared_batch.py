@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
@@ -36,10 +37,6 @@ STARTS, PARAMETER_STARTS, VALUES, PARAMETERS, CODES = range(len(BATCH_ARRAYS))
 #: Address and bytes of each of the arrays.
 Places = Sequence[tuple[int, int]]
 _OPERATORS: Final = sum([1 << row.code for row in OPERATORS.values()])
-#: Words that are hashed at a time, and random odd factors.
-_WORDS: Final = 1 << 16
-_ODD: Final = np.random.default_rng(44).integers(1 << 63, size=_WORDS, dtype=np.uint64) * 2 + 1
-_PRIME, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class BatchSummary(NamedTuple):
@@ -89,24 +86,12 @@ class BatchSummary(NamedTuple):
 
 
 def _hash(*arrays: NDArray[Any]) -> int:
-    """Hash the bytes of arrays, alike in all processes of a machine, to 63 bits.
-
-    The words of 64 bits are multiplied by odd factors and added, modulo 2**64, which takes NumPy
-    less time than a checksum (Carter and Wegman 1979, "Universal classes of hash functions"). Of
-    words that are multiples of a power of two, as those of small numbers in float64, that keeps few
-    bits, so the upper half of each word is added to the lower one before.
-    """
-    total = 0
+    """Hash the bytes of arrays, alike in all processes of a machine, to 63 bits."""
+    hashed = xxhash.xxh3_64()
     for array in arrays:
-        total = total * _PRIME + array.nbytes & _MASK
-    octets = [array.tobytes() for array in arrays]
-    octets.append(bytes(-sum(map(len, octets)) % 8))
-    words = np.frombuffer(b"".join(octets), np.uint64)
-    for first in range(0, len(words), _WORDS):
-        some = words[first : first + _WORDS]
-        product = np.dot(some ^ (some >> 32), _ODD[: len(some)])
-        total = total * _PRIME + int(product) & _MASK
-    return total >> 1
+        hashed.update(array.nbytes.to_bytes(8, "little"))
+        hashed.update(np.ascontiguousarray(array).data)
+    return hashed.intdigest() >> 1
 
 
 def contents(batch: Batch) -> tuple[bytes, ...]:
