@@ -5,8 +5,8 @@ turns, so that other load on the machine meets all alike, and writes results/dev
 setting is what the others are compared with. On a machine without a GPU:
 ``--devices cpu cpu:2 --threads 1 --workers 2 4 --scale 0.05``.
 
-* ``sustained``: token-rows a second of many workers, each a process that sends messages which it
-  encoded before, as workers on other machines do; hardly any batch comes again;
+* ``sustained``: token-rows a second of many workers, which are processes on the server's own cores
+  with clients of their own; batches never come again;
 * ``one client``: losses of 5,000 programs on 1,000,000 rows, which are split over the devices;
 * ``fits``: one call of 3,000 searches, split likewise;
 * ``loss of an engine``: one engine is killed while 16 workers repeat a batch.
@@ -17,7 +17,6 @@ setting is what the others are compared with. On a machine without a GPU:
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import threading
@@ -38,8 +37,6 @@ from warpfit.calls.results import Fit
 
 #: Programs and rows of the calls of many workers.
 SHAPES = ((300, 100_000), (5_000, 10_000))
-#: Programs of all messages that the workers of a run encode beforehand; they hold about 5 GB.
-FRESH = 15_000_000
 LARGE = (5_000, 1_000_000)
 SEARCHES = (3_000, 10_000)
 #: Seconds that the loss of an engine is watched.
@@ -58,8 +55,7 @@ def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any)
             rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
             for _ in range(options.rounds):
                 for name, server in servers.items():
-                    fresh = math.ceil(FRESH / programs / max(count, 16))
-                    order = (server.address, programs, rows, options.seconds, fresh)
+                    order = (server.address, programs, rows, options.seconds, None)
                     results, busy = watched(workers, server, count, order)
                     rounds[name].append(
                         {**throughput(results, rows), **latencies(results), "busy_cores": busy}

@@ -18,9 +18,6 @@ import psutil
 
 import warpfit
 from support.random_programs import thesis_mix
-from support.servers.rpcs import SERVICE
-from warpfit import codec
-from warpfit.calls.arguments import EvaluateOptions, build_evaluation
 from warpfit.errors import WarpfitError
 from warpfit.ir import Batch, Program
 
@@ -28,6 +25,8 @@ SEED: Final = 20261121
 VARIABLES: Final = 10
 #: Programs that fresh batches are drawn from.
 POOL: Final = 6_000
+#: Most programs of a call that are sent as lists.
+LISTED: Final = 300
 #: Programs that are drawn for each second of a worker before the time is taken.
 PROGRAMS_A_SECOND: Final = 240_000
 
@@ -63,9 +62,8 @@ class Pool:
 def work(number: int, orders: Connection) -> None:
     """Serve the orders of the main process: connect, then call until the time is up.
 
-    An order has address, programs a call, rows, seconds, and what is sent: that many batches that
-    are encoded before, other batches for each call (None), one batch again and again (0), or
-    batches that come some times each (`Repeats`).
+    An order has address, programs a call, rows, seconds, and what is sent: other batches for each
+    call (None), one batch again and again (0), or batches that come some times each (`Repeats`).
     """
     pool = Pool(SEED + 1 + number % 16, 2_000)
     pool.random = np.random.default_rng(SEED + number)
@@ -75,15 +73,13 @@ def work(number: int, orders: Connection) -> None:
         if order is None:
             return
         address, programs, rows, seconds, fresh = order
-        with warpfit.connect(address) as client, grpc.insecure_channel(address) as channel:
+        with warpfit.connect(address) as client:
             data = client.upload(*table(rows))
             if isinstance(fresh, Repeats):
                 send = moved(client, data, pool, programs, fresh)
             elif fresh is None:
                 calls = int(seconds * PROGRAMS_A_SECOND / programs)
                 send = drawn(client, data, pool, programs, calls)
-            elif fresh:
-                send = sender(channel, data, [pool.draw(programs) for _ in range(fresh)])
             else:
                 send = partial(repeat, client, data, Pool(SEED, programs).batch)
             send()
@@ -111,20 +107,24 @@ class Answer(NamedTuple):
 def drawn(client: warpfit.Client, data: Any, pool: Pool, count: int, calls: int) -> Any:
     """Return what sends a batch that was not sent before.
 
-    Batches for so many calls are drawn now, because drawing takes cores from the server.
+    Batches for so many calls are drawn now, because drawing takes cores from the server. Few
+    programs are lists, as most searches have them; many are flat arrays, as of a vectorised search.
     """
 
-    def draw() -> tuple[int, list[Program], list[np.ndarray]]:
+    def draw() -> tuple[int, tuple[Any, ...]]:
+        if count > LISTED:
+            batch = pool.draw(count)
+            return batch.token_count, (batch,)
         programs, parameters = pool.draw_lists(count)
-        return sum(map(len, programs)), programs, parameters
+        return sum(map(len, programs)), (programs, parameters)
 
     early = [draw() for _ in range(calls)]
     gc.freeze()
     batches = itertools.chain(early, iter(draw, None))
 
     def send() -> Answer:
-        tokens, programs, parameters = next(batches)
-        answer = client.run(data, programs, parameters, loss="mse", precision="fast")
+        tokens, given = next(batches)
+        answer = client.run(data, *given, loss="mse", precision="fast")
         return Answer(tokens, answer.timings.device, b"")
 
     return send
@@ -157,22 +157,6 @@ def repeat(client: warpfit.Client, data: Any, batch: Batch) -> Answer:
     """Evaluate a batch that was evaluated before."""
     answer = client.run(data, batch, loss="mse", precision="fast", tier="interpreter")
     return Answer(len(batch.codes), answer.timings.device, answer.losses.tobytes())
-
-
-def sender(channel: grpc.Channel, data: Any, batches: list[Batch]) -> Callable[[], Answer]:
-    """Return what sends one batch after the other; they are encoded now, as by another machine."""
-    options: EvaluateOptions = {"loss": "mse", "precision": "fast"}
-    evaluations = [build_evaluation(data, batch, None, None, options)[0] for batch in batches]
-    requests = itertools.cycle(
-        [(len(each.batch.codes), codec.evaluation_to_bytes(each)) for each in evaluations]
-    )
-    method = channel.unary_unary(SERVICE + "Evaluate")
-
-    def send() -> Answer:
-        tokens, request = next(requests)
-        return Answer(tokens, codec.answer_from_bytes(method(request)).timings.device, b"")
-
-    return send
 
 
 def call(send: Callable[[], Answer], seconds: float) -> dict[str, Any]:
