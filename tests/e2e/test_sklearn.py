@@ -375,6 +375,17 @@ def test_noise_does_not_hide_variables_that_predict(search):
     )
 
 
+def test_a_formula_that_fits_the_noise_makes_no_law_of_it(search):
+    """It leaves less than a hundredth of the variance, but predicts no row so well."""
+    X = np.random.default_rng(0).normal(size=(60, 15))
+    y = X[:, 0] + 0.12 * np.random.default_rng(1).normal(size=60)
+    guess = "x1 + " + " + ".join(f"0.01*x{column}" for column in range(2, 16))
+    model = search(generations=0, max_size=60, guesses=[guess], held_out=0.0).fit(X, y)
+    assert model.equations_[-1].r2 > 0.99
+    assert not np.isnan([equation.predictive_length for equation in model.front_]).any()
+    assert len(model.program_) < 10
+
+
 @pytest.mark.parametrize("how", ["interrupt", "terminate", "server"])
 def test_what_was_found_is_kept(search, monkeypatch, tmp_path, capsys, how):
     X = points(100)

@@ -57,9 +57,10 @@ class Equation:
     description_length: float
     """Length of a description of the data in nats, but for a constant: -log L + k log(rows) / 2
     (Rissanen 1978). Its k is the complexity, as the structure was searched for, too, plus 1 for
-    each constant, or a part of 1 for one in a short form. A formula of squares that leaves the
-    range of the target between rows, as at a pole, takes 10 more. Comparable on the same data
-    only."""
+    each constant, or a part of 1 for one in a short form. A formula of squares takes 15 more if it
+    is a surprise on rows unlike all others, whose variables come from different rows and are up to
+    half as far out again: if it leaves the range of the target there, with a quarter of that for
+    room, where no linear model does, as at a pole. Comparable on the same data only."""
     r2: float
     """R^2 of this formula on all training data; NaN in the previews of a callback, unless squares
     are minimised."""
@@ -79,9 +80,10 @@ class Equation:
     see `warpfit.evidence.fractional_bayes_factor`; NaN unless ``model_selection`` is "evidence"."""
     predictive_length: float = math.nan
     """Length of a description of rows that no fit has seen, in nats, but for a constant: half their
-    number times the logarithm of their mean squared error, in a cross-validation of five parts,
-    and the length of the structure (`warpfit.sklearn.pairs.structure_length`). NaN where a formula
-    leaves less than a hundredth of the variance, and for losses that are no squares."""
+    number times the logarithm of their mean squared error, in a cross-validation of five parts, the
+    length of the structure (`warpfit.sklearn.pairs.structure_length`), and 15 for a surprise on
+    rows unlike all others, as in ``description_length``. NaN where a formula leaves less than a
+    hundredth of the variance of these rows, and for losses that are no squares."""
     subformulas: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Text of each function and parameter of a template, by name; empty without one."""
     constants: tuple[tuple[float, ...], ...] = ()

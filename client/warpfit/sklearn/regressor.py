@@ -104,9 +104,11 @@ class SymbolicRegressor(FormulaRegressor):
         negative log likelihood.
     model_selection : str
         Which equation ``predict`` uses. ``"prediction"`` takes the equation that predicts new rows
-        best: a cross-validation fits the constants to other rows, and the structure's tokens count,
-        too. Where an equation leaves less than a hundredth of the variance, and for losses that are
-        no squares, it is the same as ``"description_length"``. The others are
+        best: a cross-validation fits the constants to other rows, the structure's tokens count,
+        too, and so does a value that no row makes expect, on rows unlike all others. Where an
+        equation leaves less than a hundredth of the variance of rows that its constants have not
+        seen, and for losses that are no squares, it is the same as ``"description_length"``. The
+        others are
         ``"description_length"``, the shortest description of the data, which counts tokens and
         constants (`warpfit.sklearn.equations.Equation`); ``"evidence"``, the largest fractional
         Bayes factor, for losses of squares (`warpfit.evidence.fractional_bayes_factor`);

@@ -411,8 +411,10 @@ _SHORTENED: Final = 5
 _MOST_TOLERANCE: Final = 0.1
 #: Parts of a cross-validation.
 _PARTS: Final = 5
-#: Part of the loss of the best constant below which a formula is a law, and none predicts better.
+#: Part of the variance below which an error of prediction is that of a law, and none predicts
+#: better, and part of the loss of the best constant below which no cross-validation is needed.
 _LEAST_NOISE: Final = 0.01
+_EXACT: Final = 1e-4
 #: A formula with a larger part of the loss of the best constant describes data with much noise.
 _NOISE: Final = 0.1
 #: Rows on which outliers are told from the bulk of the others, about, and the part of the latter.
@@ -422,10 +424,12 @@ _BULK: Final = 0.8
 #: target's spread, that then say nothing.
 _FEW: Final = 0.1
 _BIAS: Final = 5e-3
-#: How much less likely a formula is, in nats, that leaves the range of the target, widened by part
-#: of itself, between rows. Beyond them it may: powers have no value where a length is negative.
-_STRAYING: Final = 10.0
+#: How much less likely a formula is, in nats, that leaves the range of the target and of a linear
+#: model, widened by part of the former, on rows unlike all others; and most part of a distance by
+#: which these are farther out.
+_STRAYING: Final = 15.0
 _ROOM: Final = 0.25
+_BEYOND: Final = 0.5
 #: Multiple of the tolerance with which they are shortened again.
 _FAR: Final = 4.0
 #: Time for the constants of groups when a search has been interrupted.
@@ -473,7 +477,9 @@ class TargetSearch:
     formulas: Genomes = field(default_factory=lambda: Genomes.of([]))
     """All formulas of the search, best first."""
     predictive: dict[Program, float] = field(default_factory=dict)
-    """Predictive lengths, as `Equation.predictive_length`, of formulas that describe noise."""
+    """Predictive lengths, as `Equation.predictive_length`."""
+    least_error: float = math.inf
+    """Least mean squared error of a formula in a cross-validation."""
     parts: list[tuple[DatasetHandle, Indices]] = field(default_factory=list)
     """Rows of a cross-validation: those that are fitted, and those that are left out."""
 
@@ -553,16 +559,16 @@ class TargetSearch:
         return self._front_of(found)
 
     def _cross_validate(self, stack: ExitStack, found: _Found) -> None:
-        """Find the predictive lengths of formulas, where there is noise.
+        """Find the predictive lengths of formulas, where there may be noise.
 
         Constants are fitted to four fifths of the rows, and errors are those of the others. Rows
         that are held out are predicted by the formulas as they are. Of many rows some are taken.
         """
         least = min(loss for loss, _ in found.values())
         function = as_function(self.loss)
-        noise = _LEAST_NOISE ** (0.5 if function.closing is Closing.ROOT else 1.0)
+        exact = _EXACT ** (0.5 if function.closing is Closing.ROOT else 1.0)
         grouped = self.training.groups is not None
-        if not function.is_squares or least <= noise * self.scale or grouped:
+        if not function.is_squares or least <= exact * self.scale or grouped:
             return
         programs = [program for program in found if program not in self.predictive]
         X, y, weights = self.training[:3]
@@ -586,6 +592,7 @@ class TargetSearch:
         symbols = X.shape[1] + len(self.options.operators) + 1
         for program, error in zip(programs, (total / weights[judged].sum()).tolist(), strict=True):
             level = max(error, ROUNDING * self.scale, math.ulp(0.0))
+            self.least_error = min(self.least_error, level)
             length = 0.5 * self._rows * math.log(level) if level < math.inf else math.inf
             for own in self.form.parts_of(program):
                 length += structure_length(terms_of(own), symbols)
@@ -704,7 +711,7 @@ class TargetSearch:
             self._deviance_of,
             as_function(self.loss).is_squares,
             self._r2_of_loss,
-            self.predictive,
+            self.predictive if self.least_error > _LEAST_NOISE * self._variance else {},
             self._price,
         )
         if not isinstance(self.form, TemplateForm):
@@ -836,8 +843,9 @@ class TargetSearch:
     def _deviance_of(self, program: Program, level: float) -> float:
         """Return -2 log L, but for a constant, of a formula with a loss above the least possible.
 
-        A formula that leaves the range of the target between rows, or next to them, as one with a
-        pole does, counts as less likely by `_STRAYING`, which decides among formulas of noise.
+        A formula that has values on rows unlike all others that no row makes expect, as one with a
+        pole or an exponential has, counts as less likely by `_STRAYING`: it decides among formulas
+        of noise.
         Of losses that resist outliers it is that of Gauss's likelihood whose standard deviation is
         the median residual: in the loss itself a few outliers would hide a law.
         """
@@ -850,16 +858,14 @@ class TargetSearch:
         return 2.0 * self._rows * math.log(max(bulk[0], least * self._spread)) + extra
 
     def _strays(self, program: Program) -> bool:
-        """Tell whether a formula leaves the range of the target between rows, or next to them."""
+        """Tell whether a formula has values on rows unlike all others that are a surprise."""
         grouped = self.training.groups is not None  # Their ranges are not one.
         if not as_function(self.loss).is_squares or program.variables == 0 or grouped:
             return False
         if program not in self._straying:
-            values = reference.evaluate_program(program, self._between)
-            low, high = float(self.training.target.min()), float(self.training.target.max())
-            room = _ROOM * (high - low)
-            inside = (values >= low - room) & (values <= high + room)
-            self._straying[program] = not inside.all()
+            values = reference.evaluate_program(program, self._unlike)
+            low, high = self._range
+            self._straying[program] = not ((values >= low) & (values <= high)).all()
         return self._straying[program]
 
     @cached_property
@@ -867,12 +873,48 @@ class TargetSearch:
         return {}
 
     @cached_property
-    def _between(self) -> Floats:
-        """Points on lines between pairs of rows, [variables, n]."""
+    def _unlike(self) -> Floats:
+        """Rows unlike all others, as the next ones of a table may be, [variables, n].
+
+        Each variable is that of another row, as for the importance of a variable by permutation
+        (Breiman 2001), and is moved away from that of a third one by up to half of their distance,
+        which may be out of the variable's range. What has one sign keeps it.
+        """
         rng = np.random.default_rng(0)
-        ends = self.training.rows[rng.integers(len(self.training.target), size=(2, _JUDGED))]
-        part = rng.uniform(0.0, 1.0, (_JUDGED, 1))
-        return np.ascontiguousarray((ends[0] + part * (ends[1] - ends[0])).T)
+        moved = []
+        for column in self.training.rows.T:
+            own, other = column[rng.integers(len(column), size=(2, _JUDGED))]
+            step = rng.uniform(0.0, _BEYOND, _JUDGED)
+            further = own + step * (own - other)
+            has_sign = column.min() >= 0.0 or column.max() <= 0.0
+            turned = has_sign & (further * own <= 0.0)
+            moved.append(np.where(turned, own / (1.0 + step), further))
+        return np.stack(moved)
+
+    @cached_property
+    def _range(self) -> tuple[float, float]:
+        """Values that are no surprise on rows unlike all others, the least and the greatest.
+
+        They are those of the target and those of a linear model, with some room.
+        """
+        step = -(-len(self.training.target) // _JUDGED)
+        X, y, weights = (part[::step] for part in self.training[:3])
+        # Columns of one size, so that none is taken for a rounding error of another.
+        middle, size = X.mean(axis=0), np.maximum(np.ptp(X, axis=0), np.finfo(float).tiny)
+        design, beyond = (
+            np.column_stack([np.ones(len(rows)), (rows - middle) / size])
+            for rows in (X, self._unlike.T)
+        )
+        roots = np.sqrt(weights)
+        linear = beyond @ np.linalg.lstsq(design * roots[:, None], y * roots)[0]
+        low, high = float(self.training.target.min()), float(self.training.target.max())
+        room = _ROOM * (high - low)
+        return min(low, float(linear.min())) - room, max(high, float(linear.max())) + room
+
+    @cached_property
+    def _variance(self) -> float:
+        _, y, weights = self.training[:3]
+        return float(np.average(np.square(y - np.average(y, weights=weights)), weights=weights))
 
     @cached_property
     def _spread(self) -> float:

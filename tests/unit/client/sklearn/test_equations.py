@@ -124,13 +124,23 @@ def test_the_least_losses_of_many_rows_are_looked_for_once_or_between(monkeypatc
     np.testing.assert_allclose(found, y - y * np.log(y), atol=1e-5)
 
 
-def test_a_pole_between_the_rows_of_noisy_data_speaks_against_a_formula():
-    X = np.linspace(0.0, 1.0, 21)[:, None]
-    y = X[:, 0] + 0.1 * np.random.default_rng(0).normal(size=21)
+@pytest.mark.parametrize(
+    ("text", "surprises"),
+    [
+        ("x1 + 0.01/(x1 - 0.4753)", True),  # a pole between the rows
+        ("x1 + 1e-10*exp(20*x1)", True),  # explodes behind the last one
+        ("x1 + 0.01*exp(20*(x1 - x2))", True),  # and where variables differ that never have
+        ("x1 + sqrt(0.9 - x1)/100", True),
+        ("0.9*x1 + 0.1*x2", False),  # leaves the range of the target as a line does
+        ("x1 + 0.01*log(x2)", False),  # lengths stay positive
+    ],
+)
+def test_values_that_no_row_makes_expect_speak_against_a_formula(text, surprises):
+    x = np.linspace(0.05, 1.0, 21)
+    y = x + 0.1 * np.random.default_rng(0).normal(size=21)
+    training = TrainingData(np.stack([x, x], axis=1), y, np.ones(21))
     task = target_search.TargetSearch(
-        SymbolicRegressor(), None, TrainingData(X, y, np.ones(21)), None, None, (), 0.0, math.inf
+        SymbolicRegressor(), None, training, None, None, (), 0.0, math.inf
     )
-    smooth, pole = parse("x1 + 0.01"), parse("x1 + 0.01/(x1 - 0.4753)")
-    level = 0.01
-    difference = task._deviance_of(pole, level) - task._deviance_of(smooth, level)
-    assert difference == pytest.approx(20.0)
+    difference = task._deviance_of(parse(text), 0.01) - task._deviance_of(parse("x1"), 0.01)
+    assert difference == pytest.approx(30.0 if surprises else 0.0)
