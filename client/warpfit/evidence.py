@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 from warpfit.display import TextTable
 from warpfit.errors import InvalidArgumentError, bad_setting
+from warpfit.expressions.language import to_text
 from warpfit.ir import Program, subtree_starts
 from warpfit.losses import Closing, TargetStatistics
 from warpfit.ops import ARITIES, CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER
@@ -82,25 +84,16 @@ def student_t(level: float, freedom: float) -> float:
         first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
         third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
         return float(z + first / freedom + second / freedom**2 + third / freedom**3)
-
-    def probability(t: float) -> float:
-        angle = math.atan(t / math.sqrt(freedom))
-        cosine, is_odd = math.cos(angle), freedom % 2 == 1
-        term = total = cosine if is_odd else 1.0
-        for k in range(2 if is_odd else 1, int(freedom) - 2, 2):
-            term *= k / (k + 1) * cosine**2
-            total += term
-        if not is_odd:
-            return math.sin(angle) * total
-        return 2 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0.0))
-
-    low, high = 0.0, 1.0
-    while probability(high) < level and high < 1e300:
-        high *= 2.0
-    for _ in range(200):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if probability(middle) < level else (low, middle)
-    return high
+    n = int(freedom)
+    k = np.arange(1 + n % 2, n - 2, 2)
+    low, high = 0.0, math.pi / 2.0
+    for _ in range(60):
+        angle = (low + high) / 2.0  # t = sqrt(n) tan(angle)
+        sine, cosine = math.sin(angle), math.cos(angle)
+        series = sine * (1.0 + float(np.cumprod(k / (k + 1) * cosine**2).sum()))
+        odd = 2.0 / math.pi * (angle + (cosine * series if n > 1 else 0.0))
+        low, high = (angle, high) if (odd if n % 2 else series) < level else (low, angle)
+    return math.sqrt(n) * math.tan(high)
 
 
 # ------------------------------------------------------------------------------------ criteria
@@ -140,7 +133,7 @@ def description_length(
     and Ferreira 2023, equation 8; Kronberger, de França, Bartlett, Desmond and Ferreira, "Guiding
     multi-objective genetic programming with description length improves symbolic regression
     solutions", arXiv:2605.22374, 2026). A parameter that is less than its precision sqrt(12 / I_ii)
-    away from 0 may as well be 0, and costs nothing.
+    away from 0 may as well be 0, and costs nothing. A perfect fit has minus infinity.
 
     Args:
         program: the formula.
@@ -148,6 +141,8 @@ def description_length(
         fisher: diagonal of I, [p].
         likelihood: its logarithm.
     """
+    if likelihood == math.inf:
+        return -math.inf
     with np.errstate(divide="ignore", invalid="ignore"):
         size = np.abs(parameters)
         counts = size * np.sqrt(fisher) >= math.sqrt(12.0)
@@ -171,10 +166,11 @@ def fractional_bayes_factor(
 
 
 def covariance_of(curvature: Floats, squares: float, rows: int, tolerance: float) -> Any:
-    """Return the covariance of parameters, [p, p], and which of them the data do not determine.
+    """Return the covariance [p, p], which parameters the data do not determine [p], and r.
 
-    It is S / (n - r) times the pseudo-inverse of A (Seber and Wild 1989, section 2.1.2). A
-    parameter that a direction without information moves has NaN, and so has every one if n <= r.
+    The covariance is S / (n - r) times the pseudo-inverse of A (Seber and Wild 1989, section
+    2.1.2). A parameter that a direction without information moves has NaN, and so has every one if
+    n <= r.
 
     Args:
         curvature: A, [p, p].
@@ -187,16 +183,16 @@ def covariance_of(curvature: Floats, squares: float, rows: int, tolerance: float
     scale = np.where(np.isfinite(scale) & (scale > 0.0), scale, 1.0)
     scaled = curvature / np.outer(scale, scale)
     if not np.isfinite(scaled).all():
-        return np.full((count, count), np.nan), np.ones(count, dtype=bool)
+        return np.full((count, count), np.nan), np.ones(count, dtype=bool), 0
     values, vectors = np.linalg.eigh(scaled)
     kept = values > tolerance * max(1, count)
     lost = np.square(vectors[:, ~kept]).sum(axis=1) > 1e-8
     inverse = (vectors[:, kept] / values[kept]) @ vectors[:, kept].T / np.outer(scale, scale)
     inverse[lost] = np.nan
     inverse[:, lost] = np.nan
-    freedom = rows - int(kept.sum())
-    variance = squares / freedom if freedom > 0 else math.nan
-    return inverse * variance, lost | (freedom <= 0)
+    rank = int(kept.sum())
+    variance = squares / (rows - rank) if rows > rank else math.nan
+    return inverse * variance, lost | (rows <= rank), rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,8 +232,8 @@ class Evidence:
     warnings: list[list[str]]
     """Warnings about the constants of each formula."""
     intervals: list[Floats] | None = None
-    """Profile-likelihood intervals of each formula, [parameters, 2]; see `ProfileSearch`. None if
-    not requested."""
+    """Profile-likelihood intervals of each formula, [parameters, 2]; see `profile_intervals`. None
+    if not requested."""
     terms: list[list[Term]] | None = None
     """Terms of each formula with their contributions; None if not requested."""
 
@@ -263,35 +259,32 @@ class Evidence:
         """
         weights = statistics.weights
         used = np.ones(0) if weights is None else weights[weights > 0.0].astype(np.float64)
-        rows = len(statistics.target) if weights is None else len(used)
+        rows = max(1, len(statistics.target) if weights is None else len(used))
         single = statistics.target.dtype.itemsize == 4
         tolerance = _RANK_TOLERANCE_FLOAT32 if single else _RANK_TOLERANCE
         likelihood = log_likelihood(squares, rows, float(np.log(used).sum()))
-        free = [
-            np.ones(len(p), dtype=bool) if fixed is None else ~np.asarray(fixed[i], dtype=bool)
-            for i, p in enumerate(parameters)
-        ]
-        counts = np.array([int(mask.sum()) for mask in free], dtype=np.int64)
-        lengths, factors, covariances, undetermined, variance, freedom = [], [], [], [], [], []
-        for i, program in enumerate(programs):
-            own, mask = curvatures[i][np.ix_(free[i], free[i])], free[i]
-            whole = np.zeros(curvatures[i].shape)
-            covariance, lost = covariance_of(own, float(squares[i]), rows, tolerance)
-            whole[np.ix_(mask, mask)] = covariance
-            covariances.append(whole)
+        masks = (
+            [np.ones(len(p), bool) for p in parameters] if fixed is None else [~f for f in fixed]
+        )
+        counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
+        lengths, factors, covariances, undetermined, ranks = [], [], [], [], []
+        for i, (program, mask) in enumerate(zip(programs, masks, strict=True)):
+            own = curvatures[i][np.ix_(mask, mask)]
+            covariances.append(np.zeros(curvatures[i].shape))
             undetermined.append(np.zeros(len(mask), dtype=bool))
-            undetermined[-1][mask] = lost
-            scale = np.sqrt(np.where(np.diagonal(own) > 0.0, np.diagonal(own), 1.0))
-            usable = np.isfinite(own).all()
-            spectrum = np.linalg.eigvalsh(own / np.outer(scale, scale)) if usable else np.zeros(0)
-            freedom.append(rows - int((spectrum > tolerance * max(1, len(own))).sum()))
-            variance.append(squares[i] / freedom[-1] if freedom[-1] > 0 else math.nan)
+            covariances[i][np.ix_(mask, mask)], undetermined[i][mask], rank = covariance_of(
+                own, float(squares[i]), rows, tolerance
+            )
+            ranks.append(rank)
             with np.errstate(divide="ignore", invalid="ignore"):
                 fisher = np.diagonal(own) * (rows / squares[i])
             value = float(likelihood[i])
             lengths.append(description_length(program, parameters[i][mask], fisher, value))
             factors.append(fractional_bayes_factor(program, int(counts[i]), rows, value))
         errors = [np.sqrt(np.diagonal(matrix)) for matrix in covariances]
+        freedom = rows - np.array(ranks, dtype=np.int64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            variance = np.where(freedom > 0, squares / freedom, np.nan)
         found = zip(parameters, errors, undetermined, counts, strict=True)
         return cls(
             rows=rows,
@@ -301,8 +294,8 @@ class Evidence:
             bic=(counts + 1) * math.log(rows) - 2.0 * likelihood,
             description_length=np.array(lengths),
             bayes_factor=np.array(factors),
-            variance=np.array(variance),
-            freedom=np.array(freedom, dtype=np.int64),
+            variance=variance,
+            freedom=freedom,
             covariances=covariances,
             standard_errors=errors,
             undetermined=undetermined,
@@ -349,136 +342,88 @@ def sum_of_squares(closing: Closing, losses: Floats, statistics: TargetStatistic
 # ---------------------------------------------------------------------------- profile likelihood
 
 
-class ProfileSearch:
-    """Finds profile-likelihood intervals of the parameters of all formulas together.
+def profile_intervals(
+    evidence: Evidence,
+    parameters: Sequence[Floats],
+    squares: Floats,
+    level: float,
+    fit: Callable[[list[int], list[int], list[Floats]], tuple[Floats, Sequence[Floats]]],
+    bounds: tuple[Sequence[Floats], Sequence[Floats]],
+) -> list[Floats]:
+    """Return profile-likelihood intervals of the parameters of all formulas, [parameters, 2] each.
 
     With t_i fixed at a value and the others fitted, let S(t_i) be the sum of squares. The interval
     of a level are the t_i around the fitted one with S(t_i) <= S (1 + q^2 / (n - r)), where q is
     the quantile of Student's t with n - r degrees of freedom (Bates and Watts, "Nonlinear
     Regression Analysis and Its Applications", 1988, section 6.1.1). On each side the root of
     sqrt((S(t_i) / S - 1) (n - r)) - q is bracketed and found by the Illinois method, because this
-    is nearly a straight line. An interval that is open at a side has an infinite end there.
-
-    ::
-
-        search = ProfileSearch(evidence, parameters, squares, 0.95)
-        while (asked := search.ask()) is not None:
-            search.tell(sums of squares and parameters of fits from these starts, with fixed ones)
+    is nearly a straight line. An interval that is open at a side has an infinite end there, or the
+    bound of its parameter.
 
     Args:
         evidence: of the formulas.
         parameters: for each its fitted parameters.
         squares: S of each, [programs].
         level: such as 0.95.
+        fit: makes fits, given formula, fixed parameter and start [parameters] of each; returns S
+            and the parameters of each.
+        bounds: least and greatest parameters of each formula.
     """
-
-    def __init__(
-        self, evidence: Evidence, parameters: Sequence[Floats], squares: Floats, level: float
-    ) -> None:
-        if not 0.0 < level < 1.0:
-            raise bad_setting("intervals", level, "a level between 0 and 1, such as 0.95")
-        self._parameters, self._squares = parameters, squares
-        self.intervals = [np.stack([p - np.inf, p + np.inf], axis=1) for p in parameters]
-        #: Program, parameter and side of each end, and the goal for the root of S(t_i) / S - 1.
-        self._ends: list[_End] = []
-        for i, vector in enumerate(parameters):
-            freedom = int(evidence.freedom[i])
-            errors = evidence.standard_errors[i]
-            if freedom <= 0 or not squares[i] > 0.0:
-                self.intervals[i][:] = np.nan if freedom <= 0 else vector[:, None]
+    intervals = [np.stack([p - np.inf, p + np.inf], axis=1) for p in parameters]
+    found = []
+    for i, vector in enumerate(parameters):
+        freedom, errors = int(evidence.freedom[i]), evidence.standard_errors[i]
+        if freedom <= 0 or not squares[i] > 0.0:
+            intervals[i][:] = np.nan if freedom <= 0 else vector[:, None]
+            continue
+        quantile = student_t(level, freedom)
+        for k, error in enumerate(errors.tolist()):
+            if error == 0.0:  # of a fixed one
+                intervals[i][k] = vector[k]
                 continue
-            quantile = student_t(level, freedom)
-            for k in range(len(vector)):
-                if errors[k] == 0.0:
-                    self.intervals[i][k] = vector[k]  # a fixed one
-                    continue
-                error = errors[k] if np.isfinite(errors[k]) else max(abs(vector[k]), 1e-3)
-                for side in (-1.0, 1.0):
-                    step = quantile * error
-                    self._ends.append(
-                        _End(i, k, side, quantile / math.sqrt(freedom), step, vector.copy())
-                    )
-
-    def ask(self) -> list[tuple[int, int, Floats]] | None:
-        """Return fits to make: program, fixed parameter and start [parameters]; None at the end."""
-        self._open = [end for end in self._ends if not end.is_done]
-        if not self._open:
-            return None
-        asked = []
-        for end in self._open:
-            start = end.vector.copy()
-            start[end.parameter] = self._parameters[end.program][end.parameter] + end.offset
-            asked.append((end.program, end.parameter, start))
-        return asked
-
-    def tell(self, squares: Floats, parameters: Sequence[Floats]) -> None:
-        """Take S and the parameters of the fits that `ask` returned."""
-        for end, value, vector in zip(self._open, squares.tolist(), parameters, strict=True):
-            ratio = value / self._squares[end.program] - 1.0
-            end.take(math.sqrt(max(ratio, 0.0)) if math.isfinite(value) else math.inf, vector)
-            if end.is_done:
-                side = 0 if end.side < 0.0 else 1
-                fitted = self._parameters[end.program][end.parameter]
-                self.intervals[end.program][end.parameter, side] = fitted + end.result
-
-
-@dataclass(slots=True, eq=False)
-class _End:
-    """The search for one end of an interval, as distances from the fitted parameter."""
-
-    program: int
-    parameter: int
-    side: float
-    goal: float
-    """Root of S(t_i) / S - 1 at the end."""
-    step: float
-    vector: Floats
-    """Parameters to begin the next fit at."""
-    low: float = 0.0
-    high: float = math.inf
-    below: float = 0.0
-    """Root at ``low``, minus the goal, weighed by the Illinois method."""
-    above: float = math.inf
-    rounds: int = 0
-    last: int = 0
-    is_done: bool = False
-
-    @property
-    def result(self) -> float:
-        """Distance of the end from the fitted parameter."""
-        return self.side * self.high
-
-    @property
-    def offset(self) -> float:
-        """Distance at which to fit next."""
-        if self.high == math.inf:
-            return self.side * (self.step if self.low == 0.0 else 2.0 * self.low)
-        if not math.isfinite(self.above):
-            return self.side * 0.5 * (self.low + self.high)
-        share = self.below / (self.below - self.above)
-        return self.side * (self.low + (self.high - self.low) * min(max(share, 0.02), 0.98))
-
-    def take(self, root: float, vector: Floats) -> None:
-        """Judge the root of S(t_i) / S - 1 at the offset."""
-        place = abs(self.offset)
-        if self.rounds == 0:
-            self.below = -self.goal
-        self.rounds += 1
-        difference = root - self.goal
-        if difference < 0.0:
-            self.low, self.below, self.vector = place, difference, vector
-            self.above = 0.5 * self.above if self.last < 0 else self.above
-            self.last = -1
-        else:
-            self.high, self.above = place, difference
-            self.below = 0.5 * self.below if self.last > 0 else self.below
-            self.last = 1
-        is_found = abs(difference) <= _ROOT_ERROR * self.goal
-        is_narrow = self.high < math.inf and self.high - self.low <= _ROOT_ERROR * self.high
-        if is_found:
-            self.high = place
-        is_far = self.high == math.inf and self.low > _FARTHEST * self.step
-        self.is_done = is_found or is_narrow or is_far or self.rounds >= _ROUNDS
+            step = quantile * (error if math.isfinite(error) else max(abs(vector[k]), 1e-3))
+            for side, bound in enumerate(bounds):
+                most = abs(float(bound[i][k]) - vector[k])
+                found.append((i, k, side, quantile / math.sqrt(freedom), step, most))
+    if not found:
+        return intervals
+    programs, places, sides = np.array([end[:3] for end in found], dtype=np.int64).T
+    goal, step, most = np.array([end[3:] for end in found]).T
+    vectors = [parameters[i] for i in programs]
+    # Distances from the fitted parameter between which an end is, and the roots there, minus goals.
+    low, high, below, above = np.zeros(len(goal)), np.full(len(goal), np.inf), -goal, goal * np.inf
+    last, is_done = np.zeros(len(goal)), most == 0.0
+    high[is_done] = 0.0
+    for _ in range(_ROUNDS):
+        if not len(ends := np.flatnonzero(~is_done)):
+            break
+        with np.errstate(invalid="ignore"):
+            share = np.where(np.isinf(above), 0.5, np.clip(below / (below - above), 0.02, 0.98))
+            between = low + (high - low) * share
+        offset = np.where(np.isinf(high), np.where(low == 0.0, step, 2.0 * low), between)
+        offset = np.minimum(offset, most)
+        starts = [vectors[end].copy() for end in ends]
+        for end, start in zip(ends.tolist(), starts, strict=True):
+            fitted = parameters[programs[end]][places[end]]
+            start[places[end]] = fitted + (1.0 if sides[end] else -1.0) * offset[end]
+        values, refitted = fit(programs[ends].tolist(), places[ends].tolist(), starts)
+        ratio = np.full(len(goal), np.inf)
+        ratio[ends] = np.where(np.isfinite(values), values / squares[programs[ends]] - 1.0, np.inf)
+        difference = np.sqrt(np.maximum(ratio, 0.0)) - goal
+        inside, outside = ~is_done & (difference < 0.0), ~is_done & ~(difference < 0.0)
+        above = np.where(inside & (last < 0.0), 0.5 * above, np.where(outside, difference, above))
+        below = np.where(outside & (last > 0.0), 0.5 * below, np.where(inside, difference, below))
+        is_found = ~is_done & (np.abs(difference) <= _ROOT_ERROR * goal)
+        is_found |= inside & (offset >= most)
+        low, high = np.where(inside, offset, low), np.where(outside | is_found, offset, high)
+        last = np.where(inside, -1.0, np.where(outside, 1.0, last))
+        for end, vector in zip(ends.tolist(), refitted, strict=True):
+            vectors[end] = vector if inside[end] else vectors[end]
+        is_narrow = np.isfinite(high) & (high - np.minimum(low, high) <= _ROOT_ERROR * high)
+        is_done |= is_found | is_narrow | (np.isinf(high) & (low > _FARTHEST * step))
+    for i, k, side, distance in zip(programs, places, sides, high, strict=True):
+        intervals[i][k, side] = parameters[i][k] + (1.0 if side else -1.0) * distance
+    return intervals
 
 
 # ---------------------------------------------------------------------------------------- terms
@@ -491,9 +436,11 @@ class Term:
     program: Program
     """The term; its parameters are numbered as in the formula."""
     rest: Program
-    """The formula without it; likewise."""
+    """The formula without it; its parameters are numbered from 0 on."""
     kept: tuple[int, ...]
-    """Indices of the parameters of ``rest``."""
+    """Indices of the parameters of ``rest`` in the formula."""
+    text: str = ""
+    """The term with its fitted constants."""
     loss: float = math.nan
     """Loss of the formula without the term, its other parameters fitted again."""
     contribution: float = math.nan
@@ -505,7 +452,7 @@ def terms_of(program: Program) -> list[Term]:
     codes, values = program.codes, program.values
     starts = subtree_starts(ARITIES[codes].astype(np.int64), len(program))
     add, sub, neg = (OPERATORS[name].code for name in ("add", "sub", "neg"))
-    leaves: list[tuple[int, int, bool]] = []
+    parts: list[Program] = []
     pending = [(len(program) - 1, False)]
     while pending:
         place, negative = pending.pop()
@@ -516,23 +463,24 @@ def terms_of(program: Program) -> list[Term]:
         elif codes[place] == neg and codes[place - 1] in (add, sub, neg):
             pending.append((place - 1, not negative))
         else:
-            leaves.append((int(starts[place]), place + 1, negative))
-    if len(leaves) < 2:
-        return []
-    parts = []
-    for start, stop, negative in leaves:
-        part = Program(codes[start:stop], values[start:stop])
-        parts.append(Program.apply("neg", part) if negative else part)
+            own = slice(int(starts[place]), place + 1)
+            part = Program(codes[own], values[own])
+            parts.append(Program.apply("neg", part) if negative else part)
     found = []
-    for left, part in enumerate(parts):
-        rest: Program | None = None
-        for other, each in enumerate(parts):
-            if other != left:
-                rest = each if rest is None else Program.apply("add", rest, each)
-        assert rest is not None
-        kept = np.unique(rest.values[rest.codes == PARAMETER].astype(np.int64))
-        found.append(Term(part, rest, tuple(kept.tolist())))
+    for left, part in enumerate(parts if len(parts) > 1 else ()):
+        others = [each for place, each in enumerate(parts) if place != left]
+        rest = reduce(lambda a, b: Program.apply("add", a, b), others)
+        numbers, is_parameter = rest.values.copy(), rest.codes == PARAMETER
+        kept, numbers[is_parameter] = np.unique(numbers[is_parameter], return_inverse=True)
+        found.append(Term(part, Program(rest.codes, numbers), tuple(kept.astype(int).tolist())))
     return found
+
+
+#: Keywords of a fit that those for its evidence have, too.
+_SAME: Final = (
+    *("loss", "method", "accuracy", "max_iterations", "missing", "rows", "precision", "tier"),
+    *("gradient_tolerance", "step_tolerance", "loss_tolerance", "timeout"),
+)
 
 
 def gather(
@@ -553,6 +501,9 @@ def gather(
         result: with curvatures.
         options: of the call.
     """
+    level = options.get("intervals")
+    if level is not None and not 0.0 < level < 1.0:
+        raise bad_setting("intervals", level, "a level between 0 and 1, such as 0.95")
     if not data.has_numbers:
         raise InvalidArgumentError(
             "evidence needs the target and the weights, which are in another process",
@@ -562,73 +513,52 @@ def gather(
         )
     batch, settings = request.problem.batch, request.settings
     counts = batch.parameter_counts.astype(np.int64)
-    edges = np.cumsum(counts)[:-1]
     programs, statistics = list(batch), data.statistics(request.problem.rows)
-    vectors = np.split(result.parameters, edges)
+
+    def split(given: Any, default: Any) -> list[Any]:
+        of_all = np.full(int(counts.sum()), default) if given is None else given
+        return np.split(of_all, np.cumsum(counts)[:-1])
+
+    vectors, fixed = split(result.parameters, 0.0), split(settings.fixed, False)
+    bounds = split(settings.lower, -np.inf), split(settings.upper, np.inf)
     assert result.curvatures is not None  # it was asked for
     flat = np.split(result.curvatures, np.cumsum(counts * counts)[:-1])
     curvatures = [each.reshape(n, n) for each, n in zip(flat, counts.tolist(), strict=True)]
-    given = np.zeros(int(counts.sum()), bool) if settings.fixed is None else settings.fixed
-    fixed = np.split(given, edges)
-    lower, upper = (
-        np.split(np.full(int(counts.sum()), open_end) if bound is None else bound, edges)
-        for bound, open_end in ((settings.lower, -np.inf), (settings.upper, np.inf))
-    )
-    closing, losses = request.loss.closing, result.losses[:, 0]
-    squares = sum_of_squares(closing, losses, statistics)
-    found = Evidence.of(programs, vectors, curvatures, squares, statistics, fixed)
+    closing = request.loss.closing
+    squares = sum_of_squares(closing, result.losses[:, 0], statistics)
+    evidence = Evidence.of(programs, vectors, curvatures, squares, statistics, fixed)
     again: Any = {name: options[name] for name in _SAME if name in options}
 
-    def fit(places: list[int], some: list[Program], starts: Any, held: Any, kept: Any) -> Fit:
-        bounds = tuple(
-            [bound[i][k] for i, k in zip(places, kept, strict=True)] for bound in (lower, upper)
-        )
-        return optimize(data, some, starts, fixed=held, bounds=bounds, **again)
+    def fit(places: list[int], some: list[Program], starts: Any, held: Any, kept: Any) -> Any:
+        """Fit programs that have some parameters of the formulas at ``places``."""
+        own = tuple([of[i][k] for i, k in zip(places, kept, strict=True)] for of in bounds)
+        found = optimize(data, some, starts, fixed=held, bounds=own, **again)
+        return sum_of_squares(closing, found.loss, statistics), found
 
-    level = options.get("intervals")
+    def profile(places: list[int], parameters: list[int], starts: list[Floats]) -> Any:
+        held = [
+            fixed[i] | (np.arange(counts[i]) == k) for i, k in zip(places, parameters, strict=True)
+        ]
+        kept = [slice(None)] * len(places)
+        found, refit = fit(places, [programs[i] for i in places], starts, held, kept)
+        return found, refit.parameters
+
     if level is not None:
-        search = ProfileSearch(found, vectors, squares, level)
-        while (asked := search.ask()) is not None:
-            places = [i for i, _, _ in asked]
-            held = [fixed[i] | (np.arange(counts[i]) == k) for i, k, _ in asked]
-            some, starts = [programs[i] for i in places], [start for _, _, start in asked]
-            refit = fit(places, some, starts, held, [slice(None)] * len(places))
-            search.tell(sum_of_squares(closing, refit.loss, statistics), refit.parameters)
-        found = replace(found, intervals=search.intervals)
+        intervals = profile_intervals(evidence, vectors, squares, level, profile, bounds)
+        evidence = replace(evidence, intervals=intervals)
     if options.get("terms"):
         terms = [terms_of(program) for program in programs]
         places = [i for i, own in enumerate(terms) for _ in own]
         flat_terms = [term for own in terms for term in own]
-        rest: list[Term] = []
+        kept = [list(term.kept) for term in flat_terms]
+        judged: list[list[Term]] = [[] for _ in programs]
         if flat_terms:
-            kept = [list(term.kept) for term in flat_terms]
-            refit = fit(
-                places,
-                [_renumbered(term) for term in flat_terms],
-                [vectors[i][k] for i, k in zip(places, kept, strict=True)],
-                [fixed[i][k] for i, k in zip(places, kept, strict=True)],
-                kept,
-            )
-            without = sum_of_squares(closing, refit.loss, statistics)
+            starts, held = ([of[i][k] for i, k in zip(places, kept, strict=True)]
+                            for of in (vectors, fixed))  # fmt: skip
+            without, refit = fit(places, [term.rest for term in flat_terms], starts, held, kept)
             for term, i, loss, value in zip(flat_terms, places, refit.loss, without, strict=True):
-                share = 1.0 - squares[i] / value if value > 0.0 else 0.0
-                rest.append(replace(term, loss=float(loss), contribution=float(share)))
-        ends = np.cumsum([len(own) for own in terms])
-        own_terms = [rest[end - len(own) : end] for end, own in zip(ends, terms, strict=True)]
-        found = replace(found, terms=own_terms)
-    return found
-
-
-#: Keywords of a fit that those for its evidence have, too.
-_SAME: Final = (
-    *("loss", "method", "accuracy", "max_iterations", "missing", "rows", "precision", "tier"),
-    *("gradient_tolerance", "step_tolerance", "loss_tolerance", "timeout"),
-)
-
-
-def _renumbered(term: Term) -> Program:
-    """Return the rest of a term's formula with parameters 0, 1, ... in place of the kept ones."""
-    codes, values = term.rest.codes, term.rest.values.copy()
-    is_parameter = codes == PARAMETER
-    values[is_parameter] = np.searchsorted(term.kept, values[is_parameter])
-    return Program(codes, values)
+                text = to_text(term.program.bind(vectors[i]), data.names)
+                share = float(1.0 - squares[i] / value) if value > 0.0 else 0.0
+                judged[i].append(replace(term, text=text, loss=float(loss), contribution=share))
+        evidence = replace(evidence, terms=judged)
+    return evidence
