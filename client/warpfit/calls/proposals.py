@@ -11,7 +11,8 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, TypedDict, overload
 
@@ -29,6 +30,7 @@ from warpfit.errors import (
     WarpfitError,
     bad_setting,
 )
+from warpfit.evidence import Term
 from warpfit.expressions.language import to_text
 from warpfit.fitting import FitProgress, Missing
 from warpfit.formulas.units import check_units, dimension, dimensions
@@ -79,19 +81,7 @@ class ProposeOptions(TypedDict, total=False):
     """Called with the number of skeletons that have an answer, and of all."""
 
 
-@dataclass(frozen=True, slots=True)
-class TermOfProposal:
-    """A term of a fitted formula, and what it contributes."""
-
-    text: str
-    """The term with its fitted constants."""
-    loss: float
-    """Loss of the formula without it, its other parameters fitted again."""
-    contribution: float
-    """Share of the sum of squares of the formula without it that it takes off."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Proposal:
     """The answer to one skeleton. Without an error it was fitted; numbers may still be NaN."""
 
@@ -130,7 +120,7 @@ class Proposal:
     bic: float = math.nan
     description_length: float = math.nan
     bayes_factor: float = math.nan
-    terms: tuple[TermOfProposal, ...] = ()
+    terms: tuple[Term, ...] = ()
     """Terms of a formula that is a sum."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -142,20 +132,24 @@ class Proposal:
             return {"skeleton": self.skeleton, "error": known, "tried": self.tried}
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         del found["program"], found["error"]
-        found["terms"] = [{f.name: getattr(t, f.name) for f in fields(t)} for t in self.terms]
+        told = ("text", "loss", "contribution")
+        found["terms"] = [{name: getattr(term, name) for name in told} for term in self.terms]
         kept = {
             name: value
             for name, value in found.items()
             if value not in ((), [], "") and (value == value or name == "loss")
         }
-        return _for_json(kept)  # type: ignore[no-any-return]
+        return for_json(kept)  # type: ignore[no-any-return]
 
 
-def _for_json(value: Any) -> Any:
+def for_json(value: Any) -> Any:
+    """Return what JSON can say: lists, Python's numbers, and None for one that is not finite."""
     if isinstance(value, dict):
-        return {name: _for_json(each) for name, each in value.items()}
+        return {name: for_json(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_for_json(each) for each in value]
+        return [for_json(each) for each in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return for_json(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -183,12 +177,12 @@ class Proposals(Sequence[Proposal]):
     def best(self) -> Proposal | None:
         """The answer with the best loss on the rows held out, or on all if none are; else None."""
         sign = -1.0 if self.is_score else 1.0
-        judged = [
-            (sign * (answer.loss if math.isnan(out := answer.held_out_loss) else out), place)
-            for place, answer in enumerate(self.answers)
-            if math.isfinite(answer.loss)
-        ]
-        return self.answers[min(judged)[1]] if judged else None
+        for name in ("held_out_loss", "loss"):
+            losses = [sign * getattr(answer, name) for answer in self.answers]
+            known = [(loss, place) for place, loss in enumerate(losses) if math.isfinite(loss)]
+            if known:
+                return self.answers[min(known)[1]]
+        return None
 
     def __str__(self) -> str:
         """Return a small table with a row for each skeleton."""
@@ -243,15 +237,8 @@ def _renumbered(program: Program) -> Program:
     return Program(program.codes, values)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Candidate:
-    """A skeleton that can be fitted."""
-
-    place: int
-    """Index of the skeleton in the call."""
-    program: Program
-    answer: Proposal
-    """The answer as far as it is known before the fit."""
+#: An answer that is not finished, and the program of its skeleton.
+_Candidate = tuple[Proposal, Program]
 
 
 class ProposeTask:
@@ -287,37 +274,36 @@ class ProposeTask:
         listed = [skeletons] if is_single(skeletons) else skeletons
         if not isinstance(listed, Sequence):
             raise bad_setting("skeletons", type(skeletons).__name__, "a list of skeletons")
-        refused = ResourceExhaustedError(
-            f"a call takes {MOST_SKELETONS} skeletons",
-            "TOO_MANY_PROGRAMS",
-            "Propose the rest in another call",
-            "skeletons",
-        )
         limit = self._client.info(self._remaining()).limits.program_tokens
         answers: list[Proposal] = []
-        candidates: list[_Candidate] = []
-        for place, skeleton in enumerate(listed):
-            if place >= MOST_SKELETONS:
-                text = skeleton if isinstance(skeleton, str) else type(skeleton).__name__
-                answers.append(Proposal(shortened(text), refused))
+        ready: list[_Candidate] = []
+        for skeleton in listed:
+            text = skeleton if isinstance(skeleton, str) else type(skeleton).__name__
+            answers.append(answer := Proposal(shortened(text, 200)))
+            try:
+                if len(answers) > MOST_SKELETONS:
+                    raise ResourceExhaustedError(
+                        f"a call takes {MOST_SKELETONS} skeletons",
+                        "TOO_MANY_PROGRAMS",
+                        "Propose the rest in another call",
+                        "skeletons",
+                    )
+                program = self._checked(skeleton, limit)
+            except WarpfitError as error:
+                error.expression = None  # the answer has a place of its own
+                answer.error = error
                 continue
-            answer, program = self._checked(skeleton, limit)
-            if program is not None:
-                answer = replace(answer, tried=tried.add(self._data.content_id, program))
-                candidates.append(_Candidate(place, program, answer))
-            answers.append(answer)
-        ready, total = [], len(answers)
-        for candidate in self._with_facts(candidates):
-            answers[candidate.place] = candidate.answer
-            if candidate.answer.error is None:
-                ready.append(candidate)
-        report = self._options.get("progress")
+            is_text = isinstance(skeleton, str)
+            answer.skeleton = skeleton if is_text else to_text(program, self._names)
+            answer.tried = tried.add(self._data.content_id, program)
+            ready.append((answer, program))
+        ready = self._with_facts(ready)
+        report, total = self._options.get("progress"), len(answers)
         for start in range(0, len(ready), _TOGETHER):
             done = total - len(ready) + start
             if report is not None:
                 report(done, total)
-            for candidate in self._fitted(ready[start : start + _TOGETHER], done, total):
-                answers[candidate.place] = candidate.answer
+            self._fit(ready[start : start + _TOGETHER], done, total)
         if report is not None:
             report(total, total)
         return Proposals(tuple(answers), self._loss.is_score)
@@ -330,27 +316,16 @@ class ProposeTask:
         given = {k: v for k, v in self._options.items() if k in ("precision", "tier")}
         return {"timeout": self._remaining(), **given}
 
-    # ---------------------------------------------------------------------- before anything is sent
-
-    def _checked(self, skeleton: Any, most_tokens: int) -> tuple[Proposal, Program | None]:
-        """Return what is known of a skeleton, and its program if it can be fitted."""
-        text = skeleton if isinstance(skeleton, str) else ""
-        try:
-            if len(text) > _MOST_CHARACTERS:
-                raise ResourceExhaustedError(
-                    f"the skeleton has {len(text)} characters, and at most {_MOST_CHARACTERS} are "
-                    "read",
-                    "TOO_MANY_TOKENS",
-                    "Propose shorter formulas",
-                )
-            program = as_program(skeleton, self._names)
-            self._check(program, most_tokens)
-        except WarpfitError as error:
-            error.expression = None  # the answer has a place of its own
-            return Proposal(shortened(text or type(skeleton).__name__, 200), error), None
-        return Proposal(text or to_text(program, self._names)), program
-
-    def _check(self, program: Program, most_tokens: int) -> None:
+    def _checked(self, skeleton: Any, most_tokens: int) -> Program:
+        """Return the program of a skeleton; raise WarpfitError if it cannot be fitted."""
+        if isinstance(skeleton, str) and len(skeleton) > _MOST_CHARACTERS:
+            raise ResourceExhaustedError(
+                f"the skeleton has {len(skeleton)} characters, and at most {_MOST_CHARACTERS} are "
+                "read",
+                "TOO_MANY_TOKENS",
+                "Propose shorter formulas",
+            )
+        program = as_program(skeleton, self._names)
         rows, variables = self._fitted_rows[1], self._data.layout.variables
         most = min(rows, _MOST_PARAMETERS)
         if program.parameters > most:
@@ -374,74 +349,63 @@ class ProposeTask:
             )
         if self._has_units:
             check_units(program, self._dimensions, self._target_dimension, self._names)
+        return program
 
     def _with_facts(self, candidates: list[_Candidate]) -> list[_Candidate]:
-        """Add what the data say before a fit: a target that is not finite, constant columns."""
+        """Say what the data say before a fit: a target that is not finite, constant columns.
+
+        Returns:
+            What can be fitted.
+        """
         if not candidates:
             return []
-        columns = [
-            frozenset(c.program.values[c.program.codes == VARIABLE].astype(int).tolist())
-            for c in candidates
-        ]
-        target = self._client.run(
-            *(self._data, [Program.constant(0.0)]),
-            loss=Loss.MSE,
-            rows=self._fitted_rows,
-            **self._common(),
-        )
+        asked: Any = {"rows": self._fitted_rows, **self._common()}
+        target = self._client.run(self._data, [Program.constant(0.0)], loss=Loss.MSE, **asked)
         assert target.losses is not None
         if not math.isfinite(target.losses[0]):
-            error = InvalidArgumentError(
-                "the target holds NaN or infinity, or numbers whose squares overflow",
-                "NOT_FINITE",
-                "Leave such rows out, give them weight 0, or choose other units",
-                "data",
-            )
-            return [replace(c, answer=replace(c.answer, error=error)) for c in candidates]
-        used = sorted(frozenset().union(*columns))
-        notes: dict[int, str] = {}
-        if used:
-            shape: Any = self._client.run(
-                *(self._data, [Program.variable(index) for index in used]),
-                reductions=True,
-                rows=self._fitted_rows,
-                **self._common(),
-            ).reductions
-            for place, index in enumerate(used):
-                name = to_text(Program.variable(index), self._names)
-                if shape.non_finite[place]:
-                    notes[index] = f"{name} is not finite in {shape.non_finite[place]} rows"
-                elif shape.min[place] == shape.max[place]:
-                    notes[index] = f"{name} is constant, so that nothing can be learnt about it"
-        return [
-            replace(
-                c,
-                answer=replace(
-                    c.answer, warnings=tuple(notes[i] for i in sorted(own) if i in notes)
-                ),
-            )
-            for c, own in zip(candidates, columns, strict=True)
+            for answer, _ in candidates:
+                answer.error = InvalidArgumentError(
+                    "the target holds NaN or infinity, or numbers whose squares overflow",
+                    "NOT_FINITE",
+                    "Leave such rows out, give them weight 0, or choose other units",
+                    "data",
+                )
+            return []
+        columns = [
+            frozenset(program.values[program.codes == VARIABLE].astype(int).tolist())
+            for _, program in candidates
         ]
+        used = sorted(frozenset().union(*columns))
+        if used:
+            variables = [Program.variable(index) for index in used]
+            shape: Any = self._client.run(self._data, variables, reductions=True, **asked)
+            notes: dict[int, str] = {}
+            for place, (index, variable) in enumerate(zip(used, variables, strict=True)):
+                name, odd = to_text(variable, self._names), shape.reductions.non_finite[place]
+                if odd:
+                    notes[index] = f"{name} is not finite in {odd} rows"
+                elif shape.reductions.min[place] == shape.reductions.max[place]:
+                    notes[index] = f"{name} is constant, so that nothing can be learnt about it"
+            for (answer, _), own in zip(candidates, columns, strict=True):
+                answer.warnings = tuple(notes[index] for index in sorted(own) if index in notes)
+        return candidates
 
-    # ------------------------------------------------------------------------------------- fits
-
-    def _fitted(self, candidates: list[_Candidate], done: int, total: int) -> list[_Candidate]:
+    def _fit(self, candidates: list[_Candidate], done: int, total: int) -> None:
         """Fit skeletons together; one that a server refuses is answered by that, without others."""
         report = self._options.get("progress")
-        found: list[_Candidate] = []
-        pending = [candidates]
+        pending, ended = [candidates], 0
         while pending:
             part = pending.pop()
 
-            def tell(progress: FitProgress, begun: int = len(found), own: int = len(part)) -> None:
+            def tell(progress: FitProgress, begun: int = ended, own: int = len(part)) -> None:
                 assert report is not None, "progress was asked for"
-                ended = 1.0 - progress.active / progress.searches
-                report(done + begun + int(0.9 * ended * own), total)
+                share = 1.0 - progress.active / progress.searches
+                report(done + begun + int(0.9 * share * own), total)
 
             try:
                 fit = self._client.optimize(
                     self._data,
-                    [c.program for c in part],
+                    [program for _, program in part],
                     restarts=self._restarts,
                     seed=self._seed,
                     missing=self._missing,
@@ -452,76 +416,51 @@ class ProposeTask:
                     progress=None if report is None else tell,
                     **self._common(),
                 )
-                found += self._answered(part, fit)
+                self._answer(part, fit)
             except (ProgramError, *_OF_ONE) as error:
                 if error.retry_after is not None:
                     raise
-                if len(part) == 1:
-                    error.expression = None
-                    found.append(replace(part[0], answer=replace(part[0].answer, error=error)))
-                else:
+                if len(part) > 1:
                     pending += [part[len(part) // 2 :], part[: len(part) // 2]]
-        return found
+                    continue
+                error.expression = None
+                part[0][0].error = error
+            ended += len(part)
 
-    def _answered(self, candidates: list[_Candidate], fit: Fit) -> list[_Candidate]:
-        """Return the answers to skeletons of one fit."""
-        out = np.full(len(candidates), np.nan)
-        out_r2 = out
-        if self._held_out_rows[0] < self._held_out_rows[1]:
-            judged = self._client.run(
-                *(self._data, [c.program for c in candidates], fit.parameters),
-                loss=self._loss,
-                rows=self._held_out_rows,
-                **self._common(),
-            )
+    def _answer(self, candidates: list[_Candidate], fit: Fit) -> None:
+        """Fill in the answers to skeletons of one fit."""
+        has_others = self._held_out_rows[0] < self._held_out_rows[1]
+        out = out_r2 = np.full(len(candidates), np.nan)
+        if has_others:
+            asked: Any = {"rows": self._held_out_rows, "loss": self._loss, **self._common()}
+            programs = [program for _, program in candidates]
+            judged = self._client.run(self._data, programs, fit.parameters, **asked)
             assert judged.losses is not None
             out = judged.losses
             if fit.r2 is not None:
                 statistics = self._data.statistics(self._held_out_rows)
                 out_r2 = coefficients_of_determination(self._loss.closing, out, statistics)
-        found = []
-        for i, candidate in enumerate(candidates):
-            program = fit.formula(i)
-            try:
-                simplified = program.simplify()
-            except ResourceExhaustedError:
-                simplified = program
-            answer = replace(
-                candidate.answer,
-                program=program,
-                expression=to_text(program, self._names),
-                simplified=to_text(simplified, self._names),
-                parameters=tuple(fit.parameters[i].tolist()),
-                loss=float(fit.loss[i]),
-                held_out_loss=float(out[i]),
-                r2=math.nan if fit.r2 is None else float(fit.r2[i]),
-                held_out_r2=float(out_r2[i]),
-                converged=fit.reason[i].converged,
-                reason=str(fit.reason[i]),
-            )
-            if self._held_out_rows[0] < self._held_out_rows[1] and not math.isfinite(out[i]):
-                answer = replace(answer, warnings=(*answer.warnings, _NOT_FINITE_OUTSIDE))
+        for i, (answer, _) in enumerate(candidates):
+            answer.program = program = fit.formula(i)
+            answer.expression = answer.simplified = to_text(program, self._names)
+            with suppress(ResourceExhaustedError):
+                answer.simplified = to_text(program.simplify(), self._names)
+            answer.parameters = tuple(fit.parameters[i].tolist())
+            answer.loss, answer.held_out_loss = float(fit.loss[i]), float(out[i])
+            answer.r2 = math.nan if fit.r2 is None else float(fit.r2[i])
+            answer.held_out_r2 = float(out_r2[i])
+            answer.converged, answer.reason = fit.reason[i].converged, str(fit.reason[i])
+            if has_others and not math.isfinite(out[i]):
+                answer.warnings += (_NOT_FINITE_OUTSIDE,)
             known = fit.evidence
             if not math.isfinite(fit.loss[i]):
-                answer = replace(answer, warnings=(*answer.warnings, _NOT_FINITE))
+                answer.warnings += (_NOT_FINITE,)
             elif known is not None:
-                criteria: Any = {name: float(getattr(known, name)[i]) for name in _CRITERIA}
-                answer = replace(
-                    answer,
-                    warnings=(*answer.warnings, *known.warnings[i]),
-                    standard_errors=tuple(known.standard_errors[i].tolist()),
-                    **criteria,
-                    terms=tuple(
-                        TermOfProposal(
-                            to_text(term.program.bind(fit.parameters[i]), self._names),
-                            term.loss,
-                            term.contribution,
-                        )
-                        for term in (known.terms[i] if known.terms else ())
-                    ),
-                )
-            found.append(replace(candidate, answer=answer))
-        return found
+                answer.warnings += tuple(known.warnings[i])
+                answer.standard_errors = tuple(known.standard_errors[i].tolist())
+                answer.terms = tuple(known.terms[i] if known.terms else ())
+                for name in _CRITERIA:
+                    setattr(answer, name, float(getattr(known, name)[i]))
 
 
 _NOT_FINITE: Final = (
