@@ -33,6 +33,7 @@ from mcp.server.transport_security import TransportSecuritySettings
 
 import warpfit
 from warpfit.aio import AsyncClient, AsyncUploadedDataset
+from warpfit.calls.proposals import for_json
 from warpfit.cli.standard_streams import tell
 from warpfit.cli.table import Table, read_table
 from warpfit.client import Client, connect
@@ -52,6 +53,8 @@ _MOST_TABLES: Final = 4
 _MOST_VALUES: Final = 1000
 _MOST_POINTS: Final = 5000
 _HEAD: Final = 5
+#: First bytes of a packed file.
+_GZIP: Final = b"\x1f\x8b"
 
 _INSTRUCTIONS: Final = """\
 Finds formulas for tables of numbers. Begin with describe_data. Propose many different skeletons at
@@ -138,24 +141,6 @@ def open_below(root: Path, name: str) -> int:
     )
 
 
-class _Bounded(io.RawIOBase):
-    """The first bytes of a stream; an error after them."""
-
-    def __init__(self, stream: Any, most: int) -> None:
-        self._stream, self._left = stream, most
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(min(len(buffer), self._left + 1))
-        self._left -= len(data)
-        if self._left < 0:
-            raise OSError("it is larger than --max-bytes allows")
-        buffer[: len(data)] = data
-        return len(data)
-
-
 @dataclass(frozen=True, slots=True)
 class _OpenedFile:
     """Stands for the path of a file that is open, where `read_table` wants one."""
@@ -169,25 +154,26 @@ class _OpenedFile:
 
     @contextmanager
     def open(self, _: str) -> Iterator[io.BufferedReader]:
-        """Yield the file, unpacked, and refuse one that is too large before it is in memory."""
+        """Yield the content, unpacked; one that is too large is refused before it is in memory."""
         with os.fdopen(self.descriptor, "rb") as raw:
-            start = raw.peek(4)[:4]
-            if start != b"PAR1":
-                stream = gzip.GzipFile(fileobj=raw) if start[:2] == b"\x1f\x8b" else raw
-                yield io.BufferedReader(_Bounded(stream, self.most))
-                return
+            is_packed = raw.peek(2)[:2] == _GZIP
+            content = (gzip.GzipFile(fileobj=raw) if is_packed else raw).read(self.most + 1)
+        size = len(content)
+        if is_packed and content[:2] == _GZIP:
+            raise OSError("it is packed twice")
+        if content[:4] == b"PAR1" and size <= self.most:
             require("pyarrow", "warpfit[arrow]")
             import pyarrow
             from pyarrow.parquet import ParquetFile
 
             try:
-                facts = ParquetFile(raw).metadata
+                facts = ParquetFile(io.BytesIO(content)).metadata
             except pyarrow.ArrowException as error:
                 raise ValueError(str(error)) from error
-            if 8 * facts.num_rows * facts.num_columns > self.most:
-                raise OSError("it is larger than --max-bytes allows")
-            raw.seek(0)
-            yield raw
+            size = 8 * facts.num_rows * facts.num_columns
+        if size > self.most:
+            raise OSError("it is larger than --max-bytes allows")
+        yield io.BufferedReader(io.BytesIO(content))
 
 
 def table_of(data: Data, file: _OpenedFile | None, most_bytes: int) -> Table:
@@ -337,17 +323,16 @@ class Tools:
         """Shorten formulas with their numbers, as far as no loss grows by more than tolerance."""
         async with self._caller(ctx) as caller, self._uploaded(caller, data) as uploaded:
             found = await caller.client.simplify(uploaded, expressions, tolerance=tolerance)
-        return {
-            "formulas": [
-                {
-                    "expression": to_text(program, found.names),
-                    "latex": program.latex(found.names),
-                    "loss": float(found.loss[i]),
-                    "initial_loss": float(found.initial_loss[i]),
-                }
-                for i, program in enumerate(found.programs)
-            ]
-        }
+        formulas = [
+            {
+                "expression": to_text(program, found.names),
+                "latex": program.latex(found.names),
+                "loss": found.loss[i],
+                "initial_loss": found.initial_loss[i],
+            }
+            for i, program in enumerate(found.programs)
+        ]
+        return for_json({"formulas": formulas})
 
     async def predict(
         self,
@@ -372,11 +357,11 @@ class Tools:
                 whole = await caller.client.run(*ask, loss=loss, reductions=True)
         shape = whole.reductions
         assert part.values is not None and shape is not None
-        found = {name: _finite(getattr(shape, name)[0]) for name in ("min", "mean", "max")}
-        found |= {"non_finite": int(shape.non_finite[0]), "start": start}
+        names = ("min", "mean", "max", "non_finite")
+        found: dict[str, Any] = {name: getattr(shape, name)[0] for name in names}
         if whole.losses is not None:
-            found["mse"] = _finite(whole.losses[0])
-        return found | {"values": [_finite(value) for value in part.values[:, 0].tolist()]}
+            found["mse"] = whole.losses[0]
+        return for_json(found | {"start": start, "values": part.values[:, 0]})
 
     async def plot(
         self,
@@ -492,13 +477,6 @@ class Tools:
             yield uploaded
 
 
-def _finite(value: float) -> float | None:
-    """Return a number as JSON has it."""
-    if isinstance(value, int):
-        return value
-    return float(value) if np.isfinite(value) else None
-
-
 def _require_target(table: Table) -> np.ndarray[Any, Any]:
     if table.target is None:
         raise ToolError("the data have no target. Name a column: data={..., target: ...}")
@@ -520,27 +498,23 @@ def _reporter(ctx: Context) -> Callable[[float, float], None]:
 
 @np.errstate(all="ignore")
 def _description(table: Table) -> dict[str, Any]:
-    columns = []
-    for name, column in zip(table.names, table.columns.T, strict=True):
+    def facts(column: np.ndarray[Any, Any]) -> dict[str, Any]:
         finite = column[np.isfinite(column)]
-        found: dict[str, Any] = {"name": name, "non_finite": len(column) - len(finite)}
+        found: dict[str, Any] = {"non_finite": len(column) - len(finite)}
         if len(finite):
             found |= {"least": finite.min(), "greatest": finite.max(), "mean": finite.mean()}
             found |= {"deviation": finite.std(), "distinct": len(np.unique(finite))}
+        return found
+
+    columns = []
+    for name, column in zip(table.names, table.columns.T, strict=True):
+        columns.append({"name": name, **facts(column)})
         if table.target is not None:
-            found["correlation"] = np.corrcoef(column, table.target)[0, 1]
-        numbers = {k: _finite(v) for k, v in found.items() if k != "name"}
-        columns.append({"name": name, **numbers})
+            columns[-1]["correlation"] = np.corrcoef(column, table.target)[0, 1]
     described: dict[str, Any] = {"rows": len(table.columns), "columns": columns}
     if table.target is not None:
-        kept = table.target[np.isfinite(table.target)]
-        facts: dict[str, Any] = {"non_finite": len(table.target) - len(kept)}
-        if len(kept):
-            facts |= {"least": kept.min(), "greatest": kept.max(), "mean": kept.mean()}
-            facts |= {"deviation": kept.std()}
-        described["target"] = {name: _finite(value) for name, value in facts.items()}
-    head = table.columns[:_HEAD].tolist()
-    return described | {"first_rows": [[_finite(value) for value in row] for row in head]}
+        described["target"] = facts(table.target)
+    return for_json(described | {"first_rows": table.columns[:_HEAD]})
 
 
 def _search(
@@ -555,14 +529,15 @@ def _search(
     front = [
         {
             "complexity": equation.complexity,
-            "loss": _finite(equation.loss),
-            "held_out_r2": _finite(equation.r2_held_out),
-            "description_length": _finite(equation.description_length),
+            "loss": equation.loss,
+            "held_out_r2": equation.r2_held_out,
+            "description_length": equation.description_length,
             "expression": equation.equation,
         }
         for equation in model.front_
     ]
-    return {"expression": model.expression_, "generations": model.n_iter_, "front": front}
+    found = {"expression": model.expression_, "generations": model.n_iter_, "front": front}
+    return for_json(found)
 
 
 def _drawn(

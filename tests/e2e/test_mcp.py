@@ -39,6 +39,8 @@ def root(tmp_path_factory):
     text = "\n".join([",".join(NAMES), *(f"{a},{b},{c}" for (a, b), c in zip(X, y, strict=True))])
     (folder / "law.csv").write_text(text)
     (folder / "packed.csv").write_bytes(gzip.compress(b"a,y\n" + b"1,2\n" * 100_000))
+    twice = gzip.compress(gzip.compress(b"a,y\n" + b"1,2\n" * 100_000))
+    (folder / "twice.csv").write_bytes(twice)
     (folder.parent / "secret.csv").write_text(text)
     (folder / "link.csv").symlink_to(folder.parent / "secret.csv")
     (folder / "out").symlink_to(folder.parent)
@@ -136,6 +138,7 @@ def test_data_are_limited_and_checked(server, root):
     calls = [
         ("propose", {"data": inline, "skeletons": ["p1*a"], "held_out": 0.0}),
         ("describe_data", {"data": {"path": "packed.csv"}}),
+        ("describe_data", {"data": {"path": "twice.csv"}}),
         ("describe_data", {"data": {"columns": {"a": [0.0] * 20_000}}}),
         ("describe_data", {"data": {"columns": {"a": [1.0], "b": [1.0, 2.0]}}}),
         ("describe_data", {"data": {"columns": {"a": [1.0]}, "path": "law.csv"}}),
@@ -148,8 +151,9 @@ def test_data_are_limited_and_checked(server, root):
     ]
     good, *bad = in_process(server, root, calls)
     assert json.loads(good[1])["answers"][0]["parameters"] == pytest.approx([2.0])
-    words = ("larger", "larger", "length", "either", "no column", "4 rows", "seconds", "nosuch")
-    for (is_error, text), word in zip(bad, (*words, "parameter", "nosuch"), strict=True):
+    words = ("larger", "twice", "larger", "length", "either", "no column", "4 rows", "seconds")
+    words = (*words, "nosuch", "parameter", "nosuch")
+    for (is_error, text), word in zip(bad, words, strict=True):
         assert is_error
         assert word in text
     ((is_error, text),) = in_process(server, None, [("describe_data", {"data": {"path": "x"}})])

@@ -139,18 +139,22 @@ class Proposal:
             for name, value in found.items()
             if value not in ((), [], "") and (value == value or name == "loss")
         }
-        return for_json(kept)  # type: ignore[no-any-return]
+        return for_json(kept)
 
 
-def for_json(value: Any) -> Any:
-    """Return what JSON can say: lists, Python's numbers, and None for one that is not finite."""
-    if isinstance(value, dict):
-        return {name: for_json(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [for_json(each) for each in value]
-    if isinstance(value, np.generic | np.ndarray):
-        return for_json(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def for_json(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record as JSON can say it: with lists, and None for numbers that are not finite."""
+
+    def said(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return for_json(value)
+        if isinstance(value, np.generic | np.ndarray):
+            value = value.tolist()
+        if isinstance(value, list | tuple):
+            return [said(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: said(value) for name, value in record.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
