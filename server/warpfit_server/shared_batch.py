@@ -36,7 +36,7 @@ BATCH_ARRAYS: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
 STARTS, PARAMETER_STARTS, VALUES, PARAMETERS, CODES = range(len(BATCH_ARRAYS))
 #: Address and bytes of each of the arrays.
 Places = Sequence[tuple[int, int]]
-_OPERATORS: Final = sum([1 << row.code for row in OPERATORS.values()])
+_OPERATORS: Final = tuple([row.code for row in OPERATORS.values()])
 
 
 class BatchSummary(NamedTuple):
@@ -58,13 +58,12 @@ class BatchSummary(NamedTuple):
         """Summarise a batch, which is read for that unless it was shared."""
         if isinstance(batch, SharedBatch):
             return batch.summary
-        lengths, codes = batch.lengths.astype(np.int64), batch.codes
-        present = np.bincount(codes, minlength=1).nonzero()[0].tolist()
+        lengths, codes = batch.lengths.astype(np.int64), batch.codes.tobytes()
         return cls(
-            identity=_hash(codes, batch.values, batch.lengths, batch.parameter_counts),
+            identity=_hash(batch.codes, batch.values, batch.lengths, batch.parameter_counts),
             longest=int(np.maximum.reduce(lengths, initial=0)),
             typical=int(np.dot(lengths, lengths)) // max(1, len(codes)),
-            operators=sum([1 << code for code in present]) & _OPERATORS,
+            operators=sum([1 << code for code in _OPERATORS if code in codes]),
         )
 
     @classmethod

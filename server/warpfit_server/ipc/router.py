@@ -27,7 +27,6 @@ from warpfit_server.ipc.engine_connection import EngineConnection, InFlightReque
 from warpfit_server.ipc.quarantine import KnownSuspects
 from warpfit_server.ipc.registry import KnownDataset
 from warpfit_server.ipc.segments import MOST_PARTS
-from warpfit_server.system.machine import available_cores
 from warpfit_server.tenancy.quotas import QuotaTable
 
 # ---------------------------------------------------------------------- requests of several engines
@@ -140,8 +139,6 @@ _EQUAL_PART: Final = 0.5
 _LEAST_PART: Final = 2_000_000
 #: An engine is idle for a request if its outstanding work is at most this part of the request.
 _IDLE_PART: Final = 0.1
-#: Calls poll for their answers while there are at least so many cores for each call in flight.
-_CORES_A_CALL: Final = 8
 _MASK, _MIXER = 2**32 - 1, 2654435761
 
 
@@ -161,9 +158,6 @@ class Router:
         self._suspects = suspects
         self._labels = labels
         self._table = table
-        self._most_polling = available_cores() // _CORES_A_CALL
-        for connection in connections:
-            connection.may_poll = self._has_idle_cores
         self.serving: frozenset[str] = frozenset()
         """Labels of the devices that answer rightly; calls avoid the others where they can."""
 
@@ -297,10 +291,6 @@ class Router:
         """Return the engines that could begin with a part of a request almost at once."""
         soon = _IDLE_PART * nanoseconds
         return [n for n in order if waits[n] <= soon and self._labels[n] in self.serving]
-
-    def _has_idle_cores(self) -> bool:
-        """Return whether so few calls are in flight that each may poll for its answer."""
-        return self._table.calls_in_flight() <= self._most_polling
 
     def _charge(self, number: int, nanoseconds: int) -> Callable[[], None]:
         """Count outstanding work of an engine; return what ends that."""

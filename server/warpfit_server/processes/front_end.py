@@ -168,6 +168,8 @@ class FrontEndProcess:
         main = self._main = MainProcess(control)
         registry = self._registry = Registry(quotas, main.find, main.load)
         calls = self._calls = CallHandlers(config, quotas)
+        for engine in self._engines:
+            engine.may_poll = calls.may_poll
         servicer = Servicer(main, registry, self._router, suspects, calls.admission, pool, config)
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)

@@ -47,6 +47,7 @@ from warpfit_server.config import Config
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID
 from warpfit_server.observability.records import CallRecord, Observer, ended_status
 from warpfit_server.rpc.error_details import fail_call
+from warpfit_server.system.machine import available_cores
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile
 from warpfit_server.tenancy.quotas import QuotaTable
@@ -65,6 +66,9 @@ _FREE_SECONDS: Final = 0.002
 _LAST_BYTES: Final = 64 << 10
 #: Seconds after which a call may be repeated that was refused because too many are open.
 _RETRY_SECONDS: Final = 0.1
+#: A call polls for the engine's answer while there are at least so many cores for each call in
+#: flight.
+_CORES_A_CALL: Final = 8
 #: Seconds between two looks for calls whose time is up.
 _LOOK_SECONDS: Final = 0.25
 
@@ -112,22 +116,23 @@ class OpenCalls:
         self._is_shared = is_shared
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
-        self._total = 0
+        self.total = 0
+        """Open calls of all tenants."""
 
     def enter(self, tenant: str) -> bool:
         """Count a call; return False if its tenant has too many."""
         with self._lock:
-            own, free = self._counts.get(tenant, 0), self._most - self._total
+            own, free = self._counts.get(tenant, 0), self._most - self.total
             if free <= 0 or (self._is_shared and own >= free):
                 return False
             self._counts[tenant] = own + 1
-            self._total += 1
+            self.total += 1
         return True
 
     def leave(self, tenant: str) -> None:
         """Count a call no more."""
         with self._lock:
-            self._total -= 1
+            self.total -= 1
             left = self._counts.pop(tenant) - 1
             if left:
                 self._counts[tenant] = left
@@ -135,7 +140,7 @@ class OpenCalls:
     @property
     def are_scarce(self) -> bool:
         """Whether more than three quarters of the calls are open; then none waits for a request."""
-        return 4 * self._total > 3 * self._most
+        return 4 * self.total > 3 * self._most
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +190,7 @@ class CallHandlers:
         """Calls that wait for another request."""
         self.is_draining = False
         """Whether no call is kept for another request."""
+        self._most_polling = available_cores() // _CORES_A_CALL
 
     def handlers(self, methods: Mapping[str, Method], observer: Observer) -> dict[str, Any]:
         """Return gRPC's handlers by the name of the method."""
@@ -205,6 +211,14 @@ class CallHandlers:
     ) -> Iterator[bytes]:
         """Answer the requests of a call."""
         return Call(self, name, method, observer, messages, context).serve()
+
+    def may_poll(self) -> bool:
+        """Return whether a call may spend a core on waiting for the engine's answer.
+
+        It is the only one of this process, whose other calls it would keep from Python's lock.
+        """
+        is_lone = self.open_calls.total <= 1
+        return is_lone and self.admission.quotas.calls_in_flight() <= self._most_polling
 
     def drain(self) -> None:
         """End the calls that wait for another request, and let no other call wait for one."""

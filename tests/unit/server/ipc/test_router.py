@@ -14,7 +14,7 @@ from warpfit_server.ipc.engine_connection import InFlightRequest, unavailable
 from warpfit_server.ipc.quarantine import InterruptedBatch, KnownSuspects, Quarantine
 from warpfit_server.ipc.router import Router, SplitRequest
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.tenancy.quotas import Amounts, QuotaTable
+from warpfit_server.tenancy.quotas import QuotaTable
 
 DATASET = Dataset.of(np.ones((1000, 3), "f4"), np.ones(1000, "f4"))
 MILLISECOND = 1_000_000
@@ -210,16 +210,4 @@ def test_a_lone_engine_that_is_gone_is_not_asked_to_load_anything():
     with pytest.raises(UnavailableError):
         front.start(data=data)
     assert not data.engines
-    front.table.close()
-
-
-def test_calls_poll_for_their_answers_only_while_cores_are_idle(monkeypatch):
-    monkeypatch.setattr("warpfit_server.ipc.router.available_cores", lambda: 16)
-    front = Front(1)
-    (connection,) = front.connections
-    polls = []
-    for _ in range(4):
-        polls.append(connection.may_poll())
-        front.table.acquire("a", Amounts(calls=1), Amounts(9, 0, 0), Amounts(9, 0, 0))
-    assert polls == [True, True, True, False]
     front.table.close()

@@ -354,6 +354,22 @@ class TestAnswers:
             gc.enable()
 
 
+def test_a_call_polls_only_where_it_is_alone_and_cores_are_idle(monkeypatch):
+    monkeypatch.setattr("warpfit_server.rpc.calls.available_cores", lambda: 16)
+    quotas = QuotaTable.create(2)
+    calls = CallHandlers(Config(), quotas)
+    polls = []
+    for _ in range(4):
+        polls.append(calls.may_poll())
+        quotas.acquire("a", Amounts(calls=1), Amounts(9, 0, 0), Amounts(9, 0, 0))
+    assert polls == [True, True, True, False]
+    quotas.release("a", Amounts(calls=4))
+    for expected in (True, False):  # another call of this process needs Python's lock
+        assert calls.open_calls.enter("a")
+        assert calls.may_poll() == expected
+    quotas.close()
+
+
 class TestDecoding:
     """At most two calls of a tenant are decoded at a time."""
 
