@@ -283,7 +283,8 @@ _NOBODY_REMEDY: Final = (
 #: Remedies for gRPC's own errors by status.
 _REMEDIES: Final = {
     "UNAVAILABLE": "Check that the server runs and that address and port are right",
-    "DEADLINE_EXCEEDED": "Raise timeout=, or ask for less at once",
+    "DEADLINE_EXCEEDED": "Raise timeout=, or ask for less at once; the first fit on a machine "
+    "waits until the server has compiled its code, which `warpfit precompile` does beforehand",
     "UNAUTHENTICATED": "Give a valid token= or client certificate",
     "UNIMPLEMENTED": "Server and client differ in version: upgrade the older one",
 }

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import IO, Any, Final
 from weakref import WeakSet
 
-from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.errors import InvalidArgumentError, UnavailableError, list_of_texts
 
 #: Longest start in seconds. The first start on a machine compiles the engine, for minutes on a busy
 #: one; the server itself gives up after this time.
@@ -50,9 +50,10 @@ def embedded_server(
         start_seconds: longest time that the start may take.
 
     Raises:
-        InvalidArgumentError: if the server is not installed.
+        InvalidArgumentError: if the server is not installed, or ``arguments`` is one text.
         UnavailableError: if it does not start; the message quotes the end of its log.
     """
+    arguments = list_of_texts(arguments, "arguments")
     require_server()
     command = [sys.executable, "-m", "warpfit_server", "--host", "127.0.0.1", "--port", "0"]
     command += ["--parent", str(os.getpid()), "--grace", str(_GRACE_SECONDS), *arguments]

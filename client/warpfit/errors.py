@@ -18,6 +18,7 @@
     └── InternalError               a bug of warpfit
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import ClassVar, Final
@@ -200,6 +201,13 @@ def require(module: str, package: str, field: str = "") -> None:
 def bad_setting(field: str, value: object, wanted: str) -> InvalidArgumentError:
     """Return the error for a setting that makes no sense."""
     return InvalidArgumentError(f"{field} is {value!r}", "BAD_SETTING", f"Give {wanted}", field)
+
+
+def list_of_texts(given: Iterable[str], field: str = "names") -> tuple[str, ...]:
+    """Return several texts; raise InvalidArgumentError for one, whose letters it would mean."""
+    if isinstance(given, str):
+        raise bad_setting(field, given, f"a list, such as [{given!r}]")
+    return tuple(given)
 
 
 def _cut(text: str, most: int) -> str:

@@ -55,7 +55,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError, ParseError
+from warpfit.errors import InvalidArgumentError, ParseError, list_of_texts
 from warpfit.expressions.language import (
     ALIASES,
     CHAINED,
@@ -365,6 +365,7 @@ def parse(text: str, names: Sequence[str] = ()) -> Program:
 
     Raises:
         ParseError: if the text is no expression; it names the place and a remedy.
+        InvalidArgumentError: if ``names`` is one text.
     """
     if not isinstance(text, str):
         raise ParseError(
@@ -372,7 +373,7 @@ def parse(text: str, names: Sequence[str] = ()) -> Program:
             "NOT_A_TEXT",
             "Give text such as 'x1 + p1'; warpfit.frontends converts other libraries' objects",
         )
-    return parser(tuple(names)).parse(text)
+    return parser(list_of_texts(names)).parse(text)
 
 
 @lru_cache(maxsize=32)

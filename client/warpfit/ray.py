@@ -24,7 +24,13 @@ from contextlib import suppress
 from typing import Any, Final
 
 from warpfit.embedded import READY, START_SECONDS, require_server
-from warpfit.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError, require
+from warpfit.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnavailableError,
+    list_of_texts,
+    require,
+)
 from warpfit.transport.connection import Target
 
 #: Namespace of servers whose starter gave none.
@@ -122,6 +128,7 @@ def start(
         UnavailableError: if there is no Ray cluster, or a server does not start.
         DeadlineExceededError: if they do not start in time; they stay, and may do so later.
     """
+    flags = list_of_texts(flags, "flags")
     ray, end = _connected(), time.monotonic() + timeout
     _check(namespace)
     require_server()

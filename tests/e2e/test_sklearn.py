@@ -17,7 +17,7 @@ import yaml
 import warpfit
 from support.servers.server import ServerProcess
 from warpfit.cli.main import main
-from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from warpfit.expressions.language import to_text
 
 sklearn = pytest.importorskip("sklearn", minversion="1.6")
@@ -332,9 +332,19 @@ def test_searches_go_on_from_the_last_one_or_from_a_file(search, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "seconds"), [(300, 2.0), (5, 0.01)], ids=["many columns", "hardly any time"]
+    ("columns", "seconds"),
+    [(300, 2.0), (5, 0.01), (5, 0.7)],
+    ids=["many columns", "hardly any time", "a server that compiles"],
 )
-def test_the_time_holds_and_what_there_was_no_time_for_is_said(search, capsys, columns, seconds):
+def test_the_time_holds_and_what_there_was_no_time_for_is_said(
+    search, capsys, monkeypatch, columns, seconds
+):
+    def wait(*_, timeout, **__):
+        time.sleep(timeout)
+        raise DeadlineExceededError("no answer", "DEADLINE_EXCEEDED")
+
+    if seconds == 0.7:
+        monkeypatch.setattr(warpfit.Client, "optimize", wait)
     X = np.random.default_rng(0).normal(size=(200, columns))
     model = search(max_seconds=seconds, generations=10**6, verbose=True, population=500)
     begun = time.monotonic()
@@ -343,11 +353,14 @@ def test_the_time_holds_and_what_there_was_no_time_for_is_said(search, capsys, c
         model.fit(X, X[:, 0] * X[:, -1])
     assert time.monotonic() - begun < seconds + 4.0  # other programs run, too
     said = capsys.readouterr().err
+    assert said.index("connection to a server") < said.index("upload of 200 rows")
     if columns > 5:
         assert said.index("upload of 200 rows") < said.index("library of short formulas")
         return
     assert (model.n_iter_, model.reason_) == (0, "max_seconds")
-    assert any("left no time for a generation" in str(each.message) for each in caught)
+    (message,) = [text for text in map(str, (w.message for w in caught)) if "generation" in text]
+    assert "left no time for a generation" in message
+    assert ("`warpfit precompile`" in message) == (seconds == 0.7)
 
 
 def test_of_large_tables_so_many_rows_are_drawn_as_there_is_time_for(search, capsys):

@@ -21,6 +21,7 @@ from functools import lru_cache
 from string import Formatter
 from typing import TYPE_CHECKING, Final
 
+from warpfit.errors import list_of_texts
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, VARIABLE, Operator
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def to_text(program: Program, names: Sequence[str] = (), digits: int | None = No
     for numbers in short form, and fractions and multiples of pi and e are written as ``2/3`` and
     ``3*pi/2``.
     """
-    return _marked_text(program, names, -1, digits)
+    return _marked_text(program, list_of_texts(names), -1, digits)
 
 
 def locate(program: Program, token: int, names: Sequence[str] = ()) -> tuple[str, int]:
@@ -433,7 +434,7 @@ def to_latex(program: Program, names: Sequence[str] = (), digits: int | None = N
     parameter p_{01} then.
     """
     columns: dict[str, None] = {}
-    for name in names:
+    for name in list_of_texts(names):
         usual = _latex_name(name)
         columns[usual if usual not in columns and usual != "e" else _latex_text(name)] = None
     known = list(columns)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, list_of_texts
 from warpfit.expressions.language import free_name, to_text
 from warpfit.formulas.languages import HELPERS, LANGUAGES, Language
 from warpfit.formulas.rules import check_length
@@ -75,7 +75,7 @@ def to_code(program: Program, language: str, names: Sequence[str] = ()) -> Code:
             "language",
         )
     check_length(program, _MOST_TOKENS, "code")
-    return _Writer(LANGUAGES[language]).written(program, names)
+    return _Writer(LANGUAGES[language]).written(program, list_of_texts(names))
 
 
 def to_numpy(program: Program, names: Sequence[str] = ()) -> Callable[..., Any]:

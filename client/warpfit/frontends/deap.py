@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, list_of_texts
 from warpfit.expressions.real_numbers import real_numbers
 from warpfit.frontends.prefix import Node, PrefixTrees, operator_node
 from warpfit.ir import Population, Program
@@ -71,7 +71,7 @@ def population(
     names: Sequence[str] = (),
 ) -> Population:
     """Convert DEAP trees, as `from_deap` does; an error names the tree's index."""
-    return _Converter(pset, operators or {}, tuple(names)).read(trees).population()
+    return _Converter(pset, operators or {}, list_of_texts(names)).read(trees).population()
 
 
 class Evaluator:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, list_of_texts
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
@@ -183,7 +183,7 @@ def to_operon_infix(program: Program, names: Sequence[str], parameters: ArrayLik
         InvalidArgumentError: for an operator that Operon's infix parser does not read, a variable
             without a name, a parameter without a value, or a number that float32 cannot hold.
     """
-    vector = np.asarray(parameters, dtype=np.float64)
+    vector, names = np.asarray(parameters, dtype=np.float64), list_of_texts(names)
     _check(program, len(names), len(vector))
 
     def leaf(code: int, value: float) -> str:

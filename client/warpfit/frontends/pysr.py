@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
+from warpfit.errors import list_of_texts
 from warpfit.ir import Program
 from warpfit.parse import Macro, Parser
 
@@ -68,7 +69,7 @@ def from_pysr(text: str, names: Sequence[str] = (), *, first: int = 0) -> Progra
     text = _SAFE.sub("", text)
     if not names:
         text = _NUMBERED.sub(lambda match: f"x{int(match[1]) + 1 - first}", text)
-    return Parser(tuple(names), _macros()).parse(text)
+    return Parser(list_of_texts(names), _macros()).parse(text)
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ import sympy
 from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
-from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
+from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, list_of_texts
 from warpfit.expressions.language import ALIASES, COMPARISONS, INDEXED, free_name
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
@@ -240,7 +240,7 @@ def to_sympy(program: Program, names: Sequence[str] = ()) -> Any:
     Raises:
         ResourceExhaustedError: if SymPy's recursive functions cannot do it.
     """
-    taken = frozenset(names)
+    taken = frozenset(list_of_texts(names))
 
     def leaf(code: int, value: float) -> Any:
         if code == CONSTANT:

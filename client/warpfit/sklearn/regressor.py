@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,6 +71,9 @@ _RANGES: Final = {
 #: Settings of these that may be None.
 _OPTIONAL: Final = ("early_stopping", "digits")
 _MOST_TOKENS: Final = 5_000_000
+#: Part of the time of a search, and seconds, that a server's first fit may take at least before a
+#: warning names it.
+_LONG_WAIT: Final = (0.5, 0.5)
 #: Numbers of a table for each second of the time that is given, and fewest rows that are drawn.
 _NUMBERS_A_SECOND: Final = 1e6
 _FEWEST_DRAWN: Final = 10_000
@@ -651,7 +655,7 @@ class SymbolicRegressor(FormulaRegressor):
                 known = getattr(self, "_wholes", {}) if output else {}
                 self._wholes = {**known, output: task.form.whole(task.formulas)}
                 progress.save(task.formulas)
-            self._warn_of_end()
+            self._warn_of_end(min(task.answered, time.monotonic()) - begun)
         if self.model_selection == "evidence":
             front = self._with_evidence(client, front, output)
         self._fresh_fronts.append(front)
@@ -670,8 +674,11 @@ class SymbolicRegressor(FormulaRegressor):
         self._fronts = self._fresh_fronts
         return self._equation(None, output).program
 
-    def _warn_of_end(self) -> None:
-        """Warn of a search that could not do what was asked for."""
+    def _warn_of_end(self, waited: float) -> None:
+        """Warn of a search that could not do what was asked for.
+
+        ``waited`` is the time in seconds until the server's first fit.
+        """
         if self.reason_ in INTERRUPTIONS:
             what = {"server": "the server is lost", "terminate": "SIGTERM has come"}
             message = (
@@ -679,10 +686,17 @@ class SymbolicRegressor(FormulaRegressor):
                 f"generation {self.n_iter_}: the formulas are those that were found until then"
             )
         elif self.reason_ == "max_seconds" and not self.n_iter_:
+            remedy = "Give more time, or less population, sample_rows or rows"
+            part, seconds = _LONG_WAIT
+            if waited > max(part * cast(float, self.max_seconds), seconds):
+                remedy = (
+                    f"{waited:.1f} s passed until the server had started and done its first fit: "
+                    "its first start on a machine compiles its code, which `warpfit precompile` "
+                    "does beforehand. Call fit again, or give more time"
+                )
             message = (
                 f"max_seconds={self.max_seconds:g} left no time for a generation: the formulas are "
-                "pairs of short ones, with constants as far as they were fitted. Give more time, "
-                "or less population, sample_rows or rows"
+                f"pairs of short ones, with constants as far as they were fitted. {remedy}"
             )
         else:
             return
@@ -721,6 +735,14 @@ class SymbolicRegressor(FormulaRegressor):
         if isinstance(form, TemplateForm):
             return joined([*map(form.guessed, self.guesses), older])
         return joined([Genomes.of(self._guessed()), older])
+
+    @contextmanager
+    def _client(self) -> Iterator[Client]:
+        if self.verbose and self.connected_client is None:
+            progress = Progress(None, time.monotonic(), True)
+            progress.phase("connection to a server, which compiles its code on its first start")
+        with super()._client() as client:
+            yield client
 
     def _template(self) -> Template | None:
         if self.template is None:

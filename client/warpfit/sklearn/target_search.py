@@ -471,6 +471,8 @@ class TargetSearch:
     """Rows that are not held out, if they are in groups."""
     tables: dict[Program, Floats] = field(default_factory=dict)
     """Constants without a short form by group, [groups, constants]."""
+    answered: float = math.inf
+    """Time of `time.monotonic` of the first fit's answer."""
     generation: int = 0
     reason: str = ""
     """Why the search ended, as `SymbolicRegressor.reason_`."""
@@ -507,7 +509,9 @@ class TargetSearch:
                 self.seen = self._part(stack, seen)
             try:
                 compared = self._part(stack, sample)
+                progress.phase("fit of a constant, once the server has compiled its fits")
                 self.constant, self.scale = self._best_constant(seen, sample, compared)
+                self.answered = time.monotonic()
                 search = self._search(stack, compared, sample, progress)
             except DeadlineExceededError:
                 self.reason = "max_seconds"

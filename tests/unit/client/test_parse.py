@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpfit.errors import ParseError
+from warpfit.embedded import embedded_server
+from warpfit.errors import InvalidArgumentError, ParseError
 from warpfit.expressions import reference
 from warpfit.expressions.language import ALIASES
-from warpfit.ir import Program
+from warpfit.frontends import deap
+from warpfit.frontends.pysr import from_pysr
+from warpfit.ir import Population, Program
 from warpfit.ops import OPERATORS
 from warpfit.parse import Parser, function, parse
 
@@ -292,3 +295,24 @@ def test_time_grows_as_the_text_does(run):
     short, long = seconds(2000), seconds(16_000)
     # It is 8 times as long; 64 if it were quadratic.
     assert long < 24 * short + 0.01
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda names: parse("x1", names),
+        X1.latex,
+        X1.sympy,
+        X1.to_numpy,
+        lambda names: X1.code("c", names),
+        lambda names: Population.of([X1]).texts(names),
+        lambda names: from_pysr("x1", names),
+        lambda names: deap.population([], names=names),
+        lambda arguments: embedded_server(arguments).__enter__(),
+    ],
+    ids=["parse", "latex", "sympy", "numpy", "code", "texts", "pysr", "deap", "embedded_server"],
+)
+def test_one_text_in_the_place_of_several_is_refused(take):
+    """Its letters would be taken for them."""
+    with pytest.raises(InvalidArgumentError, match=r"is 'cpu'.*Give a list, such as \['cpu'\]"):
+        take("cpu")
