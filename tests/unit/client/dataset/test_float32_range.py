@@ -85,13 +85,14 @@ def test_a_search_is_not_looked_at_for_ever(client, monkeypatch):
         "warpfit.calls.dataset_handle.warn_of_range", lambda *given: looked.append(len(given[2]))
     )
     data = client.upload(X, X[:, 0], dtype="float32")
-    for _ in range(15):
-        client.evaluate(data, ["log(-x1)"] * 17, loss="mse")
-    assert looked[:11] == [10] * 10 + [0]
-    assert sum(looked) == 100
-    for _ in range(15, 132):
+    for count in (17, 17, *[3] * 9, 17):
+        client.evaluate(data, ["log(-x1)"] * count, loss="mse")
+    assert looked == [1, 1, *[3] * 9, 1]  # of many expressions, as in a search, one
+    client.evaluate(data, ["log(-x1)"] * 3, loss="mse")
+    assert sum(looked) == 30
+    for _ in range(13, 62):
         client.evaluate(data, ["x1"], loss="mse")
-    assert len(looked) == 102  # all of a hundred calls, then each sixteenth
+    assert len(looked) == 32  # all of thirty calls, then each sixteenth
 
 
 def planck(frequency, temperature):
