@@ -662,7 +662,7 @@ class _Reader:
             self.values.append(0.0)
 
     def _unknown(self, name: str, what: str, known: Iterable[str]) -> NoReturn:
-        close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+        close = _close_matches(name[:100], tuple(sorted(known)))
         if close:
             remedy = f"Did you mean {' or '.join(close)}?"
         elif what == "function":
@@ -696,6 +696,11 @@ class _Reader:
         places = [match.start(1) for match in TOKEN.finditer(self.text.rstrip())]
         position = [*places, len(self.text)][self.at - 1 if token is None else token]
         raise ParseError(message, reason, remedy, text=self.text, position=position)
+
+
+@lru_cache(64)  # many skeletons of a call have the same wrong name
+def _close_matches(name: str, known: tuple[str, ...]) -> list[str]:
+    return difflib.get_close_matches(name, known, n=3, cutoff=0.6)
 
 
 def _is_number(token: str) -> bool:

@@ -95,10 +95,10 @@ class Proposal:
     """Warnings about the result, such as parameters that the data do not determine."""
     program: Program | None = None
     """The formula with its fitted constants."""
+    names: tuple[str, ...] = ()
+    """Names of the variables, or empty."""
     expression: str = ""
-    """The same as text."""
-    simplified: str = ""
-    """The same after the exact rules of `warpfit.Program.simplify`."""
+    """The formula as text."""
     parameters: tuple[float, ...] = ()
     """Fitted p1, p2, ...."""
     standard_errors: tuple[float, ...] = ()
@@ -123,6 +123,15 @@ class Proposal:
     terms: tuple[Term, ...] = ()
     """Terms of a formula that is a sum."""
 
+    @property
+    def simplified(self) -> str:
+        """The formula as text after the exact rules of `warpfit.Program.simplify`, or empty."""
+        if self.program is None:
+            return ""
+        with suppress(ResourceExhaustedError):  # it has too many tokens for the rules
+            return to_text(self.program.simplify(), self.names)
+        return self.expression
+
     def as_dict(self) -> dict[str, Any]:
         """Return what is known as JSON has it: without what is empty, and None for NaN."""
         if self.error is not None:
@@ -131,7 +140,8 @@ class Proposal:
             known = {name: value for name, value in about.items() if value is not None}
             return {"skeleton": self.skeleton, "error": known, "tried": self.tried}
         found = {f.name: getattr(self, f.name) for f in fields(self)}
-        del found["program"], found["error"]
+        del found["program"], found["names"], found["error"]
+        found["simplified"] = self.simplified
         told = ("text", "loss", "contribution")
         found["terms"] = [{name: getattr(term, name) for name in told} for term in self.terms]
         kept = {
@@ -275,10 +285,13 @@ class ProposeTask:
 
     def run(self, skeletons: Any, tried: TriedSkeletons) -> Proposals:
         """Return the answers to skeletons; see `warpfit.Client.propose`."""
-        listed = [skeletons] if is_single(skeletons) else skeletons
-        if not isinstance(listed, Sequence):
+        if isinstance(skeletons, Mapping):
             raise bad_setting("skeletons", type(skeletons).__name__, "a list of skeletons")
-        limit = self._client.info(self._remaining()).limits.program_tokens
+        listed = [skeletons] if is_single(skeletons) else skeletons
+        limits = self._client.info(self._remaining()).limits
+        if self._restarts >= limits.vectors:
+            most = f"at most {limits.vectors - 1}, of which the server takes no more"
+            raise bad_setting("restarts", self._restarts, most)
         answers: list[Proposal] = []
         ready: list[_Candidate] = []
         for skeleton in listed:
@@ -292,7 +305,7 @@ class ProposeTask:
                         "Propose the rest in another call",
                         "skeletons",
                     )
-                program = self._checked(skeleton, limit)
+                program = self._checked(skeleton, limits.program_tokens)
             except WarpfitError as error:
                 error.expression = None  # the answer has a place of its own
                 answer.error = error
@@ -364,17 +377,20 @@ class ProposeTask:
         if not candidates:
             return []
         asked: Any = {"rows": self._fitted_rows, **self._common()}
-        target = self._client.run(self._data, [Program.constant(0.0)], loss=Loss.MSE, **asked)
-        assert target.losses is not None
-        if not math.isfinite(target.losses[0]):
+        if not self._has_target(self._fitted_rows):
             for answer, _ in candidates:
                 answer.error = InvalidArgumentError(
-                    "the target holds NaN or infinity, or numbers whose squares overflow",
+                    f"the target {_NO_TARGET}",
                     "NOT_FINITE",
                     "Leave such rows out, give them weight 0, or choose other units",
                     "data",
                 )
             return []
+        self._is_judged = self._held_out_rows[0] < self._held_out_rows[1]
+        if self._is_judged and not self._has_target(self._held_out_rows):
+            self._is_judged = False
+            for answer, _ in candidates:
+                answer.warnings += (f"the rows held out judge nothing: their target {_NO_TARGET}",)
         columns = [
             frozenset(program.values[program.codes == VARIABLE].astype(int).tolist())
             for _, program in candidates
@@ -391,8 +407,14 @@ class ProposeTask:
                 elif shape.reductions.min[place] == shape.reductions.max[place]:
                     notes[index] = f"{name} is constant, so that nothing can be learnt about it"
             for (answer, _), own in zip(candidates, columns, strict=True):
-                answer.warnings = tuple(notes[index] for index in sorted(own) if index in notes)
+                answer.warnings += tuple(notes[index] for index in sorted(own) if index in notes)
         return candidates
+
+    def _has_target(self, rows: tuple[int, int]) -> bool:
+        """Whether squares of the target have a mean over some rows."""
+        zero, asked = [Program.constant(0.0)], self._common()
+        losses = self._client.run(self._data, zero, loss=Loss.MSE, rows=rows, **asked).losses
+        return losses is not None and math.isfinite(losses[0])
 
     def _fit(self, candidates: list[_Candidate], done: int, total: int) -> None:
         """Fit skeletons together; one that a server refuses is answered by that, without others."""
@@ -433,28 +455,46 @@ class ProposeTask:
 
     def _answer(self, candidates: list[_Candidate], fit: Fit) -> None:
         """Fill in the answers to skeletons of one fit."""
-        has_others = self._held_out_rows[0] < self._held_out_rows[1]
+        programs, asked = [program for _, program in candidates], self._common()
         out = out_r2 = np.full(len(candidates), np.nan)
-        if has_others:
-            asked: Any = {"rows": self._held_out_rows, "loss": self._loss, **self._common()}
-            programs = [program for _, program in candidates]
-            judged = self._client.run(self._data, programs, fit.parameters, **asked)
+        odd = np.zeros(len(candidates), dtype=np.int64)
+        if self._missing is Missing.DROP:
+            shape = self._client.run(self._data, programs, fit.parameters, reductions=True, **asked)
+            assert shape.reductions is not None
+            odd = shape.reductions.non_finite
+        if self._is_judged:
+            rows = self._held_out_rows
+            if self._missing is Missing.DROP and self._data.has_numbers:
+                # The server penalises the rows that a fit leaves out in this way, too.
+                seen = self._data.statistics(self._fitted_rows)
+                weights = np.ones(len(seen.target)) if seen.weights is None else seen.weights
+                weighed = weights > 0.0
+                mean = float(np.average(seen.target[weighed], weights=weights[weighed]))
+                other, infinity = Program.constant(mean), Program.constant(math.inf)
+                for i, own in enumerate(programs):
+                    is_finite = Program.apply("lt", Program.apply("abs", own), infinity)
+                    programs[i] = Program.apply("where", is_finite, own, other)
+            judged = self._client.run(
+                self._data, programs, fit.parameters, rows=rows, loss=self._loss, **asked
+            )
             assert judged.losses is not None
             out = judged.losses
             if fit.r2 is not None:
-                statistics = self._data.statistics(self._held_out_rows)
+                statistics = self._data.statistics(rows)
                 out_r2 = coefficients_of_determination(self._loss.closing, out, statistics)
         for i, (answer, _) in enumerate(candidates):
-            answer.program = program = fit.formula(i)
-            answer.expression = answer.simplified = to_text(program, self._names)
-            with suppress(ResourceExhaustedError):
-                answer.simplified = to_text(program.simplify(), self._names)
+            answer.program, answer.names = fit.formula(i), self._names
+            answer.expression = to_text(answer.program, self._names)
             answer.parameters = tuple(fit.parameters[i].tolist())
             answer.loss, answer.held_out_loss = float(fit.loss[i]), float(out[i])
             answer.r2 = math.nan if fit.r2 is None else float(fit.r2[i])
             answer.held_out_r2 = float(out_r2[i])
             answer.converged, answer.reason = fit.reason[i].converged, str(fit.reason[i])
-            if has_others and not math.isfinite(out[i]):
+            if odd[i]:
+                rows_in_all = self._data.layout.rows
+                answer.warnings += (f"{odd[i]} of {rows_in_all} rows are left out: the formula is "
+                                    "NaN or infinite there",)  # fmt: skip
+            elif self._is_judged and not math.isfinite(out[i]):
                 answer.warnings += (_NOT_FINITE_OUTSIDE,)
             known = fit.evidence
             if not math.isfinite(fit.loss[i]):
@@ -467,6 +507,8 @@ class ProposeTask:
                     setattr(answer, name, float(getattr(known, name)[i]))
 
 
+#: Behind "the target", where not even a constant has a loss.
+_NO_TARGET: Final = "holds NaN, infinity or numbers whose squares overflow, or no row has a weight"
 _NOT_FINITE: Final = (
     "the formula is NaN or infinite in rows that are fitted, from every start: bound its "
     'arguments, as in sqrt(abs(x)), or leave such rows out with missing="drop"'

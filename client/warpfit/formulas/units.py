@@ -9,7 +9,7 @@ infinity that of a formula that is not consistent.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Final
@@ -134,7 +134,7 @@ def dimensions(
         strange = [name for name in units if name not in known]
         given = [units.get(name) for name in known]
     else:
-        strange, given = [], list(units)
+        strange, given = [], list(units) if isinstance(units, Iterable) else [units]
     if strange or isinstance(units, str) or len(given) != variables:
         what = f"there is no variable {strange[0]!r}" if strange else f"{len(given)} units"
         raise InvalidArgumentError(

@@ -95,14 +95,47 @@ def test_what_was_tried_is_known_by_its_form():
     assert [again[0].tried, other[0].tried] == [2, 0]
 
 
-@pytest.mark.parametrize("value", [math.nan, 1e200])
+@pytest.mark.parametrize("value", [math.nan, 1e200, "weights"])
 def test_a_target_that_cannot_be_fitted_is_an_answer(value):
     X, y = table()
-    y[3] = value
+    weights = np.zeros(ROWS) if value == "weights" else None
+    late = np.r_[np.ones(40), np.zeros(20)] if value == "weights" else None
+    with warpfit.testing.client() as client:
+
+        def propose(place, weights):
+            target = y.copy()
+            target[place] = target[place] if value == "weights" else value
+            data = client.upload(X, target, weights, names=NAMES, dtype="float64")
+            # Names come in any sequence, as from a table.
+            return client.propose(data, np.array(["p1*a + p2", "p1 +"]), restarts=0)
+
+        found = propose(3, weights)
+        assert [answer.error.reason for answer in found] == ["NOT_FINITE", "EXPECTED_OPERAND"]
+        assert "no row has a weight" in str(found[0].error)
+        found = propose(-3, late)
+    assert found[0].error is None
+    assert found.best is found[0]
+    assert ["judge nothing" in warning for warning in found[0].warnings] == [True]
+
+
+def test_rows_without_a_value_are_left_out_of_all_judgement():
+    X, y = table()
+    X[::7, 1] = -1.0
+    X[-3:, 1] = -1.0
     with warpfit.testing.client() as client:
         data = client.upload(X, y, names=NAMES, dtype="float64")
-        found = client.propose(data, ["p1*a", "p1 +"])
-    assert [answer.error.reason for answer in found] == ["NOT_FINITE", "EXPECTED_OPERAND"]
+        skeletons = ["p1*log(b) + p2*a", "p1*sqrt(-a)", "p1*a"]
+        law, nothing, line = client.propose(data, skeletons, missing="drop", restarts=0)
+        refused = client.propose(data, skeletons, restarts=0)
+    gone = int((X[:, 1] < 0.0).sum())
+    assert law.warnings[0].startswith(f"{gone} of {ROWS} rows are left out")
+    assert nothing.warnings[0].startswith(f"{ROWS} of {ROWS} rows are left out")
+    assert math.isfinite(law.held_out_loss)
+    mean = y[:48].mean()
+    assert nothing.held_out_loss == pytest.approx(np.mean((y[48:] - mean) ** 2))
+    assert not line.warnings
+    # What has no value in the rows held out is not judged by others.
+    assert refused.best is refused[2]
 
 
 def test_a_call_has_a_limit(monkeypatch):
@@ -123,6 +156,9 @@ def test_a_call_has_a_limit(monkeypatch):
         {"target_unit": "florin"},
         {"loss": "nosuch"},
         {"restarts": 1.5},
+        {"restarts": 10**9},
+        {"seed": -1},
+        {"units": 3},
         {"timeout": 0},
         {"nosuch": 1},
         {"tier": "nosuch"},
