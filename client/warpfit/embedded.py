@@ -67,7 +67,11 @@ def embedded_server(
         try:
             yield _wait_for_address(process, log, start_seconds)
         finally:
-            _stop(process)
+            process.terminate()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @contextmanager
@@ -115,11 +119,3 @@ def _start_error(process: subprocess.Popen[bytes], log: IO[bytes]) -> Unavailabl
         "SERVER_NOT_STARTED",
         "Run `warpfit serve` by itself to see why",
     )
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()

@@ -72,7 +72,9 @@ class WarpfitError(Exception):
     def __post_init__(self) -> None:
         """Cut long texts, because an error must fit into gRPC's metadata."""
         for name, most in _MOST_BYTES.items():
-            setattr(self, name, _cut(getattr(self, name), most))
+            encoded = getattr(self, name).encode(errors="replace")
+            if len(encoded) > most:
+                setattr(self, name, encoded[: most - 3].decode(errors="ignore") + "...")
 
     def __str__(self) -> str:
         """Return message, place and remedy in one line."""
@@ -208,11 +210,3 @@ def list_of_texts(given: Iterable[str], field: str = "names") -> tuple[str, ...]
     if isinstance(given, str):
         raise bad_setting(field, given, f"a list, such as [{given!r}]")
     return tuple(given)
-
-
-def _cut(text: str, most: int) -> str:
-    """Return the beginning of a text, at most ``most`` bytes of UTF-8."""
-    encoded = text.encode(errors="replace")
-    if len(encoded) <= most:
-        return text
-    return encoded[: most - 3].decode(errors="ignore") + "..."

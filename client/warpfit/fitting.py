@@ -222,11 +222,6 @@ class FitRequest:
                 "Use sse, mse, rmse, nmse or r2, or leave them out",
                 "curvature" if settings.curvature else "covariance",
             )
-        self._check_numbers()
-        self._check_bounds()
-
-    def _check_numbers(self) -> None:
-        settings = self.settings
         for name, most in (("max_iterations", np.inf), ("restarts", 2**32), ("seed", 2**64)):
             if not 0 <= getattr(settings, name) < most:
                 wanted = "a number from 0" + (f", below {most}" if most < np.inf else "")
@@ -235,6 +230,7 @@ class FitRequest:
             value = getattr(settings, name)
             if value is not None and not 0.0 <= value < np.inf:
                 raise bad_setting(name, value, "a number from 0, or none for the default")
+        self._check_bounds()
 
     def _check_bounds(self) -> None:
         settings, batch = self.settings, self.problem.batch

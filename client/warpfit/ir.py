@@ -436,7 +436,8 @@ class Population(Sequence[Program]):
 
     def __iter__(self) -> Iterator[Program]:
         """Make the programs one after the other; raise ProgramError first if any is malformed."""
-        self._check_structure()
+        if len(self) and not are_well_formed(self.codes, self.values, self.starts, self.lengths):
+            check_structure(self.codes, self.values, self.starts)
         codes, values = self.codes.tobytes(), self.values.tobytes()
         for start, stop in pairwise(self.starts.tolist()):
             yield Program._unchecked(codes[start:stop], values[8 * start : 8 * stop])
@@ -507,10 +508,6 @@ class Population(Sequence[Program]):
                     f"Give an array of {np.dtype(dtype).name}",
                     name,
                 )
-
-    def _check_structure(self) -> None:
-        if len(self) and not are_well_formed(self.codes, self.values, self.starts, self.lengths):
-            check_structure(self.codes, self.values, self.starts)
 
     def _chosen(self, programs: slice | NDArray[np.int64]) -> Population:
         tokens = pieces(self.starts, programs)

@@ -121,7 +121,18 @@ class LossFunction:
         numbered = [int(number) for number in re.findall(r"\bx([0-9]+)\b", text)]
         if any(number > len(_VARIABLES) for number in numbered):
             raise _not_a_row_loss(text)
-        return cls(_resolve_names(parse(text, _NAMES)), as_closing(closing))
+
+        def leaf(code: int, value: float) -> Program:
+            if code != VARIABLE:
+                return Program([code], [value])
+            index = int(value)
+            if index == len(_NAMES) - 1:
+                return DIFFERENCE
+            return Program.variable(index % len(_VARIABLES))
+
+        given = parse(text, _NAMES)
+        row = given.fold(leaf, lambda row, operands: Program.apply(row, *operands))
+        return cls(row, as_closing(closing))
 
     @property
     def mentions_weight(self) -> bool:
@@ -255,20 +266,6 @@ def close_gradients(
             return np.where(losses == 0.0, 0.0, slopes)
         divided = np.asarray(gradients / statistics.divisor(closing))
         return -divided if closing is Closing.SCORE else divided
-
-
-def _resolve_names(program: Program) -> Program:
-    """Replace the variables of a program parsed over `_NAMES` by f, y, w and f - y."""
-
-    def leaf(code: int, value: float) -> Program:
-        if code != VARIABLE:
-            return Program([code], [value])
-        index = int(value)
-        if index == len(_NAMES) - 1:
-            return DIFFERENCE
-        return Program.variable(index % len(_VARIABLES))
-
-    return program.fold(leaf, lambda row, operands: Program.apply(row, *operands))
 
 
 #: Prediction minus target, and the row losses of the built-in losses.

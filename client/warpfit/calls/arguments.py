@@ -498,7 +498,11 @@ def wants_evidence(options: FitOptions) -> bool:
 def _settings(
     counts: NDArray[np.uint32], single: bool, options: FitOptions, dtype: np.dtype[Any]
 ) -> FitSettings:
-    lower, upper = _bounds(options.get("bounds"))
+    bounds: Any = (None, None) if options.get("bounds") is None else options.get("bounds")
+    if not isinstance(bounds, tuple) or len(bounds) != 2:  # such as SciPy's list of pairs
+        wanted = "a tuple (lower, upper), each a number or an entry for each expression"
+        raise bad_setting("bounds", bounds, wanted)
+    lower, upper = bounds
     fixed = _flat(options.get("fixed"), counts, single, "fixed", 0.0)
     if fixed is not None and np.isnan(fixed).any():
         raise bad_setting("fixed", options.get("fixed"), "a truth value for each parameter")
@@ -537,16 +541,6 @@ def _settings(
     )
 
 
-def _bounds(given: Any) -> tuple[Any, Any]:
-    """Return lower and upper bounds; a list, SciPy's pairs of a lower and an upper one, is none."""
-    if given is None:
-        return None, None
-    if not isinstance(given, tuple) or len(given) != 2:
-        wanted = "a tuple (lower, upper), each a number or an entry for each expression"
-        raise bad_setting("bounds", given, wanted)
-    return given
-
-
 def _flat(
     given: Any, counts: NDArray[np.uint32], single: bool, name: str, otherwise: float
 ) -> NDArray[np.float64] | None:
@@ -571,24 +565,19 @@ def _flat(
     joined = join_vectors(entries)
     if joined is not None and np.array_equal(joined.counts, counts):
         return joined.numbers
-    pieces = [
-        _entry_numbers(entry, int(count), name, otherwise)
-        for entry, count in zip(entries, counts.tolist(), strict=True)
-    ]
+    pieces = []
+    for entry, count in zip(entries, counts.tolist(), strict=True):
+        if entry is None:
+            entry = otherwise
+        elif isinstance(entry, list | tuple):
+            entry = [otherwise if value is None else value for value in entry]
+        values = real_numbers(entry, name, place="position").astype(np.float64).ravel()
+        if len(values) not in (1, count):
+            raise InvalidArgumentError(
+                f"{name} has {len(values)} numbers for an expression with {count} parameters",
+                "LENGTH_MISMATCH",
+                "Give one number for each parameter of the expression, or one for all",
+                name,
+            )
+        pieces.append(np.broadcast_to(values, (count,)))
     return np.concatenate(pieces)
-
-
-def _entry_numbers(entry: Any, count: int, name: str, otherwise: float) -> NDArray[np.float64]:
-    if entry is None:
-        return np.full(count, otherwise)
-    if isinstance(entry, list | tuple):
-        entry = [otherwise if value is None else value for value in entry]
-    values = real_numbers(entry, name, place="position").astype(np.float64).ravel()
-    if len(values) not in (1, count):
-        raise InvalidArgumentError(
-            f"{name} has {len(values)} numbers for an expression with {count} parameters",
-            "LENGTH_MISMATCH",
-            "Give one number for each parameter of the expression, or one for all",
-            name,
-        )
-    return np.broadcast_to(values, (count,)).copy()

@@ -311,24 +311,18 @@ def _table(data: Any, named: ColumnNames) -> Any:
 
 def _column_blocks(name: str, chunks: Iterable[Any]) -> Iterator[NDArray[Any]]:
     """Yield the numbers of the chunks of a column, [1, rows] each."""
-    start = 0
+    types, start, quoted = _pyarrow().types, 0, f"column {name!r}"
     for chunk in chunks:
         for part in row_blocks(len(chunk)):
-            yield _numbers(chunk[part], f"column {name!r}", start + part.start)[None]
+            block = chunk[part]
+            if block.null_count:
+                row = block.is_null().to_numpy(zero_copy_only=False).argmax()
+                raise missing_value(quoted, start + part.start + int(row))
+            _check_type(block.type, quoted)
+            if types.is_decimal(block.type):
+                block = block.cast(_pyarrow().float64())
+            yield block.to_numpy(zero_copy_only=False)[None]
         start += len(chunk)
-
-
-def _numbers(chunk: Any, name: str, start: int) -> NDArray[Any]:
-    """Return the numbers of an Arrow array of which ``start`` is the first row."""
-    pyarrow = _pyarrow()
-    if chunk.null_count:
-        row = chunk.is_null().to_numpy(zero_copy_only=False).argmax()
-        raise missing_value(name, start + int(row))
-    _check_type(chunk.type, name)
-    if pyarrow.types.is_decimal(chunk.type):
-        chunk = chunk.cast(pyarrow.float64())
-    numbers: NDArray[Any] = chunk.to_numpy(zero_copy_only=False)
-    return numbers
 
 
 def _check_type(kind: Any, name: str) -> None:

@@ -326,11 +326,6 @@ def _and(a: Intervals, b: Intervals) -> Intervals:
     return _truth(a_yes & b_yes, a_no | b_no, a, b)
 
 
-def _or(a: Intervals, b: Intervals) -> Intervals:
-    (a_yes, a_no), (b_yes, b_no) = _sides(a), _sides(b)
-    return _truth(a_yes | b_yes, a_no & b_no, a, b)
-
-
 def _choice(a: Intervals, b: Intervals, c: Intervals) -> Intervals:
     yes, no = _sides(a)
     found = _where(yes, b, _where(no, c, _hull(b, c)))
@@ -425,7 +420,7 @@ _RULES: Final[Mapping[str, Callable[..., Intervals]]] = {
     "eq": _equal,
     "ne": lambda a, b: _not(_equal(a, b)),
     "and": _and,
-    "or": _or,
+    "or": lambda a, b: _not(_and(_not(a), _not(b))),
     "not": _not,
     "where": _choice,
     "fma": lambda a, b, c: _RULES["add"](_corners(np.multiply, a, b), c),

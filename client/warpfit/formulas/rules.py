@@ -430,19 +430,19 @@ class Rules:
                 waiting += [(_multiplied(c, inner), term) for inner, term in node.terms[::-1]]
             else:
                 coefficients.setdefault(node, []).append(c)
-        terms = [(c, t) for t, cs in coefficients.items() for c in self._combined(t, cs)]
+        terms: list[tuple[float, Node]] = []
+        for term, cs in coefficients.items():
+            if term.finite or self.assume_defined:
+                combined = _sum(cs)
+                terms += [(combined, term)] if combined else []
+                continue
+            # Of an infinite term coefficients of different signs remain apart.
+            signs: dict[float, list[float]] = {}
+            for c in cs:
+                signs.setdefault(math.copysign(1.0, c) if c else 0.0, []).append(c)
+            terms += [(_sum(group), term) for group in signs.values()]
         whole = sum_node(constant, terms)
         return min(whole, _factored(constant, tuple(terms)) or whole, key=len)
-
-    def _combined(self, term: Node, coefficients: list[float]) -> list[float]:
-        """Add coefficients; of an infinite term those of different signs remain apart."""
-        if term.finite or self.assume_defined:
-            total = _sum(coefficients)
-            return [total] if total else []
-        signs: dict[float, list[float]] = {}
-        for c in coefficients:
-            signs.setdefault(math.copysign(1.0, c) if c else 0.0, []).append(c)
-        return [_sum(group) for group in signs.values()]
 
     def negative(self, node: Node) -> Node:
         """Return minus a node."""

@@ -80,24 +80,23 @@ def from_operon(tree: Any, variables: Any) -> tuple[Program, NDArray[np.float64]
             continue
         # The first operand stands last.
         operands = [stack.pop() for _ in range(node.Arity)]
-        piece = _variable(node, indices) if node.IsVariable else _applied(node, operands)
+        if not node.IsVariable:
+            piece = _applied(node, operands)
+        elif node.HashValue in indices:
+            piece = [VARIABLE], [float(indices[node.HashValue])]
+        else:
+            raise InvalidArgumentError(
+                "a variable of the Operon tree is not in the data set",
+                "UNKNOWN_NAME",
+                "Pass the data set that the tree was made for",
+                "variables",
+            )
         stack.append(piece if coefficient is None else _joined([coefficient, piece], "mul"))
     return Program(*stack.pop()), np.array(parameters, dtype=np.float64)
 
 
 def _listed(variables: Any) -> Sequence[Any]:
     return list(getattr(variables, "Variables", variables))
-
-
-def _variable(node: Any, indices: Mapping[int, int]) -> _Piece:
-    if node.HashValue not in indices:
-        raise InvalidArgumentError(
-            "a variable of the Operon tree is not in the data set",
-            "UNKNOWN_NAME",
-            "Pass the data set that the tree was made for",
-            "variables",
-        )
-    return [VARIABLE], [float(indices[node.HashValue])]
 
 
 def _applied(node: Any, operands: list[_Piece]) -> _Piece:

@@ -128,7 +128,12 @@ def _pieces(node: Any) -> _Pieces:
     if node.is_Mul:
         return _product(node)
     if node.is_Pow:
-        return _power(*node.args)
+        base, exponent = node.args
+        if exponent in POWERS:
+            return [base, POWERS[exponent]]
+        if -exponent in POWERS:
+            return [base, POWERS[-exponent], "inv"]
+        return [exponent, "exp"] if base == sympy.S.Exp1 else [base, exponent, "pow"]
     if isinstance(node, sympy.Piecewise):
         return _piecewise(node)
     if isinstance(node, sympy.re | sympy.conjugate):
@@ -195,16 +200,6 @@ def _product(node: Any) -> _Pieces:
     if divisors:
         pieces += [*_chain(divisors, "mul"), "div"]
     return [*pieces, "neg"] if minus else pieces
-
-
-def _power(base: Any, exponent: Any) -> _Pieces:
-    if exponent in POWERS:
-        return [base, POWERS[exponent]]
-    if -exponent in POWERS:
-        return [base, POWERS[-exponent], "inv"]
-    if base == sympy.S.Exp1:
-        return [exponent, "exp"]
-    return [base, exponent, "pow"]
 
 
 def _piecewise(node: Any) -> _Pieces:

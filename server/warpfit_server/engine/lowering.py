@@ -523,30 +523,22 @@ def schedule(
                 agenda[pending] = scratch.sorted[k] << 1
                 pending += 1
             continue
-        _release_operands(graph, scratch, node)
-        node.location = RESULT if number == root else _take_slot(scratch, header) << 2 | SLOT
+        for k in range(graph.arities[node.code]):  # slots that are read for the last time
+            operand = graph.nodes[node.operands[k]]
+            operand.uses -= 1
+            if operand.uses == 0 and operand.location & 3 == SLOT:
+                scratch.free[0] += 1
+                scratch.free[scratch.free[0]] = operand.location >> 2
+        if number == root:
+            node.location = RESULT
+        elif scratch.free[0]:
+            scratch.free[0] -= 1
+            node.location = scratch.free[scratch.free[0] + 1] << 2 | SLOT
+        else:
+            node.location = header.slots << 2 | SLOT
+            header.slots += 1
         node.emitted = 1
         _emit(graph, node, out, header)
-
-
-@uncounted
-def _release_operands(graph: Graph, scratch: Scratch, node: Any) -> None:
-    """Free the slots of the operands that are used for the last time."""
-    for k in range(graph.arities[node.code]):
-        operand = graph.nodes[node.operands[k]]
-        operand.uses -= 1
-        if operand.uses == 0 and operand.location & 3 == SLOT:
-            scratch.free[0] += 1
-            scratch.free[scratch.free[0]] = operand.location >> 2
-
-
-@uncounted
-def _take_slot(scratch: Scratch, header: Any) -> Any:
-    if scratch.free[0]:
-        scratch.free[0] -= 1
-        return scratch.free[scratch.free[0] + 1]
-    header.slots += 1
-    return header.slots - 1
 
 
 @uncounted

@@ -13,7 +13,7 @@ A result does not depend on the other programs of its batch, so its bits are the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Dataset, Layout
+from warpfit.dataset import Layout
 from warpfit.errors import ProgramError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings
 from warpfit.ir import Batch, Program
@@ -125,7 +125,11 @@ class RequestRunner:
                 into = part.outputs(outputs)
                 taken = {name: part.of(name, results[name]) for name in _SCALED & results.keys()}
             try:
-                timings = yield from self._evaluate_part(own, dataset, into, taken)
+                of_sums, summed = reduce_to_sums(own, into)
+                timings = yield from self._datasets.evaluate(of_sums, summed)
+                scaled = taken.get("scaling"), taken.get("correlations")
+                made = own, dataset, into, summed.moments, *scaled
+                yield from self._finalizer.finalize(*made)
             except ProgramError as error:
                 error.expression = part.programs.start + (error.expression or 0)
                 raise
@@ -135,19 +139,6 @@ class RequestRunner:
             sums = replace(timings, **added)
             yield None
         return sums
-
-    def _evaluate_part(
-        self,
-        evaluation: Evaluation,
-        dataset: Dataset,
-        outputs: Outputs,
-        results: Mapping[str, NDArray[Any]],
-    ) -> Steps[Timings]:
-        of_sums, sums = reduce_to_sums(evaluation, outputs)
-        timings = yield from self._datasets.evaluate(of_sums, sums)
-        scaled = results.get("scaling"), results.get("correlations")
-        yield from self._finalizer.finalize(evaluation, dataset, outputs, sums.moments, *scaled)
-        return timings
 
     def _optimize(
         self, request: Request, settings: FitSettings, deadline: float | None

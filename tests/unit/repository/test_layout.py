@@ -36,7 +36,18 @@ ORDERS = {
     ],
     "warpfit_server.engine": [
         *("native", "sum_tree", "lowering", "interface", "lowering_cache", "evaluation"),
-        *("autodiff", "fit", "cpu", "cuda", "scheduler", "request", "runner", "loop", "process"),
+        *(
+            "autodiff",
+            "requested_outputs",
+            "fit",
+            "cpu",
+            "cuda",
+            "scheduler",
+            "request",
+            "runner",
+            "loop",
+            "process",
+        ),
     ],
     "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit"],
     "warpfit": [

@@ -43,7 +43,7 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
-from warpfit_server.engine.autodiff.differentiate import (
+from warpfit_server.engine.autodiff import (
     LOSS,
     RowLossTokens,
     allocate_differentiated,
@@ -52,7 +52,6 @@ from warpfit_server.engine.autodiff.differentiate import (
     row_loss_tokens,
     source_arrays,
 )
-from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cpu import statistics
 from warpfit_server.engine.cpu.codegen.kernels import LARGEST_TILE, Kernels
 from warpfit_server.engine.cpu.interpreter import (
@@ -99,6 +98,7 @@ from warpfit_server.engine.native.arguments import (
     words,
 )
 from warpfit_server.engine.native.intrinsics import call_kernel, call_sum, inlined
+from warpfit_server.engine.requested_outputs import RequestedOutputs
 from warpfit_server.engine.sum_tree import carry, node_sums, sum_nodes
 
 #: What row losses are computed with.
@@ -259,9 +259,20 @@ class DerivativeRun:
         """What has been summed up of each node of the rows: sums, reductions and moments."""
 
         own, wide = kernels[Arithmetic.of(layout.dtype, evaluation.precision)], kernels[_WIDE]
-        self._triangles = _triangle_starts(batch)
+        counts = np.repeat(batch.parameter_counts.astype(np.int64), batch.vectors)
+        triangles = counts * (counts + 1) // 2
+        self._triangles = np.cumsum(triangles) - triangles
+        """Index of each instance's first number in `Linearisation.curvatures`."""
         suffix = "_weighted" if layout.has_weights and plan.weighs_loss else ""
-        context = _context(dataset, evaluation, requested, plan.cut.level)
+        context = new_context(dataset, evaluation, requested.values, plan.cut.level)
+        context["wants_losses"] = requested.row_loss is not None
+        context["wants_gradients"] = requested.needs_loss_derivative
+        context["wants_curvatures"] = requested.curvatures is not None
+        context["is_squares"] = requested.is_squares
+        context["wants_reductions"] = requested.reductions is not None
+        context["wants_moments"] = requested.moments is not None
+        if requested.jacobian is not None:
+            context["jacobian"] = requested.jacobian.ctypes.data
         context["weighs_loss"] = plan.weighs_loss
         if requested.deviation:
             context["loss_kernel"] = own.losses[requested.deviation + suffix]
@@ -314,29 +325,6 @@ class DerivativeRun:
         if requested.moments is not None:
             found = from_zero(self.nodes[0, self._first_moment :].reshape(-1, MOMENTS))
             requested.moments.reshape(found.shape)[:] = found
-
-
-def _triangle_starts(batch: Batch) -> NDArray[np.int64]:
-    """Return the index of each instance's first number in `Linearisation.curvatures`."""
-    counts = np.repeat(batch.parameter_counts.astype(np.int64), batch.vectors)
-    sizes = counts * (counts + 1) // 2
-    found: NDArray[np.int64] = np.cumsum(sizes) - sizes
-    return found
-
-
-def _context(
-    dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs, level: int
-) -> NDArray[np.void]:
-    context = new_context(dataset, evaluation, requested.values, level)
-    context["wants_losses"] = requested.row_loss is not None
-    context["wants_gradients"] = requested.needs_loss_derivative
-    context["wants_curvatures"] = requested.curvatures is not None
-    context["is_squares"] = requested.is_squares
-    context["wants_reductions"] = requested.reductions is not None
-    context["wants_moments"] = requested.moments is not None
-    if requested.jacobian is not None:
-        context["jacobian"] = requested.jacobian.ctypes.data
-    return context
 
 
 # ------------------------------------------------------------- programs with derivatives, compiled

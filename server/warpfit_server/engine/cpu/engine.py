@@ -35,11 +35,6 @@ from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Precision, Timings
 from warpfit.server_info import Device
 from warpfit_server.engine import interface
-from warpfit_server.engine.autodiff.requested_outputs import (
-    RequestedOutputs,
-    linearisation_outputs,
-    requested_outputs,
-)
 from warpfit_server.engine.cpu import derivatives
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cpu.codegen.kernels import Kernels
@@ -60,6 +55,11 @@ from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.parallel_loop import ParallelLoop
+from warpfit_server.engine.requested_outputs import (
+    RequestedOutputs,
+    linearisation_outputs,
+    requested_outputs,
+)
 from warpfit_server.engine.sum_tree import sum_nodes
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.system.machine import available_cores
@@ -122,7 +122,12 @@ class CpuEngine:
 
     def device(self) -> Device:
         """Describe the CPU."""
-        name = _processor()
+        name = platform.machine()
+        with suppress(OSError):  # Linux knows the model
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    name = line.partition(":")[2].strip()
+                    break
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device(name=name, threads=self.threads, memory=memory)
 
@@ -251,15 +256,6 @@ class CpuEngine:
             if on_step is not None:
                 on_step(stop)
 
-    def _derivative_kernels(self) -> interface.Steps[Kernels]:
-        """Return the kernels for derivatives, which are loaded after the engine began to serve."""
-        loading = self._derivatives
-        if loading.done() and loading.exception() is not None:  # memory may have been short
-            loading = self._derivatives = self._load_derivatives()
-        if not loading.done():
-            yield loading
-        return loading.result()
-
     def _load_derivatives(self) -> Future[Kernels]:
         return BACKGROUND.submit(parts.load_derivatives, self._kernels, self.threads)
 
@@ -271,7 +267,12 @@ class CpuEngine:
         selection: interface.Selection | None = None,
     ) -> interface.Steps[None]:
         """Evaluate with derivatives, custom losses or statistics."""
-        kernels = yield from self._derivative_kernels()
+        loading = self._derivatives  # which are loaded after the engine began to serve
+        if loading.done() and loading.exception() is not None:  # memory may have been short
+            loading = self._derivatives = self._load_derivatives()
+        if not loading.done():
+            yield loading
+        kernels = loading.result()
         layout = dataset.layout
         whole = evaluation.batch if selection is None else selection.batch
 
@@ -314,7 +315,9 @@ class CpuEngine:
         cut = programs.cut(batch.vectors, rows, layout, level)
         context = new_context(dataset, evaluation, outputs.values, cut.level)
         if outputs.losses is not None and evaluation.loss is not None:
-            context["loss_kernel"] = kernels.losses[_loss_kernel(evaluation.loss, dataset)]
+            term = "absolute" if evaluation.loss is Loss.MAE else "squared"
+            suffix = "_weighted" if layout.has_weights else ""
+            context["loss_kernel"] = kernels.losses[term + suffix]
         sums = np.zeros((len(cut.spans), cells))
         parameters = np.ascontiguousarray(batch.parameters), batch.parameter_starts
         inputs = Inputs(context, kernels.addresses, *parameters, programs.lowered)
@@ -362,17 +365,3 @@ def _memory_errors() -> Iterator[None]:
         raise ResourceExhaustedError(
             "the CPU engine is out of memory", "OUT_OF_MEMORY", "Send smaller batches"
         ) from error
-
-
-def _processor() -> str:
-    """Return the CPU's model as Linux names it, else the architecture."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _loss_kernel(loss: Loss, dataset: Dataset) -> str:
-    term = "absolute" if loss is Loss.MAE else "squared"
-    return term + ("_weighted" if dataset.layout.has_weights else "")

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from warpfit_server.engine.autodiff.differentiate import differentiate_chunk
+from warpfit_server.engine.autodiff import differentiate_chunk
 from warpfit_server.engine.cuda.derivatives import launches as derivative_launches
 from warpfit_server.engine.cuda.derivatives import tier as derivatives
 from warpfit_server.engine.cuda.derivatives.source import derivative_source

@@ -185,17 +185,15 @@ class TierChooser:
             # A device that interprets more slowly runs compiled kernels more slowly, too.
             for one in {tier} if kind in self._compiled else {tier, Tier.COMPILED}:
                 self.costs[one, kind] = self.costs[one, kind].corrected(token_rows, surprise)
-            if kind in self._compiled:
-                self._forget(tier, kind)
-
-    def _forget(self, observed: Tier, kind: WorkKind) -> None:
-        """Return the other tier's cost a little to its ratio to the observed one's at the start."""
-        other = Tier.INTERPRETER if observed is Tier.COMPILED else Tier.COMPILED
-        cost, known = self.costs[other, kind], self.costs[observed, kind]
-        start, start_known = self._start[other, kind], self._start[observed, kind]
-        launch = start.launch * known.launch / start_known.launch
-        rate = start.rate * known.rate / start_known.rate
-        self.costs[other, kind] = TierCost(
-            launch=cost.launch * (launch / cost.launch) ** _FORGETTING,
-            rate=cost.rate * (rate / cost.rate) ** _FORGETTING,
-        )
+            if kind not in self._compiled:
+                return
+            # The other tier's cost returns a little to its ratio to this one's at the start.
+            other = Tier.INTERPRETER if tier is Tier.COMPILED else Tier.COMPILED
+            cost, known = self.costs[other, kind], self.costs[tier, kind]
+            start, start_known = self._start[other, kind], self._start[tier, kind]
+            launch = start.launch * known.launch / start_known.launch
+            rate = start.rate * known.rate / start_known.rate
+            self.costs[other, kind] = TierCost(
+                launch=cost.launch * (launch / cost.launch) ** _FORGETTING,
+                rate=cost.rate * (rate / cost.rate) ** _FORGETTING,
+            )

@@ -328,17 +328,6 @@ def _steepest(vector: Floats, number: Floats, moving: Any, limits: SearchLimits)
 
 
 @inlined
-def _fill(system: Floats, curvature: Floats, width: Floats, taking: Any, ridge: float) -> None:
-    """Fill in the curvature of the parameters that take part, with a unit diagonal and a ridge."""
-    for i in range(len(width)):
-        row = i * (i + 1) // 2
-        for j in range(i):
-            known = taking[i] and taking[j] and width[i] > 0.0 and width[j] > 0.0
-            system[row + j] = curvature[row + j] / (width[i] * width[j]) if known else 0.0
-        system[row + i] = 1.0 + ridge
-
-
-@inlined
 def _judge(
     vector: Floats,
     number: Floats,
@@ -548,7 +537,12 @@ def _begin_inverse(
     """Invert the damped curvature, scaled to a unit diagonal."""
     n, width = vector.shape[1], vector[WIDTH]
     system, column = np.empty(n * (n + 1) // 2), np.empty(n)
-    _fill(system, curvature, width, width > 0.0, ridge)
+    for i in range(n):
+        row = i * (i + 1) // 2
+        for j in range(i):
+            known = width[i] > 0.0 and width[j] > 0.0
+            system[row + j] = curvature[row + j] / (width[i] * width[j]) if known else 0.0
+        system[row + i] = 1.0 + ridge
     if not factorise(system, 0, n, n, cancelled):
         _reset_inverse(vector, number, counter, inverse)
         return

@@ -212,9 +212,14 @@ class _Driver:
         """Advance until every search has ended or the time is used up; return the result."""
         yield from self._evaluate_starts()
         with self._interrupted_at_deadline():
+            deadline, report = self._context.deadline, self._context.report
             while (yield from self._on_fit_thread(self._drop_finished)):
-                self._report()
-                if self._is_late():
+                if report is not None:
+                    running = self._active.running
+                    done = int(self._active.counters[running, ITERATIONS].max())
+                    report(FitProgress(done, int(running.sum()), len(self._all)))
+                # One more pass like the last would end after the deadline.
+                if deadline is not None and time.monotonic() + self._pass_seconds >= deadline:
                     self._active.interrupt()
                     continue
                 yield None
@@ -315,22 +320,18 @@ class _Driver:
             stiffness = 2.0 * lengths[0] / lengths[1]
         return np.where(np.isfinite(stiffness) & (stiffness > 0.0), stiffness, 1.0)
 
-    def _waiting(self) -> NDArray[np.bool_]:
-        """Which searches are inspected now, [S]: half of the batch, or all that are left."""
-        running = self._active.running
-        waiting = running & (self._active.counters[:, ENDING] != 0)
-        count = int(waiting.sum())
-        enough = count >= _INSPECTED_SHARE * len(waiting) or count == int(running.sum())
-        return waiting if enough else np.zeros_like(waiting)
-
     def _evaluate_trials(self) -> Steps[Linearisation]:
         """Evaluate the trials, with the curvature for Levenberg-Marquardt and where BFGS ends.
 
         For losses other than squares, ends need a number that takes a pass of its own, over them.
         """
         active = self._active
-        waiting = np.zeros(0, dtype=bool) if self._is_lm else self._waiting()
-        if not waiting.any():
+        running = active.running
+        waiting = running & (active.counters[:, ENDING] != 0)
+        count = int(waiting.sum())
+        # Half of the batch is inspected together, or all that are left.
+        enough = count >= _INSPECTED_SHARE * len(waiting) or count == int(running.sum())
+        if self._is_lm or not count or not enough:
             return (yield from self._linearise(curvature=self._is_lm))
         if not self._loss.is_squares:
             places, columns = self._places[waiting], np.repeat(waiting, active.counts)
@@ -470,13 +471,6 @@ class _Driver:
         self._active_batch = self._batch[places]
         self._selection = Selection(batch, places // batch.vectors)
 
-    def _report(self) -> None:
-        report = self._context.report
-        if report is not None:
-            running = self._active.running
-            done = int(self._active.counters[running, ITERATIONS].max())
-            report(FitProgress(done, int(running.sum()), len(self._all)))
-
     @contextmanager
     def _interrupted_at_deadline(self) -> Iterator[None]:
         """Cancel the pass that is running at the deadline, and end the searches."""
@@ -504,15 +498,15 @@ class _Driver:
             if cancelled[0] == _TIME_IS_UP:
                 cancelled[0] = 0  # covariances at the final parameters may still be requested
 
-    def _is_late(self) -> bool:
-        """Whether one more pass like the last would end after the deadline."""
-        deadline = self._context.deadline
-        return deadline is not None and time.monotonic() + self._pass_seconds >= deadline
-
     def _result(self) -> Steps[FitResult]:
         """Collect the outcomes: the best start of each program, or all starts."""
         problem, settings = self._request.problem, self._request.settings
-        chosen = self._chosen()
+        vectors = problem.batch.vectors
+        chosen = np.arange(len(self._all))
+        if vectors > 1 and not settings.all_starts:
+            sums = self._all.numbers[:, LOSS].reshape(-1, vectors)
+            best = np.where(np.isfinite(sums), sums, np.inf).argmin(axis=1)
+            chosen = np.arange(len(sums)) * vectors + best
         mask = np.zeros(len(self._all), dtype=bool)
         mask[chosen] = True
         self._restore_better_starts()
@@ -541,7 +535,7 @@ class _Driver:
             iterations=counters[:, ITERATIONS].astype(np.uint32).reshape(shape),
             evaluations=counters[:, EVALUATIONS].astype(np.uint32).reshape(shape),
             reasons=counters[:, REASON].astype(np.uint8).reshape(shape),
-            starts=(chosen % problem.batch.vectors).astype(np.uint32).reshape(shape),
+            starts=(chosen % vectors).astype(np.uint32).reshape(shape),
             standard_errors=errors,
             covariances=covariance if settings.covariance else None,
             curvatures=full_curvatures(outcome) if settings.curvature else None,
@@ -565,15 +559,6 @@ class _Driver:
         searches.vectors[X, columns] = self._starts[columns]
         searches.numbers[worse, LOSS] = searches.numbers[worse, INITIAL]
         searches.counters[worse, REASON] = NOT_FINITE
-
-    def _chosen(self) -> Integers:
-        """Return the indices of the searches whose outcomes are returned, ascending."""
-        vectors = self._request.problem.batch.vectors
-        if self._request.settings.all_starts or vectors == 1:
-            return np.arange(len(self._all))
-        sums = self._all.numbers[:, LOSS].reshape(-1, vectors)
-        best = np.where(np.isfinite(sums), sums, np.inf).argmin(axis=1)
-        return np.asarray(np.arange(len(sums)) * vectors + best)
 
     def _weighed_rows(self) -> int:
         """Count the rows whose weight is not 0."""

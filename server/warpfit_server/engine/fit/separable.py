@@ -46,16 +46,14 @@ def operator_table() -> NDArray[np.int64]:
     for operator in OPERATORS.values():
         table[operator.code, _ARITY] = operator.arity
         for operand, text in enumerate(operator.derivative):
-            reads = _EVERYTHING if operator.name in _JUMPING else _operands_read(text, operand)
+            tree = ast.parse(text, mode="eval")
+            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            bends = operator.name in _JUMPING or text.strip() == "0"
+            reads = sum(1 << place for place, name in enumerate("abc") if name in names)
+            if bends or "r" in names or "abc"[operand] in names:
+                reads = _EVERYTHING
             table[operator.code, _READS + operand] = reads
     return table
-
-
-def _operands_read(derivative: str, operand: int) -> int:
-    names = {n.id for n in ast.walk(ast.parse(derivative, mode="eval")) if isinstance(n, ast.Name)}
-    if derivative.strip() == "0" or "r" in names or "abc"[operand] in names:
-        return _EVERYTHING
-    return sum(1 << place for place, name in enumerate("abc") if name in names)
 
 
 # It allocates nothing, so that references need not be counted.
@@ -82,7 +80,10 @@ def mark_linear(
         for token in range(last, first - 1, -1):
             node = nodes[token - first]
             if codes[token] >= FIRST_OPERATOR:
-                _pass_on(codes[token], token - first, table, nodes)
+                place = token - first - 1
+                for operand in range(table[codes[token], _ARITY] - 1, -1, -1):
+                    nodes[place, _PASSES] = node[_PASSES] & (node[_CHOSEN] >> (1 + operand) & 1)
+                    place -= nodes[place, _SIZE]
             elif codes[token] == PARAMETER and node[_PASSES] == 0:
                 linear[parameter_starts[program] + np.int64(values[token])] = 0.0
 
@@ -120,13 +121,3 @@ def _count(codes: Any, first: int, token: int, table: Any, nodes: Any) -> None:
             chosen |= 1 << best
             node[_LINEAR] += nodes[roots[best], _LINEAR]
     node[_CHOSEN] = (parametric != 0) | chosen << 1
-
-
-@uncounted
-def _pass_on(code: int, index: int, table: Any, nodes: Any) -> None:
-    """Mark the operands of a node that the program is linear in."""
-    place = index - 1
-    for operand in range(table[code, _ARITY] - 1, -1, -1):
-        chosen = nodes[index, _CHOSEN] >> (1 + operand) & 1
-        nodes[place, _PASSES] = nodes[index, _PASSES] & chosen
-        place -= nodes[place, _SIZE]

@@ -9,7 +9,7 @@ from support.random_programs import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.differentiate import (
+from warpfit_server.engine.autodiff import (
     BY_PARAMETERS,
     BY_VARIABLES,
     LOSS,

@@ -304,34 +304,23 @@ def _split(x: Vector) -> tuple[Vector, Vector]:
     return ((offset & ((1 << mantissa) - 1)) + low).real() - 1.0, exponent
 
 
-def _logarithm_domain(x: Vector, result: Vector) -> Vector:
-    """Replace a logarithm where x is 0, negative, infinite or NaN."""
-    select = x.trace.select
-    outside = select(x == 0, x.like(-_INFINITY), _NAN)
-    return select(x > 0, select(x < _INFINITY, result, x), outside)
-
-
 def logarithm(x: Vector) -> Vector:
     """Natural logarithm."""
     f, e = _split(x)
-    core = _logarithm_single if x.size == 32 else _logarithm_double
-    return _logarithm_domain(x, core(f, e))
-
-
-def _logarithm_single(f: Vector, e: Vector) -> Vector:
-    high, low = _LN2[32]
+    high, low = _LN2[x.size]
     square = f * f
-    rest = e.fma(low, f * square * polynomial(f, _LOG_SINGLE))
-    return e.fma(high, f + square.fma(-0.5, rest))
-
-
-def _logarithm_double(f: Vector, e: Vector) -> Vector:
-    high, low = _LN2[64]
-    s = f / (f + 2.0)
-    z = s * s
-    half_square = f * f * 0.5
-    tail = s.fma(half_square + z * polynomial(z, _LOG_DOUBLE), e * low)
-    return e.fma(high, f - (half_square - tail))
+    if x.size == 32:
+        rest = e.fma(low, f * square * polynomial(f, _LOG_SINGLE))
+        result = e.fma(high, f + square.fma(-0.5, rest))
+    else:
+        s = f / (f + 2.0)
+        z = s * s
+        half_square = square * 0.5
+        tail = s.fma(half_square + z * polynomial(z, _LOG_DOUBLE), e * low)
+        result = e.fma(high, f - (half_square - tail))
+    select = x.trace.select
+    outside = select(x == 0, x.like(-_INFINITY), _NAN)
+    return select(x > 0, select(x < _INFINITY, result, x), outside)
 
 
 def _power_for_single(a: Vector, b: Vector) -> Vector:

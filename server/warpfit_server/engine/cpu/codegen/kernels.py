@@ -48,7 +48,7 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.rules import PartialKernel, partial_kernels
+from warpfit_server.engine.autodiff import PartialKernel, partial_kernels
 from warpfit_server.engine.cpu.codegen.elementary_functions import functions, lifted, wide_functions
 from warpfit_server.engine.cpu.codegen.vector import Trace, Vector, absolute
 from warpfit_server.engine.interface import Arithmetic
@@ -416,7 +416,7 @@ class KernelSet:
     """Loaded kernels of one arithmetic; the addresses are valid while the object lives."""
 
     addresses: NDArray[np.int64]
-    """Addresses by code of the instruction, int64 [rules.CODES]; 0 where there is no kernel."""
+    """Addresses by code of the instruction, int64 [CODE_COUNT]; 0 where there is no kernel."""
     losses: dict[str, int]
     """Addresses by name of the loss kernel."""
     dots: NDArray[np.int64]

@@ -21,8 +21,12 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from warpfit import ops
-from warpfit_server.engine.autodiff import rules
-from warpfit_server.engine.autodiff.differentiate import differentiate_chunk
+from warpfit_server.engine.autodiff import (
+    CODE_COUNT,
+    PRODUCT_CODE,
+    differentiate_chunk,
+    partial_kernels,
+)
 from warpfit_server.engine.cpu.codegen.kernels import (
     COPY,
     DOT_SHAPES,
@@ -126,38 +130,32 @@ def load(processes: int = 1) -> Kernels:
 
     Where it is not kept on disk, it is compiled by so many processes first.
     """
-    found = load_group("values", processes, urgent=True)
-    return {arithmetic: _link_kernels(code) for arithmetic, code in found["kernels"].items()}
+    names = {row.code: name for name, row in ops.OPERATORS.items()} | {COPY_CODE: COPY}
+    kernels = {}
+    for arithmetic, code in load_group("values", processes, urgent=True)["kernels"].items():
+        owner = _link(code)
+        addresses = np.zeros(CODE_COUNT, dtype=np.int64)
+        for index, name in names.items():
+            addresses[index] = owner.get_function_address(symbol(name))
+        losses = {name: owner.get_function_address(symbol(name)) for name in LOSS_KERNELS}
+        kernels[arithmetic] = KernelSet(addresses, losses, np.zeros(0, dtype=np.int64), (owner,))
+    return kernels
 
 
 def load_derivatives(kernels: Kernels, processes: int) -> Kernels:
     """Load the code for derivatives and fits; return the kernels of both, otherwise as `load`."""
     found = load_group("derivatives", processes, urgent=False)
-    return {
-        arithmetic: _link_derivatives(kernels[arithmetic], content)
-        for arithmetic, content in found["derivative_kernels"].items()
-    }
-
-
-def _link_kernels(code: bytes) -> KernelSet:
-    owner = _link(code)
-    names = {row.code: name for name, row in ops.OPERATORS.items()} | {COPY_CODE: COPY}
-    addresses = np.zeros(rules.CODES, dtype=np.int64)
-    for index, name in names.items():
-        addresses[index] = owner.get_function_address(symbol(name))
-    losses = {name: owner.get_function_address(symbol(name)) for name in LOSS_KERNELS}
-    return KernelSet(addresses, losses, np.zeros(0, dtype=np.int64), (owner,))
-
-
-def _link_derivatives(kernels: KernelSet, code: bytes) -> KernelSet:
-    owner = _link(code)
-    names = {kernel.code: kernel.name for kernel in rules.partial_kernels()}
-    addresses = kernels.addresses.copy()
-    for index, name in (names | {rules.PRODUCT_CODE: PRODUCT}).items():
-        addresses[index] = owner.get_function_address(symbol(name))
-    dots = [owner.get_function_address(symbol(shape.name)) for shape in DOT_SHAPES]
-    owners = (*kernels.owners, owner)
-    return KernelSet(addresses, kernels.losses, np.array(dots, dtype=np.int64), owners)
+    names = {kernel.code: kernel.name for kernel in partial_kernels()} | {PRODUCT_CODE: PRODUCT}
+    both = {}
+    for arithmetic, code in found["derivative_kernels"].items():
+        owner, own = _link(code), kernels[arithmetic]
+        addresses = own.addresses.copy()
+        for index, name in names.items():
+            addresses[index] = owner.get_function_address(symbol(name))
+        dots = [owner.get_function_address(symbol(shape.name)) for shape in DOT_SHAPES]
+        owners = (*own.owners, owner)
+        both[arithmetic] = KernelSet(addresses, own.losses, np.array(dots, np.int64), owners)
+    return both
 
 
 def _link(code: bytes) -> Any:

@@ -67,11 +67,8 @@ def reduction(module: ir.Module) -> ir.Function:
     function.linkage = "internal"
     for attribute in ("nounwind", "noinline"):  # in every kernel it would cost time to compile
         function.attributes.add(attribute)
-    _build(ir.IRBuilder(function.append_basic_block()), *function.args)
-    return function
-
-
-def _build(b: ir.IRBuilder, x: Any, r: Any, tail: Any, count: Any) -> None:
+    b = ir.IRBuilder(function.append_basic_block())
+    x, r, tail, count = function.args
     bits = b.bitcast(x, _I64)
     significand = b.or_(b.and_(bits, _I64((1 << 52) - 1)), _I64(1 << 52))
     exponent = b.and_(b.lshr(bits, _I64(52)), _I64(0x7FF))
@@ -88,6 +85,7 @@ def _build(b: ir.IRBuilder, x: Any, r: Any, tail: Any, count: Any) -> None:
     b.store(b.fmul(rest, sign), tail)
     b.store(b.select(negative, b.neg(nearest), nearest), count)
     b.ret_void()
+    return function
 
 
 def _window(b: ir.IRBuilder, exponent: Any) -> Any:

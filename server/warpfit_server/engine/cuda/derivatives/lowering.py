@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import INDEX_LIMIT, Batch
-from warpfit_server.engine.autodiff.differentiate import (
+from warpfit_server.engine.autodiff import (
     AFTER_SOURCE,
     LoweringWorkspace,
     RowLossTokens,

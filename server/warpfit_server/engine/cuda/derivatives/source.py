@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.rules import CODES, PRODUCT_CODE, partial_kernels
+from warpfit_server.engine.autodiff import CODE_COUNT, PRODUCT_CODE, partial_kernels
 from warpfit_server.engine.cuda.interpreter.source import (
     Variant,
     device_function,
@@ -109,13 +109,13 @@ def template(name: str) -> str:
 
 @cache
 def labels() -> NDArray[np.int64]:
-    """Return the case label of each instruction by code, int64 [CODES]; 0 if it does nothing.
+    """Return the case label of each instruction by code, int64 [CODE_COUNT]; 0 if it does nothing.
 
     Derivatives with the same text share a label. An instruction with two operands has `_FORMS`
     labels: two for each kind of place of the second one, of which the latter has the operands the
     other way round.
     """
-    table = np.zeros(CODES, dtype=np.int64)
+    table = np.zeros(CODE_COUNT, dtype=np.int64)
     known: dict[object, int] = {}
     end = 1
     instructions: list[tuple[int, object, int]] = [

@@ -22,12 +22,7 @@ from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
-from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
-from warpfit_server.engine.autodiff.requested_outputs import (
-    RequestedOutputs,
-    linearisation_outputs,
-    requested_outputs,
-)
+from warpfit_server.engine.autodiff import no_row_loss, row_loss_tokens
 from warpfit_server.engine.cuda.derivatives import launches
 from warpfit_server.engine.cuda.derivatives.launches import (
     VARIANT_OF,
@@ -65,6 +60,11 @@ from warpfit_server.engine.interface import (
 )
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND
+from warpfit_server.engine.requested_outputs import (
+    RequestedOutputs,
+    linearisation_outputs,
+    requested_outputs,
+)
 from warpfit_server.shared_batch import SharedBatch
 
 #: Most rows of which values are on the device at a time, a power of two.
@@ -243,7 +243,18 @@ class DerivativeTier:
             code, _ = yield from self._lower(
                 resident, precision, batch, wanted=wanted, meanwhile=lambda: None
             )
-            return _KeptCode(self._keep_on_device(code))
+            # Everything but the records, which are selected, is copied to memory of its own.
+            arrays = {name: array for name, array in code.arrays.items() if name != "programs"}
+            memory = None
+
+            def allocate(size: int) -> int:
+                nonlocal memory
+                memory = self._device.allocate(size)
+                return int(memory.ptr)
+
+            with self._device.stream() as context:
+                addresses = upload_arrays(context, arrays, allocate)
+            return _KeptCode(replace(code, arrays={}, addresses=addresses, memory=memory))
 
         outputs = (wanted.row_loss, wanted.curvatures is not None)
         needs = (rows, precision, *outputs, resident.dataset.layout)
@@ -279,20 +290,6 @@ class DerivativeTier:
             products=wanted.curvatures is not None,
             meanwhile=meanwhile,
         )
-
-    def _keep_on_device(self, code: DerivativeCode) -> DerivativeCode:
-        """Copy code to device memory of its own, but for the records, which are selected."""
-        arrays = {name: array for name, array in code.arrays.items() if name != "programs"}
-        memory = None
-
-        def allocate(size: int) -> int:
-            nonlocal memory
-            memory = self._device.allocate(size)
-            return int(memory.ptr)
-
-        with self._device.stream() as context:
-            addresses = upload_arrays(context, arrays, allocate)
-        return replace(code, arrays={}, addresses=addresses, memory=memory)
 
     def _prepare(self, plan: LaunchPlan) -> Steps[DerivativeKernels]:
         """Return the kernels of an evaluation; variants that spill are loaded when first needed."""

@@ -347,7 +347,10 @@ def lower(
         status = status or _join_parts(driver, stream, kernel, batch, parts[: len(places)])
     status = status or launch_lowering(driver, stream, kernel, batch)
     status = status or launch_order(driver, stream, kernel, batch)
-    return status or _launch_slots(driver, stream, kernel, batch)
+    width, height = _SLOT_THREADS
+    grid = -(-one.count // height), min(-(-one.vectors // width), _MAX_GRID_Y)
+    slots = kernel.evaluate_slots
+    return status or launch(driver, stream, slots, grid, (width, height), 0, batch)
 
 
 @inlined
@@ -432,14 +435,6 @@ def launch_order(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
     one, kernel = batch[0], kernels.order_programs
     grid, threads = (-(-one.count // one.group), 1), (ORDER_THREADS, 1)
     return launch(driver, stream, kernel, grid, threads, _ORDER_BYTES, batch)
-
-
-@inlined
-def _launch_slots(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
-    one, (width, height) = batch[0], _SLOT_THREADS
-    grid = -(-one.count // height), min(-(-one.vectors // width), _MAX_GRID_Y)
-    kernel = kernels.evaluate_slots
-    return launch(driver, stream, kernel, grid, (width, height), 0, batch)
 
 
 def raise_invalid_program(batch: Batch, program: int, variables: int) -> None:

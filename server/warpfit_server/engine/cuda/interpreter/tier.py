@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
-from warpfit.request import Evaluation, Loss, Timings
+from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.cuda.interpreter.launches import (
     PART,
     BatchBounds,
@@ -37,7 +37,6 @@ from warpfit_server.engine.cuda.interpreter.source import (
 from warpfit_server.engine.cuda.runtime.datasets import (
     ALIGNED_ROWS,
     ResidentDataset,
-    Span,
     check_cancelled,
     cut_rows,
     longest,
@@ -128,7 +127,12 @@ class InterpreterTier:
         with self._device.stream() as context:
             lowered = BatchLaunch.begin(context, kernels, batch, layout.variables, jobs)
             if is_whole and outputs.losses is not None and not evaluation.values:
-                tiles = self._tiles(resident, rows, evaluation.loss, kernels.variant)
+                key = rows, evaluation.loss, kernels.variant
+                tiles = resident.row_tiles.get(key)  # kept for the next launch on the same rows
+                if tiles is None:
+                    if len(resident.row_tiles) >= _KEPT_TILES:
+                        resident.row_tiles.clear()
+                    tiles = resident.row_tiles[key] = cut_tiles(resident, *key)
                 return (yield from lowered.compute_losses(tiles, outputs.losses, started))
             launched = time.perf_counter_ns()
             sums = np.empty((len(spans), all_jobs))
@@ -190,18 +194,6 @@ class InterpreterTier:
             kernels = InterpreterKernels(variant, as_record(limits), costly, functions)
             self._kernels[variant] = kernels
         return kernels
-
-    def _tiles(
-        self, resident: ResidentDataset, rows: Span, loss: Loss | None, variant: Variant
-    ) -> NDArray[Any]:
-        """Return the tiles of `cut_tiles`, which are kept for the next launch on the same rows."""
-        key = rows, loss, variant
-        tiles = resident.row_tiles.get(key)
-        if tiles is None:
-            if len(resident.row_tiles) >= _KEPT_TILES:
-                resident.row_tiles.clear()
-            tiles = resident.row_tiles[key] = cut_tiles(resident, rows, loss, variant)
-        return tiles
 
     def _most_jobs(self, evaluation: Evaluation, variant: Variant, rows: int) -> int:
         """Return the number of jobs of a launch on some rows.

@@ -175,8 +175,16 @@ class CapturedGraph:
         fork = main.record()
         for branch in branches:
             branch.wait_event(fork)
-        for number, first in enumerate(self.plan.firsts):
-            self._launch_kernel(number, first, branches[number % len(branches)])
+        plan, block = self.plan, self._device_block.ptr
+        for number, first in enumerate(plan.firsts):
+            inputs = int(plan.inputs.starts[first]) * plan.arithmetic.dtype.itemsize
+            output = int(plan.sum_starts[first]) if self._jobs else first
+            self._kernels[number].function(
+                (self._blocks[number], self._vectors, 1),
+                (self._threads, 1, 1),
+                (np.uint64(block), np.uint64(block + _INPUTS_AT + inputs), np.uint32(output)),
+                stream=branches[number % len(branches)],
+            )
         for branch in branches:
             main.wait_event(branch.record())
         if self._jobs:
@@ -194,14 +202,3 @@ class CapturedGraph:
         graph.upload(main)
         main.synchronize()
         return graph
-
-    def _launch_kernel(self, number: int, first: int, stream: Any) -> None:
-        plan, block = self.plan, self._device_block.ptr
-        inputs = int(plan.inputs.starts[first]) * plan.arithmetic.dtype.itemsize
-        output = int(plan.sum_starts[first]) if self._jobs else first
-        self._kernels[number].function(
-            (self._blocks[number], self._vectors, 1),
-            (self._threads, 1, 1),
-            (np.uint64(block), np.uint64(block + _INPUTS_AT + inputs), np.uint32(output)),
-            stream=stream,
-        )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss
-from warpfit_server.engine.autodiff.differentiate import BY_PARAMETERS, lower_batch
+from warpfit_server.engine.autodiff import BY_PARAMETERS, lower_batch
 from warpfit_server.engine.cuda.jit.kernel_store import KernelKey, KernelStore
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset
@@ -178,7 +178,7 @@ def make_plan(
     grid = best_layout(arithmetic, batch.codes, gradient=evaluation.gradient)
     output = Output(
         values=evaluation.values,
-        loss=_sum_kind(evaluation.loss),
+        loss={None: "", Loss.MAE: "absolute"}.get(evaluation.loss, "squares"),
         weighted=evaluation.loss is not None and layout.has_weights,
         gradient=evaluation.gradient,
         threads=grid.threads,
@@ -231,9 +231,3 @@ def plan_key(resident: ResidentDataset, evaluation: Evaluation) -> Hashable:
     wanted = (evaluation.precision, evaluation.values, evaluation.loss, evaluation.gradient)
     columns = (layout.dtype.str, layout.variables, layout.has_weights)
     return (identity, *columns, *wanted)
-
-
-def _sum_kind(loss: Loss | None) -> str:
-    if loss is None:
-        return ""
-    return "absolute" if loss is Loss.MAE else "squares"

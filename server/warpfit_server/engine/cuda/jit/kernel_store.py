@@ -22,7 +22,7 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from warpfit_server.engine.autodiff.rules import CODES
+from warpfit_server.engine.autodiff import CODE_COUNT
 from warpfit_server.engine.cuda.jit import renderer, templates
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.runtime import compiler
@@ -115,8 +115,8 @@ class KernelStore:
         return KernelKey(arithmetic, output, programs, text)
 
     def instruction_lengths(self, arithmetic: Arithmetic, output: Output) -> NDArray[np.float64]:
-        """Estimate the work of an instruction by its code, in those of the device; [CODES]."""
-        lengths = np.zeros(CODES)
+        """Estimate the work of an instruction by its code, in those of the device; [CODE_COUNT]."""
+        lengths = np.zeros(CODE_COUNT)
         lengths[COPY_CODE] = 1.0
         for code, template in self._library(arithmetic, output).templates.items():
             lengths[code] = _CALL_WORK if template.function else len(template.instructions)

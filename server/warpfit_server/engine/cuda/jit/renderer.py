@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.rules import PRODUCT_CODE
+from warpfit_server.engine.autodiff import PRODUCT_CODE
 from warpfit_server.engine.cuda.jit.templates import (
     CLASSES,
     DeviceLibrary,
@@ -233,7 +233,8 @@ class _Kernel:
         for header in self.programs.headers:
             self.body, self.used = [], {}
             value = self._program(header)
-            lines = self._each_row(self.body)
+            text = "\n".join(self.body)
+            lines = [text.replace(_ROW, letter) for letter in self.letters] if text else []
             if self.output.values:
                 self._use(value)
                 lines += self._store(value)
@@ -295,10 +296,6 @@ class _Kernel:
 
     def _use(self, *names: str) -> None:
         self.used.update((name, None) for name in names if _ROW not in name)
-
-    def _each_row(self, lines: Sequence[str]) -> list[str]:
-        text = "\n".join(lines)
-        return [text.replace(_ROW, letter) for letter in self.letters] if text else []
 
     # Instructions
 
@@ -624,7 +621,6 @@ class _Kernel:
             "min.u32 %end, %end, %stop;",
             "LOOP:",
             f"mad.lo.u32 %row, %thread, {output.rows}, %tile;",
-            *self._guards(),
             *self._loads(),
             *(self._value_address() if output.values else []),
             *self.code,
@@ -663,7 +659,11 @@ class _Kernel:
             ]
         return declared
 
-    def _guards(self) -> list[str]:
+    def _loads(self) -> list[str]:
+        """Load the variables, the target and the weights of all rows of a thread.
+
+        Before that the guards are set, which say whether each row is in the range.
+        """
         lines = []
         for index, letter in enumerate(self.letters):
             guard = self.guard.replace(_ROW, letter)
@@ -672,11 +672,7 @@ class _Kernel:
                 f"setp.ge.u32 {guard}, %index, %head;",
                 f"setp.lt.and.u32 {guard}, %index, %stop, {guard};",
             ]
-        return lines
-
-    def _loads(self) -> list[str]:
-        """Load the variables, the target and the weights of all rows of a thread."""
-        lines = ["min.u32 %index, %row, %last;"]
+        lines.append("min.u32 %index, %row, %last;")
         if self.variables:
             lines.append(f"mad.wide.u32 %from, %index, {self.word}, %variables;")
         places = [

@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.rules import PRODUCT_CODE, partial_kernels
+from warpfit_server.engine.autodiff import PRODUCT_CODE, partial_kernels
 from warpfit_server.engine.cuda.derivatives.source import partial_source
 from warpfit_server.engine.cuda.math.prelude import (
     compiler_options,
@@ -124,7 +124,14 @@ class _Block:
 def _blocks(body: str) -> list[_Block]:
     """Split into basic blocks; a block falls through to the next unless it always jumps."""
     blocks = [_Block("")]
-    for line in _statements(body):
+    body = re.sub(r"//[^\n]*", "", body)
+    body = _SCOPE.sub(lambda match: match[1].replace("%temp", "_"), body)
+    for raw in body.replace(":\n", ":;\n").split(";"):
+        line = " ".join(raw.split())
+        if not line or line.startswith(".reg"):
+            continue
+        if line.startswith("."):
+            raise NotInlinableError(line)
         jump = _BRANCH.match(line)
         if line.endswith(":"):
             blocks.append(_Block(line[:-1]))
@@ -142,18 +149,6 @@ def _blocks(body: str) -> list[_Block]:
         if not block.jumps or block.jumps[-1][1]:
             block.jumps.append((following.label, "", True))
     return named
-
-
-def _statements(body: str) -> Iterator[str]:
-    body = re.sub(r"//[^\n]*", "", body)
-    body = _SCOPE.sub(lambda match: match[1].replace("%temp", "_"), body)
-    body = body.replace(":\n", ":;\n")
-    for raw in body.split(";"):
-        line = " ".join(raw.split())
-        if line.startswith(".") and not line.startswith(".reg"):
-            raise NotInlinableError(line)
-        if line and not line.startswith(".reg"):
-            yield line
 
 
 class _Converter:
@@ -216,21 +211,17 @@ class _Converter:
         return ""
 
     def _predicate(self, condition: Condition) -> int:
-        terms = [self._conjunction(term) for term in sorted(condition, key=sorted)]
-        result = terms[0]
-        for term in terms[1:]:
-            result = self._emit("or.pred", "p", [result, term])
-        return result
+        def joined(opcode: str, operands: list[int]) -> int:
+            return functools.reduce(lambda a, b: self._emit(opcode, "p", [a, b]), operands)
 
-    def _conjunction(self, term: frozenset[tuple[int, bool]]) -> int:
-        literals = [
-            value if polarity else self._emit("not.pred", "p", [value])
-            for value, polarity in sorted(term)
-        ]
-        result = literals[0]
-        for literal in literals[1:]:
-            result = self._emit("and.pred", "p", [result, literal])
-        return result
+        terms = []
+        for term in sorted(condition, key=sorted):
+            literals = [
+                value if polarity else self._emit("not.pred", "p", [value])
+                for value, polarity in sorted(term)
+            ]
+            terms.append(joined("and.pred", literals))
+        return joined("or.pred", terms)
 
     def _execute(self, line: str, values: dict[str, Operand]) -> None:
         load = _LOAD.match(line)
@@ -242,24 +233,20 @@ class _Converter:
             values["result"] = self._operand(rest.split(", ")[1], values)
             return
         if opcode.startswith(("ld.const.", "ld.global.nc.")):
-            self._load(opcode, rest, values)
+            # A constant is read where it is used, a table by an instruction.
+            result, place = rest.split(", ")
+            table = _TABLE_PLACE.match(place)
+            if opcode.startswith("ld.const.") and not table:
+                values[result] = place
+            elif not table or table[1] not in values:
+                raise NotInlinableError(place)
+            else:
+                text = f"{opcode} %s, [%s{table[2] or ''}];"
+                values[result] = self._emit(opcode, _class_of(result), [values[table[1]]], text)
         elif opcode.startswith(("ld.", "st.", "call", "@", "{")) or "|" in rest:
             raise NotInlinableError(line)
         else:
             self._arithmetic(opcode, rest, values)
-
-    def _load(self, opcode: str, rest: str, values: dict[str, Operand]) -> None:
-        """Read a constant where it is used, and a table by an instruction."""
-        result, place = rest.split(", ")
-        table = _TABLE_PLACE.match(place)
-        if opcode.startswith("ld.const.") and not table:
-            values[result] = place
-            return
-        if not table or table[1] not in values:
-            raise NotInlinableError(place)
-        address, offset = values[table[1]], table[2] or ""
-        text = f"{opcode} %s, [%s{offset}];"
-        values[result] = self._emit(opcode, _class_of(result), [address], text)
 
     def _arithmetic(self, opcode: str, rest: str, values: dict[str, Operand]) -> None:
         if opcode == "mov.b64" and "{" in rest:

@@ -135,7 +135,15 @@ class CompiledTier:
         started = time.perf_counter_ns()
         check_cancelled(outputs.cancelled)
         if work is None:
-            self._check_supported(evaluation)
+            if not self.supports(evaluation):
+                raise ResourceExhaustedError(
+                    f"the compiled tier takes at most {MAX_VECTORS} parameter vectors and "
+                    f"expressions of at most {MAX_TOKENS} tokens, for gradients with "
+                    f"{MAX_PARAMETERS} parameters",
+                    "NOT_COMPILABLE",
+                    "Ask for the interpreter",
+                    "tier",
+                )
             plan = self._known_plan(resident, evaluation)
             if plan is None:
                 planning = self._planner.submit(self.plan, resident, evaluation)
@@ -188,16 +196,6 @@ class CompiledTier:
         with self._lock:
             plan = self._plans.get(plan_key(resident, evaluation))
         return plan if plan is not None and plan.is_for(evaluation.batch) else None
-
-    def _check_supported(self, evaluation: Evaluation) -> None:
-        if not self.supports(evaluation):
-            raise ResourceExhaustedError(
-                f"the compiled tier takes at most {MAX_VECTORS} parameter vectors and expressions "
-                f"of at most {MAX_TOKENS} tokens, for gradients with {MAX_PARAMETERS} parameters",
-                "NOT_COMPILABLE",
-                "Ask for the interpreter",
-                "tier",
-            )
 
     def _cut(
         self, plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation

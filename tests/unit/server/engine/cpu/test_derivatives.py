@@ -20,7 +20,7 @@ from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision
-from warpfit_server.engine.autodiff.rules import COMPUTES, KIND, NOTHING, rules
+from warpfit_server.engine.autodiff import COMPUTES, KIND, NOTHING, rules
 from warpfit_server.engine.cpu import engine as engine_module
 from warpfit_server.engine.cpu.derivatives import differentiation_work
 from warpfit_server.engine.cpu.engine import CpuEngine

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from warpfit.dataset import Dataset
+from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cpu.codegen import parts
@@ -17,6 +18,14 @@ from warpfit_server.engine.interface import Outputs, run_to_end
 
 X1, P1 = Program.variable(0), Program.parameter(0)
 DATA = Dataset.of(np.linspace(0.1, 3, 100)[:, None], np.ones(100), dtype="float64")
+BATCH = Batch.of([Program.apply("mul", X1, P1)], [np.array([2.0])])
+EVALUATION = Evaluation(DATA.content_id, BATCH, loss=Loss.MSE, values=False, gradient=True)
+
+
+def outputs():
+    """Arrays for the loss and its gradient."""
+    loss, gradient = np.empty((1, 1)), np.empty(1)
+    return Outputs(None, loss, np.zeros(1, np.uint8), lambda _: None, gradients=gradient)
 
 
 def test_values_do_not_wait_for_the_code_of_derivatives(monkeypatch):
@@ -30,22 +39,17 @@ def test_values_do_not_wait_for_the_code_of_derivatives(monkeypatch):
     monkeypatch.setattr(parts, "load_derivatives", load_later)
     engine = CpuEngine(1)
     engine.load(DATA)
-    batch = Batch.of([Program.apply("mul", X1, P1)], [np.array([2.0])])
-    evaluation = Evaluation(DATA.content_id, batch, loss=Loss.MSE, values=False, gradient=True)
-    outputs = Outputs(
-        None, np.empty((1, 1)), np.zeros(1, np.uint8), lambda _: None, gradients=np.empty(1)
-    )
-    steps = engine.evaluate(evaluation, outputs)
+    derived, plain = outputs(), replace(outputs(), gradients=None)
+    steps = engine.evaluate(EVALUATION, derived)
     waits_for = next(steps)
     assert not waits_for.done()
-    plain = replace(outputs, losses=np.empty((1, 1)), gradients=None)
-    run_to_end(engine.evaluate(replace(evaluation, gradient=False), plain))
+    run_to_end(engine.evaluate(replace(EVALUATION, gradient=False), plain))
     is_compiled.set()
     waits_for.result(60)
     run_to_end(steps)
-    np.testing.assert_allclose(outputs.losses, plain.losses, rtol=1e-12)
+    np.testing.assert_allclose(derived.losses, plain.losses, rtol=1e-12)
     x = DATA.variables[0]
-    np.testing.assert_allclose(outputs.gradients, [np.sum(2 * (2 * x - 1) * x)], rtol=1e-12)
+    np.testing.assert_allclose(derived.gradients, [np.sum(2 * (2 * x - 1) * x)], rtol=1e-12)
     engine.close()
 
 
@@ -62,10 +66,11 @@ def test_code_of_derivatives_that_failed_to_load_is_loaded_again(monkeypatch):
 
     monkeypatch.setattr(parts, "load_derivatives", fails_once)
     engine = CpuEngine(1)
-    waiting = engine._derivative_kernels()
+    engine.load(DATA)
+    waiting = engine.evaluate(EVALUATION, outputs())
     next(waiting)
     somebody_waits.set()
-    with pytest.raises(MemoryError):
+    with pytest.raises(ResourceExhaustedError):
         run_to_end(waiting)
-    assert run_to_end(engine._derivative_kernels())
+    run_to_end(engine.evaluate(EVALUATION, outputs()))
     engine.close()

@@ -14,7 +14,7 @@ from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.differentiate import (
+from warpfit_server.engine.autodiff import (
     BY_PARAMETERS,
     BY_VARIABLES,
     LOSS,

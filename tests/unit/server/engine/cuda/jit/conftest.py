@@ -2,7 +2,7 @@
 
 import pytest
 
-from warpfit_server.engine.autodiff.differentiate import differentiate_chunk
+from warpfit_server.engine.autodiff import differentiate_chunk
 from warpfit_server.engine.native.numba_cache import load_chunk_function
 
 

@@ -13,7 +13,7 @@ import pytest
 from warpfit.errors import UnavailableError
 from warpfit.ir import Batch
 from warpfit.parse import parse
-from warpfit_server.engine.autodiff.differentiate import lower_batch
+from warpfit_server.engine.autodiff import lower_batch
 from warpfit_server.engine.cuda.jit import kernel_store
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.interface import COUNTERS, Arithmetic

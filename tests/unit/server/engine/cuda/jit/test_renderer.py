@@ -22,8 +22,8 @@ from warpfit.ops import OPERATORS, VARIABLE, Operator
 pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
 
-from warpfit_server.engine.autodiff import differentiate as differentiating
-from warpfit_server.engine.autodiff.differentiate import (
+from warpfit_server.engine import autodiff as differentiating
+from warpfit_server.engine.autodiff import (
     BY_PARAMETERS,
     differentiate_chunk,
     lower_batch,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, LossFunction
 from warpfit.request import Evaluation
-from warpfit_server.engine.autodiff import differentiate
+from warpfit_server.engine import autodiff
 from warpfit_server.engine.interface import Linearisation, Outputs
 
 _OUTPUTS: Final = tuple(each.name for each in fields(Outputs))
@@ -27,15 +27,15 @@ class RequestedOutputs(Outputs):
 
     @property
     def lowering_flags(self) -> int:
-        """Flags of the outputs that lowering has to provide, bits of `differentiate`."""
+        """Flags of the outputs that lowering has to provide, bits of `autodiff`."""
         parameters = any(x is not None for x in (self.gradients, self.curvatures, self.jacobian))
         variables = self.variable_gradients is not None
         return (
-            differentiate.BY_PARAMETERS * parameters
-            | differentiate.BY_VARIABLES * variables
-            | differentiate.LOSS * (self.row_loss is not None and not self.deviation)
-            | differentiate.LOSS_DERIVATIVE * self.needs_loss_derivative
-            | differentiate.SQUARES * self.is_squares
+            autodiff.BY_PARAMETERS * parameters
+            | autodiff.BY_VARIABLES * variables
+            | autodiff.LOSS * (self.row_loss is not None and not self.deviation)
+            | autodiff.LOSS_DERIVATIVE * self.needs_loss_derivative
+            | autodiff.SQUARES * self.is_squares
         )
 
     def of_programs(self, programs: slice, parameter_starts: NDArray[np.int64]) -> RequestedOutputs:

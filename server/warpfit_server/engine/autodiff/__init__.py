@@ -1,1 +1,0 @@
-"""Differentiation of programs as they are lowered, for both engines."""
