@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.display import TextTable
-from warpfit.errors import InvalidArgumentError, bad_setting
+from warpfit.errors import InvalidArgumentError
 from warpfit.expressions.language import to_text
 from warpfit.ir import Program, subtree_starts
 from warpfit.losses import Closing, TargetStatistics
@@ -200,7 +200,9 @@ class Evidence:
     """The evidence for each formula of a fit; arrays are [expressions], logarithms natural.
 
     The best formula has the least `aic`, `bic` or `description_length`, or the largest
-    `bayes_factor`. Rows that a fit has left out (``missing="drop"``) count with their penalty.
+    `bayes_factor`. One with as many parameters as rows has the worst that there are, because its
+    likelihood says nothing; NaN stands for a loss that is not finite. Rows that a fit has left out
+    (``missing="drop"``) count with their penalty.
     """
 
     rows: int
@@ -259,7 +261,8 @@ class Evidence:
         """
         weights = statistics.weights
         used = np.ones(0) if weights is None else weights[weights > 0.0].astype(np.float64)
-        rows = max(1, len(statistics.target) if weights is None else len(used))
+        count = len(statistics.target) if weights is None else len(used)
+        rows = max(1, count)
         single = statistics.target.dtype.itemsize == 4
         tolerance = _RANK_TOLERANCE_FLOAT32 if single else _RANK_TOLERANCE
         likelihood = log_likelihood(squares, rows, float(np.log(used).sum()))
@@ -282,24 +285,26 @@ class Evidence:
             lengths.append(description_length(program, parameters[i][mask], fisher, value))
             factors.append(fractional_bayes_factor(program, int(counts[i]), rows, value))
         errors = [np.sqrt(np.diagonal(matrix)) for matrix in covariances]
-        freedom = rows - np.array(ranks, dtype=np.int64)
+        freedom = count - np.array(ranks, dtype=np.int64)
         with np.errstate(divide="ignore", invalid="ignore"):
             variance = np.where(freedom > 0, squares / freedom, np.nan)
-        found = zip(parameters, errors, undetermined, counts, strict=True)
+        worst = np.where(np.isnan(squares), np.nan, np.inf)
+        is_worst = (counts >= count) & (counts > 0)
+        found = zip(parameters, errors, undetermined, counts, squares, strict=True)
         return cls(
-            rows=rows,
+            rows=count,
             parameters=counts,
             log_likelihood=likelihood,
-            aic=2.0 * (counts + 1) - 2.0 * likelihood,
-            bic=(counts + 1) * math.log(rows) - 2.0 * likelihood,
-            description_length=np.array(lengths),
-            bayes_factor=np.array(factors),
+            aic=np.where(is_worst, worst, 2.0 * (counts + 1) - 2.0 * likelihood),
+            bic=np.where(is_worst, worst, (counts + 1) * math.log(rows) - 2.0 * likelihood),
+            description_length=np.where(is_worst, worst, lengths),
+            bayes_factor=np.where(is_worst, -worst, factors),
             variance=variance,
             freedom=freedom,
             covariances=covariances,
             standard_errors=errors,
             undetermined=undetermined,
-            warnings=[_warnings(*each, rows) for each in found],
+            warnings=[_warnings(*each, count) for each in found],
         )
 
     def __str__(self) -> str:
@@ -313,10 +318,17 @@ class Evidence:
 
 
 def _warnings(
-    parameters: Floats, errors: Floats, lost: NDArray[np.bool_], count: int, rows: int
+    parameters: Floats,
+    errors: Floats,
+    lost: NDArray[np.bool_],
+    count: int,
+    squares: float,
+    rows: int,
 ) -> list[str]:
     """Return what is to be known of the constants of a formula."""
-    if count >= rows:
+    if math.isnan(squares):
+        return ["the loss is not finite"]
+    if count >= rows and count:
         return [f"{count} parameters are fitted to {rows} rows"]
     found = []
     open_ones = [f"p{i + 1}" for i in np.flatnonzero(lost).tolist()]
@@ -374,7 +386,8 @@ def profile_intervals(
     for i, vector in enumerate(parameters):
         freedom, errors = int(evidence.freedom[i]), evidence.standard_errors[i]
         if freedom <= 0 or not squares[i] > 0.0:
-            intervals[i][:] = np.nan if freedom <= 0 else vector[:, None]
+            is_known = freedom > 0 and squares[i] == 0.0
+            intervals[i][:] = vector[:, None] if is_known else np.nan
             continue
         quantile = student_t(level, freedom)
         for k, error in enumerate(errors.tolist()):
@@ -408,7 +421,9 @@ def profile_intervals(
             start[places[end]] = fitted + (1.0 if sides[end] else -1.0) * offset[end]
         values, refitted = fit(programs[ends].tolist(), places[ends].tolist(), starts)
         ratio = np.full(len(goal), np.inf)
-        ratio[ends] = np.where(np.isfinite(values), values / squares[programs[ends]] - 1.0, np.inf)
+        with np.errstate(over="ignore", invalid="ignore"):
+            ratio[ends] = values / squares[programs[ends]] - 1.0
+        ratio = np.where(np.isnan(ratio), np.inf, ratio)
         difference = np.sqrt(np.maximum(ratio, 0.0)) - goal
         inside, outside = ~is_done & (difference < 0.0), ~is_done & ~(difference < 0.0)
         above = np.where(inside & (last < 0.0), 0.5 * above, np.where(outside, difference, above))
@@ -501,9 +516,6 @@ def gather(
         result: with curvatures.
         options: of the call.
     """
-    level = options.get("intervals")
-    if level is not None and not 0.0 < level < 1.0:
-        raise bad_setting("intervals", level, "a level between 0 and 1, such as 0.95")
     if not data.has_numbers:
         raise InvalidArgumentError(
             "evidence needs the target and the weights, which are in another process",
@@ -527,6 +539,9 @@ def gather(
     closing = request.loss.closing
     squares = sum_of_squares(closing, result.losses[:, 0], statistics)
     evidence = Evidence.of(programs, vectors, curvatures, squares, statistics, fixed)
+    for own, vector, fitted, *ends in zip(evidence.warnings, vectors, fixed, *bounds, strict=True):
+        at_bound = np.any([vector == end for end in ends], axis=0) & ~fitted
+        own += [f"p{k + 1} = {vector[k]:.6g} is at its bound" for k in np.flatnonzero(at_bound)]
     again: Any = {name: options[name] for name in _SAME if name in options}
 
     def fit(places: list[int], some: list[Program], starts: Any, held: Any, kept: Any) -> Any:
@@ -543,6 +558,7 @@ def gather(
         found, refit = fit(places, [programs[i] for i in places], starts, held, kept)
         return found, refit.parameters
 
+    level = options.get("intervals")
     if level is not None:
         intervals = profile_intervals(evidence, vectors, squares, level, profile, bounds)
         evidence = replace(evidence, intervals=intervals)
@@ -556,9 +572,11 @@ def gather(
             starts, held = ([of[i][k] for i, k in zip(places, kept, strict=True)]
                             for of in (vectors, fixed))  # fmt: skip
             without, refit = fit(places, [term.rest for term in flat_terms], starts, held, kept)
-            for term, i, loss, value in zip(flat_terms, places, refit.loss, without, strict=True):
+            with np.errstate(all="ignore"):
+                shares = np.where(without > 0.0, 1.0 - squares[places] / without, 0.0).tolist()
+            losses = refit.loss.tolist()
+            for term, i, loss, share in zip(flat_terms, places, losses, shares, strict=True):
                 text = to_text(term.program.bind(vectors[i]), data.names)
-                share = float(1.0 - squares[i] / value) if value > 0.0 else 0.0
-                judged[i].append(replace(term, text=text, loss=float(loss), contribution=share))
+                judged[i].append(replace(term, text=text, loss=loss, contribution=share))
         evidence = replace(evidence, terms=judged)
     return evidence

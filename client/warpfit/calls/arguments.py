@@ -484,7 +484,10 @@ def build_fit(
 
 def wants_evidence(options: FitOptions) -> bool:
     """Return whether a fit is asked for evidence, of the best outcome of each expression."""
-    wants = any(options.get(name) for name in ("evidence", "intervals", "terms"))
+    level, wanted = options.get("intervals"), "a level between 0 and 1, such as 0.95"
+    if level is not None and not 0.0 < number(level, "intervals", wanted) < 1.0:
+        raise bad_setting("intervals", level, wanted)
+    wants = level is not None or any(options.get(name) for name in ("evidence", "terms"))
     if wants and options.get("all_starts"):
         raise InvalidArgumentError(
             "evidence is that of the best start of each expression, and all are asked for",

@@ -107,6 +107,34 @@ def test_few_rows_and_small_parameters_are_warned_of(client):
     assert found.evidence.standard_errors[0][1] == 0.0
 
 
+def test_odd_fits_say_what_they_are(client):
+    """Perfect ones, those of few rows, at bounds, without a finite loss, without a weight."""
+
+    def fitted(y, texts, weights=None, **options):
+        data = client.upload(x[: len(y), None] - 0.05, y, weights, dtype="float64")
+        return client.optimize(data, texts, intervals=0.95, terms=True, **options)
+
+    found = fitted(x - 0.05, ["p1*x1", "p1*x1^2"]).evidence
+    assert found.bic[0] == found.description_length[0] == -math.inf
+    assert found.bayes_factor[0] == math.inf
+    found = fitted(LINE[:3], ["p1*x1^2 + p2*x1 + p3", "p1"]).evidence
+    assert found.bic[0] == found.description_length[0] == math.inf
+    assert [int(found.bic.argmin()), int(found.bayes_factor.argmax())] == [1, 1]
+    fit = fitted(LINE, ["p1*x1 + p2"], bounds=([[-1.0, -9.0]], [[1.5, 9.0]]))
+    assert fit.evidence.warnings == [["p1 = 1.5 is at its bound"]]
+    assert fit.evidence.intervals[0][0, 0] < 1.5 == fit.evidence.intervals[0][0, 1]
+    for odd in (
+        fitted(LINE, ["p1*sqrt(-x1 - 1)"]),
+        fitted(LINE, ["p1*x1"], 0.0 * x),
+        fitted(np.r_[np.nan, LINE[1:]], ["p1*x1"]),
+    ):
+        assert odd.evidence.warnings == [["the loss is not finite"]]
+        assert np.isnan(odd.evidence.bic).all()
+        assert np.isnan(odd.evidence.intervals[0]).all()
+    with np.errstate(all="raise"):
+        fitted(LINE * 1e-150, ["p1*x1*1e200 + p2"])
+
+
 def test_terms_are_judged_by_fits_without_them(lines):
     _, fit = lines
     slope, offset = fit.evidence.terms[0]
@@ -174,3 +202,5 @@ def test_what_has_no_evidence_says_so(client, lines):
         client.optimize(data, TEXTS, restarts=2, all_starts=True, evidence=True)
     with pytest.raises(InvalidArgumentError, match="a level between 0 and 1"):
         client.optimize(data, TEXTS, intervals=95)
+    with pytest.raises(InvalidArgumentError, match="a level between 0 and 1"):
+        client.optimize(data, TEXTS, intervals="95")
