@@ -169,15 +169,16 @@ def pack(array: NDArray[Any], dtype: DTypeLike) -> bytes:
 
 def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
     """Unpack the little-endian numbers of a request without copying."""
-    size = dtype.itemsize
-    if len(data) % size:
+    try:
+        return np.frombuffer(data, dtype)
+    except ValueError:
+        size = dtype.itemsize
         raise InvalidArgumentError(
             f"{field} has {len(data)} bytes, not a multiple of {size}",
             "LENGTH_MISMATCH",
             f"Pack {size}-byte little-endian numbers without padding",
             field,
-        )
-    return np.frombuffer(data, dtype=dtype)
+        ) from None
 
 
 def received_array(

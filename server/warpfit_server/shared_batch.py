@@ -56,11 +56,11 @@ class BatchSummary(NamedTuple):
     @classmethod
     def of(cls, batch: Batch) -> BatchSummary:
         """Summarise a batch, which is read for that unless it was shared."""
-        if isinstance(batch, SharedBatch):
+        if type(batch) is SharedBatch:  # `isinstance` asks the abstract class of sequences
             return batch.summary
         lengths, codes = batch.lengths.astype(np.int64), batch.codes.tobytes()
         return cls(
-            identity=_hash(batch.codes, batch.values, batch.lengths, batch.parameter_counts),
+            identity=_hash(codes, batch.values, batch.lengths, batch.parameter_counts),
             longest=int(np.maximum.reduce(lengths, initial=0)),
             typical=int(np.dot(lengths, lengths)) // max(1, len(codes)),
             operators=sum([1 << code for code in _OPERATORS if code in codes]),
@@ -84,12 +84,11 @@ class BatchSummary(NamedTuple):
         )
 
 
-def _hash(*arrays: NDArray[Any]) -> int:
-    """Hash the bytes of arrays, alike in all processes of a machine, to 63 bits."""
-    hashed = xxhash.xxh3_64()
+def _hash(codes: bytes, *arrays: NDArray[Any]) -> int:
+    """Hash the arrays of programs, alike in all processes of a machine, to 63 bits."""
+    hashed = xxhash.xxh3_64(codes, seed=len(codes))  # which tells where the other arrays begin
     for array in arrays:
-        hashed.update(array.nbytes.to_bytes(8, "little"))
-        hashed.update(np.ascontiguousarray(array).data)
+        hashed.update(array.data)
     return hashed.intdigest() >> 1
 
 

@@ -512,15 +512,6 @@ class EngineConnection:
 
     def send(self, request: InFlightRequest) -> None:
         """Send a request that has a segment; if that fails, nothing was sent."""
-        try:
-            self._send(request)
-        except BaseException:
-            with self._lock:
-                self._in_flight.pop(request.number, None)
-                self._mapped.discard(request.segment.identifier)  # another time does no harm
-            raise
-
-    def _send(self, request: InFlightRequest) -> None:
         identifier = request.segment.identifier
         with self._lock:
             request.connection = self
@@ -531,8 +522,15 @@ class EngineConnection:
             descriptor = None if identifier in self._mapped else request.segment.descriptor
             self._mapped.add(identifier)
             self._in_flight[request.number] = request
-        with suppress(ChannelClosedError):  # the reader finds this request lost like all others
+        try:
             channel.send(request.message(), descriptor)
+        except ChannelClosedError:
+            pass  # the reader finds this request lost like all others
+        except BaseException:
+            with self._lock:
+                self._in_flight.pop(request.number, None)
+                self._mapped.discard(identifier)  # another time does no harm
+            raise
 
     def _deliver(self, reply: messages.Message) -> None:
         """Hand a reply to the request that it is for."""

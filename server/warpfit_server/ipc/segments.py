@@ -470,9 +470,9 @@ class SegmentLayout(NamedTuple):
         _, (length,), offset = self.arrays["flags"]
         memory[offset : offset + length] = bytes([QUEUED]) * length
         for name, array in inputs.items():
-            dtype, (count,), offset = self.arrays[name]
-            if count:
-                np.frombuffer(memory, _DTYPES[dtype], count, offset)[...] = array
+            offset = self.arrays[name][2]
+            if len(array):  # copied by Python: NumPy would give its lock up, and wait for it again
+                memory[offset : offset + array.nbytes] = array.data.cast("B")
         for name, lengths in (
             ("starts", batch.lengths),
             ("parameter_starts", batch.parameter_counts),

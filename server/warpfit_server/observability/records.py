@@ -335,6 +335,14 @@ def make_tracer(kind: str) -> SpanTracer | None:
     return SpanTracer(provider)
 
 
+def call_id(metadata: Mapping[str, Any]) -> str:
+    """Return the id of a call with these metadata, which all its requests have."""
+    name = metadata.get(REQUEST_ID_KEY)
+    if isinstance(name, str) and _ID.fullmatch(name):
+        return name
+    return secrets.token_hex(8)  # a number would tell how many calls others make
+
+
 class Observer:
     """Measures, logs and, if there is a tracer, traces the calls of a process."""
 
@@ -344,13 +352,6 @@ class Observer:
         self._recorder = recorder
         self._tracer = tracer
         self._lines = LogRateLimiter(_BURST_LINES, _LINES_A_SECOND)
-
-    def new_call(self, method: str, metadata: Mapping[str, Any], tenant: str) -> CallRecord:
-        """Make the record of a request that has arrived with these metadata, with its id."""
-        name = metadata.get(REQUEST_ID_KEY)
-        if not isinstance(name, str) or _ID.fullmatch(name) is None:
-            name = secrets.token_hex(8)  # a number would tell how many calls others make
-        return CallRecord(method, name, time.monotonic_ns(), tenant, metadata)
 
     def end(self, call: CallRecord, status: str) -> None:
         """Measure, log and trace a call that has ended, whether it was served or refused."""

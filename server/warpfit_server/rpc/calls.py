@@ -45,7 +45,7 @@ from warpfit.errors import (
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID
-from warpfit_server.observability.records import CallRecord, Observer, ended_status
+from warpfit_server.observability.records import CallRecord, Observer, call_id, ended_status
 from warpfit_server.rpc.error_details import fail_call
 from warpfit_server.system.machine import available_cores
 from warpfit_server.tenancy.admission import Admission
@@ -251,6 +251,7 @@ class Call:
         self._messages = messages
         self._context = context
         self._metadata = dict(context.invocation_metadata())
+        self._id = call_id(self._metadata)
         self._is_open = False
         """Whether it is one of `CallHandlers.open_calls`."""
         self._has_failed = False
@@ -322,6 +323,7 @@ class Call:
         context, handlers = self._context, self._handlers
         self._is_over = not context.add_callback(self._ended)
         message: bytes | None = None
+        LOGGED_REQUEST_ID.set(self._id)
         try:
             while self._begin(message):
                 last = yield from self._answer(message)
@@ -344,7 +346,8 @@ class Call:
 
     def _begin(self, message: bytes | None) -> bool:
         """Admit a request, whose message is there if it is not the first; return False if not."""
-        self.record = self._observer.new_call(self._name, self._metadata, ANONYMOUS)
+        own = self._name, self._id, time.monotonic_ns(), ANONYMOUS, self._metadata
+        self.record = CallRecord(*own)
         try:
             self._admit(message)
         except Exception as error:
@@ -412,7 +415,6 @@ class Call:
 
     def _answer(self, message: bytes | None) -> Generator[bytes, None, bytes | None]:
         """Yield the messages of an answer; return the last one unless that is long."""
-        LOGGED_REQUEST_ID.set(self.record.request_id)
         last = None
         try:
             if message is None:
