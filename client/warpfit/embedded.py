@@ -1,5 +1,6 @@
 """A server as a child process, which runs for the time of a ``with`` block."""
 
+import logging
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from weakref import WeakSet
 
 from warpfit.errors import InvalidArgumentError, UnavailableError, list_of_texts
 
+_LOG: Final = logging.getLogger("warpfit")
 #: Longest start in seconds. The first start on a machine compiles the engine, for minutes on a busy
 #: one; the server itself gives up after this time.
 START_SECONDS: Final = 600.0
@@ -21,6 +23,8 @@ _STOP_SECONDS: Final = 15.0
 #: Seconds that calls of other processes may take to finish when the server ends.
 _GRACE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.02
+#: Seconds of a start after which the log says what may take so long.
+_SILENT_SECONDS: Final = 5.0
 #: Most bytes of the end of the log that are read.
 _MOST_READ: Final = 1 << 16
 #: Characters of the end of the log that an error quotes; its message has at most 480 bytes.
@@ -96,8 +100,14 @@ def require_server() -> None:
 
 
 def _wait_for_address(process: subprocess.Popen[bytes], log: IO[bytes], seconds: float) -> str:
-    end = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < end:
+    begun, is_said = time.monotonic(), False
+    while process.poll() is None and time.monotonic() < begun + seconds:
+        if not is_said and time.monotonic() > begun + _SILENT_SECONDS:
+            is_said = True
+            _LOG.warning(
+                "a server starts on this machine. Its first start compiles for a minute or more, "
+                "and so does its first fit; `warpfit precompile` does both beforehand"
+            )
         if found := READY.search(_written(log)):
             return found[1]
         time.sleep(_POLL_SECONDS)

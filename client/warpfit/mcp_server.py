@@ -520,12 +520,12 @@ def _description(table: Table) -> dict[str, Any]:
 def _search(
     client: Client, table: Table, report: Callable[[], None], **settings: Any
 ) -> dict[str, Any]:
-    from warpfit.cli.search import named
     from warpfit.sklearn import SymbolicRegressor
 
     model = SymbolicRegressor(callback=lambda *_: report(), **settings)
     model.connected_client = client
-    model.fit(named(table), _require_target(table), table.weights)
+    model.variable_names = table.names
+    model.fit(table.columns, _require_target(table), table.weights)
     front = [
         {
             "complexity": equation.complexity,

@@ -11,12 +11,11 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.cli.standard_streams import writing_file
-from warpfit.cli.table import Table, add_table_flags, read_table, seconds, whole_from
+from warpfit.cli.table import add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
 from warpfit.expressions.language import to_text
 from warpfit.transport.connection import add_flags, from_flags
@@ -45,11 +44,12 @@ def main(words: Sequence[str]) -> int:
     from warpfit.sklearn.equations import plot_fit
 
     model = _model(options)
+    model.variable_names = table.names
     if options.group is not None:
         is_there = options.group in table.names
         model.group = table.names.index(options.group) if is_there else options.group
     try:
-        model.fit(named(table), target, table.weights)
+        model.fit(table.columns, target, table.weights)
     except ValueError as error:  # of scikit-learn, which refuses some data
         raise InvalidArgumentError(
             f"{table.file}: {str(error).strip().splitlines()[0]}", "BAD_DATA", "Change the data"
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
         figure = Figure(figsize=(11, 4.5))
         left, right = figure.subplots(1, 2)
         model.plot_front(left)
-        plot_fit(target, model.predict(named(table)), right)
+        plot_fit(target, model.predict(table.columns), right)
         with writing_file(options.plot):
             figure.savefig(options.plot)
     return _STATUS.get(model.reason_, 0)
@@ -198,15 +198,6 @@ def _model(options: argparse.Namespace) -> SymbolicRegressor:
         random_state=options.seed,
         **given,
     )
-
-
-def named(table: Table) -> Any:
-    """Return the columns of a table with their names, as far as there is pandas."""
-    if find_spec("pandas") is None:
-        return table.columns
-    import pandas
-
-    return pandas.DataFrame(table.columns, columns=list(table.names))
 
 
 def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str, Any]:

@@ -104,12 +104,8 @@ def chance_of(
     first, second = np.array_split(rng.permutation(rows), 2)
     search = clone(model).set_params(checkpoint=None, callback=None, verbose=False)
     search.connected_client = client
-    X: Any = training.rows[first]
-    if names:
-        import pandas
-
-        X = pandas.DataFrame(X, columns=list(names))
-    search.fit(X, training.target[first], training.weights[first])
+    search.variable_names = tuple(names)
+    search.fit(training.rows[first], training.target[first], training.weights[first])
     front: list[Equation] = search.front_
     chosen = front[selected(front, search.model_selection)].complexity
     formulas = [equation for equation in front if equation.program.variables]

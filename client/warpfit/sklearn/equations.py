@@ -57,10 +57,11 @@ class Equation:
     description_length: float
     """Length of a description of the data in nats, but for a constant: -log L + k log(rows) / 2
     (Rissanen 1978). Its k is the complexity, as the structure was searched for, too, plus 1 for
-    each constant, or a part of 1 for one in a short form. A formula of squares takes 15 more if it
-    is a surprise on rows unlike all others, whose variables come from different rows and are up to
-    half as far out again: if it leaves the range of the target there, with a quarter of that for
-    room, where no linear model does, as at a pole. Comparable on the same data only."""
+    each constant, or a part of 1 for one in a short form. A formula of squares that leaves more
+    than a hundredth of the variance takes 15 more if it is a surprise on rows unlike all others,
+    whose variables come from different rows and are up to half as far out again: if it leaves the
+    range of the target there, with a quarter of that for room, and that of a linear model, as at a
+    pole. Comparable on the same data only."""
     r2: float
     """R^2 of this formula on all training data; NaN in the previews of a callback, unless squares
     are minimised."""

@@ -66,6 +66,8 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
     engine: str
     connected_client: Client | None = None
     """Set it to a client to use that one in place of ``address``; it is no parameter."""
+    variable_names: tuple[str, ...] = ()
+    """Set it to name the columns of arrays, which have no names; it is no parameter."""
     program_: Any
     """The formula; a list of them for a target of several columns."""
     expression_: Any
@@ -166,8 +168,8 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         """
 
     def _names(self) -> tuple[str, ...]:
-        """Return the names of a data frame's columns; empty where ``fit`` was given none."""
-        return tuple(getattr(self, "feature_names_in_", ()))
+        """Return the names of the columns; empty where there are none."""
+        return tuple(getattr(self, "feature_names_in_", self.variable_names))
 
     def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
         """Check what was given to ``fit``, and return the rows of each target."""

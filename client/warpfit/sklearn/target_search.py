@@ -570,9 +570,8 @@ class TargetSearch:
         """
         least = min(loss for loss, _ in found.values())
         function = as_function(self.loss)
-        exact = _EXACT ** (0.5 if function.closing is Closing.ROOT else 1.0)
         grouped = self.training.groups is not None
-        if not function.is_squares or least <= exact * self.scale or grouped:
+        if not function.is_squares or least <= self._limit(_EXACT) or grouped:
             return
         programs = [program for program in found if program not in self.predictive]
         X, y, weights = self.training[:3]
@@ -847,19 +846,24 @@ class TargetSearch:
     def _deviance_of(self, program: Program, level: float) -> float:
         """Return -2 log L, but for a constant, of a formula with a loss above the least possible.
 
-        A formula that has values on rows unlike all others that no row makes expect, as one with a
-        pole or an exponential has, counts as less likely by `_STRAYING`: it decides among formulas
-        of noise.
+        A formula of noise that has values on rows unlike all others that no row makes expect, as
+        one with a pole or an exponential has, counts as less likely by `_STRAYING`.
         Of losses that resist outliers it is that of Gauss's likelihood whose standard deviation is
         the median residual: in the loss itself a few outliers would hide a law.
         """
-        extra = 2.0 * _STRAYING if self._strays(program) else 0.0
+        is_noisy = level > self._limit(_LEAST_NOISE)
+        extra = 2.0 * _STRAYING if is_noisy and self._strays(program) else 0.0
         bulk = self._bulk(program)
         if bulk is None:
             return self._deviance(level) + extra
         # Where outliers make most of the loss they move constants by about this much.
         least = _BIAS if bulk[1] < _FEW else ROUNDING
         return 2.0 * self._rows * math.log(max(bulk[0], least * self._spread)) + extra
+
+    def _limit(self, part: float) -> float:
+        """Return the loss of squares that leaves a part of the variance."""
+        is_root = as_function(self.loss).closing is Closing.ROOT
+        return self.scale * (math.sqrt(part) if is_root else part)
 
     def _strays(self, program: Program) -> bool:
         """Tell whether a formula has values on rows unlike all others that are a surprise."""

@@ -264,13 +264,15 @@ def fake_server(tmp_path, monkeypatch):
     return install
 
 
-def test_an_embedded_server_that_never_gets_ready(fake_server):
+def test_an_embedded_server_that_never_gets_ready(fake_server, monkeypatch, caplog):
+    monkeypatch.setattr(embedded, "_SILENT_SECONDS", 0.1)
     fake_server("import time\ntime.sleep(60)")
     with (
         pytest.raises(UnavailableError, match="did not get ready in time"),
         embedded.embedded_server(start_seconds=0.3),
     ):
         pass
+    assert "first start compiles" in caplog.text
 
 
 # ------------------------------------------------------------------------------------- CSV files
