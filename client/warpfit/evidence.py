@@ -59,12 +59,8 @@ def log_likelihood(squares: Floats, rows: int, log_weights: float = 0.0) -> Floa
     """Return the logarithm of the likelihood at its maximum, where s^2 = S / n.
 
     It is -n/2 (log(2 pi S / n) + 1) + sum log(w_i) / 2 (Seber and Wild, "Nonlinear Regression",
-    1989, section 2.2.1). S = 0 gives infinity.
-
-    Args:
-        squares: S, of any shape.
-        rows: n.
-        log_weights: sum of the logarithms of the weights that are not 0.
+    1989, section 2.2.1). S, of any shape, gives infinity where it is 0. ``log_weights`` is the sum
+    of the logarithms of the weights that are not 0.
     """
     with np.errstate(divide="ignore"):
         variance = np.asarray(squares) / rows
@@ -134,12 +130,8 @@ def description_length(
     multi-objective genetic programming with description length improves symbolic regression
     solutions", arXiv:2605.22374, 2026). A parameter that is less than its precision sqrt(12 / I_ii)
     away from 0 may as well be 0, and costs nothing. A perfect fit has minus infinity.
-
-    Args:
-        program: the formula.
-        parameters: those that are not fixed, [p].
-        fisher: diagonal of I, [p].
-        likelihood: its logarithm.
+    ``parameters`` are those that are not fixed, [p], ``fisher`` is the diagonal of I, [p], and
+    ``likelihood`` a logarithm.
     """
     if likelihood == math.inf:
         return -math.inf
@@ -169,14 +161,9 @@ def covariance_of(curvature: Floats, squares: float, rows: int, tolerance: float
     """Return the covariance [p, p], which parameters the data do not determine [p], and r.
 
     The covariance is S / (n - r) times the pseudo-inverse of A (Seber and Wild 1989, section
-    2.1.2). A parameter that a direction without information moves has NaN, and so has every one if
-    n <= r.
-
-    Args:
-        curvature: A, [p, p].
-        squares: S.
-        rows: n.
-        tolerance: eigenvalue of the scaled A below which a direction has no information.
+    2.1.2), where ``curvature`` is A [p, p]. A direction has no information if its eigenvalue of the
+    scaled A is below ``tolerance``. A parameter that such a direction moves has NaN, and so has
+    every one if n <= r.
     """
     count = len(curvature)
     scale = np.sqrt(np.maximum(np.diagonal(curvature), 0.0))
@@ -251,13 +238,8 @@ class Evidence:
     ) -> Evidence:
         """Compute the evidence for fitted programs.
 
-        Args:
-            programs: the formulas.
-            parameters: for each its fitted parameters.
-            curvatures: for each A over all of its parameters.
-            squares: S of each, [programs].
-            statistics: of target and weights.
-            fixed: for each which parameters were not fitted; None for none.
+        Each has its fitted parameters, A over all of them, S in ``squares`` [programs], and which
+        of its parameters were not fitted; None for none.
         """
         weights = statistics.weights
         used = np.ones(0) if weights is None else weights[weights > 0.0].astype(np.float64)
@@ -373,9 +355,9 @@ def profile_intervals(
     bound of its parameter.
 
     Args:
-        evidence: of the formulas.
-        parameters: for each its fitted parameters.
-        squares: S of each, [programs].
+        evidence: of the formulas, which have ``parameters`` and S in ``squares`` [programs].
+        parameters: see above.
+        squares: see above.
         level: such as 0.95.
         fit: makes fits, given formula, fixed parameter and start [parameters] of each; returns S
             and the parameters of each.
@@ -507,14 +489,8 @@ def gather(
 ) -> Evidence:
     """Return the evidence for the formulas of a fit, making further fits where they are asked for.
 
-    Each of these is one call with the programs of all formulas.
-
-    Args:
-        optimize: `warpfit.Client.optimize`.
-        data: that was fitted.
-        request: which was fitted, with one outcome for each program.
-        result: with curvatures.
-        options: of the call.
+    Each of these is one call of `warpfit.Client.optimize` with the programs of all formulas. The
+    result has one outcome for each program, and curvatures.
     """
     if not data.has_numbers:
         raise InvalidArgumentError(

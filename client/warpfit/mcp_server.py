@@ -19,7 +19,7 @@ import time
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -110,27 +110,16 @@ def open_below(root: Path, name: str) -> int:
         InvalidArgumentError: if there is no such regular file.
     """
     parts = PurePosixPath(name).parts
-    file = -1
-    if parts and not ({"/", "//", ".."} & {*parts}) and "\0" not in name:
-        try:
-            folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                for part in parts[:-1]:
-                    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-                    below = os.open(part, flags, dir_fd=folder)
-                    os.close(folder)
-                    folder = below
-                # Opening a pipe would wait for its writer.
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-                file = os.open(parts[-1], flags, dir_fd=folder)
-            finally:
-                os.close(folder)
-        except OSError:
-            pass
-        if file >= 0 and stat.S_ISREG(os.fstat(file).st_mode):
-            return file
-        if file >= 0:
-            os.close(file)
+    file = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError, ValueError):  # a zero byte is a ValueError
+        for place, part in enumerate(parts if not {"/", "//", ".."} & {*parts} else ()):
+            # Opening a pipe would wait for its writer.
+            kind = os.O_DIRECTORY if place < len(parts) - 1 else os.O_NONBLOCK
+            above, file = file, os.open(part, os.O_RDONLY | os.O_NOFOLLOW | kind, dir_fd=file)
+            os.close(above)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
     with os.scandir(root) as entries:
         known = sorted(e.name for e in entries if e.is_file(follow_symlinks=False))
     raise InvalidArgumentError(
@@ -267,7 +256,7 @@ class Tools:
                 target_unit=target_unit,
                 progress=_reporter(ctx),
             )
-        best = None if found.best is None else found.answers.index(found.best)
+        best = None if found.best is None else found.index(found.best)
         return {"answers": [answer.as_dict() for answer in found], "best": best}
 
     async def search(

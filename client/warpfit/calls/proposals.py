@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import numpy as np
 
@@ -167,41 +167,32 @@ def for_json(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: said(value) for name, value in record.items()}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Proposals(Sequence[Proposal]):
+class Proposals(tuple[Proposal, ...]):
     """The answers to the skeletons of a call, in their order; they print as a small table."""
 
-    answers: tuple[Proposal, ...]
-    is_score: bool = False
+    is_score: bool
     """Whether a greater loss is better, as of "r2"."""
 
-    def __len__(self) -> int:
-        return len(self.answers)
-
-    @overload
-    def __getitem__(self, index: int) -> Proposal: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Proposal, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Proposal | tuple[Proposal, ...]:
-        return self.answers[index]
+    def __new__(cls, answers: Iterable[Proposal], is_score: bool = False) -> Proposals:
+        found = super().__new__(cls, answers)
+        found.is_score = is_score
+        return found
 
     @property
     def best(self) -> Proposal | None:
         """The answer with the best loss on the rows held out, or on all if none are; else None."""
         sign = -1.0 if self.is_score else 1.0
         for name in ("held_out_loss", "loss"):
-            losses = [sign * getattr(answer, name) for answer in self.answers]
+            losses = [sign * getattr(answer, name) for answer in self]
             known = [(loss, place) for place, loss in enumerate(losses) if math.isfinite(loss)]
             if known:
-                return self.answers[min(known)[1]]
+                return self[min(known)[1]]
         return None
 
     def __str__(self) -> str:
         """Return a small table with a row for each skeleton."""
         rows = []
-        for answer in self.answers:
+        for answer in self:
             shown = shortened(answer.expression or answer.skeleton)
             first = (
                 str(answer.error).splitlines()[0] if answer.error else "; ".join(answer.warnings)
@@ -323,7 +314,7 @@ class ProposeTask:
             self._fit(ready[start : start + _TOGETHER], done, total)
         if report is not None:
             report(total, total)
-        return Proposals(tuple(answers), self._loss.is_score)
+        return Proposals(answers, self._loss.is_score)
 
     def _remaining(self) -> float | None:
         remaining = self._deadline.remaining()

@@ -137,18 +137,8 @@ def leads_on(
 
     Where the trial's model promises that, PROBING stays above 0 and the trial becomes what the
     model proposes; else PROBING is 0 and the search may end. Rows of ``vector`` are those of
-    Levenberg-Marquardt's damping.
-
-    Args:
-        vector: of the search, as ``number`` and ``counter``.
-        number: see above.
-        counter: see above.
-        gradient: at the trial, as ``curvature`` and ``loss``.
-        curvature: see above.
-        loss: see above.
-        squares: sum of squares that the model is about, see `linear_model`.
-        limits: of all searches.
-        space: scratch memory.
+    Levenberg-Marquardt's damping. Gradient, curvature and loss are those at the trial, and
+    ``squares`` is the sum of squares that the model is about, see `linear_model`.
     """
     least = number[LOSS] - limits.flat * limits.flat * abs(number[LOSS])
     usable = triangles.are_usable(loss, gradient, curvature)
