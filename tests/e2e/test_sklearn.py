@@ -598,6 +598,21 @@ def test_the_shell_prints_the_front_and_writes_a_plot_and_json(
     assert main([*words, "--loss", "nonsense"]) == 2
 
 
+@pytest.mark.parametrize("station", ["north", "4.5"])
+def test_the_shell_takes_groups_by_texts_and_numbers(tmp_path, monkeypatch, station):
+    taken = []
+    monkeypatch.setattr(SymbolicRegressor, "_client", lambda model: taken.append(model) or 1 / 0)
+    lines = [f"{station if row % 2 else 7},{row},{row**2}" for row in range(20)]
+    (tmp_path / "t.csv").write_text("\n".join(["station,a,y", *lines]))
+    words = [str(tmp_path / "t.csv"), "--target", "y", "--columns", "a", "--group", "station"]
+    with pytest.raises(ZeroDivisionError):
+        main(["search", *words])
+    (model,) = taken
+    assert model._names() == ("a",)
+    assert model.groups_.tolist() == (["7", "north"] if station == "north" else [4.5, 7.0])
+    assert main(["search", *words[:-1], "nowhere"]) == 2
+
+
 def test_srbenchs_interface_takes_the_example(server: ServerProcess):
     """A harness clones ``est``, sets ``test_params``, calls ``pre_train`` and reads ``model``."""
     pandas, sympy = pytest.importorskip("pandas"), pytest.importorskip("sympy")

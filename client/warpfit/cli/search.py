@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from warpfit.cli.standard_streams import writing_file
 from warpfit.cli.table import add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
@@ -44,12 +46,13 @@ def main(words: Sequence[str]) -> int:
     from warpfit.sklearn.equations import plot_fit
 
     model = _model(options)
-    model.variable_names = table.names
-    if options.group is not None:
-        is_there = options.group in table.names
-        model.group = table.names.index(options.group) if is_there else options.group
+    model.variable_names, model.group = table.names, table.group
+    columns: Any = table.columns
+    if table.groups:
+        columns = columns.astype(object)
+        columns[:, table.group] = np.array(table.groups)[table.columns[:, table.group].astype(int)]
     try:
-        model.fit(table.columns, target, table.weights)
+        model.fit(columns, target, table.weights)
     except ValueError as error:  # of scikit-learn, which refuses some data
         raise InvalidArgumentError(
             f"{table.file}: {str(error).strip().splitlines()[0]}", "BAD_DATA", "Change the data"
@@ -68,7 +71,7 @@ def main(words: Sequence[str]) -> int:
         figure = Figure(figsize=(11, 4.5))
         left, right = figure.subplots(1, 2)
         model.plot_front(left)
-        plot_fit(target, model.predict(table.columns), right)
+        plot_fit(target, model.predict(columns), right)
         with writing_file(options.plot):
             figure.savefig(options.plot)
     return _STATUS.get(model.reason_, 0)
@@ -149,9 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="outer form in which f, g, ... are searched: 'f(a, b)*exp(-g(c))'",
     )
-    add(
-        "--group", metavar="NAME", help="column of numbers whose groups have constants of their own"
-    )
+    add("--group", metavar="NAME", help="column of groups, each with constants of its own")
     add("--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)")
     add("--select", default="prediction", metavar="CRITERION",
         choices=("prediction", "description_length", "evidence", "accuracy", "score", "best"),

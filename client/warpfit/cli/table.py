@@ -111,6 +111,10 @@ class Table:
     """[rows]."""
     places: tuple[str, ...]
     """Where each row stands in the file, such as "line 2"."""
+    group: int | None = None
+    """Place of the variable that says of which group a row is."""
+    groups: tuple[str, ...] = ()
+    """Texts of the groups, whose numbers from 0 stand in their column; empty if it has numbers."""
 
     def require_finite(self, target: str, weights: str | None) -> None:
         """Check that a formula for the target can be searched for.
@@ -208,6 +212,7 @@ class _Selection:
     variables: list[int]
     target: int | None
     weights: int | None
+    group: int | None
 
     @classmethod
     def of(cls, file: str, names: Sequence[str], options: argparse.Namespace) -> _Selection:
@@ -231,10 +236,14 @@ class _Selection:
 
         target = None if options.target is None else find(options.target, "target")
         weights = None if options.weights is None else find(options.weights, "weights")
+        named = getattr(options, "group", None)
+        group = None if named is None else find(named, "group")
         ignored = {target, weights, *find_all(options.ignore or (), "ignore")}
         wanted = range(len(names))
-        variables = find_all(options.columns, "columns") if options.columns else wanted
-        chosen = cls(tuple(names), [i for i in variables if i not in ignored], target, weights)
+        variables = list(find_all(options.columns, "columns") if options.columns else wanted)
+        variables += [group] if group is not None and group not in variables else []
+        variables = [index for index in variables if index not in ignored or index == group]
+        chosen = cls(tuple(names), variables, target, weights, group)
         if len(set(chosen.used)) < len(chosen.used):
             raise InvalidArgumentError(
                 "a column is used twice", "BAD_NAMES", "Name it once, in one of the flags"
@@ -260,6 +269,7 @@ class _Selection:
         numbers: NDArray[np.float64],
         places: Sequence[str],
         missing: NDArray[np.bool_],
+        groups: Sequence[str] = (),
     ) -> Table:
         """Return the table of the columns in use, [rows, columns], without the rows that miss."""
         if missing.any():
@@ -273,7 +283,9 @@ class _Selection:
         others = iter(numbers[:, variables:].T)
         target, weights = (None if i is None else next(others) for i in (self.target, self.weights))
         names = tuple(self.names[index] for index in self.variables)
-        return Table(file, names, numbers[:, :variables], target, weights, tuple(places))
+        group = None if self.group is None else self.variables.index(self.group)
+        columns = numbers[:, :variables]
+        return Table(file, names, columns, target, weights, tuple(places), group, tuple(groups))
 
 
 def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) -> Table:
@@ -298,6 +310,9 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
                 for _, row in rows for i in used if i < len(row))
     )  # fmt: skip
     numbers, places, missing = array("d"), array("q"), array("b")
+    groups: dict[str, int] = {}
+    cells = [row[i] for _, row in rows for i in used if i == selection.group and i < len(row)]
+    has_texts = not all(_is_number(cell) or _is_missing(cell) for cell in cells)
     for line, row in chain(rows, lines):
         if len(row) != len(names):
             raise InvalidArgumentError(
@@ -308,6 +323,10 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
         lacks = False
         for index in used:
             cell = row[index]
+            if has_texts and index == selection.group and not _is_missing(cell):
+                _check_encoding(cell, file, line, index)
+                numbers.append(float(groups.setdefault(cell, len(groups))))
+                continue
             try:
                 value = cell_number(cell.replace(",", ".") if has_commas else cell)
                 if has_commas and "." in cell:
@@ -332,6 +351,7 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
         np.frombuffer(numbers, np.float64).reshape(len(places), len(used)),
         [f"line {line}" for line in places],
         np.frombuffer(missing, np.bool_),
+        tuple(groups),
     )
 
 
