@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -17,6 +20,17 @@ THESIS_OPERATORS: Final = ("add", "sub", "mul", "div", "pow", "abs", "log", "exp
 #: functions a token (division, logarithm, exponential and root count 1, power 2), the density for
 #: which the hardware's limits were counted.
 WEIGHTS: Final[Mapping[str, float]] = {"add": 3.0, "sub": 3.0, "mul": 3.0}
+_LARGEST_ARITY: Final = max(row.arity for row in OPERATORS.values())
+
+
+def _shares(chances: NDArray[np.float64]) -> list[float]:
+    """Return the sums of chances, as NumPy's `choice` has them."""
+    sums = chances.cumsum()
+    return (sums / sums[-1]).tolist()
+
+
+_LEAVES: Final = (VARIABLE, PARAMETER, CONSTANT)
+_LEAF_SHARES: Final = _shares(np.array([0.6, 0.25, 0.15]))
 
 
 def random_program(
@@ -31,35 +45,53 @@ def random_program(
     Leaves are variables (60%), parameters (each its own; 25%) and constants (15%, in [-5, 5]);
     operators are drawn by `WEIGHTS`.
     """
-    arities = {name: OPERATORS[name].arity for name in operators}
     codes: list[int] = []
     values: list[float] = []
+    parameters = 0
 
     def leaf() -> None:
-        kind = rng.choice([VARIABLE, PARAMETER, CONSTANT], p=[0.6, 0.25, 0.15])
-        value = {
-            VARIABLE: float(rng.integers(variables)),
-            PARAMETER: float(codes.count(PARAMETER)),
-            CONSTANT: round(float(rng.uniform(-5, 5)), 3),
-        }[int(kind)]
-        codes.append(int(kind))
-        values.append(value)
+        nonlocal parameters
+        kind = _LEAVES[bisect_right(_LEAF_SHARES, rng.random())]
+        variable, constant = int(rng.integers(variables)), -5.0 + 10.0 * rng.random()
+        codes.append(kind)
+        if kind == PARAMETER:
+            values.append(float(parameters))
+            parameters += 1
+        else:
+            values.append(float(variable) if kind == VARIABLE else round(constant, 3))
 
     def grow(size: int) -> None:
-        fitting = [name for name in operators if arities[name] < size]
+        fitting, shares = _fitting(tuple(operators), min(size, _LARGEST_ARITY + 1))
         if not fitting:
             leaf()
             return
-        weights = np.array([WEIGHTS.get(name, 1.0) for name in fitting])
-        name = fitting[int(rng.choice(len(fitting), p=weights / weights.sum()))]
-        cuts = np.sort(rng.choice(size - 2, arities[name] - 1, replace=False)) + 1
-        for part in np.diff([0, *cuts, size - 1]).tolist():
-            grow(part)
-        codes.append(OPERATORS[name].code)
+        code, arity = fitting[bisect_right(shares, rng.random())]
+        if arity == 2:
+            cuts = [1 + int(rng.integers(size - 2))]
+        else:
+            cuts = sorted((rng.choice(size - 2, arity - 1, replace=False) + 1).tolist())
+        for start, stop in pairwise([0, *cuts, size - 1]):
+            grow(stop - start)
+        codes.append(code)
         values.append(0.0)
 
     grow(tokens)
     return Program(codes, values)
+
+
+@cache
+def _fitting(
+    operators: tuple[str, ...], size: int
+) -> tuple[list[tuple[int, int]], Sequence[float]]:
+    """Operators that fit in so many tokens, as code and arity, and the sums of their shares.
+
+    NumPy's `choice` takes fifty times as long for one of few.
+    """
+    rows = [OPERATORS[name] for name in operators if OPERATORS[name].arity < size]
+    if not rows:
+        return [], []
+    weights = np.array([WEIGHTS.get(row.name, 1.0) for row in rows])
+    return [(row.code, row.arity) for row in rows], _shares(weights / weights.sum())
 
 
 def thesis_mix(
