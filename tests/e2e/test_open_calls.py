@@ -221,6 +221,7 @@ PACKAGES = ("grpcio", "grpcio-health-checking", "grpcio-status")
 CORE = "gets_the_answer or error_ends or take_turns or closes_at_once"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_oldest_release_serves_and_calls(tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

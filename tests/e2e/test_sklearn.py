@@ -663,16 +663,16 @@ def test_chance_tells_a_law_from_noise(search):
     X = points(120)
     noise = np.random.default_rng(1).normal(size=len(X))
     model = search(max_size=7, generations=1).fit(X, np.column_stack([law(X) + noise, noise]))
-    found, nothing = (model.chance(n=39, output=output) for output in (0, 1))
-    assert found.probability == 0.025
+    found, nothing = (model.chance(n=19, output=output) for output in (0, 1))
+    assert found.probability == 0.05
     assert found.share == 0.0
     assert "x1" in found.expression
     assert 0.05 < nothing.probability <= 1.0
-    assert nothing.probability == pytest.approx((1 + 39 * nothing.share) / 40)
+    assert nothing.probability == pytest.approx((1 + 19 * nothing.share) / 20)
     assert np.isfinite(nothing.shuffled_losses).all()
-    again = model.chance(n=39, output=1)
+    again = model.chance(n=19, output=1)
     assert again.shuffled_losses.tolist() == nothing.shuffled_losses.tolist()
-    assert "of 39 shuffled targets" in str(again)
+    assert "of 19 shuffled targets" in str(again)
     for change, reason in (
         ({"loss": "poisson"}, "LOSS_UNSUITABLE"),
         ({"operators": ("nosuch",)}, "UNKNOWN_OPERATOR"),

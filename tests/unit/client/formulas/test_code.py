@@ -197,8 +197,8 @@ def test_long_and_deep_programs(language, tmp_path):
     """Nests of 10,000 tokens, long sums, and equal operands; others have nearly the same texts."""
     unary = [OPERATORS[name].code for name in ("neg", "sin", "abs", "cos", "logabs")]
     deep = Program([VARIABLE, *unary * 1_999, *unary[:4]], [0.0] * 10_000)
-    left = parse("x1" + " + x2*x1" * 800)
-    right = parse("x1 - " + "(x2 - " * 1_000 + "x1" + ")" * 1_000)
+    left = parse("x1" + " + x2*x1" * 300)
+    right = parse("x1 - " + "(x2 - " * 300 + "x1" + ")" * 300)
     shared = parse("softplus(" * 5 + "x1 + x2" + ")" * 5)
     programs = [deep, left, right, shared]
     codes = [program.code(language) for program in programs]
