@@ -95,8 +95,11 @@ class InProcessServer:
             if self._failures:
                 raise self._failures.pop(0)
             return request.read(self._methods[request.method](request.message))
-        except WarpfitError as error:
-            raise _received_error(request, error) from None
+        except WarpfitError as error:  # as a client's transport would raise it
+            if isinstance(request.message, UploadStream) and request.message.failure is not None:
+                raise request.message.failure from None
+            metadata = [(codec.ERROR_METADATA_KEY, codec.error_to_status(error))]
+            raise codec.error_from_status(error.status, error.message, metadata) from None
 
     def _upload(self, messages: Iterable[Any]) -> Iterator[Any]:
         stream = iter(messages)
@@ -252,11 +255,3 @@ class _ReferenceEngine:
             gradients=np.concatenate([s.gradient for s in sums]),
             curvatures=np.concatenate(triangles) if curvature else None,
         )
-
-
-def _received_error(request: Request, error: WarpfitError) -> Exception:
-    """Return a server's error as a client's transport would raise it."""
-    if isinstance(request.message, UploadStream) and request.message.failure is not None:
-        return request.message.failure
-    metadata = [(codec.ERROR_METADATA_KEY, codec.error_to_status(error))]
-    return codec.error_from_status(error.status, error.message, metadata)

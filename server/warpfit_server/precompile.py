@@ -7,7 +7,8 @@ for the processor of this machine; another one compiles its own.
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,6 @@ from warpfit_server.system.machine import available_cores
 
 #: Least compute capability of a GPU that the engine runs on, and largest number that is one.
 _LEAST, _MOST = 70, 999
-_Jobs = Iterator[tuple[str, Callable[[], None]]]
 _CPU: Final = "cpu"
 
 
@@ -59,7 +59,19 @@ def main(arguments: Sequence[str]) -> int:
     make_private_directory(directory)
     check_private(directory)
     os.environ.update(engine_environment(directory))  # before Numba is imported
-    for name, compile_it in _jobs(directory, options.architectures):
+    cores = available_cores()
+    jobs: dict[str, Callable[[], None]] = {}
+    if options.architectures:
+        from warpfit_server.engine.cuda import parts as cuda
+
+        for architecture in options.architectures:
+            name = f"the CUDA engine for compute capability {architecture / 10}"
+            jobs[name] = partial(cuda.precompile, directory, architecture, cores)
+    else:
+        from warpfit_server.engine.cpu.codegen import parts as cpu
+
+        jobs["the CPU engine"] = partial(cpu.precompile, cores)
+    for name, compile_it in jobs.items():
         started = time.perf_counter()
         compile_it()
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
@@ -75,17 +87,3 @@ def _architectures(text: str) -> tuple[int, ...]:
     if not all(_LEAST <= architecture <= _MOST for architecture in found):
         raise argparse.ArgumentTypeError(f"{text!r}: 9.0 is written 90, and {_LEAST} is the least")
     return found
-
-
-def _jobs(directory: Path, architectures: Sequence[int]) -> _Jobs:
-    """Yield names and functions of what is to be compiled."""
-    if architectures:
-        from warpfit_server.engine.cuda import parts as cuda
-
-        for architecture in architectures:
-            name = f"the CUDA engine for compute capability {architecture / 10}"
-            yield name, lambda a=architecture: cuda.precompile(directory, a, available_cores())  # type: ignore[misc]
-    else:
-        from warpfit_server.engine.cpu.codegen import parts as cpu
-
-        yield "the CPU engine", lambda: cpu.precompile(available_cores())

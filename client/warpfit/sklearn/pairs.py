@@ -258,7 +258,10 @@ class Table(FormulaTable):
 
     def distinct(self) -> Table:
         """Leave out what has the same values, to a factor, as a formula before."""
-        keys = (self.values * np.sign(self.values[:, :1])) @ _probes(self.values.shape[1])
+        # Scalar products with three vectors tell formulas apart.
+        squares = np.arange(self.values.shape[1])[:, None] ** 2.0
+        probes = np.cos(squares * np.array([1.0, 2.0, 3.0]))
+        keys = (self.values * np.sign(self.values[:, :1])) @ probes
         _, first = np.unique(np.round(keys, _DIGITS), axis=0, return_index=True)
         return self[np.sort(first)]
 
@@ -271,11 +274,6 @@ class Table(FormulaTable):
         """Return the formulas, 1/f where the values are those."""
         one = tokens(np.where(self.inverted, CONSTANT, 0), 1.0)
         return packed([one, self.genomes, tokens(np.where(self.inverted, DIV, 0))])
-
-
-def _probes(rows: int) -> Floats:
-    """Return numbers, [rows, 3], whose scalar products with values tell formulas apart."""
-    return np.asarray(np.cos(np.arange(rows)[:, None] ** 2.0 * np.array([1.0, 2.0, 3.0])))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -853,20 +851,16 @@ class PairSearch:
         errors[(inner.sizes > self.width) | np.isnan(errors)] = np.inf
         order = np.argsort(errors)[: min(_BEAM, np.count_nonzero(np.isfinite(errors)))]
         inner, errors = inner[order], errors[order]
-        self._extend(place, inner, errors)
+        growing = inner.sizes < self.width - 1
+        beam, known = self._beams[place]
+        beam, known = joined([beam, inner[growing]]), np.concatenate([known, errors[growing]])
+        rounded = np.round(np.log(known + _LEAST_ERROR), 6)
+        shortest = np.lexsort((beam.sizes, rounded))  # of equal errors
+        fresh = np.diff(rounded[shortest], prepend=-np.inf) > 0
+        kept = shortest[fresh][:_BEAM]
+        self._beams[place] = beam[kept], known[kept]
         whole = self.views[place].whole(inner, a[order], b[order], self.operators)
         return whole[whole.sizes <= self.width]
-
-    def _extend(self, place: int, genomes: Genomes, errors: Floats) -> None:
-        """Add to a beam, of equal errors the shortest formula."""
-        growing = genomes.sizes < self.width - 1
-        beam, known = self._beams[place]
-        beam, errors = joined([beam, genomes[growing]]), np.concatenate([known, errors[growing]])
-        rounded = np.round(np.log(errors + _LEAST_ERROR), 6)
-        order = np.lexsort((beam.sizes, rounded))
-        fresh = np.diff(rounded[order], prepend=-np.inf) > 0
-        order = order[fresh][:_BEAM]
-        self._beams[place] = beam[order], errors[order]
 
     def _next_view(self) -> int:
         """Give each view a turn, then the first one or one of the others.
@@ -878,12 +872,10 @@ class PairSearch:
         if min(self._turns) > 0 and step % 2 == 0:
             return 0
         if min(self._turns) > 0 and step % 4 == 1:
-            return min(others, key=self._error)
+            scales = [view.error_scale for view in self.views]  # errors as those of y
+            least = [min(errors, default=np.inf) for _, errors in self._beams]
+            return min(others, key=lambda place: float(least[place] * scales[place]))
         return min(places, key=lambda place: self._turns[place])
-
-    def _error(self, place: int) -> float:
-        """Return the least error of a view, as one of y."""
-        return float(min(self._beams[place][1], default=np.inf) * self.views[place].error_scale)
 
     def _table(self, genomes: Genomes) -> Table:
         table = self._valued(genomes)

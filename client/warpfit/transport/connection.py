@@ -430,7 +430,10 @@ class Security:
             raise bad_setting("tls", tls, "True, False or a warpfit.TlsConfig")
         plain_is_fine = tls is False or all(map(is_local, target.addresses or [target.text]))
         if tls is None:
-            tls = _tls_from(environment)
+            wanted = environment.get("WARPFIT_TLS", "").lower() in ("1", "true", "yes", "on")
+            variables = ("CA", "CLIENT_CERT", "CLIENT_KEY", "SERVER_NAME")
+            given = [environment.get(f"WARPFIT_{name}") for name in variables]
+            tls = _tls_of(given, wanted=wanted)
         elif isinstance(tls, bool):
             tls = TlsConfig() if tls else None
         if token and tls is None and not plain_is_fine:
@@ -610,12 +613,6 @@ def from_flags(options: argparse.Namespace) -> dict[str, Any]:
         "token": token.decode().strip() if token is not None else None,
         "tls": _tls_of(names, wanted=options.tls),
     }
-
-
-def _tls_from(environment: Mapping[str, str]) -> TlsConfig | None:
-    variables = ("CA", "CLIENT_CERT", "CLIENT_KEY", "SERVER_NAME")
-    wanted = environment.get("WARPFIT_TLS", "").lower() in ("1", "true", "yes", "on")
-    return _tls_of([environment.get(f"WARPFIT_{name}") for name in variables], wanted=wanted)
 
 
 def _tls_of(names: Sequence[str | None], *, wanted: bool) -> TlsConfig | None:

@@ -198,7 +198,10 @@ class Servers:
         homes = self.homes(content_id, nbytes)
         alive = [server for server in homes if server.refusals.get(content_id, 0.0) <= now]
         if not alive and not tried:
-            self._forgive(content_id, now)
+            ranked = self._ranked(content_id)
+            if all(server.refusals.get(content_id, 0.0) > now for server in ranked):
+                for server in ranked:  # all have refused the data set, so all are asked again
+                    del server.refusals[content_id]
         up = [server for server in alive if server.down_until <= now and server not in tried]
         if up:
             # First those whose turn it is to be asked whether they are there.
@@ -210,13 +213,6 @@ class Servers:
                 if is_asked and server.refusals.get(content_id, 0.0) <= now:
                     return server
         return None if tried or not homes else min(homes, key=lambda one: one.down_until)
-
-    def _forgive(self, content_id: bytes, now: float) -> None:
-        """Ask all servers again about a data set that all have refused."""
-        ranked = self._ranked(content_id)
-        if all(server.refusals.get(content_id, 0.0) > now for server in ranked):
-            for server in ranked:
-                del server.refusals[content_id]
 
     def _ranked(self, content_id: bytes) -> list[Server]:
         ranking = self._rankings.get(content_id)
@@ -401,7 +397,11 @@ class Failover:
                 return self.call_uploading_if_missing(server, request, retries)
             except _ELSEWHERE as failure:
                 self._note(server, failure, started, request)
-                error = min(error, failure, key=_severity) if tried and error else failure
+                if tried and error:  # the least of the failures at several servers is waited for
+                    failures = (error, failure)
+                    error = min(failures, key=lambda e: (_is_final(e), e.retry_after or 0.0))
+                else:
+                    error = failure
                 tried.append(server)
             finally:
                 servers.release(server)
@@ -569,11 +569,6 @@ class Failover:
         except Exception:  # whatever a resolver raises; the servers that are known stay
             text = self.connection.target.text
             _log.warning("the addresses of %s cannot be found", text, exc_info=True)
-
-
-def _severity(error: errors.WarpfitError) -> tuple[bool, float]:
-    """Return what the failures at several servers are compared by: the least is waited for."""
-    return _is_final(error), error.retry_after or 0.0
 
 
 def _is_final(error: errors.WarpfitError) -> bool:

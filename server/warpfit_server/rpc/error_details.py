@@ -61,8 +61,12 @@ def _standard_details(error: WarpfitError) -> list[any_pb2.Any]:
         )
     ]
     if isinstance(error, InvalidArgumentError):
+        place = error.field
+        if error.expression is not None:  # such as programs[3].tokens[4]
+            token = "" if error.token is None else f".tokens[{error.token}]"
+            place = f"programs[{error.expression}]{token}"
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=_place(error), description=error.message
+            field=place, description=error.message
         )
         messages.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, ResourceExhaustedError):
@@ -78,11 +82,3 @@ def _standard_details(error: WarpfitError) -> list[any_pb2.Any]:
     for entry, message in zip(packed, messages, strict=True):
         entry.Pack(message)
     return packed
-
-
-def _place(error: WarpfitError) -> str:
-    """Return the place of an error as a path such as ``programs[3].tokens[4]``."""
-    if error.expression is None:
-        return error.field
-    token = "" if error.token is None else f".tokens[{error.token}]"
-    return f"programs[{error.expression}]{token}"

@@ -18,7 +18,7 @@ from warpfit.fitting import FitRequest
 from warpfit.request import Evaluation
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
-from warpfit_server.tenancy.quotas import Amounts, Exceeded, QuotaTable
+from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 from warpfit_server.tenancy.tenants import TenantLimits
 
 #: Shortest and longest time between the retries of two refused calls, in seconds.
@@ -260,18 +260,16 @@ class Admission:
         exceeded = self.quotas.acquire(
             tenant, amount, own, self._server_quota, share=self._share, held=held
         )
-        if exceeded is not None:
-            raise self._refusal(exceeded, Amounts(*amount))
-
-    def _refusal(self, exceeded: Exceeded, amount: Amounts) -> ResourceExhaustedError:
+        if exceeded is None:
+            return
         reason, what, flag = _REFUSALS[exceeded.quantity]
-        needed = getattr(amount, exceeded.quantity)
+        needed = getattr(Amounts(*amount), exceeded.quantity)
         if exceeded.of_tenant:
             message = f"{exceeded.used} {what} of this tenant and the limit is {exceeded.limit}"
             needed += exceeded.used
         else:  # how much other tenants have in flight is secret
             message = f"too many {what} and the limit of the server is {exceeded.limit}"
-        return ResourceExhaustedError(
+        raise ResourceExhaustedError(
             message,
             reason,
             f"Retry with back-off, or start the server with a higher {flag}",

@@ -103,16 +103,12 @@ class Authenticator:
         Raises:
             UnauthenticatedError: without valid credentials.
         """
-        if self.tokens is not None:
-            return self.tokens.tenant(_bearer(metadata))
-        return _common_name(context) if self.certificates else ANONYMOUS
-
-
-def _bearer(metadata: Mapping[str, Any]) -> str:
-    value = metadata.get(TOKEN_METADATA_KEY, "")
-    if not value.lower().startswith(_SCHEME):
-        raise _refused("the call carries no token", "TOKEN_MISSING")
-    return str(value[len(_SCHEME) :].strip())
+        if self.tokens is None:
+            return _common_name(context) if self.certificates else ANONYMOUS
+        value = metadata.get(TOKEN_METADATA_KEY, "")
+        if not value.lower().startswith(_SCHEME):
+            raise _refused("the call carries no token", "TOKEN_MISSING")
+        return self.tokens.tenant(str(value[len(_SCHEME) :].strip()))
 
 
 def _common_name(context: Any) -> str:

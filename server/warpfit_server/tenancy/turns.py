@@ -65,8 +65,15 @@ class TenantTurns:
                     check_wanted()
                 check_wanted()
             return self.rest(tenant, check_wanted)
-        except BaseException:
-            self._give_up(tenant, turn)
+        except BaseException:  # it waits no more, and passes a turn on that has come meanwhile
+            with self._lock:
+                has_come = turn is None or turn.is_set()
+                if turn is not None and not has_come:
+                    self._waiting[tenant].remove(turn)
+                    if not self._waiting[tenant]:
+                        del self._waiting[tenant]
+            if has_come:
+                self.release(tenant)
             raise
 
     def charge(self, tenant: str, seconds: float, expected: float = 0.0) -> None:
@@ -101,17 +108,6 @@ class TenantTurns:
             time.sleep(min(until - now - _AHEAD, _CHECK_SECONDS))
             check_wanted()
         return 0.0
-
-    def _give_up(self, tenant: str, turn: threading.Event | None) -> None:
-        """Wait no more; pass on a turn that has come meanwhile."""
-        with self._lock:
-            has_come = turn is None or turn.is_set()
-            if turn is not None and not has_come:
-                self._waiting[tenant].remove(turn)
-                if not self._waiting[tenant]:
-                    del self._waiting[tenant]
-        if has_come:
-            self.release(tenant)
 
     def release(self, tenant: str) -> None:
         """Let the tenant's next thread in."""
