@@ -111,21 +111,17 @@ def _wait_for_address(process: subprocess.Popen[bytes], log: IO[bytes], seconds:
         if found := READY.search(_written(log)):
             return found[1]
         time.sleep(_POLL_SECONDS)
-    raise _start_error(process, log)
+    tail = "\n".join(_written(log).splitlines()[-10:])[-_QUOTED_CHARACTERS:]
+    status = process.poll()
+    what = "did not get ready in time" if status is None else f"ended with status {status}"
+    raise UnavailableError(
+        f"the embedded server {what}" + (f"; its log ends with:\n{tail}" if tail else ""),
+        "SERVER_NOT_STARTED",
+        "Run `warpfit serve` by itself to see why",
+    )
 
 
 def _written(log: IO[bytes]) -> str:
     """Return the end of what the server has written, without moving the place where it writes."""
     start = max(0, os.fstat(log.fileno()).st_size - _MOST_READ)
     return os.pread(log.fileno(), _MOST_READ, start).decode(errors="replace")
-
-
-def _start_error(process: subprocess.Popen[bytes], log: IO[bytes]) -> UnavailableError:
-    tail = "\n".join(_written(log).splitlines()[-10:])[-_QUOTED_CHARACTERS:]
-    status = process.poll()
-    what = "did not get ready in time" if status is None else f"ended with status {status}"
-    return UnavailableError(
-        f"the embedded server {what}" + (f"; its log ends with:\n{tail}" if tail else ""),
-        "SERVER_NOT_STARTED",
-        "Run `warpfit serve` by itself to see why",
-    )

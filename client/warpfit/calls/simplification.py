@@ -99,7 +99,19 @@ class SimplifyTask:
         self._is_score = loss.is_score
         # Lower is better in a search.
         self._loss = replace(loss, closing=Closing.RELATIVE) if self._is_score else loss
-        self._search = snap(_programs(data, expressions, parameters), self._settings())
+        batch, _ = build_batch(expressions, parameters, data.names, PopulationCache())
+        if batch.vectors > 1:
+            raise InvalidArgumentError(
+                f"{batch.vectors} parameter vectors for each expression",
+                "BAD_PARAMETERS",
+                "Give one vector for each expression",
+                "parameters",
+            )
+        batch.check(data.layout.variables)
+        programs = [
+            program.bind(batch.program_parameters(index)[0]) for index, program in enumerate(batch)
+        ]
+        self._search = snap(programs, self._settings())
 
     def proceed(self, fit: Fit | None = None) -> Trials | Simplification:
         """Take the last fit, and return the programs and starts of the next one, or the result."""
@@ -144,19 +156,3 @@ class SimplifyTask:
             high=high,
             middle=float(np.median(sample[layout.variables])) if layout.has_target else 0.0,
         )
-
-
-def _programs(data: DatasetHandle, expressions: Any, parameters: Parameters) -> list[Program]:
-    """Return the programs of a call with their parameters as constants."""
-    batch, _ = build_batch(expressions, parameters, data.names, PopulationCache())
-    if batch.vectors > 1:
-        raise InvalidArgumentError(
-            f"{batch.vectors} parameter vectors for each expression",
-            "BAD_PARAMETERS",
-            "Give one vector for each expression",
-            "parameters",
-        )
-    batch.check(data.layout.variables)
-    return [
-        batch.program(index).bind(batch.program_parameters(index)[0]) for index in range(len(batch))
-    ]

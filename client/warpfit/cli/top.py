@@ -78,7 +78,9 @@ class Change:
         wanted = share * buckets[-1][1]
         for (low, below), (high, count) in pairwise([(0.0, 0.0), *buckets]):
             if count >= wanted:
-                return low if high == float("inf") else _between(low, high, below, count, wanted)
+                if high == float("inf") or count <= below:
+                    return low
+                return low + (high - low) * (wanted - below) / (count - below)
         return None
 
 
@@ -118,10 +120,6 @@ def _no_metrics(address: str, error: Exception | None) -> WarpfitError:
     )
 
 
-def _between(low: float, high: float, below: float, count: float, wanted: float) -> float:
-    return low + (high - low) * (wanted - below) / (count - below) if count > below else low
-
-
 # --------------------------------------------------------------------------------------- the view
 
 
@@ -141,9 +139,11 @@ def top(address: str, interval: float, *, once: bool) -> None:
     with Live(view(Change(before, after)), console=console, screen=True) as live:
         while True:
             time.sleep(interval)
-            before, after = after, _next(address, after)
-            away = f"{address} does not answer"
-            live.update(view(Change(before, after)) if after is not before else away)
+            try:
+                before, after = after, scrape(address)
+                live.update(view(Change(before, after)))
+            except UnavailableError:
+                live.update(f"{address} does not answer")
 
 
 def view(change: Change) -> Any:
@@ -259,14 +259,6 @@ def _table(title: str, *columns: str) -> Any:
     for number, column in enumerate(columns or ("", "")):
         table.add_column(column, justify="right" if number else "left", min_width=10)
     return table
-
-
-def _next(address: str, last: Scrape) -> Scrape:
-    """Read the metrics again; return the last ones while the server does not answer."""
-    try:
-        return scrape(address)
-    except UnavailableError:
-        return last
 
 
 def _share(found: Scrape, used: str, total: str, **labels: str) -> str:

@@ -470,9 +470,13 @@ class Rules:
                 exponents.setdefault(product_node(inner), []).append(e)
             else:
                 waiting += [(b, e * f) for b, f in inner[::-1]]
-        collected = tuple(
-            (base, e) for base, es in exponents.items() for e in self._exponents(base, es)
-        )
+        collected: list[tuple[Node, float]] = []
+        for base, es in exponents.items():
+            groups = [es]
+            if not (self.assume_defined or (base.finite and base.nonzero)):
+                # Exponents of different signs cancel neither 0, infinity nor NaN.
+                groups = [[e for e in es if e > 0], [e for e in es if e < 0]]
+            collected += [(base, e) for group in groups if (e := math.fsum(group)) != 0.0]
         if coefficient == 0.0 and (self.assume_defined or product_node(collected).finite):
             return number(0.0)
         signs = [self._with_sign(base, e) for base, e in collected]
@@ -492,14 +496,6 @@ class Rules:
 
     def _positive(self, node: Node) -> bool:
         return self.assume_defined or node.nonnegative
-
-    def _exponents(self, base: Node, exponents: list[float]) -> list[float]:
-        """Add the exponents of a base as far as 0, infinity and NaN allow it."""
-        cancels = self.assume_defined or (base.finite and base.nonzero)
-        groups = [exponents] if cancels else [
-            [e for e in exponents if e > 0], [e for e in exponents if e < 0]
-        ]  # fmt: skip
-        return [total for group in groups if (total := math.fsum(group)) != 0.0]
 
     def _with_sign(self, base: Node, e: float) -> tuple[float, Node, float]:
         """Return the base of an even power with either sign as the first in the canonical order."""

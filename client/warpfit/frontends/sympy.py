@@ -77,7 +77,19 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
         elif not isinstance(piece, sympy.Basic) or getattr(piece, "is_Matrix", False):
             raise _unknown(piece)
         elif piece.is_Symbol:
-            code, value = _symbol(piece, indices)
+            indexed = INDEXED.fullmatch(piece.name)
+            if piece.name in indices:
+                code, value = VARIABLE, float(indices[piece.name])
+            elif indexed:
+                code = VARIABLE if indexed[1] == "x" else PARAMETER
+                value = float(indexed[2]) - 1
+            else:
+                raise InvalidArgumentError(
+                    f"SymPy symbol {piece.name!r} is no variable or parameter",
+                    "UNKNOWN_NAME",
+                    "Symbols are the names of the data set, or x1, x2, ... and p1, p2, ...",
+                    "expressions",
+                )
         elif isinstance(piece, BooleanTrue | BooleanFalse):
             code, value = CONSTANT, float(bool(piece))
         elif piece in (sympy.nan, sympy.zoo):
@@ -106,20 +118,6 @@ def _float(number: Any) -> float:
             "expressions",
         )
     return value
-
-
-def _symbol(symbol: Any, indices: Mapping[str, int]) -> tuple[int, float]:
-    indexed = INDEXED.fullmatch(symbol.name)
-    if symbol.name in indices:
-        return VARIABLE, float(indices[symbol.name])
-    if indexed:
-        return VARIABLE if indexed[1] == "x" else PARAMETER, float(indexed[2]) - 1
-    raise InvalidArgumentError(
-        f"SymPy symbol {symbol.name!r} is no variable or parameter",
-        "UNKNOWN_NAME",
-        "Symbols are the names of the data set, or x1, x2, ... and p1, p2, ...",
-        "expressions",
-    )
 
 
 def _pieces(node: Any) -> _Pieces:

@@ -346,11 +346,17 @@ class ParameterOptimizer(FormulaRegressor):
         loss = as_loss(self.loss)
         if training.unit != 1.0:
             fitted = Program.apply("div", program, Program.constant(training.unit))
+        if self.start is not None:
+            starts = np.atleast_2d(float_array(self.start))
+        else:
+            draw = check_random_state(self.random_state).standard_normal
+            drawn = draw((self.starts - 1, program.parameters))
+            starts = np.vstack([np.ones((1, program.parameters)), drawn])
         with client.upload(*training[:3], names=self._names(), dtype="float64") as data:
             fit = client.optimize(
                 data,
                 [fitted],
-                [self._start_vectors(program)],
+                [starts],
                 loss=loss,
                 method=self.method,
                 accuracy=self.accuracy,
@@ -365,15 +371,6 @@ class ParameterOptimizer(FormulaRegressor):
         # scikit-learn wants at least one iteration to be reported.
         self.n_iter_ = max(1, int(fit.iterations[0]))
         return program.bind(self.parameters_)
-
-    def _start_vectors(self, program: Program) -> Floats:
-        """Return the start vectors, [starts, n]."""
-        if self.start is not None:
-            return np.atleast_2d(float_array(self.start))
-        draw = check_random_state(self.random_state).standard_normal
-        return np.vstack(
-            [np.ones((1, program.parameters)), draw((self.starts - 1, program.parameters))]
-        )
 
     def __sklearn_tags__(self) -> Any:
         """Tell scikit-learn that the score depends on the formula that was given."""

@@ -328,8 +328,12 @@ class Search:
             self.archive = [everything.best(self.settings.population)]
             island = self._settle(place)
         immigrants = self.breeder.first(int(_IMMIGRANTS * self.settings.population))
-        children = [self._offspring(island.population)] if len(island.population) else []
-        self._admit(island, joined([*children, immigrants]))
+        born = [immigrants]
+        if size := len(island.population):
+            count = int(_OFFSPRING * self.settings.population)
+            sides = (self._parents(size, count) for _ in range(2))
+            born.insert(0, self.breeder.offspring(island.population.genomes, *sides))
+        self._admit(island, joined(born))
         self._waits -= place == 0
         if self._waits <= 0:
             best = self.islands[0].best
@@ -391,11 +395,6 @@ class Search:
         island.population = Pool.merged([island.population, self._scored(library[_FIRST:])])
         self._admit(island, self.breeder.first(2 * self.settings.population))
         return island
-
-    def _offspring(self, population: Pool) -> Genomes:
-        count = int(_OFFSPRING * self.settings.population)
-        sides = (self._parents(len(population), count) for _ in range(2))
-        return self.breeder.offspring(population.genomes, *sides)
 
     def _parents(self, size: int, count: int) -> Indices:
         """Return the winners of tournaments of different sizes; the population is sorted."""

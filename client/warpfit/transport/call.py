@@ -266,21 +266,18 @@ class _Calls:
         self._forks = 0
         if others:
             self._failure = "it was forked while another thread was in a call, as gRPC cannot be"
-        elif self._is_used and not self._failure and not _grpc_supports_forks():
-            self._failure = (
-                "it was forked, and gRPC was loaded without GRPC_ENABLE_FORK_SUPPORT=1, which "
-                "warpfit sets if it is imported before grpc"
-            )
+        elif self._is_used and not self._failure:
+            told = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "")  # when gRPC was imported
+            if told.lower() not in ("1", "true", "yes", "on"):
+                self._failure = (
+                    "it was forked, and gRPC was loaded without GRPC_ENABLE_FORK_SUPPORT=1, which "
+                    "warpfit sets if it is imported before grpc"
+                )
         for renewed in list(RENEWED_IN_CHILD):
             renewed.after_fork()
 
     def _others(self) -> bool:
         return any(thread != threading.get_ident() for thread in self._inside)
-
-
-def _grpc_supports_forks() -> bool:
-    """Return whether gRPC was told to support forks when it was imported; see `configure_grpc`."""
-    return os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in ("1", "true", "yes", "on")
 
 
 #: Context of the calls of all clients in this process.

@@ -141,13 +141,12 @@ def _section(table: dict[str, Any]) -> _Section:
     suspended = table.pop("suspended", False)
     if not isinstance(suspended, bool):
         raise ValueError("suspended is neither true nor false")
-    return _Section({key: _limit(key, value) for key, value in table.items()}, suspended)
-
-
-def _limit(name: str, value: Any) -> float:
-    if name not in _NAMES:
-        raise ValueError(f"{name} is no limit; there are {', '.join(sorted(_NAMES))}")
-    number = parse_bytes(value) if isinstance(value, str) else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
-        raise ValueError(f"{name} is {value!r}, not a number from 0")
-    return number
+    limits: dict[str, float] = {}
+    for name, value in table.items():
+        if name not in _NAMES:
+            raise ValueError(f"{name} is no limit; there are {', '.join(sorted(_NAMES))}")
+        number = parse_bytes(value) if isinstance(value, str) else value
+        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
+            raise ValueError(f"{name} is {value!r}, not a number from 0")
+        limits[name] = number
+    return _Section(limits, suspended)
