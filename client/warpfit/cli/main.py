@@ -39,14 +39,9 @@ from warpfit.request import Loss, Precision, Tier
 from warpfit.transport.connection import add_flags, from_flags
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from warpfit.calls.dataset_handle import DatasetHandle
-    from warpfit.calls.results import Answer, Fit
     from warpfit.cli.table import Table
     from warpfit.client import Client
-    from warpfit.server_info import ServerInfo
 
 
 #: Exit status of a command whose reader, such as ``head``, has closed the pipe: 128 plus SIGPIPE.
@@ -145,52 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (_, described) in _DELEGATED.items():  # for the list of commands alone
         commands.add_parser(name, help=described)
-    _add_eval(commands)
-    _add_fit(commands)
-    info = commands.add_parser("info", help="describe a running server")
-    info.add_argument("address", metavar="HOST:PORT", nargs="?", help=_ADDRESS_HELP)
-    info.add_argument(
-        "--timeout", type=seconds, default=10.0, metavar="SECONDS", help="default: 10"
-    )
-    add_flags(info)
-    info.set_defaults(command=_info)
-    token = commands.add_parser("token", help="make a bearer token for a server's token file")
-    token.add_argument("tenant", help="whose token it is")
-    token.add_argument("--days", type=number, metavar="N", help="days of validity (default: ever)")
-    token.add_argument(
-        "--append", type=Path, metavar="FILE", help="add the line to this file, of mode 600 if new"
-    )
-    token.set_defaults(command=_token)
-    _add_health_and_top(commands)
-    _add_ray(commands)
-    return parser
 
-
-def _add_health_and_top(commands: Any) -> None:
-    health = commands.add_parser(
-        "health",
-        help="ask a server whether it is ready",
-        description="Ask by grpc.health.v1; the exit status is 0 if the service is up, else 1.",
-    )
-    health.add_argument("address", metavar="HOST:PORT", help="its health port, or the main one")
-    health.add_argument("--service", default="readiness", help="default: readiness")
-    health.add_argument(
-        "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="default: 5"
-    )
-    add_flags(health)
-    health.set_defaults(command=_health)
-    top = commands.add_parser(
-        "top",
-        help="watch a running server",
-        description="Show throughput, latency, tenants, caches and GPUs of a server, live.",
-    )
-    top.add_argument("address", metavar="HOST:PORT", help="its metrics port")
-    top.add_argument("--interval", type=seconds, default=2.0, metavar="SECONDS", help="default: 2")
-    top.add_argument("--once", action="store_true", help="print one interval and end")
-    top.set_defaults(command=_top)
-
-
-def _add_eval(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval",
         help="evaluate an expression on a file of data",
@@ -208,8 +158,6 @@ def _add_eval(commands: Any) -> None:
     add("--profile", action="store_true", help="print where the time went")
     evaluate.set_defaults(command=_eval)
 
-
-def _add_fit(commands: Any) -> None:
     fit = commands.add_parser(
         "fit",
         help="fit the parameters of an expression to a file of data",
@@ -226,15 +174,52 @@ def _add_fit(commands: Any) -> None:
     add("--iterations", type=whole_from(0), metavar="N", help="default: as the accuracy says")
     fit.set_defaults(command=_fit)
 
+    info = commands.add_parser("info", help="describe a running server")
+    info.add_argument("address", metavar="HOST:PORT", nargs="?", help=_ADDRESS_HELP)
+    info.add_argument(
+        "--timeout", type=seconds, default=10.0, metavar="SECONDS", help="default: 10"
+    )
+    add_flags(info)
+    info.set_defaults(command=_info)
 
-def _add_ray(commands: Any) -> None:
-    parser = commands.add_parser(
+    token = commands.add_parser("token", help="make a bearer token for a server's token file")
+    token.add_argument("tenant", help="whose token it is")
+    token.add_argument("--days", type=number, metavar="N", help="days of validity (default: ever)")
+    token.add_argument(
+        "--append", type=Path, metavar="FILE", help="add the line to this file, of mode 600 if new"
+    )
+    token.set_defaults(command=_token)
+
+    health = commands.add_parser(
+        "health",
+        help="ask a server whether it is ready",
+        description="Ask by grpc.health.v1; the exit status is 0 if the service is up, else 1.",
+    )
+    health.add_argument("address", metavar="HOST:PORT", help="its health port, or the main one")
+    health.add_argument("--service", default="readiness", help="default: readiness")
+    health.add_argument(
+        "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="default: 5"
+    )
+    add_flags(health)
+    health.set_defaults(command=_health)
+
+    top = commands.add_parser(
+        "top",
+        help="watch a running server",
+        description="Show throughput, latency, tenants, caches and GPUs of a server, live.",
+    )
+    top.add_argument("address", metavar="HOST:PORT", help="its metrics port")
+    top.add_argument("--interval", type=seconds, default=2.0, metavar="SECONDS", help="default: 2")
+    top.add_argument("--once", action="store_true", help="print one interval and end")
+    top.set_defaults(command=_top)
+
+    cluster = commands.add_parser(
         "ray",
         help="run servers on the nodes of a Ray cluster",
         description="Run a server on each node of a Ray cluster; clients connect to "
         "ray://NAMESPACE.",
     )
-    actions = parser.add_subparsers(required=True, dest="action", metavar="COMMAND")
+    actions = cluster.add_subparsers(required=True, dest="action", metavar="COMMAND")
     for name, text in (
         ("up", "start a server on each node that has GPUs and no server"),
         ("list", "print the servers' addresses"),
@@ -248,7 +233,8 @@ def _add_ray(commands: Any) -> None:
             add("--devices", default="all", help="all GPUs of a node, or cpu (default: all)")
             add("--cpus", type=amount, default=1.0, help="CPUs reserved for each (default: 1)")
             action.epilog = "What follows -- are further flags of `warpfit serve`."
-    parser.set_defaults(command=_ray)
+    cluster.set_defaults(command=_ray)
+    return parser
 
 
 def _add_data_flags(parser: argparse.ArgumentParser, dtype: str, *, needs_target: bool) -> None:
@@ -299,7 +285,24 @@ def _info(options: argparse.Namespace) -> None:
     from warpfit.client import connect
 
     with connect(options.address, **from_flags(options)) as client:
-        print(_describe(client.info(options.timeout)))
+        server = client.info(options.timeout)
+    lines = [f"warpfit {server.version}, engine {server.engine}", "devices"]
+    for device in server.devices:
+        facts = [
+            f"{device.threads} threads" if device.threads else "",
+            f"{device.memory / 2**30:.1f} GiB" if device.memory else "",
+            f"compute capability {device.compute_capability}" if device.compute_capability else "",
+            f"driver {device.driver}" if device.driver else "",
+            f"tiers {', '.join(device.tiers)}",
+            "" if device.serving else "NOT READY",
+        ]
+        lines.append(f"  {device.label} {device.name}: {', '.join(fact for fact in facts if fact)}")
+    lines.append(f"{server.datasets} data sets")
+    limits = [(f"  {n}", f"{getattr(server.limits, n):,}") for n in server.limits.__slots__]
+    names = [f"{op.name}/{op.arity}" for op in server.operators]
+    lines += ["limits", aligned(limits), f"{len(names)} operators (name/operands)"]
+    lines += [f"  {' '.join(names[start : start + 10])}" for start in range(0, len(names), 10)]
+    print("\n".join(lines))
 
 
 def _health(options: argparse.Namespace) -> None:
@@ -358,7 +361,20 @@ def _eval(options: argparse.Namespace) -> None:
             tier=options.tier,
             timeout=options.timeout,
         )
-    _print_answer(answer, loss, table.target, rows[0] if rows else 0, options.head)
+    assert answer.values is not None
+    if answer.losses is not None:
+        print(f"{loss}  {answer.losses[0]:.8g}")
+    shown = answer.values[: options.head, 0].tolist()
+    start = rows[0] if rows else 0
+    lines = [["row", "value"], *([str(i), f"{v:.7g}"] for i, v in enumerate(shown, start))]
+    if table.target is not None:
+        targets = [f"{y:.7g}" for y in table.target[start : start + len(shown)]]
+        lines = [[*line, y] for line, y in zip(lines, ["target", *targets], strict=True)]
+    if shown:
+        print(aligned(lines))
+    rest = len(answer.values) - len(shown)
+    if rest:
+        print(f"... and {rest} more row{'s' if rest > 1 else ''}")
     if options.profile:
         print(answer.timings)
 
@@ -389,7 +405,21 @@ def _fit(options: argparse.Namespace) -> None:
             rows=_rows_of(options, len(table.columns)),
             timeout=options.timeout,
         )
-    _print_fit(fit, options.loss)
+    print(to_text(fit.formula(), fit.names))
+    print(f"{options.loss}  {fit.initial_loss[0]:.8g} -> {fit.loss[0]:.8g}")
+    if fit.r2 is not None and options.loss != Loss.R2:
+        print(f"R2  {fit.r2[0]:.8g}")
+    print(f"ended after {fit.iterations[0]} iterations: {fit.reason[0]}")
+    if fit.hint:
+        tell(f"warpfit: {fit.hint.replace('upload with dtype=', '--dtype ')}")
+    parameters = fit.parameters[0].tolist()
+    lines = [["parameter", "value"]]
+    lines += [[f"p{number}", f"{value:.10g}"] for number, value in enumerate(parameters, 1)]
+    if fit.standard_errors is not None:
+        errors = [f"{error:.3g}" for error in fit.standard_errors[0].tolist()]
+        lines = [[*line, e] for line, e in zip(lines, ["standard error", *errors], strict=True)]
+    if parameters:
+        print(aligned(lines))
 
 
 def _token(options: argparse.Namespace) -> None:
@@ -426,62 +456,3 @@ def _data_on_server(
     with server_at(options.address) as address, connect(address, **arguments) as client:
         given = {"names": table.names, "dtype": options.dtype, "weights": table.weights}
         yield client, client.upload(table.columns, table.target, **given)
-
-
-# --------------------------------------------------------------------------------------- output
-
-
-def _print_answer(
-    answer: Answer, loss: str | None, target: NDArray[np.float64] | None, start: int, head: int
-) -> None:
-    assert answer.values is not None
-    if answer.losses is not None:
-        print(f"{loss}  {answer.losses[0]:.8g}")
-    shown = answer.values[:head, 0].tolist()
-    rows = [["row", "value"], *([str(i), f"{v:.7g}"] for i, v in enumerate(shown, start))]
-    if target is not None:
-        targets = [f"{y:.7g}" for y in target[start : start + len(shown)]]
-        rows = [[*row, y] for row, y in zip(rows, ["target", *targets], strict=True)]
-    if shown:
-        print(aligned(rows))
-    rest = len(answer.values) - len(shown)
-    if rest:
-        print(f"... and {rest} more row{'s' if rest > 1 else ''}")
-
-
-def _print_fit(fit: Fit, loss: str) -> None:
-    print(to_text(fit.formula(), fit.names))
-    print(f"{loss}  {fit.initial_loss[0]:.8g} -> {fit.loss[0]:.8g}")
-    if fit.r2 is not None and loss != Loss.R2:
-        print(f"R2  {fit.r2[0]:.8g}")
-    print(f"ended after {fit.iterations[0]} iterations: {fit.reason[0]}")
-    if fit.hint:
-        tell(f"warpfit: {fit.hint.replace('upload with dtype=', '--dtype ')}")
-    parameters = fit.parameters[0].tolist()
-    rows = [["parameter", "value"]]
-    rows += [[f"p{number}", f"{value:.10g}"] for number, value in enumerate(parameters, 1)]
-    if fit.standard_errors is not None:
-        errors = [f"{error:.3g}" for error in fit.standard_errors[0].tolist()]
-        rows = [[*row, e] for row, e in zip(rows, ["standard error", *errors], strict=True)]
-    if parameters:
-        print(aligned(rows))
-
-
-def _describe(server: ServerInfo) -> str:
-    lines = [f"warpfit {server.version}, engine {server.engine}", "devices"]
-    for device in server.devices:
-        facts = [
-            f"{device.threads} threads" if device.threads else "",
-            f"{device.memory / 2**30:.1f} GiB" if device.memory else "",
-            f"compute capability {device.compute_capability}" if device.compute_capability else "",
-            f"driver {device.driver}" if device.driver else "",
-            f"tiers {', '.join(device.tiers)}",
-            "" if device.serving else "NOT READY",
-        ]
-        lines.append(f"  {device.label} {device.name}: {', '.join(fact for fact in facts if fact)}")
-    lines.append(f"{server.datasets} data sets")
-    limits = [(f"  {n}", f"{getattr(server.limits, n):,}") for n in server.limits.__slots__]
-    names = [f"{op.name}/{op.arity}" for op in server.operators]
-    lines += ["limits", aligned(limits), f"{len(names)} operators (name/operands)"]
-    lines += [f"  {' '.join(names[start : start + 10])}" for start in range(0, len(names), 10)]
-    return "\n".join(lines)

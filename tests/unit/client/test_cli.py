@@ -238,7 +238,7 @@ def test_an_interrupt_is_quiet(capsys, monkeypatch, address):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_describe", interrupt)
+    monkeypatch.setattr(cli, "aligned", interrupt)
     assert run(capsys, "info", address) == (130, "", "")
 
 
