@@ -542,7 +542,14 @@ class _Reader:
                 group.operands += 1
                 wants_operand = True
             elif token:
-                self._missing_operator(token)
+                is_known = token in (*PREFIX, "(") or IDENTIFIER.match(token) or len(token) > 1
+                if not (is_known or _is_number(token)):
+                    self._bad_character(token)
+                self._fail(
+                    f"an operator is missing before {token!r}",
+                    "EXPECTED_OPERATOR",
+                    "Write an operator between the operands; * is never left out",
+                )
             elif self.groups:
                 opened = self.groups[-1].first
                 self._fail("'(' is never closed", "UNBALANCED", "Add ')'", opened)
@@ -672,16 +679,6 @@ class _Reader:
             listed = ", ".join([*names[:8], *["..."] * (len(names) > 8)])
             remedy = f"Variables are {listed}; parameters are p1, p2, ..."
         self._fail(f"unknown {what} {name!r}", f"UNKNOWN_{what.upper()}", remedy)
-
-    def _missing_operator(self, token: str) -> NoReturn:
-        is_known = token in (*PREFIX, "(") or IDENTIFIER.match(token) or len(token) > 1
-        if not (is_known or _is_number(token)):
-            self._bad_character(token)
-        self._fail(
-            f"an operator is missing before {token!r}",
-            "EXPECTED_OPERATOR",
-            "Write an operator between the operands; * is never left out",
-        )
 
     def _bad_character(self, character: str) -> NoReturn:
         remedy = {

@@ -341,7 +341,14 @@ def build_batch(
         programs = list(programs)
         is_converted = set(map(type, programs)) == {Program}
         programs = cache.of(programs) if is_converted else as_population(programs, names)
-    entries = _entries(parameters, single, len(programs))
+    entries: Any = None
+    if parameters is not None:
+        entries = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+        is_one_vector = len(programs) == 1 and all(
+            not hasattr(entry, "__len__") or getattr(entry, "ndim", 1) == 0 for entry in entries
+        )
+        if single or is_one_vector:  # a single expression's vector may stand alone
+            entries = [parameters]
     vectors = ParameterVectors.of(len(programs), entries)
     return Batch.joined(programs, vectors), vectors.leading_axis
 
@@ -351,17 +358,6 @@ def is_single(expressions: Any) -> bool:
     if isinstance(expressions, str) or not hasattr(expressions, "__iter__"):
         return True
     return isinstance(expressions, list) and type(expressions) is not list
-
-
-def _entries(parameters: Parameters, single: bool, programs: int) -> Sequence[ArrayLike] | None:
-    """Return one entry for each program; a single expression's vector may stand alone."""
-    if parameters is None:
-        return None
-    entries: Any = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-    is_one_vector = programs == 1 and all(
-        not hasattr(entry, "__len__") or getattr(entry, "ndim", 1) == 0 for entry in entries
-    )
-    return [parameters] if single or is_one_vector else entries  # type: ignore[list-item]
 
 
 # ---------------------------------------------------------------------- data sets, evaluations

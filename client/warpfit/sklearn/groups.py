@@ -74,7 +74,10 @@ def encoded(X: Any, group: str | int, known: NDArray[Any] | None) -> tuple[Any, 
     labels = np.asarray(column)
     missing: list[int] = []
     if labels.dtype == object:
-        missing = [row for row, label in enumerate(labels.tolist()) if _is_missing(label)]
+        for row, label in enumerate(labels.tolist()):
+            equals = label == label  # which is not True for NaN, NaT and pandas.NA
+            if label is None or not (isinstance(equals, bool | np.bool_) and equals):
+                missing.append(row)
         labels = labels.astype(str)
     elif labels.dtype.kind == "f":
         missing = np.flatnonzero(~np.isfinite(labels)).tolist()
@@ -96,12 +99,6 @@ def encoded(X: Any, group: str | int, known: NDArray[Any] | None) -> tuple[Any, 
     if hasattr(table, "assign"):
         return table.assign(**{str(name): numbers}), place, known
     return table.with_columns(table[name].__class__(name, numbers)), place, known
-
-
-def _is_missing(label: Any) -> bool:
-    """Tell whether a label is None, NaN, NaT or pandas.NA; the latter three equal nothing."""
-    equals = label == label
-    return label is None or not (isinstance(equals, bool | np.bool_) and equals)
 
 
 def check_sizes(labels: NDArray[Any], numbers: Indices) -> None:
