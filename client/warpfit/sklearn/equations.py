@@ -83,7 +83,9 @@ class Equation:
     """Length of a description of rows that no fit has seen, in nats, but for a constant: half their
     number times the logarithm of their mean squared error, in a cross-validation of five parts, the
     length of the structure (`warpfit.sklearn.pairs.structure_length`), and 15 for a surprise on
-    rows unlike all others, as in ``description_length``. NaN where a formula leaves less than a
+    rows unlike all others, as in ``description_length``. Where the formula leaves the range of the
+    target on rows whose variables come from different rows, the error is larger by that, and by a
+    third at most. NaN where a formula leaves less than a
     hundredth of the variance of these rows, and for losses that are no squares."""
     subformulas: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Text of each function and parameter of a template, by name; empty without one."""

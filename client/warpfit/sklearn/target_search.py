@@ -430,6 +430,9 @@ _BIAS: Final = 5e-3
 _STRAYING: Final = 15.0
 _ROOM: Final = 0.25
 _BEYOND: Final = 0.5
+#: Most part by which an error of prediction grows where a formula leaves the target's range on
+#: mixed rows: so a law does not lose to a line because of a pole.
+_MOST_OVERSHOOT: Final = 1.0 / 3.0
 #: Multiple of the tolerance with which they are shortened again.
 _FAR: Final = 4.0
 #: Time for the constants of groups when a search has been interrupted.
@@ -567,6 +570,8 @@ class TargetSearch:
 
         Constants are fitted to four fifths of the rows, and errors are those of the others. Rows
         that are held out are predicted by the formulas as they are. Of many rows some are taken.
+        The structures were found on nearly all of these, so that none tells of a formula that
+        explodes on the next row. Rows that are made up do.
         """
         least = min(loss for loss, _ in found.values())
         function = as_function(self.loss)
@@ -596,6 +601,7 @@ class TargetSearch:
         for program, error in zip(programs, (total / weights[judged].sum()).tolist(), strict=True):
             level = max(error, ROUNDING * self.scale, math.ulp(0.0))
             self.least_error = min(self.least_error, level)
+            level += min(self._overshoot(program), _MOST_OVERSHOOT * level)
             length = 0.5 * self._rows * math.log(level) if level < math.inf else math.inf
             for own in self.form.parts_of(program):
                 length += structure_length(terms_of(own), symbols)
@@ -876,22 +882,41 @@ class TargetSearch:
             self._straying[program] = not ((values >= low) & (values <= high)).all()
         return self._straying[program]
 
+    def _overshoot(self, program: Program) -> float:
+        """Return the mean square of how far a formula leaves the target's range on mixed rows.
+
+        Of each it is at most the range's width, and that where there is no value.
+        """
+        low, high = float(self.training.target.min()), float(self.training.target.max())
+        values = reference.evaluate_program(program, self._mixed)
+        over = np.clip(np.maximum(low - values, values - high), 0.0, high - low)
+        return float(np.mean(np.square(np.where(np.isnan(over), high - low, over))))
+
     @cached_property
     def _straying(self) -> dict[Program, bool]:
         return {}
 
     @cached_property
+    def _mixed(self) -> Floats:
+        """Rows whose variables come from different rows, [variables, n].
+
+        The importance of a variable by permutation is measured on such rows (Breiman 2001).
+        """
+        rng = np.random.default_rng(0)
+        columns = self.training.rows.T
+        return np.stack([column[rng.integers(len(column), size=_JUDGED)] for column in columns])
+
+    @cached_property
     def _unlike(self) -> Floats:
         """Rows unlike all others, as the next ones of a table may be, [variables, n].
 
-        Each variable is that of another row, as for the importance of a variable by permutation
-        (Breiman 2001), and is moved away from that of a third one by up to half of their distance,
-        which may be out of the variable's range. What has one sign keeps it.
+        They are mixed, and each variable is moved away from that of another row by up to half of
+        their distance, which may be out of the variable's range. What has one sign keeps it.
         """
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(1)
         moved = []
-        for column in self.training.rows.T:
-            own, other = column[rng.integers(len(column), size=(2, _JUDGED))]
+        for column, own in zip(self.training.rows.T, self._mixed, strict=True):
+            other = column[rng.integers(len(column), size=_JUDGED)]
             step = rng.uniform(0.0, _BEYOND, _JUDGED)
             further = own + step * (own - other)
             has_sign = column.min() >= 0.0 or column.max() <= 0.0

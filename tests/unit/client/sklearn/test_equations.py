@@ -127,12 +127,12 @@ def test_the_least_losses_of_many_rows_are_looked_for_once_or_between(monkeypatc
 @pytest.mark.parametrize(
     ("text", "surprises"),
     [
-        ("x1 + 0.01/(x1 - 0.4753)", True),  # a pole between the rows
-        ("x1 + 1e-10*exp(20*x1)", True),  # explodes behind the last one
-        ("x1 + 0.01*exp(20*(x1 - x2))", True),  # and where variables differ that never have
-        ("x1 + sqrt(0.9 - x1)/100", True),
-        ("0.9*x1 + 0.1*x2", False),  # leaves the range of the target as a line does
-        ("x1 + 0.01*log(x2)", False),  # lengths stay positive
+        ("0.9*x1 + 0.02/(x1 - 0.5)", True),  # a pole between the rows
+        ("0.9*x1 + 1e-10*exp(20*x1)", True),  # explodes behind the last one
+        ("0.9*x1 + 0.01*exp(20*(x1 - x2))", True),  # and where variables differ that never have
+        ("0.9*x1 + sqrt(0.9 - x1)/100", True),
+        ("0.5*x1 + 0.4*x2", False),  # leaves the range of the target as a line does
+        ("0.9*x1 + 0.01*log(x2)", False),  # lengths stay positive
     ],
 )
 def test_values_that_no_row_makes_expect_speak_against_a_formula(text, surprises):
@@ -142,6 +142,9 @@ def test_values_that_no_row_makes_expect_speak_against_a_formula(text, surprises
     task = target_search.TargetSearch(
         SymbolicRegressor(), None, training, None, None, (), 0.0, math.inf, scale=1.0
     )
+    line = parse("0.9*x1")
     for level, most in ((0.02, 30.0), (0.005, 0.0)):  # a law may have poles
-        difference = task._deviance_of(parse(text), level) - task._deviance_of(parse("x1"), level)
+        difference = task._deviance_of(parse(text), level) - task._deviance_of(line, level)
         assert difference == pytest.approx(most if surprises else 0.0)
+    # On mixed rows, which stay within the variables' ranges.
+    assert (task._overshoot(parse(text)) > 0.1) == ("(x1 - x2)" in text or "sqrt" in text)
