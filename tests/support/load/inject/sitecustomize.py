@@ -50,13 +50,14 @@ def _idle(module) -> None:
 
 
 def _leak(module) -> None:
-    record_answer, kept = module._record_answer, []
+    servicer, kept = module.Servicer, []
+    record_answer = servicer._record_answer
 
     def faulty(*arguments):
         kept.append(b"\1" * int(VALUE))
         return record_answer(*arguments)
 
-    module._record_answer = faulty
+    servicer._record_answer = faulty
 
 
 def _die() -> None:
