@@ -111,23 +111,28 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
 
 // Costly operators: one body for all sources, which loops over the rows of the tile in the stack.
 // Addresses are those of this lane's packs; first_step is relative to them.
-#define THROUGH_STACK(OPERANDS, EXPRESSION)                                               \
-  push(t, top);                                                                           \
-  STEP_SYNC                                                                               \
+#define EACH_STEP(OPERANDS, EXPRESSION, target)                                           \
   _Pragma(STEP_UNROLL) for (int at = first_step; at < first_step + LEVEL_BYTES;           \
                             at += STEP_BYTES) {                                           \
     OPERANDS                                                                              \
     Step result;                                                                          \
     _Pragma("unroll") for (int j = 0; j < STEP; ++j) result.lane[j] = EXPRESSION;         \
-    store_step(top + at, result);                                                         \
-  }                                                                                       \
+    store_step(target + at, result);                                                      \
+  }
+
+#define IN_STACK(WORK)                                                                    \
+  push(t, top);                                                                           \
+  STEP_SYNC                                                                               \
+  WORK                                                                                    \
   STEP_SYNC                                                                               \
   FOR_EACH_ROW_OF(STACK, t[i] = u)
+
+#define THROUGH_STACK(OPERANDS, EXPRESSION) IN_STACK(EACH_STEP(OPERANDS, EXPRESSION, top))
 
 #define COSTLY_UNARY(f, label) \
   case label: { THROUGH_STACK(const Step x = load_step(top + at);, f(x.lane[j])) break; }
 
-#define COSTLY_BINARY(f, label)                                                           \
+#define BINARY_IN_STACK(label, WORK)                                                      \
   case label + 0: case label + 1: case label + 2: case label + 3: case label + 4:         \
   case label + 5: {                                                                       \
     const unsigned form = (now.x & LABEL_MASK) - (label);                                 \
@@ -146,11 +151,40 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
       other = top - LEVEL_BYTES;                                                          \
     }                                                                                     \
     const unsigned a = form & 1 ? other : top, b = form & 1 ? top : other;                \
-    THROUGH_STACK(const Step x = load_step(a + at); const Step y = load_step(b + at);,    \
-                  f(x.lane[j], y.lane[j]))                                                \
+    IN_STACK(WORK)                                                                        \
     if (form >= 4) top -= LEVEL_BYTES;                                                    \
     break;                                                                                \
   }
+
+#define COSTLY_BINARY(f, label)                                                           \
+  BINARY_IN_STACK(label, EACH_STEP(const Step x = load_step(a + at);                      \
+                                   const Step y = load_step(b + at);,                     \
+                                   f(x.lane[j], y.lane[j]), top))
+
+// In fast arithmetic a function of its own evaluates costly operators: their code in the interpreter
+// would cost all others 8 to 20% of their speed (H100). In the other arithmetics, where they take
+// most of the time, the calls would cost more than that.
+#define STEPS_OF_UNARY(f, label) \
+  case label: EACH_STEP(const Step x = load_step(a + at);, f(x.lane[j]), target) break;
+
+#define STEPS_OF_BINARY(f, label)                                                         \
+  case label:                                                                             \
+    EACH_STEP(const Step x = load_step(a + at); const Step y = load_step(b + at);,        \
+              f(x.lane[j], y.lane[j]), target)                                            \
+    break;
+
+__device__ __noinline__ void evaluate_costly(unsigned label, unsigned a, unsigned b,
+                                             unsigned target, int first_step) {
+  switch (label) {
+@CALLED@
+  }
+}
+
+#define CALLED_UNARY \
+  { IN_STACK(evaluate_costly(label, top, top, top, first_step);) break; }
+
+#define CALLED_BINARY(f, label) \
+  BINARY_IN_STACK(label, evaluate_costly(label, a, b, top, first_step);)
 
 // Two operands are on the stack and one is in t. Word 1 holds the place of each, in levels above
 // the lower stack operand: 2 bits each for a, b and c.

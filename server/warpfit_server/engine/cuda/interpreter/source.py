@@ -127,7 +127,7 @@ _CALL: Final = re.compile(r"\b(\w+)\(")
 #: Calls short enough to be unrolled over all rows; an operator that calls anything else loops.
 _SHORT: Final = frozenset(
     {
-        *("select", "float", "double", "abs", "floor", "ceil", "sqrt", "rsqrtf"),
+        *("select", "float", "double", "abs", "floor", "ceil", "rint", "sqrt", "rsqrtf"),
         *("quotient", "root", "exponential", "logarithm", "product_sum"),
         *("fast_pow", "fast_pow_positive", "fast_sqrt", "fast_tanh"),
         *("__fdividef", "__logf", "__log2f", "__log10f", "__expf", "__fmaf_rn"),
@@ -204,9 +204,25 @@ def interpreter_source(variant: Variant) -> CudaSource:
     table, rows = labels(), OPERATORS.values()
     # The least blocks of 256 threads a multiprocessor bound the registers.
     blocks = 4 if variant.rows * variant.dtype.itemsize <= 64 else 2
+    cases: list[str] = []
+    called: list[str] = []
+    unary: list[str] = []
+    for row in rows:
+        macro, given = _macro(row, variant), f"(op_{row.name}, {table[row.code]})"
+        if not macro.startswith("CALLED"):
+            cases.append(f"        {macro}{given}")
+            continue
+        called.append(f"    {macro.replace('CALLED', 'STEPS_OF')}{given}")
+        if row.arity == 1:
+            unary.append(f"        case {table[row.code]}:")
+        else:
+            cases.append(f"        {macro}{given}")
+    if unary:
+        cases += [*unary, "        CALLED_UNARY"]
     parts = {
         "OPERATORS": operator_functions(variant.arithmetic),
-        "CASES": [f"        {_macro(r, variant)}(op_{r.name}, {table[r.code]})" for r in rows],
+        "CASES": cases,
+        "CALLED": called,
         "INVARIANT_CASES": [_invariant_case(row) for row in rows],
     }
     template = _ENCODING + BATCH_SOURCE + TEMPLATE
@@ -230,7 +246,7 @@ def _macro(row: Operator, variant: Variant) -> str:
         return "TERNARY"
     shape = "UNARY" if row.arity == 1 else "BINARY"
     if is_costly(expression, variant):
-        return f"COSTLY_{shape}"
+        return f"{'CALLED' if variant.arithmetic.is_fast else 'COSTLY'}_{shape}"
     merged = row.arity == 2 and not is_direct(expression)
     return f"MERGED_{shape}" if merged else shape
 
