@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -177,19 +178,24 @@ def found_equations() -> Iterator[str]:
 
 
 def other_searches() -> Iterator[str]:
-    """Searches with slow calls, and those of black boxes."""
+    """Searches with slow calls."""
     found = searches()
     slow = found["feynman", 0.0, 10.0, "warpfit"]
     yield (
         f"With calls ten times slower `SymbolicRegressor` finds {slow['solved']} of the Feynman "
         f"equations exactly ({slow['accurate']} with R2 > 0.999)."
     )
-    boxes = [row for key, row in found.items() if key[0] == "blackbox"]
-    texts = [
-        f"{row['method']} {row['median_r2']:.2f} and {row['median_size']:.0f} ({row['runs']} sets)"
-        for row in boxes
-    ]
-    yield f"Black boxes, median test R2 and tokens: {', '.join(texts)}."
+
+
+def noisy_tables() -> Iterator[str]:
+    """Searches on public tables with noise."""
+    rows = []
+    for row in result("tables")["summary"]:
+        where = f"{row['seconds_allowed']:.0f} s | {row['method']} | {row['runs']}"
+        medians = f"{row['median_r2']:.3f} | {row['median_tokens']:.0f}"
+        rows.append(f"{where} | {medians} | {', '.join(row['below_linear'])}")
+    head = "time | method | searches | median test R2 | median tokens | below linear regression"
+    yield from table(head, rows)
 
 
 def selection() -> Iterator[str]:
@@ -321,7 +327,7 @@ def generations() -> Iterator[str]:
 def gpu_devices() -> Iterator[str]:
     """Two GPUs, and two engines on one, against one engine."""
     two, shared = result("devices"), result("devices_one_gpu")
-    lost = two["loss of an engine"]["0,1"]
+    four, lost = result("devices_four_gpus"), two["loss of an engine"]["0,1"]
     (on_cpu,) = result("devices_cpu")["sustained"]
 
     def times(cases: Any, setting: str) -> str:
@@ -342,6 +348,16 @@ def gpu_devices() -> Iterator[str]:
         )
         rows.append(f"{title} | {times(case, '0,1')} | {times(other[0], '0,0') if other else ''}")
     yield from table("what | two GPUs | two engines on one GPU", rows)
+    yield ""
+    rows = [
+        f"5,000 programs x 1,000,000 rows, one client | {times(four['one client'], 'all')} | ",
+        f"3,000 searches x 10,000 rows, one client | {times(four['fits'], 'all')} | ",
+    ]
+    for case in four["sustained"]:
+        rate = statistics.median(each["calls_per_second"] for each in case["servers"]["all"])
+        what = f"{case['programs']:,} programs x {case['rows']:,} rows, {case['workers']} workers"
+        rows.append(f"{what} | {times(case, 'all')} | {rate:,.0f}")
+    yield from table("what, real clients on the server's 64 cores | four H100 | calls/s", rows)
     yield ""
     yield (
         f"One of two engines killed under {lost['workers']} workers: {lost['failed']} failed "
@@ -369,7 +385,16 @@ def gpu_streaming() -> Iterator[str]:
 FIGURES: dict[str, Callable[[], Iterator[str]]] = {
     function.__name__: function
     for function in (
-        *(front_page, cpu_engine, fits, found_equations, other_searches, selection, skeletons),
+        *(
+            front_page,
+            cpu_engine,
+            fits,
+            found_equations,
+            other_searches,
+            noisy_tables,
+            selection,
+            skeletons,
+        ),
         *(service, transport),
         *(device, generations, gpu_devices, gpu_streaming, *FAULTS, *CAPACITY),
     )
