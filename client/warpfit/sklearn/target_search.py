@@ -483,6 +483,9 @@ class TargetSearch:
     """All formulas of the search, best first."""
     predictive: dict[Program, float] = field(default_factory=dict)
     """Predictive lengths, as `Equation.predictive_length`."""
+    expected: dict[Program, float] = field(default_factory=dict)
+    """The same of shortened formulas, as those of the long ones and their losses let expect: they
+    count where no time is left for another cross-validation."""
     least_error: float = math.inf
     """Least mean squared error of a formula in a cross-validation."""
     parts: list[tuple[DatasetHandle, Indices]] = field(default_factory=list)
@@ -563,6 +566,7 @@ class TargetSearch:
             if self.options.simplify:
                 self._shorten(data, found)
                 self._cross_validate(stack, found)
+        self.predictive = self.expected | self.predictive
         return self._front_of(found)
 
     def _cross_validate(self, stack: ExitStack, found: _Found) -> None:
@@ -597,15 +601,18 @@ class TargetSearch:
             for place, program in enumerate(fitted):
                 errors = np.square(reference.evaluate_program(program, X[part].T) - y[part])
                 total[place] += weights[part] @ errors
-        symbols = X.shape[1] + len(self.options.operators) + 1
         for program, error in zip(programs, (total / weights[judged].sum()).tolist(), strict=True):
             level = max(error, ROUNDING * self.scale, math.ulp(0.0))
             self.least_error = min(self.least_error, level)
             level += min(self._overshoot(program), _MOST_OVERSHOOT * level)
             length = 0.5 * self._rows * math.log(level) if level < math.inf else math.inf
-            for own in self.form.parts_of(program):
-                length += structure_length(terms_of(own), symbols)
+            length += self._structure_length(program)
             self.predictive[program] = length + _STRAYING * self._strays(program)
+
+    def _structure_length(self, program: Program) -> float:
+        symbols = self.training.rows.shape[1] + len(self.options.operators) + 1
+        parts = self.form.parts_of(program)
+        return sum(structure_length(terms_of(own), symbols) for own in parts)
 
     def _rows_to_fit(self, stack: ExitStack, seconds: float) -> DatasetHandle:
         """Upload the rows that are not held out, or so many that a fit to them ends in time.
@@ -1251,6 +1258,15 @@ class TargetSearch:
             )
             short = self.form.shortened(program, how)
             found.update(self._measured([short]))
+            if program in self.predictive and short in found:
+                after, before = (
+                    max(found[one][0], ROUNDING * self.scale, math.ulp(0.0))
+                    for one in (short, program)
+                )
+                is_root = as_function(self.loss).closing is Closing.ROOT
+                growth = (1.0 if is_root else 0.5) * self._rows * math.log(after / before)
+                change = self._structure_length(short) - self._structure_length(program)
+                self.expected[short] = self.predictive[program] + growth + change
 
     def _snap(self, excess: float) -> Any:
         """Return what constants may become: multiples of pi and e only in laws, not in noise."""
