@@ -257,7 +257,9 @@ class Tools:
                 progress=_reporter(ctx),
             )
         best = None if found.best is None else found.index(found.best)
-        return {"answers": [answer.as_dict() for answer in found], "best": best}
+        # Simplifying takes milliseconds a formula, for which other calls would wait.
+        answers = await asyncio.to_thread(lambda: [answer.as_dict() for answer in found])
+        return {"answers": answers, "best": best}
 
     async def search(
         self,
