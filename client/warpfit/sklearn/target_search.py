@@ -610,6 +610,7 @@ class TargetSearch:
             self.predictive[program] = length + _STRAYING * self._strays(program)
 
     def _structure_length(self, program: Program) -> float:
+        """Return what the structure of a formula counts in its predictive length, in nats."""
         symbols = self.training.rows.shape[1] + len(self.options.operators) + 1
         parts = self.form.parts_of(program)
         return sum(structure_length(terms_of(own), symbols) for own in parts)
@@ -953,6 +954,7 @@ class TargetSearch:
 
     @cached_property
     def _variance(self) -> float:
+        """Weighted variance of the target."""
         _, y, weights = self.training[:3]
         return float(np.average(np.square(y - np.average(y, weights=weights)), weights=weights))
 

@@ -241,6 +241,8 @@ class SegmentPool:
 _ALIGNMENT: Final = 64
 #: Types by name: NumPy takes long to look names up.
 _DTYPES: Final = {name: np.dtype(name) for name in ("<f8", "<f4", "<u4", "u1")}
+#: Size of an array whose copy takes longer than waiting for Python's lock.
+_LONG_BYTES: Final = 1 << 20
 #: States of a request in the engine, which a front end reads when the engine has died: it waits, it
 #: has begun, or it runs and nothing else does.
 QUEUED, BEGUN, ALONE = 0, 1, 2
@@ -471,7 +473,9 @@ class SegmentLayout(NamedTuple):
         memory[offset : offset + length] = bytes([QUEUED]) * length
         for name, array in inputs.items():
             offset = self.arrays[name][2]
-            if len(array):  # copied by Python: NumPy would give its lock up, and wait for it again
+            if array.nbytes > _LONG_BYTES:  # NumPy gives Python's lock up, so that others go on
+                np.frombuffer(memory, array.dtype, len(array), offset)[...] = array
+            elif len(array):  # Python keeps it: waiting for it again takes longer than the copy
                 memory[offset : offset + array.nbytes] = array.data.cast("B")
         for name, lengths in (
             ("starts", batch.lengths),
