@@ -2,9 +2,12 @@
 
 import logging
 import ssl
-from collections.abc import Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 import grpc
@@ -25,6 +28,8 @@ _PING_MS: Final = 500
 _STREAMS: Final = 128
 #: Time that TLS and the first frames of a connection may take.
 _HANDSHAKE_MS: Final = 10_000
+#: Seconds without a call after which a thread ends.
+_IDLE_SECONDS: Final = 60.0
 #: Threads beside those of open calls, which refuse the calls that are too many.
 _REFUSING_THREADS: Final = 8
 #: Threads of a port for health checks.
@@ -32,20 +37,74 @@ HEALTH_THREADS: Final = 144
 
 
 class CallThreads(ThreadPoolExecutor):
-    """The threads that serve the calls of a port, started when they are first needed."""
+    """The threads that serve the calls of a port, at most as many as calls have come at a time.
 
-    def submit(self, task: Any, /, *arguments: Any, **keywords: Any) -> Future[Any]:
+    A task goes to the thread that has had the last one, if that is idle, and threads that have had
+    none for a minute end. Python's own executor counts a thread as busy for ever if another thread
+    takes its task, and so goes on starting threads, which end with the process. Each of them keeps
+    some 100 KiB.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        super().__init__(most, name)
+        self._most, self._name, self._count = most, name, 0
+        self._lock = threading.Lock()
+        """Guards the number of threads, and what follows."""
+        self._idle: list[SimpleQueue[Callable[[], None]]] = []
+        """Where each idle thread waits for its next task; the last one has waited shortest."""
+        self._waiting: deque[Callable[[], None]] = deque()
+        """Tasks that no idle thread was there for."""
+
+    def submit(self, task: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
         """Have a task done; where the system has no more threads, one of those there does it.
 
         The error would otherwise end the thread of gRPC that serves the port.
         """
-        try:
-            return super().submit(task, *arguments, **keywords)
-        except RuntimeError as error:
-            _LOG.error("no new thread for calls: %s", error)
-            counted: Future[Any] = Future()
-            counted.set_result(None)
-            return counted
+        future: Future[Any] = Future()
+
+        def do() -> None:
+            try:
+                result = task(*given, **named)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._lock:
+            if self._idle:
+                self._idle.pop().put(do)
+                return future
+            self._waiting.append(do)
+            is_new = self._count < self._most
+            self._count += is_new
+        if is_new:
+            try:
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            except RuntimeError as error:
+                _LOG.error("no new thread for calls: %s", error)
+                with self._lock:
+                    self._count -= 1
+        return future
+
+    def _work(self) -> None:
+        """Do one task after the other; the body of a thread."""
+        own: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        while True:
+            with self._lock:
+                do = self._waiting.popleft() if self._waiting else None
+                if do is None:
+                    self._idle.append(own)
+            while do is None:
+                try:
+                    do = own.get(timeout=_IDLE_SECONDS)
+                except Empty:
+                    with self._lock:
+                        if own in self._idle:  # else a task is about to come
+                            self._idle.remove(own)
+                            self._count -= 1
+                            return
+            do()
+            del do  # with all that the call refers to
 
 
 def make_server(config: Config, service: str, handlers: Mapping[str, Any]) -> grpc.Server:
