@@ -769,22 +769,27 @@ EXTRAS: Final[Mapping[str, str]] = {
 }
 
 #: Other arrays come whole in the last message if each has no more bytes, says the contract.
-WHOLE_BYTES: Final = 64 << 10
+_WHOLE_BYTES: Final = 64 << 10
 #: Fields in the data set's dtype, which come in pieces however short they are.
 _IN_PIECES: Final = ("values", "jacobian")
-#: Fields of an answer that may come in pieces, and their tags.
+#: Fields of an answer with an array each, in their order.
+ANSWER_ARRAYS: Final = (*_IN_PIECES, "losses", *EXTRAS)
+#: Their tags.
 _TAGS: Final = {
     name: bytes_tag(pb.EvaluateResponse.DESCRIPTOR.fields_by_name[name].number)
-    for name in ("values", "jacobian", "losses", *EXTRAS)
+    for name in ANSWER_ARRAYS
 }
+
+
+def is_whole(name: str, nbytes: int) -> bool:
+    """Return whether an array of the answer comes whole in the last message."""
+    return nbytes <= _WHOLE_BYTES and name not in _IN_PIECES
 
 
 def is_one_message(evaluation: Evaluation, layout: Layout) -> bool:
     """Return whether the contract promises an answer of one message."""
     shapes = _shapes(evaluation, layout)
-    return not shapes.keys() & set(_IN_PIECES) and all(
-        8 * math.prod(shape) <= WHOLE_BYTES for shape in shapes.values()
-    )
+    return all(is_whole(name, 8 * math.prod(shape)) for name, shape in shapes.items())
 
 
 @lru_cache(1 << 10)  # the batches of a search have the same shape
@@ -820,15 +825,14 @@ def array_pieces(name: str, data: memoryview, offset: int, chunk_bytes: int) -> 
 
 
 def result_end(
-    losses: NDArray[np.float64] | None,
     timings: Timings,
-    extras: Mapping[str, NDArray[np.float64]] = MappingProxyType({}),
+    arrays: Mapping[str, NDArray[np.float64] | memoryview] = MappingProxyType({}),
 ) -> bytes:
-    """Serialize the last message of an answer: losses [programs, K], timings and `EXTRAS`."""
-    message = pb.EvaluateResponse(losses=b"" if losses is None else pack(losses, F64))
+    """Serialize the last message of an answer: timings, and losses [programs, K] and `EXTRAS`."""
+    message = pb.EvaluateResponse()
     set_timings(message.timings, timings)
-    for name, array in extras.items():
-        setattr(message, name, pack(array, F64))
+    for name, array in arrays.items():
+        setattr(message, name, bytes(array))
     return message.SerializeToString()
 
 

@@ -148,8 +148,8 @@ class Evaluation:
 
     def shape(self, layout: Layout) -> tuple[int, int, int]:
         """Return the shape of the value matrix in wire order: programs, K, rows."""
-        start, stop = self.row_range(layout)
-        return len(self.batch), self.batch.vectors, stop - start
+        rows = layout.rows if self.rows is None else self.rows[1] - self.rows[0]
+        return len(self.batch), self.batch.vectors, rows
 
     def token_rows(self, layout: Layout) -> int:
         """Return tokens x parameter vectors x rows, the measure of the work."""

@@ -150,9 +150,9 @@ class InProcessServer:
                 for piece in codec.array_pieces(name, payload, 0, self._chunk_bytes):
                     yield codec.answer_from_bytes(message)
                     message = piece
-        extras = {name: getattr(result, name) for name in codec.EXTRAS}
-        present = {name: array for name, array in extras.items() if array is not None}
-        message += codec.result_end(result.losses, Timings(), present)
+        others = {name: getattr(result, name) for name in ("losses", *codec.EXTRAS)}
+        present = {name: array for name, array in others.items() if array is not None}
+        message += codec.result_end(Timings(), present)
         yield codec.answer_from_bytes(message)
 
     def _optimize(self, message: Any) -> Iterator[Any]:

@@ -62,7 +62,7 @@ class BatchSummary(NamedTuple):
         return cls(
             identity=_hash(codes, batch.values, batch.lengths, batch.parameter_counts),
             longest=int(np.maximum.reduce(lengths, initial=0)),
-            typical=int(np.dot(lengths, lengths)) // max(1, len(codes)),
+            typical=int(lengths.dot(lengths)) // max(1, len(codes)),
             operators=sum([1 << code for code in _OPERATORS if code in codes]),
         )
 

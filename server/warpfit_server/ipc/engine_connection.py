@@ -26,7 +26,6 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any, Final
 
-import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
@@ -226,7 +225,8 @@ class InFlightRequest:
         self._deadline = deadline
         self._submitted = time.monotonic_ns()
         self._is_over = self._is_lost = self._is_cancelled = False
-        self._flag: NDArray[np.uint8] | None = None
+        self._has_segment = False
+        """Whether the segment is this request's, and so its flags."""
         self._lock = threading.Lock()
 
     @classmethod
@@ -291,7 +291,7 @@ class InFlightRequest:
     def attach(self, segment: Segment) -> None:
         """Use a segment that has all inputs."""
         self.segment = segment
-        self._flag = self.segment_layout.cancelled(segment)
+        self._has_segment = True
 
     def message(self) -> messages.SubmitEvaluation:
         """Make the message that submits the request."""
@@ -359,8 +359,8 @@ class InFlightRequest:
     def cancel(self) -> None:
         """Stop the work, because nobody waits for its result any more."""
         with self._lock:
-            if self._flag is not None:
-                self._flag[0] = 1
+            if self._has_segment:
+                self.segment.map[self.segment_layout.flag_offset] = 1
                 self._is_cancelled = True
                 self.notice(_ENDED)
 
@@ -390,7 +390,7 @@ class InFlightRequest:
                 self.next_reply()
         self.on_end()
         with self._lock:
-            self._flag = None  # the segment may soon be another call's
+            self._has_segment = False  # it may soon be another call's
         return not self._is_lost
 
     def _report_loss(self) -> None:

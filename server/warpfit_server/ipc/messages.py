@@ -460,7 +460,7 @@ class Channel:
         except BlockingIOError:
             pass
         found = []
-        while (message := self._next()) is not None:
+        while self._received and (message := self._next()) is not None:
             found.append(message)
         return found
 

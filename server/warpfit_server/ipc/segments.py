@@ -172,12 +172,15 @@ class SegmentPool:
     def _reuse(self, capacity: int, owner: str) -> Segment | None:
         """Take an idle segment, one of the same owner if there is one."""
         with self._lock:
-            # The last one is likely to be in a cache.
-            fitting = [segment for segment in reversed(self._idle) if segment.size == capacity]
-            if not fitting:
-                return None
-            found = next((each for each in fitting if each.owner == owner), fitting[0])
-            self._take(found)
+            found = None
+            for segment in reversed(self._idle):  # the last one is likely to be in a cache
+                if segment.size == capacity:
+                    if segment.owner == owner:
+                        found = segment
+                        break
+                    found = found or segment
+            if found is not None:
+                self._take(found)
             return found
 
     def create(self, size: int) -> Segment:
@@ -213,7 +216,9 @@ class SegmentPool:
         with self._lock:
             self._idle[segment] = None
             self._idle_bytes += segment.size
-        self._close_down_to(self._most_idle, self._most_idle_bytes)
+            is_full = len(self._idle) > self._most_idle or self._idle_bytes > self._most_idle_bytes
+        if is_full:
+            self._close_down_to(self._most_idle, self._most_idle_bytes)
 
     def _close_down_to(self, count: int, nbytes: int) -> bool:
         with self._lock:
@@ -400,9 +405,11 @@ class SegmentLayout(NamedTuple):
         return segment.array(_DTYPES[dtype], shape, offset)
 
     def view(self, name: str, segment: Segment) -> memoryview:
-        """View of an array as bytes, of which there are none if this request does not have it."""
-        if name not in self.arrays:
-            return memoryview(b"")
+        """View of an array as bytes.
+
+        Raises:
+            KeyError: if this request has none of that name.
+        """
         dtype, shape, offset = self.arrays[name]
         return segment.view()[offset : offset + math.prod(shape) * _DTYPES[dtype].itemsize]
 

@@ -331,7 +331,6 @@ class Call:
                 if last is not None:
                     handlers.timeouts.begin(context, handlers.message_seconds)
                     yield last
-                    handlers.timeouts.end(context)
                 message = self._await_request() if self._nbytes else None
                 if message is None:
                     break

@@ -170,12 +170,12 @@ class Servicer:
         """
         layout, segment = in_flight.segment_layout, in_flight.segment
         # Views of what the engine fills: making them while it computes costs the caller no time.
-        values, jacobian = (layout.view(name, segment) for name in ("values", "jacobian"))
-        others = {
-            name: layout.require(name, segment)
-            for name in ("losses", *codec.EXTRAS)
+        arrays = {
+            name: layout.view(name, segment)
+            for name in codec.ANSWER_ARRAYS
             if name in layout.arrays
         }
+        values = arrays.pop("values", memoryview(b""))
         start = codec.result_start(data, (layout.programs, layout.vectors, layout.rows))
         message, sent = start, 0
         timings = None
@@ -192,16 +192,13 @@ class Servicer:
                     message = b""
                 message += piece
             sent = ready
-        long = {name: a for name, a in others.items() if a.nbytes > codec.WHOLE_BYTES}
-        pieces = {"jacobian": jacobian} if jacobian else {}
-        pieces |= {name: layout.view(name, segment) for name in long}
-        if pieces:
+        long = [name for name, array in arrays.items() if not codec.is_whole(name, len(array))]
+        if long:
             yield message
             message = b""
-        for name, view in pieces.items():
-            yield from codec.array_pieces(name, view, 0, self._chunk_bytes)
-        short = {name: array for name, array in others.items() if name not in long}
-        return message + codec.result_end(short.pop("losses", None), timings, short)
+        for name in long:
+            yield from codec.array_pieces(name, arrays.pop(name), 0, self._chunk_bytes)
+        return message + codec.result_end(timings, arrays)
 
     def _stream_fit(
         self, in_flight: InFlightRequest | SplitRequest, _data: Layout, record: CallRecord

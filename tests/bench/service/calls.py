@@ -58,8 +58,8 @@ def microseconds(actions: dict[str, Callable[[int], object]]) -> dict[str, float
 def answer_bytes(data: DatasetHandle) -> bytes:
     """Return an answer with 300 losses, in one message."""
     timings = Timings(decode=1_000_000, queue=10_000, compute=130_000, copy_out=10_000)
-    losses = np.random.default_rng(SEED).uniform(size=(300, 1))
-    return codec.result_start(data.layout, (300, 1, 100_000)) + codec.result_end(losses, timings)
+    arrays = {"losses": np.random.default_rng(SEED).uniform(size=(300, 1))}
+    return codec.result_start(data.layout, (300, 1, 100_000)) + codec.result_end(timings, arrays)
 
 
 def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]:

@@ -49,7 +49,7 @@ def serve_decoded() -> None:
     """Decode and check every request, and answer with fixed bytes, until standard input ends."""
     data, limits, losses = Dataset.of(X, Y), Limits(), np.zeros((PROGRAMS, 1))
     answer = codec.result_start(data.layout, (PROGRAMS, 1, ROWS))
-    answer += codec.result_end(losses, Timings(compute=100_000))
+    answer += codec.result_end(Timings(compute=100_000), {"losses": losses})
 
     def evaluate(messages: Any, context: Any) -> Any:
         for message in messages:

@@ -144,7 +144,7 @@ def test_long_arrays_survive_in_pieces_of_any_size(chunk_bytes):
     sent = [codec.result_start(LAYOUT, (2, 2, LAYOUT.rows))]
     for name, array in long.items():
         sent += codec.array_pieces(name, array.reshape(-1).data.cast("B"), 0, chunk_bytes)
-    sent.append(codec.result_end(short.pop("losses", None), Timings(compute=5), short))
+    sent.append(codec.result_end(Timings(compute=5), short))
     messages = [pb.EvaluateResponse.FromString(message) for message in sent]
     result = codec.read_result(evaluation, LAYOUT, messages)
     for name, array in arrays.items():
@@ -165,7 +165,7 @@ def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
     sent = [
         codec.result_start(layout, values.shape),
         *codec.array_pieces("values", payload, 0, chunk_bytes),
-        codec.result_end(losses if with_loss else None, Timings(compute=5)),
+        codec.result_end(Timings(compute=5), {"losses": losses} if with_loss else {}),
     ]
     messages = [pb.EvaluateResponse.FromString(message) for message in sent]
     assert all(len(message.values) <= chunk_bytes for message in messages)

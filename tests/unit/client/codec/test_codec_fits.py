@@ -164,7 +164,7 @@ def test_jacobians_and_extras_arrive_in_pieces(chunk_bytes, value):
     sent = [
         codec.result_start(LAYOUT, (2, 1, 100)),
         *codec.array_pieces("jacobian", payload, 0, chunk_bytes),
-        codec.result_end(np.ones((2, 1)), Timings(), {"gradients": np.array([3.0])}),
+        codec.result_end(Timings(), {"losses": np.ones((2, 1)), "gradients": np.array([3.0])}),
     ]
     result = codec.read_result(evaluation, LAYOUT, map(codec.answer_from_bytes, sent))
     assert result.jacobian.tobytes() == jacobian.tobytes()
@@ -175,6 +175,6 @@ def test_jacobians_and_extras_arrive_in_pieces(chunk_bytes, value):
 def test_an_answer_without_its_gradients_is_broken():
     batch = Batch.of([Program.parameter(0)], [[1.0]])
     evaluation = Evaluation(bytes(32), batch, loss=Loss.MSE, values=False, gradient=True)
-    end = codec.answer_from_bytes(codec.result_end(np.ones((1, 1)), Timings()))
+    end = codec.answer_from_bytes(codec.result_end(Timings(), {"losses": np.ones((1, 1))}))
     with pytest.raises(errors.InternalError, match="gradients"):
         codec.read_result(evaluation, LAYOUT, [end])
