@@ -83,37 +83,81 @@ def generation_times() -> list[tuple[str, float]]:
     return [(name, case["p50_ms"] / 1e3) for name, case in names.items()]
 
 
+def gpu_rates() -> list[tuple[str, list[float]]]:
+    """Calls a second of each run that 128 workers make, by the machine and its GPUs in use."""
+    rates = []
+    for name, settings in (
+        ("devices", {"0": "warpfit, 1 of 2 H200", "0,1": "warpfit, 2 H200"}),
+        ("devices_four_gpus", {"0": "warpfit, 1 of 4 H100", "all": "warpfit, 4 H100"}),
+    ):
+        content = result(name)
+        (case,) = select(content["sustained"], programs=300, rows=100_000, workers=128)
+        for setting, gpus in settings.items():
+            runs = [each["calls_per_second"] for each in case["servers"][setting]]
+            rates.append((gpus, runs))
+    return rates
+
+
 def plot() -> str:
-    """Draw the times of a generation as bars on a logarithmic axis; SVG."""
-    times, left, step, width = generation_times(), 190, 34, 420
-    least, greatest = 1e-3, 1.0
-
-    def place(seconds: float) -> float:
-        return left + width * math.log(seconds / least) / math.log(greatest / least)
-
-    height = step * len(times) + 56
+    """Draw the times of a generation on a logarithmic axis, and the rates of GPUs below; SVG."""
+    times, rates, left, step, width = generation_times(), gpu_rates(), 190, 34, 420
+    below = step * len(times) + 70
+    height = below + step * len(rates) + 64
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" '
         'font-family="sans-serif" font-size="13">',
         f'<rect width="720" height="{height}" fill="white"/>',
     ]
-    for tick, label in ((1e-3, "1 ms"), (1e-2, "10 ms"), (1e-1, "100 ms"), (1.0, "1 s")):
-        x = place(tick)
-        parts += [
-            f'<line x1="{x:.0f}" y1="8" x2="{x:.0f}" y2="{height - 44}" stroke="#ccc"/>',
-            f'<text x="{x:.0f}" y="{height - 28}" text-anchor="middle">{label}</text>',
-        ]
-    for index, (name, seconds) in enumerate(times):
-        y, colour = 12 + step * index, "#2b6cb0" if name.startswith("warpfit") else "#a0aec0"
-        parts += [
-            f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">{name}</text>',
-            f'<rect x="{left}" y="{y}" width="{place(seconds) - left:.0f}" height="22" '
-            f'fill="{colour}"/>',
-            f'<text x="{place(seconds) + 6:.0f}" y="{y + 16}">{1e3 * seconds:,.1f} ms</text>',
-        ]
-    note = "300 expressions, 100,000 rows, losses; the other libraries in the worker's own process"
-    parts += [f'<text x="8" y="{height - 8}" fill="#555">{note}</text>', "</svg>"]
-    return "\n".join(parts) + "\n"
+
+    def panel(
+        top: int,
+        bars: list[tuple[str, float, str]],
+        ticks: dict[float, str],
+        place: Callable[[float], float],
+        note: str,
+    ) -> None:
+        """Draw named bars with a label each between lines of an axis."""
+        bottom = top + step * len(bars)
+        for tick, label in ticks.items():
+            x = left + width * place(tick)
+            parts.append(
+                f'<line x1="{x:.0f}" y1="{top}" x2="{x:.0f}" y2="{bottom + 4}" stroke="#ccc"/>'
+            )
+            text = f'<text x="{x:.0f}" y="{bottom + 20}" text-anchor="middle">{label}</text>'
+            parts.append(text)
+        for index, (name, value, label) in enumerate(bars):
+            y, end = top + 4 + step * index, width * place(value)
+            colour = "#2b6cb0" if name.startswith("warpfit") else "#a0aec0"
+            parts.extend(
+                [
+                    f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">{name}</text>',
+                    f'<rect x="{left}" y="{y}" width="{end:.0f}" height="22" fill="{colour}"/>',
+                    f'<text x="{left + end + 6:.0f}" y="{y + 16}">{label}</text>',
+                ]
+            )
+        parts.append(f'<text x="8" y="{bottom + 40}" fill="#555">{note}</text>')
+
+    least, greatest = 1e-3, 1.0
+    panel(
+        8,
+        [(name, seconds, f"{1e3 * seconds:,.1f} ms") for name, seconds in times],
+        {1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "100 ms", 1.0: "1 s"},
+        lambda seconds: math.log(seconds / least) / math.log(greatest / least),
+        "300 expressions, 100,000 rows, losses; the other libraries in the worker's own process",
+    )
+    most = max(max(runs) for _, runs in rates)
+    bars = []
+    for name, runs in rates:
+        span = f" ({min(runs):,.0f} to {max(runs):,.0f})" if len(runs) > 1 else ""
+        bars.append((name, statistics.median(runs), f"{statistics.median(runs):,.0f}{span}"))
+    panel(
+        below,
+        bars,
+        {rate: f"{rate:,}/s" for rate in range(0, int(most), 5000)},
+        lambda rate: 0.8 * rate / most,
+        "such calls a second, 128 workers on the server's 32 and 64 cores: median (range of runs)",
+    )
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 # ------------------------------------------------------------------------- the CPU engine, fits
