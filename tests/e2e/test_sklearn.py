@@ -40,7 +40,7 @@ from warpfit.sklearn.constraints import consistency  # noqa: E402
 from warpfit.sklearn.equations import selected  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
 from warpfit.sklearn.search import Search  # noqa: E402
-from warpfit.sklearn.target_search import TargetSearch  # noqa: E402
+from warpfit.sklearn.selection import Selection  # noqa: E402
 
 #: Operators that are enough for the law; searching with all of them takes three times as long.
 FEW = ("+", "*", "/")
@@ -404,7 +404,7 @@ def test_a_shortened_law_is_chosen_without_time_for_a_second_cross_validation(se
     X = points()
     y = 2 * X[:, 0] + X[:, 1] * X[:, 2]
     y += 0.2 * y.std() * np.random.default_rng(5).normal(size=len(y))
-    validate, times = TargetSearch._cross_validate, []
+    validate, times = Selection.validate, []
 
     def once(self, *arguments):
         if times:
@@ -412,7 +412,7 @@ def test_a_shortened_law_is_chosen_without_time_for_a_second_cross_validation(se
         times.append(1)
         validate(self, *arguments)
 
-    monkeypatch.setattr(TargetSearch, "_cross_validate", once)
+    monkeypatch.setattr(Selection, "validate", once)
     model = search(simplify=True, guesses=["2.1*x1 + 0.99*x2*x3 + 0.01"]).fit(X, y)
     assert len(model.program_) == 7, model.expression_
     chosen = model.front_[selected(model.front_, "prediction")]

@@ -97,14 +97,12 @@ def build_front(
     found: Sequence[tuple[Program, float, float]],
     complexity: Callable[[Program], int],
     texts: Callable[[Program], tuple[str, str]],
-    rows: float,
+    length: Callable[[Program, float], float],
     scale: float,
     floor: float = 0.0,
-    deviance: Callable[[Program, float], float] | None = None,
     predicts_mean: bool = True,
     r2: Callable[[float], float] = lambda _: math.nan,
     predictive: Mapping[Program, float] | None = None,
-    price: Callable[[Program], float] | None = None,
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
@@ -115,21 +113,16 @@ def build_front(
         found: program, loss above ``floor``, and R^2 on rows held out, of each formula.
         complexity: measures a program.
         texts: writes a program as text and as LaTeX.
-        rows: amount of data for the description length.
+        length: returns the description length of a program and its loss above ``floor``.
         scale: loss of the best constant above ``floor``.
         floor: least loss that any prediction could have.
-        deviance: returns -2 log L of a program and its loss above ``floor``; by default that is
-            rows log(loss).
         predicts_mean: whether predictions are means of the target, so that R^2 judges them.
         r2: returns the R^2 of a loss.
         predictive: predictive lengths, as far as they are known.
-        price: returns what a program's constants count, by default `price_of` them.
 
     """
     predictive = predictive or {}
     near = min(predictive.values(), default=math.inf) + _ALIKE
-    price = price or price_of
-    minus_2_log_l = deviance or (lambda _, excess: rows * math.log(excess))
     least = max(ROUNDING * scale, math.ulp(0.0))
     # A formula may have no value on rows that the search did not compare.
     found = [entry for entry in found if math.isfinite(entry[1])] or list(found)[:1]
@@ -137,12 +130,7 @@ def build_front(
         (complexity(program), max(loss, least), program, max(loss, 0.0), held_out)
         for program, loss, held_out in found
     ]
-    best = min(
-        measured,
-        key=lambda item: information(
-            item[0], minus_2_log_l(item[2], item[1]), price(item[2]), rows
-        ),
-    )
+    best = min(measured, key=lambda item: length(item[2], item[3]))
     ranked = [item for item in measured if item is best or item[0] > best[0] or item[1] > best[1]]
     front: list[Equation] = []
     last = math.inf
@@ -154,14 +142,13 @@ def build_front(
         if front and size > front[-1].complexity:
             drop = max(math.log(last / level), 0.0)
             score = drop / (size - front[-1].complexity)
-        length = information(size, minus_2_log_l(program, level), price(program), rows)
         is_refuted = held_out < 0.0 if predicts_mean else held_out == -math.inf
         is_supported = program.variables == 0 or not is_refuted
         total = loss + floor
         front.append(
             Equation(
-                size, total, loss, score, length, r2(total), held_out, program, *texts(program),
-                is_supported, predictive_length=predictive_length,
+                size, total, loss, score, length(program, loss), r2(total), held_out, program,
+                *texts(program), is_supported, predictive_length=predictive_length,
             )
         )  # fmt: skip
         last = min(last, level)

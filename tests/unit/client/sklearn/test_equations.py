@@ -12,10 +12,16 @@ pytest.importorskip("sklearn")
 from warpfit import InvalidArgumentError, parse
 from warpfit.expressions.language import to_latex
 from warpfit.losses import LossFunction, as_function, as_loss, poisson
-from warpfit.sklearn import SymbolicRegressor, target_search
+from warpfit.sklearn import likelihood
 from warpfit.sklearn.equations import SELECTIONS, build_front, selected
 from warpfit.sklearn.estimator import TrainingData
-from warpfit.sklearn.target_search import deviance, floor, least_row_losses
+from warpfit.sklearn.forms import Form
+from warpfit.sklearn.likelihood import deviance, floor, least_row_losses
+from warpfit.sklearn.selection import Selection
+
+
+def length(program, loss):
+    return 50.0 * math.log(loss) + len(program)
 
 
 def texts(program):
@@ -27,13 +33,13 @@ def test_equations_without_a_loss_are_left_out(order):
     given = ["x1", "sqrt(x1)", "x1 + 1", "log(x1) + 1"]
     losses = [2.0, float("nan"), 1.0, float("inf")]
     found = [(parse(given[place]), losses[place], 0.5) for place in order]
-    front = build_front(found, len, texts, 10.0, 2.0)
+    front = build_front(found, len, texts, length, 2.0)
     assert [equation.equation for equation in front] == ["x1", "x1 + 1"]
 
 
 def test_a_search_that_found_no_loss_returns_what_it_found():
     found = [(parse("sqrt(x1)"), float("nan"), 0.5)]
-    assert len(build_front(found, len, texts, 10.0, 2.0)) == 1
+    assert len(build_front(found, len, texts, length, 2.0)) == 1
 
 
 @pytest.mark.parametrize("r2", [-0.1, -math.inf])
@@ -41,12 +47,12 @@ def test_a_search_that_found_no_loss_returns_what_it_found():
 def test_rows_held_out_refuse_formulas(criterion, r2):
     given, losses = ["1", "x1 + 1", "log(x1) + 1"], [2.0, 1.0, 1e-9]
     found = list(zip(map(parse, given), losses, [-0.01, 0.5, r2], strict=True))
-    front = build_front(found, len, texts, 100.0, 2.0)
+    front = build_front(found, len, texts, length, 2.0)
     assert [equation.is_supported for equation in front] == [True, True, False]
     assert front[selected(front, criterion)].program != found[2][0]
-    other = build_front(found, len, texts, 100.0, 2.0, predicts_mean=False)
+    other = build_front(found, len, texts, length, 2.0, predicts_mean=False)
     assert other[2].is_supported == (r2 > -math.inf)
-    alone = build_front(found[2:], len, texts, 100.0, 2.0)
+    alone = build_front(found[2:], len, texts, length, 2.0)
     assert selected(alone, criterion) == 0
 
 
@@ -54,9 +60,9 @@ def test_what_predicts_best_stays_and_is_chosen_though_others_fit_better():
     programs = [parse(text) for text in ("x1", "exp(x1)", "x1 + 3*x2", "sin(9*exp(x1))")]
     found = list(zip(programs, [2.0, 1.9, 1.5, 1.0], [0.5] * 4, strict=True))
     found[2], found[3] = found[3], found[2]
-    assert len(build_front(found, len, texts, 100.0, 2.0)) == 3
+    assert len(build_front(found, len, texts, length, 2.0)) == 3
     lengths = dict(zip(programs, [40.0, 39.0, 31.0, 50.0], strict=True))
-    front = build_front(found, len, texts, 100.0, 2.0, predictive=lengths)
+    front = build_front(found, len, texts, length, 2.0, predictive=lengths)
     assert len(front) == 4
     assert front[selected(front, "prediction")].program == programs[2]
     assert front[selected(front, "accuracy")].program == programs[3]
@@ -109,13 +115,13 @@ def test_the_deviance_does_not_depend_on_the_scale_of_weights(loss):
 def test_the_least_losses_of_many_rows_are_looked_for_once_or_between(monkeypatch):
     """A million rows must not cost a golden section each."""
     looked_at = []
-    find = target_search._least
+    find = likelihood._least
 
     def counted(loss, target, weights):
         looked_at.append(len(target))
         return find(loss, target, weights)
 
-    monkeypatch.setattr(target_search, "_least", counted)
+    monkeypatch.setattr(likelihood, "_least", counted)
     y = np.random.default_rng(0).uniform(0.1, 9.0, 60_000)
     for loss, most in (("log_cosh", 1), ("gaussian", 1), ("poisson", 20_000)):
         looked_at.clear()
@@ -139,12 +145,10 @@ def test_values_that_no_row_makes_expect_speak_against_a_formula(text, surprises
     x = np.linspace(0.05, 1.0, 21)
     y = x + 0.1 * np.random.default_rng(0).normal(size=21)
     training = TrainingData(np.stack([x, x], axis=1), y, np.ones(21))
-    task = target_search.TargetSearch(
-        SymbolicRegressor(), None, training, None, None, (), 0.0, math.inf, scale=1.0
-    )
+    judge = Selection(training, as_function(as_loss("mse")), Form(), len, 13, scale=1.0)
     line = parse("0.9*x1")
     for level, most in ((0.02, 30.0), (0.005, 0.0)):  # a law may have poles
-        difference = task._deviance_of(parse(text), level) - task._deviance_of(line, level)
+        difference = judge.deviance(parse(text), level) - judge.deviance(line, level)
         assert difference == pytest.approx(most if surprises else 0.0)
     # On mixed rows, which stay within the variables' ranges.
-    assert (task._overshoot(parse(text)) > 0.1) == ("(x1 - x2)" in text or "sqrt" in text)
+    assert (judge.overshoot(parse(text)) > 0.1) == ("(x1 - x2)" in text or "sqrt" in text)

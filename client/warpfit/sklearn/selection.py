@@ -1,0 +1,372 @@
+"""What a choice among the formulas of a search weighs: how well they describe and predict.
+
+A search that tries many formulas finds one that fits noise, so that losses alone do not choose:
+
+1. The description length adds what a formula's tokens and constants count. It suits laws, whose
+   losses are far below those of all other formulas.
+2. Of data with noise a cross-validation says how well a formula predicts rows that its constants
+   have not seen. The structure was found on nearly all of them, so that its length is added.
+3. No row tells of a formula that explodes on the next one. Rows that are made up do: mixed ones,
+   whose variables come from different rows, and some that are farther out.
+
+`warpfit.sklearn.equations` chooses by these numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from warpfit.expressions import reference
+from warpfit.ir import Program
+from warpfit.losses import (
+    Closing,
+    LossFunction,
+    TargetStatistics,
+    close_losses,
+    coefficients_of_determination,
+)
+from warpfit.sklearn.equations import ROUNDING, information, price_of
+from warpfit.sklearn.estimator import TrainingData
+from warpfit.sklearn.forms import Form
+from warpfit.sklearn.genomes import Floats, Indices
+from warpfit.sklearn.groups import values_of
+from warpfit.sklearn.likelihood import deviance, floor, least_row_losses, resists_outliers
+from warpfit.sklearn.pairs import structure_length, terms_of
+
+#: Fewer rows are not divided, neither to hold some out nor for a cross-validation, and parts of
+#: the latter.
+FEWEST_DIVIDED: Final = 40
+_PARTS: Final = 5
+#: Part of the variance below which an error of prediction is that of a law, and none predicts
+#: better, and part of the loss of the best constant below which no cross-validation is needed.
+_LEAST_NOISE: Final = 0.01
+_EXACT: Final = 1e-4
+#: Most rows of a cross-validation, number of those that are made up, and about that of those on
+#: which outliers are told from the bulk of the others; and the part of the latter.
+_JUDGED: Final = 2000
+_BULK: Final = 0.8
+#: Part of the loss of the bulk below which outliers decide it, and residuals, as part of the
+#: target's spread, that then say nothing.
+_FEW: Final = 0.1
+_BIAS: Final = 5e-3
+#: How much less likely a formula is, in nats, that leaves the range of the target and of a linear
+#: model, widened by part of the former, on rows unlike all others; and most part of a distance by
+#: which these are farther out.
+_STRAYING: Final = 15.0
+_ROOM: Final = 0.25
+_BEYOND: Final = 0.5
+#: Most part by which an error of prediction grows where a formula leaves the target's range on
+#: mixed rows: so a law does not lose to a line because of a pole.
+_MOST_OVERSHOOT: Final = 1.0 / 3.0
+
+
+@dataclass
+class Selection:
+    """Weighs the formulas of one target, here and without a server."""
+
+    training: TrainingData
+    loss: LossFunction
+    form: Form
+    complexity: Callable[[Program], int]
+    symbols: int
+    """Number of operators and variables, and one for numbers."""
+    frequency_weights: bool = False
+    scale: float = math.nan
+    """Loss of the best constant above the least that any prediction could have."""
+    held_out: Indices = field(default_factory=lambda: np.empty(0, np.int64))
+    """Rows on which formulas are measured, and never fitted."""
+    tables: dict[Program, Floats] = field(default_factory=dict)
+    """Constants without a short form by group, [groups, constants]."""
+    lengths: dict[Program, float] = field(default_factory=dict)
+    """Predictive lengths, as `Equation.predictive_length`."""
+    expected: dict[Program, float] = field(default_factory=dict)
+    """The same of shortened formulas, as those of the long ones and their losses let expect: they
+    count where no time is left for another cross-validation."""
+    _least_error: float = math.inf
+    """Least mean squared error of a formula in a cross-validation."""
+    _straying: dict[Program, bool] = field(default_factory=dict)
+    _bulks: dict[Program, tuple[float, float]] = field(default_factory=dict)
+
+    # Losses, here.
+
+    def values(self, program: Program, rows: Any = slice(None)) -> Floats:
+        """Return the values of a formula on some rows, with the constants of their groups."""
+        X, groups = self.training.rows[rows].T, self.training.groups
+        table = self.tables.get(program)
+        if groups is None or table is None:
+            return reference.evaluate_program(program, X)
+        return values_of(self.form.lifted(program, free=True)[0], table, X, groups[rows])
+
+    def level(self, values: Floats) -> float:
+        """Return the loss of predictions for all rows above the least possible."""
+        _, y, weights = self.training[:3]
+        rows = reference.evaluate_program(self.loss.row, np.stack([values, y, weights]))
+        total = float((rows if self.loss.mentions_weight else rows * weights).sum())
+        return float(close_losses(self.loss.closing, np.array(total), self.statistics)) - (
+            self.floor()
+        )
+
+    def floor(self, rows: Indices | None = None) -> float:
+        """Return the least loss that any prediction could have, on all or some rows."""
+        chosen: Any = slice(None) if rows is None else rows
+        target, weights = self.training.target[chosen], self.training.weights[chosen]
+        return floor(self.loss, self._least_row_losses[chosen], target, weights)
+
+    def r2(self, program: Program, rows: Any = None) -> float:
+        """Return R^2 on some rows, by default those held out.
+
+        It is NaN where it says nothing, and minus infinity for a formula without a value there.
+        """
+        rows = self.held_out if rows is None else rows
+        _, y, weights = (part[rows] for part in self.training[:3])
+        if len(y) < 2 or np.all(y == y[0]):
+            return math.nan
+        with np.errstate(all="ignore"):
+            errors = np.square(self.values(program, rows) - y)
+            spread = np.average(np.square(y - np.average(y, weights=weights)), weights=weights)
+            found = float(1.0 - np.average(errors, weights=weights) / spread)
+        return found if math.isfinite(found) else -math.inf
+
+    def r2_of_loss(self, loss: float) -> float:
+        """Return R^2 on all rows of a formula with a loss of squares; NaN for other losses."""
+        if not self.loss.is_squares:
+            return math.nan
+        found = coefficients_of_determination(self.loss.closing, np.array(loss), self.statistics)
+        return float(found) if np.isfinite(found) else math.nan
+
+    def amount(self, rows: Any = slice(None)) -> float:
+        """Return the amount of data: different rows, whatever the scale of their weights."""
+        weights = self.training.weights[rows]
+        return float(weights.sum() if self.frequency_weights else len(weights))
+
+    def limit(self, part: float) -> float:
+        """Return the loss of squares that leaves a part of the variance."""
+        return self.scale * (math.sqrt(part) if self.loss.closing is Closing.ROOT else part)
+
+    # Description lengths.
+
+    def description_length(self, program: Program, loss: float) -> float:
+        """Return `Equation.description_length` of a formula with a loss above the least one."""
+        level = max(loss, ROUNDING * self.scale, math.ulp(0.0))
+        size, price = self.complexity(program), self.price(program)
+        return information(size, self.deviance(program, level), price, self.amount())
+
+    def price(self, program: Program) -> float:
+        """Return what the constants count; those of groups once for each group."""
+        own = sum(map(price_of, self.form.parts_of(program)))
+        if self.training.groups is None:
+            return own
+        others = int(self.training.groups.max())
+        return own + others * len(self.form.lifted(program, free=True)[1])
+
+    def deviance(self, program: Program, level: float) -> float:
+        """Return -2 log L, but for a constant, of a formula with a loss above the least possible.
+
+        A formula of noise that has values on rows unlike all others that no row makes expect, as
+        one with a pole or an exponential has, counts as less likely by `_STRAYING`.
+        Of losses that resist outliers it is that of Gauss's likelihood whose standard deviation is
+        the median residual: in the loss itself a few outliers would hide a law.
+        """
+        is_noisy = level > self.limit(_LEAST_NOISE)
+        extra = 2.0 * _STRAYING if is_noisy and self.strays(program) else 0.0
+        bulk = self.bulk(program)
+        if bulk is None:
+            weight = float(self.training.weights.sum())
+            return deviance(self.loss, self.amount(), weight)(level) + extra
+        # Where outliers make most of the loss they move constants by about this much.
+        least = _BIAS if bulk[1] < _FEW else ROUNDING
+        return 2.0 * self.amount() * math.log(max(bulk[0], least * self._spread)) + extra
+
+    def bulk(self, program: Program) -> tuple[float, float] | None:
+        """Return the median residual, and the part of the loss that all but outliers have.
+
+        They are of some of the rows; None for a loss that does not resist outliers.
+        """
+        if not resists_outliers(self.loss, self._spread):
+            return None
+        if program not in self._bulks:
+            step = -(-len(self.training.target) // _JUDGED)
+            _, y, weights = (part[::step] for part in self.training[:3])
+            values = self.values(program, slice(None, None, step))
+            each = reference.evaluate_program(self.loss.row, np.stack([values, y, weights]))
+            each = np.sort(each - self._least_row_losses[::step] / weights)
+            total = float(each.sum())
+            part = float(each[: int(_BULK * len(each))].sum()) / total if total > 0.0 else 1.0
+            # Outliers on one side move a whole law by a constant, which says nothing against it.
+            left = values - y
+            middle = float(np.median(np.abs(left - np.median(left))))
+            middle = middle if math.isfinite(middle) else math.inf
+            self._bulks[program] = middle, part if math.isfinite(part) else 0.0
+        return self._bulks[program]
+
+    # Predictive lengths.
+
+    @property
+    def predictive(self) -> dict[Program, float]:
+        """Predictive lengths; none where a formula leaves hardly anything of new rows' variance."""
+        is_noisy = self._least_error > _LEAST_NOISE * self._variance
+        return self.expected | self.lengths if is_noisy else {}
+
+    @cached_property
+    def folds(self) -> list[tuple[Indices, Indices]]:
+        """Rows of a cross-validation that are fitted, and those that are left out; of many some."""
+        seen = np.setdiff1d(np.arange(len(self.training.target)), self.held_out)
+        if len(seen) < FEWEST_DIVIDED:
+            return []
+        shuffled = np.random.default_rng(0).permutation(seen)[:_JUDGED]
+        return [(np.setdiff1d(shuffled, part), part) for part in np.array_split(shuffled, _PARTS)]
+
+    def not_validated(self, losses: dict[Program, float]) -> list[Program]:
+        """Return the formulas that a cross-validation should judge; none where there is no noise.
+
+        Args:
+            losses: of all formulas, above the least possible.
+
+        """
+        is_exact = min(losses.values()) <= self.limit(_EXACT)
+        grouped = self.training.groups is not None
+        if not self.loss.is_squares or is_exact or grouped or not self.folds:
+            return []
+        return [program for program in losses if program not in self.lengths]
+
+    def validate(self, programs: Sequence[Program], fits: Iterable[Sequence[Program]]) -> None:
+        """Find the predictive lengths of formulas.
+
+        Rows that are held out are predicted by the formulas as they are.
+
+        Args:
+            programs: the formulas.
+            fits: the same with constants that are fitted to the rows of each of `folds`.
+
+        """
+        X, y, weights = self.training[:3]
+        predictions = [(programs, self.held_out)]
+        predictions += [(fit, part) for fit, (_, part) in zip(fits, self.folds, strict=True)]
+        judged = np.concatenate([part for _, part in predictions])
+        total = np.zeros(len(programs))
+        for fitted, part in predictions:
+            for place, program in enumerate(fitted):
+                errors = np.square(reference.evaluate_program(program, X[part].T) - y[part])
+                total[place] += weights[part] @ errors
+        for program, error in zip(programs, (total / weights[judged].sum()).tolist(), strict=True):
+            level = max(error, ROUNDING * self.scale, math.ulp(0.0))
+            self._least_error = min(self._least_error, level)
+            level += min(self.overshoot(program), _MOST_OVERSHOOT * level)
+            length = 0.5 * self.amount() * math.log(level) if level < math.inf else math.inf
+            length += self.structure_length(program) + _STRAYING * self.strays(program)
+            self.lengths[program] = length
+
+    def expect(self, short: Program, long: Program, losses: dict[Program, float]) -> None:
+        """Say what predictive length a formula should have that is a long one made shorter."""
+        if long not in self.lengths or short not in losses:
+            return
+        after, before = (
+            max(losses[one], ROUNDING * self.scale, math.ulp(0.0)) for one in (short, long)
+        )
+        growth = (1.0 if self.loss.closing is Closing.ROOT else 0.5) * math.log(after / before)
+        change = self.structure_length(short) - self.structure_length(long)
+        self.expected[short] = self.lengths[long] + self.amount() * growth + change
+
+    def structure_length(self, program: Program) -> float:
+        """Return what the structure of a formula counts in its predictive length, in nats."""
+        parts = self.form.parts_of(program)
+        return sum(structure_length(terms_of(own), self.symbols) for own in parts)
+
+    # Rows that are made up.
+
+    def strays(self, program: Program) -> bool:
+        """Tell whether a formula has values on rows unlike all others that are a surprise."""
+        grouped = self.training.groups is not None  # Their ranges are not one.
+        if not self.loss.is_squares or program.variables == 0 or grouped:
+            return False
+        if program not in self._straying:
+            values = reference.evaluate_program(program, self._unlike)
+            low, high = self._range
+            self._straying[program] = not ((values >= low) & (values <= high)).all()
+        return self._straying[program]
+
+    def overshoot(self, program: Program) -> float:
+        """Return the mean square of how far a formula leaves the target's range on mixed rows.
+
+        Of each it is at most the range's width, and that where there is no value.
+        """
+        low, high = float(self.training.target.min()), float(self.training.target.max())
+        values = reference.evaluate_program(program, self._mixed)
+        over = np.clip(np.maximum(low - values, values - high), 0.0, high - low)
+        return float(np.mean(np.square(np.where(np.isnan(over), high - low, over))))
+
+    @cached_property
+    def _mixed(self) -> Floats:
+        """Rows whose variables come from different rows, [variables, n].
+
+        The importance of a variable by permutation is measured on such rows (Breiman 2001).
+        """
+        rng = np.random.default_rng(0)
+        columns = self.training.rows.T
+        return np.stack([column[rng.integers(len(column), size=_JUDGED)] for column in columns])
+
+    @cached_property
+    def _unlike(self) -> Floats:
+        """Rows unlike all others, as the next ones of a table may be, [variables, n].
+
+        They are mixed, and each variable is moved away from that of another row by up to half of
+        their distance, which may be out of the variable's range. What has one sign keeps it.
+        """
+        rng = np.random.default_rng(1)
+        moved = []
+        for column, own in zip(self.training.rows.T, self._mixed, strict=True):
+            other = column[rng.integers(len(column), size=_JUDGED)]
+            step = rng.uniform(0.0, _BEYOND, _JUDGED)
+            further = own + step * (own - other)
+            has_sign = column.min() >= 0.0 or column.max() <= 0.0
+            turned = has_sign & (further * own <= 0.0)
+            moved.append(np.where(turned, own / (1.0 + step), further))
+        return np.stack(moved)
+
+    @cached_property
+    def _range(self) -> tuple[float, float]:
+        """Values that are no surprise on rows unlike all others, the least and the greatest.
+
+        They are those of the target and those of a linear model, with some room.
+        """
+        step = -(-len(self.training.target) // _JUDGED)
+        X, y, weights = (part[::step] for part in self.training[:3])
+        # Columns of one size, so that none is taken for a rounding error of another.
+        middle, size = X.mean(axis=0), np.maximum(np.ptp(X, axis=0), np.finfo(float).tiny)
+        design, beyond = (
+            np.column_stack([np.ones(len(rows)), (rows - middle) / size])
+            for rows in (X, self._unlike.T)
+        )
+        roots = np.sqrt(weights)
+        linear = beyond @ np.linalg.lstsq(design * roots[:, None], y * roots)[0]
+        low, high = float(self.training.target.min()), float(self.training.target.max())
+        room = _ROOM * (high - low)
+        return min(low, float(linear.min())) - room, max(high, float(linear.max())) + room
+
+    # Figures of the target.
+
+    @cached_property
+    def statistics(self) -> TargetStatistics:
+        """Sums over the target that losses are made of."""
+        return TargetStatistics(self.training.target, self.training.weights)
+
+    @cached_property
+    def _least_row_losses(self) -> Floats:
+        return least_row_losses(self.loss, self.training.target, self.training.weights)
+
+    @cached_property
+    def _variance(self) -> float:
+        """Weighted variance of the target."""
+        _, y, weights = self.training[:3]
+        return float(np.average(np.square(y - np.average(y, weights=weights)), weights=weights))
+
+    @cached_property
+    def _spread(self) -> float:
+        target = self.training.target
+        return float(np.median(np.abs(target - np.median(target)))) or float(np.std(target)) or 1.0
