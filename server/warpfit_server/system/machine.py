@@ -30,9 +30,11 @@ from typing import Final
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 
 #: Parameters of glibc's mallopt: free bytes at the end of a heap from which on they go back to the
-#: system, and bytes of a block from which on it is mapped by itself.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT: Final = MappingProxyType({_TRIM_THRESHOLD: 8 << 20, _MMAP_THRESHOLD: 4 << 20})
+#: system, bytes of a block from which on it is mapped by itself, and most heaps.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_KEPT: Final = MappingProxyType(
+    {_TRIM_THRESHOLD: 8 << 20, _MMAP_THRESHOLD: 4 << 20, _ARENA_MAX: 4}
+)
 
 #: Interval in seconds at which Python threads take turns: a tenth of Python's own, because a call
 #: waits for several threads, and what each has to do takes less time still.
@@ -121,6 +123,9 @@ def keep_freed_memory() -> None:
 
     By default the library returns blocks of 128 KiB to the system, until it has seen larger ones.
     Then the blocks of the next batch take a page fault for every 4 KiB, longer than all decoding.
+
+    The library may also have eight heaps for each core, among which threads are spread, and each
+    keeps what is freed in it. Threads that run Python code hardly ever allocate at the same time.
     """
     with suppress(AttributeError):
         for parameter, size in _KEPT.items():

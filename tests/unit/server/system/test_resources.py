@@ -96,7 +96,10 @@ def test_this_process_has_some(monkeypatch):
 
 
 _FAULTS = """
+import ctypes
+import os
 import resource
+import threading
 import numpy as np
 from warpfit_server.system.machine import keep_freed_memory
 
@@ -109,10 +112,32 @@ for _ in range(100):
     batch = [np.ones(1 << 17) for _ in range(4)]
     del batch
 print(faults() - before)
+together = threading.Barrier(12)
+
+def allocate():
+    together.wait()
+    np.ones(1 << 12)
+    together.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(together.parties)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+with os.fdopen(os.memfd_create("info"), "w+b") as file:
+    stream = ctypes.c_void_p(libc.fdopen(os.dup(file.fileno()), b"w"))
+    libc.malloc_info(0, stream)
+    libc.fflush(stream)
+    file.seek(0)
+    print(file.read().count(b"<heap nr"))
 """
 
 
-def test_freed_blocks_of_a_batch_are_used_again_without_page_faults():
+def test_freed_blocks_are_used_again_without_page_faults_and_kept_in_few_heaps():
     command = (sys.executable, "-c", _FAULTS)
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert int(ended.stdout) < 3_000, "the first ones have 1,024 pages; all have 102,400"
+    faults, heaps = map(int, ended.stdout.split())
+    assert faults < 3_000, "the first ones have 1,024 pages; all have 102,400"
+    assert heaps <= 4, "which there are for twelve threads"
