@@ -32,9 +32,7 @@ from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, Unavail
 #: Parameters of glibc's mallopt: free bytes at the end of a heap from which on they go back to the
 #: system, bytes of a block from which on it is mapped by itself, and most heaps.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-_KEPT: Final = MappingProxyType(
-    {_TRIM_THRESHOLD: 8 << 20, _MMAP_THRESHOLD: 4 << 20, _ARENA_MAX: 4}
-)
+_KEPT: Final = MappingProxyType({_TRIM_THRESHOLD: 8 << 20, _MMAP_THRESHOLD: 4 << 20, _ARENA_MAX: 4})
 
 #: Interval in seconds at which Python threads take turns: a tenth of Python's own, because a call
 #: waits for several threads, and what each has to do takes less time still.
