@@ -266,7 +266,7 @@ class Tools:
         ctx: Context,
         data: Data,
         seconds: float = 30.0,
-        max_size: int = 25,
+        max_size: int | None = None,
         operators: list[str] | None = None,
         loss: str = "mse",
         units: dict[str, str] | None = None,

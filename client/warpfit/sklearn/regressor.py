@@ -69,7 +69,9 @@ _RANGES: Final = {
     "digits": (1, 17),
 }
 #: Settings of these that may be None.
-_OPTIONAL: Final = ("early_stopping", "digits")
+_OPTIONAL: Final = ("max_size", "early_stopping", "digits")
+#: Greatest complexity of a formula by default.
+_MAX_SIZE: Final = 25
 _MOST_TOKENS: Final = 5_000_000
 #: Part of the time of a search, and seconds, that a server's first fit may take at least before a
 #: warning names it.
@@ -109,10 +111,14 @@ class SymbolicRegressor(FormulaRegressor):
     model_selection : str
         Which equation ``predict`` uses. ``"prediction"`` takes the equation that predicts new rows
         best: a cross-validation fits the constants to other rows, the structure's tokens count,
-        too, and so does a value that no row makes expect, on rows unlike all others. Where an
-        equation leaves less than a hundredth of the variance of rows that its constants have not
-        seen, and for losses that are no squares, it is the same as ``"description_length"``. The
-        others are
+        too, and so does a value that no row makes expect, on rows unlike all others. The null model
+        is the linear regression of all variables, whose structure counts nothing: it is chosen
+        unless another equation predicts better by what its own structure counts. It takes part for
+        40 rows or more, at most 30 variables, half as many as rows, losses of squares, and where
+        there are "add" and "mul" and neither constraints, dimensionless constants, a template nor
+        groups. Where an equation leaves less than a hundredth of the variance of rows that its
+        constants have not seen, and for losses that are no squares, ``"prediction"`` is the same as
+        ``"description_length"``. The others are
         ``"description_length"``, the shortest description of the data, which counts tokens and
         constants (`warpfit.sklearn.equations.Equation`); ``"evidence"``, the largest fractional
         Bayes factor, for losses of squares (`warpfit.evidence.fractional_bayes_factor`);
@@ -126,8 +132,9 @@ class SymbolicRegressor(FormulaRegressor):
         Formulas that survive a generation; twice as many are new in each.
     generations : int
         Most generations.
-    max_size : int
-        Greatest complexity of a formula, slope and intercept not counted.
+    max_size : int, optional
+        Greatest complexity of a formula, slope and intercept not counted; by default 25 and, of the
+        linear regression of all variables, any. One that is given holds for this, too.
     complexity_of_operators : dict, optional
         Complexity of operators that do not count as 1.
     constraints : dict, optional
@@ -257,7 +264,7 @@ class SymbolicRegressor(FormulaRegressor):
         model_selection: str = "prediction",
         population: int = 500,
         generations: int = 200,
-        max_size: int = 25,
+        max_size: int | None = None,
         complexity_of_operators: Mapping[str, int] | None = None,
         constraints: Mapping[str, Any] | None = None,
         units: Mapping[str, Any] | Sequence[Any] | None = None,
@@ -432,7 +439,13 @@ class SymbolicRegressor(FormulaRegressor):
     @property
     def equations_(self) -> Any:
         """The equations as a table; one for each target."""
-        below = [""] * len(self._fronts)
+        linear = [[each.is_linear_regression for each in front] for front in self._fronts]
+        below = [
+            f"equation {places.index(True)} is the linear regression of all variables"
+            if any(places)
+            else ""
+            for places in linear
+        ]
         if self.group is not None:
             below = [str(self._constants(output)) for output in range(len(self._fronts))]
         tables = [
@@ -452,6 +465,11 @@ class SymbolicRegressor(FormulaRegressor):
         """Constants of the chosen formula by group; one table for each target."""
         tables = [self._constants(output) for output in range(len(self._fronts))]
         return tables[0] if isinstance(self.program_, Program) else tables
+
+    @property
+    def size_limit(self) -> int:
+        """Greatest complexity of the formulas that are searched."""
+        return _MAX_SIZE if self.max_size is None else self.max_size
 
     def _constants(self, output: int) -> GroupTable:
         constants = self._equation(None, output).constants
@@ -486,16 +504,16 @@ class SymbolicRegressor(FormulaRegressor):
         if self.model_selection == "evidence" and not as_function(as_loss(self.loss)).is_squares:
             raise _bad_setting("loss", self.loss, "one of squares, whose evidence is known")
         complexity = complexity_measure(self.complexity_of_operators)
-        admission(self.constraints, complexity, self.max_size)
+        admission(self.constraints, complexity, self.size_limit)
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
             whole = isinstance(value, int | np.integer) and least <= value <= most
             if not whole and (value is not None or name not in _OPTIONAL):
                 raise _bad_setting(name, value, f"a whole number from {least} to {most}")
-        if self.population * self.max_size > _MOST_TOKENS:
+        if self.population * self.size_limit > _MOST_TOKENS:
             raise _bad_setting(
-                "population", self.population, f"at most {_MOST_TOKENS // self.max_size} formulas"
-                f" of max_size={self.max_size}"
+                "population", self.population, f"at most {_MOST_TOKENS // self.size_limit} formulas"
+                f" of max_size={self.size_limit}"
             )  # fmt: skip
         monotonic = (self.constraints or {}).get("monotonic", {})
         directions(monotonic, self._names(), self._variables)
@@ -723,7 +741,7 @@ class SymbolicRegressor(FormulaRegressor):
     def _start(self, output: int, training: TrainingData, form: Form) -> Genomes:
         """Return the formulas that the search of a target goes on from, guesses first."""
         path, variables = self._checkpoint_file(output), training.rows.shape[1]
-        width = self.max_size + form.overhead
+        width = self.size_limit + form.overhead
         known = getattr(self, "_formulas", {}).get(output) if self.warm_start else None
         if known is None and path is not None:
             known = load(path, form, width, variables)
@@ -759,9 +777,9 @@ class SymbolicRegressor(FormulaRegressor):
             program = program.bind(np.ones(program.parameters))
             core = simplified(Genomes.of([program]))
             size = int(complexity_measure(self.complexity_of_operators)(core)[0])
-            if program.variables > self._variables or size > self.max_size:
+            if program.variables > self._variables or size > self.size_limit:
                 what = f"at most {self._variables} variables and a size of at most max_size="
-                raise _bad_setting("guesses", str(program)[:100], f"{what}{self.max_size}")
+                raise _bad_setting("guesses", str(program)[:100], f"{what}{self.size_limit}")
             programs.append(program)
         return programs
 

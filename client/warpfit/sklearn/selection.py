@@ -6,8 +6,9 @@ A search that tries many formulas finds one that fits noise, so that losses alon
    losses are far below those of all other formulas.
 2. Of data with noise a cross-validation says how well a formula predicts rows that its constants
    have not seen. The structure was found on nearly all of them, so that its length is added.
-3. No row tells of a formula that explodes on the next one. Rows that are made up do: mixed ones,
-   whose variables come from different rows, and some that are farther out.
+3. Nothing has chosen the linear regression of all variables. So its structure counts nothing, and
+   a formula has to predict better by what its own structure counts: it is the null model.
+4. No row tells of a formula that explodes on the next one. Rows that are made up do.
 
 `warpfit.sklearn.equations` chooses by these numbers.
 """
@@ -15,9 +16,9 @@ A search that tries many formulas finds one that fits noise, so that losses alon
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import Any, Final
 
 import numpy as np
@@ -47,6 +48,12 @@ _PARTS: Final = 5
 #: better, and part of the loss of the best constant below which no cross-validation is needed.
 _LEAST_NOISE: Final = 0.01
 _EXACT: Final = 1e-4
+#: Most variables of a linear regression, tokens of its intercept, fewest rows for each of its
+#: constants, and about the most rows that it is fitted to.
+_MOST_COLUMNS: Final = 30
+_INTERCEPT: Final = 2
+_ROWS_A_CONSTANT: Final = 2
+_MOST_ROWS: Final = 100_000
 #: Most rows of a cross-validation, number of those that are made up, and about that of those on
 #: which outliers are told from the bulk of the others; and the part of the latter.
 _JUDGED: Final = 2000
@@ -61,9 +68,22 @@ _BIAS: Final = 5e-3
 _STRAYING: Final = 15.0
 _ROOM: Final = 0.25
 _BEYOND: Final = 0.5
-#: Most part by which an error of prediction grows where a formula leaves the target's range on
-#: mixed rows: so a law does not lose to a line because of a pole.
-_MOST_OVERSHOOT: Final = 1.0 / 3.0
+
+
+def linear_regression(X: Floats, y: Floats, weights: Floats) -> tuple[Floats, float]:
+    """Return the slopes, [variables], and the intercept of weighted least squares.
+
+    Columns have one size in the fit, so that none is taken for a rounding error of another, and
+    those without variation have a slope of 0. Of many rows every n-th is taken.
+    """
+    step = -(-len(y) // _MOST_ROWS)
+    X, y, weights = X[::step], y[::step], weights[::step]
+    middle, size = np.average(X, axis=0, weights=weights), np.ptp(X, axis=0)
+    mean, roots = float(np.average(y, weights=weights)), np.sqrt(weights)
+    design = (X - middle) / np.where(size > 0.0, size, 1.0)
+    slopes = np.linalg.lstsq(design * roots[:, None], (y - mean) * roots)[0]
+    slopes = np.where(size > 0.0, slopes / np.where(size > 0.0, size, 1.0), 0.0)
+    return np.asarray(slopes, np.float64), float(mean - middle @ slopes)
 
 
 @dataclass
@@ -77,6 +97,8 @@ class Selection:
     symbols: int
     """Number of operators and variables, and one for numbers."""
     frequency_weights: bool = False
+    most_linear: float = 0.0
+    """Greatest complexity of a linear regression without its intercept; 0 for none."""
     scale: float = math.nan
     """Loss of the best constant above the least that any prediction could have."""
     held_out: Indices = field(default_factory=lambda: np.empty(0, np.int64))
@@ -216,10 +238,9 @@ class Selection:
     @cached_property
     def folds(self) -> list[tuple[Indices, Indices]]:
         """Rows of a cross-validation that are fitted, and those that are left out; of many some."""
-        seen = np.setdiff1d(np.arange(len(self.training.target)), self.held_out)
-        if len(seen) < FEWEST_DIVIDED:
+        if len(self.seen) < FEWEST_DIVIDED:
             return []
-        shuffled = np.random.default_rng(0).permutation(seen)[:_JUDGED]
+        shuffled = np.random.default_rng(0).permutation(self.seen)[:_JUDGED]
         return [(np.setdiff1d(shuffled, part), part) for part in np.array_split(shuffled, _PARTS)]
 
     def not_validated(self, losses: dict[Program, float]) -> list[Program]:
@@ -233,32 +254,37 @@ class Selection:
         grouped = self.training.groups is not None
         if not self.loss.is_squares or is_exact or grouped or not self.folds:
             return []
-        return [program for program in losses if program not in self.lengths]
+        return [program for program in losses if program not in self.lengths | {self.null: 0.0}]
 
-    def validate(self, programs: Sequence[Program], fits: Iterable[Sequence[Program]]) -> None:
-        """Find the predictive lengths of formulas.
+    def validate(self, programs: Sequence[Program], fits: Sequence[Sequence[Program]]) -> None:
+        """Find the predictive lengths of formulas, and of the linear regression.
 
         Rows that are held out are predicted by the formulas as they are.
 
         Args:
             programs: the formulas.
-            fits: the same with constants that are fitted to the rows of each of `folds`.
+            fits: the same with constants that are fitted to the rows of each of `folds`, or of the
+                first ones.
 
         """
         X, y, weights = self.training[:3]
-        predictions = [(programs, self.held_out)]
-        predictions += [(fit, part) for fit, (_, part) in zip(fits, self.folds, strict=True)]
-        judged = np.concatenate([part for _, part in predictions])
-        total = np.zeros(len(programs))
-        for fitted, part in predictions:
-            for place, program in enumerate(fitted):
-                errors = np.square(reference.evaluate_program(program, X[part].T) - y[part])
-                total[place] += weights[part] @ errors
+        folds = [(self.seen, self.held_out), *self.folds[: len(fits)]]
+        judged = np.concatenate([left for _, left in folds])
+        if not len(judged):
+            return
+        adds_null = self.null is not None and self.null not in self.lengths
+        total = np.zeros(len(programs) + adds_null)
+        for fitted, (rows, left) in zip([programs, *fits], folds, strict=True):
+            for place, program in enumerate([*fitted, *([self._linear(rows)] * adds_null)]):
+                errors = np.square(reference.evaluate_program(program, X[left].T) - y[left])
+                total[place] += weights[left] @ errors
+        # Fewer rows than there could be tell less.
+        amount = self.amount() * len(judged) / sum(len(left) for _, left in [folds[0], *self.folds])
+        programs = [*programs, self.null] if adds_null and self.null is not None else programs
         for program, error in zip(programs, (total / weights[judged].sum()).tolist(), strict=True):
             level = max(error, ROUNDING * self.scale, math.ulp(0.0))
             self._least_error = min(self._least_error, level)
-            level += min(self.overshoot(program), _MOST_OVERSHOOT * level)
-            length = 0.5 * self.amount() * math.log(level) if level < math.inf else math.inf
+            length = 0.5 * amount * math.log(level) if level < math.inf else math.inf
             length += self.structure_length(program) + _STRAYING * self.strays(program)
             self.lengths[program] = length
 
@@ -275,8 +301,39 @@ class Selection:
 
     def structure_length(self, program: Program) -> float:
         """Return what the structure of a formula counts in its predictive length, in nats."""
+        if program == self.null:
+            return 0.0
         parts = self.form.parts_of(program)
         return sum(structure_length(terms_of(own), self.symbols) for own in parts)
+
+    # The null model.
+
+    @cached_property
+    def null(self) -> Program | None:
+        """The linear regression of all variables, fitted to all rows; None if it takes no part."""
+        rows, columns = self.training.rows.shape
+        if self.most_linear <= 0.0 or not self.folds or columns > _MOST_COLUMNS:
+            return None
+        if len(self.seen) < _ROWS_A_CONSTANT * (columns + 1):
+            return None
+        program = self._linear(np.arange(rows))
+        is_short = self.complexity(program) - _INTERCEPT <= self.most_linear
+        return program if program.variables and is_short else None
+
+    @cached_property
+    def null_r2(self) -> float:
+        """R^2 on the rows held out of the linear regression that is fitted to the others."""
+        return self.r2(self._linear(self.seen))
+
+    def _linear(self, rows: Indices) -> Program:
+        """Return the linear regression of all variables, fitted to some rows."""
+        slopes, intercept = linear_regression(*(part[rows] for part in self.training[:3]))
+        terms = [
+            Program.apply("mul", Program.constant(slope), Program.variable(place))
+            for place, slope in enumerate(slopes.tolist())
+            if slope != 0.0
+        ]
+        return reduce(partial(Program.apply, "add"), [*terms, Program.constant(intercept)])
 
     # Rows that are made up.
 
@@ -291,36 +348,18 @@ class Selection:
             self._straying[program] = not ((values >= low) & (values <= high)).all()
         return self._straying[program]
 
-    def overshoot(self, program: Program) -> float:
-        """Return the mean square of how far a formula leaves the target's range on mixed rows.
-
-        Of each it is at most the range's width, and that where there is no value.
-        """
-        low, high = float(self.training.target.min()), float(self.training.target.max())
-        values = reference.evaluate_program(program, self._mixed)
-        over = np.clip(np.maximum(low - values, values - high), 0.0, high - low)
-        return float(np.mean(np.square(np.where(np.isnan(over), high - low, over))))
-
-    @cached_property
-    def _mixed(self) -> Floats:
-        """Rows whose variables come from different rows, [variables, n].
-
-        The importance of a variable by permutation is measured on such rows (Breiman 2001).
-        """
-        rng = np.random.default_rng(0)
-        columns = self.training.rows.T
-        return np.stack([column[rng.integers(len(column), size=_JUDGED)] for column in columns])
-
     @cached_property
     def _unlike(self) -> Floats:
         """Rows unlike all others, as the next ones of a table may be, [variables, n].
 
-        They are mixed, and each variable is moved away from that of another row by up to half of
-        their distance, which may be out of the variable's range. What has one sign keeps it.
+        Their variables come from different rows, and each is moved away from that of another row by
+        up to half of their distance, which may be out of the variable's range. What has one sign
+        keeps it.
         """
-        rng = np.random.default_rng(1)
+        first, rng = np.random.default_rng(0), np.random.default_rng(1)
         moved = []
-        for column, own in zip(self.training.rows.T, self._mixed, strict=True):
+        for column in self.training.rows.T:
+            own = column[first.integers(len(column), size=_JUDGED)]
             other = column[rng.integers(len(column), size=_JUDGED)]
             step = rng.uniform(0.0, _BEYOND, _JUDGED)
             further = own + step * (own - other)
@@ -335,21 +374,18 @@ class Selection:
 
         They are those of the target and those of a linear model, with some room.
         """
-        step = -(-len(self.training.target) // _JUDGED)
-        X, y, weights = (part[::step] for part in self.training[:3])
-        # Columns of one size, so that none is taken for a rounding error of another.
-        middle, size = X.mean(axis=0), np.maximum(np.ptp(X, axis=0), np.finfo(float).tiny)
-        design, beyond = (
-            np.column_stack([np.ones(len(rows)), (rows - middle) / size])
-            for rows in (X, self._unlike.T)
-        )
-        roots = np.sqrt(weights)
-        linear = beyond @ np.linalg.lstsq(design * roots[:, None], y * roots)[0]
+        slopes, intercept = linear_regression(*self.training[:3])
+        linear = slopes @ self._unlike + intercept
         low, high = float(self.training.target.min()), float(self.training.target.max())
         room = _ROOM * (high - low)
         return min(low, float(linear.min())) - room, max(high, float(linear.max())) + room
 
-    # Figures of the target.
+    # Figures of the rows.
+
+    @cached_property
+    def seen(self) -> Indices:
+        """Rows that are not held out."""
+        return np.setdiff1d(np.arange(len(self.training.target)), self.held_out)
 
     @cached_property
     def statistics(self) -> TargetStatistics:

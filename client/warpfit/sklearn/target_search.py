@@ -266,19 +266,30 @@ class TargetSearch:
     """Why the search ended, as `SymbolicRegressor.reason_`."""
     formulas: Genomes = field(default_factory=lambda: Genomes.of([]))
     """All formulas of the search, best first."""
-    parts: list[DatasetHandle] = field(default_factory=list)
-    """Rows that are fitted in a cross-validation."""
+    parts: list[DatasetHandle] | None = None
+    """Rows that are fitted in a cross-validation; None before the first one."""
 
     def __post_init__(self) -> None:
         """Prepare the choice."""
-        symbols = self.training.rows.shape[1] + len(self.options.operators) + 1
+        options, most = self.options, 0.0
+        operators = operator_names(options.operators)
+        is_plain = self.training.groups is None and not isinstance(self.form, TemplateForm)
+        is_free = not options.constraints and not options.dimensionless_constants
+        if (
+            is_plain
+            and is_free
+            and as_function(self.loss).is_squares
+            and {"add", "mul"} <= {*operators}
+        ):
+            most = math.inf if options.max_size is None else float(options.max_size)
         self.selection = Selection(
             self.training,
             as_function(self.loss),
             self.form,
             self._complexity,
-            symbols,
-            self.options.frequency_weights,
+            self.training.rows.shape[1] + len(operators) + 1,
+            options.frequency_weights,
+            most,
         )
 
     def run(self, progress: Progress) -> list[Equation]:
@@ -352,20 +363,38 @@ class TargetSearch:
                 **{program: found[program] for program in left if program in found},
                 **refitted,
             }
+        self._add_linear_regression(found)
+        with suppress(DeadlineExceededError):
             self._cross_validate(stack, found)
             if self.options.simplify:
                 self._shorten(data, found)
                 self._cross_validate(stack, found)
         return self._front_of(found)
 
+    def _add_linear_regression(self, found: _Found) -> None:
+        if (null := self.selection.null) is not None:
+            level = self.selection.level(self.selection.values(null))
+            found[null] = [level, self.selection.null_r2]
+
     def _cross_validate(self, stack: ExitStack, found: _Found) -> None:
-        """Find the predictive lengths of formulas, where there may be noise."""
+        """Find the predictive lengths of formulas, where there may be noise.
+
+        The first time by as many folds as there is time for, then by the same ones.
+        """
         programs = self.selection.not_validated(_losses_of(found))
         if not programs:
             return
-        self.parts = self.parts or [self._part(stack, rows) for rows, _ in self.selection.folds]
-        fits = [self._fitted(data, programs) for data in self.parts]
-        self.selection.validate(programs, fits)
+        parts = self.parts
+        fits: list[list[Program]] = []
+        if parts is None:
+            parts = [self._part(stack, rows) for rows, _ in self.selection.folds]
+        with suppress(DeadlineExceededError):
+            for data in parts:
+                fits = [*fits, self._fitted(data, programs)]
+        if self.parts is None:
+            self.parts = parts[: len(fits)]
+        if len(fits) == len(self.parts):
+            self.selection.validate(programs, fits)
 
     def _rows_to_fit(self, stack: ExitStack, seconds: float) -> DatasetHandle:
         """Upload the rows that are not held out, or so many that a fit to them ends in time.
@@ -416,6 +445,9 @@ class TargetSearch:
                     level = math.inf
             level = level if self._sound([program])[0] else math.inf
             found[program] = [level, self.selection.r2(program)]
+        self._add_linear_regression(found)
+        if self.parts is None and (left := self.selection.not_validated(_losses_of(found))):
+            self.selection.validate(left, [])  # Rows that are held out judge alone.
         return self._front_of(found)
 
     def nothing(self) -> list[Equation]:
@@ -461,6 +493,7 @@ class TargetSearch:
             as_function(self.loss).is_squares,
             self.selection.r2_of_loss,
             self.selection.predictive,
+            self.selection.null,
         )
         if not isinstance(self.form, TemplateForm):
             return found
@@ -586,7 +619,7 @@ class TargetSearch:
         operators = operator_names(options.operators)
         codes = tuple(map(operator_code, operators))
         of_the_table = tuple(name for name in operators if name in OPERATORS)
-        drawing = self.rng, codes, self.training.rows.shape[1], options.max_size
+        drawing = self.rng, codes, self.training.rows.shape[1], options.size_limit
         settings = self._settings(progress, sample)
         progress.phase("library of short formulas")
         breeder: Breeder
@@ -644,7 +677,7 @@ class TargetSearch:
             return np.asarray(client.evaluate(data, genomes.population(), timeout=left).T)
 
         options = self.options
-        width, most = options.max_size, _LIBRARY * options.population
+        width, most = options.size_limit, _LIBRARY * options.population
         variables = relevant(X, y, _MOST_VARIABLES)
         count = len(variables)
         short = library(operators, count, width, most)
@@ -708,11 +741,11 @@ class TargetSearch:
 
     def _admission(self, complexity: Callable[[Genomes], Indices]) -> Callable[[Genomes], Mask]:
         options = self.options
-        admit = admission(options.constraints, complexity, options.max_size)
+        admit = admission(options.constraints, complexity, options.size_limit)
         form, consistent = self.form, self._consistent
 
         def admissible(genomes: Genomes) -> Mask:
-            kept = complexity(genomes) - form.overhead <= options.max_size
+            kept = complexity(genomes) - form.overhead <= options.size_limit
             for core in form.cores(genomes):
                 kept &= admit(core)
             return np.asarray(kept & consistent(form.whole(genomes)))
@@ -806,11 +839,13 @@ class TargetSearch:
 
         One parameter less may cost what it is worth to the description length.
         """
-        front, amount = self._front_of(found), self.selection.amount()
+        amount = self.selection.amount()
+        front = [each for each in self._front_of(found) if not each.is_linear_regression]
         criteria = [self.options.model_selection, *SELECTIONS]
         chosen, *others = (front[selected(front, criterion)].program for criterion in criteria)
         likely = sorted(
-            found, key=lambda program: self.selection.description_length(program, found[program][0])
+            {*found} - {self.selection.null},
+            key=lambda program: self.selection.description_length(program, found[program][0]),
         )[:_SHORTENED]
         steps = [(program, 1.0) for program in dict.fromkeys([chosen, *likely, *others])]
         # Each group is fitted, so that a second round takes long there.

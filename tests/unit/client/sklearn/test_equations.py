@@ -150,5 +150,61 @@ def test_values_that_no_row_makes_expect_speak_against_a_formula(text, surprises
     for level, most in ((0.02, 30.0), (0.005, 0.0)):  # a law may have poles
         difference = judge.deviance(parse(text), level) - judge.deviance(line, level)
         assert difference == pytest.approx(most if surprises else 0.0)
-    # On mixed rows, which stay within the variables' ranges.
-    assert (judge.overshoot(parse(text)) > 0.1) == ("(x1 - x2)" in text or "sqrt" in text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "most", "takes_part"),
+    [(80, 6, math.inf, True), (80, 6, 19, True), (80, 6, 18, False), (80, 6, 0, False),
+     (39, 6, math.inf, False), (80, 31, math.inf, False), (60, 30, math.inf, False)],
+)  # fmt: skip
+def test_linear_regression_is_the_null_model(rows, columns, most, takes_part):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(rows, columns)) * 10.0 ** np.linspace(6, 0, columns) + 5.0
+    X[:, -1] = 3.0  # without variation: no term
+    y = X[:, 0] / 1e6 + rng.normal(size=rows)
+    weights, held_out = rng.uniform(0.5, 2.0, rows), np.arange(8)
+    training, loss = TrainingData(X, y, weights), as_function(as_loss("mse"))
+    judge = Selection(training, loss, Form(), len, 13, False, most, 1.0, held_out)
+    assert (judge.null is not None) == takes_part
+    programs = [parse("x1"), parse("1")]
+    judge.validate(programs, [programs] * len(judge.folds))
+    assert [*judge.lengths] == [*programs, *[judge.null] * takes_part]
+    if not takes_part:
+        return
+
+    def predicted(fitted, left):
+        design = np.column_stack([np.ones(rows), X[:, :-1]])
+        roots = np.sqrt(weights[fitted])
+        slopes = np.linalg.lstsq(design[fitted] * roots[:, None], y[fitted] * roots, rcond=1e-14)
+        return design[left] @ slopes[0]
+
+    everything = np.arange(rows)
+    np.testing.assert_allclose(judge.values(judge.null), predicted(everything, everything))
+    errors = [
+        weights[left] @ np.square(predicted(fitted, left) - y[left])
+        for fitted, left in [(np.arange(8, rows), held_out), *judge.folds]
+    ]
+    expected = rows / 2 * math.log(sum(errors) / weights.sum())
+    assert judge.lengths[judge.null] == pytest.approx(expected)
+    # The folds for which there was no time count nothing.
+    other = Selection(training, loss, Form(), len, 13, False, most, 1.0, held_out)
+    other.validate(programs, [programs] * 2)
+    left = np.concatenate([held_out, judge.folds[0][1], judge.folds[1][1]])
+    mean = np.average(np.square(1.0 - y[left]), weights=weights[left])
+    assert other.lengths[programs[1]] == pytest.approx(len(left) / 2 * math.log(mean))
+
+
+@pytest.mark.parametrize(("own", "chosen"), [(31.1, 2), (30.9, 4), (30.5, 4)])
+def test_a_formula_is_chosen_that_predicts_better_than_linear_regression(own, chosen):
+    texts_of = ("x1", "exp(x1)", "x1 + 3*x2", "sin(9*exp(x1))", "x1 + 2*x2 + 3*x3 + 4*x4")
+    programs = [parse(text) for text in texts_of]
+    found = list(zip(programs, [2.0, 1.9, 1.5, 1.0, 1.2], [0.5] * 5, strict=True))
+    lengths = dict(zip(programs, [40.0, 39.0, 31.0, 50.0, own], strict=True))
+    front = build_front(found, len, texts, length, 2.0, predictive=lengths, null=programs[4])
+    assert [each.is_linear_regression for each in front] == [
+        e.program == programs[4] for e in front
+    ]
+    assert front[selected(front, "prediction")].program == programs[chosen]
+    # Of laws no predictive length is known, and the shortest description is chosen.
+    front = build_front(found, len, texts, length, 2.0, null=programs[4])
+    assert front[selected(front, "prediction")] == min(front, key=lambda e: e.description_length)
