@@ -256,7 +256,7 @@ _TLS_MISTAKES: Final = (
         "WRONG_SERVER_NAME",
         "the server's certificate is for another name",
         "Connect to a name in the certificate, or give one of its names: TlsConfig(server_name=...)"
-        " or WARPFIT_SERVER_NAME",
+        ", WARPFIT_SERVER_NAME, or --server-name of a command",
     ),
     (
         re.compile("WRONG_VERSION_NUMBER"),
@@ -274,7 +274,7 @@ _TLS_MISTAKES: Final = (
         re.compile("CERTIFICATE_VERIFY_FAILED|certificate signature failure"),
         "UNTRUSTED_CERTIFICATE",
         "the server's certificate is from no authority that this client trusts",
-        "Give the authority's certificate: TlsConfig(ca=...) or WARPFIT_CA",
+        "Give the authority's certificate: TlsConfig(ca=...), WARPFIT_CA, or --ca of a command",
     ),
 )
 _NOBODY_REMEDY: Final = (

@@ -634,8 +634,10 @@ class _Reader:
         elif name in CONSTANTS:
             self._constant(CONSTANTS[name])
         else:
-            known = (*self.parser.names, *CONSTANTS, *function_names())
-            self._unknown(name, "name", known)
+            if name in function_names():
+                remedy = f"Write its operands in parentheses: {name}(...)"
+                self._fail(f"{name} is a function without operands", "UNKNOWN_NAME", remedy)
+            self._unknown(name, "name", (*self.parser.names, *CONSTANTS))
 
     def _open(self, row: Operator | Macro | Placeholder | None, first: int) -> None:
         self.groups.append(_Group(row, first))

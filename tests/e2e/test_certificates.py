@@ -115,6 +115,11 @@ def test_the_async_client_and_the_command(server, authority, capsys):
     assert cli.main(["info", server.address, *map(str, flags)]) == 0
     assert cli.main(["health", server.address, *map(str, flags)]) == 0
     assert "readiness: SERVING" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["health", server.address])
+    said = capsys.readouterr()
+    assert said.out == "readiness: UNAVAILABLE\n"
+    assert "speaks TLS, and this client does not" in said.err
 
 
 def test_renewed_certificates_serve_new_connections(server, authority, files):

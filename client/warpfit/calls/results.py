@@ -21,6 +21,7 @@ from warpfit.expressions.reference import differentiate
 from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import coefficients_of_determination
+from warpfit.ops import PARAMETER
 from warpfit.request import Result, Timings
 
 
@@ -294,9 +295,17 @@ class Fit(Shown):
 
     @property
     def hint(self) -> str:
-        """Remedy for searches that have stalled; empty where none has."""
+        """Remedy for searches that have stalled or parameters that are not there, or empty."""
         count = self.reason.ravel().tolist().count(Reason.STALLED)
         if not count:
+            for index in range(min(len(self.parameters), MOST_ROWS)):
+                program = self.batch.program(index)
+                used = {
+                    v for c, v in zip(program.codes, program.values, strict=True) if c == PARAMETER
+                }
+                gaps = [f"p{n + 1}" for n in range(program.parameters) if n not in used]
+                if gaps:
+                    return f"expression {index} has no {gaps[0]}: number parameters without gaps"
             return ""
         what = "1 search has stalled" if count == 1 else f"{count} searches have stalled"
         if self.dtype == np.float32:

@@ -116,7 +116,7 @@ def _run(words: list[str]) -> int:
                 require_server()
             return int(import_module(module).main(words[1:]))
         end = words.index("--") if words[:1] == ["ray"] and "--" in words else len(words)
-        options = _parser().parse_args(words[:end])
+        options = _parser().parse_args(words[:end] or ["--help"])
         options.flags = words[end + 1 :]
         command: Callable[[argparse.Namespace], None] = options.command
         command(options)
@@ -131,13 +131,25 @@ def _run(words: list[str]) -> int:
     return 0
 
 
+class _Command(argparse.ArgumentParser):
+    """The parser of a command; its errors show how that command is used."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse words that are left over, which often are parts of an expression."""
+        options, rest = super().parse_known_args(args, namespace)
+        if rest:
+            words = " ".join(rest)
+            self.error(f"unrecognized arguments: {words}. Quote an expression that has spaces or *")
+        return options, rest
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="warpfit",
         description="Evaluate expressions for symbolic regression, on a GPU or a CPU.",
     )
     parser.add_argument("--version", action="version", version=metadata.version("warpfit"))
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     for name, (_, described) in _DELEGATED.items():  # for the list of commands alone
         commands.add_parser(name, help=described)
 
@@ -311,8 +323,10 @@ def _health(options: argparse.Namespace) -> None:
 
     # The flags alone switch TLS on, not the variables: a health port beside it has none.
     security = Security.of(target_of(options.address), **from_flags(options), environment={})
-    status = health(options.address, options.service, options.timeout, security)
+    status, failure = health(options.address, options.service, options.timeout, security)
     print(f"{options.service}: {status}")
+    if failure:
+        tell(f"warpfit: {failure}")
     if status != "SERVING":
         raise SystemExit(1)
 

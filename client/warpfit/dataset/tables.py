@@ -383,10 +383,11 @@ class Table:
         layout.check()
         for column, name in ((self.target, "y"), (self.weights, "weights")):
             if column is not None and column.shape != (rows, 1):
+                count, columns = column.shape
                 raise InvalidArgumentError(
-                    f"{name} has shape {column.shape}, X has {rows} rows",
+                    f"{name} has {count} rows and {columns} columns, X has {rows} rows",
                     "BAD_SHAPE",
-                    f"Send {name} as [{rows}]",
+                    "Give one number for each row of X",
                     name,
                 )
         return layout

@@ -346,8 +346,12 @@ def trace_context() -> Metadata:
     return tuple(carrier.items())
 
 
-def health(address: str, service: str, timeout: float, security: Security | None = None) -> str:
-    """Return a service's status from grpc.health.v1, or the gRPC status of a call that failed.
+def health(
+    address: str, service: str, timeout: float, security: Security | None = None
+) -> tuple[str, str]:
+    """Return a service's status from grpc.health.v1, and why a call for it failed.
+
+    The status is the one of gRPC if the call failed, and the reason is empty otherwise.
 
     It needs no package that has the stubs of the health service. A health port speaks plain text,
     the main port what ``security`` says.
@@ -361,7 +365,11 @@ def health(address: str, service: str, timeout: float, security: Security | None
         try:
             answer = check(request, timeout=timeout, metadata=security.metadata())
         except grpc.RpcError as error:
-            return str(error.code().name)
+            status, details = str(error.code().name), error.details() or ""
+            found = codec.error_from_status(status, details, error.trailing_metadata())
+            if _CONNECTION_ENDED.search(details):
+                found = security.handshake_failure(address) or found
+            return status, str(found)
     # HealthCheckResponse.status
     number = answer[1] if answer[:1] == b"\x08" and len(answer) > 1 else 0
-    return _HEALTH[number] if number < len(_HEALTH) else "UNKNOWN"
+    return (_HEALTH[number] if number < len(_HEALTH) else "UNKNOWN"), ""

@@ -131,5 +131,7 @@ def _common_name(context: Any) -> str:
 
 def _refused(message: str, reason: str) -> UnauthenticatedError:
     return UnauthenticatedError(
-        message, reason, "Give a valid token (token=, or WARPFIT_TOKEN) or client certificate"
+        message,
+        reason,
+        "Give a valid token (token=, WARPFIT_TOKEN, --token-file) or client certificate",
     )

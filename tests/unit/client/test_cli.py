@@ -115,6 +115,17 @@ def test_eval_errors_are_one_message_and_status_2(capsys, data, address, words, 
 # ------------------------------------------------------------------------------- other commands
 
 
+def test_a_command_without_words_and_one_with_too_many_say_how_it_is_used(capsys):
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert "search formulas for a column" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "data.csv", "a", "+", "b"])
+    said = capsys.readouterr().err
+    assert "usage: warpfit eval" in said
+    assert "+ b. Quote an expression" in said
+
+
 @pytest.mark.parametrize("name", ["bad name!", "", "a b", "#", "a#b", "x" * 64, "\n", "-a", "ü"])
 def test_a_token_is_for_a_name_that_can_stand_in_a_token_file(capsys, name):
     status, out, err = run(capsys, "token", "--", name)

@@ -218,6 +218,8 @@ def test_a_long_text_is_shown_around_the_place():
         ("weigth + 1", ("height", "weight"), "weight"),
         ("`weigth` + 1", ("height", "weight"), "weight"),
         ("zzz", ("height", "weight"), "height, weight"),
+        ("sin weight", ("height", "weight"), "in parentheses: sin(...)"),
+        ("nosuch", ("height", "weight"), "height, weight"),  # not cosh or csch
     ],
 )
 def test_errors_suggest_names(text, names, suggestion):

@@ -43,6 +43,13 @@ def test_fits_show_formulas_r2_and_standard_errors(client):
     assert re.search(r"<td>\$\S+ \\cdot x_\{1\} \+ \S+\$</td>", page)
 
 
+def test_a_fit_without_one_of_its_parameters_says_so(client):
+    data = client.upload(X, 2 * X[:, 0])
+    fit = client.optimize(data, ["p1*x1", "p1*x1 + p3"])
+    assert str(fit).endswith("expression 1 has no p2: number parameters without gaps")
+    assert client.optimize(data, ["p2*x1 + p1"]).hint == ""
+
+
 @pytest.mark.parametrize(
     ("dtype", "remedy"), [("float32", 'upload with dtype="float64"'), ("float64", "other starts")]
 )

@@ -197,4 +197,4 @@ def test_any_answer_about_health_is_a_status(liar, said):
     handler, client = liar
     handler.answers = {"Check": [said]}
     address = client._failover.connection.target.addresses[0]
-    assert health(address, "", 5) == "UNKNOWN"
+    assert health(address, "", 5) == ("UNKNOWN", "")
