@@ -366,7 +366,7 @@ def health(
             answer = check(request, timeout=timeout, metadata=security.metadata())
         except grpc.RpcError as error:
             status, details = str(error.code().name), error.details() or ""
-            found = codec.error_from_status(status, details, error.trailing_metadata())
+            found = codec.error_from_status(status, details, None)
             if _CONNECTION_ENDED.search(details):
                 found = security.handshake_failure(address) or found
             return status, str(found)

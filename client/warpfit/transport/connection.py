@@ -497,8 +497,8 @@ class Security:
             return UnavailableError(
                 f"the server at {address} speaks TLS, and this client does not",
                 "TLS_WANTED",
-                "Connect with tls=True or a warpfit.TlsConfig, set WARPFIT_TLS or WARPFIT_CA, or give "
-                "a command --tls or --ca",
+                "Connect with tls=True or a warpfit.TlsConfig, set WARPFIT_TLS or WARPFIT_CA, or "
+                "give a command --tls or --ca",
             )
         if not is_refused:
             return None
