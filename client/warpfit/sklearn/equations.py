@@ -6,7 +6,7 @@ import math
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -21,9 +21,9 @@ from warpfit.ops import CONSTANT
 ROUNDING: Final = 1e-18
 #: An equation is in the running for "best" if its loss is at most this multiple of the least.
 _NEAR_BEST: Final = 1.5
-#: Predictive lengths that differ by less are alike, as those of a formula with other digits are;
-#: the shortest description decides.
-_ALIKE: Final = 0.5
+#: Predictive lengths that differ by less are alike, and the shortest description decides: two units
+#: of support (Edwards, "Likelihood", 1972).
+_ALIKE: Final = 2.0
 #: Columns of the table, with the names that fit above them.
 COLUMNS: Final = {
     "complexity": "size",
@@ -110,7 +110,7 @@ def build_front(
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
     The formula of the least description length stays, whatever others of its complexity gain by
-    more constants, and those of the least predictive lengths.
+    more constants, and so do that of the least among those that predict best, and the null model.
 
     Args:
         found: program, loss above ``floor``, and R^2 on rows held out, of each formula.
@@ -122,41 +122,52 @@ def build_front(
         predicts_mean: whether predictions are means of the target, so that R^2 judges them.
         r2: returns the R^2 of a loss.
         predictive: predictive lengths, as far as they are known.
-        null: the linear regression, which stays if its predictive length is known.
+        null: the linear regression, if it takes part.
 
     """
     predictive = predictive or {}
-    near = min(predictive.values(), default=math.inf) + _ALIKE
     least = max(ROUNDING * scale, math.ulp(0.0))
+
+    def measured(program: Program, loss: float, held_out: float) -> Equation:
+        is_refuted = held_out < 0.0 if predicts_mean else held_out == -math.inf
+        excess = max(loss, 0.0)
+        return Equation(
+            complexity=complexity(program),
+            loss=excess + floor,
+            excess=excess,
+            score=0.0,
+            description_length=length(program, excess),
+            r2=r2(excess + floor),
+            r2_held_out=held_out,
+            program=program,
+            equation="",
+            latex="",
+            is_supported=program.variables == 0 or not is_refuted,
+            predictive_length=predictive.get(program, math.nan),
+            is_linear_regression=program == null,
+        )
+
     # A formula may have no value on rows that the search did not compare.
-    found = [entry for entry in found if math.isfinite(entry[1])] or list(found)[:1]
-    measured = [
-        (complexity(program), max(loss, least), program, max(loss, 0.0), held_out)
-        for program, loss, held_out in found
-    ]
-    best = min(measured, key=lambda item: length(item[2], item[3]))
-    ranked = [item for item in measured if item is best or item[0] > best[0] or item[1] > best[1]]
+    finite = [entry for entry in found if math.isfinite(entry[1])] or list(found)[:1]
+    equations = [measured(*entry) for entry in finite]
+    best = min(equations, key=lambda equation: equation.description_length)
+    stay = [best]
+    if predictive:
+        stay += [e for e in equations if e.is_linear_regression]
+        stay += [_by_prediction([e for e in equations if e.is_supported] or equations)]
     front: list[Equation] = []
     last = math.inf
-    for size, level, program, loss, held_out in sorted(ranked, key=lambda item: item[:2]):
-        predictive_length = predictive.get(program, math.nan)
-        stays = predictive_length <= near or (program == null and program in predictive)
-        if front and level >= last and not stays:
+    for equation in sorted(equations, key=lambda e: (e.complexity, max(e.excess, least))):
+        size, level = equation.complexity, max(equation.excess, least)
+        is_longer_or_worse = size > best.complexity or level > max(best.excess, least)
+        is_better = not front or (level < last and is_longer_or_worse)
+        if not (is_better or any(equation is each for each in stay)):
             continue
         score = 0.0
         if front and size > front[-1].complexity:
-            drop = max(math.log(last / level), 0.0)
-            score = drop / (size - front[-1].complexity)
-        is_refuted = held_out < 0.0 if predicts_mean else held_out == -math.inf
-        is_supported = program.variables == 0 or not is_refuted
-        total = loss + floor
-        front.append(
-            Equation(
-                size, total, loss, score, length(program, loss), r2(total), held_out, program,
-                *texts(program), is_supported, predictive_length=predictive_length,
-                is_linear_regression=program == null,
-            )
-        )  # fmt: skip
+            score = max(math.log(last / level), 0.0) / (size - front[-1].complexity)
+        text, latex = texts(equation.program)
+        front.append(replace(equation, score=score, equation=text, latex=latex))
         last = min(last, level)
     return front
 

@@ -580,6 +580,8 @@ _LEAST_ERROR: Final = 1e-12
 
 #: Values with root mean square 1, [formulas, rows], and their scales.
 Term: TypeAlias = tuple[NDArray[np.float64], Floats]
+#: Tokens of a part of a formula, those without its factor, and those of each of its terms.
+_Part: TypeAlias = tuple[int, int, tuple[int, ...]]
 #: Improves the scales in the formulas of a table, by the errors of what is fitted with it.
 Sharpen: TypeAlias = Callable[[Table, Callable[[Table], Floats]], Table]
 
@@ -622,22 +624,23 @@ def structure_length(sizes: Sequence[int], symbols: int) -> float:
 def terms_of(program: Program) -> tuple[int, ...]:
     """Return the tokens of each term of a sum, without its factor; of a constant none."""
 
-    def leaf(code: int, value: float) -> tuple[int, tuple[int, ...]]:
-        return 1, () if code == CONSTANT else (1,)
+    def leaf(code: int, value: float) -> _Part:
+        return 1, 1, () if code == CONSTANT else (1,)
 
-    def join(
-        operator: Operator, parts: list[tuple[int, tuple[int, ...]]]
-    ) -> tuple[int, tuple[int, ...]]:
-        size = 1 + sum(tokens for tokens, _ in parts)
-        together = tuple(itertools.chain(*(terms for _, terms in parts)))
-        factors = [terms for _, terms in parts if terms]
+    def join(operator: Operator, parts: list[_Part]) -> _Part:
+        size = 1 + sum(tokens for tokens, _, _ in parts)
+        together = tuple(itertools.chain(*(terms for _, _, terms in parts)))
+        factors = [own for _, own, terms in parts if terms]
         scaled = operator.name == "mul" and len(factors) < 2
-        scaled |= operator.name == "div" and not parts[1][1]
-        if scaled or operator.name in ("add", "sub", "neg"):
-            return size, together
-        return size, (size,) if factors else ()
+        scaled |= operator.name == "div" and not parts[1][2]
+        if scaled or operator.name == "neg":
+            return size, sum(factors), together
+        if operator.name in ("add", "sub"):
+            return size, size, together
+        own = 1 + sum(factors) if operator.name in ("mul", "div") and len(factors) == 2 else size
+        return size, own, (own,) if factors else ()
 
-    return program.fold(leaf, join)[1]
+    return program.fold(leaf, join)[2]
 
 
 def _selected(

@@ -32,6 +32,7 @@ from warpfit.losses import (
     close_losses,
     coefficients_of_determination,
 )
+from warpfit.ops import CONSTANT
 from warpfit.sklearn.equations import ROUNDING, information, price_of
 from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.forms import Form
@@ -254,7 +255,7 @@ class Selection:
         grouped = self.training.groups is not None
         if not self.loss.is_squares or is_exact or grouped or not self.folds:
             return []
-        return [program for program in losses if program not in self.lengths | {self.null: 0.0}]
+        return [each for each in losses if each not in self.lengths and each != self.null]
 
     def validate(self, programs: Sequence[Program], fits: Sequence[Sequence[Program]]) -> None:
         """Find the predictive lengths of formulas, and of the linear regression.
@@ -289,7 +290,12 @@ class Selection:
             self.lengths[program] = length
 
     def expect(self, short: Program, long: Program, losses: dict[Program, float]) -> None:
-        """Say what predictive length a formula should have that is a long one made shorter."""
+        """Say what predictive length a formula should have that is a long one made shorter.
+
+        A constant less lets a loss grow by about a nat before new rows are predicted worse (Stone,
+        "An asymptotic equivalence of choice of model by cross-validation and Akaike's criterion",
+        1977).
+        """
         if long not in self.lengths or short not in losses:
             return
         after, before = (
@@ -297,6 +303,7 @@ class Selection:
         )
         growth = (1.0 if self.loss.closing is Closing.ROOT else 0.5) * math.log(after / before)
         change = self.structure_length(short) - self.structure_length(long)
+        change += float(np.sum(short.codes == CONSTANT) - np.sum(long.codes == CONSTANT))
         self.expected[short] = self.lengths[long] + self.amount() * growth + change
 
     def structure_length(self, program: Program) -> float:

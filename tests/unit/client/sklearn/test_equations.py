@@ -66,6 +66,9 @@ def test_what_predicts_best_stays_and_is_chosen_though_others_fit_better():
     assert len(front) == 4
     assert front[selected(front, "prediction")].program == programs[2]
     assert front[selected(front, "accuracy")].program == programs[3]
+    # What predicts hardly worse and is shorter is chosen, too.
+    front = build_front(found, len, texts, length, 2.0, predictive=lengths | {programs[3]: 32.5})
+    assert front[selected(front, "prediction")].program == programs[3]
     assert all(equation.score >= 0.0 for equation in front)
 
 

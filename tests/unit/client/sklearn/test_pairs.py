@@ -94,6 +94,8 @@ def test_sums_take_terms_one_after_the_other_and_stop_where_noise_begins():
         ("2*(x1*x2 + 1)", (3,)),
         ("exp(x1) + 4*sqrt(x2 + 1)", (2, 4)),
         ("1/x1 - neg(x2)", (3, 1)),
+        ("0.5*x1*square(x2) - x1*(3*x2)/4", (4, 3)),  # factors within a product are of the term
+        ("sin(2*x1)*3 + 2/x1", (4, 3)),
         ("sqrt(2) + 1", ()),
     ],
 )
