@@ -101,13 +101,14 @@ def main() -> None:
         data = client.upload(t[:, None], y, names=("t",), dtype="float64")
         for round_ in range(1, options.rounds + 1):
             answers = client.propose(data, grammar.propose(options.skeletons, best))
-            fitted = [each for each in answers if each.error is None and each.held_out_r2 > 0.0]
+            useful = [each for each in answers if each.error is None and each.held_out_r2 > 0.0]
             # A skeleton that was tried before has nothing new to say.
-            best += [each for each in fitted if not each.tried]
+            best += [each for each in useful if not each.tried]
             # A longer formula has to fit better: its description length says whether it does.
             best = sorted(best, key=lambda each: each.description_length)[:10]
             wrong = sum(each.error is not None for each in answers)
-            print(f"round {round_}: {len(fitted)} of {len(answers)} fitted, {wrong} refused")
+            count = f"{len(useful)} of {len(answers)}"
+            print(f"round {round_}: {count} predict better than the mean, {wrong} refused")
             print(f"  held-out R2 {best[0].held_out_r2:.4f}  {best[0].skeleton}")
         law = best[0]
         short = client.simplify(data, [law.expression], tolerance=0.05).programs[0]

@@ -20,7 +20,7 @@ from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_table
 from warpfit.dataset.layout import canonical_dtype
 from warpfit.dataset.tables import ColumnNames
-from warpfit.display import MOST_ROWS
+from warpfit.display import MOST_ROWS, shortened
 from warpfit.errors import InvalidArgumentError, bad_setting, require
 from warpfit.expressions.real_numbers import ParameterVectors, join_vectors, real_numbers
 from warpfit.fitting import (
@@ -432,7 +432,7 @@ def _row_range(rows: Any, count: int) -> tuple[int, int] | None:
     except (TypeError, ValueError):
         pass
     raise InvalidArgumentError(
-        f"rows is {rows!r}",
+        f"rows is {shortened(repr(rows))}",
         "BAD_ROWS",
         "Give a slice of consecutive rows or (start, stop), or upload the rows as a data set",
         "rows",

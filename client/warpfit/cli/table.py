@@ -29,6 +29,7 @@ MOST_SECONDS: Final = 1e9
 _DELIMITERS: Final = "\t;,"
 #: Lines from which separator and decimal sign are told.
 _SAMPLE_LINES: Final = 100
+_EMPTY_REMEDY: Final = "Give a file with a line of names and a line of numbers for each row"
 #: Texts of cells without a value, in lower case. NaN is a number.
 _MISSING: Final = frozenset({"", "na", "n/a", "#n/a", "<na>", "null", "none", "nat", "?"})
 _COMMA_NUMBER: Final = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -278,7 +279,9 @@ class _Selection:
             numbers = numbers[~missing]
             places = [place for place, is_out in zip(places, missing, strict=True) if not is_out]
         if not len(numbers):
-            raise InvalidArgumentError(f"{file} holds no rows of numbers", "EMPTY_FILE")
+            raise InvalidArgumentError(
+                f"{file} holds no rows of numbers", "EMPTY_FILE", _EMPTY_REMEDY
+            )
         variables = len(self.variables)
         others = iter(numbers[:, variables:].T)
         target, weights = (None if i is None else next(others) for i in (self.target, self.weights))
@@ -295,7 +298,7 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
     lines: Iterator[tuple[int, list[str]]] = ((n, row) for n, row in stripped if any(row))
     read = list(islice(lines, _SAMPLE_LINES))
     if not read:
-        raise InvalidArgumentError(f"{file} holds no rows of numbers", "EMPTY_FILE")
+        raise InvalidArgumentError(f"{file} holds no rows of numbers", "EMPTY_FILE", _EMPTY_REMEDY)
     first = [cell for cell in read[0][1] if not _is_missing(cell)]
     numbered = all(_is_number(cell) or _COMMA_NUMBER.fullmatch(cell) for cell in first)
     names = [f"x{i + 1}" if numbered else cell for i, cell in enumerate(read[0][1])]

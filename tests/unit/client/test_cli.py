@@ -377,7 +377,7 @@ def test_target_and_weights_are_columns(tmp_path, kind):
         ("b,b\n1,2\n", r"column 1 of \S+ is another 'b'"),
         (gzip.compress(b"a\n" + b"1\n" * 99, mtime=0)[:-12], r"cannot be read: "),
         (b"PAR1 and no more", r"cannot be read: "),
-        ("a,b\n", "holds no rows"),
+        ("a,b\n", "holds no rows of numbers. Give a file with a line of names"),
         ("", "holds no rows"),
     ],
 )

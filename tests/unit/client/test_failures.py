@@ -285,6 +285,7 @@ CASES = {
     "rows is 5": evaluate(rows=5),
     "rows is '0:5'": evaluate(rows="0:5"),
     "rows is array": evaluate(rows=np.arange(5)),
+    r"rows is array\(\[ True[^\n]{,60}\.\.\. Give": evaluate(rows=np.ones(60, bool)),
     r"rows is \(0.0, 5": evaluate(rows=(0.0, 5.5)),
     "rows is slice": evaluate(rows=slice(0, 9, 2)),
     "timeout is '5'": evaluate(timeout="5"),
