@@ -338,7 +338,11 @@ class InFlightRequest:
             raise CancelledError("the call has ended", "CANCELLED")
         if reply is LOST:
             self._is_over = self._is_lost = True
-            self._report_loss()
+            state = self.segment_layout.state(self.segment)
+            if state != QUEUED and self.tenant != PROBE:  # the engine had begun it
+                _LOG.warning("a batch of tenant %s was in an engine that was lost", self.tenant)
+                own = self.process, self.evaluation.dataset_id, self.digest()
+                self.connection.report(InterruptedBatch(*own, alone=state == ALONE))
             raise unavailable()
         if isinstance(reply, messages.RequestFinished):
             self._finish(reply)
@@ -392,18 +396,6 @@ class InFlightRequest:
         with self._lock:
             self._has_segment = False  # it may soon be another call's
         return not self._is_lost
-
-    def _report_loss(self) -> None:
-        """Report the request if the engine had begun it when it was lost."""
-        state = self.segment_layout.state(self.segment)
-        if state != QUEUED and self.tenant != PROBE:
-            self._report(self.process, alone=state == ALONE)
-
-    def _report(self, process: int, *, alone: bool) -> None:
-        """Report that an engine process was lost which had begun the request."""
-        _LOG.warning("a batch of tenant %s was in an engine that was lost", self.tenant)
-        batch, dataset = self.digest(), self.evaluation.dataset_id
-        self.connection.report(InterruptedBatch(process, dataset, batch, alone))
 
 
 def unavailable() -> UnavailableError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -20,8 +20,7 @@ import numpy as np
 from warpfit.calls.splitting import even_bounds
 from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
 from warpfit.fitting import FitProgress
-from warpfit.ir import Batch
-from warpfit.request import Precision, Timings
+from warpfit.request import STAGES, Precision, Timings
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest, unavailable
 from warpfit_server.ipc.quarantine import KnownSuspects
@@ -81,7 +80,10 @@ class SplitRequest:
                 self._finished += 1
                 self._programs += part.segment_layout.programs
                 if self._finished == len(self._parts):
-                    self.timings = _longest([timings for _, timings in self.shares()])
+                    each = [timings for _, timings in self.shares()]
+                    longest = {stage: max(getattr(t, stage) for t in each) for stage in STAGES}
+                    hits = sum(timings.cache_hits for timings in each)
+                    self.timings = Timings(**longest, tier=each[0].tier, cache_hits=hits)
                     return reply
                 return messages.ValuesReady(reply.request, self._programs)
             if time.monotonic() - self._reported >= _PROGRESS_SECONDS:
@@ -119,14 +121,6 @@ def end_parts(parts: Sequence[InFlightRequest]) -> None:
             part.cancel()
     are_clean = [part.end() for part in parts]
     parts[0].connection.pool.release(parts[0].segment, is_clean=all(are_clean))
-
-
-def _longest(timings: Sequence[Timings]) -> Timings:
-    """Return the longest time of each stage."""
-    stages = ("decode", "queue", "copy_in", "compute", "copy_out")
-    longest = {stage: max(getattr(each, stage) for each in timings) for stage in stages}
-    hits = sum(each.cache_hits for each in timings)
-    return Timings(**longest, tier=timings[0].tier, cache_hits=hits)
 
 
 # ---------------------------------------------------------------------------- the choice of engines
@@ -224,11 +218,29 @@ class Router:
         """Return the parts of a request, or all of it, with the engines to try for each in turn."""
         if len(self._connections) == 1:
             return [(request, [0] if self._connections[0].is_open else [])]
-        batch, waits = request.evaluation.batch, self._waits(data)
-        order = self._order(batch, waits, nanoseconds)
-        idle = self._idle(order, waits, nanoseconds)
+        outstanding, load = self._table.work(), data.layout.nbytes / _LOAD_BYTES
+        waits = {  # estimated nanoseconds after which each connected engine has time
+            number: outstanding[number] + (0.0 if number in data.engines else load)
+            for number, connection in enumerate(self._connections)
+            if connection.is_open
+        }
+        batch = request.evaluation.batch
+        name = zlib.crc32(batch.codes.data)
+        least = min(waits.values(), default=0.0) + _EQUAL_PART * nanoseconds
+
+        def rank(number: int) -> tuple[bool, float, int]:
+            preference = name * (2 * number + 1) * _MIXER & _MASK
+            is_away = self._labels[number] not in self.serving
+            return is_away, max(0.0, waits[number] - least), preference
+
+        order = sorted(waits, key=rank)
+        # In fast mode one search that leaves the range of float32 has all computed precisely, so
+        # that parts of such a fit would not give its bits.
+        is_fast_fit = request.is_fit and request.evaluation.precision is Precision.FAST
+        soon = _IDLE_PART * nanoseconds
+        idle = [n for n in order if waits[n] <= soon and self._labels[n] in self.serving]
         count = min(len(idle), nanoseconds // _LEAST_PART, MOST_PARTS)
-        if count < 2 or not _may_split(request):
+        if count < 2 or request.alone or is_fast_fit:
             return [(request, order)]
         bounds = even_bounds(batch.lengths.astype(np.float64), count)
         if len(bounds) == 2:
@@ -252,7 +264,8 @@ class Router:
             except UnavailableError:  # it may have crashed another engine
                 continue
             request.device = self._labels[number]
-            request.on_end = self._charge(number, nanoseconds)
+            self._table.add_work(number, nanoseconds)  # which is outstanding until it has ended
+            request.on_end = partial(self._table.add_work, number, -nanoseconds)
             try:
                 self._connections[number].send(request)
             except UnavailableError:  # lost a moment ago
@@ -263,43 +276,3 @@ class Router:
             else:
                 return
         raise refusal or unavailable()
-
-    def _waits(self, data: KnownDataset) -> dict[int, float]:
-        """Return the estimated nanoseconds after which each connected engine has time."""
-        outstanding, load = self._table.work(), data.layout.nbytes / _LOAD_BYTES
-        return {
-            number: outstanding[number] + (0.0 if number in data.engines else load)
-            for number, connection in enumerate(self._connections)
-            if connection.is_open
-        }
-
-    def _order(self, batch: Batch, waits: Mapping[int, float], nanoseconds: int) -> list[int]:
-        """Return the numbers of the connected engines, the best one for a batch first."""
-        least = min(waits.values(), default=0.0) + _EQUAL_PART * nanoseconds
-        name = zlib.crc32(batch.codes.data)
-
-        def rank(number: int) -> tuple[bool, float, int]:
-            preference = name * (2 * number + 1) * _MIXER & _MASK
-            is_away = self._labels[number] not in self.serving
-            return is_away, max(0.0, waits[number] - least), preference
-
-        return sorted(waits, key=rank)
-
-    def _idle(
-        self, order: Sequence[int], waits: Mapping[int, float], nanoseconds: int
-    ) -> list[int]:
-        """Return the engines that could begin with a part of a request almost at once."""
-        soon = _IDLE_PART * nanoseconds
-        return [n for n in order if waits[n] <= soon and self._labels[n] in self.serving]
-
-    def _charge(self, number: int, nanoseconds: int) -> Callable[[], None]:
-        """Count outstanding work of an engine; return what ends that."""
-        self._table.add_work(number, nanoseconds)
-        return partial(self._table.add_work, number, -nanoseconds)
-
-
-def _may_split(request: InFlightRequest) -> bool:
-    """Return whether parts of a request give its bits, and it is no suspect."""
-    # In fast mode one search that leaves the range of float32 has all computed precisely.
-    is_fast_fit = request.is_fit and request.evaluation.precision is Precision.FAST
-    return not (request.alone or is_fast_fit)
