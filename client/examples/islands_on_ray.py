@@ -12,7 +12,7 @@ Any node but the one where the driver and Ray's head run may be lost at any time
 epochs that were running there, clients turn to other servers, and Ray starts the lost server again
 where it can. An epoch depends on nothing but its arguments, among them a seed, and a loss has the
 same bits on whichever server it is computed, so that the formulas found are the same as without
-the loss.
+the loss. Needs ``pip install -e '.[ray,examples]'`` on all nodes.
 """
 
 from __future__ import annotations
