@@ -391,6 +391,9 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
     for pattern, reason, message, remedy in _TLS_MISTAKES:
         if status == "UNAVAILABLE" and pattern.search(details):
             return errors.UnavailableError(message, reason, remedy)
+    if status == "DEADLINE_EXCEEDED":  # what gRPC says depends on where the time ended
+        message = "the call did not end in its time"
+        return errors.DeadlineExceededError(message, status, _REMEDIES[status])
     if status == "CANCELLED":  # by a server that stops; a caller that cancels gets no status
         return errors.UnavailableError("the call was cut off", "CALL_CUT_OFF", "Repeat the call")
     return cls(details or status, status, _REMEDIES.get(status, ""))

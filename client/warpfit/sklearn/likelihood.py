@@ -68,7 +68,8 @@ def least_row_losses(loss: LossFunction, target: Floats, weights: Floats) -> Flo
         raise InvalidArgumentError(
             f"the loss has no least value for a target of {float(pairs[0, bad]):g}",
             "BAD_LOSS",
-            "Write a loss that is bounded below, such as log(abs(d) + 0.01) instead of log(abs(d))",
+            "Give targets that the loss is for, such as counts for poisson, or a loss that is "
+            "bounded below, such as log(abs(d) + 0.01) instead of log(abs(d))",
             "loss",
         )
     if loss.mentions_weight:
