@@ -79,7 +79,7 @@ class Closing(StrEnum):
     RELATIVE = "relative"
     """S / sum of w (y - m)^2, where m is the weighted mean of y."""
     SCORE = "score"
-    """1 - RELATIVE; the highest score is the best."""
+    """1 minus `relative`; the highest score is the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +305,9 @@ def huber(delta: float = 1.0) -> LossFunction:
 
 
 def log_cosh() -> LossFunction:
-    """Return the mean of log cosh d, written so that it neither overflows nor cancels.
-
-    |d| + log(1 + exp(-2 |d|)) - log 2 loses digits where its terms are larger than itself, so where
-    |d| < 1/2 it is a polynomial in d^2 times d^2.
-    """
+    """Return the mean of log cosh d, which neither overflows nor loses digits by cancellation."""
+    # |d| + log(1 + exp(-2 |d|)) - log 2 loses digits where its terms are larger than itself, so
+    # where |d| < 1/2 it is a polynomial in d^2 times d^2.
     near = repr(_LOG_COSH[-1])
     for coefficient in _LOG_COSH[-2::-1]:
         near = f"fma(square(d), {near}, {coefficient!r})"
