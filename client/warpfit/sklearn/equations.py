@@ -21,8 +21,8 @@ from warpfit.ops import CONSTANT
 ROUNDING: Final = 1e-18
 #: An equation is in the running for "best" if its loss is at most this multiple of the least.
 _NEAR_BEST: Final = 1.5
-#: Predictive lengths that differ by less are alike, and the shortest description decides: two units
-#: of support (Edwards, "Likelihood", 1972).
+#: Predictive lengths that differ by less are alike: the null model or the shortest description is
+#: chosen. It is two units of support (Edwards, "Likelihood", 1972).
 _ALIKE: Final = 2.0
 #: Columns of the table, with the names that fit above them.
 COLUMNS: Final = {
@@ -200,7 +200,8 @@ def _by_prediction(front: Sequence[Equation]) -> Equation:
         return SELECTIONS["description_length"](front)
     null = [equation for equation in known if equation.is_linear_regression]
     limit = null[0].predictive_length if null else math.inf
-    known = [equation for equation in known if equation.predictive_length < limit] or null or known
+    better = [equation for equation in known if equation.predictive_length < limit - _ALIKE]
+    known = better or null or known
     least = min(equation.predictive_length for equation in known)
     near = [e for e in known if not e.predictive_length > least + _ALIKE]
     return min(near, key=lambda equation: equation.description_length)

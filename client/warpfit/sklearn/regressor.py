@@ -113,15 +113,16 @@ class SymbolicRegressor(FormulaRegressor):
         best: a cross-validation fits the constants to other rows, the structure's tokens count,
         too, and so does a value that no row makes expect, on rows unlike all others. The null model
         is the linear regression of all variables, whose structure counts nothing: it is chosen
-        unless another equation predicts better by what its own structure counts. It takes part for
-        40 rows or more, at most 30 variables, half as many as rows, losses of squares, and where
-        there are "add" and "mul" and neither constraints, dimensionless constants, a template nor
-        groups. Where an equation leaves less than a hundredth of the variance of rows that its
-        constants have not seen, and for losses that are no squares, ``"prediction"`` is the same as
-        ``"description_length"``. The others are
-        ``"description_length"``, the shortest description of the data, which counts tokens and
-        constants (`warpfit.sklearn.equations.Equation`); ``"evidence"``, the largest fractional
-        Bayes factor, for losses of squares (`warpfit.evidence.fractional_bayes_factor`);
+        unless another equation predicts better by two nats and what its own structure counts. Of
+        equations that predict alike, within two nats, the shortest is chosen. Linear regression
+        takes part for 40 rows or more, at most 30 variables, half as many as rows, losses of
+        squares, and where there are "add" and "mul" and neither constraints, dimensionless
+        constants, a template nor groups. Where an equation leaves less than a hundredth of the
+        variance of rows that its constants have not seen, and for losses that are no squares,
+        ``"prediction"`` is the same as ``"description_length"``, the shortest description of the
+        data, which counts tokens and constants (`warpfit.sklearn.equations.Equation`). The others
+        are ``"evidence"``, the largest fractional Bayes factor, for losses of squares
+        (`warpfit.evidence.fractional_bayes_factor`);
         ``"accuracy"``, the least loss; ``"score"``, the steepest decrease of the loss; or
         ``"best"``, the highest score among those with at most 1.5 times the least loss, as in PySR,
         both above the least that any prediction could have.

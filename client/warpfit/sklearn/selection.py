@@ -16,7 +16,7 @@ A search that tries many formulas finds one that fits noise, so that losses alon
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from typing import Any, Final
@@ -108,9 +108,6 @@ class Selection:
     """Constants without a short form by group, [groups, constants]."""
     lengths: dict[Program, float] = field(default_factory=dict)
     """Predictive lengths, as `Equation.predictive_length`."""
-    expected: dict[Program, float] = field(default_factory=dict)
-    """The same of shortened formulas, as those of the long ones and their losses let expect: they
-    count where no time is left for another cross-validation."""
     _least_error: float = math.inf
     """Least mean squared error of a formula in a cross-validation."""
     _straying: dict[Program, bool] = field(default_factory=dict)
@@ -234,7 +231,7 @@ class Selection:
     def predictive(self) -> dict[Program, float]:
         """Predictive lengths; none where a formula leaves hardly anything of new rows' variance."""
         is_noisy = self._least_error > _LEAST_NOISE * self._variance
-        return self.expected | self.lengths if is_noisy else {}
+        return self.lengths if is_noisy else {}
 
     @cached_property
     def folds(self) -> list[tuple[Indices, Indices]]:
@@ -244,67 +241,53 @@ class Selection:
         shuffled = np.random.default_rng(0).permutation(self.seen)[:_JUDGED]
         return [(np.setdiff1d(shuffled, part), part) for part in np.array_split(shuffled, _PARTS)]
 
-    def not_validated(self, losses: dict[Program, float]) -> list[Program]:
+    def not_validated(self, programs: Iterable[Program], least: float) -> list[Program]:
         """Return the formulas that a cross-validation should judge; none where there is no noise.
 
         Args:
-            losses: of all formulas, above the least possible.
+            programs: all formulas.
+            least: the least of their losses, above the least possible.
 
         """
-        is_exact = min(losses.values()) <= self.limit(_EXACT)
+        is_exact = least <= self.limit(_EXACT)
         grouped = self.training.groups is not None
         if not self.loss.is_squares or is_exact or grouped or not self.folds:
             return []
-        return [each for each in losses if each not in self.lengths and each != self.null]
+        return [each for each in programs if each not in self.lengths and each != self.null]
 
-    def validate(self, programs: Sequence[Program], fits: Sequence[Sequence[Program]]) -> None:
+    def validate(self, programs: Sequence[Program], fits: Sequence[Sequence[Program]] = ()) -> None:
         """Find the predictive lengths of formulas, and of the linear regression.
 
-        Rows that are held out are predicted by the formulas as they are.
+        Rows that are held out are predicted by the formulas as they are. Where there was no time
+        for fits all rows are, and each constant counts a nat instead (Stone, "An asymptotic
+        equivalence of choice of model by cross-validation and Akaike's criterion", 1977).
 
         Args:
             programs: the formulas.
-            fits: the same with constants that are fitted to the rows of each of `folds`, or of the
-                first ones.
+            fits: the same with constants that are fitted to the rows of each of `folds`; or empty.
 
         """
         X, y, weights = self.training[:3]
-        folds = [(self.seen, self.held_out), *self.folds[: len(fits)]]
+        folds = [(self.seen, self.held_out), *self.folds]
         judged = np.concatenate([left for _, left in folds])
-        if not len(judged):
-            return
-        adds_null = self.null is not None and self.null not in self.lengths
-        total = np.zeros(len(programs) + adds_null)
-        for fitted, (rows, left) in zip([programs, *fits], folds, strict=True):
-            for place, program in enumerate([*fitted, *([self._linear(rows)] * adds_null)]):
+        by_fold = [programs, *(fits or [programs] * len(self.folds))]
+        constants = [0 if fits else np.count_nonzero(own.codes == CONSTANT) for own in programs]
+        if self.null is not None and self.null not in self.lengths:
+            programs, constants = [*programs, self.null], [*constants, 0]
+            linear = (self._linear(rows) for rows, _ in folds)
+            by_fold = [[*fit, null] for fit, null in zip(by_fold, linear, strict=True)]
+        total = np.zeros(len(programs))
+        for fit, (_, left) in zip(by_fold, folds, strict=True):
+            for place, program in enumerate(fit):
                 errors = np.square(reference.evaluate_program(program, X[left].T) - y[left])
                 total[place] += weights[left] @ errors
-        # Fewer rows than there could be tell less.
-        amount = self.amount() * len(judged) / sum(len(left) for _, left in [folds[0], *self.folds])
-        programs = [*programs, self.null] if adds_null and self.null is not None else programs
-        for program, error in zip(programs, (total / weights[judged].sum()).tolist(), strict=True):
+        means = (total / weights[judged].sum()).tolist()
+        for program, error, count in zip(programs, means, constants, strict=True):
             level = max(error, ROUNDING * self.scale, math.ulp(0.0))
             self._least_error = min(self._least_error, level)
-            length = 0.5 * amount * math.log(level) if level < math.inf else math.inf
+            length = 0.5 * self.amount() * math.log(level) if level < math.inf else math.inf
             length += self.structure_length(program) + _STRAYING * self.strays(program)
-            self.lengths[program] = length
-
-    def expect(self, short: Program, long: Program, losses: dict[Program, float]) -> None:
-        """Say what predictive length a formula should have that is a long one made shorter.
-
-        A constant less lets a loss grow by about a nat before new rows are predicted worse (Stone,
-        "An asymptotic equivalence of choice of model by cross-validation and Akaike's criterion",
-        1977).
-        """
-        if long not in self.lengths or short not in losses:
-            return
-        after, before = (
-            max(losses[one], ROUNDING * self.scale, math.ulp(0.0)) for one in (short, long)
-        )
-        growth = (1.0 if self.loss.closing is Closing.ROOT else 0.5) * math.log(after / before)
-        change = self.structure_length(short) - self.structure_length(long)
-        change += float(np.sum(short.codes == CONSTANT) - np.sum(long.codes == CONSTANT))
-        self.expected[short] = self.lengths[long] + self.amount() * growth + change
+            self.lengths[program] = length + count
 
     def structure_length(self, program: Program) -> float:
         """Return what the structure of a formula counts in its predictive length, in nats."""

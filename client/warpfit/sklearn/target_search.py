@@ -266,22 +266,22 @@ class TargetSearch:
     """Why the search ended, as `SymbolicRegressor.reason_`."""
     formulas: Genomes = field(default_factory=lambda: Genomes.of([]))
     """All formulas of the search, best first."""
-    parts: list[DatasetHandle] | None = None
-    """Rows that are fitted in a cross-validation; None before the first one."""
+    parts: list[DatasetHandle] = field(default_factory=list)
+    """Rows that are fitted in a cross-validation."""
 
     def __post_init__(self) -> None:
         """Prepare the choice."""
-        options, most = self.options, 0.0
+        options = self.options
         operators = operator_names(options.operators)
-        is_plain = self.training.groups is None and not isinstance(self.form, TemplateForm)
-        is_free = not options.constraints and not options.dimensionless_constants
-        if (
-            is_plain
-            and is_free
-            and as_function(self.loss).is_squares
+        may_be_linear = (
+            as_function(self.loss).is_squares
+            and self.training.groups is None
+            and not isinstance(self.form, TemplateForm)
+            and not options.constraints
+            and not options.dimensionless_constants
             and {"add", "mul"} <= {*operators}
-        ):
-            most = math.inf if options.max_size is None else float(options.max_size)
+        )
+        longest = math.inf if options.max_size is None else float(options.max_size)
         self.selection = Selection(
             self.training,
             as_function(self.loss),
@@ -289,7 +289,7 @@ class TargetSearch:
             self._complexity,
             self.training.rows.shape[1] + len(operators) + 1,
             options.frequency_weights,
-            most,
+            longest if may_be_linear else 0.0,
         )
 
     def run(self, progress: Progress) -> list[Equation]:
@@ -364,11 +364,11 @@ class TargetSearch:
                 **refitted,
             }
         self._add_linear_regression(found)
-        with suppress(DeadlineExceededError):
-            self._cross_validate(stack, found)
-            if self.options.simplify:
+        self._cross_validate(stack, found)
+        if self.options.simplify:
+            with suppress(DeadlineExceededError):
                 self._shorten(data, found)
-                self._cross_validate(stack, found)
+            self._cross_validate(stack, found)
         return self._front_of(found)
 
     def _add_linear_regression(self, found: _Found) -> None:
@@ -377,24 +377,18 @@ class TargetSearch:
             found[null] = [level, self.selection.null_r2]
 
     def _cross_validate(self, stack: ExitStack, found: _Found) -> None:
-        """Find the predictive lengths of formulas, where there may be noise.
-
-        The first time by as many folds as there is time for, then by the same ones.
-        """
-        programs = self.selection.not_validated(_losses_of(found))
+        """Find the predictive lengths of formulas, where there may be noise."""
+        least = min(loss for loss, _ in found.values())
+        programs = self.selection.not_validated(found, least)
         if not programs:
             return
-        parts = self.parts
         fits: list[list[Program]] = []
-        if parts is None:
-            parts = [self._part(stack, rows) for rows, _ in self.selection.folds]
         with suppress(DeadlineExceededError):
-            for data in parts:
-                fits = [*fits, self._fitted(data, programs)]
-        if self.parts is None:
-            self.parts = parts[: len(fits)]
-        if len(fits) == len(self.parts):
-            self.selection.validate(programs, fits)
+            seconds_until(self.deadline)
+            folds = self.selection.folds
+            self.parts = self.parts or [self._part(stack, rows) for rows, _ in folds]
+            fits = [self._fitted(data, programs) for data in self.parts]
+        self.selection.validate(programs, fits)
 
     def _rows_to_fit(self, stack: ExitStack, seconds: float) -> DatasetHandle:
         """Upload the rows that are not held out, or so many that a fit to them ends in time.
@@ -446,8 +440,9 @@ class TargetSearch:
             level = level if self._sound([program])[0] else math.inf
             found[program] = [level, self.selection.r2(program)]
         self._add_linear_regression(found)
-        if self.parts is None and (left := self.selection.not_validated(_losses_of(found))):
-            self.selection.validate(left, [])  # Rows that are held out judge alone.
+        least = min(level for level, _ in found.values())
+        if left := self.selection.not_validated(found, least):
+            self.selection.validate(left)
         return self._front_of(found)
 
     def nothing(self) -> list[Equation]:
@@ -803,7 +798,7 @@ class TargetSearch:
                 left = seconds_until(self.deadline)
                 losses = self._losses(part, left)
                 wrong = self._violating(part) | ~self._sound(part)
-                losses = np.where(wrong, np.inf, losses - self.selection.floor())
+                losses = np.where(wrong | np.isnan(losses), np.inf, losses - self.selection.floor())
             except DeadlineExceededError:
                 break
             for program, loss in zip(part, losses.tolist(), strict=True):
@@ -843,8 +838,9 @@ class TargetSearch:
         front = [each for each in self._front_of(found) if not each.is_linear_regression]
         criteria = [self.options.model_selection, *SELECTIONS]
         chosen, *others = (front[selected(front, criterion)].program for criterion in criteria)
+        finite = [program for program, (loss, _) in found.items() if math.isfinite(loss)]
         likely = sorted(
-            {*found} - {self.selection.null},
+            {*finite} - {self.selection.null},
             key=lambda program: self.selection.description_length(program, found[program][0]),
         )[:_SHORTENED]
         steps = [(program, 1.0) for program in dict.fromkeys([chosen, *likely, *others])]
@@ -866,7 +862,6 @@ class TargetSearch:
             )
             short = self.form.shortened(program, how)
             found.update(self._measured([short]))
-            self.selection.expect(short, program, _losses_of(found))
 
     def _snap(self, excess: float) -> Any:
         """Return what constants may become: multiples of pi and e only in laws, not in noise."""
@@ -876,10 +871,6 @@ class TargetSearch:
     def _front_of(self, found: _Found) -> list[Equation]:
         losses, r2 = zip(*found.values(), strict=True)
         return self.front(list(found), np.array(losses), list(r2))
-
-
-def _losses_of(found: _Found) -> dict[Program, float]:
-    return {program: loss for program, (loss, _) in found.items()}
 
 
 def _whole(pool: Pool, row: int, spread: float) -> Program:

@@ -12,12 +12,13 @@ pytest.importorskip("sklearn")
 from warpfit import InvalidArgumentError, parse
 from warpfit.expressions.language import to_latex
 from warpfit.losses import LossFunction, as_function, as_loss, poisson
-from warpfit.sklearn import likelihood
+from warpfit.sklearn import SymbolicRegressor, likelihood
 from warpfit.sklearn.equations import SELECTIONS, build_front, selected
 from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.likelihood import deviance, floor, least_row_losses
 from warpfit.sklearn.selection import Selection
+from warpfit.sklearn.target_search import TargetSearch
 
 
 def length(program, loss):
@@ -189,15 +190,15 @@ def test_linear_regression_is_the_null_model(rows, columns, most, takes_part):
     ]
     expected = rows / 2 * math.log(sum(errors) / weights.sum())
     assert judge.lengths[judge.null] == pytest.approx(expected)
-    # The folds for which there was no time count nothing.
+    # Without time for fits a constant counts a nat, but not one of linear regression.
     other = Selection(training, loss, Form(), len, 13, False, most, 1.0, held_out)
-    other.validate(programs, [programs] * 2)
-    left = np.concatenate([held_out, judge.folds[0][1], judge.folds[1][1]])
-    mean = np.average(np.square(1.0 - y[left]), weights=weights[left])
-    assert other.lengths[programs[1]] == pytest.approx(len(left) / 2 * math.log(mean))
+    other.validate(programs)
+    mean = np.average(np.square(1.0 - y), weights=weights)
+    assert other.lengths[programs[1]] == pytest.approx(rows / 2 * math.log(mean) + 1.0)
+    assert other.lengths[judge.null] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("own", "chosen"), [(31.1, 2), (30.9, 4), (30.5, 4)])
+@pytest.mark.parametrize(("own", "chosen"), [(33.1, 2), (32.9, 4), (31.0, 4)])
 def test_a_formula_is_chosen_that_predicts_better_than_linear_regression(own, chosen):
     texts_of = ("x1", "exp(x1)", "x1 + 3*x2", "sin(9*exp(x1))", "x1 + 2*x2 + 3*x3 + 4*x4")
     programs = [parse(text) for text in texts_of]
@@ -211,3 +212,25 @@ def test_a_formula_is_chosen_that_predicts_better_than_linear_regression(own, ch
     # Of laws no predictive length is known, and the shortest description is chosen.
     front = build_front(found, len, texts, length, 2.0, null=programs[4])
     assert front[selected(front, "prediction")] == min(front, key=lambda e: e.description_length)
+
+
+def test_formulas_without_a_loss_are_not_shortened(monkeypatch):
+    """On rows that the search did not compare they may have no value."""
+    shortened = []
+
+    class Shortened(Form):
+        def shortened(self, program, how):
+            assert 0.0 <= how.tolerance < 1.0
+            shortened.append(str(program))
+            return program
+
+    x = np.linspace(0.0, 1.0, 21)[:, None]
+    training = TrainingData(x, x[:, 0], np.ones(21))
+    task = TargetSearch(
+        SymbolicRegressor(), None, training, None, None, (), 0.0, math.inf, Shortened()
+    )
+    task.selection.scale = 1.0
+    monkeypatch.setattr(task, "_measured", lambda programs: {})
+    losses = {"sqrt(x1 - 0.2)": math.nan, "x1": 0.1, "log(x1)": math.inf, "1": 1.0}
+    task._shorten(None, {parse(text): [loss, 0.5] for text, loss in losses.items()})
+    assert {*shortened} == {"x1", "1"}
