@@ -1,9 +1,11 @@
 """Settings read from files that may be replaced while the server runs."""
 
 import logging
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -24,6 +26,9 @@ class WatchedFiles(Generic[T]):
         read: reads the value; raises InvalidArgumentError if the files cannot be used.
         log: where changes are logged.
         seconds: shortest time between two looks at the files.
+
+    Raises:
+        InvalidArgumentError: if one of them is a pipe or the like, or as ``read``.
     """
 
     def __init__(
@@ -34,7 +39,7 @@ class WatchedFiles(Generic[T]):
         seconds: float = 1.0,
     ) -> None:
         self._paths = paths
-        self._read = read
+        self._read_files = read
         self._log = log
         self._seconds = seconds
         self._next = time.monotonic() + seconds
@@ -42,7 +47,7 @@ class WatchedFiles(Generic[T]):
         self._stamps = self._stamp_files()
         self._failed = ""
         """Why the files could not be used when they were read last; "" if they could."""
-        self._value = read()
+        self._value = self._read()
 
     def get(self) -> T:
         """Return the value, a new object after a change; cheap when nothing has changed."""
@@ -64,6 +69,18 @@ class WatchedFiles(Generic[T]):
                     self._failed = ""
                     self._log.info("%s changed and was read again", names)
         return self._value
+
+    def _read(self) -> T:
+        """Read the value, but of no pipe, for whose other end all calls would wait."""
+        for path in self._paths:
+            with suppress(OSError):  # `read` says what is wrong
+                if not stat.S_ISREG(path.stat().st_mode):
+                    raise InvalidArgumentError(
+                        f"{path} is not a regular file",
+                        "NO_REGULAR_FILE",
+                        "Give the path of a file, which is read again when it changes",
+                    )
+        return self._read_files()
 
     def _stamp_files(self) -> list[tuple[int, ...]]:
         """Return a stamp of each file, which is other after every change; () of a missing one.

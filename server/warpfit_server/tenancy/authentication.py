@@ -59,15 +59,21 @@ class TokenFile:
     def _read(self) -> dict[bytes, _BearerToken]:
         try:
             check_secret(self._path)
-            lines = self._path.read_text(encoding="utf-8").splitlines()
+            lines = self._path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(
                 f"the token file {self._path} cannot be read: {error}",
                 "BAD_TOKEN_FILE",
                 "Check path, permissions and encoding",
             ) from error
-        words = ((number, line.split("#")[0].split()) for number, line in enumerate(lines, 1))
-        return dict(self._parse(number, line) for number, line in words if line)
+        found: dict[bytes, _BearerToken] = {}
+        for number, line in enumerate(lines, 1):
+            if words := line.split("#")[0].split():
+                digest, token = self._parse(number, words)
+                if digest in found:
+                    raise self._wrong(f"line {number} of {self._path} has another line's token")
+                found[digest] = token
+        return found
 
     def _parse(self, number: int, words: Sequence[str]) -> tuple[bytes, _BearerToken]:
         """Read the words of a line: a token's digest, and whose it is."""
@@ -76,15 +82,21 @@ class TokenFile:
             until = datetime.fromisoformat(words[2]) if len(words) > 2 else None
             if len(digest) != 32 or len(words) > 3 or len(tenant.encode()) > _NAME_BYTES:
                 raise ValueError
+            if not tenant.isprintable() or digest == token_digest(""):
+                raise ValueError
         except (ValueError, IndexError):
-            raise InvalidArgumentError(
-                f"line {number} of the token file {self._path} is wrong",
-                "BAD_TOKEN_FILE",
-                "Write TENANT SHA256 [UNTIL]; `warpfit token TENANT` makes such a line",
-            ) from None
+            raise self._wrong(f"line {number} of the token file {self._path} is wrong") from None
         if until is not None and until.tzinfo is None:
             until = until.replace(tzinfo=UTC)
         return digest, _BearerToken(tenant, until)
+
+    @staticmethod
+    def _wrong(problem: str) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            problem,
+            "BAD_TOKEN_FILE",
+            "Write TENANT SHA256 [UNTIL]; `warpfit token TENANT` makes such a line",
+        )
 
 
 @dataclass(frozen=True, slots=True)

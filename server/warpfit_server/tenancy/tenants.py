@@ -19,6 +19,7 @@ section's limits, and the default's where it names none. The file is read again 
 
 import hashlib
 import logging
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -123,12 +124,15 @@ class TenantLimits:
 
 def _read(path: Path) -> _Sections:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         default = _section(content.pop("default", {}))
-        tenants = {name: _section(table) for name, table in content.pop("tenants", {}).items()}
+        tables = content.pop("tenants", {})
+        if not isinstance(tables, dict):
+            raise ValueError("tenants is no section")
+        tenants = {name: _section(table) for name, table in tables.items()}
         if content:
             raise ValueError(f"unknown section {next(iter(content))}")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
             f"the tenants file {path} cannot be used: {error}",
             "BAD_TENANTS_FILE",
@@ -137,7 +141,9 @@ def _read(path: Path) -> _Sections:
     return _Sections(default, tenants)
 
 
-def _section(table: dict[str, Any]) -> _Section:
+def _section(table: Any) -> _Section:
+    if not isinstance(table, dict):
+        raise ValueError(f"{table!r} is no section")
     suspended = table.pop("suspended", False)
     if not isinstance(suspended, bool):
         raise ValueError("suspended is neither true nor false")
@@ -146,7 +152,10 @@ def _section(table: dict[str, Any]) -> _Section:
         if name not in _NAMES:
             raise ValueError(f"{name} is no limit; there are {', '.join(sorted(_NAMES))}")
         number = parse_bytes(value) if isinstance(value, str) else value
-        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
-            raise ValueError(f"{name} is {value!r}, not a number from 0")
+        kinds = int | float if name == "rate" else int
+        is_number = isinstance(number, kinds) and not isinstance(number, bool)
+        if not (is_number and 0 <= number < math.inf):
+            wanted = "a number" if name == "rate" else "a whole number"
+            raise ValueError(f"{name} is {value!r}, not {wanted} from 0")
         limits[name] = number
     return _Section(limits, suspended)

@@ -39,6 +39,10 @@ class TestTokens:
         [
             *("alice", "alice zz", "alice abcd", f"alice {'ab' * 32} never", "a b c d", "\xff"),
             f"{'a' * 129} {'ab' * 32}",
+            # What a terminal does something with, a token that is empty, and one of two tenants.
+            f"a\x1b[31m {'ab' * 32}",
+            f"a {token_digest('').hex()}",
+            f"a {'ab' * 32} # b\nb {'AB' * 32}",
         ],
     )
     def test_a_wrong_file_is_refused_with_its_line(self, tmp_path, text):
@@ -46,7 +50,23 @@ class TestTokens:
         with pytest.raises(InvalidArgumentError) as caught:
             TokenFile(path)
         assert caught.value.reason == "BAD_TOKEN_FILE"
-        assert "line 2" in str(caught.value) or text == "\xff"
+        assert f"line {2 + text.count(chr(10))}" in str(caught.value) or text == "\xff"
+
+    def test_a_mark_of_the_byte_order_is_no_part_of_a_name(self, tmp_path):
+        token, line = new_token("a")
+        assert TokenFile(self._file(tmp_path, f"\ufeff{line}\n")).tenant(token) == "a"
+
+    def test_no_call_waits_for_the_other_end_of_a_pipe(self, tmp_path):
+        token, line = new_token("a")
+        path = self._file(tmp_path, line)
+        tokens = TokenFile(path)
+        path.unlink()
+        os.mkfifo(path, 0o600)
+        tokens._tokens._next = 0.0
+        assert tokens.tenant(token) == "a", "the old content stays in force"
+        with pytest.raises(InvalidArgumentError) as caught:
+            TokenFile(path)
+        assert caught.value.reason == "NO_REGULAR_FILE"
 
     @pytest.mark.parametrize("wrong", ["mode", "folder", "content"])
     def test_a_token_is_withdrawn_although_the_new_file_was_wrong_at_first(self, tmp_path, wrong):

@@ -210,6 +210,12 @@ def test_a_single_tenant_may_use_the_whole_server():
         "[tenant.a]\nrows = 3\n",
         "tenants = 3\n",
         "default = 3\n",
+        "[tenants]\na = 3\n",
+        "[default]\nrate = nan\n",
+        "[default]\nrate = inf\n",
+        "[default]\nrequests = inf\n",
+        "[default]\nrequests = 0.5\n",
+        f"a = {'[' * 5_000}",
         "nonsense",
     ],
 )
