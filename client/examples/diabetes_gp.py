@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if not options.address:
-        print("starting a server (the very first start compiles for some seconds)")
+        print("starting a server")
     with server_at(options.address) as address:
         reports = evolve(address, options)
         plot(reports, options.plot)

@@ -53,7 +53,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if not options.address:
-        print("starting a server (the very first start compiles for some seconds)")
+        print("starting a server")
     table = np.array(list(PLANETS.values()))
     X, period = table[:, :3], table[:, 3]
     weights = 1.0 / np.square(period)  # so that relative errors count

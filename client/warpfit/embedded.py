@@ -24,7 +24,7 @@ _STOP_SECONDS: Final = 15.0
 _GRACE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.02
 #: Seconds of a start after which the log says what may take so long.
-_SILENT_SECONDS: Final = 5.0
+_SILENT_SECONDS: Final = 3.0
 #: Most bytes of the end of the log that are read.
 _MOST_READ: Final = 1 << 16
 #: Characters of the end of the log that an error quotes; its message has at most 480 bytes.
@@ -105,8 +105,9 @@ def _wait_for_address(process: subprocess.Popen[bytes], log: IO[bytes], seconds:
         if not is_said and time.monotonic() > begun + _SILENT_SECONDS:
             is_said = True
             _LOG.warning(
-                "a server starts on this machine. Its first start compiles for a minute or more, "
-                "and so does its first fit; `warpfit precompile` does both beforehand"
+                "warpfit: a server starts on this machine. A first start compiles code for one to "
+                "three minutes, and so does the first fit; later ones take seconds. "
+                "`warpfit precompile` does both beforehand"
             )
         if found := READY.search(_written(log)):
             return found[1]

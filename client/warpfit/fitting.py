@@ -247,16 +247,22 @@ class FitRequest:
         # The counts are not checked yet, so no array of the length that they claim is allocated.
         lower = np.float64(-np.inf) if settings.lower is None else settings.lower
         upper = np.float64(np.inf) if settings.upper is None else settings.upper
-        bad = ~np.atleast_1d(lower <= upper)
+        bad = ~np.atleast_1d((lower <= upper) & (lower < np.inf) & (upper > -np.inf))
         if bad.any():
             index = int(bad.argmax())
+            low, high = (float(np.broadcast_to(end, bad.shape)[index]) for end in (lower, upper))
+            what = "a lower bound above its upper bound"
+            if low != low or high != high:
+                what = "a bound that is not a number (NaN)"
+            elif low <= high:
+                what = "bounds between which no number is finite"
             ends = np.cumsum(batch.parameter_counts, dtype=np.int64)
             program = int(np.searchsorted(ends, index, side="right"))
             own = index - int(ends[program]) + int(batch.parameter_counts[program])
             raise InvalidArgumentError(
-                f"p{own + 1} has a lower bound above its upper bound",
+                f"p{own + 1} has {what}",
                 "BAD_BOUNDS",
-                "Give lower <= upper, with -inf and inf for no bound",
+                "Give numbers lower <= upper, with -inf and inf for no bound",
                 "lower",
                 program,
             )

@@ -18,6 +18,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
@@ -299,7 +300,7 @@ BUILT_IN: Final[Mapping[Loss, LossFunction]] = {
 
 def huber(delta: float = 1.0) -> LossFunction:
     """Return the mean of d^2 / 2 where |d| <= delta, else delta (|d| - delta / 2) (Huber 1964)."""
-    _require_positive(delta, "delta")
+    delta = _positive(delta, "delta")
     text = f"where(abs(d) <= {delta!r}, 0.5*square(d), {delta!r}*(abs(d) - {delta / 2!r}))"
     return LossFunction.parse(text)
 
@@ -317,10 +318,11 @@ def log_cosh() -> LossFunction:
 
 def quantile(q: float = 0.5) -> LossFunction:
     """Return the mean of q (y - f) where y >= f, else (1 - q) (f - y), to fit the q-quantile."""
-    if not 0.0 < q < 1.0:
+    if not (isinstance(q, Real) and 0.0 < q < 1.0):
         raise InvalidArgumentError(
-            f"q is {q}", "BAD_LOSS", "Give a number between 0 and 1, both excluded", "q"
+            f"q is {q!r}", "BAD_LOSS", "Give a number between 0 and 1, both excluded", "q"
         )
+    q = float(q)
     return LossFunction.parse(f"where(d <= 0, {-q!r}*d, {1.0 - q!r}*d)")
 
 
@@ -345,7 +347,7 @@ def gaussian(sigma: float | None = None) -> LossFunction:
     constant = math.log(2.0 * math.pi) / 2.0
     if sigma is None:
         return LossFunction.parse(f"0.5*(w*square(d) - log(w)) + {constant!r}", Closing.SUM)
-    _require_positive(sigma, "sigma")
+    sigma = _positive(sigma, "sigma")
     constant += math.log(sigma)
     return LossFunction.parse(f"0.5*square(d / {sigma!r}) + {constant!r}", Closing.SUM)
 
@@ -417,8 +419,9 @@ def _not_a_row_loss(text: str) -> InvalidArgumentError:
     )
 
 
-def _require_positive(value: float, name: str) -> None:
-    if not 0.0 < value < math.inf:
+def _positive(value: float, name: str) -> float:
+    if not (isinstance(value, Real) and 0.0 < value < math.inf):
         raise InvalidArgumentError(
-            f"{name} is {value}", "BAD_LOSS", "Give a positive, finite number", name
+            f"{name} is {value!r}", "BAD_LOSS", "Give a positive, finite number", name
         )
+    return float(value)

@@ -265,21 +265,21 @@ class Tools:
         self,
         ctx: Context,
         data: Data,
-        seconds: float = 30.0,
+        max_seconds: float = 30.0,
         max_size: int | None = None,
         operators: list[str] | None = None,
         loss: str = "mse",
         units: dict[str, str] | None = None,
         seed: int = 0,
     ) -> dict[str, Any]:
-        """Search formulas by genetic programming for some seconds.
+        """Search formulas by genetic programming for at most max_seconds.
 
         Returns the best formula of each complexity, and which one is chosen.
         """
         require("sklearn", "warpfit[mcp]")
-        if not 0.0 < seconds <= self._settings.most_seconds:
+        if not 0.0 < max_seconds <= self._settings.most_seconds:
             most = self._settings.most_seconds
-            raise ToolError(f"seconds is {seconds:g}. Give a time above 0, up to {most:g}")
+            raise ToolError(f"max_seconds is {max_seconds:g}. Give a time above 0, up to {most:g}")
         async with self._caller(ctx) as caller:
             table = await self._table(data)
             _require_target(table)
@@ -293,8 +293,8 @@ class Tools:
                 return _search(
                     client,
                     table,
-                    lambda: report(min(time.monotonic() - begun, seconds), seconds),
-                    max_seconds=seconds,
+                    lambda: report(min(time.monotonic() - begun, max_seconds), max_seconds),
+                    max_seconds=max_seconds,
                     generations=10**6,
                     max_size=max_size,
                     loss=loss,

@@ -88,7 +88,7 @@ def test_an_agent_finds_a_law_over_stdio(server, root):
             given = {"data": data, "expression": short["formulas"][0]["expression"]}
             values = answer(await client.call_tool("predict", given | {"rows": 3}))
             drawn = await client.call_tool("plot", given | {"over": "a"})
-            given = {"data": data, "seconds": 1.0, "max_size": 5}
+            given = {"data": data, "max_seconds": 1.0, "max_size": 5}
             searched = answer(await client.call_tool("search", given))
             return tools, seen, found, again, short, values, drawn, searched
 
@@ -144,14 +144,14 @@ def test_data_are_limited_and_checked(server, root):
         ("describe_data", {"data": {"columns": {"a": [1.0]}, "path": "law.csv"}}),
         ("describe_data", {"data": {"columns": {"a": [1.0]}, "target": "b"}}),
         ("predict", {"data": inline, "expression": "a", "start": 9}),
-        ("search", {"data": inline, "seconds": 1e6}),
+        ("search", {"data": inline, "max_seconds": 1e6}),
         ("plot", {"data": inline, "expression": "a", "over": "nosuch"}),
         ("simplify", {"data": inline, "expressions": ["p1*a"]}),
         ("describe_data", {"data": {"path": "law.csv", "target": "nosuch"}}),
     ]
     good, *bad = in_process(server, root, calls)
     assert json.loads(good[1])["answers"][0]["parameters"] == pytest.approx([2.0])
-    words = ("larger", "twice", "larger", "length", "either", "no column", "4 rows", "seconds")
+    words = ("larger", "twice", "larger", "length", "either", "no column", "4 rows", "max_seconds")
     words = (*words, "nosuch", "parameter", "nosuch")
     for (is_error, text), word in zip(bad, words, strict=True):
         assert is_error

@@ -140,7 +140,7 @@ def test_shell(
         check_build(snippet, server, checkout)
         return
     for line in commands(snippet):
-        line = line.replace("--seconds 60", "--seconds 1")
+        line = line.replace("--max-seconds 60", "--max-seconds 1")
         check_command(re.sub(f"{ADDRESS}|HOST:PORT", server.address, line), checkout)
 
 

@@ -143,7 +143,7 @@ def test_the_shell_takes_a_template(server: ServerProcess, tmp_path, capsys):
     X = points(60)
     table = np.column_stack([X, X[:, 0] * np.exp(-X[:, 1])])
     np.savetxt(file, table, delimiter=",", header="a,b,c,y", comments="")
-    words = ["search", str(file), "--target", "y", "--seconds", "60", "--quiet", "--json"]
+    words = ["search", str(file), "--target", "y", "--max-seconds", "60", "--quiet", "--json"]
     words += [str(report), "--address", server.address, "--template", "f(a)*exp(-g(b))"]
     assert main(words) == 0
     assert "\nf = a\ng = b\n" in capsys.readouterr().out

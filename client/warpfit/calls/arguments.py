@@ -6,7 +6,7 @@ keyword begins here; `warpfit.request` and `warpfit.fitting` say what the server
 
 import difflib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
@@ -22,7 +22,12 @@ from warpfit.dataset.layout import canonical_dtype
 from warpfit.dataset.tables import ColumnNames
 from warpfit.display import MOST_ROWS, shortened
 from warpfit.errors import InvalidArgumentError, bad_setting, require
-from warpfit.expressions.real_numbers import ParameterVectors, join_vectors, real_numbers
+from warpfit.expressions.real_numbers import (
+    ParameterVectors,
+    join_vectors,
+    real_numbers,
+    require_order,
+)
 from warpfit.fitting import (
     Accuracy,
     FitProgress,
@@ -343,6 +348,8 @@ def build_batch(
         programs = cache.of(programs) if is_converted else as_population(programs, names)
     entries: Any = None
     if parameters is not None:
+        if isinstance(parameters, Set | Mapping):
+            require_order(parameters, "parameters")
         entries = list(parameters) if isinstance(parameters, Iterable) else [parameters]
         is_one_vector = len(programs) == 1 and all(
             not hasattr(entry, "__len__") or getattr(entry, "ndim", 1) == 0 for entry in entries
@@ -551,6 +558,8 @@ def _flat(
         return None
     if np.isscalar(given):
         return np.full(int(counts.sum()), number(given, name))
+    if isinstance(given, Set | Mapping):
+        require_order(given, name)
     entries = list(given) if isinstance(given, Iterable) else [given]
     if len(counts) == 1 and (single or all(e is None or np.isscalar(e) for e in entries)):
         entries = [given]

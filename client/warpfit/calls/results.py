@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.calls.arguments import number
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import open_table
 from warpfit.display import MOST_ROWS, Shown, TextTable, numbers, shortened
@@ -266,8 +267,9 @@ class Fit(Shown):
             )
         if prediction and self.evidence is None:
             raise bad_setting("prediction", prediction, "False, or fit with evidence=True")
-        if not 0.0 < level < 1.0:
-            raise bad_setting("level", level, "a probability between 0 and 1")
+        wanted = "a probability between 0 and 1"
+        if not 0.0 < number(level, "level", wanted) < 1.0:
+            raise bad_setting("level", level, wanted)
         columns = open_table(X).variables
         is_named = set(self.names) <= set(columns.names) and bool(self.names)
         columns = columns.select(self.names) if is_named else columns

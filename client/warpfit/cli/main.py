@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--method", choices=list(Method), default=Method.AUTO)
     accuracies = "tolerances and iterations (default: final)"
     add("--accuracy", choices=list(Accuracy), default=Accuracy.FINAL, help=accuracies)
-    add("--iterations", type=whole_from(0), metavar="N", help="default: as the accuracy says")
+    add("--max-iterations", type=whole_from(0), metavar="N", help="default: as the accuracy says")
     fit.set_defaults(command=_fit)
 
     info = commands.add_parser("info", help="describe a running server")
@@ -414,7 +414,7 @@ def _fit(options: argparse.Namespace) -> None:
             loss=loss,
             method=options.method,
             accuracy=options.accuracy,
-            max_iterations=options.iterations,
+            max_iterations=options.max_iterations,
             standard_errors=as_function(loss).is_squares,
             rows=_rows_of(options, len(table.columns)),
             timeout=options.timeout,
@@ -465,8 +465,6 @@ def _data_on_server(
     from warpfit.embedded import server_at
 
     arguments = from_flags(options) if options.address else {"tls": False}
-    if not options.address:
-        tell("warpfit: starting a server (the very first start takes longer)")
     with server_at(options.address) as address, connect(address, **arguments) as client:
         given = {"names": table.names, "dtype": options.dtype, "weights": table.weights}
         yield client, client.upload(table.columns, table.target, **given)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from warpfit.cli.standard_streams import tell
 from warpfit.cli.table import seconds, whole_from
 from warpfit.embedded import server_at
 from warpfit.errors import InvalidArgumentError, require
@@ -33,8 +32,6 @@ def main(words: Sequence[str]) -> int:
             "refused, and put a proxy with TLS in front",
             "host",
         )
-    if not options.address:
-        tell("warpfit: starting a server (the very first start takes longer)")
     arguments = from_flags(options) if options.address else {"tls": False}
     with server_at(options.address) as address:
         settings = Settings(

@@ -141,11 +141,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="warpfit search",
         description="Search formulas for a column of a file; the header names the variables.",
-        epilog="example: warpfit search data.csv --target y --seconds 60 --plot y.png",
+        epilog="example: warpfit search data.csv --target y --max-seconds 60 --plot y.png",
     )
     add_table_flags(parser, needs_target=True)
     add = parser.add_argument
-    add("--seconds", type=seconds, default=60.0, help="time of the search (default: 60)")
+    add("--max-seconds", type=seconds, default=60.0, metavar="SECONDS",
+        help="time of the search, from start to end (default: 60)")  # fmt: skip
     add("--operators", nargs="+", metavar="NAME", help="names or symbols, such as + '*' sin")
     add(
         "--template",
@@ -154,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--group", metavar="NAME", help="column of groups, each with constants of its own")
     add("--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)")
-    add("--select", default="prediction", metavar="CRITERION",
+    add("--model-selection", default="prediction", metavar="CRITERION",
         choices=("prediction", "description_length", "evidence", "accuracy", "score", "best"),
         help="chooses the equation (default: %(default)s): %(choices)s")  # fmt: skip
     add(
@@ -162,7 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--max-size", type=whole_from(1), metavar="N",
         help="most tokens (default: 25, and any of linear regression)")  # fmt: skip
-    add("--seed", type=_seed, default=0, help="from 0 to 4294967295 (default: 0)")
+    add("--random-state", type=_seed, default=0, metavar="SEED",
+        help="from 0 to 4294967295 (default: 0)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write the front as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw the front and the fit, such as y.png")
     add("--checkpoint", type=Path, metavar="FILE", help="save the search, or go on from it")
@@ -190,14 +192,14 @@ def _model(options: argparse.Namespace) -> SymbolicRegressor:
         engine=options.engine,
         loss=options.loss,
         template=options.template,
-        model_selection=options.select,
+        model_selection=options.model_selection,
         max_size=options.max_size,
         generations=10**6,
-        max_seconds=options.seconds,
+        max_seconds=options.max_seconds,
         digits=options.digits,
         checkpoint=options.checkpoint,
         verbose=not options.quiet,
-        random_state=options.seed,
+        random_state=options.random_state,
         **given,
     )
 
@@ -217,7 +219,7 @@ def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str
         "target": options.target,
         "generations": model.n_iter_,
         "reason": model.reason_,
-        "selection": options.select,
+        "model_selection": options.model_selection,
         "chosen": chosen,
         "equation": rows[chosen]["equation"],
         "front": [

@@ -195,6 +195,8 @@ def changed_data() -> InvalidArgumentError:
 #: Bytes of a Parquet file that are read at a time, and rows that are decoded at a time.
 _READ_BYTES: Final = 1 << 20
 _BATCH_ROWS: Final = 1 << 19
+#: Methods of what exports Arrow data.
+_EXPORTS: Final = ("__arrow_c_stream__", "__arrow_c_array__")
 #: Names of the columns of a table that is made of a lone column.
 _NAMELESS: Final = ("",)
 
@@ -288,7 +290,18 @@ def read_columns(data: Any, name: str, named: ColumnNames) -> ArrowColumns:
         if hasattr(data, "__arrow_c_stream__"):
             table = _table(data, named)
         else:
-            parts = [_table(part, named) for part in data]
+            parts = []
+            for part in data:
+                if not any(hasattr(part, way) for way in _EXPORTS):
+                    raise InvalidArgumentError(
+                        f"{name} is a {type(data).__name__}, whose items are of type "
+                        f"{type(part).__name__}",
+                        "NOT_NUMBERS",
+                        f"Give an array, a table, or list({name}). Items of an iterator are record "
+                        "batches or frames",
+                        name,
+                    )
+                parts.append(_table(part, named))
             table = pyarrow.concat_tables(parts) if parts else pyarrow.table({})
     except (TypeError, pyarrow.ArrowException) as error:
         raise no_numbers(name, str(error)) from error
@@ -422,7 +435,6 @@ def _open(data: Any, name: str, named: ColumnNames) -> Columns:
         return ParquetColumns.of(data)
     if hasattr(data, "iloc"):
         return FrameColumns(data.to_frame() if data.ndim == 1 else data, name)
-    ways = ("__arrow_c_stream__", "__arrow_c_array__", "__next__")
-    if any(hasattr(data, way) for way in ways):
+    if any(hasattr(data, way) for way in (*_EXPORTS, "__next__")):
         return read_columns(data, name, named)
     return ArrayColumns(data, name)

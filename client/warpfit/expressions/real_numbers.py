@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence, Set
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib import import_module
@@ -57,6 +57,7 @@ def real_numbers(data: Any, name: str, start: int = 0, place: str = "row") -> ND
             float64 cannot hold.
     """
     if not isinstance(data, np.ndarray | list | tuple):
+        require_order(data, name)
         data = _dense_on_host(data, name)
     array = _as_array(data, name, start, place)
     for masked in (array, data):
@@ -71,6 +72,28 @@ def real_numbers(data: Any, name: str, start: int = 0, place: str = "row") -> ND
         text = "there is text in it, and " if kind in "SU" else ""
         raise no_numbers(name, f"{text}its dtype is {array.dtype}")
     return array
+
+
+def require_order(data: Any, name: str) -> None:
+    """Refuse iterators, sets, dicts and views of them, which NumPy takes for a single object.
+
+    Raises:
+        InvalidArgumentError: NOT_NUMBERS, with what is taken.
+    """
+    kinds = (Iterator, Set, Mapping, MappingView)
+    if not isinstance(data, kinds) or hasattr(data, "__array__"):
+        return
+    remedy = f"Give an array, a table, or list({name})"
+    if isinstance(data, Mapping):
+        remedy = f"Give one of its arrays, or a table: pandas.DataFrame({name})"
+    elif isinstance(data, Set):
+        remedy = "Give an array, a list or a table, whose numbers have an order"
+    raise InvalidArgumentError(
+        f"{name} is a {type(data).__name__}, which is no array of numbers",
+        "NOT_NUMBERS",
+        remedy,
+        name,
+    )
 
 
 def _dense_on_host(data: Any, name: str) -> Any:

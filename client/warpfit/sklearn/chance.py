@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from sklearn.base import clone
 
+from warpfit.calls.arguments import whole_number
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Program
@@ -89,8 +90,11 @@ def chance_of(
         seed: of the halves and the shuffles.
         client: of the server.
     """
-    if not 1 <= n <= _MOST_SHUFFLES:
-        raise bad_setting("n", n, f"a number of shuffles from 1 to {_MOST_SHUFFLES}")
+    wanted = f"a number of shuffles from 1 to {_MOST_SHUFFLES}"
+    if not 1 <= whole_number(n, "n", wanted) <= _MOST_SHUFFLES:
+        raise bad_setting("n", n, wanted)
+    if whole_number(seed, "seed") < 0:
+        raise bad_setting("seed", seed, "a whole number from 0")
     rows = len(training.rows)
     if rows < _LEAST_ROWS:
         raise InvalidArgumentError(

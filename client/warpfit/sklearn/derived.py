@@ -17,6 +17,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_text
+from warpfit.expressions.real_numbers import require_order
 from warpfit.ir import Program
 from warpfit.losses import LossFunction
 from warpfit.sklearn.estimator import Floats
@@ -70,6 +71,8 @@ class SymbolicClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             UnavailableError: if the server cannot be reached or started.
 
         """
+        require_order(X, "X")
+        require_order(y, "y")
         found, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, numbers = np.unique(y, return_inverse=True)
@@ -174,6 +177,8 @@ class SymbolicTransformer(TransformerMixin, BaseEstimator):  # type: ignore[misc
                 "Give a number from 1",
                 "n_components",
             )
+        require_order(X, "X")
+        require_order(y, "y")
         found, _ = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         search = _search_of(self)
         if search.group is not None:

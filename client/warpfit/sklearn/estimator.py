@@ -25,12 +25,13 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
+from warpfit.calls.arguments import whole_number
 from warpfit.client import Client, connect
 from warpfit.embedded import server_at
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import bad_setting
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_latex, to_text
-from warpfit.expressions.real_numbers import float_array, real_numbers
+from warpfit.expressions.real_numbers import float_array, real_numbers, require_order
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
@@ -94,6 +95,8 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
 
         """
         begun = time.monotonic()
+        for given, name in ((X, "X"), (y, "y")):
+            require_order(given, name)
         trainings = self._trainings(X, y, sample_weight)
         self._check_settings()
         with (
@@ -194,6 +197,7 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
 
     def _features(self, X: Any) -> Floats:
         """Check what was given to ``predict``; return it as [rows, variables]."""
+        require_order(X, "X")
         rows = np.asarray(validate_data(self, X, dtype=np.float64, reset=False))
         real_numbers(X, "X")
         return rows
@@ -329,10 +333,11 @@ class ParameterOptimizer(FormulaRegressor):
     def _check_settings(self) -> None:
         as_program(self.expression, self._names())
         as_loss(self.loss)
-        if self.start is None and self.starts < 1:
-            raise InvalidArgumentError(
-                f"starts is {self.starts}", "BAD_SETTING", "Give a number from 1", "starts"
-            )
+        wanted = "a whole number from 1"
+        if self.start is None and whole_number(self.starts, "starts", wanted) < 1:
+            raise bad_setting("starts", self.starts, wanted)
+        if self.start is not None and not np.isfinite(float_array(self.start)).all():
+            raise bad_setting("start", self.start, "numbers that are finite")
 
     def _in_units(self, training: TrainingData) -> TrainingData:
         """Divide the target by the root of its size: squares of derivatives must not vanish."""

@@ -759,7 +759,7 @@ class SymbolicRegressor(FormulaRegressor):
     def _client(self) -> Iterator[Client]:
         if self.verbose and self.connected_client is None:
             progress = Progress(None, time.monotonic(), True)
-            progress.phase("connection to a server, which compiles its code on its first start")
+            progress.phase("connection to a server")
         with super()._client() as client:
             yield client
 

@@ -10,6 +10,7 @@ import contextlib
 import glob
 import hashlib
 import ipaddress
+import math
 import os
 import re
 import secrets
@@ -160,8 +161,16 @@ def _check_numbers(settings: RetryPolicy | TransportConfig, least: float) -> Non
         if name == "proxy":
             continue
         numbers = value if isinstance(value, tuple) else (least if value is None else value,)
-        if not all(isinstance(number, Real) and float(number) >= least for number in numbers):
-            raise bad_setting(name, value, f"a number from {least:g}")
+        most, wanted = math.inf, f"a number from {least:g}"
+        if name == "jitter":
+            most, wanted = 1.0, "a share from 0 to 1"
+        elif name.endswith("_bytes"):  # gRPC counts bytes and milliseconds in 31 bits
+            most, wanted = 2.0**31 - 1.0, "a whole number of bytes from 1, below 2^31"
+        elif isinstance(settings, TransportConfig):
+            most, wanted = 2e6, f"seconds from {least:g} to 2e6"
+        kind = Integral if name.endswith("_bytes") else Real
+        if not all(isinstance(each, kind) and least <= float(each) <= most for each in numbers):
+            raise bad_setting(name, value, wanted)
 
 
 # ---------------------------------------------------------------------------------------- addresses

@@ -148,11 +148,11 @@ RANGES = {
     "   --timeout": (["fit", "t.csv", "p1", "--target", "y"], "0 -1 nan inf"),
     "--interval": (["top", "127.0.0.1:1"], "0 -1 nan inf 1e300"),
     "--head": (["eval", "t.csv", "x1"], "-1 1.5 nan 1e20"),
-    "--iterations": (["fit", "t.csv", "p1", "--target", "y"], "-1 0.5 inf 9e9"),
-    "--seconds": (["search", "t.csv", "--target", "y"], "0 -1 nan inf 1e300"),
+    "--max-iterations": (["fit", "t.csv", "p1", "--target", "y"], "-1 0.5 inf 9e9"),
+    "--max-seconds": (["search", "t.csv", "--target", "y"], "0 -1 nan inf 1e300"),
     "--max-size": (["search", "t.csv", "--target", "y"], "0 -1 2.5 nan"),
     "--cpus": (["ray", "up"], "-1 nan inf"),
-    "--seed": (["search", "t.csv", "--target", "y"], "-1 1.5 4294967296"),
+    "--random-state": (["search", "t.csv", "--target", "y"], "-1 1.5 4294967296"),
 }
 
 
@@ -547,8 +547,21 @@ def test_outputs_are_checked_before_a_search(capsys, data, monkeypatch, words, m
 def test_seeds_are_whole_numbers_of_32_bits(capsys, data, seed):
     pytest.importorskip("sklearn")
     with pytest.raises(SystemExit, match="2"):
-        run(capsys, "search", data, "--target", "y", "--seed", seed)
+        run(capsys, "search", data, "--target", "y", "--random-state", seed)
     assert "is no whole number from 0" in capsys.readouterr().err
+
+
+def test_flags_of_a_search_are_keywords_of_the_estimator():
+    """So what is known of the one is known of the other; the rest is about files and servers."""
+    pytest.importorskip("sklearn")
+    from warpfit.cli import search
+    from warpfit.sklearn import SymbolicRegressor
+
+    flags = vars(search._parser().parse_args(["t.csv", "--target", "y"])).keys()
+    files = {"file", "target", "columns", "ignore", "weights", "missing", "decimal"}
+    connection = {"token_file", "tls", "ca", "client_cert", "client_key", "server_name"}
+    rest = flags - files - connection - {"json", "plot", "quiet"}
+    assert rest <= SymbolicRegressor().get_params().keys()
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "ascii:surrogateescape", "utf-8"])

@@ -1,5 +1,6 @@
 """Dependencies of the package, files of a release, and generated files."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import warpfit
 from support.repository.required_packages import required_packages
@@ -105,6 +108,30 @@ def test_metadata_are_complete():
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     assert {"Repository", "Documentation", "Changelog", "Issues"} <= PROJECT["urls"].keys()
     assert PROJECT["authors"]
+
+
+def brought(extra):
+    """Return the distributions that an extra names, those of its extras too."""
+    found = set()
+    for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
+        found.add(canonicalize_name(requirement.name))
+        for other in requirement.extras if requirement.name == "warpfit" else ():
+            found |= brought(other)
+    return found
+
+
+def test_an_extra_brings_what_examples_use():
+    """What they import, and what methods of formulas that a reader tries next import."""
+    known = brought("examples") | brought("ray") | {"numpy", "distributed"}
+    modules = {"sympy"}
+    for path in (ROOT / "client" / "examples").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            modules |= {name.partition(".")[0] for name in names}
+    needed = modules - set(sys.stdlib_module_names)
+    assert {"scikit-learn" if name == "sklearn" else name for name in needed} <= known
 
 
 def test_the_version_is_in_one_place():

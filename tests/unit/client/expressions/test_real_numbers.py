@@ -225,3 +225,63 @@ def test_names_of_columns_are_taken_from_anything_that_lists_them(client):
         with pytest.raises(InvalidArgumentError) as caught:
             client.upload(frame, x=x)
         assert caught.value.reason == "UNKNOWN_COLUMN"
+
+
+#: What has no order, or can be read only once: NumPy takes it for one object.
+UNORDERED = {
+    "generator": lambda: (value for value in (1.0, 2.0)),
+    "map": lambda: map(float, (1, 2)),
+    "zip": lambda: zip((1.0, 2.0), (3.0, 4.0), strict=True),
+    "list_iterator": lambda: iter([1.0, 2.0]),
+    "set": lambda: {1.0, 2.0},
+    "frozenset": lambda: frozenset((1.0, 2.0)),
+    "dict": lambda: {"p1": 1.0, "p2": 2.0},
+    "dict_values": lambda: {"a": 1.0, "b": 2.0}.values(),
+    "dict_keys": lambda: {1.0: "a", 2.0: "b"}.keys(),
+}
+
+
+@pytest.mark.parametrize("kind", UNORDERED)
+def test_what_is_taken_is_said_of_what_has_no_order(client, kind):
+    data, line = client.upload([[1.0], [2.0]], [1.0, 2.0], dtype="float64"), ["p1*x1 + p2"]
+    make, ones = UNORDERED[kind], [[1.0, 1.0]]
+    calls = {
+        "X": lambda: client.upload(make()),
+        "y": lambda: client.upload([[1.0], [2.0]], make()),
+        "weights": lambda: client.upload([[1.0], [2.0]], [1.0, 2.0], make()),
+        "parameters": lambda: client.evaluate(data, line, [make()]),
+        " parameters": lambda: client.optimize(data, line[0], make()),
+        "  parameters": lambda: client.evaluate(data, "p1*x1 + p2", make()),
+        "bounds": lambda: client.optimize(data, line, ones, bounds=([make()], np.inf)),
+        " bounds": lambda: client.optimize(data, line[0], ones[0], bounds=(make(), np.inf)),
+        "fixed": lambda: client.optimize(data, line, ones, fixed=[make()]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(InvalidArgumentError, match=rf"{name.strip()} is a {kind}") as caught:
+            call()
+        assert caught.value.reason == "NOT_NUMBERS"
+        assert any(word in caught.value.remedy for word in ("array", "vector"))
+
+
+def test_estimators_say_it_too(client):
+    sklearn = pytest.importorskip("warpfit.sklearn")
+    for estimator in (
+        sklearn.SymbolicRegressor(),
+        sklearn.ParameterOptimizer(),
+        sklearn.SymbolicClassifier(),
+        sklearn.SymbolicTransformer(),
+    ):
+        with pytest.raises(InvalidArgumentError, match="X is a generator"):
+            estimator.fit(UNORDERED["generator"](), [1.0, 2.0])
+        with pytest.raises(InvalidArgumentError, match=r"y is a map.*list\(y\)"):
+            estimator.fit([[1.0], [2.0]], UNORDERED["map"]())
+    for given, message in (
+        ({"starts": math.nan}, "starts is nan"),
+        ({"starts": "3"}, "starts is '3'"),
+        ({"start": [1.0, math.nan]}, r"start is \[1.0, nan\]"),
+        ({"max_iterations": math.nan}, "max_iterations is nan"),
+    ):
+        model = sklearn.ParameterOptimizer(**given)
+        model.connected_client = client
+        with pytest.raises(InvalidArgumentError, match=message):
+            model.fit([[1.0], [2.0], [3.0]], [1.0, 2.0, 3.0])
