@@ -43,7 +43,7 @@ Floats = NDArray[np.float64]
 
 #: Eigenvalue of A, scaled to a unit diagonal, below which a direction is undetermined; for float32
 #: data, whose columns are rounded.
-_RANK_TOLERANCE: Final = 1e-12
+RANK_TOLERANCE: Final = 1e-12
 _RANK_TOLERANCE_FLOAT32: Final = 1e-11
 #: Rounds of a search for profile likelihoods, and the relative error of its roots.
 _ROUNDS: Final = 24
@@ -157,29 +157,46 @@ def fractional_bayes_factor(
     return whole - code_length(program)
 
 
-def covariance_of(curvature: Floats, squares: float, rows: int, tolerance: float) -> Any:
-    """Return the covariance [p, p], which parameters the data do not determine [p], and r.
+@np.errstate(all="ignore")
+def covariance_of(
+    curvatures: Floats,
+    free: NDArray[np.bool_],
+    squares: Floats,
+    rows: int | None,
+    tolerance: float = RANK_TOLERANCE,
+) -> tuple[Floats, NDArray[np.int64]]:
+    """Return the covariances of the parameters of some fits, [fits, p, p], and their r, [fits].
 
-    The covariance is S / (n - r) times the pseudo-inverse of A (Seber and Wild 1989, section
-    2.1.2), where ``curvature`` is A [p, p]. A direction has no information if its eigenvalue of the
-    scaled A is below ``tolerance``. A parameter that such a direction moves has NaN, and so has
-    every one if n <= r.
+    A covariance is S / (n - r) times the pseudo-inverse of A over the free parameters (Seber and
+    Wild 1989, section 2.1.2). A direction has no information if its eigenvalue of A, scaled to a
+    unit diagonal, is below ``tolerance`` times p. A parameter that such a direction moves has NaN,
+    and so has every one if n <= r, or if A is not finite. Fixed parameters have 0.
+
+    Args:
+        curvatures: A of each fit, [fits, p, p].
+        free: parameters that are not fixed, [fits, p].
+        squares: S of each fit, [fits].
+        rows: n; None if weights are inverse variances, so that the variance is 1.
+        tolerance: see above.
     """
-    count = len(curvature)
-    scale = np.sqrt(np.maximum(np.diagonal(curvature), 0.0))
-    scale = np.where(np.isfinite(scale) & (scale > 0.0), scale, 1.0)
-    scaled = curvature / np.outer(scale, scale)
-    if not np.isfinite(scaled).all():
-        return np.full((count, count), np.nan), np.ones(count, dtype=bool), 0
-    values, vectors = np.linalg.eigh(scaled)
-    kept = values > tolerance * max(1, count)
-    lost = np.square(vectors[:, ~kept]).sum(axis=1) > 1e-8
-    inverse = (vectors[:, kept] / values[kept]) @ vectors[:, kept].T / np.outer(scale, scale)
-    inverse[lost] = np.nan
-    inverse[:, lost] = np.nan
-    rank = int(kept.sum())
-    variance = squares / (rows - rank) if rows > rank else math.nan
-    return inverse * variance, lost | (rows <= rank), rank
+    both = free[:, :, None] & free[:, None, :]
+    matrices = np.where(both, curvatures, 0.0)
+    usable = np.isfinite(matrices).all(axis=(1, 2))
+    matrices[~usable] = 0.0
+    scale = np.sqrt(np.maximum(np.diagonal(matrices, axis1=1, axis2=2), 0.0))
+    scale = np.where(scale > 0.0, scale, 1.0)
+    values, vectors = np.linalg.eigh(matrices / (scale[:, :, None] * scale[:, None, :]))
+    kept = values > tolerance * matrices.shape[1]
+    ranks = kept.sum(axis=1)
+    inverse = vectors * np.where(kept, 1.0 / values, 0.0)[:, None, :] @ vectors.swapaxes(1, 2)
+    inverse /= scale[:, :, None] * scale[:, None, :]
+    known = usable if rows is None else usable & (rows > ranks)
+    variance = 1.0 if rows is None else squares / (rows - ranks)
+    variance = np.where(known, variance, np.nan)
+    lost = np.einsum("sik,sk->si", np.square(vectors), (~kept).astype(np.float64)) > 1e-8
+    lost &= free
+    inverse[lost[:, :, None] | lost[:, None, :]] = np.nan
+    return np.where(both, inverse * variance[:, None, None], 0.0), ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,33 +263,32 @@ class Evidence:
         count = len(statistics.target) if weights is None else len(used)
         rows = max(1, count)
         single = statistics.target.dtype.itemsize == 4
-        tolerance = _RANK_TOLERANCE_FLOAT32 if single else _RANK_TOLERANCE
+        tolerance = _RANK_TOLERANCE_FLOAT32 if single else RANK_TOLERANCE
         likelihood = log_likelihood(squares, rows, float(np.log(used).sum()))
         masks = (
             [np.ones(len(p), bool) for p in parameters] if fixed is None else [~f for f in fixed]
         )
         counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
-        lengths, factors, covariances, undetermined, ranks = [], [], [], [], []
+        lengths, factors, covariances, ranks = [], [], [], []
         for i, (program, mask) in enumerate(zip(programs, masks, strict=True)):
-            own = curvatures[i][np.ix_(mask, mask)]
-            covariances.append(np.zeros(curvatures[i].shape))
-            undetermined.append(np.zeros(len(mask), dtype=bool))
-            covariances[i][np.ix_(mask, mask)], undetermined[i][mask], rank = covariance_of(
-                own, float(squares[i]), rows, tolerance
+            found, rank = covariance_of(
+                curvatures[i][None], mask[None], squares[i : i + 1], rows, tolerance
             )
-            ranks.append(rank)
+            covariances.append(found[0])
+            ranks.append(int(rank[0]))
             with np.errstate(divide="ignore", invalid="ignore"):
-                fisher = np.diagonal(own) * (rows / squares[i])
+                fisher = np.diagonal(curvatures[i])[mask] * (rows / squares[i])
             value = float(likelihood[i])
             lengths.append(description_length(program, parameters[i][mask], fisher, value))
             factors.append(fractional_bayes_factor(program, int(counts[i]), rows, value))
         errors = [np.sqrt(np.diagonal(matrix)) for matrix in covariances]
+        undetermined = [np.isnan(each) for each in errors]
         freedom = count - np.array(ranks, dtype=np.int64)
         with np.errstate(divide="ignore", invalid="ignore"):
             variance = np.where(freedom > 0, squares / freedom, np.nan)
         worst = np.where(np.isnan(squares), np.nan, np.inf)
         is_worst = (counts >= count) & (counts > 0)
-        found = zip(parameters, errors, undetermined, counts, squares, strict=True)
+        each_one = zip(parameters, errors, undetermined, counts, squares, strict=True)
         return cls(
             rows=count,
             parameters=counts,
@@ -286,7 +302,7 @@ class Evidence:
             covariances=covariances,
             standard_errors=errors,
             undetermined=undetermined,
-            warnings=[_warnings(*each, count) for each in found],
+            warnings=[_warnings(*each, count) for each in each_one],
         )
 
     def __str__(self) -> str:

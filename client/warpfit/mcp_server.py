@@ -16,13 +16,14 @@ import re
 import socket
 import stat
 import time
+import zlib
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import anyio
 import numpy as np
@@ -35,16 +36,14 @@ import warpfit
 from warpfit.aio import AsyncClient, AsyncUploadedDataset
 from warpfit.calls.proposals import for_json
 from warpfit.cli.standard_streams import tell
-from warpfit.cli.table import Table, read_table
+from warpfit.cli.table import Selection, Table, read_table
 from warpfit.client import Client, connect
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, WarpfitError, require
 from warpfit.expressions.language import to_text
+from warpfit.expressions.real_numbers import missing_value
 from warpfit.parse import function_names
 from warpfit.transport.call import Cancellation
 from warpfit.transport.connection import token_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 #: Callers over HTTP that are remembered, and tables.
 _MOST_CALLERS: Final = 64
@@ -85,12 +84,12 @@ class Data:
     """A table of numbers.
 
     Give either path, of a CSV or Parquet file below the server's root, or columns, lists of numbers
-    by name. target names the column to explain, weights that of the rows' weights, ignore columns
-    that are not used. missing="drop" leaves out rows without a value.
+    by name, with null for a missing one. target names the column to explain, weights that of the
+    rows' weights, ignore columns that are not used. missing="drop" leaves out rows without a value.
     """
 
     path: str | None = None
-    columns: dict[str, list[float]] | None = None
+    columns: dict[str, list[float | None]] | None = None
     target: str | None = None
     weights: str | None = None
     ignore: list[str] = field(default_factory=list)
@@ -130,70 +129,69 @@ def open_below(root: Path, name: str) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenedFile:
-    """Stands for the path of a file that is open, where `read_table` wants one."""
+def read_content(descriptor: int, name: str, most_bytes: int) -> io.BytesIO:
+    """Read and close an open file, unpacked; one that is too large is refused before it is read.
 
-    name: str
-    descriptor: int
-    most: int
+    Raises:
+        InvalidArgumentError: if it is too large, also as a Parquet file's table, or packed twice.
+    """
 
-    def __str__(self) -> str:
-        return self.name
+    def refused(why: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"{name[:80]} {why}", "BAD_FILE", "Give another file", "path")
 
-    @contextmanager
-    def open(self, _: str) -> Iterator[io.BufferedReader]:
-        """Yield the content, unpacked; one that is too large is refused before it is in memory."""
-        with os.fdopen(self.descriptor, "rb") as raw:
-            is_packed = raw.peek(2)[:2] == _GZIP
-            content = (gzip.GzipFile(fileobj=raw) if is_packed else raw).read(self.most + 1)
-        size = len(content)
-        if is_packed and content[:2] == _GZIP:
-            raise OSError("it is packed twice")
-        if content[:4] == b"PAR1" and size <= self.most:
-            require("pyarrow", "warpfit[arrow]")
-            import pyarrow
-            from pyarrow.parquet import ParquetFile
+    with os.fdopen(descriptor, "rb") as raw:
+        is_packed = raw.peek(2)[:2] == _GZIP
+        try:
+            content = (gzip.GzipFile(fileobj=raw) if is_packed else raw).read(most_bytes + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise refused(f"cannot be read: {error}") from error
+    if is_packed and content[:2] == _GZIP:
+        raise refused("is packed twice")
+    size = len(content)
+    if content[:4] == b"PAR1" and size <= most_bytes:
+        require("pyarrow", "warpfit[arrow]")
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
 
-            try:
-                facts = ParquetFile(io.BytesIO(content)).metadata
-            except pyarrow.ArrowException as error:
-                raise ValueError(str(error)) from error
-            size = 8 * facts.num_rows * facts.num_columns
-        if size > self.most:
-            raise OSError("it is larger than --max-bytes allows")
-        yield io.BufferedReader(io.BytesIO(content))
+        try:
+            facts = ParquetFile(io.BytesIO(content)).metadata
+        except pyarrow.ArrowException as error:
+            raise refused(f"cannot be read: {error}") from error
+        size = 8 * facts.num_rows * facts.num_columns
+    if size > most_bytes:
+        raise refused("is larger than --max-bytes allows")
+    return io.BytesIO(content)
 
 
-def table_of(data: Data, file: _OpenedFile | None, most_bytes: int) -> Table:
-    """Read the table of a call from its file, which it closes, or else take its columns.
+def table_of(data: Data, content: io.BytesIO | None, most_bytes: int) -> Table:
+    """Read the table of a call from its file's content, or else take its columns.
 
     Raises:
         InvalidArgumentError: if it is too large, or holds what are no numbers.
     """
-    if file is not None:
-        given: Any = {"target": data.target, "weights": data.weights, "ignore": data.ignore}
-        return read_table(
-            Namespace(file=file, columns=None, missing=data.missing, decimal=None, **given)
-        )
+    options = Namespace(
+        file=data.path or "the data", columns=None, decimal=None,
+        target=data.target, weights=data.weights, ignore=data.ignore, missing=data.missing,
+    )  # fmt: skip
+    if content is not None:
+        return read_table(options, content)
     columns = data.columns or {}
     lengths = {len(column) for column in columns.values()}
-    used = [data.target, data.weights]
-    unknown = [name for name in (*used, *data.ignore) if name is not None and name not in columns]
-    if unknown or len(lengths) != 1 or lengths == {0}:
-        what = f"there is no column {unknown[0]!r}" if unknown else "columns differ in length"
-        known = ", ".join(columns)[:200]
-        raise InvalidArgumentError(what, "BAD_DATA", f"Columns are {known}, of one length", "data")
-    if 8 * len(columns) * max(lengths) > most_bytes:
-        raise InvalidArgumentError(
-            "the data are larger than --max-bytes allows", "BAD_DATA", "Give fewer rows", "data"
-        )
-    names = tuple(n for n in columns if n not in used and n not in data.ignore)
-    arrays = {name: np.asarray(column, np.float64) for name, column in columns.items()}
-    matrix = np.stack([arrays[n] for n in names], axis=1) if names else np.empty((*lengths, 0))
-    target, weights = (None if name is None else arrays[name] for name in used)
-    places = tuple(f"row {i + 1}" for i in range(len(matrix)))
-    return Table("the data", names, matrix, target, weights, places)
+    what = "columns differ in length" if len(lengths) != 1 else ""
+    if not what and 8 * len(columns) * max(lengths) > most_bytes:
+        what = "the data are larger than --max-bytes allows"
+    if what:
+        remedy = "Give columns of one length, with fewer rows"
+        raise InvalidArgumentError(what, "BAD_DATA", remedy, "data")
+    chosen = Selection.of("the data", list(columns), options)
+    used = [list(columns.values())[index] for index in chosen.used]
+    numbers = np.array(used, np.float64).reshape(len(used), *lengths).T  # None becomes NaN
+    for column in used if data.missing == "error" else ():
+        if None in column:
+            raise missing_value("the data", column.index(None))
+    gaps = np.asarray(np.isnan(numbers).any(axis=1) & (data.missing == "drop"))
+    places = [f"row {i + 1}" for i in range(len(numbers))]
+    return chosen.table("the data", numbers, places, gaps)
 
 
 # --------------------------------------------------------------------------------------- the tools
@@ -440,9 +438,9 @@ class Tools:
             os.close(descriptor)
             self._tables.move_to_end(key)
             return self._tables[key]
-        # A name "-" would be standard input.
-        file = _OpenedFile(f"./{data.path}", descriptor, settings.most_bytes)
-        table = await asyncio.to_thread(table_of, data, file, settings.most_bytes)
+        most = settings.most_bytes
+        content = await asyncio.to_thread(read_content, descriptor, data.path, most)
+        table = await asyncio.to_thread(table_of, data, content, most)
         self._tables[key] = table
         while len(self._tables) > _MOST_TABLES:
             self._tables.popitem(last=False)

@@ -141,6 +141,7 @@ def test_data_are_limited_and_checked(server, root):
         ("describe_data", {"data": {"path": "twice.csv"}}),
         ("describe_data", {"data": {"columns": {"a": [0.0] * 20_000}}}),
         ("describe_data", {"data": {"columns": {"a": [1.0], "b": [1.0, 2.0]}}}),
+        ("describe_data", {"data": {"columns": {"a": [1.0, None], "b": [1.0, 2.0]}}}),
         ("describe_data", {"data": {"columns": {"a": [1.0]}, "path": "law.csv"}}),
         ("describe_data", {"data": {"columns": {"a": [1.0]}, "target": "b"}}),
         ("predict", {"data": inline, "expression": "a", "start": 9}),
@@ -149,9 +150,22 @@ def test_data_are_limited_and_checked(server, root):
         ("simplify", {"data": inline, "expressions": ["p1*a"]}),
         ("describe_data", {"data": {"path": "law.csv", "target": "nosuch"}}),
     ]
-    good, *bad = in_process(server, root, calls)
+    gaps = {"columns": {"a": [1.0, None, 3.0], "y": [2.0, 4.0, 5.0]}, "missing": "drop"}
+    calls.insert(0, ("describe_data", {"data": gaps}))
+    kept, good, *bad = in_process(server, root, calls)
+    assert json.loads(kept[1])["rows"] == 2
     assert json.loads(good[1])["answers"][0]["parameters"] == pytest.approx([2.0])
-    words = ("larger", "twice", "larger", "length", "either", "no column", "4 rows", "max_seconds")
+    words = (
+        "larger",
+        "twice",
+        "larger",
+        "length",
+        "no value in row 1",
+        "either",
+        "no column",
+        "4 rows",
+        "max_seconds",
+    )
     words = (*words, "nosuch", "parameter", "nosuch")
     for (is_error, text), word in zip(bad, words, strict=True):
         assert is_error

@@ -352,7 +352,9 @@ def build_batch(
             require_order(parameters, "parameters")
         entries = list(parameters) if isinstance(parameters, Iterable) else [parameters]
         is_one_vector = len(programs) == 1 and all(
-            not hasattr(entry, "__len__") or getattr(entry, "ndim", 1) == 0 for entry in entries
+            getattr(entry, "ndim", 1) == 0
+            or not (hasattr(entry, "__len__") or isinstance(entry, Iterator))
+            for entry in entries
         )
         if single or is_one_vector:  # a single expression's vector may stand alone
             entries = [parameters]

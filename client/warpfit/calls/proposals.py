@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import numpy as np
 
-from warpfit.calls.arguments import deadline_of, is_single, member, number, whole_number
+from warpfit.calls.arguments import build_fit, deadline_of, is_single, number
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.display import TextTable, shortened
 from warpfit.errors import (
@@ -36,12 +36,12 @@ from warpfit.fitting import FitProgress, Missing
 from warpfit.formulas.units import check_units, dimension, dimensions
 from warpfit.frontends import as_program
 from warpfit.ir import Program
-from warpfit.losses import Loss, LossFunction, as_function, as_loss, coefficients_of_determination
+from warpfit.losses import Loss, LossFunction
 from warpfit.ops import PARAMETER, VARIABLE
 from warpfit.request import Precision, Tier
 
 if TYPE_CHECKING:
-    from warpfit.calls.results import Fit
+    from warpfit.calls.results import Answer, Fit
     from warpfit.client import Client
 
 #: Most skeletons of a call, characters of one, and parameters, of which servers take no more.
@@ -244,6 +244,14 @@ def _renumbered(program: Program) -> Program:
 
 #: An answer that is not finished, and the program of its skeleton.
 _Candidate = tuple[Proposal, Program]
+#: Keywords that fits of skeletons have, too.
+_OF_FITS: Final = ("loss", "restarts", "seed", "missing", "precision", "tier")
+#: Criteria of the evidence that an answer has.
+_CRITERIA: Final = ("log_likelihood", "aic", "bic", "description_length", "bayes_factor")
+#: Errors that one program of a batch may cause.
+_OF_ONE: Final = (ProgramError, ResourceExhaustedError, FailedPreconditionError, InternalError)
+#: Behind "the target", where not even a constant has a loss.
+_NO_TARGET: Final = "holds NaN, infinity or numbers whose squares overflow, or no row has a weight"
 
 
 class ProposeTask:
@@ -253,39 +261,34 @@ class ProposeTask:
         """Check the arguments; errors as of `warpfit.Client.propose`."""
         self._client, self._data, self._options = client, checked_handle(data), options
         self._deadline = deadline_of(options.get("timeout"))
-        self._loss = as_function(as_loss(options.get("loss", Loss.MSE)))
-        self._restarts = whole_number(options.get("restarts", 8), "restarts")
-        self._seed = whole_number(options.get("seed", 0), "seed")
-        self._missing = member(Missing, options.get("missing", Missing.REFUSE), "missing")
-        layout, self._names = self._data.layout, self._data.names
-        if not layout.has_target:
-            raise InvalidArgumentError(
-                "the data set has no target", "TARGET_MISSING", "Upload it with y=", "data"
-            )
+        given = {name: value for name, value in options.items() if name in _OF_FITS}
+        fits: Any = {"restarts": 8, **given}
+        self._fits = fits
+        request = build_fit(data, Program.constant(0.0), None, fits)
+        self._settings, self._loss = request.settings, request.loss
         wanted = "a part of the rows, from 0 to below 1"
         part = number(options.get("held_out", 0.2), "held_out", wanted)
         if not 0.0 <= part < 1.0:
             raise bad_setting("held_out", part, wanted)
-        self._has_evidence = self._loss.is_squares and self._data.has_numbers
-        self._fitted_rows = (0, max(1, layout.rows - int(part * layout.rows)))
-        self._held_out_rows = (self._fitted_rows[1], layout.rows)
+        layout, self._names = data.layout, data.names
+        first = max(1, layout.rows - int(part * layout.rows))
+        self._fitted_rows, self._held_out_rows = (0, first), (first, layout.rows)
         units, target_unit = options.get("units"), options.get("target_unit")
+        self._has_units = units is not None or target_unit is not None
         self._dimensions = dimensions(units or {}, self._names, layout.variables)
         self._target_dimension = None if target_unit is None else dimension(target_unit)
-        self._has_units = units is not None or target_unit is not None
 
     def run(self, skeletons: Any, tried: TriedSkeletons) -> Proposals:
         """Return the answers to skeletons; see `warpfit.Client.propose`."""
         if isinstance(skeletons, Mapping):
             raise bad_setting("skeletons", type(skeletons).__name__, "a list of skeletons")
-        listed = [skeletons] if is_single(skeletons) else skeletons
         limits = self._client.info(self._remaining()).limits
-        if self._restarts >= limits.vectors:
+        if self._settings.restarts >= limits.vectors:
             most = f"at most {limits.vectors - 1}, of which the server takes no more"
-            raise bad_setting("restarts", self._restarts, most)
+            raise bad_setting("restarts", self._settings.restarts, most)
         answers: list[Proposal] = []
         ready: list[_Candidate] = []
-        for skeleton in listed:
+        for skeleton in [skeletons] if is_single(skeletons) else skeletons:
             text = skeleton if isinstance(skeleton, str) else type(skeleton).__name__
             answers.append(answer := Proposal(shortened(text, 200)))
             try:
@@ -305,35 +308,38 @@ class ProposeTask:
             answer.skeleton = skeleton if is_text else to_text(program, self._names)
             answer.tried = tried.add(self._data.content_id, program)
             ready.append((answer, program))
-        ready = self._with_facts(ready)
-        report, total = self._options.get("progress"), len(answers)
+        if ready and not self._look_at_data(ready):
+            ready = []
+        report, total = self._options.get("progress") or (lambda *_: None), len(answers)
         for start in range(0, len(ready), _TOGETHER):
             done = total - len(ready) + start
-            if report is not None:
-                report(done, total)
+            report(done, total)
             self._fit(ready[start : start + _TOGETHER], done, total)
-        if report is not None:
-            report(total, total)
+        report(total, total)
         return Proposals(answers, self._loss.is_score)
 
     def _remaining(self) -> float | None:
         remaining = self._deadline.remaining()
         return None if remaining is None else max(1e-3, remaining)
 
-    def _common(self) -> Any:
-        given = {k: v for k, v in self._options.items() if k in ("precision", "tier")}
-        return {"timeout": self._remaining(), **given}
+    def _ask(self, programs: list[Program], parameters: Any = None, **asked: Any) -> Answer:
+        """Evaluate programs, as `warpfit.Client.run` does, in the time that is left."""
+        kept = {name: v for name, v in self._fits.items() if name in ("precision", "tier")}
+        asked |= {"timeout": self._remaining(), **kept}
+        return self._client.run(self._data, programs, parameters, **asked)
 
     def _checked(self, skeleton: Any, most_tokens: int) -> Program:
         """Return the program of a skeleton; raise WarpfitError if it cannot be fitted."""
+
+        def too_long(has: str, taken: str) -> ResourceExhaustedError:
+            what = f"the skeleton has {has}, and {taken}"
+            return ResourceExhaustedError(what, "TOO_MANY_TOKENS", "Propose shorter formulas")
+
         if isinstance(skeleton, str) and len(skeleton) > _MOST_CHARACTERS:
-            raise ResourceExhaustedError(
-                f"the skeleton has {len(skeleton)} characters, and at most {_MOST_CHARACTERS} are "
-                "read",
-                "TOO_MANY_TOKENS",
-                "Propose shorter formulas",
-            )
+            raise too_long(f"{len(skeleton)} characters", f"at most {_MOST_CHARACTERS} are read")
         program = as_program(skeleton, self._names)
+        if len(program) > most_tokens:
+            raise too_long(f"{len(program)} tokens", f"the server takes {most_tokens}")
         rows, variables = self._fitted_rows[1], self._data.layout.variables
         most = min(rows, _MOST_PARAMETERS)
         if program.parameters > most:
@@ -342,12 +348,6 @@ class ProposeTask:
                 f"most {most} parameters",
                 "TOO_MANY_PARAMETERS",
                 "Number the parameters p1, p2, ... without gaps, and use fewer than there are rows",
-            )
-        if len(program) > most_tokens:
-            raise ResourceExhaustedError(
-                f"the skeleton has {len(program)} tokens, and the server takes {most_tokens}",
-                "TOO_MANY_TOKENS",
-                "Propose shorter formulas",
             )
         if program.variables > variables:
             raise ProgramError(
@@ -359,16 +359,19 @@ class ProposeTask:
             check_units(program, self._dimensions, self._target_dimension, self._names)
         return program
 
-    def _with_facts(self, candidates: list[_Candidate]) -> list[_Candidate]:
+    def _look_at_data(self, candidates: list[_Candidate]) -> bool:
         """Say what the data say before a fit: a target that is not finite, constant columns.
 
         Returns:
-            What can be fitted.
+            Whether squares of the target have a mean over the rows that are fitted.
         """
-        if not candidates:
-            return []
-        asked: Any = {"rows": self._fitted_rows, **self._common()}
-        if not self._has_target(self._fitted_rows):
+        columns = [frozenset(p.values[p.codes == VARIABLE].astype(int)) for _, p in candidates]
+        used = sorted(frozenset().union(*columns))
+        zero, asked = Program.constant(0.0), {"loss": Loss.MSE, "reductions": True}
+        variables = [Program.variable(int(index)) for index in used]
+        found = self._ask([zero, *variables], rows=self._fitted_rows, **asked)
+        assert found.losses is not None and found.reductions is not None
+        if not math.isfinite(found.losses[0]):
             for answer, _ in candidates:
                 answer.error = InvalidArgumentError(
                     f"the target {_NO_TARGET}",
@@ -376,40 +379,30 @@ class ProposeTask:
                     "Leave such rows out, give them weight 0, or choose other units",
                     "data",
                 )
-            return []
+            return False
+        general: tuple[str, ...] = ()
         self._is_judged = self._held_out_rows[0] < self._held_out_rows[1]
-        if self._is_judged and not self._has_target(self._held_out_rows):
-            self._is_judged = False
-            for answer, _ in candidates:
-                answer.warnings += (f"the rows held out judge nothing: their target {_NO_TARGET}",)
-        columns = [
-            frozenset(program.values[program.codes == VARIABLE].astype(int).tolist())
-            for _, program in candidates
-        ]
-        used = sorted(frozenset().union(*columns))
-        if used:
-            variables = [Program.variable(index) for index in used]
-            shape: Any = self._client.run(self._data, variables, reductions=True, **asked)
-            notes: dict[int, str] = {}
-            for place, (index, variable) in enumerate(zip(used, variables, strict=True)):
-                name, odd = to_text(variable, self._names), shape.reductions.non_finite[place]
-                if odd:
-                    notes[index] = f"{name} is not finite in {odd} rows"
-                elif shape.reductions.min[place] == shape.reductions.max[place]:
-                    notes[index] = f"{name} is constant, so that nothing can be learnt about it"
-            for (answer, _), own in zip(candidates, columns, strict=True):
-                answer.warnings += tuple(notes[index] for index in sorted(own) if index in notes)
-        return candidates
-
-    def _has_target(self, rows: tuple[int, int]) -> bool:
-        """Whether squares of the target have a mean over some rows."""
-        zero, asked = [Program.constant(0.0)], self._common()
-        losses = self._client.run(self._data, zero, loss=Loss.MSE, rows=rows, **asked).losses
-        return losses is not None and math.isfinite(losses[0])
+        if self._is_judged:
+            judged = self._ask([zero], rows=self._held_out_rows, loss=Loss.MSE).losses
+            self._is_judged = judged is not None and math.isfinite(judged[0])
+            if not self._is_judged:
+                general = (f"the rows held out judge nothing: their target {_NO_TARGET}",)
+        shape, notes = found.reductions, {}
+        for place, (index, variable) in enumerate(zip(used, variables, strict=True), 1):
+            name, odd = to_text(variable, self._names), shape.non_finite[place]
+            if odd:
+                notes[index] = f"{name} is not finite in {odd} rows"
+            elif shape.min[place] == shape.max[place]:
+                notes[index] = f"{name} is constant, so that nothing can be learnt about it"
+        for (answer, _), own in zip(candidates, columns, strict=True):
+            answer.warnings += general
+            answer.warnings += tuple(notes[index] for index in sorted(own) if index in notes)
+        return True
 
     def _fit(self, candidates: list[_Candidate], done: int, total: int) -> None:
         """Fit skeletons together; one that a server refuses is answered by that, without others."""
         report = self._options.get("progress")
+        has_evidence = self._loss.is_squares and self._data.has_numbers
         pending, ended = [candidates], 0
         while pending:
             part = pending.pop()
@@ -423,18 +416,15 @@ class ProposeTask:
                 fit = self._client.optimize(
                     self._data,
                     [program for _, program in part],
-                    restarts=self._restarts,
-                    seed=self._seed,
-                    missing=self._missing,
-                    evidence=self._has_evidence,
-                    terms=self._has_evidence,
-                    loss=self._loss,
+                    evidence=has_evidence,
+                    terms=has_evidence,
                     rows=self._fitted_rows,
                     progress=None if report is None else tell,
-                    **self._common(),
+                    timeout=self._remaining(),
+                    **self._fits,
                 )
                 self._answer(part, fit)
-            except (ProgramError, *_OF_ONE) as error:
+            except _OF_ONE as error:
                 if error.retry_after is not None:
                     raise
                 if len(part) > 1:
@@ -446,65 +436,45 @@ class ProposeTask:
 
     def _answer(self, candidates: list[_Candidate], fit: Fit) -> None:
         """Fill in the answers to skeletons of one fit."""
-        programs, asked = [program for _, program in candidates], self._common()
-        out = out_r2 = np.full(len(candidates), np.nan)
-        odd = np.zeros(len(candidates), dtype=np.int64)
-        if self._missing is Missing.DROP:
-            shape = self._client.run(self._data, programs, fit.parameters, reductions=True, **asked)
-            assert shape.reductions is not None
-            odd = shape.reductions.non_finite
-        if self._is_judged:
-            rows = self._held_out_rows
-            if self._missing is Missing.DROP and self._data.has_numbers:
-                # The server penalises the rows that a fit leaves out in this way, too.
-                seen = self._data.statistics(self._fitted_rows)
-                weights = np.ones(len(seen.target)) if seen.weights is None else seen.weights
-                weighed = weights > 0.0
-                mean = float(np.average(seen.target[weighed], weights=weights[weighed]))
-                other, infinity = Program.constant(mean), Program.constant(math.inf)
-                for i, own in enumerate(programs):
-                    is_finite = Program.apply("lt", Program.apply("abs", own), infinity)
-                    programs[i] = Program.apply("where", is_finite, own, other)
-            judged = self._client.run(
-                self._data, programs, fit.parameters, rows=rows, loss=self._loss, **asked
+        programs, unknown = [program for _, program in candidates], np.full(len(candidates), np.nan)
+        odd, judged = np.zeros(len(candidates), dtype=np.int64), None
+        if self._settings.missing is Missing.DROP:
+            shape = self._ask(programs, fit.parameters, reductions=True).reductions
+            assert shape is not None
+            odd = shape.non_finite
+        if self._is_judged:  # by a fit that moves nothing, which treats rows as the first one does
+            judged = self._client.optimize(
+                self._data,
+                programs,
+                fit.parameters,
+                fixed=True,
+                rows=self._held_out_rows,
+                standard_errors=False,
+                timeout=self._remaining(),
+                **self._fits | {"restarts": 0},
             )
-            assert judged.losses is not None
-            out = judged.losses
-            if fit.r2 is not None:
-                statistics = self._data.statistics(rows)
-                out_r2 = coefficients_of_determination(self._loss.closing, out, statistics)
+        out = unknown if judged is None else judged.loss
+        r2 = unknown if fit.r2 is None else fit.r2
+        out_r2 = unknown if judged is None or judged.r2 is None else judged.r2
         for i, (answer, _) in enumerate(candidates):
             answer.program, answer.names = fit.formula(i), self._names
             answer.expression = to_text(answer.program, self._names)
             answer.parameters = tuple(fit.parameters[i].tolist())
             answer.loss, answer.held_out_loss = float(fit.loss[i]), float(out[i])
-            answer.r2 = math.nan if fit.r2 is None else float(fit.r2[i])
-            answer.held_out_r2 = float(out_r2[i])
+            answer.r2, answer.held_out_r2 = float(r2[i]), float(out_r2[i])
             answer.converged, answer.reason = fit.reason[i].converged, str(fit.reason[i])
             if odd[i]:
-                rows_in_all = self._data.layout.rows
-                answer.warnings += (f"{odd[i]} of {rows_in_all} rows are left out: the formula is "
-                                    "NaN or infinite there",)  # fmt: skip
-            elif self._is_judged and not math.isfinite(out[i]):
-                answer.warnings += (_NOT_FINITE_OUTSIDE,)
-            known = fit.evidence
+                answer.warnings += (f"{odd[i]} of {self._data.layout.rows} rows are left out: the "
+                                    "formula is NaN or infinite there",)  # fmt: skip
+            elif judged is not None and not math.isfinite(out[i]):
+                answer.warnings += ("the formula is NaN or infinite in rows that are held out",)
             if not math.isfinite(fit.loss[i]):
-                answer.warnings += (_NOT_FINITE,)
-            elif known is not None:
+                answer.warnings += ("the formula is NaN or infinite in rows that are fitted, from "
+                                    "every start: bound its arguments, as in sqrt(abs(x)), or "
+                                    'leave such rows out with missing="drop"',)  # fmt: skip
+            elif (known := fit.evidence) is not None:
                 answer.warnings += tuple(known.warnings[i])
                 answer.standard_errors = tuple(known.standard_errors[i].tolist())
                 answer.terms = tuple(known.terms[i] if known.terms else ())
                 for name in _CRITERIA:
                     setattr(answer, name, float(getattr(known, name)[i]))
-
-
-#: Behind "the target", where not even a constant has a loss.
-_NO_TARGET: Final = "holds NaN, infinity or numbers whose squares overflow, or no row has a weight"
-_NOT_FINITE: Final = (
-    "the formula is NaN or infinite in rows that are fitted, from every start: bound its "
-    'arguments, as in sqrt(abs(x)), or leave such rows out with missing="drop"'
-)
-_NOT_FINITE_OUTSIDE: Final = "the formula is NaN or infinite in rows that are held out"
-_CRITERIA: Final = ("log_likelihood", "aic", "bic", "description_length", "bayes_factor")
-#: Errors that one program of a batch may cause.
-_OF_ONE: Final = (ResourceExhaustedError, FailedPreconditionError, InternalError)

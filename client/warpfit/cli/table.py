@@ -169,7 +169,7 @@ def add_table_flags(parser: argparse.ArgumentParser, *, needs_target: bool) -> N
     )
 
 
-def read_table(options: argparse.Namespace) -> Table:
+def read_table(options: argparse.Namespace, content: io.BytesIO | None = None) -> Table:
     """Read the file that a command's flags name.
 
     The first line of a CSV file names the columns. If it holds only numbers, they are named x1, x2,
@@ -178,16 +178,22 @@ def read_table(options: argparse.Namespace) -> Table:
 
     Args:
         options: the flags of `add_table_flags`.
+        content: of the file, where it is in memory already.
 
     Raises:
         InvalidArgumentError: if the file cannot be read, a column is not there, or a cell that is
             used is no number; the message names file, line and column.
     """
-    is_input = str(options.file) == "-"
+    is_input = content is None and str(options.file) == "-"
     file = "standard input" if is_input else str(options.file)
     try:
         # A command closes no standard stream.
-        with open(0, "rb", closefd=False) if is_input else options.file.open("rb") as raw:
+        stream = 0 if is_input else options.file
+        with (
+            open(stream, "rb", closefd=not is_input)
+            if content is None
+            else io.BufferedReader(content)
+        ) as raw:
             start = raw.peek(4)[:4]
             if start == b"PAR1":
                 return _read_parquet(raw, file, options)
@@ -205,7 +211,7 @@ def read_table(options: argparse.Namespace) -> Table:
 
 
 @dataclass(frozen=True, slots=True)
-class _Selection:
+class Selection:
     """The columns of a file that are used, as positions from 0."""
 
     names: tuple[str, ...]
@@ -216,7 +222,7 @@ class _Selection:
     group: int | None
 
     @classmethod
-    def of(cls, file: str, names: Sequence[str], options: argparse.Namespace) -> _Selection:
+    def of(cls, file: str, names: Sequence[str], options: argparse.Namespace) -> Selection:
         """Find the columns that the flags name; raise InvalidArgumentError."""
 
         def find(name: str, flag: str) -> int:
@@ -304,7 +310,7 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
     names = [f"x{i + 1}" if numbered else cell for i, cell in enumerate(read[0][1])]
     for index, name in enumerate(names):
         _check_encoding(name, file, read[0][0], index)
-    selection = _Selection.of(file, names, options)
+    selection = Selection.of(file, names, options)
     used = selection.used
     rows = read if numbered else read[1:]
     has_commas = options.decimal == "comma" or (
@@ -415,7 +421,7 @@ def _read_parquet(raw: IO[bytes], file: str, options: argparse.Namespace) -> Tab
     try:
         # A pipe cannot be read from its end.
         parquet = ParquetFile(raw if raw.seekable() else io.BytesIO(raw.read()))
-        selection = _Selection.of(file, parquet.schema_arrow.names, options)
+        selection = Selection.of(file, parquet.schema_arrow.names, options)
         names = [selection.names[index] for index in selection.used]
         found = parquet.read(columns=names)
     except pyarrow.ArrowException as error:

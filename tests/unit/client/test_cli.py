@@ -559,7 +559,7 @@ def test_flags_of_a_search_are_keywords_of_the_estimator():
 
     flags = vars(search._parser().parse_args(["t.csv", "--target", "y"])).keys()
     files = {"file", "target", "columns", "ignore", "weights", "missing", "decimal"}
-    connection = {"token_file", "tls", "ca", "client_cert", "client_key", "server_name"}
+    connection = {"token_file", "tls", "ca", "cert", "key", "server_name"}
     rest = flags - files - connection - {"json", "plot", "quiet"}
     assert rest <= SymbolicRegressor().get_params().keys()
 
