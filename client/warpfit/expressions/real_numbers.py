@@ -80,8 +80,8 @@ def require_order(data: Any, name: str) -> None:
     Raises:
         InvalidArgumentError: NOT_NUMBERS, with what is taken.
     """
-    kinds = (Iterator, Set, Mapping, MappingView)
-    if not isinstance(data, kinds) or hasattr(data, "__array__"):
+    is_array = hasattr(data, "__array__") or hasattr(data, "shape")  # a sparse one may be a dict
+    if is_array or not isinstance(data, (Iterator, Set, Mapping, MappingView)):
         return
     remedy = f"Give an array, a table, or list({name})"
     if isinstance(data, Mapping):

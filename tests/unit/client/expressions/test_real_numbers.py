@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import scipy.sparse
 
 import warpfit
 import warpfit.testing
@@ -151,6 +152,7 @@ REFUSED = {
     "on a device alone": (Elsewhere(), "NOT_NUMBERS"),
     "lazy": (LazyFrame(), "LAZY_FRAME"),
     "sparse": (Sparse(), "SPARSE_MATRIX"),
+    "sparse dict": (scipy.sparse.dok_array((2, 2)), "SPARSE_MATRIX"),
 }
 
 
