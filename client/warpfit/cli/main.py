@@ -309,10 +309,11 @@ def _info(options: argparse.Namespace) -> None:
             "" if device.serving else "NOT READY",
         ]
         lines.append(f"  {device.label} {device.name}: {', '.join(fact for fact in facts if fact)}")
-    lines.append(f"{server.datasets} data sets")
-    limits = [(f"  {n}", f"{getattr(server.limits, n):,}") for n in server.limits.__slots__]
+    lines.append(f"data sets: {server.datasets}")
+    limits = {name: getattr(server.limits, name) for name in server.limits.__slots__}
+    rows = [(f"  {name}", f"{most:,}" if most else "none") for name, most in limits.items()]
     names = [f"{op.name}/{op.arity}" for op in server.operators]
-    lines += ["limits", aligned(limits), f"{len(names)} operators (name/operands)"]
+    lines += ["limits", aligned(rows), f"{len(names)} operators (name/operands)"]
     lines += [f"  {' '.join(names[start : start + 10])}" for start in range(0, len(names), 10)]
     print("\n".join(lines))
 

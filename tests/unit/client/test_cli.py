@@ -230,6 +230,7 @@ def test_a_file_of_a_connection_that_is_missing(capsys, address, tmp_path, flag)
 
 def test_info_describes_the_server(capsys, address):
     status, out, _ = run(capsys, "info", address)
+    assert re.search(r"\n +rate +none\n", out)
     assert status == 0
     assert f"warpfit {metadata.version('warpfit')}, engine reference" in out
     assert "NumPy reference: 1 threads" in out
