@@ -327,7 +327,8 @@ def _warnings(
     if math.isnan(squares):
         return ["the loss is not finite"]
     if count >= rows and count:
-        return [f"{count} parameters are fitted to {rows} rows"]
+        what = "1 parameter is" if count == 1 else f"{count} parameters are"
+        return [f"{what} fitted to {rows} row{'s' if rows > 1 else ''}"]
     found = []
     open_ones = [f"p{i + 1}" for i in np.flatnonzero(lost).tolist()]
     if open_ones:

@@ -256,16 +256,16 @@ def selection() -> Iterator[str]:
 
 def skeletons() -> Iterator[str]:
     """Skeletons whose constants are found in the time."""
-    document = result("skeletons")
-    settings = {name: each for name, each in document.items() if ", noise" in name}
-    methods = list(next(iter(settings.values())))[1:]
-    rows = []
+    rows, methods = [], ["warpfit", "least_squares", "bfgs", "pyoperon"]
+    settings = {name: each for name, each in result("skeletons").items() if ", noise" in name}
     for name, counts in settings.items():
         cells = (
             f" | {counts[method]['recovered']:.1%} ({counts[method]['median_processor_seconds']} s)"
             for method in methods
         )
-        rows.append(f"{name}, {counts['skeletons']} skeletons{''.join(cells)}")
+        # A file without "of" is of a program that drew no constants for seven skeletons.
+        drawn = f"{counts['skeletons']} of {counts.get('of', counts['skeletons'] + 7)} skeletons"
+        rows.append(f"{name}, {drawn}{''.join(cells)}")
     yield from table(" | ".join(["constants", *methods]), rows)
 
 

@@ -270,6 +270,9 @@ class ProposeTask:
         part = number(options.get("held_out", 0.2), "held_out", wanted)
         if not 0.0 <= part < 1.0:
             raise bad_setting("held_out", part, wanted)
+        report = options.get("progress")
+        if not (report is None or callable(report)):
+            raise bad_setting("progress", report, "a function of two numbers, or None")
         layout, self._names = data.layout, data.names
         first = max(1, layout.rows - int(part * layout.rows))
         self._fitted_rows, self._held_out_rows = (0, first), (first, layout.rows)

@@ -160,6 +160,7 @@ def test_a_call_has_a_limit(monkeypatch):
         {"units": 3},
         {"timeout": 0},
         {"nosuch": 1},
+        {"progress": 5},
         {"tier": "nosuch"},
     ],
 )
