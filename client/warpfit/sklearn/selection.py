@@ -75,10 +75,8 @@ def linear_regression(X: Floats, y: Floats, weights: Floats) -> tuple[Floats, fl
     """Return the slopes, [variables], and the intercept of weighted least squares.
 
     Columns have one size in the fit, so that none is taken for a rounding error of another, and
-    those without variation have a slope of 0. Of many rows every n-th is taken.
+    those without variation have a slope of 0.
     """
-    step = -(-len(y) // _MOST_ROWS)
-    X, y, weights = X[::step], y[::step], weights[::step]
     middle, size = np.average(X, axis=0, weights=weights), np.ptp(X, axis=0)
     mean, roots = float(np.average(y, weights=weights)), np.sqrt(weights)
     design = (X - middle) / np.where(size > 0.0, size, 1.0)
@@ -268,7 +266,8 @@ class Selection:
 
         """
         X, y, weights = self.training[:3]
-        folds = [(self.seen, self.held_out), *self.folds]
+        held_out = self.held_out[:: max(1, -(-len(self.held_out) // _JUDGED))]
+        folds = [(self.seen, held_out), *self.folds]
         judged = np.concatenate([left for _, left in folds])
         by_fold = [programs, *(fits or [programs] * len(self.folds))]
         constants = [0 if fits else np.count_nonzero(own.codes == CONSTANT) for own in programs]
@@ -316,8 +315,9 @@ class Selection:
         return self.r2(self._linear(self.seen))
 
     def _linear(self, rows: Indices) -> Program:
-        """Return the linear regression of all variables, fitted to some rows."""
-        slopes, intercept = linear_regression(*(part[rows] for part in self.training[:3]))
+        """Return the linear regression of all variables, fitted to some rows; of many, to less."""
+        taken = rows[:: -(-len(rows) // _MOST_ROWS)]
+        slopes, intercept = linear_regression(*(part[taken] for part in self.training[:3]))
         terms = [
             Program.apply("mul", Program.constant(slope), Program.variable(place))
             for place, slope in enumerate(slopes.tolist())
@@ -364,7 +364,8 @@ class Selection:
 
         They are those of the target and those of a linear model, with some room.
         """
-        slopes, intercept = linear_regression(*self.training[:3])
+        step = -(-len(self.training.target) // _JUDGED)
+        slopes, intercept = linear_regression(*(part[::step] for part in self.training[:3]))
         linear = slopes @ self._unlike + intercept
         low, high = float(self.training.target.min()), float(self.training.target.max())
         room = _ROOM * (high - low)
