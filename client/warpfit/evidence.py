@@ -251,12 +251,12 @@ class Evidence:
         curvatures: Sequence[Floats],
         squares: Floats,
         statistics: TargetStatistics,
-        fixed: Sequence[NDArray[np.bool_]] | None = None,
+        fixed: Sequence[NDArray[np.bool_]],
     ) -> Evidence:
         """Compute the evidence for fitted programs.
 
         Each has its fitted parameters, A over all of them, S in ``squares`` [programs], and which
-        of its parameters were not fitted; None for none.
+        of its parameters were not fitted.
         """
         weights = statistics.weights
         used = np.ones(0) if weights is None else weights[weights > 0.0].astype(np.float64)
@@ -265,9 +265,7 @@ class Evidence:
         single = statistics.target.dtype.itemsize == 4
         tolerance = _RANK_TOLERANCE_FLOAT32 if single else RANK_TOLERANCE
         likelihood = log_likelihood(squares, rows, float(np.log(used).sum()))
-        masks = (
-            [np.ones(len(p), bool) for p in parameters] if fixed is None else [~f for f in fixed]
-        )
+        masks = [~own for own in fixed]
         counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
         lengths, factors, covariances, ranks = [], [], [], []
         for i, (program, mask) in enumerate(zip(programs, masks, strict=True)):

@@ -6,7 +6,6 @@ import argparse
 import errno
 import io
 import json
-import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from warpfit.calls.proposals import for_json
 from warpfit.cli.standard_streams import writing_file
 from warpfit.cli.table import add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
@@ -214,7 +214,7 @@ def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str
 
     rows = [row(equation) for equation in model.front_]
     chosen = model.front_.index(next(e for e in model.front_ if e.program == model.program_))
-    return {
+    found = {
         "file": options.file.name,
         "target": options.target,
         "generations": model.n_iter_,
@@ -222,11 +222,6 @@ def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str
         "model_selection": options.model_selection,
         "chosen": chosen,
         "equation": rows[chosen]["equation"],
-        "front": [
-            {
-                k: None if isinstance(v, float) and not math.isfinite(v) else v
-                for k, v in row.items()
-            }
-            for row in rows
-        ],
+        "front": rows,
     }
+    return for_json(found)
