@@ -187,19 +187,25 @@ def _r_number(value: float) -> str:
 # Languages of the family of C
 # ----------------------------
 
-_C_WORDS: Final = """
+#: Types in the names of glibc's constants, which C++ always sees and C with _GNU_SOURCE.
+_GNU_TYPES: Final = ("", "l", "f", "f32", "f32x", "f64", "f64x", "f128")
+_GNU_CONSTANTS: Final = """
+M_E M_LOG2E M_LOG10E M_LN2 M_LN10 M_PI M_PI_2 M_PI_4 M_1_PI M_2_PI M_2_SQRTPI M_SQRT2 M_SQRT1_2
+"""
+_C_WORDS: Final = f"""
 auto break case char const continue default do double else enum extern float for goto if inline int
 long register restrict return short signed sizeof static struct switch typedef union unsigned void
 volatile while _Alignas asm typeof true false bool alignas alignof constexpr nullptr static_assert
-thread_local typeof_unqual NULL EOF INFINITY NAN HUGE_VAL HUGE_VALF HUGE_VALL HUGE MAXFLOAT M_E
-M_LOG2E
-M_LOG10E M_LN2 M_LN10 M_PI M_PI_2 M_PI_4 M_1_PI M_2_PI M_2_SQRTPI M_SQRT2 M_SQRT1_2 FP_NAN
-FP_INFINITE
-FP_ZERO FP_SUBNORMAL FP_NORMAL FP_ILOGB0 FP_ILOGBNAN FP_INT_UPWARD FP_INT_DOWNWARD DOMAIN SING
-OVERFLOW UNDERFLOW PLOSS TLOSS MATH_ERRNO MATH_ERREXCEPT math_errhandling errno linux unix i386
-isnan
-isinf isfinite isnormal signbit fpclassify isgreater isgreaterequal isless islessequal islessgreater
-isunordered complex I min max near far huge main signgam
+thread_local typeof_unqual NULL EOF INFINITY NAN HUGE_VAL HUGE_VALF HUGE_VALL HUGE MAXFLOAT FP_NAN
+FP_INFINITE FP_ZERO FP_SUBNORMAL FP_NORMAL FP_ILOGB0 FP_ILOGBNAN FP_LLOGB0 FP_LLOGBNAN FP_INT_UPWARD
+FP_INT_DOWNWARD FP_INT_TOWARDZERO FP_INT_TONEAREST FP_INT_TONEARESTFROMZERO DOMAIN SING OVERFLOW
+UNDERFLOW PLOSS TLOSS MATH_ERRNO MATH_ERREXCEPT math_errhandling errno linux unix i386 isnan isinf
+isfinite isnormal signbit fpclassify isgreater isgreaterequal isless islessequal islessgreater
+isunordered complex I min max near far huge main signgam stdin stdout stderr BUFSIZ EXIT_SUCCESS
+EXIT_FAILURE RAND_MAX MB_CUR_MAX FD_SETSIZE NFDBITS BYTE_ORDER BIG_ENDIAN LITTLE_ENDIAN PDP_ENDIAN
+WNOHANG WUNTRACED WSTOPPED WEXITED WCONTINUED WNOWAIT
+{" ".join(name + end for name in _GNU_CONSTANTS.split() for end in _GNU_TYPES)}
+{" ".join(f"SNAN{end.upper()} HUGE_VAL_{end.upper()}" for end in _GNU_TYPES)}
 """
 _CPP_WORDS: Final = """
 alignas alignof and and_eq asm bitand bitor bool catch char8_t char16_t char32_t class compl concept

@@ -149,6 +149,21 @@ def test_reserved_words_of_compiled_languages():
         ]
 
 
+@pytest.mark.parametrize(("language", "headers"), [("c", ["math.h"]), ("c++", ["cmath", "limits"])])
+def test_no_macro_of_the_headers_is_a_name(language, headers):
+    if not available(language):
+        pytest.skip(f"nothing here runs {language}")
+    source = "".join(f"#include <{header}>\n" for header in headers)
+    command = ["g++", "-D_GNU_SOURCE", "-x", language, "-dM", "-E", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=True)
+    macros = re.findall(r"^#define ([A-Za-z]\w*) ", done.stdout, re.MULTILINE)
+    names = [name for name in macros if "__" not in name]
+    program = Program.apply("sin", Program.variable(0))
+    kept = [n for n in names if program.code(language, [n]).names[n] == n]
+    assert names
+    assert not kept
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_numbers_are_read_back_to_the_last_bit(language, tmp_path):
     if not available(language):
