@@ -33,7 +33,7 @@ FUNCTIONS: Final[Mapping[str, str]] = {
     "acosh_abs": "acosh(abs(a) + 1)",
     "atanh_clip": "atanh(mod(a + 1, 2) - 1)",
     "fourthroot": "sqrt(sqrt(a))",
-    "sinc": "sinc(pi*a)",
+    "sinc": "where(a == 0, 1, where(abs(a) == inf, 0, sinpi(a)/(pi*a)))",
     "tanpi": "sinpi(a)/cospi(a)",
     "sind": "sinpi(a/180)",
     "cosd": "cospi(a/180)",

@@ -189,7 +189,7 @@ def test_printed_functions_are_what_julia_computes(name):
 
 def test_zeros_of_functions_of_multiples_of_pi():
     whole = np.array([[1.0, -2.0, 12345.0, 1e15]])
-    for text in ("sinpi(x0)", "cospi(x0 + 0.5)", "tanpi(x0)"):
+    for text in ("sinpi(x0)", "cospi(x0 + 0.5)", "tanpi(x0)", "sinc(x0)"):
         np.testing.assert_array_equal(reference.evaluate_program(from_pysr(text), whole), 0.0)
 
 
