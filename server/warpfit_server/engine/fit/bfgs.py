@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Program
 from warpfit.losses import PREDICTION, TARGET, WEIGHT, mentions_weight
-from warpfit.ops import BY_CODE, FIRST_OPERATOR, VARIABLE
+from warpfit.ops import VARIABLE, Operator
 from warpfit_server.engine.fit.linear_model import Model, Workspace, is_minimum
 from warpfit_server.engine.fit.probes import MOST_PROBES, begin_probe, leads_on, nudge
 from warpfit_server.engine.fit.searches import (
@@ -151,9 +151,23 @@ def squared_slope(row_loss: Program) -> Program:
 
 
 def has_kinks(row_loss: Program) -> bool:
-    """Return whether a row loss may have kinks: whether the derivative of an operator has cases."""
-    operators = [BY_CODE[code] for code in row_loss.codes.tolist() if code >= FIRST_OPERATOR]
-    return any("select" in text for row in operators for text in row.derivative)
+    """Return whether a row loss may have kinks: whether the prediction decides among cases.
+
+    An equality is no case: it holds at single predictions, as that of the Poisson loss does at 0.
+    """
+
+    def operator(row: Operator, operands: list[tuple[bool, bool]]) -> tuple[bool, bool]:
+        varies = [operand_varies for operand_varies, _ in operands]
+        decides = varies[0] if row.name == "where" else any(varies)
+        is_kink = decides and any("select" in text for text in row.derivative)
+        return (
+            any(varies) and row.name not in ("eq", "ne"),
+            is_kink or any(has_kink for _, has_kink in operands),
+        )
+
+    return row_loss.fold(
+        lambda code, value: (code == VARIABLE and value == PREDICTION, False), operator
+    )[1]
 
 
 @numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -9,7 +9,7 @@ from scipy.optimize import lsq_linear
 from support.engines.fits import fit, tight
 from support.engines.gradients import Formula, steepest_cosine
 from support.engines.more_garbow_hillstrom import problems
-from warpfit import LossFunction, Reason, parse
+from warpfit import LossFunction, Reason
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.fitting import Accuracy
@@ -194,5 +194,30 @@ def test_the_squared_slope_of_a_row_loss(text, slope):
     row = LossFunction.parse(text).row
     found = reference.evaluate_program(squared_slope(row), np.stack([f, y, w]))
     np.testing.assert_allclose(found, np.square(slope(f, y, w)), rtol=1e-2, atol=1e-4)
-    assert has_kinks(parse("abs(x1)"))
-    assert not has_kinks(parse("x1 - x2*log(x1)"))
+
+
+@pytest.mark.parametrize(
+    "text", ["abs(d)", "where(d <= 0, -d, 2*d)", "max(f, y)", "exp(abs(f - 1))"]
+)
+def test_kinks_are_where_the_prediction_decides(text):
+    assert has_kinks(LossFunction.parse(text).row)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["f - y*log(f)", "where(y > 2, square(d), exp(d))", "abs(y)*square(d)", "max(w, 1)*exp(f)"],
+)
+def test_cases_of_the_target_are_no_kinks(text):
+    assert not has_kinks(LossFunction.parse(text).row)
+
+
+def test_the_edge_of_a_losss_domain_is_no_minimum(cpu):
+    """At the edge, where the first prediction is 0, the loss falls along the edge only."""
+    x = np.linspace(0.1, 4.0, 60)
+    y = np.where(x < 0.4, 0.0, np.round(np.exp(0.3 + 0.5 * x)))
+    found = search(cpu, x, y, "p1 + p2*x1", [1.0, 1.0], loss=poisson(), accuracy=Accuracy.FINAL)
+    line = found.parameters[0] + [-0.001, 0.01]
+    at = line[0] + line[1] * x
+    better = (at - np.where(y > 0.0, y * np.log(at), 0.0)).sum()
+    assert at.min() > -1e-9
+    assert not found.success[0] or found.loss[0] <= better
