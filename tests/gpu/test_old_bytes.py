@@ -43,10 +43,7 @@ _PIECES = 16
 def fill(engine: CudaEngine, pattern: int) -> None:
     """Fill with a pattern the memory that the engine's next streams will be given."""
     device = engine._device
-    for loading in (
-        engine._warming,
-        engine._derivatives.loading,
-    ):  # they would use the memory meanwhile
+    for loading in (engine._warming, engine._derivatives):  # they would use the memory meanwhile
         loading.result()
     gc.collect()
     device.trim()

@@ -338,9 +338,6 @@ class Engine(Protocol):
             EngineBrokenError: if this process can compute no more.
         """
 
-    def prepare_fits(self) -> Steps[None]:
-        """Wait until the code of fits is loaded, which is compiled at the first start."""
-
     def linearise(
         self,
         evaluation: Evaluation,

@@ -65,7 +65,7 @@ class RequestRunner:
     """Makes the steps of requests, and runs merged evaluations.
 
     Args:
-        engine: says which requests gain from being merged, and has the code of fits loaded.
+        engine: says which requests gain from being merged.
         datasets: the engine's data sets, and its passes over them.
         chunk_bytes: least size of final values that is worth a progress message.
     """
@@ -76,7 +76,6 @@ class RequestRunner:
         datasets: LoadedDatasets,
         chunk_bytes: int,
     ) -> None:
-        self._engine = engine
         self._datasets = datasets
         self._chunk_bytes = chunk_bytes
         self._finalizer = Finalizer()
@@ -144,7 +143,6 @@ class RequestRunner:
     def _optimize(
         self, request: Request, settings: FitSettings, deadline: float | None
     ) -> Steps[Timings]:
-        yield from self._engine.prepare_fits()
         # Imported on first use, because importing it delays the start of the server.
         from warpfit_server.engine.fit.driver import FitContext, optimize
 

@@ -108,7 +108,7 @@ def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
 
 def derivatives(device: CudaDevice, repeats: int) -> dict[str, Any]:
     """Measure losses with gradients of the interpreter of derivatives."""
-    rows, tier = [], DerivativeTier(device, available_cores(), lambda: None, lambda: None)
+    rows, tier = [], DerivativeTier(device, available_cores(), lambda: None)
     tier.prepare_all()
     for mode, count in product(MODES, ROWS):
         resident = upload(device, uniform_data(count, MODES[mode][0]))

@@ -47,8 +47,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device, "driver_functions", _driver_functions)
     patch.setattr(CudaSource, "load", lambda source, _: _Module(source.source))
     patch.setattr(CompiledTier, "supports", lambda *_: False)
-    for name in ("compile_group", "hurry"):
-        patch.setattr(parts, name, lambda *_, **__: None)
+    patch.setattr(parts, "compile_group", lambda *_, **__: None)
     patch.setattr(engine, "_warm_up", lambda *_: None)
 
 

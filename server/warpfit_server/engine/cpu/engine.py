@@ -20,8 +20,8 @@ import os
 import platform
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -37,6 +37,7 @@ from warpfit.server_info import Device
 from warpfit_server.engine import interface
 from warpfit_server.engine.cpu import derivatives
 from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.cpu.codegen.kernels import Kernels
 from warpfit_server.engine.cpu.interpreter import (
     ChunkedWork,
     Cut,
@@ -51,7 +52,7 @@ from warpfit_server.engine.cpu.interpreter import (
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import Lowered, are_valid, check_tokens, lower_chunk
 from warpfit_server.engine.lowering_cache import LoweringCache
-from warpfit_server.engine.native.compile_processes import NICE, BackgroundCode
+from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.parallel_loop import ParallelLoop
 from warpfit_server.engine.requested_outputs import (
@@ -90,7 +91,7 @@ class CpuEngine:
     def __init__(self, threads: int | None = None) -> None:
         """Load the compiled code; the very first start on a machine compiles it.
 
-        The code of derivatives and fits is loaded, or compiled, while the engine serves.
+        The code of derivatives is loaded, or compiled, while the engine serves.
 
         Args:
             threads: how many threads one evaluation may use; None for `available_cores`.
@@ -104,8 +105,7 @@ class CpuEngine:
         self.steps_in_flight = self.step_threads = min(2, self.threads)
         self._kernels = parts.load(self.threads)
         self._interpret, self._lower = address_of(interpret_chunk), address_of(lower_chunk)
-        load_derivatives = partial(parts.load_derivatives, self._kernels, self.threads)
-        self._derivatives = BackgroundCode(load_derivatives, partial(parts.hurry, "derivatives"))
+        self._derivatives = self._load_derivatives()
         self._datasets: dict[bytes, Dataset] = {}
         self._loop = ParallelLoop(self.threads, NICE)
         self._programs: LoweringCache[_LoweredPrograms] = LoweringCache()
@@ -187,10 +187,6 @@ class CpuEngine:
             _, compute = yield from interface.timed(steps)
         return Timings(compute=compute)
 
-    def prepare_fits(self) -> interface.Steps[None]:
-        """Wait for the code of derivatives, with which the code of fits is loaded."""
-        yield from self._derivatives.wait()
-
     def linearise(
         self,
         evaluation: Evaluation,
@@ -260,6 +256,9 @@ class CpuEngine:
             if on_step is not None:
                 on_step(stop)
 
+    def _load_derivatives(self) -> Future[Kernels]:
+        return BACKGROUND.submit(parts.load_derivatives, self._kernels, self.threads)
+
     def _differentiate(
         self,
         dataset: Dataset,
@@ -268,7 +267,12 @@ class CpuEngine:
         selection: interface.Selection | None = None,
     ) -> interface.Steps[None]:
         """Evaluate with derivatives, custom losses or statistics."""
-        kernels = yield from self._derivatives.wait()
+        loading = self._derivatives  # which are loaded after the engine began to serve
+        if loading.done() and loading.exception() is not None:  # memory may have been short
+            loading = self._derivatives = self._load_derivatives()
+        if not loading.done():
+            yield loading
+        kernels = loading.result()
         layout = dataset.layout
         whole = evaluation.batch if selection is None else selection.batch
 

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ from warpfit_server.engine.interface import (
     run_to_end,
     timed,
 )
-from warpfit_server.engine.native.compile_processes import BACKGROUND, BackgroundCode
+from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.shared_batch import BatchSummary
 from warpfit_server.system.machine import available_cores
@@ -112,11 +112,9 @@ class CudaEngine:
         self._lock = threading.Lock()
         _warm_up(self, Tier.INTERPRETER)
         # Beside that, the following would delay the start.
-        self._derivatives = BackgroundCode(
-            self._load_derivatives, partial(parts.hurry, "derivatives", *where)
-        )
+        self._derivatives = self._load_derivatives()
         # Kernels are planned by code that is compiled with that of derivatives.
-        self._planner.submit(self._derivatives.loading.result)
+        self._planner.submit(self._derivatives.result)
         self._warming = BACKGROUND.submit(self._warm_up_compiled)
 
     def device(self) -> Device:
@@ -220,10 +218,6 @@ class CudaEngine:
         except self._device.errors as error:
             raise self._translate(error) from error
 
-    def prepare_fits(self) -> Steps[None]:
-        """Wait for the tier of derivatives, with which the code of fits is loaded."""
-        yield from self._derivative_tier()
-
     def counters(self) -> Mapping[str, float]:
         """Return the figures of the caches of compiled kernels; see `interface.COUNTERS`."""
         return self._compiled.counters()
@@ -232,9 +226,8 @@ class CudaEngine:
         """Stop the compiler and free all device memory."""
         if not self._warming.cancel():
             self._warming.result()
-        loading = self._derivatives.loading
-        if not loading.cancel() and loading.exception() is None:
-            loading.result().forget()
+        if not self._derivatives.cancel() and self._derivatives.exception() is None:
+            self._derivatives.result().forget()
         self._planner.shutdown(cancel_futures=True)
         self._compiled.close()
         with self._lock:
@@ -242,25 +235,27 @@ class CudaEngine:
         self._page_locks.close()
         self._device.close()
 
-    def _load_derivatives(self) -> DerivativeTier:
+    def _load_derivatives(self) -> Future[DerivativeTier]:
         """Load the tier of derivatives, and the code of fits, while the engine serves.
 
         The first time on a machine they are compiled.
         """
-        started = time.perf_counter()
-        where = self._device.cache_directory, self._device.architecture
-        parts.compile_group("derivatives", *where, self._threads, urgent=False)
-        self._device.use()
-        compile_spilling = partial(
-            parts.compile_group, "spilling", *where, self._threads, urgent=False
-        )
-        hurry_spilling = partial(parts.hurry, "spilling", *where)
-        tier = DerivativeTier(self._device, self._threads, compile_spilling, hurry_spilling)
-        tier.prepare_all()
-        fits.load()
-        _LOG.info("derivatives ready after %.2f s", time.perf_counter() - started)
-        BACKGROUND.submit(compile_spilling)  # so that no caller has to wait for that
-        return tier
+
+        def load() -> DerivativeTier:
+            started = time.perf_counter()
+            where = self._device.cache_directory, self._device.architecture
+            given = *where, self._threads
+            parts.compile_group("derivatives", *given, urgent=False)
+            self._device.use()
+            compile_spilling = partial(parts.compile_group, "spilling", *given, urgent=False)
+            tier = DerivativeTier(self._device, self._threads, compile_spilling)
+            tier.prepare_all()
+            fits.load()
+            _LOG.info("derivatives ready after %.2f s", time.perf_counter() - started)
+            BACKGROUND.submit(compile_spilling)  # so that no caller has to wait for that
+            return tier
+
+        return BACKGROUND.submit(load)
 
     def _warm_up_compiled(self) -> None:
         """Warm the compiled tier up while the engine serves."""
@@ -271,9 +266,13 @@ class CudaEngine:
 
     def _derivative_tier(self) -> Steps[DerivativeTier]:
         """Return the tier of derivatives once it is loaded."""
-        tier = yield from self._derivatives.wait()
-        self._device.use()
-        return tier
+        loading = self._derivatives
+        if loading.done() and loading.exception() is not None:  # memory may have been short
+            loading = self._derivatives = self._load_derivatives()
+        if not loading.done():
+            yield loading
+            self._device.use()
+        return loading.result()
 
     def _evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs

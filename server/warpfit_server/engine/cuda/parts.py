@@ -81,18 +81,13 @@ def compile_group(
 ) -> None:
     """Compile a group of `GROUPS` into the cache by other processes, unless that has been done.
 
-    No caller waits for it unless it is ``urgent``, or until `hurry` is called.
+    No caller waits for it unless it is ``urgent``.
     """
     parts = _KERNELS[group] | _HOST_CODE[group]
     seconds = {f"{architecture}/{group}/{name}": part[0] for name, part in parts.items()}
     shares = compile_processes.share_out(seconds, processes)
-    where = _place(group, directory, architecture)
-    compile_processes.compile_once(*where, __name__, shares, urgent=urgent)
-
-
-def hurry(group: str, directory: Path, architecture: int) -> None:
-    """Take note that a caller waits for a group."""
-    compile_processes.hurry(*_place(group, directory, architecture))
+    name = f"{group}-{_fingerprint(architecture)}"
+    compile_processes.compile_once(directory / "cubin", name, __name__, shares, urgent=urgent)
 
 
 def precompile(directory: Path, architecture: int, processes: int) -> None:
@@ -101,15 +96,12 @@ def precompile(directory: Path, architecture: int, processes: int) -> None:
         compile_group(group, directory, architecture, processes)
 
 
-def _place(group: str, directory: Path, architecture: int) -> tuple[Path, str]:
-    """Return the directory of a group's code, and the name that the group has there.
-
-    The name has a hash of all that the code of all groups depends on.
-    """
+def _fingerprint(architecture: int) -> str:
+    """Return a hash of all that the code of all groups depends on."""
     sources = [source() for group in _KERNELS.values() for _, source in group.values()]
     host = numba_cache.default_directory().name, numba_cache.host_tag()
     text = "\0".join([*host, *(word for source in sources for word in source.key(architecture))])
-    return directory / "cubin", f"{group}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _run(place: Path, name: str) -> None:

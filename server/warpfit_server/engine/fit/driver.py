@@ -34,7 +34,7 @@ from warpfit.ir import Program
 from warpfit.losses import SQUARES as SQUARED_DIFFERENCES
 from warpfit.losses import TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Evaluation, Precision, Timings
-from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, orthogonal
+from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, orthogonal, starts
 from warpfit_server.engine.fit.bfgs import has_kinks, squared_slope
 from warpfit_server.engine.fit.covariance import (
     estimate_covariances,
@@ -137,7 +137,7 @@ def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
 def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
     try:
         batch = request.problem.batch
-        work = float(batch.vectors * len(batch))
+        work = float(batch.vectors * len(batch)) if starts.is_loaded() else math.inf
         # Nothing refers to the driver, which has the memory, when that is given back below.
         steps = (yield from _on_fit_thread(work, partial(_Driver, request, context))).run()
         return (yield from steps)

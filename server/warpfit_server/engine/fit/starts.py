@@ -256,8 +256,9 @@ def _want(
 _ADD: Final = OPERATORS["add"].code
 
 
+@cache
 def load() -> None:
-    """Load the code of `find_scales`, or compile it."""
+    """Load the code of `find_scales`, or compile it; a fit needs it before its first pass."""
     codes = types.Array(types.uint8, 1, "C", readonly=True)
     values = types.Array(types.float64, 1, "C", readonly=True)
     numbers, places = types.float64[::1], types.int64[::1]
@@ -265,6 +266,11 @@ def load() -> None:
     scratch = types.int64[:, ::1], table
     arguments = codes, values, places, places, table, numbers, *scalars, *scratch, numbers, places
     numba_cache.load(find_scales, types.void(*arguments))
+
+
+def is_loaded() -> bool:
+    """Return whether `load` takes no time."""
+    return bool(load.cache_info().currsize)
 
 
 class Scales:
@@ -277,6 +283,7 @@ class Scales:
 
     def __init__(self, batch: Batch, dataset: Dataset, rows: slice) -> None:
         """Measure rows and programs, whose tokens have been checked."""
+        load()
         step = max(1, (rows.stop - rows.start) // _ROWS)
         some = dataset.matrix[:, rows.start : rows.stop : step].astype(np.float64)
         if dataset.weights is not None:

@@ -4,12 +4,6 @@ Numba and LLVM compile on one core, whatever the number of threads, and keep som
 afterwards. So several processes compile parts of the code into one directory, from which the engine
 loads it. A part that a process fails to compile is compiled when it is loaded, and so is all code
 where there is no directory to write to.
-
-Code that no caller waits for yet is compiled at a low priority, beside evaluations
-(`BackgroundCode`). The first caller that waits for it leaves a file, which all engines see that
-share the directory. Only root may raise the priority of a running process. So a process that gets
-too little of a core from then on is started anew at normal priority, which costs the part that it
-has been compiling.
 """
 
 from __future__ import annotations
@@ -21,12 +15,10 @@ import logging
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Final
 
 from warpfit_server.system import compile_cache
 from warpfit_server.system.machine import available_cores
@@ -40,38 +32,6 @@ NICE: Final = int(os.environ.get("WARPFIT_ENGINE_NICE", "10"))
 _CORES_A_THREAD: Final = 4
 #: Loads code that nobody waits for yet, in the order in which it is first needed.
 BACKGROUND: Final = ThreadPoolExecutor(max(1, available_cores() // _CORES_A_THREAD), "compile")
-#: Seconds between two looks at a process of low priority, and the share of a core with which it is
-#: left alone when a caller waits.
-_LOOK_SECONDS, _FAIR_SHARE = 1.0, 0.75
-Code = TypeVar("Code")
-
-
-class BackgroundCode(Generic[Code]):
-    """Code that is loaded while an engine serves.
-
-    Args:
-        load: loads the code, and has it compiled first if it is not cached. It is called again if
-            it fails, because memory may have been short.
-        hurry: called when the first request waits, so that compiling has priority from then on.
-    """
-
-    def __init__(self, load: Callable[[], Code], hurry: Callable[[], None]) -> None:
-        self._load, self._hurry = load, hurry
-        self._is_hurried = False
-        self.loading: Future[Code] = BACKGROUND.submit(load)
-        """The code, or what loads it at the moment."""
-
-    def wait(self) -> Generator[Future[Any], None, Code]:
-        """Wait for the code, as a step of an evaluation does; return it."""
-        loading = self.loading
-        if loading.done() and loading.exception() is not None:
-            loading = self.loading = BACKGROUND.submit(self._load)
-        if not loading.done():
-            if not self._is_hurried:
-                self._is_hurried = True
-                self._hurry()
-            yield loading
-        return loading.result()
 
 
 def compile_once(
@@ -87,7 +47,7 @@ def compile_once(
         group: name of the parts that are compiled together.
         module: is run by ``python -m`` and calls `run_parts`.
         shares: names of the parts that each process compiles.
-        urgent: whether a caller waits; if not, evaluations have priority until `hurry` is called.
+        urgent: whether a caller waits; if not, evaluations have priority.
     """
     done = place / f"{group}.complete"
     if os.access(done, os.F_OK):
@@ -96,22 +56,12 @@ def compile_once(
         if lock is None or done.exists():
             return
         _LOG.info("compiling %s into %s (first start only)", group, place)
-        awaited = _awaited(place, group)
-        run = partial(_run, place, module, lock=lock, urgent=urgent, awaited=awaited)
-        with ThreadPoolExecutor(len(shares)) as threads:
-            codes = list(threads.map(run, shares))
-        for code, names in zip(codes, shares, strict=True):
-            if code:
-                _LOG.warning("a process that compiled %s ended with %s", ", ".join(names), code)
+        children = [_start(place, module, names, lock, urgent=urgent) for names in shares]
+        for child, names in zip(children, shares, strict=True):
+            if child.wait():
+                parts = ", ".join(names)
+                _LOG.warning("a process that compiled %s ended with %s", parts, child.returncode)
         compile_cache.write_plain(done, b"")
-        with contextlib.suppress(OSError):
-            awaited.unlink()
-
-
-def hurry(place: Path, group: str) -> None:
-    """Take note that a caller waits for a group: whichever engine compiles it, it has priority."""
-    if not (place / f"{group}.complete").exists():
-        compile_cache.write_plain(_awaited(place, group), b"")
 
 
 def share_out(seconds: Mapping[str, float], count: int) -> list[list[str]]:
@@ -132,29 +82,6 @@ def run_parts(parts: Mapping[str, Callable[[Path], object]], arguments: Sequence
         parts[name](Path(place))
 
 
-def _awaited(place: Path, group: str) -> Path:
-    return place / f"{group}.awaited"
-
-
-def _run(
-    place: Path, module: str, names: Sequence[str], *, lock: int, urgent: bool, awaited: Path
-) -> int:
-    """Compile parts by a process, and by another one if that is too slow; return its status."""
-    urgent = urgent or awaited.exists()
-    child = _start(place, module, names, lock, urgent=urgent)
-    while True:
-        used = _processor_time(child.pid)
-        try:
-            return child.wait(_LOOK_SECONDS)
-        except subprocess.TimeoutExpired:
-            used = _processor_time(child.pid) - used
-        if not urgent and used < _FAIR_SHARE * _LOOK_SECONDS and awaited.exists():
-            child.kill()
-            child.wait()
-            urgent = True
-            child = _start(place, module, names, lock, urgent=urgent)
-
-
 def _start(
     place: Path, module: str, names: Sequence[str], lock: int, *, urgent: bool
 ) -> subprocess.Popen[bytes]:
@@ -162,13 +89,6 @@ def _start(
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[lock]
     )
-
-
-def _processor_time(process: int) -> float:
-    """Return the seconds of processor time that a process has used; 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        return time.clock_gettime((~process << 3) | 2)  # as clock_getcpuclockid(3) has it on Linux
-    return 0.0
 
 
 @contextlib.contextmanager

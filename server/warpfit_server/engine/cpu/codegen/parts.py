@@ -111,21 +111,12 @@ def load_group(group: str, processes: int, *, urgent: bool) -> dict[str, Any]:
 def compile_group(group: str, processes: int, *, urgent: bool = True) -> None:
     """Compile a group by so many processes at most, unless that has been done.
 
-    No caller waits for it unless it is ``urgent``, or until `hurry` is called.
+    No caller waits for it unless it is ``urgent``.
     """
     seconds = {name: PARTS[name].seconds for name in GROUPS[group]}
     shares = compile_processes.share_out(seconds, min(processes, _MOST_PROCESSES))
-    compile_processes.compile_once(*_place(group), __name__, shares, urgent=urgent)
-
-
-def hurry(group: str) -> None:
-    """Take note that a caller waits for a group."""
-    compile_processes.hurry(*_place(group))
-
-
-def _place(group: str) -> tuple[Path, str]:
-    """Return the directory of a group's code, and the name that the group has there."""
-    return numba_cache.default_directory(), f"{group}-{numba_cache.host_tag()}"
+    name, place = f"{group}-{numba_cache.host_tag()}", numba_cache.default_directory()
+    compile_processes.compile_once(place, name, __name__, shares, urgent=urgent)
 
 
 def precompile(processes: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import pairwise, starmap
@@ -58,7 +59,7 @@ from warpfit_server.engine.interface import (
     edges_of,
 )
 from warpfit_server.engine.lowering_cache import LoweringCache
-from warpfit_server.engine.native.compile_processes import BackgroundCode
+from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.engine.requested_outputs import (
     RequestedOutputs,
     linearisation_outputs,
@@ -93,20 +94,15 @@ class DerivativeTier:
         threads: that lower one batch.
         compile_spilling: compiles the kernels for programs that spill into the cache, by other
             processes; returns at once if that has been done.
-        hurry_spilling: called when a request waits for that.
     """
 
     def __init__(
-        self,
-        device: CudaDevice,
-        threads: int,
-        compile_spilling: Callable[[], None],
-        hurry_spilling: Callable[[], None],
+        self, device: CudaDevice, threads: int, compile_spilling: Callable[[], None]
     ) -> None:
         self._device = device
-        self._compile_spilling, self._hurry_spilling = compile_spilling, hurry_spilling
+        self._compile_spilling = compile_spilling
         self._kernels: dict[Variant, DerivativeKernels] = {}
-        self._spilling: dict[Variant, BackgroundCode[DerivativeKernels]] = {}
+        self._spilling: dict[Variant, Future[DerivativeKernels]] = {}
         self._kept: LoweringCache[_KeptCode] = LoweringCache()
         """Code of fits, which stays on the device from pass to pass."""
         self._codes: LoweringCache[DerivativeCode] = LoweringCache(_KEPT_TOKENS)
@@ -300,15 +296,17 @@ class DerivativeTier:
         variant = plan.variant
         if not plan.spills:
             return self._kernels[variant]
-        code = self._spilling.get(variant)
-        if code is None:
+        loading = self._spilling.get(variant)
+        if loading is None or (loading.done() and loading.exception() is not None):
 
             def load() -> DerivativeKernels:
                 self._compile_spilling()
                 return self._load(variant, spills=True)
 
-            code = self._spilling[variant] = BackgroundCode(load, self._hurry_spilling)
-        return (yield from code.wait())
+            loading = self._spilling[variant] = BACKGROUND.submit(load)
+        if not loading.done():
+            yield loading
+        return loading.result()
 
     def _load(self, variant: Variant, *, spills: bool) -> DerivativeKernels:
         module = derivative_source(variant, spills=spills).load(self._device)

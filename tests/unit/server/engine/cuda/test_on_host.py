@@ -216,7 +216,7 @@ def test_gradients_of_a_batch_that_comes_again_are_lowered_twice(engine, batch, 
     """The first time it may never come again; from the second on its code is kept."""
     data, lowered = make_dataset(130), []
     engine.load(data)
-    lowering = engine._derivatives.loading.result()._lowering
+    lowering = engine._derivatives.result()._lowering
     lower = lowering.lower
 
     def counted(one, *given, **how):

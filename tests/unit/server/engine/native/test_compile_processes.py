@@ -74,13 +74,12 @@ class Slow:
 
     started: list[list[str]]
     ended: list[list[str]]
-    pid = os.getpid()
 
     def __init__(self, place, module, names, lock, *, urgent):
         self.names = names
         self.started.append(names)
 
-    def wait(self, timeout):
+    def wait(self):
         time.sleep(0.2)
         self.ended.append(self.names)
         return 0
@@ -98,42 +97,6 @@ def test_one_engine_compiles_and_the_others_wait(monkeypatch, tmp_path):
         found = list(pool.map(compile_all, range(4)))
     assert found == [1] * 4
     assert Slow.started == [["part"]]
-
-
-def test_a_caller_that_waits_gives_priority_to_what_gets_too_little_of_a_core(
-    monkeypatch, tmp_path
-):
-    """Nothing more happens to a process that gets on well, and what begins later has priority."""
-    started, quick = [], []
-
-    def start(place, module, names, lock, *, urgent):
-        started.append((*names, urgent))
-        seconds = 0 if urgent else 30 if "slow" in names else 1
-        child = subprocess.Popen(
-            (sys.executable, "-S", "-c", f"import time; time.sleep({seconds})")
-        )
-        quick.extend([child.pid] if "quick" in names else [])
-        return child
-
-    monkeypatch.setattr(compile_processes, "_start", start)
-    monkeypatch.setattr(compile_processes, "_LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(
-        compile_processes, "_processor_time", lambda pid: time.monotonic() if pid in quick else 0.0
-    )
-    given = tmp_path, "all", "module", [["slow"], ["quick"]]
-    with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(compile_processes.compile_once, *given, urgent=False)
-        time.sleep(0.5)
-        assert sorted(started) == [("quick", False), ("slow", False)]
-        compile_processes.hurry(tmp_path, "all")
-        compiling.result(20)
-    assert sorted(started) == [("quick", False), ("slow", False), ("slow", True)]
-    assert {path.name for path in tmp_path.iterdir()} == {"all.complete", "all.lock"}
-    compile_processes.hurry(tmp_path, "all")
-    compile_processes.hurry(tmp_path, "later")
-    assert not (tmp_path / "all.awaited").exists()
-    compile_processes.compile_once(tmp_path, "later", "module", [["last"]], urgent=False)
-    assert started[3:] == [("last", True)]
 
 
 def test_processes_whose_engine_has_ended_are_waited_for(tmp_path):

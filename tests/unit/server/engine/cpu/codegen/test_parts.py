@@ -29,30 +29,23 @@ def outputs():
 
 
 def test_values_do_not_wait_for_the_code_of_derivatives(monkeypatch):
-    """At a first start it is compiled when the engine serves already, and has priority once a
-    request waits."""
-    load, is_compiled, hurried = parts.load_derivatives, threading.Event(), []
+    """At a first start it is compiled when the engine serves already."""
+    load, is_compiled = parts.load_derivatives, threading.Event()
 
     def load_later(*arguments):
         assert is_compiled.wait(60)
         return load(*arguments)
 
     monkeypatch.setattr(parts, "load_derivatives", load_later)
-    monkeypatch.setattr(parts, "hurry", hurried.append)
     engine = CpuEngine(1)
     engine.load(DATA)
     derived, plain = outputs(), replace(outputs(), gradients=None)
-    steps, fit = engine.evaluate(EVALUATION, derived), engine.prepare_fits()
-    assert not hurried
+    steps = engine.evaluate(EVALUATION, derived)
     waits_for = next(steps)
     assert not waits_for.done()
-    assert hurried == ["derivatives"]
-    assert next(fit) is waits_for
-    assert hurried == ["derivatives"]
     run_to_end(engine.evaluate(replace(EVALUATION, gradient=False), plain))
     is_compiled.set()
     waits_for.result(60)
-    run_to_end(fit)
     run_to_end(steps)
     np.testing.assert_allclose(derived.losses, plain.losses, rtol=1e-12)
     x = DATA.variables[0]

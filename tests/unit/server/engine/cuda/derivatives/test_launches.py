@@ -119,7 +119,7 @@ def test_kernels_for_programs_that_spill_are_loaded_by_another_thread(monkeypatc
 
     monkeypatch.setattr(DerivativeTier, "_load", load)
     device = SimpleNamespace()
-    tier = DerivativeTier(device, 1, lambda: compiled.wait(20), lambda: None)
+    tier = DerivativeTier(device, 1, lambda: compiled.wait(20))
     plan = SimpleNamespace(variant="any", spills=True)
     first, second = tier._prepare(plan), tier._prepare(plan)
     waits_for = next(first)
