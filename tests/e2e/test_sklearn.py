@@ -525,6 +525,9 @@ def test_several_targets_have_a_front_each(search):
     np.testing.assert_allclose(model.fit(X, y).predict(X), y, rtol=1e-8)
     assert len(model.equations_) == len(model.program_) == 2
     assert model.latex(output=1) == "x_{3} - 2"
+    for ask in (model.latex, model.chance, model.programs_found, model.plot_front):
+        with pytest.raises(InvalidArgumentError, match="an output from 0 to 1"):
+            ask(output=2)
 
 
 def test_models_work_in_scikit_learn_and_travel_without_a_server(search):

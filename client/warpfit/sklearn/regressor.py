@@ -371,6 +371,7 @@ class SymbolicRegressor(FormulaRegressor):
         The best come first.
         """
         check_is_fitted(self)
+        self._front(output)
         found = getattr(self, "_wholes", {}).get(output, Genomes.of([]))
         return [found.program(row) for row in range(len(found))]
 
@@ -407,10 +408,12 @@ class SymbolicRegressor(FormulaRegressor):
             The share of shuffles in which a formula as short fits as well, and the p-value.
 
         Raises:
-            InvalidArgumentError: if the rows are too few or gone, or the loss does not suit.
+            InvalidArgumentError: if the rows are too few or gone, the loss does not suit, or there
+                is no such target.
 
         """
         check_is_fitted(self)
+        self._front(output)
         given = getattr(self, "_given", None)
         if given is None:
             raise InvalidArgumentError(
@@ -431,7 +434,7 @@ class SymbolicRegressor(FormulaRegressor):
     def plot_front(self, ax: Any = None, output: int = 0) -> Any:
         """Draw loss over complexity with matplotlib; return the axes."""
         check_is_fitted(self)
-        return eq.plot_front(self._fronts[output], self._equation(None, output), ax)
+        return eq.plot_front(self._front(output), self._equation(None, output), ax)
 
     def plot_fit(self, X: ArrayLike, y: ArrayLike, index: int | None = None, ax: Any = None) -> Any:
         """Draw predictions over the target with matplotlib; return the axes."""
@@ -486,8 +489,19 @@ class SymbolicRegressor(FormulaRegressor):
     def _text(self, program: Program) -> str:
         return to_text(program, self._names(), self.digits)
 
+    def _front(self, output: int) -> list[eq.Equation]:
+        """Return the equations of a target; raise InvalidArgumentError if there is none."""
+        if not -len(self._fronts) <= output < len(self._fronts):
+            raise InvalidArgumentError(
+                f"there is no target {output}",
+                "OUT_OF_RANGE",
+                f"Give an output from 0 to {len(self._fronts) - 1}",
+                "output",
+            )
+        return self._fronts[output]
+
     def _equation(self, index: int | None, output: int) -> eq.Equation:
-        front = self._fronts[output]
+        front = self._front(output)
         place = eq.selected(front, self.model_selection) if index is None else index
         if not -len(front) <= place < len(front):
             raise InvalidArgumentError(
