@@ -43,7 +43,7 @@ Floats = NDArray[np.float64]
 
 #: Eigenvalue of A, scaled to a unit diagonal, below which a direction is undetermined; for float32
 #: data, whose columns are rounded.
-RANK_TOLERANCE: Final = 1e-12
+_RANK_TOLERANCE: Final = 1e-12
 _RANK_TOLERANCE_FLOAT32: Final = 1e-11
 #: Rounds of a search for profile likelihoods, and the relative error of its roots.
 _ROUNDS: Final = 24
@@ -163,7 +163,7 @@ def covariance_of(
     free: NDArray[np.bool_],
     squares: Floats,
     rows: int | None,
-    tolerance: float = RANK_TOLERANCE,
+    tolerance: float = _RANK_TOLERANCE,
 ) -> tuple[Floats, NDArray[np.int64]]:
     """Return the covariances of the parameters of some fits, [fits, p, p], and their r, [fits].
 
@@ -263,7 +263,7 @@ class Evidence:
         count = len(statistics.target) if weights is None else len(used)
         rows = max(1, count)
         single = statistics.target.dtype.itemsize == 4
-        tolerance = _RANK_TOLERANCE_FLOAT32 if single else RANK_TOLERANCE
+        tolerance = _RANK_TOLERANCE_FLOAT32 if single else _RANK_TOLERANCE
         likelihood = log_likelihood(squares, rows, float(np.log(used).sum()))
         masks = [~own for own in fixed]
         counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)

@@ -59,9 +59,10 @@ class Reason(StrEnum):
     it are, or are so small that their squares are 0; so may be the squares of the target; or no row
     has a weight. The parameters are the start."""
     STALLED = "stalled"
-    """The search cannot make progress, but the first-order condition of a minimum does not hold:
-    the gradient along parameters that may move is not small. Of float32 data, an upload with
-    ``dtype="float64"`` may help; else another start, or fewer parameters."""
+    """The search cannot make progress, and its point is not known to be a minimum: the gradient
+    along parameters that may move is not small, or the data hardly tell the parameters apart there,
+    which they may do at a minimum, too. Of float32 data, an upload with ``dtype="float64"`` may
+    help; else another start, or fewer parameters."""
 
     @property
     def converged(self) -> bool:

@@ -36,7 +36,7 @@ import warpfit
 from warpfit.aio import AsyncClient, AsyncUploadedDataset
 from warpfit.calls.proposals import for_json
 from warpfit.cli.standard_streams import tell
-from warpfit.cli.table import Selection, Table, read_table
+from warpfit.cli.table import ColumnChoice, Table, read_table
 from warpfit.client import Client, connect
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, WarpfitError, require
 from warpfit.expressions.language import to_text
@@ -183,7 +183,7 @@ def table_of(data: Data, content: io.BytesIO | None, most_bytes: int) -> Table:
     if what:
         remedy = "Give columns of one length, with fewer rows"
         raise InvalidArgumentError(what, "BAD_DATA", remedy, "data")
-    chosen = Selection.of("the data", list(columns), options)
+    chosen = ColumnChoice.of("the data", list(columns), options)
     used = [list(columns.values())[index] for index in chosen.used]
     numbers = np.array(used, np.float64).reshape(len(used), *lengths).T  # None becomes NaN
     for column in used if data.missing == "error" else ():

@@ -743,8 +743,9 @@ def test_chance_tells_a_law_from_noise(search):
             model.set_params(**change).chance(n=9)
         assert caught.value.reason == reason
         model.set_params(loss="mse")
-    with pytest.raises(InvalidArgumentError, match="n is 0"):
-        model.chance(n=0)
+    for wrong in ({"n": 0}, {"n": np.nan}, {"n": 2.5}, {"seed": -1}, {"seed": np.inf}):
+        with pytest.raises(InvalidArgumentError, match=f"{next(iter(wrong))} is"):
+            model.chance(**wrong)
     with pytest.raises(InvalidArgumentError, match="15 different rows"):
         search(generations=0).fit(X[:15], law(X[:15])).chance()
 

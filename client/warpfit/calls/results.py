@@ -312,7 +312,7 @@ class Fit(Shown):
         what = "1 search has stalled" if count == 1 else f"{count} searches have stalled"
         if self.dtype == np.float32:
             return f'{what}, for which float32 may be too coarse: upload with dtype="float64"'
-        return f"{what} at a point that is no minimum: try other starts, or fewer parameters"
+        return f"{what} at a point that may be no minimum: try other starts, or fewer parameters"
 
     def formula(self, expression: int = 0, start: int = 0) -> Program:
         """Return an expression with its fitted parameters as constants, by the indices of both."""

@@ -211,7 +211,7 @@ def read_table(options: argparse.Namespace, content: io.BytesIO | None = None) -
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ColumnChoice:
     """The columns of a file that are used, as positions from 0."""
 
     names: tuple[str, ...]
@@ -222,7 +222,7 @@ class Selection:
     group: int | None
 
     @classmethod
-    def of(cls, file: str, names: Sequence[str], options: argparse.Namespace) -> Selection:
+    def of(cls, file: str, names: Sequence[str], options: argparse.Namespace) -> ColumnChoice:
         """Find the columns that the flags name; raise InvalidArgumentError."""
 
         def find(name: str, flag: str) -> int:
@@ -310,7 +310,7 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
     names = [f"x{i + 1}" if numbered else cell for i, cell in enumerate(read[0][1])]
     for index, name in enumerate(names):
         _check_encoding(name, file, read[0][0], index)
-    selection = Selection.of(file, names, options)
+    selection = ColumnChoice.of(file, names, options)
     used = selection.used
     rows = read if numbered else read[1:]
     has_commas = options.decimal == "comma" or (
@@ -421,7 +421,7 @@ def _read_parquet(raw: IO[bytes], file: str, options: argparse.Namespace) -> Tab
     try:
         # A pipe cannot be read from its end.
         parquet = ParquetFile(raw if raw.seekable() else io.BytesIO(raw.read()))
-        selection = Selection.of(file, parquet.schema_arrow.names, options)
+        selection = ColumnChoice.of(file, parquet.schema_arrow.names, options)
         names = [selection.names[index] for index in selection.used]
         found = parquet.read(columns=names)
     except pyarrow.ArrowException as error:

@@ -1,4 +1,4 @@
-"""What a choice among the formulas of a search weighs: how well they describe and predict.
+"""Description lengths and predictive lengths, by which a search chooses among its formulas.
 
 A search that tries many formulas finds one that fits noise, so that losses alone do not choose:
 
@@ -329,7 +329,7 @@ class Selection:
 
     def strays(self, program: Program) -> bool:
         """Tell whether a formula has values on rows unlike all others that are a surprise."""
-        grouped = self.training.groups is not None  # Their ranges are not one.
+        grouped = self.training.groups is not None  # each group has a range of its own
         if not self.loss.is_squares or program.variables == 0 or grouped:
             return False
         if program not in self._straying:

@@ -252,7 +252,7 @@ class TargetSearch:
     """Time of `time.monotonic` at which everything should have ended; infinite for any time."""
     form: Form = field(default_factory=Form)
     selection: Selection = field(init=False)
-    """What a choice among the formulas weighs."""
+    """Computes description lengths and predictive lengths of the formulas."""
     constant: Program = field(init=False)
     """The best constant, which is among the equations."""
     data: DatasetHandle = field(init=False)

@@ -121,7 +121,7 @@ def brought(extra):
 
 
 def test_an_extra_brings_what_examples_use():
-    """What they import, and what methods of formulas that a reader tries next import."""
+    """Imports of the examples, and SymPy, which the methods of a formula import when called."""
     known = brought("examples") | brought("ray") | {"numpy", "distributed"}
     modules = {"sympy"}
     for path in (ROOT / "client" / "examples").glob("*.py"):
