@@ -178,7 +178,7 @@ class Server:
 
     def _look(self, now: float) -> None:
         self._front_ends.repeat_readiness(now)
-        self._front_ends.kill_silent([n for n, w in enumerate(self.watchdogs) if w.answers])
+        self._front_ends.kill_silent([watchdog.answered for watchdog in self.watchdogs])
         self.engines.quarantine.expire()
         self.datasets.expire(self.config.lease_seconds)
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -383,17 +383,20 @@ class FrontEnds:
             probe.answers and max(probe.ended, self.resumed) >= limit for probe in probes
         )
 
-    def kill_silent(self, answering: Collection[int]) -> None:
+    def kill_silent(self, answered: Sequence[float]) -> None:
         """Kill processes that hang, or do not start, so that new ones start.
 
-        The engines of these numbers answer the main process. So a process to which one of them has
-        given no answer for long is broken, too.
+        ``answered`` are the moments at which each engine last answered the main process. A process
+        that has had no answer of an engine for long before that moment is broken, too.
         """
         now = time.monotonic()
         limit, awake = now - self.config.hang_seconds, now - self.resumed
         for front_end in self.supervisors:
             if front_end.state is State.SERVING:
-                has_no_answer = any(front_end.probes[n].answered < limit for n in answering)
+                has_no_answer = any(
+                    front_end.probes[engine].answered < moment - self.config.hang_seconds
+                    for engine, moment in enumerate(answered)
+                )
                 is_silent = front_end.last_message < limit or has_no_answer
                 hangs = is_silent and awake > self.config.hang_seconds
             else:

@@ -150,6 +150,8 @@ class Watchdog:
         """Names the engine's device."""
         self.answers = False
         """Whether the last probe of this process was answered rightly."""
+        self.answered = 0.0
+        """Moment of the last right answer."""
         self.probe_seconds = 0.0
         """Time that the last answer took."""
         self.resumed = 0.0
@@ -217,9 +219,11 @@ class Watchdog:
             if isinstance(error, DatasetNotFoundError):
                 self._load_again()
         else:
-            self.probe_seconds = time.monotonic() - started
-            self._failing = None
-            if not self.answers:
+            now = time.monotonic()
+            self.probe_seconds, self._failing = now - started, None
+            if self.answers:
+                self.answered = now
+            else:
                 self._supervisor.replace("wrong_answer")
         finally:
             self._asked = None
@@ -232,7 +236,7 @@ class Watchdog:
         """
         asked, failing, starting = self._asked, self._failing, self._supervisor.starting_since
         awake, config = now - self.resumed, self._config
-        if asked is not None and min(now - asked, awake) > config.probe_timeout and self.serves:
+        if asked is not None and min(now - asked, awake) > config.probe_timeout and self.answers:
             _LOG.warning("%s has not answered for %.1f s: not ready", self.label, now - asked)
             self.answers = False
         self._publish()

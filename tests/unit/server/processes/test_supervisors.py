@@ -157,10 +157,11 @@ def test_no_engine_answers_where_there_is_no_front_end(front_ends):
 
 
 def test_a_front_end_is_replaced_if_the_engine_answers_only_others(front_ends, front_end):
-    front_end.probes[1].answered -= 11.0
-    front_ends.kill_silent([0])
+    now = time.monotonic()
+    front_end.probes[1].answered = now - 20.0
+    front_ends.kill_silent([now, now - 11.0])  # the engine has then answered nobody
     assert not front_end.killed
-    front_ends.kill_silent([0, 1])
+    front_ends.kill_silent([now, now - 9.0])
     assert front_end.killed
 
 
@@ -169,7 +170,7 @@ def test_silence_counts_only_while_this_process_hears(front_ends, front_end):
     probe.answers, probe.ended = True, time.monotonic() - 20.0
     front_end.last_message = probe.answered = time.monotonic() - 20.0
     front_ends.resumed = time.monotonic() - 1.0
-    front_ends.kill_silent([0])
+    front_ends.kill_silent([time.monotonic()])
     assert front_ends.all_answered_by(0) and not front_end.killed
     front_ends.resumed -= 10.0
     assert not front_ends.all_answered_by(0)

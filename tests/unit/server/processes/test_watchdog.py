@@ -56,6 +56,17 @@ def test_a_probe_without_an_answer_ends_readiness_and_then_the_engine():
     assert watched.replaced == ["hung"]  # once
 
 
+def test_a_probe_without_an_answer_is_noticed_after_those_of_front_ends():
+    watched = Watched()
+    watched.watchdog._asked, watched.others_answer = 100.0, False
+    watched.watchdog.look(102.0)
+    assert not watched.health.serving
+    watched.watchdog.look(103.1)
+    watched.others_answer = True  # a front end's last answer came late
+    watched.watchdog.look(103.2)
+    assert not watched.health.serving
+
+
 @pytest.mark.parametrize("kind", ["asked", "failing", "starting"])
 def test_time_in_which_this_process_was_stopped_does_not_count(kind):
     watched = Watched(starting_since=100.0 if kind == "starting" else None)
