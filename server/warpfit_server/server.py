@@ -28,7 +28,7 @@ from warpfit_server.tenancy.quotas import QuotaTable
 _LOG: Final = logging.getLogger("warpfit")
 #: Seconds between two looks at probes and processes that take too long.
 _TICK: Final = 0.1
-#: Seconds between two looks after which the main process itself was stopped.
+#: Seconds between two looks after which the main process itself was stopped, at most.
 _STOPPED_SECONDS: Final = 2.0
 
 
@@ -162,9 +162,10 @@ class Server:
         So it does not count that time against the others.
         """
         looked = time.monotonic()
+        stopped_seconds = min(_STOPPED_SECONDS, self.config.probe_timeout)
         while not self._stopped.wait(_TICK):
             now = time.monotonic()
-            if now - looked > _STOPPED_SECONDS:
+            if now - looked > stopped_seconds:
                 _LOG.warning("the main process did not run for %.1f s", now - looked)
                 self._front_ends.resumed = now
                 for watchdog in self.watchdogs:
@@ -178,7 +179,7 @@ class Server:
 
     def _look(self, now: float) -> None:
         self._front_ends.repeat_readiness(now)
-        self._front_ends.kill_silent([watchdog.answered for watchdog in self.watchdogs])
+        self._front_ends.replace_broken([each.answering_since for each in self.watchdogs])
         self.engines.quarantine.expire()
         self.datasets.expire(self.config.lease_seconds)
 

@@ -38,6 +38,8 @@ BUCKET_BOUNDS: Final = (
     *(round(step * 10.0**power, 9) for power in range(-5, 2) for step in (1.0, 2.5, 5.0)),
     100.0,
 )
+#: Seconds between two reports of a front end, which also show that it lives.
+REPORT_SECONDS: Final = 0.5
 #: Counters of a tenant's amounts, which are fields of a record.
 _AMOUNTS: Final = ("received_bytes", "programs", "tokens", "token_rows")
 _SERVICE: Final = "warpfit.v1.Evaluator"

@@ -97,7 +97,6 @@ class EngineSupervisor(Supervisor):
         self._process_numbers = process_numbers
         self._started = {} if started is None else started
         self._device: Device | None = None  # as the last engine that was ready has described it
-        self._cause = ""  # why this process has killed the engine
         self._out_of_memory = 0
         self._loads: dict[bytes, Future[None]] = {}
         # Loads without an answer, in the engine's order; some data sets may be unloaded again.
@@ -122,16 +121,6 @@ class EngineSupervisor(Supervisor):
     def starting_since(self) -> float | None:
         """``time.monotonic()`` since when no engine process serves; None if one does."""
         return None if self.state is State.SERVING else self.since
-
-    def replace(self, cause: str) -> None:
-        """Kill the engine process, because it does not do its work; a new one starts.
-
-        Takes no lock: a thread that holds it may be the one that waits for the engine.
-        """
-        process, self._cause = self.process, cause
-        if process is not None:
-            _LOG.error("the engine process %d is replaced: %s", process.pid, cause)
-            process.kill()
 
     def ask_counters(self) -> None:
         """Ask the engine for its counters; `counters` has them soon."""
@@ -211,7 +200,7 @@ class EngineSupervisor(Supervisor):
         first = self._started.pop(self.number, None)
         process, end, self._out_of_memory = first or start_engine(self._config, self.number)
         self.process_number = next(self._process_numbers)
-        self._cause, self._loads_at_start = "", set()
+        self._loads_at_start = set()
         return process, Channel(end)
 
     def handle(self, channel: Channel, message: messages.Message, descriptor: int | None) -> None:
@@ -272,7 +261,7 @@ class EngineSupervisor(Supervisor):
         """Count why an engine has ended, and tell the quarantine which data set it was loading."""
         interrupted, self._interrupted = self._interrupted, []
         if not self.stopping.is_set():
-            cause = self._cause or cause_of_death(code)
+            cause = self.cause or cause_of_death(code)
             if cause == "SIGKILL" and out_of_memory_kills() > self._out_of_memory:
                 cause = "out_of_memory"
             self.restarts[cause] += 1

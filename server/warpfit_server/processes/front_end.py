@@ -33,7 +33,12 @@ from warpfit_server.ipc.registry import Registry
 from warpfit_server.ipc.router import Router
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.observability.logs import configure_logging
-from warpfit_server.observability.records import Observer, Recorder, make_tracer
+from warpfit_server.observability.records import (
+    REPORT_SECONDS,
+    Observer,
+    Recorder,
+    make_tracer,
+)
 from warpfit_server.processes.watchdog import Probe
 from warpfit_server.rpc.calls import CallHandlers
 from warpfit_server.rpc.health import Health, HealthPort
@@ -43,8 +48,6 @@ from warpfit_server.system.machine import keep_freed_memory, shorten_gil_switch_
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_end")
-#: Seconds between two reports of what was measured.
-_REPORT_SECONDS: Final = 0.5
 
 
 class MainProcess:
@@ -281,7 +284,7 @@ class FrontEndProcess:
         """Send what was measured, again and again."""
         with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             while True:
-                time.sleep(_REPORT_SECONDS)
+                time.sleep(REPORT_SECONDS)
                 self._set_readiness()
                 self._control.send(messages.MetricsRecorded(self._recorder.take()))
 

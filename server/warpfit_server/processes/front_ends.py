@@ -13,11 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -28,7 +26,7 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, FoundDataset
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.observability.records import Recorder
+from warpfit_server.observability.records import REPORT_SECONDS, Recorder
 from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.supervisor import State, Supervisor
 from warpfit_server.system.machine import shortage, too_many_files
@@ -53,9 +51,9 @@ class _ProbeRecord:
     answers: bool = False
     """Whether the last one was answered rightly."""
     ended: float = 0.0
-    """Moment at which the last one ended."""
-    answered: float = field(default_factory=time.monotonic)
-    """Moment of the last right answer, or of a new connection to the engine."""
+    """Moment at which the last one ended, or at which a new process began to serve."""
+    answered: float = 0.0
+    """Moment of the last right answer, or at which a new process began to serve."""
 
 
 class FrontEndSupervisor(Supervisor):
@@ -71,7 +69,7 @@ class FrontEndSupervisor(Supervisor):
         self.number = number
         self.last_message = 0.0
         """Moment of the last message, on the monotonic clock, as all moments here."""
-        self.probes: dict[int, _ProbeRecord] = defaultdict(_ProbeRecord)
+        self.probes = [_ProbeRecord() for _ in owner.config.engines]
         """Its probes of each engine, by number."""
         self.uploads: set[int] = set()
         """Numbers of the uploads that it receives."""
@@ -92,8 +90,6 @@ class FrontEndSupervisor(Supervisor):
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is for the main process, which drains first
             )
-        self.probes.clear()
-        self.last_message = time.monotonic()
         return process, control
 
     def handle(self, channel: Channel, message: messages.Message, descriptor: int | None) -> None:
@@ -108,6 +104,8 @@ class FrontEndSupervisor(Supervisor):
             case messages.FrontEndReady():
                 self.ready(channel)
                 owner.welcome(self)
+                for probe in self.probes:  # until it has its own, it has those of the one before
+                    probe.ended = probe.answered = self.last_message
                 self.serves()
                 if self.stopping.is_set():  # `begin_stop` may have come before it was ready
                     self.tell(messages.Stop())
@@ -242,7 +240,6 @@ class FrontEnds:
     def engine_ready(self, engine: int) -> None:
         """Give every process a connection to the new process of an engine."""
         for front_end in self._present():
-            front_end.probes[engine].answered = time.monotonic()
             self.connect(front_end, engine)
 
     def connect(self, front_end: FrontEndSupervisor, engine: int) -> None:
@@ -372,7 +369,7 @@ class FrontEnds:
 
     def repeat_readiness(self, now: float) -> None:
         """Announce readiness again now and then: a front end that hears nothing is not ready."""
-        if now - self._told_at >= _REPEAT_SECONDS:
+        if now - self._told_at >= min(_REPEAT_SECONDS, self.config.probe_seconds):
             self.announce_readiness()
 
     def all_answered_by(self, engine: int) -> bool:
@@ -383,26 +380,25 @@ class FrontEnds:
             probe.answers and max(probe.ended, self.resumed) >= limit for probe in probes
         )
 
-    def kill_silent(self, answered: Sequence[float]) -> None:
-        """Kill processes that hang, or do not start, so that new ones start.
+    def replace_broken(self, answering_since: Sequence[float]) -> None:
+        """Replace processes that hang, or do not start.
 
-        ``answered`` are the moments at which each engine last answered the main process. A process
-        that has had no answer of an engine for long before that moment is broken, too.
+        Each engine has answered the main process since its moment in ``answering_since``, which is
+        infinite if it does not answer. So a process that has had no answer of an engine for long
+        since then is broken, too. What a healthy process does at intervals may have been due when
+        it was stopped, so that an interval more is waited for.
         """
-        now = time.monotonic()
-        limit, awake = now - self.config.hang_seconds, now - self.resumed
+        now, config = time.monotonic(), self.config
+        limit, awake = now - config.hang_seconds, now - self.resumed
         for front_end in self.supervisors:
-            if front_end.state is State.SERVING:
-                has_no_answer = any(
-                    front_end.probes[engine].answered < moment - self.config.hang_seconds
-                    for engine, moment in enumerate(answered)
-                )
-                is_silent = front_end.last_message < limit or has_no_answer
-                hangs = is_silent and awake > self.config.hang_seconds
-            else:
-                starts_for = min(now - front_end.since, awake)
-                hangs = front_end.state > State.GONE and starts_for > self.config.start_seconds
-            if hangs and front_end.process is not None:
-                _LOG.error("%s hangs", front_end.name)
-                with suppress(ProcessLookupError):
-                    front_end.process.kill()
+            if front_end.state < State.SERVING:
+                if min(now - front_end.since, awake) > config.start_seconds:
+                    front_end.replace("slow_start")
+            elif awake > config.hang_seconds:
+                if front_end.last_message < limit - REPORT_SECONDS:
+                    front_end.replace("silent")
+                elif any(
+                    max(front_end.probes[engine].answered, moment) < limit - config.probe_seconds
+                    for engine, moment in enumerate(answering_since)
+                ):
+                    front_end.replace("no_answer")

@@ -66,6 +66,8 @@ class Supervisor(ABC):
         """Channel to a process that has said that it is ready."""
         self.failure: WarpfitError | None = None
         """Why the present process, or the last one, cannot serve, as it has said itself."""
+        self.cause = ""
+        """Why the present process, or the last one, was killed here; empty if it was not."""
         self.stopping = threading.Event()
         self.settled = threading.Event()
         """Set once the first process serves or has failed."""
@@ -137,6 +139,19 @@ class Supervisor(ABC):
             return True
         return False
 
+    def replace(self, cause: str) -> None:
+        """Kill the process, because it does not do its work; a new one starts.
+
+        A process is killed once, since it may take a while to end. This takes no lock: a thread
+        that holds it may be the one that waits for the process.
+        """
+        process = self.process
+        if process is None or self.state is State.GONE or self.cause:
+            return
+        self.cause = cause
+        _LOG.error("%s, process %d, is replaced: %s", self.name, process.pid, cause)
+        process.kill()
+
     def begin_stop(self) -> None:
         """Tell the process to end, or kill it if it is not ready."""
         self.stopping.set()
@@ -189,6 +204,7 @@ class Supervisor(ABC):
             process, channel = self.spawn()
         with self.lock:
             self.process, self.since, self.state = process, time.monotonic(), State.STARTING
+            self.cause = ""
             if self.stopping.is_set():  # `begin_stop` has seen another process, or none
                 kill_group(process)
         try:

@@ -10,6 +10,7 @@ one has waited for ``hang_seconds``. So nothing that blocks a probe can hide tha
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -148,17 +149,15 @@ class Watchdog:
         self._load_again = load_again
         self.label = supervisor.device.label
         """Names the engine's device."""
-        self.answers = False
-        """Whether the last probe of this process was answered rightly."""
-        self.answered = 0.0
-        """Moment of the last right answer."""
+        self.answering_since = math.inf
+        """Moment since which probes of this process are answered, rightly and in time; infinite
+        while they are not."""
         self.probe_seconds = 0.0
         """Time that the last answer took."""
         self.resumed = 0.0
         """Moment at which this process ran again after it had been stopped; see `look`."""
         self._asked: float | None = None  # since when a probe waits for its answer
         self._failing: float | None = None  # since when each probe fails, though there is an engine
-        self._replaced: float | None = None  # the moment in one of these that led to a replacement
         self._stopping = threading.Event()
         self._wake = threading.Event()
 
@@ -187,7 +186,7 @@ class Watchdog:
 
     def engine_lost(self) -> None:
         """End readiness: there is no engine."""
-        self.answers = False
+        self.answering_since = math.inf
         self._publish()
 
     @property
@@ -196,7 +195,8 @@ class Watchdog:
         return self.label in self._readiness.serving
 
     def _publish(self) -> None:
-        self._readiness.set_device(self.label, self.answers and self._others_answer())
+        answers = self.answering_since < math.inf
+        self._readiness.set_device(self.label, answers and self._others_answer())
 
     def _probe_forever(self) -> None:
         while not self._stopping.is_set():
@@ -208,22 +208,21 @@ class Watchdog:
     def _ask(self) -> None:
         started = self._asked = time.monotonic()
         try:
-            self.answers = self._probe.ask()
+            is_right = self._probe.ask()
         except Exception as error:
             level = logging.DEBUG if isinstance(error, WarpfitError) else logging.ERROR
             _LOG.log(level, "the probe of %s failed: %s", self.label, error)
             # A new engine is no remedy if it is this process that lacks something.
             if not isinstance(error, ResourceExhaustedError):
                 self._failing = self._failing or started
-            self.answers = False
+            self.answering_since = math.inf
             if isinstance(error, DatasetNotFoundError):
                 self._load_again()
         else:
             now = time.monotonic()
             self.probe_seconds, self._failing = now - started, None
-            if self.answers:
-                self.answered = now
-            else:
+            self.answering_since = min(self.answering_since, now) if is_right else math.inf
+            if not is_right:
                 self._supervisor.replace("wrong_answer")
         finally:
             self._asked = None
@@ -236,21 +235,17 @@ class Watchdog:
         """
         asked, failing, starting = self._asked, self._failing, self._supervisor.starting_since
         awake, config = now - self.resumed, self._config
-        if asked is not None and min(now - asked, awake) > config.probe_timeout and self.answers:
+        is_late = asked is not None and min(now - asked, awake) > config.probe_timeout
+        if asked is not None and is_late and self.answering_since < math.inf:
             _LOG.warning("%s has not answered for %.1f s: not ready", self.label, now - asked)
-            self.answers = False
+            self.answering_since = math.inf
         self._publish()
         if starting is not None:
             self._failing = None  # there is no engine that could answer
         if asked is not None and min(now - asked, awake) > config.hang_seconds:
-            self._replace_once(asked, "hung")
+            self._supervisor.replace("hung")
         fails_for = 0.0 if failing is None else min(now - failing, awake)
         if failing is not None and starting is None and fails_for > config.hang_seconds:
-            self._replace_once(failing, "no_answer")
+            self._supervisor.replace("no_answer")
         if starting is not None and min(now - starting, awake) > config.start_seconds:
-            self._replace_once(starting, "slow_start")
-
-    def _replace_once(self, since: float, cause: str) -> None:
-        if self._replaced != since:
-            self._replaced = since
-            self._supervisor.replace(cause)
+            self._supervisor.replace("slow_start")

@@ -1,5 +1,6 @@
 """The supervisors of front ends and engines, and what front ends are told, without processes."""
 
+import math
 import os
 import signal
 import subprocess
@@ -66,6 +67,8 @@ def front_end(front_ends):
     found.state = State.SERVING
     found.channel = SimpleNamespace(send=lambda message, _=None: found.told.append(message))
     found.last_message = time.monotonic()
+    for probe in found.probes:
+        probe.answered = found.last_message
     return found
 
 
@@ -159,10 +162,45 @@ def test_no_engine_answers_where_there_is_no_front_end(front_ends):
 def test_a_front_end_is_replaced_if_the_engine_answers_only_others(front_ends, front_end):
     now = time.monotonic()
     front_end.probes[1].answered = now - 20.0
-    front_ends.kill_silent([now, now - 11.0])  # the engine has then answered nobody
+    # An engine that has hung may have answered this process a moment earlier than the front end.
+    for moment in (math.inf, now, now - 11.0):
+        front_ends.replace_broken([0.0, moment])
+        assert not front_end.killed
+    front_ends.replace_broken([0.0, now - 12.1])
+    assert front_end.killed and front_end.cause == "no_answer"
+
+
+def test_a_front_end_that_was_stopped_for_a_short_time_is_not_replaced(front_ends, front_end):
+    front_end.last_message = time.monotonic() - 10.4  # it was due to send one as it was stopped
+    for probe in front_end.probes:
+        probe.answered = time.monotonic() - 11.9
+    front_ends.replace_broken([0.0, 0.0])
     assert not front_end.killed
-    front_ends.kill_silent([now, now - 9.0])
-    assert front_end.killed
+    front_end.last_message -= 0.2
+    for _ in range(2):
+        front_ends.replace_broken([0.0, 0.0])
+    assert front_end.killed == [True], "once, although it may take a while to end"
+    assert front_end.cause == "silent"
+
+
+def test_a_new_front_end_ends_no_readiness(front_ends, front_end):
+    for probe in front_end.probes:
+        probe.answers = True
+    assert not front_ends.all_answered_by(0)
+    front_end.handle(front_end.channel, messages.FrontEndReady(), None)
+    assert front_ends.all_answered_by(0)
+    front_end.handle(None, messages.ProbeResult(0, False), None)
+    assert not front_ends.all_answered_by(0)
+
+
+def test_readiness_is_repeated_before_front_ends_doubt_it(front_ends, front_end):
+    front_ends.config = replace(CONFIG, probe_seconds=0.2)
+    front_ends.announce_readiness()
+    begun = time.monotonic()
+    front_ends.repeat_readiness(begun + 0.1)
+    assert len(front_end.told) == 1
+    front_ends.repeat_readiness(begun + 0.2)
+    assert len(front_end.told) == 2
 
 
 def test_silence_counts_only_while_this_process_hears(front_ends, front_end):
@@ -170,11 +208,11 @@ def test_silence_counts_only_while_this_process_hears(front_ends, front_end):
     probe.answers, probe.ended = True, time.monotonic() - 20.0
     front_end.last_message = probe.answered = time.monotonic() - 20.0
     front_ends.resumed = time.monotonic() - 1.0
-    front_ends.kill_silent([time.monotonic()])
+    front_ends.replace_broken([0.0, 0.0])
     assert front_ends.all_answered_by(0) and not front_end.killed
     front_ends.resumed -= 10.0
     assert not front_ends.all_answered_by(0)
-    front_ends.kill_silent([])
+    front_ends.replace_broken([])
     assert front_end.killed
 
 
@@ -184,13 +222,13 @@ def test_a_front_end_that_does_not_start_is_replaced_and_not_waited_for(
 ):
     front_ends.config = replace(CONFIG, start_seconds=0.3)
     front_end.state, front_end.since = State.STARTING, time.monotonic()
-    front_ends.kill_silent([])
+    front_ends.replace_broken([])
     assert not front_end.killed
     if waiting:
         with pytest.raises(UnavailableError, match="did not start"):
             front_ends.open(lambda: False)
     front_end.since -= 0.4
-    front_ends.kill_silent([])
+    front_ends.replace_broken([])
     assert front_end.killed
 
 

@@ -1,6 +1,8 @@
 """The watchdog, with a clock and probes of the test's own."""
 
+import math
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,20 +18,20 @@ class Watched:
     """A watchdog, the readiness that it publishes and the replacements that it asks for."""
 
     def __init__(self, starting_since=None):
-        self.replaced, self.loads = [], []
+        self.replaced, self.loads = set(), []
         self.others_answer = True
         self.health = Readiness()
         self.health.set_device("cpu:0", True)
         supervisor = SimpleNamespace(
             starting_since=starting_since,
-            replace=self.replaced.append,
+            replace=self.replaced.add,
             device=SimpleNamespace(label="cpu:0"),
             ask_counters=lambda: None,
         )
         config = Config(probe_timeout=3.0, hang_seconds=10.0, start_seconds=60.0)
         others, load = lambda: self.others_answer, lambda: self.loads.append("probe")
         self.watchdog = Watchdog(config, supervisor, None, self.health, others, load)
-        self.watchdog.answers = True
+        self.watchdog.answering_since = 0.0
 
     def probe(self, outcome):
         """Probe once; the outcome is an answer or an error."""
@@ -51,9 +53,8 @@ def test_a_probe_without_an_answer_ends_readiness_and_then_the_engine():
     watched.watchdog.look(103.1)
     assert not watched.health.serving
     assert not watched.replaced
-    for now in (110.1, 110.2, 120.0):
-        watched.watchdog.look(now)
-    assert watched.replaced == ["hung"]  # once
+    watched.watchdog.look(110.1)
+    assert watched.replaced == {"hung"}
 
 
 def test_a_probe_without_an_answer_is_noticed_after_those_of_front_ends():
@@ -80,20 +81,19 @@ def test_time_in_which_this_process_was_stopped_does_not_count(kind):
     assert len(watched.replaced) == 1
 
 
-def test_an_engine_that_takes_too_long_to_start_is_replaced_once():
+def test_an_engine_that_takes_too_long_to_start_is_replaced():
     watched = Watched(starting_since=100.0)
     watched.watchdog.look(159.0)
     assert not watched.replaced
     watched.watchdog.look(161.0)
-    watched.watchdog.look(162.0)
-    assert watched.replaced == ["slow_start"]
+    assert watched.replaced == {"slow_start"}
 
 
 def test_a_wrong_answer_replaces_the_engine():
     watched = Watched()
     watched.probe(False)
     assert not watched.health.serving
-    assert watched.replaced == ["wrong_answer"]
+    assert watched.replaced == {"wrong_answer"}
 
 
 def test_an_engine_that_had_no_room_for_the_probes_data_set_is_given_it_again():
@@ -102,6 +102,20 @@ def test_an_engine_that_had_no_room_for_the_probes_data_set_is_given_it_again():
     assert not watched.loads
     watched.probe(DatasetNotFoundError())
     assert watched.loads == ["probe"]
+
+
+def test_an_engine_answers_from_its_first_answer_after_one_that_was_late_or_failed():
+    watched = Watched()
+    watched.probe(True)
+    assert watched.watchdog.answering_since == 0.0
+    watched.watchdog._asked = 100.0
+    watched.watchdog.look(103.1)
+    assert watched.watchdog.answering_since == math.inf
+    began = time.monotonic()
+    watched.probe(True)
+    assert began <= watched.watchdog.answering_since <= time.monotonic()
+    watched.probe(UnavailableError("the engine is restarting"))
+    assert watched.watchdog.answering_since == math.inf
 
 
 def test_readiness_comes_back_with_the_next_answer():
@@ -121,8 +135,7 @@ def test_an_engine_on_which_all_probes_fail_for_long_is_replaced():
     watched.watchdog.look(failing + 9.0)
     assert not watched.replaced
     watched.watchdog.look(failing + 10.1)
-    watched.watchdog.look(failing + 10.2)
-    assert watched.replaced == ["no_answer"]
+    assert watched.replaced == {"no_answer"}
     assert not watched.health.serving
     watched.watchdog.engine_ready()
     assert watched.watchdog._failing is None
@@ -144,7 +157,8 @@ def test_a_shortage_in_this_process_does_not_replace_the_engine(error):
     watched.probe(error)
     watched.watchdog.look(1e12)
     assert not watched.health.serving
-    assert watched.replaced == ([] if isinstance(error, ResourceExhaustedError) else ["no_answer"])
+    is_shortage = isinstance(error, ResourceExhaustedError)
+    assert watched.replaced == (set() if is_shortage else {"no_answer"})
 
 
 def test_the_server_is_ready_only_when_every_process_answers():
@@ -169,20 +183,25 @@ def test_an_error_in_one_look_ends_neither_the_others_nor_the_next_one(caplog):
         if len(looks) == 4:
             stopped.set()
 
-    server = SimpleNamespace(_stopped=stopped, watchdogs=[SimpleNamespace(look=fail)], _look=look)
+    server = SimpleNamespace(
+        _stopped=stopped, watchdogs=[SimpleNamespace(look=fail)], _look=look, config=Config()
+    )
     Server._look_forever(server)
     assert looks == ["failed", "looked"] * 2
     assert "could not look after" in caplog.text
 
 
-def test_a_main_process_that_was_stopped_tells_who_judges_others(monkeypatch):
+@pytest.mark.parametrize(("probe_timeout", "seconds"), [(3.0, 7.0), (0.6, 0.7)])
+def test_a_main_process_that_was_stopped_tells_who_judges_others(
+    monkeypatch, probe_timeout, seconds
+):
     clock, judges = [100.0], [SimpleNamespace(look=lambda now: None, resumed=0.0) for _ in "ab"]
     monkeypatch.setattr("warpfit_server.server.time.monotonic", lambda: clock[0])
     resumed = []
 
-    def wait(seconds):
+    def wait(_):
         resumed.append(judges[0].resumed)
-        clock[0] += 0.1 if len(resumed) != 2 else 7.0
+        clock[0] += 0.1 if len(resumed) != 2 else seconds
         return len(resumed) == 4
 
     server = SimpleNamespace(
@@ -190,9 +209,10 @@ def test_a_main_process_that_was_stopped_tells_who_judges_others(monkeypatch):
         watchdogs=judges[:1],
         _front_ends=judges[1],
         _look=lambda now: None,
+        config=Config(probe_timeout=probe_timeout),
     )
     Server._look_forever(server)
-    assert resumed == [0.0, 0.0, pytest.approx(107.1), pytest.approx(107.1)]
+    assert resumed == [0.0, 0.0, *[pytest.approx(100.1 + seconds)] * 2]
     assert judges[1].resumed == judges[0].resumed
 
 
