@@ -23,6 +23,7 @@ RUN python -m venv --without-pip /opt/build \
         --require-hashes --requirement deploy/requirements/build.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY client/warpfit client/warpfit
+COPY client/warpfit_command.py client/
 COPY server/warpfit_server server/warpfit_server
 RUN /opt/build/bin/python -m hatchling build --target wheel --directory /wheels \
     && python -m pip --python /opt/warpfit/bin/python install --no-index --no-deps /wheels/*.whl

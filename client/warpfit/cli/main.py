@@ -65,7 +65,8 @@ _DELEGATED: Final = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status.
 
-    It is 0, 2 for an error, 130 for an interrupt, and 141 if nobody reads what the command prints.
+    It is 0, 2 for an error, and 141 if nobody reads what the command prints; an interrupt raises
+    KeyboardInterrupt.
     """
     open_standard_streams()
     watch_output()
@@ -126,8 +127,6 @@ def _run(words: list[str]) -> int:
     except MemoryError:
         tell("warpfit: error: there is not enough memory. Give fewer rows, or free some")
         return 2
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from importlib import metadata
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.repository.readmes import ROOT
 from support.servers.loopback import serve
 from support.servers.server import write_secret
 from warpfit import embedded, testing
@@ -246,12 +248,29 @@ def test_serve_without_the_server_says_what_to_install(capsys, monkeypatch):
     assert "pip install 'warpfit[server]'" in err
 
 
-def test_an_interrupt_is_quiet(capsys, monkeypatch, address):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+INTERRUPTED = """
+import os, signal, sys
+from importlib import import_module
 
-    monkeypatch.setattr(cli, "aligned", interrupt)
-    assert run(capsys, "info", address) == (130, "", "")
+class Finder:
+    def find_spec(self, name, *_):
+        if name == imported:
+            os.kill(os.getpid(), signal.SIGINT)
+
+imported, script = sys.argv[1:]
+sys.meta_path.insert(0, Finder())
+module, function = script.split(":")
+sys.argv[1:] = ["--version"]
+sys.exit(getattr(import_module(module), function)())
+"""
+
+
+@pytest.mark.parametrize("imported", ["warpfit", "numpy", "warpfit.cli.main", "importlib.metadata"])
+def test_an_interrupt_is_quiet_from_the_first_import_on(imported):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    command = [sys.executable, "-c", INTERRUPTED, imported, project["scripts"]["warpfit"]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 # -------------------------------------------------------------------------------------- embedded

@@ -170,7 +170,8 @@ def test_wheel_and_sdist_can_be_uploaded(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     wheel, sdist = (next(tmp_path.glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
     packed = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert packed == {"warpfit", "warpfit_server", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    own = {"warpfit", "warpfit_command.py", "warpfit_server"}
+    assert packed == {*own, f"{wheel.name.split('-py3')[0]}.dist-info"}
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "proto/warpfit/v1/evaluator.proto"} <= names
