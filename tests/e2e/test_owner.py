@@ -65,7 +65,7 @@ def lives(process):
 @pytest.mark.parametrize(
     ("program", "end"),
     [
-        pytest.param(WAIT, signal.SIGINT, id="SIGINT"),
+        pytest.param(WAIT, signal.SIGINT, id="SIGINT", marks=pytest.mark.thorough),
         pytest.param(FORK, signal.SIGKILL, id="a child that Python does not know lives longer"),
         pytest.param(EXEC, None, id="another program in its place"),
         pytest.param(THREAD, signal.SIGTERM, id="its thread ends", marks=pytest.mark.thorough),

@@ -108,7 +108,7 @@ def test_the_tutorial_finds_the_law_and_points_at_the_mistake(
     server: ServerProcess, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    names = execute(programs("client/README.md")[0], server)
+    names = execute(programs("client/README.md")[0], server, generations=1)
     np.testing.assert_allclose(names["fit"].parameters[0], [1.5, 0.3], rtol=1e-3)
     assert names["model"].score(names["X"], names["y"]) > 0.9
     lines = capsys.readouterr().out.splitlines()

@@ -73,6 +73,7 @@ def test_a_data_set_that_is_removed_for_all_is_uploaded_again_by_all(server):
     assert run(server.address, 10, contents=2, rude=True) == {"ok": 10 * WORKERS}
 
 
+@pytest.mark.thorough
 def test_workers_that_share_too_little_memory_wait_for_each_other(small):
     assert run(small.address, 8, contents=16) == {"ok": 8 * WORKERS}
 

@@ -56,7 +56,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("rows.npy", "float32"), ("columns.npy", "float32"), ("table.parquet", "float64")],
+    [
+        ("rows.npy", "float32"),
+        pytest.param("columns.npy", "float32", marks=pytest.mark.thorough),
+        pytest.param("table.parquet", "float64", marks=pytest.mark.thorough),
+    ],
 )
 def test_an_upload_takes_memory_for_one_block(
     name: str, dtype: str, files: Path, server: ServerProcess

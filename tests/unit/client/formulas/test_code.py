@@ -207,7 +207,13 @@ def test_whole_numbers_of_a_language_become_floats(language, command, call, tmp_
     assert float(done.stdout) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("language", sorted(LANGUAGES.keys() - {"c++", "cuda", "jax", "torch"}))
+@pytest.mark.parametrize(
+    "language",
+    [
+        pytest.param(language, marks=[pytest.mark.thorough] * (language in ("fortran", "r")))
+        for language in sorted(LANGUAGES.keys() - {"c++", "cuda", "jax", "torch"})
+    ],
+)
 def test_long_and_deep_programs(language, tmp_path):
     """Nests of 10,000 tokens, long sums, and equal operands; others have nearly the same texts."""
     unary = [OPERATORS[name].code for name in ("neg", "sin", "abs", "cos", "logabs")]

@@ -45,6 +45,7 @@ def test_functions_that_change_nothing_on_the_data_are_left_out(client):
     assert found.programs == [parse("0.1*x1 + x2").simplify()]
 
 
+@pytest.mark.thorough
 def test_a_formula_stays_defined_between_the_rows(client):
     """Constants that are fitted again go where the data allow it, which may be beside a pole."""
     own = np.random.default_rng(101)

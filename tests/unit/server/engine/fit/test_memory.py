@@ -104,7 +104,7 @@ def compiled_code():
     ("method", "kind"),
     [
         ("lm", "parameters"),
-        ("evaluate", "tokens"),
+        pytest.param("evaluate", "tokens", marks=pytest.mark.thorough),
         pytest.param("bfgs", "starts", marks=pytest.mark.thorough),
         pytest.param("evaluate", "vectors", marks=pytest.mark.thorough),
     ],

@@ -28,7 +28,7 @@ Y = 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1] / (1.3 + X[:, 1]) + NOISE
 MODEL = "p1*exp(p2*x1) + p3*x2/(p4 + x2)"
 START = np.array([1.0, -0.2, 1.0, 1.0])
 METHODS = ("lm", "bfgs")
-LOSSES = {"lm": ["mse"], "bfgs": ["mse", "mae", "abs(d)^1.5"]}
+LOSSES = {"lm": ["mse"], "bfgs": ["mae", "abs(d)^1.5"]}
 CASES = [(method, loss) for method in METHODS for loss in LOSSES[method]]
 #: A power of 1.5 is not exact.
 EXACT_CASES = [case for case in CASES if case[1] in ("mse", "mae")]
