@@ -493,6 +493,18 @@ def test_what_was_found_is_kept(search, monkeypatch, tmp_path, capsys, how):
     assert "y = " in capsys.readouterr().out
 
 
+def test_an_interrupt_of_the_first_population_keeps_the_library(search, monkeypatch):
+    def end(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "_admit", end)
+    X = points(50)
+    X[0, 0] = 0.0  # so that formulas of the library are not finite
+    with pytest.warns(SearchWarning, match="generation 0"):
+        model = search(operators=["add", "div", "log"]).fit(X, law(X))
+    assert model.reason_ == "interrupt" and len(model.front_) > 1
+
+
 def test_an_interrupt_before_anything_is_found_is_raised(search, monkeypatch):
     def end(*_):
         raise KeyboardInterrupt

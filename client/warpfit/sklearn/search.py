@@ -390,9 +390,10 @@ class Search:
             self.settings.phase("the first population")
         # The shortest come first, so that something is found where there is time for nothing else.
         library = self.pairs.library
-        island = Island(self._scored(library[:_FIRST]))
+        island = Island(self._scored(library[:_FIRST]).distinct())
         self.islands[place : place + 1] = [island]
-        island.population = Pool.merged([island.population, self._scored(library[_FIRST:])])
+        rest = self._scored(library[_FIRST:])
+        island.population = Pool.merged([island.population, rest]).distinct()
         self._admit(island, self.breeder.first(2 * self.settings.population))
         return island
 

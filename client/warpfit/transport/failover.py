@@ -319,8 +319,9 @@ class Retries:
 
         Raises:
             WarpfitError: ``error``, once ``total_seconds`` after the first failure have passed, or
-                if the server asks for more.
-            DeadlineExceededError: if the caller's deadline comes before the next attempt.
+                if the server asks for more, or if there is no server as the caller's deadline
+                comes.
+            DeadlineExceededError: if the caller's deadline comes before the next attempt otherwise.
         """
         now = time.monotonic()
         self.first_failure = self.first_failure if self.failures else now
@@ -333,6 +334,8 @@ class Retries:
         pause = max(asked, min(time_left, self.policy.pause(self.failures, _RANDOM.random())))
         remaining = self.deadline.remaining()
         if remaining is not None and pause >= remaining:
+            if error.reason in NOBODY_THERE:
+                raise error
             raise errors.DeadlineExceededError(
                 f"no answer within {self.deadline.timeout:g} s; the last of {self.failures} "
                 f"attempts failed: {error.message}",
@@ -545,8 +548,11 @@ class Failover:
             elif error.reason in NOBODY_THERE:
                 patience = min(patience, _FIRST_CONTACT_SECONDS)
         pause = retries.pause_after(error, patience)
-        if not self.servers.has_answered and retries.must_tell():
-            _log.warning("%s; waiting for a server, for up to %g s", error.message, patience)
+        is_away = error.reason in NOBODY_THERE or not self.servers.has_answered
+        if is_away and retries.must_tell():
+            left = retries.deadline.remaining()
+            longest = round(patience if left is None else min(patience, left), 1)
+            _log.warning("%s; waiting for a server, for up to %g s", error.message, longest)
         return pause
 
     def _find_servers(self) -> errors.UnavailableError | None:

@@ -17,6 +17,7 @@ from support.servers.loopback import serve
 from warpfit import Batch, LossFunction, Population, Program, WarpfitError, testing
 from warpfit.transport.call import Deadline
 from warpfit.transport.connection import RetryPolicy, TransportConfig
+from warpfit.transport.failover import NOBODY_THERE
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,25 @@ def test_every_method_is_retried(client, server, method):
     arguments = {"upload": [X], "info": [], "release": [data]}[method]
     getattr(client, method)(*arguments, **({"everywhere": True} if method == "release" else {}))
     assert len(server.calls) == 2 + 3
+
+
+def test_a_server_that_is_gone_is_waited_for_with_a_word(server, caplog):
+    with serve(server) as (address, _):
+        client = warpfit.connect(address)
+        client.info()
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+    with client:
+        with pytest.raises(warpfit.UnavailableError) as caught:
+            client.info(timeout=0.3)
+        assert caught.value.reason in NOBODY_THERE
+        (line,) = caplog.messages
+        assert "waiting for a server, for up to 0.3 s" in line
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.info()
+        assert "waiting for a server, for up to 20 s" in caplog.messages[1]
+    timer.join()
 
 
 def test_retries_end(connect, server):
