@@ -4,7 +4,7 @@ Everything but `gather` is NumPy on what a fit returns, for losses of squared di
 are taken for independent and normal, with the variance s^2 / w_i in row i of weight w_i. Notation:
 
     n    rows whose weight is not 0
-    p    parameters of the formula that are not fixed
+    p    parameters that occur in the formula and are not fixed
     S    weighted sum of squares at the fitted parameters
     A    J^T W J there, where J are the derivatives of the values by the parameters
     r    rank of A, scaled to a unit diagonal
@@ -212,7 +212,7 @@ class Evidence:
     rows: int
     """n, the rows whose weight is not 0."""
     parameters: NDArray[np.int64]
-    """p, the parameters that are not fixed."""
+    """p, the parameters that occur in the formula and are not fixed."""
     log_likelihood: Floats
     """See the function of this name."""
     aic: Floats
@@ -265,12 +265,16 @@ class Evidence:
         single = statistics.target.dtype.itemsize == 4
         tolerance = _RANK_TOLERANCE_FLOAT32 if single else _RANK_TOLERANCE
         likelihood = log_likelihood(squares, rows, float(np.log(used).sum()))
-        masks = [~own for own in fixed]
+        unused = [
+            ~np.isin(np.arange(len(own)), program.values[program.codes == PARAMETER])
+            for program, own in zip(programs, fixed, strict=True)
+        ]
+        masks = [~own & ~gaps for own, gaps in zip(fixed, unused, strict=True)]
         counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
         lengths, factors, covariances, ranks = [], [], [], []
         for i, (program, mask) in enumerate(zip(programs, masks, strict=True)):
             found, rank = covariance_of(
-                curvatures[i][None], mask[None], squares[i : i + 1], rows, tolerance
+                curvatures[i][None], ~fixed[i][None], squares[i : i + 1], rows, tolerance
             )
             covariances.append(found[0])
             ranks.append(int(rank[0]))
@@ -286,7 +290,7 @@ class Evidence:
             variance = np.where(freedom > 0, squares / freedom, np.nan)
         worst = np.where(np.isnan(squares), np.nan, np.inf)
         is_worst = (counts >= count) & (counts > 0)
-        each_one = zip(parameters, errors, undetermined, counts, squares, strict=True)
+        of_each = (parameters, errors, undetermined, unused, counts, squares)
         return cls(
             rows=count,
             parameters=counts,
@@ -300,7 +304,9 @@ class Evidence:
             covariances=covariances,
             standard_errors=errors,
             undetermined=undetermined,
-            warnings=[_warnings(*each, count) for each in each_one],
+            warnings=[
+                _warnings(*each) for each in zip(*of_each, [count] * len(counts), strict=True)
+            ],
         )
 
     def __str__(self) -> str:
@@ -317,6 +323,7 @@ def _warnings(
     parameters: Floats,
     errors: Floats,
     lost: NDArray[np.bool_],
+    unused: NDArray[np.bool_],
     count: int,
     squares: float,
     rows: int,
@@ -328,10 +335,12 @@ def _warnings(
         what = "1 parameter is" if count == 1 else f"{count} parameters are"
         return [f"{what} fitted to {rows} row{'s' if rows > 1 else ''}"]
     found = []
-    open_ones = [f"p{i + 1}" for i in np.flatnonzero(lost).tolist()]
-    if open_ones:
-        verb = "is" if len(open_ones) == 1 else "are"
-        found.append(f"{', '.join(open_ones)} {verb} not determined by the data")
+    for those, verbs, what in (
+        (lost & unused, ("does", "do"), "not occur: number parameters without gaps"),
+        (lost & ~unused, ("is", "are"), "not determined by the data"),
+    ):
+        if open_ones := [f"p{i + 1}" for i in np.flatnonzero(those).tolist()]:
+            found.append(f"{', '.join(open_ones)} {verbs[len(open_ones) > 1]} {what}")
     found += [
         f"p{i + 1} = {parameters[i]:.3g} ± {errors[i]:.2g} may as well be 0"
         for i in np.flatnonzero(errors > np.abs(parameters)).tolist()

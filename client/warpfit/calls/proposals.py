@@ -32,7 +32,7 @@ from warpfit.errors import (
 )
 from warpfit.evidence import Term
 from warpfit.expressions.language import to_text
-from warpfit.fitting import FitProgress, Missing
+from warpfit.fitting import FitProgress, Missing, Reason
 from warpfit.formulas.units import check_units, dimension, dimensions
 from warpfit.frontends import as_program
 from warpfit.ir import Program
@@ -104,9 +104,10 @@ class Proposal:
     standard_errors: tuple[float, ...] = ()
     """Standard errors of the parameters; NaN where the data do not determine one."""
     loss: float = math.nan
-    """Loss on the rows that were fitted."""
+    """Loss on the rows that were fitted; NaN if the formula is not finite in them."""
     held_out_loss: float = math.nan
-    """Loss on the rows held out; NaN if there are none."""
+    """Loss on the rows held out; NaN if there are none, or if the formula was not fitted or has no
+    value there."""
     r2: float = math.nan
     """Coefficient of determination on the rows that were fitted, for losses of squares."""
     held_out_r2: float = math.nan
@@ -291,6 +292,7 @@ class ProposeTask:
             raise bad_setting("restarts", self._settings.restarts, most)
         answers: list[Proposal] = []
         ready: list[_Candidate] = []
+        self._tried = tried
         for skeleton in [skeletons] if is_single(skeletons) else skeletons:
             text = skeleton if isinstance(skeleton, str) else type(skeleton).__name__
             answers.append(answer := Proposal(shortened(text, 200)))
@@ -309,7 +311,6 @@ class ProposeTask:
                 continue
             is_text = isinstance(skeleton, str)
             answer.skeleton = skeleton if is_text else to_text(program, self._names)
-            answer.tried = tried.add(self._data.content_id, program)
             ready.append((answer, program))
         if ready and not self._look_at_data(ready):
             ready = []
@@ -347,8 +348,8 @@ class ProposeTask:
         most = min(rows, _MOST_PARAMETERS)
         if program.parameters > most:
             raise InvalidArgumentError(
-                f"the skeleton has a parameter p{program.parameters}, and {rows} rows determine at "
-                f"most {most} parameters",
+                f"the skeleton has a parameter p{program.parameters}, and at most {most} can be "
+                f"fitted to {rows} row{'s' if rows > 1 else ''}",
                 "TOO_MANY_PARAMETERS",
                 "Number the parameters p1, p2, ... without gaps, and use fewer than there are rows",
             )
@@ -394,7 +395,7 @@ class ProposeTask:
         for place, (index, variable) in enumerate(zip(used, variables, strict=True), 1):
             name, odd = to_text(variable, self._names), shape.non_finite[place]
             if odd:
-                notes[index] = f"{name} is not finite in {odd} rows"
+                notes[index] = f"{name} is not finite in {odd} row{'s' if odd > 1 else ''}"
             elif shape.min[place] == shape.max[place]:
                 notes[index] = f"{name} is constant, so that nothing can be learnt about it"
         for (answer, _), own in zip(candidates, columns, strict=True):
@@ -440,11 +441,14 @@ class ProposeTask:
     def _answer(self, candidates: list[_Candidate], fit: Fit) -> None:
         """Fill in the answers to skeletons of one fit."""
         programs, unknown = [program for _, program in candidates], np.full(len(candidates), np.nan)
-        odd, judged = np.zeros(len(candidates), dtype=np.int64), None
-        if self._settings.missing is Missing.DROP:
-            shape = self._ask(programs, fit.parameters, reductions=True).reductions
-            assert shape is not None
-            odd = shape.non_finite
+        judged, parts = None, (self._fitted_rows, self._held_out_rows)
+        left_out = np.zeros((2, len(candidates)), dtype=np.int64)
+        for place, rows in enumerate(parts if self._settings.missing is Missing.DROP else ()):
+            if rows[0] < rows[1]:
+                asked = {"reductions": True, "rows": rows}
+                shape = self._ask(programs, fit.parameters, **asked).reductions
+                assert shape is not None
+                left_out[place] = shape.non_finite
         if self._is_judged:  # by a fit that moves nothing, which treats rows as the first one does
             judged = self._client.optimize(
                 self._data,
@@ -459,23 +463,38 @@ class ProposeTask:
         out = unknown if judged is None else judged.loss
         r2 = unknown if fit.r2 is None else fit.r2
         out_r2 = unknown if judged is None or judged.r2 is None else judged.r2
-        for i, (answer, _) in enumerate(candidates):
+        layout, is_judged = self._data.layout, judged is not None
+        # Where a formula has no finite row at all, a loss would be that of the penalty alone.
+        is_fitted = np.isfinite(fit.loss) & (left_out[0] < self._fitted_rows[1])
+        is_known = np.isfinite(out) & (left_out[1] < max(1, np.diff(self._held_out_rows)[0]))
+        for i, (answer, program) in enumerate(candidates):
+            answer.tried = self._tried.add(self._data.content_id, program)
             answer.program, answer.names = fit.formula(i), self._names
             answer.expression = to_text(answer.program, self._names)
             answer.parameters = tuple(fit.parameters[i].tolist())
-            answer.loss, answer.held_out_loss = float(fit.loss[i]), float(out[i])
-            answer.r2, answer.held_out_r2 = float(r2[i]), float(out_r2[i])
             answer.converged, answer.reason = fit.reason[i].converged, str(fit.reason[i])
-            if odd[i]:
-                answer.warnings += (f"{odd[i]} of {self._data.layout.rows} rows are left out: the "
-                                    "formula is NaN or infinite there",)  # fmt: skip
-            elif judged is not None and not math.isfinite(out[i]):
+            odd = int(left_out[:, i].sum())
+            if odd:
+                verb = "is" if odd == 1 else "are"
+                answer.warnings += (f"{odd} of {layout.rows} rows {verb} left out: the formula is "
+                                    "NaN or infinite there",)  # fmt: skip
+            elif is_judged and not is_known[i]:
                 answer.warnings += ("the formula is NaN or infinite in rows that are held out",)
-            if not math.isfinite(fit.loss[i]):
-                answer.warnings += ("the formula is NaN or infinite in rows that are fitted, from "
-                                    "every start: bound its arguments, as in sqrt(abs(x)), or "
-                                    'leave such rows out with missing="drop"',)  # fmt: skip
-            elif (known := fit.evidence) is not None:
+            if not is_fitted[i]:
+                which, remedy = "rows", ', or leave such rows out with missing="drop"'
+                if self._settings.missing is Missing.DROP:
+                    which, remedy = "all rows", ""
+                answer.warnings += (f"the formula is NaN or infinite in {which} that are fitted, "
+                                    "from every start: bound its arguments, as in sqrt(abs(x))"
+                                    f"{remedy}",)  # fmt: skip
+                continue
+            answer.loss, answer.r2 = float(fit.loss[i]), float(r2[i])
+            if is_known[i]:
+                answer.held_out_loss, answer.held_out_r2 = float(out[i]), float(out_r2[i])
+            if fit.reason[i] is Reason.NOT_FINITE:
+                answer.warnings += ("no search could begin: squares of the target or of "
+                                    "derivatives are 0 or infinite; choose other units",)  # fmt: skip
+            if (known := fit.evidence) is not None:
                 answer.warnings += tuple(known.warnings[i])
                 answer.standard_errors = tuple(known.standard_errors[i].tolist())
                 answer.terms = tuple(known.terms[i] if known.terms else ())

@@ -96,6 +96,15 @@ def test_errors_and_warnings(lines):
     assert "are not determined" in str(fit.evidence)
 
 
+def test_gaps_in_the_numbers_of_parameters_cost_nothing(client):
+    data = client.upload(x[:, None], LINE, dtype="float64")
+    found = client.optimize(data, ["p1*x1 + p2", "p2*x1 + p4"], evidence=True).evidence
+    for name in ("parameters", "aic", "bic", "description_length", "bayes_factor"):
+        one, other = getattr(found, name)
+        assert one == pytest.approx(other), name
+    assert found.warnings == [[], ["p1, p3 do not occur: number parameters without gaps"]]
+
+
 def test_few_rows_and_small_parameters_are_warned_of(client):
     data = client.upload(x[:2, None], LINE[:2], dtype="float64")
     found = client.optimize(data, "p1*x1 + p2", evidence=True).evidence

@@ -90,7 +90,10 @@ def test_what_was_tried_is_known_by_its_form():
         data = client.upload(*table(), names=NAMES, dtype="float64")
         first = client.propose(data, ["p1*a + p2", "p2 + a*p1", "p1*a + p1"], restarts=0)
         again = client.propose(data, "p2*a + p1", restarts=0)
-        other = client.propose(client.upload(*table(1), names=NAMES), "p2*a + p1", restarts=0)
+        other = client.upload(*table(1), names=NAMES)
+        with pytest.raises(ZeroDivisionError):  # nothing was fitted
+            client.propose(other, "p2*a + p1", restarts=0, progress=lambda *_: 1 / 0)
+        other = client.propose(other, "p2*a + p1", restarts=0)
     assert [answer.tried for answer in first] == [0, 1, 0]
     assert [again[0].tried, other[0].tried] == [2, 0]
 
@@ -131,10 +134,27 @@ def test_rows_without_a_value_are_left_out_of_all_judgement():
     assert law.warnings[0].startswith(f"{gone} of {ROWS} rows are left out")
     assert nothing.warnings[0].startswith(f"{ROWS} of {ROWS} rows are left out")
     assert math.isfinite(law.held_out_loss)
-    assert nothing.held_out_loss == pytest.approx(y[48:].var())
+    # Without any row there is no loss: the penalty would be that of a constant.
+    assert nothing.warnings[1].startswith("the formula is NaN or infinite in all rows")
+    assert np.isnan([nothing.loss, nothing.held_out_loss, nothing.r2, nothing.bic]).all()
     assert not line.warnings
-    # What has no value in the rows held out is not judged by others.
+    # What has no value in the rows held out, or that are fitted, is not judged by others.
     assert refused.best is refused[2]
+    X[:, 1] = np.r_[np.full(48, -1.0), np.exp(y[48:])]
+    with warpfit.testing.client() as client:
+        data = client.upload(X, y, names=NAMES, dtype="float64")
+        found = client.propose(data, ["log(b)", "p1*a"], restarts=0)
+    assert found.best is found[1]
+    assert math.isnan(found[0].held_out_loss)
+
+
+def test_what_no_search_could_begin_is_warned_of():
+    X, y = table()
+    with warpfit.testing.client() as client:
+        data = client.upload(X, y * 1e-200, names=NAMES, dtype="float64")
+        (found,) = client.propose(data, "p1*a + p2", restarts=0)
+    assert found.reason == "not_finite"
+    assert "choose other units" in found.warnings[0]
 
 
 def test_a_call_has_a_limit(monkeypatch):
