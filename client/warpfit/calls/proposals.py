@@ -492,8 +492,10 @@ class ProposeTask:
             if is_known[i]:
                 answer.held_out_loss, answer.held_out_r2 = float(out[i]), float(out_r2[i])
             if fit.reason[i] is Reason.NOT_FINITE:
-                answer.warnings += ("no search could begin: squares of the target or of "
-                                    "derivatives are 0 or infinite; choose other units",)  # fmt: skip
+                answer.warnings += (
+                    "no search could begin: squares of the target or of derivatives are 0 or "
+                    "infinite; choose other units",
+                )
             if (known := fit.evidence) is not None:
                 answer.warnings += tuple(known.warnings[i])
                 answer.standard_errors = tuple(known.standard_errors[i].tolist())
