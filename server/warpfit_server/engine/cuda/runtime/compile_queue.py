@@ -169,6 +169,7 @@ class CompileProcess:
     def __init__(self, module: str) -> None:
         self._module = module
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_aborted = False
 
     def run(self, job: object) -> Any:
         """Return the answer to a job, which can be pickled.
@@ -181,6 +182,8 @@ class CompileProcess:
         if self._child is None:
             command = (sys.executable, "-m", self._module)
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            if self._is_aborted:  # while it was being started
+                self._child.kill()
         to, answers = self._child.stdin, self._child.stdout
         assert to is not None
         assert answers is not None
@@ -200,7 +203,8 @@ class CompileProcess:
         return answer
 
     def abort(self) -> None:
-        """Let the job that runs fail; any thread may call this."""
+        """Let the job that runs fail, and all further ones; any thread may call this."""
+        self._is_aborted = True
         child = self._child
         if child is not None:
             child.kill()

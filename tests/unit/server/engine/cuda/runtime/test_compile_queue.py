@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -96,6 +97,18 @@ class TestProcess:
             process.run("os._exit(1)")
         assert caught.value.reason == "COMPILER_DIED"
         assert process.run("7") == 7
+
+    def test_one_that_is_aborted_while_it_starts_runs_nothing(self, process, monkeypatch):
+        begin = subprocess.Popen
+
+        def start(*arguments, **options):
+            child = begin(*arguments, **options)
+            process.abort()  # by another thread, which finds no process yet
+            return child
+
+        monkeypatch.setattr(subprocess, "Popen", start)
+        with pytest.raises(InternalError):
+            process.run("time.sleep(60)")
 
     def test_it_ends_when_the_process_that_started_it_has_gone(self, process):
         number = process.run("os.getpid()")
