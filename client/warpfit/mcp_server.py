@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import anyio
 import numpy as np
@@ -88,6 +88,7 @@ class Data:
     rows' weights, ignore columns that are not used. missing="drop" leaves out rows without a value.
     """
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
     path: str | None = None
     columns: dict[str, list[float | None]] | None = None
     target: str | None = None
@@ -177,7 +178,9 @@ def table_of(data: Data, content: io.BytesIO | None, most_bytes: int) -> Table:
         return read_table(options, content)
     columns = data.columns or {}
     lengths = {len(column) for column in columns.values()}
-    what = "columns differ in length" if len(lengths) != 1 else ""
+    what = (
+        "" if len(lengths) == 1 else "columns differ in length" if lengths else "no column is given"
+    )
     if not what and 8 * len(columns) * max(lengths) > most_bytes:
         what = "the data are larger than --max-bytes allows"
     if what:
@@ -278,6 +281,8 @@ class Tools:
         if not 0.0 < max_seconds <= self._settings.most_seconds:
             most = self._settings.most_seconds
             raise ToolError(f"max_seconds is {max_seconds:g}. Give a time above 0, up to {most:g}")
+        if not 0 <= seed < 2**32:
+            raise ToolError(f"seed is {seed}. Give a number from 0, below {2**32}")
         async with self._caller(ctx) as caller:
             table = await self._table(data)
             _require_target(table)
@@ -498,7 +503,7 @@ def _description(table: Table) -> dict[str, Any]:
     columns = []
     for name, column in zip(table.names, table.columns.T, strict=True):
         columns.append({"name": name, **facts(column)})
-        if table.target is not None:
+        if table.target is not None and len(column) > 1:
             columns[-1]["correlation"] = np.corrcoef(column, table.target)[0, 1]
     described: dict[str, Any] = {"rows": len(table.columns), "columns": columns}
     if table.target is not None:
@@ -558,11 +563,23 @@ def _drawn(
 # ----------------------------------------------------------------------------------- the transports
 
 
+class _StrictServer(MCPServer):  # type: ignore[misc]
+    """The SDK's server, which refuses arguments that a tool does not have: a slip has no effect."""
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        """Call a tool; see `mcp.server.mcpserver.MCPServer`."""
+        for tool in await self.list_tools():
+            known = tool.input_schema["properties"]
+            if tool.name == name and (odd := [each for each in arguments if each not in known]):
+                raise ToolError(f"{name} has no argument {odd[0][:80]!r}. Use {', '.join(known)}")
+        return await super().call_tool(name, arguments, context)
+
+
 def make_server(settings: Settings) -> MCPServer:
     """Return the SDK's server with all tools."""
     tools = Tools(settings)
     instructions = _INSTRUCTIONS.format(functions=", ".join(function_names()))
-    server = MCPServer(
+    server = _StrictServer(
         "warpfit", instructions=instructions, version=warpfit.__version__, log_level="WARNING"
     )
     for tool in (

@@ -149,6 +149,11 @@ def test_data_are_limited_and_checked(server, root):
         ("plot", {"data": inline, "expression": "a", "over": "nosuch"}),
         ("simplify", {"data": inline, "expressions": ["p1*a"]}),
         ("describe_data", {"data": {"path": "law.csv", "target": "nosuch"}}),
+        # A slip in a name would change what is asked for without a word.
+        ("describe_data", {"data": inline | {"weight": "a"}}),
+        ("propose", {"data": inline, "skeletons": ["p1*a"], "heldout": 0.5}),
+        ("search", {"data": inline, "seed": -1}),
+        ("describe_data", {"data": {"columns": {}}}),
     ]
     gaps = {"columns": {"a": [1.0, None, 3.0], "y": [2.0, 4.0, 5.0]}, "missing": "drop"}
     calls.insert(0, ("describe_data", {"data": gaps}))
@@ -166,7 +171,7 @@ def test_data_are_limited_and_checked(server, root):
         "4 rows",
         "max_seconds",
     )
-    words = (*words, "nosuch", "parameter", "nosuch")
+    words = (*words, "nosuch", "parameter", "nosuch", "weight", "Use data", "below", "no column")
     for (is_error, text), word in zip(bad, words, strict=True):
         assert is_error
         assert word in text
