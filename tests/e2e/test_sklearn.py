@@ -493,6 +493,25 @@ def test_what_was_found_is_kept(search, monkeypatch, tmp_path, capsys, how):
     assert "y = " in capsys.readouterr().out
 
 
+def test_nothing_is_uploaded_or_fitted_once_the_time_is_over(search, monkeypatch):
+    measured, linear, late = TargetSearch._measured, [], []
+
+    def until_over(self, programs):
+        found = measured(self, programs)
+        linear.extend(self.linear)  # has been measured before the search
+        self.deadline = time.monotonic()
+        monkeypatch.setattr(TargetSearch, "_part", lambda *_: late.append("an upload"))
+        monkeypatch.setattr(TargetSearch, "_shorten", lambda *_: late.append("a fit"))
+        return found
+
+    monkeypatch.setattr(TargetSearch, "_measured", until_over)
+    X = points(200)
+    y = X @ [1.0, 2.0, 3.0] + np.random.default_rng(0).normal(size=200)
+    model = search(generations=0).fit(X, y)
+    assert len(model.front_) > 1 and len(linear) == 1
+    assert late == []
+
+
 def test_an_interrupt_of_the_first_population_keeps_the_library(search, monkeypatch):
     def end(*_):
         raise KeyboardInterrupt

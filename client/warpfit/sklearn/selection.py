@@ -273,7 +273,7 @@ class Selection:
         constants = [0 if fits else np.count_nonzero(own.codes == CONSTANT) for own in programs]
         if self.null is not None and self.null not in self.lengths:
             programs, constants = [*programs, self.null], [*constants, 0]
-            linear = (self._linear(rows) for rows, _ in folds)
+            linear = [self._linear_of_seen, *(self._linear(rows) for rows, _ in self.folds)]
             by_fold = [[*fit, null] for fit, null in zip(by_fold, linear, strict=True)]
         total = np.zeros(len(programs))
         for fit, (_, left) in zip(by_fold, folds, strict=True):
@@ -312,7 +312,11 @@ class Selection:
     @cached_property
     def null_r2(self) -> float:
         """R^2 on the rows held out of the linear regression that is fitted to the others."""
-        return self.r2(self._linear(self.seen))
+        return self.r2(self._linear_of_seen)
+
+    @cached_property
+    def _linear_of_seen(self) -> Program:
+        return self._linear(self.seen)
 
     def _linear(self, rows: Indices) -> Program:
         """Return the linear regression of all variables, fitted to some rows; of many, to less."""
@@ -376,7 +380,7 @@ class Selection:
     @cached_property
     def seen(self) -> Indices:
         """Rows that are not held out."""
-        return np.setdiff1d(np.arange(len(self.training.target)), self.held_out)
+        return np.delete(np.arange(len(self.training.target)), self.held_out)
 
     @cached_property
     def statistics(self) -> TargetStatistics:

@@ -212,6 +212,9 @@ _MOST_FITTED: Final = 200
 _RESERVE: Final = (0.1, 0.2)
 _LEAST_RESERVE: Final = 2.0
 _MANY_ROWS: Final = 20_000
+#: Part of the time, and most seconds, that are kept for what is computed here behind the server's
+#: last answer, of many rows.
+_CLOSING: Final = (0.05, 0.5)
 #: Formulas that are measured in one call, after which the clock is looked at.
 _MEASURED: Final = 16
 #: Time of a fit as a multiple of that of one evaluation of the same formulas on the same rows, and
@@ -249,7 +252,7 @@ class TargetSearch:
     begun: float
     """Time of `time.monotonic` from which the time of this target counts."""
     deadline: float
-    """Time of `time.monotonic` at which everything should have ended; infinite for any time."""
+    """Time of `time.monotonic` at which calls should have ended; infinite for any time."""
     form: Form = field(default_factory=Form)
     selection: Selection = field(init=False)
     """Computes description lengths and predictive lengths of the formulas."""
@@ -268,9 +271,15 @@ class TargetSearch:
     """All formulas of the search, best first."""
     parts: list[DatasetHandle] = field(default_factory=list)
     """Rows that are fitted in a cross-validation."""
+    linear: _Found = field(default_factory=dict)
+    """The linear regression, if it takes part. It is measured before the search, which has a time
+    that takes that into account."""
 
     def __post_init__(self) -> None:
-        """Prepare the choice."""
+        """Prepare the choice, and keep some time for what is computed behind the last answer."""
+        if self.deadline < math.inf and len(self.training.target) > _MANY_ROWS:
+            part, most = _CLOSING
+            self.deadline -= min(part * (self.deadline - self.begun), most)
         options = self.options
         operators = operator_names(options.operators)
         may_be_linear = (
@@ -319,6 +328,9 @@ class TargetSearch:
                 progress.phase("fit of a constant, once the server has compiled its fits")
                 self.constant, self.selection.scale = self._best_constant(seen, sample, compared)
                 self.answered = time.monotonic()
+                if (null := self.selection.null) is not None:
+                    level = self.selection.level(self.selection.values(null))
+                    self.linear[null] = [level, self.selection.null_r2]
                 search = self._search(stack, compared, sample, progress)
             except DeadlineExceededError:
                 self.reason = "max_seconds"
@@ -350,8 +362,8 @@ class TargetSearch:
         begun = time.monotonic()
         found = self._measured(programs)
         seconds = (time.monotonic() - begun) * len(programs) / max(1, len(found) - 1)
-        data = self._rows_to_fit(stack, _FIT_TIME * seconds + uploading)
         with suppress(DeadlineExceededError):
+            data = self._rows_to_fit(stack, _FIT_TIME * seconds + uploading)
             fitted = self._fitted(data, programs)
             progress.phase("simplification")
             if self.options.simplify:
@@ -363,18 +375,14 @@ class TargetSearch:
                 **{program: found[program] for program in left if program in found},
                 **refitted,
             }
-        self._add_linear_regression(found)
+        found |= self.linear
         self._cross_validate(stack, found)
         if self.options.simplify:
             with suppress(DeadlineExceededError):
+                seconds_until(self.deadline)
                 self._shorten(data, found)
             self._cross_validate(stack, found)
         return self._front_of(found)
-
-    def _add_linear_regression(self, found: _Found) -> None:
-        if (null := self.selection.null) is not None:
-            level = self.selection.level(self.selection.values(null))
-            found[null] = [level, self.selection.null_r2]
 
     def _cross_validate(self, stack: ExitStack, found: _Found) -> None:
         """Find the predictive lengths of formulas, where there may be noise."""
@@ -397,9 +405,12 @@ class TargetSearch:
             stack: keeps the data set.
             seconds: time of an upload of all rows and a fit to them.
 
+        Raises:
+            DeadlineExceededError: if the time of the search is over.
+
         """
-        seen = np.setdiff1d(np.arange(len(self.training.target)), self.selection.held_out)
-        left = _FIT_SHARE * max(self.deadline - time.monotonic(), 1e-3)
+        left = _FIT_SHARE * (seconds_until(self.deadline) or math.inf)
+        seen = self.selection.seen
         count = len(seen)
         if seconds > left and count > self.options.sample_rows:
             count = max(self.options.sample_rows, int(count * left / seconds))
@@ -439,7 +450,7 @@ class TargetSearch:
                     level = math.inf
             level = level if self._sound([program])[0] else math.inf
             found[program] = [level, self.selection.r2(program)]
-        self._add_linear_regression(found)
+        found |= self.linear
         least = min(level for level, _ in found.values())
         if left := self.selection.not_validated(found, least):
             self.selection.validate(left)
@@ -447,7 +458,8 @@ class TargetSearch:
 
     def nothing(self) -> list[Equation]:
         """Return the front of a search that could not begin: the best of some constants."""
-        places = np.quantile(self.training.target, np.linspace(0.0, 1.0, 101))
+        count = 11 if len(self.training.target) > _MANY_ROWS else 101
+        places = np.quantile(self.training.target, np.linspace(0.0, 1.0, count))
         mean = float(np.average(self.training.target, weights=self.training.weights))
         found: _Found = {}
         for value in {mean, *places.tolist()}:
@@ -658,7 +670,8 @@ class TargetSearch:
         if groups is not None:  # Their constants differ: the largest group has all of a law.
             assert isinstance(client, GroupedClient)
             largest = np.bincount(groups).argmax()
-            rows = np.setdiff1d(np.flatnonzero(groups == largest), self.selection.held_out)
+            rows = self.selection.seen
+            rows = rows[groups[rows] == largest]
             client = client.client
         chosen = np.sort(self.rng.permutation(rows)[:_PAIR_ROWS])
         given = (part[chosen] for part in self.training[:3])
