@@ -60,6 +60,8 @@ _RESOLVE_SECONDS: Final = (10.0, 1.0)
 #: Seconds for which a server that had no room for a data set is not asked again to take it.
 _REFUSAL_SECONDS: Final = 30.0
 _MOST_RANKINGS: Final = 256
+#: Seconds between two lines of the log about calls that wait.
+_TELL_SECONDS: Final = 10.0
 #: Not the module's own functions, whose seed decides the searches of callers.
 _RANDOM: Final = random.SystemRandom()
 
@@ -108,6 +110,7 @@ class Servers:
         self._dropped: list[Server] = []
         self._rankings: dict[bytes, list[Server]] = {}
         self._resolve_at = 0.0
+        self._told_at = -math.inf
         self.is_several = not is_fixed or len(addresses) > 1
         """Whether there may be more than one server; if not, nothing is chosen."""
         self.update(addresses)
@@ -153,6 +156,15 @@ class Servers:
             idle = [server for server in self._dropped if not server.outstanding]
             self._dropped = [server for server in self._dropped if server.outstanding]
             return [server.address for server in idle if server.address not in self._servers]
+
+    def must_tell(self) -> bool:
+        """Return whether users want to read again that calls wait; true every few seconds."""
+        now = self.clock()
+        with self._lock:
+            if now < self._told_at + _TELL_SECONDS:
+                return False
+            self._told_at = now
+            return True
 
     # ------------------------------------------------------------------------------------ choice
 
@@ -281,8 +293,6 @@ _MOST_UPLOADS: Final = 300
 _UPLOAD_PAUSE: Final = 1.0
 #: Seconds for which a first request waits where nobody listens, unless the caller says otherwise.
 _FIRST_CONTACT_SECONDS: Final = 1.5
-#: Seconds between two lines of the log about a request that waits.
-_TELL_SECONDS: Final = 10.0
 #: Errors that another server may not have.
 _ELSEWHERE: Final = (
     errors.UnavailableError,
@@ -300,19 +310,10 @@ class Retries:
     deadline: Deadline
     failures: int = 0
     first_failure: float = 0.0
-    told_at: float = -math.inf
 
     def restart(self) -> None:
         """Count from the beginning, because something has been achieved."""
         self.failures = 0
-
-    def must_tell(self) -> bool:
-        """Return whether users want to read again that the call waits; true every few seconds."""
-        now = time.monotonic()
-        if now < self.told_at + _TELL_SECONDS:
-            return False
-        self.told_at = now
-        return True
 
     def pause_after(self, error: errors.WarpfitError, total_seconds: float) -> float:
         """Return the policy's pause, or the time that the server asked for if it is longer.
@@ -549,7 +550,7 @@ class Failover:
                 patience = min(patience, _FIRST_CONTACT_SECONDS)
         pause = retries.pause_after(error, patience)
         is_away = error.reason in NOBODY_THERE or not self.servers.has_answered
-        if is_away and retries.must_tell():
+        if is_away and self.servers.must_tell():
             left = retries.deadline.remaining()
             longest = round(patience if left is None else min(patience, left), 1)
             _log.warning("%s; waiting for a server, for up to %g s", error.message, longest)

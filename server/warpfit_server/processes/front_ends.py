@@ -395,10 +395,10 @@ class FrontEnds:
                 if min(now - front_end.since, awake) > config.start_seconds:
                     front_end.replace("slow_start")
             elif awake > config.hang_seconds:
-                if front_end.last_message < limit - REPORT_SECONDS:
-                    front_end.replace("silent")
-                elif any(
+                has_no_answer = any(
                     max(front_end.probes[engine].answered, moment) < limit - config.probe_seconds
                     for engine, moment in enumerate(answering_since)
-                ):
-                    front_end.replace("no_answer")
+                )
+                if has_no_answer or front_end.last_message < limit - REPORT_SECONDS:
+                    is_silent = front_end.last_message < limit
+                    front_end.replace("silent" if is_silent else "no_answer")

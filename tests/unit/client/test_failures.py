@@ -139,7 +139,7 @@ def test_a_server_that_is_gone_is_waited_for_with_a_word(server, caplog):
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             client.info()
-        assert "waiting for a server, for up to 20 s" in caplog.messages[1]
+        assert len(caplog.messages) == 1, "once for all calls of some seconds"
     timer.join()
 
 
