@@ -75,6 +75,7 @@ class Supervisor(ABC):
         self.lock = threading.RLock()
         """Guards the state, the process and the channel."""
         self._stop_seconds = stop_seconds
+        self._stop_by = 0.0  # moment at which the process should have ended when the server stops
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
 
     # ------------------------------------------------------------------- what a kind of process is
@@ -154,6 +155,8 @@ class Supervisor(ABC):
 
     def begin_stop(self) -> None:
         """Tell the process to end, or kill it if it is not ready."""
+        if not self.stopping.is_set():
+            self._stop_by = time.monotonic() + self._stop_seconds
         self.stopping.set()
         with self.lock:
             if self.channel is not None:
@@ -162,10 +165,13 @@ class Supervisor(ABC):
                 kill_group(self.process)
 
     def stop(self) -> None:
-        """End the process and wait until it has; one that hangs is killed."""
+        """End the process and wait until it has; one that hangs is killed.
+
+        Its time begins with `begin_stop`, so that several that hang take no longer than one.
+        """
         self.begin_stop()
         if self._thread.is_alive():
-            self._thread.join(self._stop_seconds)
+            self._thread.join(max(0.0, self._stop_by - time.monotonic()))
         if self._thread.is_alive() and self.process is not None:
             kill_group(self.process)
             self._thread.join(self._stop_seconds)

@@ -133,13 +133,19 @@ def test_a_process_that_hangs_does_not_outlive_the_server():
         os.kill(supervisor.pids[0], 0)
 
 
-def test_a_process_that_is_told_to_end_and_hangs_is_killed():
-    supervisor = Sleeper(60.0, stop_seconds=0.1)
-    supervisor.start()
-    eventually(lambda: supervisor.state is State.STARTING)
-    supervisor.ready(SimpleNamespace(send=lambda *_: None))
-    supervisor.stop()
-    assert supervisor.codes == [-signal.SIGKILL]
+def test_processes_that_are_told_to_end_and_hang_are_killed_after_the_time_of_one():
+    supervisors = [Sleeper(60.0, stop_seconds=1.0) for _ in range(4)]
+    for supervisor in supervisors:
+        supervisor.start()
+        eventually(lambda own=supervisor: own.state is State.STARTING)
+        supervisor.ready(SimpleNamespace(send=lambda *_: None))
+    for supervisor in supervisors:
+        supervisor.begin_stop()
+    started = time.monotonic()
+    for supervisor in supervisors:
+        supervisor.stop()
+        assert supervisor.codes == [-signal.SIGKILL]
+    assert time.monotonic() - started < 2.5
 
 
 # --------------------------------------------------------------------------------- front ends
