@@ -172,8 +172,8 @@ class Fit(Shown):
     dtype: np.dtype[Any] | None = None
     """Type of the data: float32 or float64; None if it is not known."""
     freedom: NDArray[np.int64] | None = None
-    """Rows with a weight minus free parameters of each expression, [expressions]; rows of weight 0
-    count if the handle came from another process. None with ``absolute_sigma``."""
+    """Rows with a weight minus free parameters that occur in each expression, [expressions]; rows of
+    weight 0 count if the handle came from another process. None with ``absolute_sigma``."""
     evidence: Evidence | None = None
     """The evidence for each expression; None if not requested."""
 
@@ -288,6 +288,8 @@ class Fit(Shown):
         if vector.ndim == 2:
             vector, covariance = vector[start], covariance[start]
         values, slopes = differentiate(program, matrix, vector)
+        moves = slopes.any(axis=1)  # what moves no value here need not be determined
+        slopes, covariance = slopes[moves], covariance[np.ix_(moves, moves)]
         freedom = math.inf if self.freedom is None else float(self.freedom[expression])
         noise = self.evidence.variance[expression] if prediction and self.evidence else 0.0
         with np.errstate(invalid="ignore"):
@@ -394,17 +396,22 @@ class Band(NamedTuple):
 
 
 def _freedom(request: FitRequest, data: DatasetHandle) -> NDArray[np.int64]:
-    """Return rows with a weight minus free parameters, [expressions]."""
+    """Return rows with a weight minus free parameters that occur, [expressions]."""
     batch, fixed = request.problem.batch, request.settings.fixed
     start, stop = request.problem.row_range(data.layout)
     rows = stop - start
     if data.has_numbers and (weights := data.dataset.weights) is not None:
         rows = int(np.count_nonzero(weights[start:stop]))
-    free = batch.parameter_counts.astype(np.int64)
+    counts, is_parameter = batch.parameter_counts.astype(np.int64), batch.codes == PARAMETER
+    stops = np.cumsum(counts)
+    used = np.repeat(stops - counts, batch.lengths)[is_parameter]
+    used += batch.values[is_parameter].astype(np.int64)
+    is_free = np.zeros(int(counts.sum()), dtype=bool)
+    is_free[used] = True
     if fixed is not None:
-        ends = np.concatenate([[0], np.cumsum(fixed)])
-        stops = np.cumsum(free)
-        free = free - (ends[stops] - ends[stops - free])
+        is_free &= ~fixed
+    ends = np.concatenate([[0], np.cumsum(is_free)])
+    free = ends[stops] - ends[stops - counts]
     return rows - free
 
 

@@ -98,7 +98,12 @@ def test_errors_and_warnings(lines):
 
 def test_gaps_in_the_numbers_of_parameters_cost_nothing(client):
     data = client.upload(x[:, None], LINE, dtype="float64")
-    found = client.optimize(data, ["p1*x1 + p2", "p2*x1 + p4"], evidence=True).evidence
+    texts = ["p1*x1 + p2", "p2*x1 + p4"]
+    fit = client.optimize(data, texts, evidence=True, covariance=True)
+    found = fit.evidence
+    bands = [fit.band(x[:, None], place) for place in range(2)]
+    np.testing.assert_allclose(bands[1].low, bands[0].low, rtol=1e-6)
+    assert fit.freedom.tolist() == found.freedom.tolist() == [38, 38]
     for name in ("parameters", "aic", "bic", "description_length", "bayes_factor"):
         one, other = getattr(found, name)
         assert one == pytest.approx(other), name
