@@ -58,4 +58,11 @@ def test_kepler_finds_the_third_law(server: ServerProcess, tmp_path):
 def test_a_loop_of_proposals_finds_an_oscillation(server: ServerProcess):
     flags = ("--address", server.address, "--rounds", 2, "--skeletons", 60)
     out = run("propose_loop.py", *flags)
-    assert "y = 3 * exp(-0.4 * t) * cos(2.5 * t) + 1" in out
+    first, best, second, better, law, r2, *_ = out.splitlines()
+    for number, heading in enumerate((first, second), 1):
+        told = rf"round {number}: \d+ of 60 predict better than the mean, \d+ refused"
+        assert re.fullmatch(told, heading)
+    for line in (best, better):
+        assert re.fullmatch(r"  held-out R2 [01]\.\d{4}  .*\bp1\b.*", line)
+    assert law == "y = 3 * exp(-0.4 * t) * cos(2.5 * t) + 1"
+    assert re.fullmatch(r"  R2 on the rows held out (0\.99\d\d|1\.0000)", r2)

@@ -188,6 +188,7 @@ def test_a_data_set_that_is_evicted_again_and_again_is_uploaded_again(client, se
         (lambda client, data: client.evaluate(data, ["x1"], loss=np.mean), "loss='abs"),
         (lambda client, data: client.upload(X, ["a"] * len(X)), "Convert text"),
         (lambda client, data: client.upload(X, dtype="double precision"), "auto"),
+        (lambda client, data: client.upload(X, X[1:, 0]), "Give one number for each row of X"),
     ],
 )
 def test_what_newcomers_mistake_for_arguments_is_told(client, call, remedy):

@@ -104,6 +104,12 @@ def test_losses_without_a_least_value_are_refused(text):
         least_row_losses(LossFunction.parse(text), Y[1:], np.ones(3))
 
 
+def test_targets_that_are_no_counts_are_refused_for_losses_of_counts():
+    with pytest.raises(InvalidArgumentError, match="no least value for a target of -2") as caught:
+        least_row_losses(as_function(as_loss("poisson")), np.array([3.0, -2.0]), np.ones(2))
+    assert caught.value.remedy.startswith("Give targets that the loss is for, such as counts")
+
+
 @pytest.mark.parametrize("loss", ["mse", "rmse", "mae", "poisson", "gaussian"])
 def test_the_deviance_does_not_depend_on_the_scale_of_weights(loss):
     function = as_function(as_loss(loss))
