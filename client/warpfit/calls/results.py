@@ -172,8 +172,8 @@ class Fit(Shown):
     dtype: np.dtype[Any] | None = None
     """Type of the data: float32 or float64; None if it is not known."""
     freedom: NDArray[np.int64] | None = None
-    """Rows with a weight minus free parameters that occur in each expression, [expressions]; rows of
-    weight 0 count if the handle came from another process. None with ``absolute_sigma``."""
+    """Rows with a weight minus free parameters that occur in each expression, [expressions]; rows
+    of weight 0 count if the handle came from another process. None with ``absolute_sigma``."""
     evidence: Evidence | None = None
     """The evidence for each expression; None if not requested."""
 
@@ -410,8 +410,8 @@ def _freedom(request: FitRequest, data: DatasetHandle) -> NDArray[np.int64]:
     is_free[used] = True
     if fixed is not None:
         is_free &= ~fixed
-    ends = np.concatenate([[0], np.cumsum(is_free)])
-    free = ends[stops] - ends[stops - counts]
+    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_free)])
+    free: NDArray[np.int64] = ends[stops] - ends[stops - counts]
     return rows - free
 
 
