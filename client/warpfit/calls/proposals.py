@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -398,6 +399,9 @@ class ProposeTask:
                 notes[index] = f"{name} is not finite in {odd} row{'s' if odd > 1 else ''}"
             elif shape.min[place] == shape.max[place]:
                 notes[index] = f"{name} is constant, so that nothing can be learnt about it"
+            if re.fullmatch(r"p[1-9]\d*", name):
+                shadow = f"{name} is a variable here, no parameter: number parameters differently"
+                notes[index] = "; ".join([shadow, *([notes[index]] if index in notes else [])])
         for (answer, _), own in zip(candidates, columns, strict=True):
             answer.warnings += general
             answer.warnings += tuple(notes[index] for index in sorted(own) if index in notes)

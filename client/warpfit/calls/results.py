@@ -291,7 +291,9 @@ class Fit(Shown):
         moves = slopes.any(axis=1)  # what moves no value here need not be determined
         slopes, covariance = slopes[moves], covariance[np.ix_(moves, moves)]
         freedom = math.inf if self.freedom is None else float(self.freedom[expression])
-        noise = self.evidence.variance[expression] if prediction and self.evidence else 0.0
+        noise = 0.0
+        if prediction and self.evidence:  # weights that are inverse variances say what it is
+            noise = 1.0 if self.freedom is None else float(self.evidence.variance[expression])
         with np.errstate(invalid="ignore"):
             error = np.sqrt(noise + np.einsum("ir,ij,jr->r", slopes, covariance, slopes))
         half = student_t(level, freedom) * error

@@ -204,6 +204,10 @@ def test_bands_are_those_of_linear_regression(client, lines):
         half = quantile * np.sqrt(variance + spread)
         np.testing.assert_allclose(band.high - band.values, half, rtol=1e-6)
     assert np.isnan(fit.band(x[:, None], 2).high).all()
+    sure = client.optimize(data, TEXTS[0], evidence=True, covariance=True, absolute_sigma=True)
+    band = sure.band(x[:, None], prediction=True)
+    half = stats.norm.ppf(0.975) * np.sqrt(1.0 + spread / s2)
+    np.testing.assert_allclose(band.high - band.values, half, rtol=1e-6)
     with pytest.raises(InvalidArgumentError, match="evidence=True"):
         client.optimize(data, TEXTS, covariance=True).band(x[:, None], prediction=True)
 

@@ -148,9 +148,12 @@ def test_rows_without_a_value_are_left_out_of_all_judgement():
     assert math.isnan(found[0].held_out_loss)
 
 
-def test_what_no_search_could_begin_is_warned_of():
+def test_names_that_parameters_have_and_searches_that_cannot_begin_are_warned_of():
     X, y = table()
     with warpfit.testing.client() as client:
+        data = client.upload(X, y, names=("p1", "b", "k"), dtype="float64")
+        (found,) = client.propose(data, "p1*b + p2", restarts=0)
+        assert found.warnings[0].startswith("p1 is a variable here")
         data = client.upload(X, y * 1e-200, names=NAMES, dtype="float64")
         (found,) = client.propose(data, "p1*a + p2", restarts=0)
     assert found.reason == "not_finite"
