@@ -115,7 +115,7 @@ class TestCallsInFlight:
                     began = time.monotonic()
                     status, reason, _ = caller.refused("Evaluate", data.dataset)
                     assert (status, reason) == ("RESOURCE_EXHAUSTED", "TOO_MANY_REQUESTS")
-                    assert time.monotonic() - began < 5, "it waited in a queue"
+                    assert time.monotonic() - began < 15, "it waited in a queue"
                 for call in running:
                     call.cancel()
                 eventually(lambda: not _is_full(connected[3], data))

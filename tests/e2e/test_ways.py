@@ -117,4 +117,4 @@ def test_a_dead_end_is_told_within_the_time_of_a_first_contact(
     began = time.monotonic()
     with warpfit.connect(address) as client, pytest.raises(warpfit.UnavailableError, match=words):
         client.info()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15  # a server that has answered is waited for for 20

@@ -206,7 +206,7 @@ def test_a_wrong_address_fails_soon_and_says_what_to_do(address, caplog):
         pytest.raises(warpfit.UnavailableError) as caught,
     ):
         client.info()
-    assert time.monotonic() - started < 5  # on a busy machine
+    assert time.monotonic() - started < 15  # on a busy machine
     assert caught.value.reason in failover.NOBODY_THERE
     assert "wait=SECONDS" in caught.value.remedy
     assert "waiting for a server" in caplog.text

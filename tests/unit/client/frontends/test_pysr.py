@@ -222,4 +222,4 @@ def test_long_runs_of_digits_take_no_time_and_end_in_no_error_of_python(text):
     began = time.monotonic()
     with contextlib.suppress(ParseError):
         from_pysr(text)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5

@@ -145,7 +145,7 @@ def test_processes_that_are_told_to_end_and_hang_are_killed_after_the_time_of_on
     for supervisor in supervisors:
         supervisor.stop()
         assert supervisor.codes == [-signal.SIGKILL]
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 3.5
 
 
 # --------------------------------------------------------------------------------- front ends

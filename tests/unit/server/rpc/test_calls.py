@@ -263,7 +263,7 @@ class TestMessages:
         began = time.monotonic()
         call = front_end.call(*sent, silent=True)
         assert outcome(call)[0] == "CANCELLED"
-        assert 0.3 <= time.monotonic() - began < 3
+        assert 0.3 <= time.monotonic() - began < 20
         eventually(lambda: front_end.quotas.in_flight() == Amounts())
         eventually(lambda: front_end.ended() == {(name, "DEADLINE_EXCEEDED", "default"): 1})
         assert outcome(front_end.call(b"x"))[0] == "OK"
@@ -458,7 +458,7 @@ class TestSeveralRequests:
     def test_a_call_waits_for_some_time_only(self, start):
         front_end, began = start(echo), time.monotonic()
         assert outcome(front_end.call(b"1", silent=True)) == ("CANCELLED", [b"1"])
-        assert 0.4 < time.monotonic() - began < 3
+        assert 0.4 < time.monotonic() - began < 20
         assert front_end.ended() == {("Evaluate", "OK", "default"): 1}
         eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
 
