@@ -109,7 +109,10 @@ def main() -> None:
             wrong = sum(each.error is not None for each in answers)
             count = f"{len(useful)} of {len(answers)}"
             print(f"round {round_}: {count} predict better than the mean, {wrong} refused")
-            print(f"  held-out R2 {best[0].held_out_r2:.4f}  {best[0].skeleton}")
+            if best:
+                print(f"  held-out R2 {best[0].held_out_r2:.4f}  {best[0].skeleton}")
+        if not best:
+            raise SystemExit("no formula predicts better than the mean: give more --skeletons")
         law = best[0]
         short = client.simplify(data, [law.expression], tolerance=0.05).programs[0]
     print(f"y = {to_text(short, ('t',))}")

@@ -4,6 +4,7 @@
 """
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_kepler_finds_the_third_law(server: ServerProcess, tmp_path):
     assert abs(abs(float(exponent)) - 1.5) < 0.003, out
 
 
-def test_a_loop_of_proposals_finds_an_oscillation(server: ServerProcess):
+def test_a_loop_of_proposals_finds_an_oscillation(server: ServerProcess, monkeypatch):
     flags = ("--address", server.address, "--rounds", 2, "--skeletons", 60)
     out = run("propose_loop.py", *flags)
     first, best, second, better, law, r2, *_ = out.splitlines()
@@ -66,3 +67,7 @@ def test_a_loop_of_proposals_finds_an_oscillation(server: ServerProcess):
         assert re.fullmatch(r"  held-out R2 [01]\.\d{4}  .*\bp1\b.*", line)
     assert law == "y = 3 * exp(-0.4 * t) * cos(2.5 * t) + 1"
     assert re.fullmatch(r"  R2 on the rows held out (0\.99\d\d|1\.0000)", r2)
+    none = ["propose_loop.py", "--address", server.address, "--skeletons", "0", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", none)
+    with pytest.raises(SystemExit, match="give more --skeletons"):
+        runpy.run_path(str(EXAMPLES / "propose_loop.py"), run_name="__main__")
