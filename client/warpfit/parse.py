@@ -671,7 +671,7 @@ class _Reader:
             self.values.append(0.0)
 
     def _unknown(self, name: str, what: str, known: Iterable[str]) -> NoReturn:
-        close = _close_matches(name[:100], tuple(sorted(known)))
+        close = _close_matches(name[:100], tuple(sorted(set(known))))
         if close:
             remedy = f"Did you mean {' or '.join(close)}?"
         elif what == "function":

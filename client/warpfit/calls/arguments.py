@@ -343,9 +343,15 @@ def build_batch(
     if isinstance(programs, Population):
         programs.check_dtypes()
     else:
-        programs = list(programs)
-        is_converted = set(map(type, programs)) == {Program}
-        programs = cache.of(programs) if is_converted else as_population(programs, names)
+        has_order = not isinstance(programs, set | frozenset | Mapping)
+        listed = list(programs)
+        is_converted = has_order and set(map(type, listed)) == {Program}
+        # A set is refused there.
+        programs = (
+            cache.of(listed)
+            if is_converted
+            else as_population(listed if has_order else programs, names)
+        )
     entries: Any = None
     if parameters is not None:
         if isinstance(parameters, Set | Mapping):
@@ -511,9 +517,12 @@ def _settings(
         wanted = "a tuple (lower, upper), each a number or an entry for each expression"
         raise bad_setting("bounds", bounds, wanted)
     lower, upper = bounds
-    fixed = _flat(options.get("fixed"), counts, single, "fixed", 0.0)
-    if fixed is not None and np.isnan(fixed).any():
-        raise bad_setting("fixed", options.get("fixed"), "a truth value for each parameter")
+    kept = options.get("fixed")
+    fixed = None if isinstance(kept, str) else _flat(kept, counts, single, "fixed", 0.0)
+    # Another number may be meant for the index of a parameter.
+    if isinstance(kept, str) or not (fixed is None or np.isin(fixed, (0.0, 1.0)).all()):
+        wanted = "a truth value for each parameter, such as [True, False]"
+        raise bad_setting("fixed", kept, wanted)
     accuracy = member(Accuracy, options.get("accuracy", Accuracy.SCREENING), "accuracy")
     iterations, usual = options.get("max_iterations"), Tolerances.of(dtype, accuracy)
     tolerances = {

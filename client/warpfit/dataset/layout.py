@@ -135,8 +135,9 @@ class RoundingCheck:
         self._measures = measures
         self._largest = np.zeros(layout.columns)
         self._names = layout.column_names
-        self._low = np.full(layout.columns, np.inf)
-        self._high = np.full(layout.columns, -np.inf)
+        # Wide enough for the difference of two integers that float64 cannot tell apart.
+        self._low = np.full(layout.columns, np.inf, np.longdouble)
+        self._high = np.full(layout.columns, -np.inf, np.longdouble)
         self._error = np.zeros(layout.columns)
 
     def check(self, rounded: NDArray[Any], given: NDArray[Any], first: int, start: int) -> None:
@@ -204,7 +205,7 @@ class RoundingCheck:
         """Compare integers that float64 may round; where no wider float is there, none is found."""
         for column, numbers in enumerate(given, first):
             low, high = int(numbers.min()), int(numbers.max())
-            self._widen(column, low, high)
+            self._widen(column, np.longdouble(low), np.longdouble(high))
             if max(abs(low), abs(high)) > _EXACT_IN_FLOAT64:
                 for start in range(0, len(numbers), _COMPARED_ROWS):
                     exact = numbers[start : start + _COMPARED_ROWS]
@@ -232,7 +233,7 @@ class RoundingCheck:
                 self._error[column] = max(self._error[column], error)
                 self._widen(column, exact.min(), exact.max())
 
-    def _widen(self, column: int, low: float, high: float) -> None:
+    def _widen(self, column: int, low: np.floating[Any], high: np.floating[Any]) -> None:
         self._low[column] = min(self._low[column], low)
         self._high[column] = max(self._high[column], high)
 

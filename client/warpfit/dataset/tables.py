@@ -116,11 +116,9 @@ class ArrayColumns:
         if self._array.ndim == 1:
             self._array = self._array[:, np.newaxis]
         if self._array.ndim != 2:
+            wanted = "[rows, variables]" if name == "X" else "one number for each row of X"
             raise InvalidArgumentError(
-                f"{name} has {self._array.ndim} dimensions, not 2",
-                "BAD_SHAPE",
-                "Send [rows, variables]",
-                name,
+                f"{name} has {self._array.ndim} dimensions", "BAD_SHAPE", f"Give {wanted}", name
             )
 
     @property
@@ -303,7 +301,14 @@ def read_columns(data: Any, name: str, named: ColumnNames) -> ArrowColumns:
                     )
                 parts.append(_table(part, named))
             table = pyarrow.concat_tables(parts) if parts else pyarrow.table({})
-    except (TypeError, pyarrow.ArrowException) as error:
+    except pyarrow.ArrowException as error:  # such as 128-bit integers of Polars
+        raise InvalidArgumentError(
+            f"{name} has a column, or items, that pyarrow does not read: {error}",
+            "NOT_NUMBERS",
+            "Convert columns of other types to Float64 or Int64 first",
+            name,
+        ) from error
+    except TypeError as error:
         raise no_numbers(name, str(error)) from error
     return ArrowColumns(table)
 

@@ -68,6 +68,13 @@ def real_numbers(data: Any, name: str, start: int = 0, place: str = "row") -> ND
     kind, is_wide = array.dtype.kind, array.dtype.itemsize > 8
     if kind == "O" or (kind == "f" and is_wide):
         return _from_objects(array, name, start, place)
+    if array.dtype.names is not None:
+        raise InvalidArgumentError(
+            f"{name} is a structured array with the fields {', '.join(array.dtype.names)}",
+            "NOT_NUMBERS",
+            f"Give an array of one of its fields, or a table: pandas.DataFrame({name})",
+            name,
+        )
     if kind not in "biuf":
         text = "there is text in it, and " if kind in "SU" else ""
         raise no_numbers(name, f"{text}its dtype is {array.dtype}")
@@ -172,10 +179,11 @@ def _element(part: Any, name: str, row: int, place: str) -> Any:
     if not (is_array or isinstance(part, list | tuple)):
         return part
     try:
-        return real_numbers(part, name)
+        return real_numbers(part, f"{place} {row} of {name}", place="position")
     except InvalidArgumentError as error:
         if error.reason == "MISSING_VALUE":
             raise missing_value(name, row, place) from None
+        error.field = name
         raise
 
 
@@ -210,7 +218,8 @@ def _from_objects(array: NDArray[Any], name: str, start: int, place: str) -> NDA
             except OverflowError:  # of whole numbers and fractions
                 fits = False
             except (TypeError, ValueError) as error:
-                raise no_numbers(name, str(error)) from error
+                what = f"{value!r:.40} in {place} {row(index)} is no real number: {error}"
+                raise no_numbers(name, what) from error
             if not fits:
                 raise InvalidArgumentError(
                     f"{name} has a number in {place} {row(index)} (counted from 0) that float64 "
@@ -241,7 +250,7 @@ def _row(wanted: NDArray[np.bool_]) -> int:
 def no_numbers(name: str, why: str) -> InvalidArgumentError:
     """Return the error for anything but real numbers."""
     return InvalidArgumentError(
-        f"{name} must be real numbers: {why}",
+        f"{name} must be real numbers: {why.rstrip('.')}",
         "NOT_NUMBERS",
         f"Convert text, dates and ragged lists in {name} to numbers first",
         name,

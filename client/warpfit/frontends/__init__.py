@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,8 @@ def as_population(expressions: Iterable[object], names: Sequence[str] = ()) -> P
     Expressions of one kind are converted together, which takes much less time than one by one.
 
     Raises:
-        InvalidArgumentError: if an expression cannot be converted, or if the argument is one text
-            or an array of numbers.
+        InvalidArgumentError: if an expression cannot be converted, or if the argument is one text,
+            an array of numbers, or a set or dict.
     """
     if isinstance(expressions, Population):
         return expressions
@@ -49,6 +49,13 @@ def as_population(expressions: Iterable[object], names: Sequence[str] = ()) -> P
             "one expression stands where a list of expressions is wanted",
             "NOT_A_LIST",
             "Put it in a list",
+            "expressions",
+        )
+    if isinstance(expressions, set | frozenset | Mapping):
+        raise InvalidArgumentError(
+            f"expressions is a {type(expressions).__name__}",
+            "NOT_A_LIST",
+            "Give a list of expressions, whose order the answers have",
             "expressions",
         )
     listed, names = list(expressions), tuple(names)

@@ -143,9 +143,15 @@ def test_the_default_type_is_chosen_by_the_numbers(client, x, y, wanted):
 
 
 def test_integers_that_float64_rounds_are_warned_of(client):
-    large = 2**60 + np.arange(0, 300, 3)
-    with pytest.warns(warpfit.PrecisionWarning, match="float64 loses digits of x1"):
-        client.upload(large[:, None])
+    for large in (
+        2**60 + np.arange(0, 300, 3),
+        2**60 + np.arange(3),  # one number in float64
+        np.uint64(2**64 - 1) - np.arange(3, dtype=np.uint64),
+    ):
+        with pytest.warns(
+            warpfit.PrecisionWarning, match=r"float64 loses digits of x1.*spans (2|3e\+02)\)"
+        ):
+            client.upload(large[:, None])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         client.upload((2**60 + 1024 * np.arange(100))[:, None])

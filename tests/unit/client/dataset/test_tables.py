@@ -153,6 +153,16 @@ THREE = [1.0, 2.0, 3.0]
         (lambda _: iter([]), {}, "EMPTY_DATASET", "0 rows"),
         (lambda _: iter([1, 2]), {}, "NOT_NUMBERS", "X"),
         (pl.DataFrame, {"a": [1e300] * 3}, "OVERFLOW", "row 0"),
+        (lambda _: pl.DataFrame({"a": [1]}, {"a": pl.Int128}), {}, "NOT_NUMBERS", "to Float64 or"),
+        (lambda _: np.zeros(3, [("a", "f8"), ("b", "i4")]), {}, "NOT_NUMBERS", "fields a, b"),
+        (lambda _: 3.0, {}, "BAD_SHAPE", r"X has 0 dimensions. Give \[rows, variables\]"),
+        (
+            lambda _: [[1.0], [Decimal("sNaN")]],
+            {},
+            "NOT_NUMBERS",
+            "row 1 of X .*'sNaN'. in position 0",
+        ),
+        (lambda _: [[1.0], [1.0, 2.0]], {}, "NOT_NUMBERS", r"[^.]\. Convert"),
     ],
 )
 def test_what_is_no_table_of_numbers_is_refused(make, arguments, reason, words):
