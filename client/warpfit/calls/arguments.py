@@ -343,15 +343,12 @@ def build_batch(
     if isinstance(programs, Population):
         programs.check_dtypes()
     else:
-        has_order = not isinstance(programs, set | frozenset | Mapping)
-        listed = list(programs)
-        is_converted = has_order and set(map(type, listed)) == {Program}
-        # A set is refused there.
-        programs = (
-            cache.of(listed)
-            if is_converted
-            else as_population(listed if has_order else programs, names)
-        )
+        if not isinstance(programs, set | frozenset | Mapping):  # which as_population refuses
+            programs = list(programs)
+        if type(programs) is list and set(map(type, programs)) == {Program}:
+            programs = cache.of(programs)
+        else:
+            programs = as_population(programs, names)
     entries: Any = None
     if parameters is not None:
         if isinstance(parameters, Set | Mapping):
