@@ -30,8 +30,9 @@ for the step as rounded. Every test compares numbers of the same unit, so that t
 parameters do not matter.
 
 A test of convergence that fires is believed only where `linear_model.is_minimum` holds. Else the
-search goes on with no more than the first damping and a new scale, and if it gets no further it has
-stalled. Where that would leave it at a saddle or on a plateau, it is perturbed first (`probes`).
+search goes on with no more than the first damping and a new scale. If it gets no further, the steps
+that were refused since then say whether the loss has a minimum there; else the search has stalled.
+Where that would leave it at a saddle or on a plateau, it is perturbed first (`probes`).
 
 Normal equations square the condition of J. Where they are ill-conditioned and a search is slow, or
 a test has fired, it asks for the orthogonal factor of J (`orthogonal`), which its steps come from
@@ -84,6 +85,7 @@ from warpfit_server.engine.fit.searches import (
     PAIRS,
     PREDICTED,
     PROBING,
+    PROMISE,
     READY,
     REASON,
     REFUSED,
@@ -217,7 +219,7 @@ def advance(
                 ):
                     continue
                 if number[BEFORE] < math.inf:
-                    flat, disappoints = _judge(number, counter, loss, usable, limits)
+                    flat, disappoints = _judge(vector, number, counter, loss, usable, limits)
                 if counter[FACTOR] == WANTED:
                     counter[FIRED] = LOSS_CHANGE if flat else RUNNING
                     continue
@@ -307,9 +309,14 @@ def _correct(
 
 @inlined
 def _judge(
-    number: Floats, counter: Integers, loss: float, usable: bool, limits: SearchLimits
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    loss: float,
+    usable: bool,
+    limits: SearchLimits,
 ) -> Any:
-    """Choose the next damping.
+    """Choose the next damping, and note what a refused step says of the loss along it.
 
     Returns:
         Whether the loss has converged, and whether the step was much worse than predicted.
@@ -326,6 +333,13 @@ def _judge(
     else:
         damp(number)
         counter[REFUSED] += 1
+        slope = 0.0
+        for i in range(vector.shape[1]):
+            slope += vector[SLOPE, i] * (vector[TRIAL, i] - vector[X, i])
+        # By this the parabola with the loss and slope at X and the loss at the trial descends.
+        bend = loss - number[LOSS] - slope
+        promise = slope * slope / (4.0 * bend) if usable and bend > 0.0 else abs(slope)
+        number[PROMISE] = max(number[PROMISE], promise)
     small = limits.loss * number[LOSS]
     flat = usable and max(abs(actual), abs(predicted)) <= small and actual <= 2.0 * predicted
     return flat, not better or actual < _LEAST_GAIN * predicted
@@ -382,7 +396,7 @@ def _propose(
                     )
                     counter[REASON] = reason if believed else STALLED
                     return
-                number[RESTARTED] = number[LOSS]
+                number[RESTARTED], number[PROMISE] = number[LOSS], 0.0
                 number[DAMPING] = min(number[DAMPING], _FIRST_DAMPING)
                 number[GROWTH], counter[REFUSED] = 2.0, 0
                 triangles.copy(vector[X], vector[TRIAL])  # what no later trial may equal

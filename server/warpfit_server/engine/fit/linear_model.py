@@ -12,6 +12,13 @@ projection on the span of the columns of the parameters that may move. It depend
 nor on constants in the loss. For a row loss l other than squares, r is half of the derivative of
 l by the prediction, divided by the weight.
 
+At a minimum with residuals the columns may be parallel, as those of `exp(p1*x) + exp(p2*x)` are
+where p1 = p2. There the second derivatives of the residuals make the minimum, and the model knows
+nothing of them: it promises much by a long step along which the loss rises. A search that is stuck
+there believes the steps that were refused. Of each the loss at both ends and the slope at x are
+known, and so the parabola through them. If no parabola descends by more than rounding errors, and
+no single column lowers the loss, it is a minimum. More than that may lead along a curved valley.
+
 Normal equations square the condition of J. Where they hold too few digits, the answer of
 `is_minimum` is doubtful, and a search asks for the orthogonal factor of J (`orthogonal`).
 """
@@ -33,6 +40,7 @@ from warpfit_server.engine.fit.searches import (
     LINEAR,
     LOWER,
     PIVOT,
+    PROMISE,
     REFUSED,
     RIGHT,
     SCALE,
@@ -209,7 +217,8 @@ def is_minimum(
     """Whether a search may say that it has converged, see above.
 
     Where the search ``is_stuck``, a decrease that is lost in the rounding errors of the loss is
-    none, and neither is one that the rounding errors of the factor's columns may promise.
+    none, and neither is one that the rounding errors of the factor's columns may promise, or that
+    the steps refused until then deny. In float32 these may be refused for rounding errors alone.
 
     Returns:
         Whether it is a minimum, and whether that is doubtful because the curvature holds too few
@@ -221,6 +230,8 @@ def is_minimum(
     if limits.single:
         ridge = max(ridge, _RIDGE_IN_FLOAT32)
     find_roles(vector, model, space)
+    asks = is_stuck and not limits.single and number[PROMISE] > 0.0
+    asks = asks and steepest_cosine(vector, model, space) <= limits.flat
     pivot = solve_step(vector, number, counter, model, 0.0, ridge, space)
     number[PIVOT] = pivot
     rounding = 2.0**-24 if limits.single else 2.0**-53
@@ -236,7 +247,9 @@ def is_minimum(
     if is_stuck:
         allowed = max(allowed, 2.0 * rounding * math.sqrt(model.loss * limits.target))
     doubtful = pivot < ILL_CONDITIONED and not model.factored and not limits.single
-    return bool(promised_decrease(vector, model, space.step[:n]) <= allowed), bool(doubtful)
+    believed = promised_decrease(vector, model, space.step[:n]) <= allowed
+    believed = believed or (asks and number[PROMISE] <= ROUNDINGS * rounding * model.loss)
+    return bool(believed), bool(doubtful)
 
 
 @inlined

@@ -62,7 +62,8 @@ RESTARTED: Final = 7  # Levenberg-Marquardt: LOSS when the damping was last forg
 STIFFNESS: Final = 7  # BFGS: estimated second derivative of the row loss by its residual
 RESTART_LOSS: Final = 8  # BFGS: sum of row losses where the search restarted
 PIVOT: Final = 9  # least pivot of the model where a test of convergence last asked for it
-_NUMBERS: Final = 10
+PROMISE: Final = 10  # Levenberg-Marquardt: greatest of the steps refused since RESTARTED
+_NUMBERS: Final = 11
 
 # Columns of ``Searches.counters``.
 REASON: Final = 0

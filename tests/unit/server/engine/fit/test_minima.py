@@ -8,6 +8,7 @@ from scipy.optimize import lsq_linear
 
 from support.engines import nist
 from support.engines.fits import fit, tight
+from support.engines.gradients import Formula
 from support.engines.more_garbow_hillstrom import problems
 from warpfit import Reason
 from warpfit.dataset import Dataset
@@ -122,8 +123,51 @@ def test_hard_problems_converge(name, times, most):
     assert found.loss[0] <= max(problem.minimum * (1 + 1e-6), 1e-12)
 
 
-def test_a_search_that_cannot_move_away_from_a_plateau_has_stalled():
-    """The exponential is so steep that no step that float64 holds leaves the loss finite."""
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [
+        ("Freudenstein-Roth", 48.98425368),
+        ("Jennrich-Sampson", 124.3621823556),
+        ("Trigonometric", 2.795056e-5),
+    ],
+)
+def test_minima_with_residuals_where_columns_are_parallel_are_minima(name, local):
+    """The linear model promises much there, by steps that make the loss greater."""
+    problem = MGH[name]
+    data = Dataset.of(problem.columns, problem.target, dtype="float64")
+    found = fit(data, [problem.formula], [problem.start], **tight(Accuracy.FINAL))
+    np.testing.assert_allclose(found.loss, local, rtol=1e-6)
+    assert found.success[0], found.reason[0]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [("exp(p1*x1) + exp(p2*x1)", [0.4, 0.4]), ("(p1 + x1)*(p2 + x1)", [1.0, 1.0])],
+)
+def test_laws_of_two_equal_terms_are_found(text, truth, noise):
+    """Their columns are parallel there, where without noise no residuals are left.
+
+    This noise bends the law the other way than terms that differ.
+    """
+    x = np.linspace(0.1, 3.0, 40)
+    y = Formula(text, x[:, None]).values(np.array(truth)) - noise * (x - 1.5) ** 2 + noise
+    data = Dataset.of(x[:, None], y, dtype="float64")
+    start = np.array(truth) * np.linspace(0.5, 1.2, len(truth))
+    found = fit(data, [text], [start], **tight(Accuracy.FINAL))
+    assert found.success[0], found.reason[0]
+
+
+def test_a_point_that_steps_do_not_leave_but_one_column_would_has_stalled():
+    """The other parameter hardly matters, which makes all steps too long."""
+    problem = MGH["Powell badly scaled"]
+    data = Dataset.of(problem.columns, problem.target, dtype="float64")
+    found = fit(data, [problem.formula], [100.0 * problem.start], **tight(Accuracy.FINAL))
+    assert found.reason[0] is Reason.STALLED
+
+
+def test_a_search_that_ends_at_a_kink_has_stalled():
+    """The loss has a minimum there, but its gradient does not vanish."""
     x = np.linspace(0.1, 5.0, 40)
     data = Dataset.of(x[:, None], np.ones(40), dtype="float64")
     found = fit(data, ["abs(p1) + x1"], [[1.0]], **tight(Accuracy.FINAL))
