@@ -154,5 +154,8 @@ class SimplifyTask:
             sample=sample[: layout.variables],
             low=low,
             high=high,
-            middle=float(np.median(sample[layout.variables])) if layout.has_target else 0.0,
+            # Of halves, because the sum of two numbers may overflow.
+            middle=2.0 * float(np.median(0.5 * sample[layout.variables]))
+            if layout.has_target
+            else 0.0,
         )

@@ -88,7 +88,8 @@ def _agrees(program: Program, candidate: Program, assume_defined: bool) -> bool:
 
 def _same(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
     finite = np.abs(a[np.isfinite(a)])
-    size = float(np.median(finite)) if finite.size else 0.0
+    # Of halves, because the sum of two numbers may overflow.
+    size = 2.0 * float(np.median(0.5 * finite)) if finite.size else 0.0
     return bool(np.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * size, equal_nan=True))
 
 

@@ -260,7 +260,8 @@ def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterat
             part = Program._unchecked(codes[start : end + 1], values[8 * start : 8 * end + 8])
             results = evaluate_program(part, settings.sample)
             finite = results[np.isfinite(results)]
-            replacements += [float(np.median(finite))] if finite.size else []
+            # Of halves, because the sum of two numbers may overflow.
+            replacements += [2.0 * float(np.median(0.5 * finite))] if finite.size else []
         parts = [(bytes([CONSTANT]), np.float64(value).tobytes()) for value in replacements]
         for stop in range(end, start, -1):
             if ARITIES[codes[stop]] != 1 or stop < end - 1:

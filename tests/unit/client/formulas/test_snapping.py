@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 
 import numpy as np
 import pytest
@@ -105,6 +106,14 @@ def test_formulas_without_a_loss_come_back_by_the_exact_rules_alone(client):
     assert found.programs == [parse(t).simplify() for t in given]
     np.testing.assert_array_equal(found.loss, [np.nan, np.inf])
     np.testing.assert_array_equal(found.initial_loss, found.loss)
+
+
+def test_the_largest_numbers_are_simplified_without_a_warning(client):
+    data = client.upload(np.arange(6.0)[:, None], np.full(6, 1e308), dtype="float64")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = client.simplify(data, "x1*0 + sqrt(x1^2)*1e307*0 + 1e308")
+    assert str(found.programs[0]) == "1e+308"
 
 
 def test_the_async_client_simplifies_too():
