@@ -178,10 +178,10 @@ def table_of(data: Data, content: io.BytesIO | None, most_bytes: int) -> Table:
         return read_table(options, content)
     columns = data.columns or {}
     lengths = {len(column) for column in columns.values()}
-    what = (
-        "" if len(lengths) == 1 else "columns differ in length" if lengths else "no column is given"
-    )
-    if not what and 8 * len(columns) * max(lengths) > most_bytes:
+    what = ""
+    if len(lengths) != 1:
+        what = "columns differ in length" if lengths else "no column is given"
+    elif 8 * len(columns) * max(lengths) > most_bytes:
         what = "the data are larger than --max-bytes allows"
     if what:
         remedy = "Give columns of one length, with fewer rows"
