@@ -24,7 +24,7 @@ from warpfit.dataset.canonical import ranges
 from warpfit.display import Shown, TextTable
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.language import to_latex, to_text
-from warpfit.formulas.snapping import SnapSettings, Trials, snap
+from warpfit.formulas.snapping import SnapSettings, Trials, finite_median, snap
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
 
@@ -154,8 +154,5 @@ class SimplifyTask:
             sample=sample[: layout.variables],
             low=low,
             high=high,
-            # Of halves, because the sum of two numbers may overflow.
-            middle=2.0 * float(np.median(0.5 * sample[layout.variables]))
-            if layout.has_target
-            else 0.0,
+            middle=finite_median(sample[layout.variables]) if layout.has_target else 0.0,
         )

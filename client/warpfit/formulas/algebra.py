@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from warpfit.errors import require
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.rules import simplified
+from warpfit.formulas.snapping import finite_median
 from warpfit.ir import Program
 from warpfit.parse import parse
 
@@ -87,9 +88,7 @@ def _agrees(program: Program, candidate: Program, assume_defined: bool) -> bool:
 
 
 def _same(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
-    finite = np.abs(a[np.isfinite(a)])
-    # Of halves, because the sum of two numbers may overflow.
-    size = 2.0 * float(np.median(0.5 * finite)) if finite.size else 0.0
+    size = finite_median(np.abs(a))
     return bool(np.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * size, equal_nan=True))
 
 

@@ -245,6 +245,13 @@ def _candidates(search: _Search, settings: SnapSettings) -> list[Program]:
     return chosen
 
 
+def finite_median(numbers: NDArray[np.float64]) -> float:
+    """Return the median of the finite ones of some numbers, or 0 if there are none."""
+    finite = numbers[np.isfinite(numbers)]
+    # Of halves, because the sum of the two in the middle may overflow.
+    return 2.0 * float(np.median(0.5 * finite)) if finite.size else 0.0
+
+
 def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterator[Program]:
     """Replace each subexpression: terms by 0, factors by 1, all by their median.
 
@@ -259,9 +266,7 @@ def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterat
         if end > start:
             part = Program._unchecked(codes[start : end + 1], values[8 * start : 8 * end + 8])
             results = evaluate_program(part, settings.sample)
-            finite = results[np.isfinite(results)]
-            # Of halves, because the sum of two numbers may overflow.
-            replacements += [2.0 * float(np.median(0.5 * finite))] if finite.size else []
+            replacements += [finite_median(results)] if np.isfinite(results).any() else []
         parts = [(bytes([CONSTANT]), np.float64(value).tobytes()) for value in replacements]
         for stop in range(end, start, -1):
             if ARITIES[codes[stop]] != 1 or stop < end - 1:
