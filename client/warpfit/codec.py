@@ -310,13 +310,19 @@ def error_to_status(error: WarpfitError, more: bytes = b"") -> bytes:
     return status.SerializeToString() + more  # one message: repeated fields are concatenated
 
 
-def detail_of_status(data: bytes) -> pb.ErrorDetail | None:
+def detail_of_status(data: bytes, status: str) -> pb.ErrorDetail | None:
     """Return the detail that `error_to_status` has put into a status; None if there is none.
+
+    It counts only for a call of the same ``status``: where the call's time ends as its answer
+    arrives, gRPC says DEADLINE_EXCEEDED beside the details of another error.
 
     Raises:
         DecodeError: if the bytes are no status.
     """
-    for detail in pb.ErrorStatus.FromString(data).details:
+    found = pb.ErrorStatus.FromString(data)
+    if found.code != grpc.StatusCode[status].value[0]:
+        return None
+    for detail in found.details:
         if detail.type_url == _DETAIL_TYPE:
             return pb.ErrorDetail.FromString(detail.value)
     return None
@@ -336,7 +342,7 @@ def error_from_status(
     entries = dict(metadata or ())
     detail, data = None, entries.get(ERROR_METADATA_KEY)
     with suppress(DecodeError):  # so that the plain status is used
-        detail = detail_of_status(data) if isinstance(data, bytes) else None
+        detail = detail_of_status(data, status) if isinstance(data, bytes) else None
     if detail is None:
         error = _grpc_error(cls, status, printable(details))
     else:

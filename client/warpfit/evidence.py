@@ -253,11 +253,12 @@ class Evidence:
         squares: Floats,
         statistics: TargetStatistics,
         fixed: Sequence[NDArray[np.bool_]],
+        occurring: Sequence[NDArray[np.bool_]],
     ) -> Evidence:
         """Compute the evidence for fitted programs.
 
-        Each has its fitted parameters, A over all of them, S in ``squares`` [programs], and which
-        of its parameters were not fitted.
+        Each has its fitted parameters, A over all of them, S in ``squares`` [programs], which of
+        its parameters were not fitted, and which occur in it.
         """
         weights = statistics.weights
         used = np.ones(0) if weights is None else weights[weights > 0.0].astype(np.float64)
@@ -266,11 +267,7 @@ class Evidence:
         single = statistics.target.dtype.itemsize == 4
         tolerance = _RANK_TOLERANCE_FLOAT32 if single else _RANK_TOLERANCE
         likelihood = log_likelihood(squares, rows, float(np.log(used).sum()))
-        unused = [
-            ~np.isin(np.arange(len(own)), program.values[program.codes == PARAMETER])
-            for program, own in zip(programs, fixed, strict=True)
-        ]
-        masks = [~own & ~gaps for own, gaps in zip(fixed, unused, strict=True)]
+        masks = [own & ~kept for own, kept in zip(occurring, fixed, strict=True)]
         counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
         lengths, factors, covariances, ranks = [], [], [], []
         for i, (program, mask) in enumerate(zip(programs, masks, strict=True)):
@@ -291,7 +288,7 @@ class Evidence:
             variance = np.where(freedom > 0, squares / freedom, np.nan)
         worst = np.where(np.isnan(squares), np.nan, np.inf)
         is_worst = (counts >= count) & (counts > 0)
-        of_each = (parameters, errors, undetermined, unused, counts, squares)
+        of_each = (parameters, errors, undetermined, occurring, counts, squares)
         return cls(
             rows=count,
             parameters=counts,
@@ -324,7 +321,7 @@ def _warnings(
     parameters: Floats,
     errors: Floats,
     lost: NDArray[np.bool_],
-    unused: NDArray[np.bool_],
+    occurs: NDArray[np.bool_],
     count: int,
     squares: float,
     rows: int,
@@ -337,8 +334,8 @@ def _warnings(
         return [f"{what} fitted to {rows} row{'s' if rows > 1 else ''}"]
     found = []
     for those, verbs, what in (
-        (lost & unused, ("does", "do"), "not occur: number parameters without gaps"),
-        (lost & ~unused, ("is", "are"), "not determined by the data"),
+        (lost & ~occurs, ("does", "do"), "not occur: number parameters without gaps"),
+        (lost & occurs, ("is", "are"), "not determined by the data"),
     ):
         if open_ones := [f"p{i + 1}" for i in np.flatnonzero(those).tolist()]:
             found.append(f"{', '.join(open_ones)} {verbs[len(open_ones) > 1]} {what}")
@@ -539,7 +536,8 @@ def gather(
     curvatures = [each.reshape(n, n) for each, n in zip(flat, counts.tolist(), strict=True)]
     closing = request.loss.closing
     squares = sum_of_squares(closing, result.losses[:, 0], statistics)
-    evidence = Evidence.of(programs, vectors, curvatures, squares, statistics, fixed)
+    occurring = split(batch.occurring, False)
+    evidence = Evidence.of(programs, vectors, curvatures, squares, statistics, fixed, occurring)
     for own, vector, fitted, *ends in zip(evidence.warnings, vectors, fixed, *bounds, strict=True):
         at_bound = np.any([vector == end for end in ends], axis=0) & ~fitted
         own += [f"p{k + 1} = {vector[k]:.6g} is at its bound" for k in np.flatnonzero(at_bound)]

@@ -579,6 +579,15 @@ class Batch(Population):
         """Index of each program's first parameter value, and the total; int64 [programs + 1]."""
         return _starts(self.parameter_counts) * self.vectors
 
+    @property
+    def occurring(self) -> NDArray[np.bool_]:
+        """Whether each parameter occurs in its program, bool [sum of the counts]."""
+        is_parameter, firsts = self.codes == PARAMETER, _starts(self.parameter_counts)
+        places = np.repeat(firsts[:-1], self.lengths)[is_parameter]
+        found = np.zeros(int(firsts[-1]), dtype=bool)
+        found[places + self.values[is_parameter].astype(np.int64)] = True
+        return found
+
     def program_parameters(self, index: int) -> NDArray[np.float64]:
         """Return the parameter vectors of one program, [K, count]."""
         start, stop = self.parameter_starts[index : index + 2]

@@ -37,7 +37,7 @@ from warpfit.fitting import (
     Missing,
     Tolerances,
 )
-from warpfit.frontends import as_population
+from warpfit.frontends import as_population, expression_list
 from warpfit.ir import Batch, Population, Program
 from warpfit.losses import LossFunction, as_loss
 from warpfit.request import OUTPUTS, Evaluation, Loss, Precision, Tier
@@ -343,12 +343,9 @@ def build_batch(
     if isinstance(programs, Population):
         programs.check_dtypes()
     else:
-        if not isinstance(programs, set | frozenset | Mapping):  # which as_population refuses
-            programs = list(programs)
-        if type(programs) is list and set(map(type, programs)) == {Program}:
-            programs = cache.of(programs)
-        else:
-            programs = as_population(programs, names)
+        programs = expression_list(programs)
+        is_converted = set(map(type, programs)) == {Program}
+        programs = cache.of(programs) if is_converted else as_population(programs, names)
     entries: Any = None
     if parameters is not None:
         if isinstance(parameters, Set | Mapping):

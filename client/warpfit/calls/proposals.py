@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from threading import Lock
@@ -285,7 +285,7 @@ class ProposeTask:
 
     def run(self, skeletons: Any, tried: TriedSkeletons) -> Proposals:
         """Return the answers to skeletons; see `warpfit.Client.propose`."""
-        if isinstance(skeletons, Mapping):
+        if isinstance(skeletons, Mapping | Set):
             raise bad_setting("skeletons", type(skeletons).__name__, "a list of skeletons")
         limits = self._client.info(self._remaining()).limits
         if self._settings.restarts >= limits.vectors:
@@ -470,7 +470,8 @@ class ProposeTask:
         layout, is_judged = self._data.layout, judged is not None
         # Where a formula has no finite row at all, a loss would be that of the penalty alone.
         is_fitted = np.isfinite(fit.loss) & (left_out[0] < self._fitted_rows[1])
-        is_known = np.isfinite(out) & (left_out[1] < max(1, np.diff(self._held_out_rows)[0]))
+        first, stop = self._held_out_rows
+        is_known = np.isfinite(out) & (left_out[1] < max(1, stop - first))
         for i, (answer, program) in enumerate(candidates):
             answer.tried = self._tried.add(self._data.content_id, program)
             answer.program, answer.names = fit.formula(i), self._names

@@ -22,7 +22,6 @@ from warpfit.expressions.reference import differentiate
 from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import coefficients_of_determination
-from warpfit.ops import PARAMETER
 from warpfit.request import Result, Timings
 
 
@@ -304,14 +303,12 @@ class Fit(Shown):
         """Remedy for searches that have stalled or parameters that are not there, or empty."""
         count = self.reason.ravel().tolist().count(Reason.STALLED)
         if not count:
-            for index in range(min(len(self.parameters), MOST_ROWS)):
-                program = self.batch.program(index)
-                used = {
-                    v for c, v in zip(program.codes, program.values, strict=True) if c == PARAMETER
-                }
-                gaps = [f"p{n + 1}" for n in range(program.parameters) if n not in used]
-                if gaps:
-                    return f"expression {index} has no {gaps[0]}: number parameters without gaps"
+            ends = np.cumsum(self.batch.parameter_counts)
+            for index, occurs in enumerate(np.split(self.batch.occurring, ends[:-1])[:MOST_ROWS]):
+                gaps = np.flatnonzero(~occurs)
+                if len(gaps) and occurs[gaps[0] :].any():
+                    name = f"p{gaps[0] + 1}"
+                    return f"expression {index} has no {name}: number parameters without gaps"
             return ""
         what = "1 search has stalled" if count == 1 else f"{count} searches have stalled"
         if self.dtype == np.float32:
@@ -404,14 +401,11 @@ def _freedom(request: FitRequest, data: DatasetHandle) -> NDArray[np.int64]:
     rows = stop - start
     if data.has_numbers and (weights := data.dataset.weights) is not None:
         rows = int(np.count_nonzero(weights[start:stop]))
-    counts, is_parameter = batch.parameter_counts.astype(np.int64), batch.codes == PARAMETER
-    stops = np.cumsum(counts)
-    used = np.repeat(stops - counts, batch.lengths)[is_parameter]
-    used += batch.values[is_parameter].astype(np.int64)
-    is_free = np.zeros(int(counts.sum()), dtype=bool)
-    is_free[used] = True
+    is_free = batch.occurring
     if fixed is not None:
         is_free &= ~fixed
+    counts = batch.parameter_counts.astype(np.int64)
+    stops = np.cumsum(counts)
     ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_free)])
     free: NDArray[np.int64] = ends[stops] - ends[stops - counts]
     return rows - free

@@ -39,11 +39,23 @@ def as_population(expressions: Iterable[object], names: Sequence[str] = ()) -> P
     Expressions of one kind are converted together, which takes much less time than one by one.
 
     Raises:
-        InvalidArgumentError: if an expression cannot be converted, or if the argument is one text,
-            an array of numbers, or a set or dict.
+        InvalidArgumentError: if an expression cannot be converted, or as `expression_list` does.
     """
     if isinstance(expressions, Population):
         return expressions
+    listed, names = expression_list(expressions), tuple(names)
+    kinds = set(map(type, listed))
+    if len(kinds) == 1:
+        return _converter(kinds.pop())(listed, names)
+    return _one_by_one(as_program)(listed, names)
+
+
+def expression_list(expressions: Iterable[Any]) -> list[Any]:
+    """Return expressions as a list.
+
+    Raises:
+        InvalidArgumentError: for one expression, and for a set or dict.
+    """
     if isinstance(expressions, str | Program):
         raise InvalidArgumentError(
             "one expression stands where a list of expressions is wanted",
@@ -58,11 +70,7 @@ def as_population(expressions: Iterable[object], names: Sequence[str] = ()) -> P
             "Give a list of expressions, whose order the answers have",
             "expressions",
         )
-    listed, names = list(expressions), tuple(names)
-    kinds = set(map(type, listed))
-    if len(kinds) == 1:
-        return _converter(kinds.pop())(listed, names)
-    return _one_by_one(as_program)(listed, names)
+    return list(expressions)
 
 
 def _one_by_one(convert: Callable[[Any, Sequence[str]], Program]) -> Converter:

@@ -235,17 +235,17 @@ class Watchdog:
         """
         asked, failing, starting = self._asked, self._failing, self._supervisor.starting_since
         awake, config = now - self.resumed, self._config
-        is_late = asked is not None and min(now - asked, awake) > config.probe_timeout
-        if asked is not None and is_late and self.answering_since < math.inf:
-            _LOG.warning("%s has not answered for %.1f s: not ready", self.label, now - asked)
+        waits_for = 0.0 if asked is None else min(now - asked, awake)
+        if waits_for > config.probe_timeout and self.answering_since < math.inf:
+            _LOG.warning("%s has not answered for %.1f s: not ready", self.label, waits_for)
             self.answering_since = math.inf
         self._publish()
         if starting is not None:
             self._failing = None  # there is no engine that could answer
-        if asked is not None and min(now - asked, awake) > config.hang_seconds:
+        if waits_for > config.hang_seconds:
             self._supervisor.replace("hung")
         fails_for = 0.0 if failing is None else min(now - failing, awake)
-        if failing is not None and starting is None and fails_for > config.hang_seconds:
+        if starting is None and fails_for > config.hang_seconds:
             self._supervisor.replace("no_answer")
         if starting is not None and min(now - starting, awake) > config.start_seconds:
             self._supervisor.replace("slow_start")

@@ -66,6 +66,7 @@ def engine_sigstop(stops: int, clients: int = 4) -> dict[str, Any]:
                 stopped = last_ready = time.monotonic()
                 is_ready = True
                 while engine.is_running():
+                    assert time.monotonic() < stopped + 20, "the engine is not replaced"
                     status = health.check(port)
                     assert health.check(port, "liveness") == "SERVING"
                     if engine.is_running():  # the status is one of the stopped engine

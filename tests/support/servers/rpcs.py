@@ -89,7 +89,7 @@ class Caller:
 def detail_of(error: Any) -> pb.ErrorDetail:
     """Return the server's details of a failed call; empty if the error is gRPC's own."""
     found = dict(error.trailing_metadata() or ()).get(codec.ERROR_METADATA_KEY)
-    detail = None if found is None else codec.detail_of_status(found)
+    detail = None if found is None else codec.detail_of_status(found, error.code().name)
     return pb.ErrorDetail(message=error.details() or "") if detail is None else detail
 
 

@@ -336,7 +336,7 @@ def _judge(
         slope = 0.0
         for i in range(vector.shape[1]):
             slope += vector[SLOPE, i] * (vector[TRIAL, i] - vector[X, i])
-        # By this the parabola with the loss and slope at X and the loss at the trial descends.
+        # The descent of the parabola that has the loss and slope at X, and the loss at the trial.
         bend = loss - number[LOSS] - slope
         promise = slope * slope / (4.0 * bend) if usable and bend > 0.0 else abs(slope)
         number[PROMISE] = max(number[PROMISE], promise)

@@ -194,3 +194,5 @@ def test_wrong_options_are_errors_of_the_call(options):
             client.propose(data, ["p1*a"], **options)
         with pytest.raises(InvalidArgumentError, match="needs a target"):
             client.propose(client.upload(table()[0]), ["p1*x1"])
+        with pytest.raises(InvalidArgumentError, match="a list of skeletons"):
+            client.propose(data, {"p1*a", "p1*b"})

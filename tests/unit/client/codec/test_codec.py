@@ -267,6 +267,17 @@ def test_a_garbled_error_detail_falls_back_on_the_status(detail):
     assert error.message == "gone"
 
 
+def test_details_of_another_status_do_not_count():
+    """A call whose time ends as its answer arrives has both."""
+    detail = codec.error_to_status(errors.DatasetNotFoundError())
+    metadata = [(codec.ERROR_METADATA_KEY, detail)]
+    error = codec.error_from_status("DEADLINE_EXCEEDED", "not resident", metadata)
+    assert (error.reason, error.message) == (
+        "DEADLINE_EXCEEDED",
+        "the call did not end in its time",
+    )
+
+
 @pytest.mark.parametrize(
     ("status", "kind"),
     [

@@ -95,8 +95,8 @@ def test_numbers_that_their_type_cannot_hold_are_refused(reader, number):
         assert "^" in str(error).splitlines()[-1]
 
 
-@pytest.mark.parametrize("thing", ["x1", Program.variable(0)])
-def test_one_expression_is_no_list(thing):
+@pytest.mark.parametrize("thing", ["x1", Program.variable(0), {"x1"}, {"x1": 1}])
+def test_what_is_no_list_is_refused(thing):
     with pytest.raises(InvalidArgumentError) as caught:
         as_population(thing)
     assert caught.value.reason == "NOT_A_LIST"

@@ -169,13 +169,13 @@ def test_a_lie_is_an_error_of_this_package(liar, name, lie, recwarn):
         assert is_ignored or lie == "twice the right message", "the answer is taken"
 
 
-@pytest.mark.parametrize("status", [grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT])
-def test_texts_of_a_server_do_not_control_the_terminal(liar, capsys, status):
+@pytest.mark.parametrize("kind", [warpfit.InternalError, warpfit.ProgramError])
+def test_texts_of_a_server_do_not_control_the_terminal(liar, capsys, kind):
     handler, client = liar
     address = client._failover.connection.target.addresses[0]
     texts = dict.fromkeys(("message", "reason", "remedy", "field"), ESCAPES)
-    error = warpfit.ProgramError(**texts, expression=7, token=2**60)
-    handler.status, handler.details = status, "plain"
+    error = kind(**texts, expression=7, token=2**60)
+    handler.status, handler.details = grpc.StatusCode[error.status], "plain"
     handler.metadata = ((codec.ERROR_METADATA_KEY, codec.error_to_status(error)),)
     with pytest.raises(warpfit.WarpfitError) as caught:
         one(client, "evaluate")
