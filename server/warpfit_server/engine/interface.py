@@ -255,6 +255,8 @@ class Engine(Protocol):
     ``load`` and ``unload`` may be called from one more thread.
     """
 
+    threads: int
+    """Threads of the host that may compute for one request."""
     steps_in_flight: int
     """Steps that gain from running at the same time."""
     step_threads: int

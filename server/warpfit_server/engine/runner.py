@@ -65,7 +65,7 @@ class RequestRunner:
     """Makes the steps of requests, and runs merged evaluations.
 
     Args:
-        engine: says which requests gain from being merged.
+        engine: says which requests gain from being merged, and how many threads a fit may use.
         datasets: the engine's data sets, and its passes over them.
         chunk_bytes: least size of final values that is worth a progress message.
     """
@@ -76,6 +76,7 @@ class RequestRunner:
         datasets: LoadedDatasets,
         chunk_bytes: int,
     ) -> None:
+        self._engine = engine
         self._datasets = datasets
         self._chunk_bytes = chunk_bytes
         self._finalizer = Finalizer()
@@ -170,6 +171,7 @@ class RequestRunner:
             statistics=self._finalizer.statistics(dataset, evaluation.row_range(dataset.layout)),
             deadline=deadline,
             report=report if settings.progress else None,
+            threads=self._engine.threads,
         )
         result = yield from optimize(fit, context)
         for name, array in layout.results(segment).items():

@@ -45,6 +45,7 @@ def prepared(
     report=None,
     cancelled=False,
     precision=Precision.PRECISE,
+    threads=1,
     **settings,
 ) -> tuple[FitRequest, FitContext]:
     """Make a request of texts and starts, with the settings of `FitSettings`."""
@@ -73,5 +74,6 @@ def prepared(
         cancelled=np.full(1, cancelled, dtype=np.uint8),
         deadline=deadline,
         report=report,
+        threads=threads,
     )
     return request, context

@@ -91,7 +91,7 @@ class CudaEngine:
         threads: int | None = None,
         memory_share: float = 1.0,
     ) -> None:
-        self._threads = threads or available_cores()
+        self.threads = threads or available_cores()
         self._device = CudaDevice(memory_limit, cache_directory, memory_share)
         self._page_locks = PageLocks(self._device)
         # Requests are merged only as far as one launch of the interpreter computes them.
@@ -100,11 +100,11 @@ class CudaEngine:
         started = time.perf_counter()
         where = self._device.cache_directory, self._device.architecture
         # Beside the code that the engine waits for; `_load_derivatives` waits for this.
-        BACKGROUND.submit(parts.compile_group, "derivatives", *where, self._threads, urgent=False)
-        parts.compile_group("values", *where, self._threads)
+        BACKGROUND.submit(parts.compile_group, "derivatives", *where, self.threads, urgent=False)
+        parts.compile_group("values", *where, self.threads)
         self._interpreter = InterpreterTier(self._device)
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
-        kernels = KernelStore(self._device, self._threads)
+        kernels = KernelStore(self._device, self.threads)
         self._planner = ThreadPoolExecutor(1, "plan")
         self._compiled = CompiledTier(self._device, kernels, self._planner)
         self._chooser = TierChooser(kernels.compile_queue.processes)
@@ -244,11 +244,11 @@ class CudaEngine:
         def load() -> DerivativeTier:
             started = time.perf_counter()
             where = self._device.cache_directory, self._device.architecture
-            given = *where, self._threads
+            given = *where, self.threads
             parts.compile_group("derivatives", *given, urgent=False)
             self._device.use()
             compile_spilling = partial(parts.compile_group, "spilling", *given, urgent=False)
-            tier = DerivativeTier(self._device, self._threads, compile_spilling)
+            tier = DerivativeTier(self._device, self.threads, compile_spilling)
             tier.prepare_all()
             fits.load()
             _LOG.info("derivatives ready after %.2f s", time.perf_counter() - started)

@@ -27,6 +27,7 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.calls.splitting import even_bounds
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
 from warpfit.fitting import FitProgress, FitRequest, FitResult, Method, Missing, Tolerances
@@ -73,7 +74,7 @@ from warpfit_server.engine.fit.starts import Scales, with_restarts, without_miss
 from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps, timed
 from warpfit_server.engine.native.compile_processes import NICE
 from warpfit_server.limits import JACOBIAN_NUMBERS, fit_memory
-from warpfit_server.system.machine import give_back_memory
+from warpfit_server.system.machine import available_cores, give_back_memory
 
 #: The batch shrinks when at least this share of its searches has ended: each selection costs the
 #: engine some preparation, each search that stays costs its evaluation.
@@ -97,6 +98,10 @@ _PIECE: Final = 100_000.0
 #: Such work takes about a microsecond for each search, and as much for so many cubes of parameters.
 _CUBES: Final = 500.0
 _THREAD: Final = ThreadPoolExecutor(1, "fit", os.nice, (NICE,))  # on Linux, of it alone
+#: Factors of different searches are computed at the same time.
+_FACTOR_THREADS: Final = ThreadPoolExecutor(available_cores(), "factor", os.nice, (NICE,))
+#: Multiplications and additions of a factor in a microsecond.
+_FACTOR_RATE: Final = 500.0
 Result = TypeVar("Result")
 #: Some searches, and the estimated microseconds in which the next step of each is found.
 Piece = tuple[slice, float]
@@ -121,6 +126,8 @@ class FitContext:
     """``time.monotonic()`` at which to stop with the best parameters so far; None for never."""
     report: Callable[[FitProgress], None] | None = None
     """Called between passes."""
+    threads: int = 1
+    """Most threads that compute at the same time for a fit beside the engine's passes."""
 
 
 def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
@@ -386,15 +393,16 @@ class _Driver:
             batch = self._active_batch[np.flatnonzero(mask)]
             batch = replace(batch, parameters=active.vectors[X, columns])
             factors, rights = np.zeros(int(squares.sum())), np.zeros(int(columns.sum()))
-            scratch = np.empty((int(counts[mask].max()) + 2, orthogonal.BLOCK))
             numbers = len(rights) + len(batch)
             step = max(orthogonal.BLOCK, JACOBIAN_NUMBERS // numbers & -orthogonal.BLOCK)
+            step = min(step, self._rows.stop - self._rows.start)
+            room = np.empty(numbers * step)  # its pages are touched once
             for start in range(self._rows.start, self._rows.stop, step):
                 yield None
                 self._check_cancelled()
                 rows = start, min(start + step, self._rows.stop)
-                jacobian = np.empty((len(rights), rows[1] - rows[0]))
-                values = np.empty((len(batch), rows[1] - rows[0]))
+                both = room[: numbers * (rows[1] - rows[0])].reshape(numbers, -1)
+                jacobian, values = both[: len(rights)], both[len(rights) :]
                 outputs = Outputs(
                     values.reshape(len(batch), 1, -1),
                     None,
@@ -406,20 +414,45 @@ class _Driver:
                     self._problem.dataset_id, batch, rows, tier=self._problem.tier, jacobian=True
                 )
                 yield from self._context.evaluate(evaluation, outputs)
-                part = slice(*rows)
-                dataset = self._context.dataset
-                assert dataset.target is not None
-                weights = np.empty(0) if dataset.weights is None else dataset.weights[part]
-                absorb = partial(
-                    orthogonal.absorb,
-                    *(jacobian, values, dataset.target[part], weights, counts[mask]),
-                    *(scratch, factors, rights, self._context.cancelled),
-                )
-                microseconds = float(np.square(counts[mask] + 1.0).sum()) * len(values[0]) / 500.0
-                yield from _on_fit_thread(microseconds, absorb)
+                yield from self._absorb(jacobian, values, rows, counts[mask], factors, rights)
             active.inverse[squares], active.vectors[RIGHT, columns] = factors, rights
         active.counters[wanted, EVALUATIONS] += 1
         yield from self._in_pieces(self._pieces, lambda some: self._advance(new, some, True))
+
+    def _absorb(
+        self,
+        jacobian: Floats,
+        values: Floats,
+        rows: tuple[int, int],
+        counts: Integers,
+        factors: Floats,
+        rights: Floats,
+    ) -> Steps[None]:
+        """Work rows into the factors of some searches, on as many threads as that gains from."""
+        dataset, part = self._context.dataset, slice(*rows)
+        assert dataset.target is not None
+        weights = np.empty(0) if dataset.weights is None else dataset.weights[part]
+        work = np.square(counts + 1.0) * (rows[1] - rows[0]) / _FACTOR_RATE
+        threads = min(self._context.threads, int(work.sum() / _MUCH_WORK))
+        bounds = even_bounds(work, threads) if threads > 1 else [0, len(counts)]
+        columns, squares = (np.concatenate([[0], np.cumsum(n)]) for n in (counts, counts * counts))
+        absorbing = []
+        for first, stop in pairwise(bounds):
+            own = slice(columns[first], columns[stop])
+            scratch = np.empty((int(counts[first:stop].max()) + 2, orthogonal.BLOCK))
+            absorb = partial(
+                orthogonal.absorb,
+                *(jacobian[own], values[first:stop], dataset.target[part], weights),
+                *(counts[first:stop], scratch, factors[squares[first] : squares[stop]]),
+                *(rights[own], self._context.cancelled),
+            )
+            if threads:
+                absorbing.append(_FACTOR_THREADS.submit(absorb))
+            else:
+                absorb()
+        for done in absorbing:
+            yield done
+            done.result()
 
     def _advance(self, new: Linearisation, some: slice, resumes: bool = False) -> None:
         """Judge the trials of some searches, and propose the next ones.

@@ -11,9 +11,11 @@ from support.engines.fits import fit, tight
 from support.engines.gradients import Formula
 from support.engines.more_garbow_hillstrom import problems
 from warpfit import Reason
+from warpfit.calls import splitting
 from warpfit.dataset import Dataset
 from warpfit.fitting import Accuracy, Tolerances
 from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.fit import driver
 
 MGH = {problem.name: problem for problem in problems()}
 
@@ -46,6 +48,30 @@ def test_polynomials_far_from_0_are_as_those_of_polyfit(x, degree, accuracy):
     assert found.loss[0] <= 1.01 * exact
     assert found.success[0]
     assert found.iterations[0] <= 20
+
+
+def test_factors_of_several_threads_have_the_bits_of_one_thread(monkeypatch):
+    monkeypatch.setattr(driver, "_MUCH_WORK", 1.0)
+    x, rng = np.linspace(500.0, 505.0, 300), np.random.default_rng(0)
+    y = np.sin(x) + rng.normal(size=300)
+    data = Dataset.of(x[:, None], y, rng.uniform(size=300), dtype="float64")
+    texts = [polynomial(degree) for degree in (4, 1, 3, 4, 2, 4, 3)]
+    starts = [np.ones(text.count("p")) for text in texts]
+    cut = []
+
+    def even_bounds(work, parts):
+        cut.append(bounds := splitting.even_bounds(work, parts))
+        return bounds
+
+    monkeypatch.setattr(driver, "even_bounds", even_bounds)
+    one, several = (
+        fit(data, texts, starts, rows=(7, 290), threads=threads, **tight(Accuracy.FINAL))
+        for threads in (1, 3)
+    )
+    assert max(map(len, cut)) == 4
+    assert np.concatenate(one.parameters).tobytes() == np.concatenate(several.parameters).tobytes()
+    assert one.loss.tobytes() == several.loss.tobytes()
+    assert one.success.all()
 
 
 @pytest.mark.parametrize(
