@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -164,6 +164,12 @@ def _on_fit_thread(microseconds: float, do: Callable[[], Result]) -> Steps[Resul
     done = _THREAD.submit(lambda: given.pop()())
     yield done
     return done.result()
+
+
+def _wait_for(work: Sequence[Future[None]]) -> Steps[None]:
+    for done in work:
+        yield done
+        done.result()
 
 
 class _Driver:
@@ -394,14 +400,15 @@ class _Driver:
             batch = replace(batch, parameters=active.vectors[X, columns])
             factors, rights = np.zeros(int(squares.sum())), np.zeros(int(columns.sum()))
             numbers = len(rights) + len(batch)
-            step = max(orthogonal.BLOCK, JACOBIAN_NUMBERS // numbers & -orthogonal.BLOCK)
+            step = max(orthogonal.BLOCK, JACOBIAN_NUMBERS // 2 // numbers & -orthogonal.BLOCK)
             step = min(step, self._rows.stop - self._rows.start)
-            room = np.empty(numbers * step)  # its pages are touched once
-            for start in range(self._rows.start, self._rows.stop, step):
+            # While some rows are worked into the factors, the engine computes the next ones.
+            rooms, absorbing = np.empty((2, numbers * step)), list[Future[None]]()
+            for turn, start in enumerate(range(self._rows.start, self._rows.stop, step)):
                 yield None
                 self._check_cancelled()
                 rows = start, min(start + step, self._rows.stop)
-                both = room[: numbers * (rows[1] - rows[0])].reshape(numbers, -1)
+                both = rooms[turn % 2, : numbers * (rows[1] - rows[0])].reshape(numbers, -1)
                 jacobian, values = both[: len(rights)], both[len(rights) :]
                 outputs = Outputs(
                     values.reshape(len(batch), 1, -1),
@@ -414,7 +421,9 @@ class _Driver:
                     self._problem.dataset_id, batch, rows, tier=self._problem.tier, jacobian=True
                 )
                 yield from self._context.evaluate(evaluation, outputs)
-                yield from self._absorb(jacobian, values, rows, counts[mask], factors, rights)
+                yield from _wait_for(absorbing)
+                absorbing = self._absorb(jacobian, values, rows, counts[mask], factors, rights)
+            yield from _wait_for(absorbing)
             active.inverse[squares], active.vectors[RIGHT, columns] = factors, rights
         active.counters[wanted, EVALUATIONS] += 1
         yield from self._in_pieces(self._pieces, lambda some: self._advance(new, some, True))
@@ -427,8 +436,11 @@ class _Driver:
         counts: Integers,
         factors: Floats,
         rights: Floats,
-    ) -> Steps[None]:
-        """Work rows into the factors of some searches, on as many threads as that gains from."""
+    ) -> list[Future[None]]:
+        """Begin to work rows into the factors of some searches; return what is to be waited for.
+
+        As many threads do that as it gains from, or this one if there is little to do.
+        """
         dataset, part = self._context.dataset, slice(*rows)
         assert dataset.target is not None
         weights = np.empty(0) if dataset.weights is None else dataset.weights[part]
@@ -450,9 +462,7 @@ class _Driver:
                 absorbing.append(_FACTOR_THREADS.submit(absorb))
             else:
                 absorb()
-        for done in absorbing:
-            yield done
-            done.result()
+        return absorbing
 
     def _advance(self, new: Linearisation, some: slice, resumes: bool = False) -> None:
         """Judge the trials of some searches, and propose the next ones.
