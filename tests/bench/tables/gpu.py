@@ -22,51 +22,75 @@ def gpu_derivatives() -> Iterator[str]:
     yield from table(header, rows)
 
 
-def gpu_service(name: str = "gpu_service") -> Iterator[str]:
-    """Calls of one client through gRPC, and many clients."""
-    document, rows = result(name), []
-    for title, case in (
-        ("300 expressions, 1,000 rows", "fresh 300 x 1000"),
-        ("300 expressions, 100,000 rows", "fresh 300 x 100000"),
-        ("300 expressions, 1,000,000 rows", "fresh 300 x 1000000"),
-        ("5,000 expressions, 1,000 rows", "fresh 5000 x 1000"),
-        ("5,000 expressions, 10,000 rows", "fresh 5000 x 10000"),
-        ("50,000 expressions, 1,000 rows", "fresh 50000 x 1000"),
-        ("loss and gradient, 300 expressions, 100,000 rows", "fresh 300 x 100000, gradient"),
-        ("300 expressions that repeat, 100,000 rows", "repeated auto"),
-    ):
-        found = document["one client"][case]
-        peer = document["EvoGP"].get(case.removeprefix("fresh "))
-        theirs = f"{peer['p50_ms']:.1f} ms" if peer else ""
-        rows.append(f"{title} | {found['p50_ms']:.1f} ms | {found['p99_ms']:.1f} ms | {theirs}")
-    yield from table("one client | median | 99th percentile | EvoGP, median", rows)
+#: Calls of one client by the title of a row.
+_CALLS = {
+    "300 expressions, 1,000 rows": "fresh 300 x 1000",
+    "300 expressions, 100,000 rows": "fresh 300 x 100000",
+    "300 expressions, 1,000,000 rows": "fresh 300 x 1000000",
+    "5,000 expressions, 1,000 rows": "fresh 5000 x 1000",
+    "5,000 expressions, 10,000 rows": "fresh 5000 x 10000",
+    "50,000 expressions, 1,000 rows": "fresh 50000 x 1000",
+    "loss and gradient, 300 expressions, 100,000 rows": "fresh 300 x 100000, gradient",
+    "300 expressions that repeat, 100,000 rows": "repeated auto",
+}
+
+
+def gpu_service(*names: str) -> Iterator[str]:
+    """Calls of one client through gRPC on each machine, and many clients."""
+    documents, rows = [result(name) for name in names], []
+    for title, case in _CALLS.items():
+        row = title
+        for document in documents:
+            found = document["one client"][case]
+            peer = document["EvoGP"].get(case.removeprefix("fresh "))
+            theirs = f"{peer['p50_ms']:.1f} ms" if peer else ""
+            row += f" | {found['p50_ms']:.1f} ms, {found['p99_ms']:.1f} ms | {theirs}"
+        rows.append(row)
+    columns = " | median, 99th percentile | EvoGP, median" * len(documents)
+    yield from table(f"one client{columns}", rows)
     yield ""
-    for case in document["sustained"]:
-        yield (
-            f"{case['workers']} workers together: {case['token_rows_per_second'] / 1e12:.2f} "
-            f"Ttok/s, answers within {case['p99_ms']:.1f} ms (99th percentile)."
+    for cases in zip(*(document["sustained"] for document in documents), strict=True):
+        several = " and ".join(
+            f"{case['token_rows_per_second'] / 1e12:.2f} Ttok/s, answers within "
+            f"{case['p99_ms']:.1f} ms (99th percentile)"
+            for case in cases
         )
+        yield f"{cases[0]['workers']} workers together: {several}."
 
 
-def gpu_fits(name: str = "gpu_fit") -> Iterator[str]:
-    """Fits through gRPC."""
-    document, rows = result(name), []
+def gpu_fits(*names: str) -> Iterator[str]:
+    """Fits through gRPC on each machine."""
+    documents, rows = [result(name) for name in names], []
     for title, case in (
         ("`Optimize`, 300 expressions, 50 iterations at most", "default_tolerances"),
         ("the same without tolerances", "no_tolerances"),
     ):
-        both = (document["wire"][mode]["optimize_viable"] for mode in ("precise", "fast"))
-        rows.append(title + "".join(f" | {fit[case]['ms']:.0f} ms" for fit in both))
-    run = document["run_viable"]
-    generations = f"{run['generations']} generations of 300 such fits, one worker"
-    rows.append(f"{generations} | {run['seconds']:.1f} s | ")
-    yield from table("what | float32 precise | fast", rows)
+        row = title
+        for document in documents:
+            both = (document["wire"][mode]["optimize_viable"] for mode in ("precise", "fast"))
+            row += "".join(f" | {fit[case]['ms']:.0f} ms" for fit in both)
+        rows.append(row)
+    runs = [document["run_viable"] for document in documents]
+    generations = f"{runs[0]['generations']} generations of 300 such fits, one worker"
+    rows.append(generations + "".join(f" | {run['seconds']:.1f} s | " for run in runs))
+    yield from table("what" + " | float32 precise | fast" * len(documents), rows)
+
+
+def proposals() -> Iterator[str]:
+    """Skeletons a second through `propose`."""
+    rows = []
+    for where, name in (("two cores", "proposals"), ("H100, 16 cores", "proposals_gpu")):
+        cases = result(name)["cases"].values()
+        rates = (f" | {case['skeletons_per_second']:,.0f}" for case in cases)
+        rows.append(where + "".join(rates))
+    yield from table("skeletons a second | 1,000 rows | 100,000 rows", rows)
 
 
 GPU: Mapping[str, Callable[[], Iterator[str]]] = {
     "gpu_derivatives": gpu_derivatives,
-    "gpu_service": gpu_service,
-    "gpu_service_h100": partial(gpu_service, "gpu_service_h100"),
-    "gpu_fits": gpu_fits,
-    "gpu_fits_h100": partial(gpu_fits, "gpu_fit_h100"),
+    "gpu_service": partial(gpu_service, "gpu_service"),
+    "gpu_service_h100": partial(gpu_service, "gpu_service_h100", "gpu_service_h100_second"),
+    "gpu_fits": partial(gpu_fits, "gpu_fit"),
+    "gpu_fits_h100": partial(gpu_fits, "gpu_fit_h100", "gpu_fit_h100_second"),
+    "proposals": proposals,
 }
