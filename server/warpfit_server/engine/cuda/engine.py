@@ -43,7 +43,6 @@ from warpfit_server.engine.cuda.runtime.device import (
     PageLocks,
 )
 from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, WorkKind
-from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.interface import (
     Arithmetic,
     EngineBrokenError,
@@ -250,7 +249,7 @@ class CudaEngine:
             compile_spilling = partial(parts.compile_group, "spilling", *given, urgent=False)
             tier = DerivativeTier(self._device, self.threads, compile_spilling)
             tier.prepare_all()
-            fits.load()
+            parts.load_host_code("derivatives")
             _LOG.info("derivatives ready after %.2f s", time.perf_counter() - started)
             BACKGROUND.submit(compile_spilling)  # so that no caller has to wait for that
             return tier

@@ -26,7 +26,7 @@ from warpfit_server.engine.cuda.interpreter.source import (
     interpreter_source,
     lowering_source,
 )
-from warpfit_server.engine.cuda.jit import graph
+from warpfit_server.engine.cuda.jit import graph, kernel_store
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.lowering import load_check
@@ -63,6 +63,7 @@ _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[], object]]]]] = {
     "derivatives": {
         "host lowering": (15.0, derivative_launches.load),
         "kernel plans": (12.0, partial(numba_cache.load_chunk_function, differentiate_chunk)),
+        "kernel loads": (0.5, kernel_store.load),
         **fits.PARTS,
     },
     "spilling": {},
@@ -88,6 +89,12 @@ def compile_group(
     shares = compile_processes.share_out(seconds, processes)
     name = f"{group}-{_fingerprint(architecture)}"
     compile_processes.compile_once(directory / "cubin", name, __name__, shares, urgent=urgent)
+
+
+def load_host_code(group: str) -> None:
+    """Load what Numba has compiled of a group, which no call compiles then."""
+    for _, load in _HOST_CODE[group].values():
+        load()
 
 
 def precompile(directory: Path, architecture: int, processes: int) -> None:

@@ -126,8 +126,12 @@ def load(function: Any, signature: Any) -> None:
     """
     with global_compiler_lock:
         function.disable_compile(False)
-        function.compile(signature)
+        # Numba looks for the types of a call's arguments: code that is stored with a whole
+        # signature would be found by this function alone, and compiled again by a call.
+        function.compile(signature.args)
         function.disable_compile()
+    found = function.overloads[signature.args].signature.return_type
+    assert found == signature.return_type, f"{function} returns {found}"
 
 
 def load_chunk_function(function: Any) -> None:

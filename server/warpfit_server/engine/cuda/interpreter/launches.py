@@ -557,5 +557,6 @@ def load() -> None:
     for function, given in (
         (lower, (driver, 0, places, 0, np.zeros(1, PART), limits, batch, 0)),
         (run_jobs, (driver, 0, limits, batch, tiles, jobs, 0, 0)),
+        (lay_out, (0, 0, 0)),
     ):
         function.compile(tuple(map(numba.typeof, given)))

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from cachetools import LRUCache
+from numba import from_dtype, types
 from numpy.typing import NDArray
 
 from warpfit_server.engine.autodiff import CODE_COUNT
@@ -28,6 +29,7 @@ from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue, serve
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.driver_calls import DRIVER
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import COPY_CODE, Lowered
 from warpfit_server.engine.native import numba_cache
@@ -275,6 +277,12 @@ def _load(
             break
     functions[0].launches_held = 0
     return int(status)
+
+
+def load() -> None:
+    """Load the compiled function above, or compile it."""
+    functions = types.Array(from_dtype(DRIVER), 1, "C")
+    numba_cache.load(_load, types.int64(functions, types.int64[::1], types.uint64[::1]))
 
 
 if __name__ == "__main__":  # the process that compiles kernels, which `CompileQueue` runs

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from numba import types
 
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.native import compile_processes
@@ -125,7 +126,7 @@ def add_one(number):
 def compiled(function=add_one):
     """Load the code of a function that takes and returns an integer."""
     made = njit()(function)
-    load(made, "int64(int64)")
+    load(made, types.int64(types.int64))
     return made
 
 
@@ -144,6 +145,18 @@ def test_a_function_is_compiled_once_and_its_files_are_private(place):
     kept = [path for path in place.rglob("*") if path.is_file()]
     assert {path.suffix for path in kept} == {".nbi", ".nbc"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in (place, *kept))
+
+
+def test_a_call_finds_the_code_of_a_function_that_another_process_has_loaded(place):
+    compiled()
+    called = njit()(add_one)
+    assert called(1) == 2
+    assert sum(called.stats.cache_hits.values()) == 1
+
+
+def test_a_function_that_returns_another_type_is_not_loaded(place):
+    with pytest.raises(AssertionError, match="returns int64"):
+        load(njit()(add_one), types.float64(types.int64))
 
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
