@@ -300,7 +300,9 @@ class CudaDevice:
         """
         available = self.available()
         short = f"the device has {available} bytes left where {size} are needed"
-        if size is None:
+        if size is not None and size <= available:
+            short = f"the device has {available} bytes left, but not {size} in one piece"
+        elif size is None:
             short = (
                 f"CUDA lacks memory: the device has {available} bytes left, and the host perhaps "
                 "none that can be page-locked"
