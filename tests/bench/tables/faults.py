@@ -12,11 +12,12 @@ def overload() -> Iterator[str]:
     """Ten times the calls that a server can answer, and a greedy tenant beside a modest one."""
     rows = []
     for name, machine in (
-        ("guard_loop", "2 cores, CPU engine, the present loop"),
+        ("guard_present", "2 slower cores, CPU engine, the present version"),
+        ("guard_loop", "2 cores, CPU engine, the present loop, an earlier version"),
         ("guard", "2 cores, CPU engine, the loop before"),
-        ("guard_16_cores_loop", "16 cores, CPU engine, the present loop"),
+        ("guard_16_cores_loop", "16 cores, CPU engine, the present loop, an earlier version"),
         ("guard_16_cores", "16 cores, CPU engine, the loop before"),
-        ("guard_cuda", "16 cores, H200, the present loop"),
+        ("guard_cuda", "16 cores, H200, the present loop, an earlier version"),
     ):
         document = result(name)
         over = document["ten_times_overload"]
