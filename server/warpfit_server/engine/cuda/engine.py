@@ -72,8 +72,8 @@ class CudaEngine:
         memory_limit: bytes of device memory to use; None for 90% of the engine's share.
         memory_share: part of the device's memory that is for this engine.
         cache_directory: where compiled code is kept; None for the user's cache directory.
-        threads: threads that lower derivatives, and cores of which a quarter compiles kernels;
-            None for all cores.
+        threads: threads that lower derivatives and factorise Jacobians, and cores of which a
+            quarter compiles kernels; None for all cores.
 
     Raises:
         UnavailableError: if CuPy is not installed or the device does not answer.
@@ -247,9 +247,9 @@ class CudaEngine:
             parts.compile_group("derivatives", *given, urgent=False)
             self._device.use()
             compile_spilling = partial(parts.compile_group, "spilling", *given, urgent=False)
+            parts.load_host_code("derivatives")
             tier = DerivativeTier(self._device, self.threads, compile_spilling)
             tier.prepare_all()
-            parts.load_host_code("derivatives")
             _LOG.info("derivatives ready after %.2f s", time.perf_counter() - started)
             BACKGROUND.submit(compile_spilling)  # so that no caller has to wait for that
             return tier

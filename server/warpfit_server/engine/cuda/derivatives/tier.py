@@ -23,7 +23,6 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.autodiff import no_row_loss, row_loss_tokens
-from warpfit_server.engine.cuda.derivatives import launches
 from warpfit_server.engine.cuda.derivatives.launches import (
     VARIANT_OF,
     DerivativeKernels,
@@ -107,7 +106,6 @@ class DerivativeTier:
         """Code of fits, which stays on the device from pass to pass."""
         self._codes: LoweringCache[DerivativeCode] = LoweringCache(_KEPT_TOKENS)
         """Code of batches that come again, on the host."""
-        launches.load()
         self._lowering = DerivativeLowering(threads)
 
     @cached_property
