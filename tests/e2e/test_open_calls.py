@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import warpfit
+from support.servers.network import Proxy, Spoil
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, explained
 from support.servers.server import ServerProcess, eventually
 from warpfit import codec
@@ -170,6 +171,23 @@ def test_short_and_long_requests_take_turns(server):
             assert client.evaluate(data, ["x1 + 2"], loss="mse")[0] == pytest.approx(4)
             losses = client.evaluate(data, ["x1 + 1"] * 20_000, loss="mse")  # 600 KB
             np.testing.assert_allclose(losses, 1)
+
+
+def test_a_slow_network_carries_one_long_request_twice(server):
+    batch = Batch.of([parse("x1 + 1.5")] * 60_000)
+    length = len(codec.evaluation_to_bytes(Evaluation(DATA.content_id, batch, loss=Loss.MSE)))
+    assert length > 1 << 20
+    slow = Spoil(piece=1 << 15, pause=0.02)  # a second for that
+    with Proxy(server.address, up=slow) as proxy, warpfit.connect(proxy.address) as client:
+        data = client.upload(X, X[:, 0], dtype="float64")
+        sent = []
+        for _ in range(4):
+            before = proxy.sent
+            losses = client.evaluate(data, batch, loss="mse")
+            np.testing.assert_allclose(losses, 2.25)
+            sent.append((proxy.sent - before) / length)
+    assert sent == pytest.approx([1, sent[1], 1, 1], abs=0.1)
+    assert 1.2 < sent[1] < 2.1  # the server has not waited for the second one
 
 
 def test_threads_of_a_client_get_their_own_answers(server):

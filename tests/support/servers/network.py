@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -96,6 +97,8 @@ class Proxy:
         self.up = up or Spoil()
         self.down = down or Spoil()
         self.connections = 0
+        self.sent = 0
+        """Bytes that have come from clients."""
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -122,15 +125,25 @@ class Proxy:
                 return
             self.connections += 1
             self._sockets += [client, server]
-            for source, sink, spoil in ((client, server, self.up), (server, client, self.down)):
+            for source, sink, spoil, count in (
+                (client, server, self.up, self._count),
+                (server, client, self.down, lambda nbytes: None),
+            ):
                 sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                threading.Thread(target=_forward, args=(source, sink, spoil), daemon=True).start()
+                given = source, sink, spoil, count
+                threading.Thread(target=_forward, args=given, daemon=True).start()
+
+    def _count(self, nbytes: int) -> None:
+        self.sent += nbytes
 
 
-def _forward(source: socket.socket, sink: socket.socket, spoil: Spoil) -> None:
+def _forward(
+    source: socket.socket, sink: socket.socket, spoil: Spoil, count: Callable[[int], None]
+) -> None:
     left = spoil.cut_after
     with contextlib.suppress(OSError):
         while data := source.recv(spoil.piece):
+            count(len(data))
             if left is not None and len(data) > left:
                 sink.sendall(data[:left])
                 break
