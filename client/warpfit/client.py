@@ -351,7 +351,7 @@ class Client:
             result: FitResult = self._failover.call_with_failover(
                 Request(
                     "Optimize",
-                    codec.fit_to_message(part),
+                    codec.fit_to_message(part).SerializeToString(),
                     read=lambda messages: codec.read_fit(part, messages, tell if report else None),
                     is_single=not part.settings.progress,
                     dataset=data.dataset,

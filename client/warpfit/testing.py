@@ -155,14 +155,14 @@ class InProcessServer:
         message += codec.result_end(Timings(), present)
         yield codec.answer_from_bytes(message)
 
-    def _optimize(self, message: Any) -> Iterator[Any]:
+    def _optimize(self, message: bytes) -> Iterator[Any]:
         require_server()
         from warpfit_server.engine.fit import compiled
         from warpfit_server.engine.fit.driver import FitContext, optimize
         from warpfit_server.engine.interface import run_to_end
 
         compiled.load()  # the same code as engines load; calls would compile another one
-        request = codec.fit_from_message(message)
+        request = codec.fit_from_message(pb.OptimizeRequest.FromString(message))
         dataset = self._dataset(request.problem.dataset_id)
         request.check(dataset.layout)
         reports: list[FitProgress] = []

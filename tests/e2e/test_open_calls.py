@@ -21,9 +21,11 @@ from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, explained
 from support.servers.server import ServerProcess, eventually
 from warpfit import codec
 from warpfit.dataset import Dataset
+from warpfit.fitting import FitRequest, FitSettings
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
+from warpfit.transport import channel as transport
 
 X = np.random.default_rng(3).normal(size=(50, 2))
 DATA = Dataset.of(X, X[:, 0], dtype="float64")
@@ -60,16 +62,20 @@ def request(text, **options):
 class RawCall:
     """A call whose requests are sent one by one."""
 
-    def __init__(self, channel):
-        self._requests = SimpleQueue()
-        method = channel.stream_stream(SERVICE + "Evaluate", None, codec.answer_from_bytes)
+    def __init__(self, channel, name="Evaluate", parse=codec.answer_from_bytes, last="timings"):
+        self._requests, self._last = SimpleQueue(), last
+        method = channel.stream_stream(SERVICE + name, None, parse)
         self.rpc = method(iter(self._requests.get, None), timeout=20)
 
     def ask(self, text, **options):
         """Return the messages of an answer."""
-        self._requests.put(request(text, **options))
+        return self.send(request(text, **options))
+
+    def send(self, message):
+        """Send a request, and return the messages of its answer."""
+        self._requests.put(message)
         messages = [next(self.rpc)]
-        while not messages[-1].HasField("timings"):
+        while not messages[-1].HasField(self._last):
             messages.append(next(self.rpc))
         return messages
 
@@ -108,6 +114,37 @@ def test_each_request_gets_the_answer_of_a_call_of_its_own(channel):
     np.testing.assert_array_equal(np.frombuffer(values), X[:, 0])
     assert call.loss("x1 + 7") == pytest.approx(49)
     assert call.end() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_fits_follow_one_another_in_a_call(channel, progress):
+    call = RawCall(channel, "Optimize", codec.fit_answer_from_bytes, "result")
+    for shift in (1.0, 2.0):
+        problem = Evaluation(
+            DATA.content_id,
+            Batch.of([parse(f"p1 * x1 + p2 - {shift}")], [[0.5, 0.0]]),
+            loss=Loss.MSE,
+            values=False,
+        )
+        fit = FitRequest(problem, FitSettings(progress=progress))
+        *_, last = call.send(codec.fit_to_message(fit).SerializeToString())
+        found = np.frombuffer(last.result.parameters)
+        np.testing.assert_allclose(found, [1, shift], rtol=1e-6)
+    assert call.end() is grpc.StatusCode.OK
+
+
+def test_a_client_fits_and_evaluates_in_two_calls(server, monkeypatch):
+    made, make = [], transport._OpenCall
+    monkeypatch.setattr(transport, "_OpenCall", lambda *given: made.append(given) or make(*given))
+    with warpfit.connect(server.address) as client:
+        data = client.upload(X, X[:, 0], dtype="float64")
+        for shift in range(1, 6):
+            fit = client.optimize(data, [f"p1 * x1 - {shift} * p2"], [[0.5, 1.0]])
+            np.testing.assert_allclose(fit.parameters[0], [1, 0], atol=1e-6)
+            assert client.evaluate(data, [f"x1 + {shift}"], loss="mse")[0] == pytest.approx(
+                shift**2
+            )
+    assert len(made) < 6  # two, unless the machine pauses
 
 
 def test_one_request_alone_is_answered_without_waiting(channel):

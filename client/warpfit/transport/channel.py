@@ -1,8 +1,8 @@
 """The transport that carries requests over gRPC channels.
 
-Evaluations follow one another in a call that stays open, as the contract allows: beginning and
-ending a call takes gRPC most of what a small call costs (result ``call_cost`` of the benchmarks).
-Very long ones, those with a time limit and every other request are calls of their own.
+Evaluations follow one another in a call that stays open, and so do fits, as the contract allows:
+beginning and ending a call takes gRPC most of what a small call costs (result ``call_cost`` of the
+benchmarks). Very long ones, those with a time limit and every other request are calls of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import chain
 from queue import SimpleQueue
@@ -40,8 +41,13 @@ from warpfit.v1 import evaluator_pb2 as pb
 #: Metadata of a call.
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
-#: The method whose calls carry several requests, and the one whose request has several messages.
-_OPEN: Final = "Evaluate"
+#: The methods whose calls carry several requests: what parses a message of an answer, and the field
+#: that the last one has.
+_OPEN: Final[Mapping[str, tuple[Callable[[bytes], Any], str]]] = {
+    "Evaluate": (codec.answer_from_bytes, "timings"),
+    "Optimize": (codec.fit_answer_from_bytes, "result"),
+}
+#: The method whose request has several messages.
 _UPLOAD: Final = "UploadVariables"
 #: Longest request that follows another one in a call: 0.8 MB need half of the time, and of the
 #: processor time, of a call of their own. Beside what a longer one takes, a call does not matter.
@@ -144,7 +150,7 @@ class GrpcTransport:
         """
         for address, channel in list(self._open.items()):
             if is_quiet:
-                channel.open_calls.end_idle(PATIENCE_SECONDS)
+                channel.end_idle(PATIENCE_SECONDS)
             elif self._open.pop(address, None) is not None:
                 channel.close()
 
@@ -169,26 +175,27 @@ class _Channel:
         self._channel = channel
         self._streamed: dict[str, Any] = {}
         self._single: dict[str, Any] = {}
+        self._open: dict[str, OpenCalls] = {}
         for method in service.methods:
             request, answer = map(GetMessageClass, (method.input_type, method.output_type))
-            is_bytes = method.name in (_OPEN, _UPLOAD)
+            is_bytes = method.name in (*_OPEN, _UPLOAD)
             serializer = None if is_bytes else request.SerializeToString
             way = f"/{service.full_name}/{method.name}", serializer, answer.FromString
             unary = channel.stream_unary if method.name == _UPLOAD else channel.unary_unary
             self._single[method.name] = unary(*way)
             if method.server_streaming:
                 self._streamed[method.name] = channel.unary_stream(*way)
-            if method.name == _OPEN:
-                self.open_calls = OpenCalls(channel.stream_stream(way[0]), metadata)
+            if method.name in _OPEN:
+                given = channel.stream_stream(way[0]), metadata, *_OPEN[method.name]
+                self._open[method.name] = OpenCalls(*given)
 
     def call(self, request: Request, metadata: Metadata) -> Any:
         """Send a request; raise what gRPC raises."""
         seconds, message = request.seconds, request.message
         traced = trace_context()
-        is_evaluation = request.method == _OPEN
-        may_follow = is_evaluation and seconds is None and not traced
-        if may_follow and len(message) <= self.open_calls.longest:
-            return self.open_calls.call(request)
+        open_calls = None if traced or seconds is not None else self._open.get(request.method)
+        if open_calls is not None and len(message) <= open_calls.longest:
+            return open_calls.call(request)
         options = {"timeout": seconds, "metadata": (*metadata, *traced)}
         single, streamed = self._single[request.method], self._streamed.get(request.method)
         if request.is_single and request.cancellation is None and request.method != _UPLOAD:
@@ -207,14 +214,25 @@ class _Channel:
 
     def close(self) -> None:
         """Close the channel; calls in flight fail."""
-        self.open_calls.close()  # before: gRPC waits until nobody has an open call
+        for open_calls in self._open.values():  # before: gRPC waits until nobody has an open call
+            open_calls.close()
         self._channel.close()
+
+    def end_idle(self, patience: float) -> None:
+        """End the open calls that are idle, and wait for some seconds at most for their ends."""
+        until = time.monotonic() + patience
+        ended = [call for calls in self._open.values() for call in calls.end_idle()]
+        for call in ended:
+            call.has_ended.wait(max(0.0, until - time.monotonic()))
 
 
 class _OpenCall:
     """A call in which requests follow one another; used by one thread at a time."""
 
-    def __init__(self, method: Any, metadata: Metadata) -> None:
+    def __init__(
+        self, method: Any, metadata: Metadata, parse: Callable[[bytes], Any], last: str
+    ) -> None:
+        self._parse, self._last = parse, last
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         self.has_ended = threading.Event()
         """Set once gRPC's thread has dealt with the end of the call."""
@@ -244,21 +262,25 @@ class _OpenCall:
         data = None if self.is_complete else next(self.rpc, None)
         if data is None:
             return None
-        message = codec.answer_from_bytes(data)
-        self.is_complete = message.HasField("timings")
+        message = self._parse(data)
+        self.is_complete = message.HasField(self._last)
         return message
 
 
 class OpenCalls:
-    """The open calls of Evaluate at one server; threads may share it.
+    """The open calls of a method at one server; threads may share it.
 
     Args:
-        method: Evaluate as a stream of bytes in both directions.
+        method: as a stream of bytes in both directions.
         metadata: of all calls.
+        parse: makes a message of bytes of an answer.
+        last: the field that only the last message of an answer has.
     """
 
-    def __init__(self, method: Any, metadata: Metadata) -> None:
-        self._given = method, metadata
+    def __init__(
+        self, method: Any, metadata: Metadata, parse: Callable[[bytes], Any], last: str
+    ) -> None:
+        self._given = method, metadata, parse, last
         self._idle: deque[tuple[float, _OpenCall]] = deque()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -290,16 +312,14 @@ class OpenCalls:
             self._is_closed = True
         self.end_idle()
 
-    def end_idle(self, patience: float = 0.0) -> None:
-        """End the calls that are idle, and wait for some seconds at most until they have ended."""
+    def end_idle(self) -> list[_OpenCall]:
+        """End the calls that are idle, and return them."""
         with self._lock:
             idle = [call for _, call in self._idle]
             self._idle.clear()
         for call in idle:
             call.rpc.cancel()
-        until = time.monotonic() + patience
-        for call in idle if patience else ():
-            call.has_ended.wait(max(0.0, until - time.monotonic()))
+        return idle
 
     def _ask(self, call: _OpenCall, request: Request, *, is_new: bool = False) -> Any:
         """Send a request in a call; return None if the server has ended that without reading it."""
