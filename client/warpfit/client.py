@@ -450,7 +450,9 @@ class Client:
 
         Raises:
             InvalidArgumentError: for options that are wrong, or data without a target.
-            DeadlineExceededError: if ``timeout`` passes.
+            DeadlineExceededError: if ``timeout`` passes before a skeleton was fitted; later, those
+                that were not have this error, as after the loss of the server.
+            UnavailableError: if the server is lost before a skeleton was fitted.
             UnimplementedError: if the server's engine computes no derivatives.
         """
         arguments.check_keywords(options, ProposeOptions)

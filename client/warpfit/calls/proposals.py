@@ -23,11 +23,13 @@ from warpfit.calls.arguments import build_fit, deadline_of, is_single, number
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.display import TextTable, shortened
 from warpfit.errors import (
+    DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
     ProgramError,
     ResourceExhaustedError,
+    UnavailableError,
     WarpfitError,
     bad_setting,
 )
@@ -77,7 +79,7 @@ class ProposeOptions(TypedDict, total=False):
     precision: Precision | str
     tier: Tier | str
     timeout: float | None
-    """Seconds for all calls together; None for no limit."""
+    """Seconds for all calls together, or None; answers that are there by then are kept."""
     progress: Callable[[int, int], None] | None
     """Called with the number of skeletons that have an answer, and of all."""
 
@@ -252,6 +254,8 @@ _OF_FITS: Final = ("loss", "restarts", "seed", "missing", "precision", "tier")
 _CRITERIA: Final = ("log_likelihood", "aic", "bic", "description_length", "bayes_factor")
 #: Errors that one program of a batch may cause.
 _OF_ONE: Final = (ProgramError, ResourceExhaustedError, FailedPreconditionError, InternalError)
+#: Errors that end a call of `propose`; answers that are there by then are kept.
+_OF_SERVER: Final = (DeadlineExceededError, UnavailableError, ResourceExhaustedError)
 #: Behind "the target", where not even a constant has a loss.
 _NO_TARGET: Final = "holds NaN, infinity or numbers whose squares overflow, or no row has a weight"
 
@@ -319,7 +323,15 @@ class ProposeTask:
         for start in range(0, len(ready), _TOGETHER):
             done = total - len(ready) + start
             report(done, total)
-            self._fit(ready[start : start + _TOGETHER], done, total)
+            try:
+                self._fit(ready[start : start + _TOGETHER], done, total)
+            except _OF_SERVER as error:
+                if all(answer.program is None for answer in answers):
+                    raise
+                for answer, _ in ready[start:]:
+                    if answer.program is None:
+                        answer.error = answer.error or error
+                break
         report(total, total)
         return Proposals(answers, self._loss.is_score)
 

@@ -8,10 +8,17 @@ import pytest
 
 import warpfit
 import warpfit.testing
-from warpfit import FailedPreconditionError, InvalidArgumentError, Program
+from warpfit import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    Program,
+    UnavailableError,
+)
 from warpfit.calls import proposals
 from warpfit.codec import fit_from_message
 from warpfit.ops import OPERATORS
+from warpfit.v1 import evaluator_pb2 as pb
 
 NAMES = ("a", "b", "k")
 ROWS = 60
@@ -28,10 +35,45 @@ class Fragile(warpfit.testing.InProcessServer):
     """Refuses every fit with a sine, as if its engine had died of it, and says not of which."""
 
     def _optimize(self, message):
-        batch = fit_from_message(message).problem.batch
+        batch = fit_from_message(pb.OptimizeRequest.FromString(message)).problem.batch
         if (batch.codes == OPERATORS["sin"].code).any():
             raise FailedPreconditionError("it has crashed the engine before", "QUARANTINED")
         return super()._optimize(message)
+
+
+class Ending(warpfit.testing.InProcessServer):
+    """Answers some fits, and every later one with an error."""
+
+    def __init__(self, fits, error):
+        super().__init__()
+        self.left, self.error = fits, error
+
+    def _optimize(self, message):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return super()._optimize(message)
+
+
+def test_answers_are_kept_when_the_time_is_over_or_the_server_is_lost(monkeypatch):
+    monkeypatch.setattr(proposals, "_TOGETHER", 2)
+    skeletons = ["p1*a +", "p1*a", "p1*b", "p1*a + p2", "p1*b + p2", "p1*nosuch"]
+    errors = (DeadlineExceededError("late", "TIMEOUT"), UnavailableError("gone", "UNAVAILABLE"))
+    for error in errors:
+        for fits in (0, 2, 3):  # each pair takes two: on its rows, and on those held out
+            server = Ending(fits, error)
+            with warpfit.testing.client(server) as client:
+                data = client.upload(*table(), names=NAMES, dtype="float64")
+                if not fits:
+                    with pytest.raises(type(error)):
+                        client.propose(data, skeletons, restarts=0)
+                    continue
+                found = client.propose(data, skeletons, restarts=0)
+            fitted = [answer.program is not None for answer in found]
+            assert fitted == [False, True, True, False, False, False]
+            reasons = [getattr(answer.error, "reason", None) for answer in found]
+            own = error.reason
+            assert reasons == ["EXPECTED_OPERAND", None, None, own, own, "UNKNOWN_NAME"]
 
 
 def test_good_skeletons_are_fitted_beside_bad_ones():
