@@ -1048,6 +1048,11 @@ def fit_from_message(message: pb.OptimizeRequest, dataset_id: bytes | None = Non
     return FitRequest(problem, settings)
 
 
+def fit_from_bytes(data: bytes) -> FitRequest:
+    """Parse and decode a fit; `FitRequest.check` must follow."""
+    return fit_from_message(parse_message(pb.OptimizeRequest, data))
+
+
 def progress_to_bytes(progress: FitProgress) -> bytes:
     """Serialize a message of an answer that carries progress."""
     return pb.OptimizeResponse(

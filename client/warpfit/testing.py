@@ -162,7 +162,7 @@ class InProcessServer:
         from warpfit_server.engine.interface import run_to_end
 
         compiled.load()  # the same code as engines load; calls would compile another one
-        request = codec.fit_from_message(pb.OptimizeRequest.FromString(message))
+        request = codec.fit_from_bytes(message)
         dataset = self._dataset(request.problem.dataset_id)
         request.check(dataset.layout)
         reports: list[FitProgress] = []

@@ -33,7 +33,7 @@ class Servicer:
         way = "_".join("stream" if streams else "unary" for streams in ends)
         make = getattr(grpc, f"{way}_rpc_method_handler")
         parse = GetMessageClass(method.input_type).FromString
-        takes_bytes = method.name in ("Evaluate", "UploadVariables")
+        takes_bytes = method.name in ("Evaluate", "Optimize", "UploadVariables")
         return make(
             partial(self._call, method),
             None if takes_bytes else parse,

@@ -16,9 +16,8 @@ from warpfit import (
     UnavailableError,
 )
 from warpfit.calls import proposals
-from warpfit.codec import fit_from_message
+from warpfit.codec import fit_from_bytes
 from warpfit.ops import OPERATORS
-from warpfit.v1 import evaluator_pb2 as pb
 
 NAMES = ("a", "b", "k")
 ROWS = 60
@@ -35,7 +34,7 @@ class Fragile(warpfit.testing.InProcessServer):
     """Refuses every fit with a sine, as if its engine had died of it, and says not of which."""
 
     def _optimize(self, message):
-        batch = fit_from_message(pb.OptimizeRequest.FromString(message)).problem.batch
+        batch = fit_from_bytes(message).problem.batch
         if (batch.codes == OPERATORS["sin"].code).any():
             raise FailedPreconditionError("it has crashed the engine before", "QUARANTINED")
         return super()._optimize(message)

@@ -47,8 +47,8 @@ class LimitedServer(testing.InProcessServer):
         return super()._evaluate(message)
 
     def _optimize(self, message):
-        request = codec.fit_from_message(message)
-        self.check(request.problem.batch, message.ByteSize())
+        request = codec.fit_from_bytes(message)
+        self.check(request.problem.batch, len(message))
         check_fit(request, self._dataset(request.problem.dataset_id).layout, self.limits)
         return super()._optimize(message)
 
