@@ -211,19 +211,19 @@ def test_short_and_long_requests_take_turns(server):
 
 
 def test_a_slow_network_carries_one_long_request_twice(server):
-    batch = Batch.of([parse("x1 + 1.5")] * 60_000)
+    batch = Batch.of([parse("x1 + 1.5")] * 30_000)
     length = len(codec.evaluation_to_bytes(Evaluation(DATA.content_id, batch, loss=Loss.MSE)))
-    assert length > 1 << 20
-    slow = Spoil(piece=1 << 15, pause=0.02)  # a second for that
+    assert length > 1 << 19
+    slow = Spoil(piece=1 << 14, pause=0.022)  # 0.8 s for that
     with Proxy(server.address, up=slow) as proxy, warpfit.connect(proxy.address) as client:
         data = client.upload(X, X[:, 0], dtype="float64")
         sent = []
-        for _ in range(4):
+        for _ in range(3):
             before = proxy.sent
             losses = client.evaluate(data, batch, loss="mse")
             np.testing.assert_allclose(losses, 2.25)
             sent.append((proxy.sent - before) / length)
-    assert sent == pytest.approx([1, sent[1], 1, 1], abs=0.1)
+    assert sent == pytest.approx([1, sent[1], 1], abs=0.1)
     assert 1.2 < sent[1] < 2.1  # the server has not waited for the second one
 
 
