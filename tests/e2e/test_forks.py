@@ -79,6 +79,28 @@ assert thread.is_alive(), "the long call was to be in flight all the time"
 thread.join()
 assert ends
 """,
+    "while a long fit follows another one in a call": """
+X = np.random.default_rng(0).normal(size=(20_000, 3))
+other = client.upload(X, np.exp(-X[:, 0] ** 2) * np.cos(3 * X[:, 1]) + X[:, 2])
+text = "+".join(f"p{3 * i + 1}*sin(p{3 * i + 2}*x{i % 3 + 1} + p{3 * i + 3})" for i in range(9))
+starts = np.linspace(0.1, 2.7, 27)[None, :] * np.linspace(1, 2, 40)[:, None]
+fits, begun = [], threading.Event()
+def fit():
+    client.optimize(other, ["p1*x1"])
+    begun.set()
+    fits.append(client.optimize(other, [text], [starts], max_iterations=60))
+thread = threading.Thread(target=fit)
+thread.start()
+begun.wait()
+time.sleep(0.3)
+child = os.fork()
+if not child:
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert thread.is_alive(), "the fit was to be in flight all the time"
+thread.join()
+assert fits
+""",
 }
 
 

@@ -24,7 +24,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
 from warpfit import codec
-from warpfit.errors import CancelledError, InvalidArgumentError, WarpfitError
+from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.transport.call import (
     CALLS,
     PATIENCE_SECONDS,
@@ -52,9 +52,12 @@ _UPLOAD: Final = "UploadVariables"
 #: Longest request that follows another one in a call: 0.8 MB need half of the time, and of the
 #: processor time, of a call of their own. Beside what a longer one takes, a call does not matter.
 _OPEN_BYTES: Final = 4 << 20
-#: Longest request that follows another one in a call once a longer one was late: the server ends a
-#: call whose next request is not there in half a second, so that a slow network sends it twice.
-_SHORT_BYTES: Final = 256 << 10
+#: Seconds after which a request was late if the server ends the call then, because it was not there
+#: in half a second. A call that the server had ended before ends at once.
+_LATE_SECONDS: Final = 0.05
+#: Seconds after a late request for which none of half its length follows another one in a call: a
+#: slow network would carry each of them twice.
+_SLOW_SECONDS: Final = 60.0
 #: Seconds after which an open call is not used again: servers end one that waits for 0.5 s.
 _IDLE_SECONDS: Final = 0.4
 #: Statuses with which a server ends a call that waits for a request, without reading another one.
@@ -194,7 +197,7 @@ class _Channel:
         seconds, message = request.seconds, request.message
         traced = trace_context()
         open_calls = None if traced or seconds is not None else self._open.get(request.method)
-        if open_calls is not None and len(message) <= open_calls.longest:
+        if open_calls is not None and open_calls.arrives_in_time(len(message)):
             return open_calls.call(request)
         options = {"timeout": seconds, "metadata": (*metadata, *traced)}
         single, streamed = self._single[request.method], self._streamed.get(request.method)
@@ -284,26 +287,34 @@ class OpenCalls:
         self._idle: deque[tuple[float, _OpenCall]] = deque()
         self._lock = threading.Lock()
         self._is_closed = False
-        self.longest = _OPEN_BYTES
-        """Bytes of the longest request that is likely to arrive in time."""
+        self._longest, self._slow_until = _OPEN_BYTES, 0.0
+        """Bytes of the longest request that is likely to arrive in time, and until when if it is
+        less than usual."""
+
+    def arrives_in_time(self, size: int) -> bool:
+        """Return whether a request of so many bytes is likely to arrive before a call ends."""
+        if self._longest < _OPEN_BYTES and time.monotonic() > self._slow_until:
+            self._longest = _OPEN_BYTES
+        return size <= self._longest
 
     def call(self, request: Request) -> Any:
         """Send a request and return what it reads of the answer.
 
         Raises:
             grpc.RpcError: with the status, if the server has ended the call instead.
-            CancelledError: if the client was closed before.
+            UnavailableError: if the channel was closed meanwhile: by the client's end, or a fork.
         """
-        call = self._take()
+        call, begun = self._take(), time.monotonic()
         answer = None if call is None else self._ask(call, request)
         if answer is not None:
             return answer
-        if call is not None and (size := len(request.message)) > _SHORT_BYTES:
-            self.longest = max(_SHORT_BYTES, size // 2)
+        now = time.monotonic()
+        if call is not None and now - begun > _LATE_SECONDS:
+            self._longest, self._slow_until = len(request.message) // 2, now + _SLOW_SECONDS
         try:
             call = _OpenCall(*self._given)
         except ValueError as error:  # gRPC's word for a channel that was closed a moment ago
-            raise CancelledError("the client was closed", "CANCELLED") from error
+            raise codec.error_from_status("CANCELLED", "", None) from error
         return self._ask(call, request, is_new=True)
 
     def close(self) -> None:
