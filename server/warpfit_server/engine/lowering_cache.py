@@ -40,8 +40,7 @@ class LoweringCache(Generic[Made]):
             self._most, lambda entry: max(_LEAST_TOKENS, entry[0])
         )
         """Tokens, contents where they are compared, and what was made."""
-        self._seen: LRUCache[Hashable, bool] = LRUCache(2 * _REMEMBERED)
-        """Identities of batches, alone and with what was needed of them."""
+        self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
         # Reentrant: allocating while a thread holds it may collect a batch, and so call `_forget`.
         self._lock = threading.RLock()
 
@@ -85,20 +84,14 @@ class LoweringCache(Generic[Made]):
             return (yield from self.keep(batch, needs, make))
         return (yield from make(batch))
 
-    def knows(self, batch: Batch) -> bool:
-        """Return whether the programs of a batch have come before, whatever was made of them."""
-        with self._lock:
-            return BatchSummary.of(batch).identity in self._seen
-
     def has_come(self, batch: Batch, needs: tuple[Hashable, ...]) -> bool:
         """Note the programs of a batch; return whether the same have come before, and are kept."""
         if batch.token_count > self._most:
             return False
-        identity = BatchSummary.of(batch).identity
-        key = ("programs", identity, *needs)
+        key = ("programs", BatchSummary.of(batch).identity, *needs)
         with self._lock:
             has_come = key in self._seen
-            self._seen[key] = self._seen[identity] = True
+            self._seen[key] = True
         return has_come
 
     def keep(

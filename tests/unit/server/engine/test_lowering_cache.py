@@ -63,18 +63,6 @@ def test_programs_are_cached_from_the_second_time_on(made, make):
     assert len(cache) == 1
 
 
-def test_programs_are_known_whatever_was_needed_of_them():
-    cache, batch, same = LoweringCache(), of("x1 + p1"), of("x1 + p1", parameters=[[2.0]])
-    assert not cache.knows(batch)
-    assert not cache.has_come(batch, ("one",))
-    assert cache.knows(same)
-    assert not cache.knows(of("x1 + p2"))
-    assert not cache.has_come(same, ("another",))
-    assert cache.has_come(same, ("one",))
-    cache.clear()
-    assert not cache.knows(batch)
-
-
 def test_cached_programs_do_not_change_with_the_memory_that_they_arrived_in(make):
     cache, memory = LoweringCache(), of("x1 * 2.0").copy()
     results = []

@@ -121,11 +121,8 @@ class DerivativeTier:
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
-        started, computed, batch = time.perf_counter_ns(), 0, evaluation.batch
-        is_lone = isinstance(batch, SharedBatch) and len(batch.parts) == 1
-        if is_lone and not self._codes.knows(batch):  # helpers wake up while this thread prepares
-            self._lowering.expect(batch)
-        wanted = requested_outputs(evaluation, outputs)
+        started, computed = time.perf_counter_ns(), 0
+        wanted, batch = requested_outputs(evaluation, outputs), evaluation.batch
         edges = [0, len(batch)]
         if not resident.is_streamed:
             edges = edges_of(np.maximum(batch.lengths.astype(np.int64), batch.vectors), _MOST_WORK)
