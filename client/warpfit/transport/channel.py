@@ -52,11 +52,11 @@ _UPLOAD: Final = "UploadVariables"
 #: Longest request that follows another one in a call: 0.8 MB need half of the time, and of the
 #: processor time, of a call of their own. Beside what a longer one takes, a call does not matter.
 _OPEN_BYTES: Final = 4 << 20
-#: Seconds after which a request was late if the server ends the call then, because it was not there
-#: in half a second. A call that the server had ended before ends at once.
+#: Least seconds between sending a request and the end of its call without an answer if the request
+#: came too late for the server. If the server had ended the call before, the end is seen at once.
 _LATE_SECONDS: Final = 0.05
-#: Seconds after a late request for which none of half its length follows another one in a call: a
-#: slow network would carry each of them twice.
+#: Seconds after a late request in which requests of more than half its length are calls of their
+#: own: a slow network would carry each of them twice.
 _SLOW_SECONDS: Final = 60.0
 #: Seconds after which an open call is not used again: servers end one that waits for 0.5 s.
 _IDLE_SECONDS: Final = 0.4
