@@ -407,6 +407,12 @@ class Failover:
                 else:
                     error = failure
                 tried.append(server)
+            except errors.DeadlineExceededError as late:
+                if error is None:
+                    raise
+                raise replace(
+                    late, message=f"{late.message}; an attempt before failed: {error.message}"
+                ) from None
             finally:
                 servers.release(server)
 
@@ -428,31 +434,34 @@ class Failover:
         if self.servers.is_several and not server.is_trusted:
             self._probe(server, request.deadline)
         uploads = 0
-        while True:
-            try:
-                return self.call_one(server, request)
-            except errors.DatasetNotFoundError:
-                if request.dataset is None:
-                    raise
+        try:
+            while True:
+                try:
+                    return self.call_one(server, request)
+                except errors.DatasetNotFoundError:
+                    if request.dataset is None or uploads >= _MOST_UPLOADS:
+                        raise
                 if uploads:
                     pause = min(_UPLOAD_PAUSE, 0.01 * 2.0 ** min(uploads, 16)) * _RANDOM.random()
                     left = request.deadline.remaining()
-                    if uploads >= _MOST_UPLOADS:
-                        raise
                     if left is not None and pause >= left:
                         raise errors.DeadlineExceededError(
-                            f"no answer within {request.deadline.timeout:g} s; the data set was "
-                            f"uploaded {uploads} times, and evicted each time before the call came",
+                            f"no answer within {request.deadline.timeout:g} s",
                             "DEADLINE_EXCEEDED",
                             "Raise timeout=, or start the server with a higher "
                             "--max-resident-bytes",
-                        ) from None
+                        )
                     self.sleep(pause)
+                uploads += 1
                 answer = self.upload(server, request)
                 retries.restart()
                 if request.method == "GetVariables":
                     return answer  # it says what was asked
-                uploads += 1
+        except errors.DeadlineExceededError as late:
+            if not uploads:
+                raise
+            message = f"{late.message}; the data set had to be uploaded {uploads} times"
+            raise replace(late, message=message) from None
 
     def call_one(self, server: Server, request: Request) -> Any:
         """Send a request to one server once, and return what is read of the answer."""

@@ -182,8 +182,33 @@ def test_the_deadline_covers_all_attempts(connect, server):
         data = client.upload(X)
         server.fail(calls=1000)
         with pytest.raises(warpfit.DeadlineExceededError, match="engine is restarting") as caught:
-            client.evaluate(data, "x1", timeout=0.2)
+            client.evaluate(data, "x1", timeout=0.5)
     assert caught.value.__cause__ is None
+
+
+def test_a_late_attempt_says_why_the_ones_before_failed(client, server):
+    data = client.upload(X)
+    late = warpfit.DeadlineExceededError("too late", "DEADLINE_EXCEEDED", "Wait")
+    server.fail()
+    server.fail(error=late)
+    with pytest.raises(warpfit.DeadlineExceededError) as caught:
+        client.evaluate(data, "x1")
+    message = "too late; an attempt before failed: the engine is restarting"
+    assert vars(caught.value) == {**vars(late), "message": message}
+    assert caught.value.__cause__ is None
+
+    server.forget()
+    server.fail(error=warpfit.DatasetNotFoundError("gone", "DATASET_NOT_FOUND"))
+    answer = server.answer
+
+    def hang_after_upload(call):
+        if server.calls[-1] == "UploadVariables":
+            server.fail(error=late)
+        return answer(call)
+
+    server.answer = hang_after_upload
+    with pytest.raises(warpfit.DeadlineExceededError, match="had to be uploaded 1 time"):
+        client.evaluate(data, "x1")
 
 
 def test_lost_data_are_uploaded_again(client, server):
@@ -211,7 +236,7 @@ def test_data_that_are_lost_each_time_are_uploaded_again_until_the_deadline(clie
         return answer(call)
 
     server.answer = forgetful
-    with pytest.raises(warpfit.DeadlineExceededError, match=r"evicted|did not end in its time"):
+    with pytest.raises(warpfit.DeadlineExceededError, match="had to be uploaded"):
         client.evaluate(data, "x1", timeout=1.0)
     assert server.calls.count("UploadVariables") > 1 + 3
 
