@@ -36,7 +36,7 @@ from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
-from warpfit.transport.call import Cancellation, Deadline, Request, only
+from warpfit.transport.call import Cancellation, Deadline, Request, calling_back, only
 from warpfit.transport.channel import GrpcTransport
 from warpfit.transport.connection import (
     Address,
@@ -336,7 +336,7 @@ class Client:
         arguments.check_keywords(options, FitOptions)
         deadline = deadline_of(options.get("timeout"))
         fit = arguments.build_fit(data, expressions, parameters, options, self._batches)
-        report, total = options.get("progress"), searches(fit)
+        total = searches(fit)
         left = total  # searches of the parts that have not ended
 
         def send(part: FitRequest) -> FitResult:
@@ -344,7 +344,6 @@ class Client:
             own = searches(part)
 
             def tell(progress: FitProgress) -> None:
-                assert report is not None, "progress was asked for"
                 active = left - own + progress.active
                 report(FitProgress(progress.iterations, active, total))
 
@@ -352,7 +351,7 @@ class Client:
                 Request(
                     "Optimize",
                     codec.fit_to_message(part).SerializeToString(),
-                    read=lambda messages: codec.read_fit(part, messages, tell if report else None),
+                    read=lambda messages: codec.read_fit(part, messages, tell),
                     is_single=not part.settings.progress,
                     dataset=data.dataset,
                     deadline=deadline.part(own / left) if part.settings.partial else deadline,
@@ -362,7 +361,8 @@ class Client:
             return result
 
         batch = fit.problem.batch
-        with _naming_the_program(batch, data.names):
+        told = options.get("progress") or (lambda _: None)
+        with calling_back(told) as report, _naming_the_program(batch, data.names):
             result = self._limits.call_in_parts(fit, data.layout, send)
         data.warn_of_range(batch, result)
         found = Fit.of(result, fit, data)

@@ -9,6 +9,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -325,6 +326,9 @@ def test_searches_go_on_from_the_last_one_or_from_a_file(search, tmp_path):
     model = search(generations=100, callback=listen, checkpoint=file).fit(X, y)
     assert [generation for generation, _ in heard] == [1, 2]
     assert model.n_iter_ == 2
+    for error in (UnavailableError("mine"), DeadlineExceededError("mine")):  # not the server's
+        with pytest.raises(type(error), match="mine"):
+            search(callback=Mock(side_effect=error)).fit(X, y)
     more = search(generations=0, checkpoint=file).fit(X, y)
     assert more.front_[-1].loss <= model.front_[-1].loss * 1.02
     cold = search(generations=0).fit(X, y)

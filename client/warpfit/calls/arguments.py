@@ -41,7 +41,7 @@ from warpfit.frontends import as_population, expression_list
 from warpfit.ir import Batch, Population, Program
 from warpfit.losses import LossFunction, as_loss
 from warpfit.request import OUTPUTS, Evaluation, Loss, Precision, Tier
-from warpfit.transport.call import Deadline, Progress, silent
+from warpfit.transport.call import Deadline, Progress, calling_back, silent
 
 E = TypeVar("E", bound=StrEnum)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -275,7 +275,8 @@ def deadline_of(timeout: Any) -> Deadline:
 def reporter(progress: Progress | bool | None) -> Iterator[Progress]:
     """Yield the callable for what the caller passed; True opens a tqdm bar for the block."""
     if callable(progress) or not progress:
-        yield progress if callable(progress) else silent
+        with calling_back(progress if callable(progress) else silent) as report:
+            yield report
         return
     require("tqdm", "tqdm", "progress")
     from tqdm.auto import tqdm

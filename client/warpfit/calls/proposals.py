@@ -42,6 +42,7 @@ from warpfit.ir import Program
 from warpfit.losses import Loss, LossFunction
 from warpfit.ops import PARAMETER, VARIABLE
 from warpfit.request import Precision, Tier
+from warpfit.transport.call import Progress, calling_back, silent
 
 if TYPE_CHECKING:
     from warpfit.calls.results import Answer, Fit
@@ -319,12 +320,18 @@ class ProposeTask:
             ready.append((answer, program))
         if ready and not self._look_at_data(ready):
             ready = []
-        report, total = self._options.get("progress") or (lambda *_: None), len(answers)
+        with calling_back(self._options.get("progress") or silent) as report:
+            self._fit_all(answers, ready, report)
+        return Proposals(answers, self._loss.is_score)
+
+    def _fit_all(self, answers: list[Proposal], ready: list[_Candidate], report: Progress) -> None:
+        """Fit the skeletons that are ``ready``, unless the time or the server is over before."""
+        total = len(answers)
         for start in range(0, len(ready), _TOGETHER):
             done = total - len(ready) + start
             report(done, total)
             try:
-                self._fit(ready[start : start + _TOGETHER], done, total)
+                self._fit(ready[start : start + _TOGETHER], done, total, report)
             except _OF_SERVER as error:
                 if all(answer.program is None for answer in answers):
                     raise
@@ -333,7 +340,6 @@ class ProposeTask:
                         answer.error = answer.error or error
                 break
         report(total, total)
-        return Proposals(answers, self._loss.is_score)
 
     def _remaining(self) -> float | None:
         remaining = self._deadline.remaining()
@@ -419,16 +425,15 @@ class ProposeTask:
             answer.warnings += tuple(notes[index] for index in sorted(own) if index in notes)
         return True
 
-    def _fit(self, candidates: list[_Candidate], done: int, total: int) -> None:
+    def _fit(self, candidates: list[_Candidate], done: int, total: int, report: Progress) -> None:
         """Fit skeletons together; one that a server refuses is answered by that, without others."""
-        report = self._options.get("progress")
+        is_told = self._options.get("progress") is not None
         has_evidence = self._loss.is_squares and self._data.has_numbers
         pending, ended = [candidates], 0
         while pending:
             part = pending.pop()
 
             def tell(progress: FitProgress, begun: int = ended, own: int = len(part)) -> None:
-                assert report is not None, "progress was asked for"
                 share = 1.0 - progress.active / progress.searches
                 report(done + begun + int(0.9 * share * own), total)
 
@@ -439,7 +444,7 @@ class ProposeTask:
                     evidence=has_evidence,
                     terms=has_evidence,
                     rows=self._fitted_rows,
-                    progress=None if report is None else tell,
+                    progress=tell if is_told else None,
                     timeout=self._remaining(),
                     **self._fits,
                 )

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self, cast
@@ -50,6 +50,7 @@ from warpfit.sklearn.groups import GroupedClient, GroupTable, check_sizes, encod
 from warpfit.sklearn.search import INTERRUPTIONS, Terminated
 from warpfit.sklearn.target_search import Progress, TargetSearch, load
 from warpfit.sklearn.templates import GroupedForm, Template, TemplateForm
+from warpfit.transport.call import calling_back
 from warpfit.transport.connection import TlsConfig
 
 #: Operators of the default: those of physics and engineering that have no steps.
@@ -679,8 +680,11 @@ class SymbolicRegressor(FormulaRegressor):
         if output and self.reason_ in INTERRUPTIONS:
             front = task.nothing()
         else:
-            progress = Progress(self._checkpoint_file(output), begun, self.verbose)
-            front = task.run(progress)
+            file = self._checkpoint_file(output)
+            own = nullcontext() if self.callback is None else calling_back(self.callback)
+            with own as callback:
+                progress = Progress(file, begun, self.verbose, callback)
+                front = task.run(progress)
             self.n_iter_, self.reason_ = task.generation, task.reason
             if len(task.formulas):
                 known = getattr(self, "_formulas", {}) if output else {}

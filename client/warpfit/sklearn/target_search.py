@@ -90,13 +90,13 @@ class Progress:
     checkpoint: Path | None
     started: float
     verbose: bool
+    callback: Callable[..., Any] | None = None
     shown: float = 0.0
     saved: float = 0.0
 
     def report(self, target: TargetSearch, search: Search) -> bool:
         """Report a generation; return whether the callback ends the search."""
         now = time.monotonic()
-        options = target.options
         terminal = sys.stderr is not None and sys.stderr.isatty()
         if self.verbose and now - self.shown >= _LINE_SECONDS[not terminal]:
             self.shown = now
@@ -104,9 +104,9 @@ class Progress:
         if self.checkpoint is not None and now - self.saved >= _CHECKPOINT_SECONDS:
             self.saved = now
             self.save(formulas_of(search))
-        if options.callback is None:
+        if self.callback is None:
             return False
-        return bool(options.callback(options, search.generation, target.preview(search)))
+        return bool(self.callback(target.options, search.generation, target.preview(search)))
 
     def phase(self, text: str) -> None:
         """Say what is done before the first generation, or behind the last one."""

@@ -17,19 +17,52 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, Protocol, Self, TypeAlias
+from typing import Any, Final, ParamSpec, Protocol, Self, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from warpfit import codec
 from warpfit.dataset import ClientDataset
 from warpfit.errors import CancelledError, InvalidArgumentError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 #: Called with the bytes done and the bytes in total, from 0 again when an upload is repeated.
 Progress: TypeAlias = Callable[[int, int], None]
 
 
 def silent(done: int, total: int) -> None:
     """Report nothing."""
+
+
+class _CallbackError(Exception):
+    """What a function of the caller has raised, on its way through the calls of a block."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def calling_back(function: Callable[P, T]) -> Iterator[Callable[P, T]]:
+    """Yield a function of the caller; what it raises leaves the block as it is.
+
+    The calls of the block would otherwise take an error of another client, or of gRPC, for their
+    own, and repeat what succeeds, or end as if their server were gone.
+    """
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise _CallbackError(error) from None
+
+    try:
+        yield call
+    except _CallbackError as raised:
+        error = raised.error
+    else:
+        return
+    raise error  # outside of the handler, so that it has no other context than its own
 
 
 class Deadline:

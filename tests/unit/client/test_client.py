@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import sys
 
+import grpc
 import numpy as np
 import pandas as pd
 import pytest
@@ -116,12 +117,39 @@ def test_progress_reports_every_chunk(server):
     assert again == [(720, 720)]
 
 
-def test_a_failing_progress_callback_reaches_the_caller(client, server):
-    def fail(done, total):
-        raise LookupError("no bar")
+@pytest.mark.parametrize("call", ["upload", "optimize", "propose"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        LookupError("no bar"),
+        grpc.RpcError("another service's"),
+        warpfit.UnavailableError("another server is away", "CONNECTION_REFUSED"),
+        warpfit.ResourceExhaustedError("another server is busy", "BUSY", retry_after=0.01),
+        warpfit.DeadlineExceededError("another call is late", "DEADLINE_EXCEEDED"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_a_progress_callback_raises_reaches_the_caller_at_once(client, server, error, call):
+    told, cause = [], LookupError("why")
 
-    with pytest.raises(LookupError, match="no bar"):
-        client.upload(X, progress=fail)
+    def fail(*progress):
+        told.append(progress)
+        if call != "propose" or len(told) == 2:  # the first time no call is in flight
+            raise error from cause
+
+    data = client.upload(X, Y)
+    calls = {
+        "upload": lambda: client.upload(X + 1.0, progress=fail),
+        "optimize": lambda: client.optimize(data, "p1 * x1", [1.0], progress=fail),
+        "propose": lambda: client.propose(data, ["p1 * x1", "p1 + x1"], progress=fail),
+    }
+    sent = len(server.calls)
+    with pytest.raises(type(error)) as caught:
+        calls[call]()
+    assert caught.value is error
+    assert caught.value.__cause__ is cause
+    assert len(told) == 1 + (call == "propose"), "it is not called again"
+    assert len(server.calls) - sent <= {"upload": 2, "optimize": 1}.get(call, 9)
     assert client.upload(X).layout.rows == 60
 
 

@@ -123,14 +123,6 @@ def test_quantiles_of_students_distribution(freedom):
     assert np.isnan(student_t(0.9, 0))
 
 
-def test_a_failing_progress_callback_reaches_the_caller(client, data):
-    def fail(progress):
-        raise RuntimeError("enough")
-
-    with pytest.raises(RuntimeError, match="enough"):
-        client.optimize(data, TEXTS, STARTS, progress=fail)
-
-
 def test_gradients_come_beside_losses(client, data):
     losses, gradients = client.evaluate(data, TEXTS, STARTS, loss="mse", gradient=True)
     np.testing.assert_allclose(losses[0], np.mean(Y**2))
