@@ -125,8 +125,8 @@ class Client:
             **options: ``x`` (names of the columns that are variables; all others by default),
                 ``names`` of the variables (those of the columns by default), ``dtype``
                 ("float32", "float64" or "auto", the default: float64 where float32 loses digits
-                that matter, or powers of the numbers leave its range) and ``progress``
-                (callable(bytes_done, bytes_total), or True for a tqdm bar).
+                that matter, or powers of the numbers leave its range), ``progress``
+                (callable(bytes_done, bytes_total), or True for a tqdm bar) and ``timeout``.
 
         Returns:
             A handle, which is also a context manager that gives the data set back: others that have
@@ -138,8 +138,10 @@ class Client:
             InvalidArgumentError: if shapes do not fit, a column is not there, a cell is missing or
                 no number, or pyarrow is needed and not installed.
             ResourceExhaustedError: if the server has no room for it.
+            DeadlineExceededError: if ``timeout`` passes.
         """
         arguments.check_keywords(options, UploadOptions)
+        deadline = deadline_of(options.get("timeout"))
         dataset = arguments.build_dataset(X, y, weights, options)
         failover, size = self._failover, dataset.layout.nbytes
         question = codec.get_message(dataset)
@@ -149,12 +151,18 @@ class Client:
             report(size, size)
 
         with arguments.reporter(options.get("progress")) as report:
-            request = Request("GetVariables", question, is_resident, dataset=dataset, report=report)
+            request = Request(
+                *("GetVariables", question, is_resident),
+                dataset=dataset,
+                deadline=deadline,
+                report=report,
+            )
             failover.call_with_failover(request)
         if failover.servers.is_several:
             for server in failover.servers.homes(dataset.content_id, size):
                 if server.address != request.server and dataset.content_id not in server.refusals:
-                    failover.call_if_up(server, Request("GetVariables", question, dataset=dataset))
+                    copy = Request("GetVariables", question, dataset=dataset, deadline=deadline)
+                    failover.call_if_up(server, copy)
         return UploadedDataset(dataset, self)
 
     @shows_keywords(OpenOptions, dtype="auto")
@@ -169,7 +177,7 @@ class Client:
             name: path of the file below the server's folder of data.
             **options: ``x`` (names of the columns that are variables; all others by default),
                 ``y`` and ``weights`` (names of columns), ``dtype`` (as for `upload`, "auto" by
-                default).
+                default) and ``timeout``.
 
         Returns:
             A handle as `upload` returns it, without numbers in this process.
@@ -178,10 +186,12 @@ class Client:
             InvalidArgumentError: if there is no such file, or it has not these columns of numbers.
             ResourceExhaustedError: if the server has no room for it.
             UnimplementedError: if the server reads no files.
+            DeadlineExceededError: if ``timeout`` passes.
         """
         arguments.check_keywords(options, OpenOptions)
+        deadline = deadline_of(options.get("timeout"))
         file = arguments.build_file(name, options)
-        request = Request("OpenDataset", codec.open_message(file))
+        request = Request("OpenDataset", codec.open_message(file), deadline=deadline)
         answer = self._failover.call_with_failover(request)
         opened = codec.opened_dataset(answer, file)
         warn_of_lost_digits(codec.printable(answer.lost_digits))

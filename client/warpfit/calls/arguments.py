@@ -73,6 +73,8 @@ class UploadOptions(TypedDict, total=False):
     beyond its range, and float32 elsewhere."""
     progress: Progress | bool | None
     """Callable(bytes_done, bytes_total), or True for a tqdm bar."""
+    timeout: float | None
+    """Seconds for the whole call, retries included; None for no limit."""
 
 
 class CommonOptions(TypedDict, total=False):
@@ -99,6 +101,8 @@ class OpenOptions(TypedDict, total=False):
     """Column of the rows' weights."""
     dtype: DTypeLike
     """As for `upload`: "float32", "float64", or "auto" (default), by which the server chooses."""
+    timeout: float | None
+    """Seconds for the whole call, retries included; None for no limit."""
 
 
 class SharedOptions(CommonOptions, total=False):

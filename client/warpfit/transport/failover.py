@@ -291,6 +291,9 @@ _MOST_UPLOADS: Final = 300
 #: Longest pause in seconds before another one; each is random, so that one of the callers that take
 #: the memory from each other comes through.
 _UPLOAD_PAUSE: Final = 1.0
+#: Least seconds before the deadline in which another attempt begins: one that the deadline cuts off
+#: would hide what is known of the failure.
+_ATTEMPT_SECONDS: Final = 0.01
 #: Seconds for which a first request waits where nobody listens, unless the caller says otherwise.
 _FIRST_CONTACT_SECONDS: Final = 1.5
 #: Errors that another server may not have.
@@ -334,7 +337,7 @@ class Retries:
             raise error
         pause = max(asked, min(time_left, self.policy.pause(self.failures, _RANDOM.random())))
         remaining = self.deadline.remaining()
-        if remaining is not None and pause >= remaining:
+        if remaining is not None and pause + _ATTEMPT_SECONDS >= remaining:
             if error.reason in NOBODY_THERE:
                 raise error
             raise errors.DeadlineExceededError(

@@ -186,6 +186,21 @@ def test_the_deadline_covers_all_attempts(connect, server):
     assert caught.value.__cause__ is None
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.upload(X, timeout=0.3),
+        lambda client: client.open("a.parquet", timeout=0.3),
+        lambda client: client.info(timeout=0.3),
+    ],
+    ids=["upload", "open", "info"],
+)
+def test_every_call_that_waits_has_a_deadline(client, server, call):
+    server.fail(calls=1000)
+    with pytest.raises(warpfit.DeadlineExceededError, match="engine is restarting"):
+        call(client)
+
+
 def test_a_late_attempt_says_why_the_ones_before_failed(client, server):
     data = client.upload(X)
     late = warpfit.DeadlineExceededError("too late", "DEADLINE_EXCEEDED", "Wait")
