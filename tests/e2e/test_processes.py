@@ -69,11 +69,8 @@ def test_threads_that_compute_are_as_nice_as_the_setting_says(server, clients):
     data = clients[0].upload(np.ones((100_000, 2)))
     clients[0].evaluate(data, ["sin(x1)*x2"] * 8, reductions=["mean"])
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    tasks = Path(f"/proc/{server.engine().pid}/task").glob("*/stat")
-    assert {int(task.read_text().rpartition(")")[2].split()[16]) for task in tasks} == {
-        own,
-        own + 7,
-    }
+    threads = [one.id for one in server.engine().threads()]
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {own, own + 7}
 
 
 # ------------------------------------------------------------------------------------ observation

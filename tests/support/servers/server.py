@@ -98,7 +98,11 @@ class ServerProcess:
     def in_flight(self) -> Amounts:
         """Return the calls, bytes and engine time in flight, from the server's shared table."""
         for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
-            if "memfd:warpfit-quotas" in str(entry.readlink()):
+            try:
+                target = str(entry.readlink())
+            except OSError:  # closed since
+                continue
+            if "memfd:warpfit-quotas" in target:
                 processes, engines = len(self.front_ends()), len(self.engines())
                 descriptor = os.open(entry, os.O_RDWR | os.O_CLOEXEC)
                 with closing(QuotaTable(descriptor, processes, 0, engines)) as table:

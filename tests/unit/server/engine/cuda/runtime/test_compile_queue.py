@@ -67,7 +67,7 @@ def is_alive(number):
     """Tell whether there is a process, which is no zombie."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # the file is not there, or is one of a process that has ended since
         return False
 
 
