@@ -185,7 +185,7 @@ _ROWS: Final = (
         notes="x/0 is ±inf, 0/0 is NaN",
     ),
     Operator(
-        code=20, name="pow", arity=2, symbol="^", precedence=80, numpy=np.power,
+        code=20, name="pow", arity=2, symbol="^", precedence=80, numpy=special.power,
         kernel="pow(a, b)",
         derivative=(
             "select(b == 0, 0, select(a == 0, "
@@ -194,7 +194,7 @@ _ROWS: Final = (
         ),
         latex="{{{a:91}}}^{{{b}}}", cuda_fast="fast_pow(a, b)",
         cuda_fast_compiled="pow_by_masks(a, b)", sympy="a ** b",
-        notes="NaN for a < 0 unless b is an integer; right-associative; `**` is the same",
+        notes="NaN for finite a < 0 unless b is an integer; right-associative; `**` is the same",
         slope_notes="at a = 0 by a: 1 for b = 1, 0 for b = 0 and b > 1, else inf times b; "
         "by b: 0 at a = 0, NaN for a < 0",
     ),

@@ -124,7 +124,7 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     "acos": np.arccos,
     "atan": np.arctan,
     "atan2": np.arctan2,
-    "pow": np.power,
+    "pow": special.power,
     **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma", "digamma")},
     "select": np.where,
 }

@@ -1,7 +1,7 @@
-"""Functions of the kernel language that NumPy has not.
+"""Functions of the kernel language that NumPy has not, or not for all numbers.
 
-`erf`, `erfc`, `tgamma` and `lgamma` need nothing but NumPy and the standard library: their text is
-copied into the functions that `warpfit.Program.code` writes.
+`power`, `erf`, `erfc`, `tgamma` and `lgamma` need nothing but NumPy and the standard library: their
+text is copied into the functions that `warpfit.Program.code` writes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+
+def power(a: Any, b: Any) -> np.ndarray:
+    """Return a to the power of b; NumPy has sqrt(a) for one b of 0.5: NaN at -inf and -0 at -0."""
+    is_other = (np.asarray(b) == 0.5) & ((np.asarray(a) == 0.0) | (np.asarray(a) == -np.inf))
+    return np.where(is_other, np.abs(a), np.power(a, b))
 
 
 def erf(a: np.ndarray) -> np.ndarray:

@@ -506,7 +506,10 @@ end""",
 
 _PYTHON_WORDS: Final = f"{' '.join(keyword.kwlist)} np math jnp jax torch X p"
 _INVERSE: Final = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "atan2": "arctan2"}
-_COPIED: Final = ("erf", "erfc", "tgamma", "lgamma")
+_COPIED: Final = {
+    "pow": special.power,
+    **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma")},
+}
 _NUMPY: Final = Language(
     head="def {name}({arguments}):",
     tail="    return {value}",
@@ -521,7 +524,7 @@ _NUMPY: Final = Language(
     rows="np.zeros(len(X)) + {value}",
     templates={
         **{name: f"np.{name}({{a}})" for name in ("square", "sign")},
-        **{"select": "np.where({a}, {b}, {c})", "pow": "np.power({a}, {b})"},
+        "select": "np.where({a}, {b}, {c})",
         **{"max": "np.maximum({a}, {b})", "min": "np.minimum({a}, {b})"},
         **{f: f"np.{name}({{a}}{', {b}' * (f == 'atan2')})" for f, name in _INVERSE.items()},
     },
@@ -546,10 +549,11 @@ def formula_columns(X, columns):
     X = formula_numbers(X)
     return [X[:, i] for i in (columns.values() if isinstance(columns, dict) else columns)]''',
         **{
-            name: inspect.getsource(getattr(special, name))
+            name: inspect.getsource(function)
             .rstrip()
-            .replace(f"def {name}(", f"def formula_{name}(")
-            for name in _COPIED
+            .replace(f"def {function.__name__}(", f"def formula_{name}(")
+            .replace(": Any", "")
+            for name, function in _COPIED.items()
         },
     },
     words=_PYTHON_WORDS,

@@ -28,7 +28,7 @@ CODES = {
 KERNEL_NAMESPACE = {
     **{name: getattr(np, name) for name in KERNEL_FUNCTIONS & set(dir(np))},
     **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma", "digamma")},
-    **{"pow": np.power, "select": np.where},
+    **{"pow": special.power, "select": np.where},
     **{"asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "atan2": np.arctan2},
 }
 

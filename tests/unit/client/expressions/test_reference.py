@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from sklearn import metrics
 
-from support.engines.operators import matrices, programs, vectors
+from support.engines.operators import edge_values, matrices, programs, vectors
 from support.engines.references import reference_loss
 from warpfit.expressions import reference, special
 from warpfit.ir import Program
@@ -23,7 +23,10 @@ EXAMPLES = {
     "sub": [((1.5, 2.0), -0.5)],
     "mul": [((1.5, 2.0), 3.0), ((0.0, INF), NAN)],
     "div": [((3.0, 2.0), 1.5), ((1.0, 0.0), INF), ((-1.0, 0.0), -INF), ((0.0, 0.0), NAN)],
-    "pow": [((-2.0, 3.0), -8.0), ((-2.0, 0.5), NAN), ((NAN, 0.0), 1.0), ((-2.0, -1.0), -0.5)],
+    "pow": [
+        *[((-2.0, 3.0), -8.0), ((-2.0, 0.5), NAN), ((NAN, 0.0), 1.0), ((-2.0, -1.0), -0.5)],
+        *[((-INF, 0.5), INF), ((-INF, 3.0), -INF), ((-INF, -0.5), 0.0)],
+    ],
     "neg": [((2.0,), -2.0)],
     "abs": [((-2.0,), 2.0)],
     "log": [((math.e,), 1.0), ((0.0,), -INF), ((-1.0,), NAN)],
@@ -143,6 +146,28 @@ def test_parameters_act_as_constants(program, parameters):
         reference.evaluate_program(program, variables, parameters),
         reference.evaluate_program(fixed, variables),
     )
+
+
+@pytest.mark.parametrize("name", [row.name for row in OPERATORS.values() if row.arity == 2])
+def test_numbers_count_as_columns(name):
+    """NumPy has other functions for a number than for columns: the square root for x^0.5."""
+    x1, x2, edges = Program.variable(0), Program.variable(1), np.array(edge_values())
+
+    def assert_same(got, expected):
+        np.testing.assert_allclose(got, expected, rtol=1e-15)
+        is_number = ~np.isnan(expected)
+        np.testing.assert_array_equal(np.signbit(got)[is_number], np.signbit(expected)[is_number])
+
+    for number in edges:
+        column, fixed = np.full_like(edges, number), Program.constant(number)
+        for pair, columns in (((x1, fixed), [edges, column]), ((fixed, x1), [column, edges])):
+            expected = reference.evaluate_program(Program.apply(name, x1, x2), columns)
+            one = Program.apply(name, *pair)
+            assert_same(reference.evaluate_program(one, [edges]), expected)
+            rows = [reference.evaluate_program(one, [edges[i : i + 1]])[0] for i in range(4)]
+            assert_same(np.array(rows), expected[:4])
+            with np.errstate(all="ignore"):
+                assert_same(one.to_numpy()(edges[:, None]), expected)
 
 
 def test_several_programs():
