@@ -24,6 +24,7 @@ from warpfit.expressions.language import to_text
 sklearn = pytest.importorskip("sklearn", minversion="1.6")
 
 from sklearn.base import clone  # noqa: E402
+from sklearn.exceptions import NotFittedError  # noqa: E402
 from sklearn.model_selection import cross_val_score  # noqa: E402
 from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
@@ -312,6 +313,38 @@ def test_functions_that_are_written_with_operators_are_searched_too(search, tmp_
     model = search(population=100, generations=6, **settings).fit(X, y)
     np.testing.assert_allclose(model.predict(X), y, atol=1e-4)
     assert search(generations=0, **settings).fit(X, y).predict(X).shape == y.shape
+
+
+@pytest.mark.parametrize("kind", ["regressor", "classifier", "transformer"])
+def test_a_fit_that_fails_leaves_an_estimator_as_it_was(search, kind):
+    def use_too_early(estimator, generation, front):
+        estimator.predict(X)
+
+    def fail(*_):
+        raise LookupError("mine")
+
+    X, inner = points(60), search(generations=1)
+    y = noisy(X) if kind != "classifier" else X[:, 0] > X[:, 1]
+    estimator = {
+        "regressor": inner,
+        "classifier": SymbolicClassifier(inner),
+        "transformer": SymbolicTransformer(inner),
+    }[kind]
+    use = estimator.transform if kind == "transformer" else estimator.predict
+    own = "callback" if kind == "regressor" else "search__callback"
+    estimator.set_params(**{own: use_too_early})
+    for _ in range(2):
+        with pytest.raises(NotFittedError):
+            estimator.fit(X, y)
+        with pytest.raises(NotFittedError):
+            use(X)
+        assert not hasattr(estimator, "equations_")
+    estimator.set_params(**{own: None}).fit(X, y)
+    before = use(X)
+    estimator.set_params(**{own: fail})
+    with pytest.raises(LookupError, match="mine"):
+        estimator.fit(X[:, ::-1][:, :2], y)
+    np.testing.assert_array_equal(use(X), before)
 
 
 def test_searches_go_on_from_the_last_one_or_from_a_file(search, tmp_path):

@@ -553,6 +553,7 @@ def formula_columns(X, columns):
             .rstrip()
             .replace(f"def {function.__name__}(", f"def formula_{name}(")
             .replace(": Any", "")
+            .replace(" -> Any", "")
             for name, function in _COPIED.items()
         },
     },

@@ -20,7 +20,7 @@ from warpfit.expressions.language import to_text
 from warpfit.expressions.real_numbers import require_order
 from warpfit.ir import Program
 from warpfit.losses import LossFunction
-from warpfit.sklearn.estimator import Floats
+from warpfit.sklearn.estimator import Floats, unchanged_by_failure
 from warpfit.sklearn.regressor import SymbolicRegressor
 
 #: Log loss of a target of 0 and 1 by the logarithm of the odds, written so that it overflows
@@ -58,6 +58,7 @@ class SymbolicClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.search = search
         self.random_state = random_state
 
+    @unchanged_by_failure
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Find the formula.
 
@@ -156,6 +157,7 @@ class SymbolicTransformer(TransformerMixin, BaseEstimator):  # type: ignore[misc
         self.n_components = n_components
         self.random_state = random_state
 
+    @unchanged_by_failure
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Find the formulas.
 

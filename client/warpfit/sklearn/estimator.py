@@ -9,9 +9,10 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,6 +38,8 @@ from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
 from warpfit.transport.connection import TlsConfig
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Floats = NDArray[np.float64]
 
 
@@ -58,6 +61,23 @@ class TrainingData(NamedTuple):
     """Number of each row's group; None without groups."""
 
 
+def unchanged_by_failure(fit: Callable[P, T]) -> Callable[P, T]:
+    """Have a ``fit`` that fails leave its estimator as it was: fitted before, or not at all."""
+
+    @wraps(fit)
+    def fit_or_restore(*args: P.args, **kwargs: P.kwargs) -> T:
+        attributes = vars(args[0])
+        before = dict(attributes)
+        try:
+            return fit(*args, **kwargs)
+        except BaseException:
+            attributes.clear()
+            attributes.update(before)
+            raise
+
+    return fit_or_restore
+
+
 class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     """A regressor whose ``fit`` ends with one formula, its numbers included."""
 
@@ -74,6 +94,7 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
     expression_: Any
     """The same as text."""
 
+    @unchanged_by_failure
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Find the formula, on the server at ``address`` or on one that is started for it.
 
@@ -111,6 +132,10 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         self.program_ = programs[0] if len(programs) == 1 else programs
         self.expression_ = texts[0] if len(texts) == 1 else texts
         return self
+
+    def __sklearn_is_fitted__(self) -> bool:
+        """Tell scikit-learn whether there is a formula; ``fit`` sets other attributes before."""
+        return hasattr(self, "program_")
 
     @np.errstate(all="ignore")  # NaN and infinities are in the result
     def predict(self, X: ArrayLike) -> Floats:

@@ -444,6 +444,7 @@ class SymbolicRegressor(FormulaRegressor):
     @property
     def equations_(self) -> Any:
         """The equations as a table; one for each target."""
+        check_is_fitted(self)
         linear = [[each.is_linear_regression for each in front] for front in self._fronts]
         below = [
             f"equation {places.index(True)} is the linear regression of all variables"
@@ -462,12 +463,14 @@ class SymbolicRegressor(FormulaRegressor):
     @property
     def subformulas_(self) -> Any:
         """Functions and parameters of the template in the chosen formula; a dict by target."""
+        check_is_fitted(self)
         found = [self._equation(None, place).subformulas for place in range(len(self._fronts))]
         return found[0] if isinstance(self.program_, Program) else found
 
     @property
     def constants_(self) -> Any:
         """Constants of the chosen formula by group; one table for each target."""
+        check_is_fitted(self)
         tables = [self._constants(output) for output in range(len(self._fronts))]
         return tables[0] if isinstance(self.program_, Program) else tables
 
@@ -485,6 +488,7 @@ class SymbolicRegressor(FormulaRegressor):
     @property
     def front_(self) -> Any:
         """The equations with their programs; one list for each target."""
+        check_is_fitted(self)
         return self._fronts[0] if isinstance(self.program_, Program) else self._fronts
 
     def _text(self, program: Program) -> str:
