@@ -121,16 +121,8 @@ class Table:
         """Check that a formula for the target can be searched for.
 
         Raises:
-            InvalidArgumentError: if there is no variable, or a cell is not finite; the message
-                then names file, line and column.
+            InvalidArgumentError: if a cell is not finite, with file, line and column.
         """
-        if not self.names:
-            raise InvalidArgumentError(
-                f"{self.file} has no column besides {target!r}",
-                "NO_VARIABLES",
-                "Add a column from which it can be computed",
-                "target",
-            )
         named = [*zip(self.names, self.columns.T, strict=True)]
         named += [(target, self.target)] if self.target is not None else []
         named += [(str(weights), self.weights)] if self.weights is not None else []
@@ -250,6 +242,15 @@ class ColumnChoice:
         variables = list(find_all(options.columns, "columns") if options.columns else wanted)
         variables += [group] if group is not None and group not in variables else []
         variables = [index for index in variables if index not in ignored or index == group]
+        if not {*variables} - {group}:
+            what = {"the target": target, "the weights": weights, "the group": group}
+            taken = [f"{names[at]} is {role}" for role, at in what.items() if at is not None]
+            raise InvalidArgumentError(
+                f"no column of {file} is left for variables{': ' * bool(taken)}{', '.join(taken)}",
+                "NO_VARIABLES",
+                f"The columns are: {', '.join(names)}",
+                "columns",
+            )
         chosen = cls(tuple(names), variables, target, weights, group)
         if len(set(chosen.used)) < len(chosen.used):
             raise InvalidArgumentError(

@@ -155,11 +155,14 @@ def _as_array(data: Any, name: str, start: int, place: str) -> NDArray[Any]:
         return np.stack(arrays, axis=1) if arrays else np.empty(data.shape)
     elif hasattr(data, "isna") and not isinstance(getattr(data, "dtype", None), np.dtype):
         # A series, index or array of pandas with a type of pandas.
-        if data.dtype.kind not in "biuf":
+        is_decimal = str(data.dtype).startswith("decimal")  # of Arrow
+        if data.dtype.kind not in "biuf" and not is_decimal:
             raise no_numbers(name, f"its dtype is {data.dtype}")
         missing = np.asarray(data.isna())
         if missing.any():
             raise missing_value(name, start + _row(missing), place)
+        if is_decimal:
+            return np.asarray(data.to_numpy(dtype=object))
         kind = data.dtype.kind
         return np.asarray(data.to_numpy(np.dtype(f"{kind}8" if kind in "iu" else np.float64)))
     elif hasattr(data, "is_null") and hasattr(data, "null_count"):  # Arrow and Polars

@@ -98,6 +98,11 @@ def test_eval_takes_a_row_range_a_loss_and_a_profile(capsys, data, address):
         (["x1", "--weights", "y"], "weights need a target"),
         (["x1", "--ignore", "z"], "there is no column 'z'"),
         (["x1", "--columns", "x1,x1"], "a column is used twice"),
+        (["x1", "--ignore", "x1,x2,y"], "no column of "),
+        (
+            ["x1", "--ignore", "x2", "--target", "x1", "--weights", "y"],
+            "is left for variables: x1 is the target, y is the weights",
+        ),
         (["x1", "--loss", "mse"], "needs a target"),
         *(
             (["x1", "--rows", rows], "data.csv, which has 4 rows")
@@ -491,7 +496,7 @@ def test_fits_of_very_many_parameters_start_from_given_numbers(capsys, data, add
     [
         ("a,y\n1,2\n\n2,nan\n", r"table.csv, line 4, column 'y': nan is no finite number"),
         ("a,y\n1,2\n-inf,3\n", r"table.csv, line 3, column 'a': -inf is no finite number"),
-        ("y\n1\n2\n", "no column besides 'y'"),
+        ("y\n1\n2\n", "table.csv is left for variables: y is the target"),
         ("a,a,y\n1,2,3\n", "is another 'a'"),
         ("a,z\n1,2\n", "there is no column 'y'"),
     ],

@@ -15,6 +15,7 @@ from warpfit.errors import InvalidArgumentError
 from warpfit.expressions.real_numbers import real_numbers
 
 pd = pytest.importorskip("pandas")
+pa = pytest.importorskip("pyarrow")
 
 
 class Lazy:
@@ -89,6 +90,7 @@ class Sparse:
     nnz = toarray = None
 
 
+DECIMALS = pd.ArrowDtype(pa.decimal128(30, 2))
 TAKEN = {
     "CuPy": (OnDevice("get"), [1, 2]),
     "Numba's device": (OnDevice("copy_to_host"), [1, 2]),
@@ -106,6 +108,7 @@ TAKEN = {
     "arrays of one": ([np.array(1.0), np.float32(2)], [1, 2]),
     "nothing masked": (np.ma.array([1.0, 2.0]), [1, 2]),
     "nullable": (pd.Series([1, 2], dtype="Int64"), [1, 2]),
+    "decimals of Arrow in pandas": (pd.Series([1, 2], dtype=DECIMALS), [1, 2]),
     "index": (pd.Index([1, 2]), [1, 2]),
     "subnormal": ([5e-324, 1e-310], [5e-324, 1e-310]),
 }
@@ -121,6 +124,7 @@ MISSING = {
     "NaT": [1.0, pd.NaT],
     "nullable": pd.Series([1, None], dtype="Int64"),
     "nullable array": pd.array([1.0, None]),
+    "decimals of Arrow in pandas": pd.Series([1, None], dtype=DECIMALS),
     "object series": pd.Series([1.0, None], dtype=object),
 }
 NO_NUMBERS = {
