@@ -73,9 +73,9 @@ if not child:
     assert warpfit.connect(sys.argv[1]).info().engine == "cpu"
     sys.exit(7)
 assert time.monotonic() - begin < 3
+assert thread.is_alive(), "the long call was to be in flight all the time"
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert call(3) == 9.0
-assert thread.is_alive(), "the long call was to be in flight all the time"
 thread.join()
 assert ends
 """,

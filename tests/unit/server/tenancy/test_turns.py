@@ -117,9 +117,7 @@ def test_threads_that_rest_go_on_one_by_one():
     assert time.monotonic() - began > 0.1, "what the first one will take is charged already"
     for _ in range(2):
         shared.charge("greedy", 0.0, 0.03)  # they have taken less
-    began = time.monotonic()
     assert shared.rest("greedy") == 0.0
-    assert time.monotonic() - began < 0.1
 
 
 def _end():
