@@ -36,7 +36,7 @@ from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
-from warpfit.transport.call import Cancellation, Deadline, Request, calling_back, only
+from warpfit.transport.call import CallingBack, Cancellation, Deadline, Request, only
 from warpfit.transport.channel import GrpcTransport
 from warpfit.transport.connection import (
     Address,
@@ -372,7 +372,7 @@ class Client:
 
         batch = fit.problem.batch
         told = options.get("progress") or (lambda _: None)
-        with calling_back(told) as report, _naming_the_program(batch, data.names):
+        with CallingBack(told) as report, _naming_the_program(batch, data.names):
             result = self._limits.call_in_parts(fit, data.layout, send)
         data.warn_of_range(batch, result)
         found = Fit.of(result, fit, data)
@@ -508,6 +508,7 @@ class Client:
 
         Raises:
             DeadlineExceededError: if it does not within ``timeout`` seconds.
+            UnavailableError: if nobody listens at its address until then.
         """
         return self._info(self._failover.with_patience(), timeout)
 

@@ -96,10 +96,11 @@ class InProcessServer:
                 raise self._failures.pop(0)
             return request.read(self._methods[request.method](request.message))
         except WarpfitError as error:  # as a client's transport would raise it
-            if isinstance(request.message, UploadStream) and request.message.failure is not None:
-                raise request.message.failure from None
-            metadata = [(codec.ERROR_METADATA_KEY, codec.error_to_status(error))]
-            raise codec.error_from_status(error.status, error.message, metadata) from None
+            failure = request.message.failure if isinstance(request.message, UploadStream) else None
+            if failure is None:
+                metadata = [(codec.ERROR_METADATA_KEY, codec.error_to_status(error))]
+                failure = codec.error_from_status(error.status, error.message, metadata)
+        raise failure
 
     def _upload(self, messages: Iterable[Any]) -> Iterator[Any]:
         stream = iter(messages)

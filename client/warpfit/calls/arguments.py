@@ -7,7 +7,7 @@ keyword begins here; `warpfit.request` and `warpfit.fitting` say what the server
 import difflib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from inspect import Parameter, signature
@@ -41,7 +41,7 @@ from warpfit.frontends import as_population, expression_list
 from warpfit.ir import Batch, Population, Program
 from warpfit.losses import LossFunction, as_loss
 from warpfit.request import OUTPUTS, Evaluation, Loss, Precision, Tier
-from warpfit.transport.call import Deadline, Progress, calling_back, silent
+from warpfit.transport.call import CallingBack, Deadline, Progress, silent
 
 E = TypeVar("E", bound=StrEnum)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,7 +72,8 @@ class UploadOptions(TypedDict, total=False):
     where float32 loses digits that matter, or where numbers above 1e9 or below 1e-9 may have powers
     beyond its range, and float32 elsewhere."""
     progress: Progress | bool | None
-    """Callable(bytes_done, bytes_total), or True for a tqdm bar."""
+    """Callable(bytes_done, bytes_total), or True for a tqdm bar. It runs in another thread and must
+    not fork."""
     timeout: float | None
     """Seconds for the whole call, retries included; None for no limit."""
 
@@ -275,14 +276,16 @@ def deadline_of(timeout: Any) -> Deadline:
     return Deadline(seconds)
 
 
-@contextmanager
-def reporter(progress: Progress | bool | None) -> Iterator[Progress]:
-    """Yield the callable for what the caller passed; True opens a tqdm bar for the block."""
+def reporter(progress: Progress | bool | None) -> AbstractContextManager[Progress]:
+    """Return a block with the callable for what the caller passed; True opens a tqdm bar for it."""
     if callable(progress) or not progress:
-        with calling_back(progress if callable(progress) else silent) as report:
-            yield report
-        return
+        return CallingBack(progress if callable(progress) else silent)
     require("tqdm", "tqdm", "progress")
+    return _bar()
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
     from tqdm.auto import tqdm
 
     with tqdm(desc="upload", unit="B", unit_scale=True, unit_divisor=1024) as bar:

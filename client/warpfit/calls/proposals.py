@@ -42,7 +42,7 @@ from warpfit.ir import Program
 from warpfit.losses import Loss, LossFunction
 from warpfit.ops import PARAMETER, VARIABLE
 from warpfit.request import Precision, Tier
-from warpfit.transport.call import Progress, calling_back, silent
+from warpfit.transport.call import CallingBack, Progress, silent
 
 if TYPE_CHECKING:
     from warpfit.calls.results import Answer, Fit
@@ -320,7 +320,7 @@ class ProposeTask:
             ready.append((answer, program))
         if ready and not self._look_at_data(ready):
             ready = []
-        with calling_back(self._options.get("progress") or silent) as report:
+        with CallingBack(self._options.get("progress") or silent) as report:
             self._fit_all(answers, ready, report)
         return Proposals(answers, self._loss.is_score)
 

@@ -50,7 +50,7 @@ from warpfit.sklearn.groups import GroupedClient, GroupTable, check_sizes, encod
 from warpfit.sklearn.search import INTERRUPTIONS, Terminated
 from warpfit.sklearn.target_search import Progress, TargetSearch, load
 from warpfit.sklearn.templates import GroupedForm, Template, TemplateForm
-from warpfit.transport.call import calling_back
+from warpfit.transport.call import CallingBack
 from warpfit.transport.connection import TlsConfig
 
 #: Operators of the default: those of physics and engineering that have no steps.
@@ -685,7 +685,7 @@ class SymbolicRegressor(FormulaRegressor):
             front = task.nothing()
         else:
             file = self._checkpoint_file(output)
-            own = nullcontext() if self.callback is None else calling_back(self.callback)
+            own = nullcontext() if self.callback is None else CallingBack(self.callback)
             with own as callback:
                 progress = Progress(file, begun, self.verbose, callback)
                 front = task.run(progress)

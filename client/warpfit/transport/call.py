@@ -10,20 +10,28 @@ calls says so at once instead of hanging.
 
 from __future__ import annotations
 
+import _thread
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, ParamSpec, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from warpfit import codec
 from warpfit.dataset import ClientDataset
 from warpfit.errors import CancelledError, InvalidArgumentError
 
+#: Signals whose handlers often raise; of those that this system has.
+_HELD: Final = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
 P = ParamSpec("P")
 T = TypeVar("T")
 #: Called with the bytes done and the bytes in total, from 0 again when an upload is repeated.
@@ -34,6 +42,101 @@ def silent(done: int, total: int) -> None:
     """Report nothing."""
 
 
+# ------------------------------------------------------------------------- signals and callbacks
+
+
+class HeldSignals:
+    """Holds back what handlers of signals raise while the main thread is in gRPC's code.
+
+    gRPC's conditions are objects of Python, which an exception that comes out of nowhere leaves
+    locked: each later call would wait for ever. So a handler runs at once, as always; what it
+    raises cancels the call and is raised at the end of the block.
+    """
+
+    _innermost: ClassVar[HeldSignals | None] = None
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._outer: HeldSignals | None = None
+        self._rpc: Any = None
+        self._error: BaseException | None = None
+        self._may_raise = True
+
+    def __enter__(self) -> Self:
+        if threading.get_ident() != threading.main_thread().ident:
+            return self  # exceptions of signals come to the main thread alone
+        try:
+            for number in _HELD:
+                if callable(handler := signal.getsignal(number)):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._handle)
+        except BaseException:
+            self._restore()
+            raise
+        self._outer, HeldSignals._innermost = HeldSignals._innermost, self
+        self._may_raise = False  # last, so that nothing is held of a block that does not begin
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._may_raise = True
+        if HeldSignals._innermost is self:
+            HeldSignals._innermost = self._outer
+        try:
+            self._restore()
+        except BaseException:
+            self._restore()
+            raise
+        if self._error is not None:
+            raise self._error from None
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a handler may raise, which only `cover` passes on to the call."""
+        return bool(self._handlers)
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether the block ends with what a handler has raised."""
+        return self._error is not None
+
+    def cover(self, rpc: Any) -> None:
+        """Cancel gRPC's call if a handler raises before the end of the block, or has done so."""
+        self._rpc = rpc
+        if self._error is not None:
+            rpc.cancel()
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._may_raise:
+            self._handlers[number](number, frame)
+            return
+        try:
+            self._handlers[number](number, frame)
+        except BaseException as error:
+            self._error = error
+            if self._rpc is not None:  # by another thread, because this one may have gRPC's locks
+                _thread.start_new_thread(self._rpc.cancel, ())
+
+    @classmethod
+    @contextmanager
+    def released(cls) -> Iterator[None]:
+        """Let handlers raise at once in a block, which is not gRPC's code."""
+        is_main = threading.get_ident() == threading.main_thread().ident
+        held = cls._innermost if is_main else None
+        if held is None:
+            yield
+            return
+        held._may_raise = True
+        try:
+            yield
+        finally:
+            held._may_raise = False
+
+
 class _CallbackError(Exception):
     """What a function of the caller has raised, on its way through the calls of a block."""
 
@@ -42,27 +145,31 @@ class _CallbackError(Exception):
         self.error = error
 
 
-@contextmanager
-def calling_back(function: Callable[P, T]) -> Iterator[Callable[P, T]]:
-    """Yield a function of the caller; what it raises leaves the block as it is.
+class CallingBack(Generic[P, T]):
+    """A block whose calls call a function of the caller; what it raises leaves the block as it is.
 
     The calls of the block would otherwise take an error of another client, or of gRPC, for their
     own, and repeat what succeeds, or end as if their server were gone.
     """
 
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def __init__(self, function: Callable[P, T]) -> None:
+        self._function = function
+
+    def __enter__(self) -> Callable[P, T]:
+        return self._call
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, _CallbackError):
+            cause = error.error
+            error.__context__ = None  # or Python would make the caller's error its own context
+            raise cause
+
+    def _call(self, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return function(*args, **kwargs)
+            with HeldSignals.released():
+                return self._function(*args, **kwargs)
         except Exception as error:
             raise _CallbackError(error) from None
-
-    try:
-        yield call
-    except _CallbackError as raised:
-        error = raised.error
-    else:
-        return
-    raise error  # outside of the handler, so that it has no other context than its own
 
 
 class Deadline:
@@ -188,7 +295,7 @@ class UploadStream:
     """
 
     def __init__(self, dataset: ClientDataset, chunk_bytes: int, report: Progress) -> None:
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._messages = self._stream(dataset, chunk_bytes, report)
 
     def __iter__(self) -> Self:
@@ -206,7 +313,9 @@ class UploadStream:
             for sent, message in enumerate(codec.upload_messages(dataset, chunk_bytes)):
                 yield message
                 report(min(sent * chunk_bytes, total), total)
-        except Exception as error:  # whatever the user's callback raises
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # whatever the user's callback raises
             self.failure = error
 
 
@@ -225,7 +334,9 @@ class _Calls:
     """The threads that are inside of gRPC; each enters this context for the time of a call."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        """Taken by itself: what a signal raises may leave a condition locked, which is Python's."""
+        self._changed = threading.Condition(self._lock)
         self._inside: dict[int, int] = {}
         """Calls in each other by thread: a callback of a call may make another one."""
         self._forks = 0
@@ -238,7 +349,7 @@ class _Calls:
     def __enter__(self) -> Self:
         """Begin a call; raise InvalidArgumentError in a child that cannot make any."""
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             while self._forks and thread not in self._inside:
                 self._changed.wait()
             if self._failure:
@@ -254,7 +365,7 @@ class _Calls:
 
     def __exit__(self, *_: object) -> None:
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             self._inside[thread] -= 1
             if not self._inside[thread]:
                 del self._inside[thread]
@@ -294,7 +405,8 @@ class _Calls:
 
     def after_fork_in_child(self) -> None:
         others, own = self._others(), threading.get_ident()
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._inside = {thread: n for thread, n in self._inside.items() if thread == own}
         self._forks = 0
         if others:

@@ -30,6 +30,7 @@ from warpfit.transport.call import (
     PATIENCE_SECONDS,
     QUIET_BEFORE_FORK,
     RENEWED_IN_CHILD,
+    HeldSignals,
     Request,
     UploadStream,
     only,
@@ -98,10 +99,10 @@ class GrpcTransport:
             raise InvalidArgumentError(
                 "the client is closed", "CLIENT_CLOSED", "Keep it open as long as it is used"
             )
-        with CALLS:
+        with HeldSignals() as held, CALLS:
             channel = self._open.get(request.server) or self._to(request.server)
             try:
-                return channel.call(request, self._metadata)
+                return channel.call(request, self._metadata, held)
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 if request.cancellation is not None:
                     request.cancellation.check()  # so that the server is not blamed
@@ -109,7 +110,7 @@ class GrpcTransport:
             # Outside of the block, so that a traceback shows nothing of gRPC.
             raise failure
 
-    def _error_of(self, request: Request, error: Any) -> Exception:
+    def _error_of(self, request: Request, error: Any) -> BaseException:
         """Return the exception of a failed call; a progress callback's comes before gRPC's."""
         if isinstance(request.message, UploadStream) and request.message.failure is not None:
             return request.message.failure
@@ -192,20 +193,21 @@ class _Channel:
                 given = channel.stream_stream(way[0]), metadata, *_OPEN[method.name]
                 self._open[method.name] = OpenCalls(*given)
 
-    def call(self, request: Request, metadata: Metadata) -> Any:
+    def call(self, request: Request, metadata: Metadata, held: HeldSignals) -> Any:
         """Send a request; raise what gRPC raises."""
         seconds, message = request.seconds, request.message
         traced = trace_context()
         open_calls = None if traced or seconds is not None else self._open.get(request.method)
         if open_calls is not None and open_calls.arrives_in_time(len(message)):
-            return open_calls.call(request)
+            return open_calls.call(request, held)
         options = {"timeout": seconds, "metadata": (*metadata, *traced)}
         single, streamed = self._single[request.method], self._streamed.get(request.method)
-        if request.is_single and request.cancellation is None and request.method != _UPLOAD:
-            # gRPC cancels such a call by itself when it is interrupted.
+        may_be_ended = held.is_holding or request.cancellation is not None
+        if request.is_single and not may_be_ended and request.method != _UPLOAD:
             return request.read((only((single(message, **options),)),))
         # This thread reads a stream itself, while a future has to wait for one of gRPC's.
         rpc = (streamed or single.future)(message, **options)
+        held.cover(rpc)
         try:
             with nullcontext() if (token := request.cancellation) is None else token.covering(rpc):
                 return request.read(rpc if streamed else (only((rpc.result(),)),))
@@ -297,7 +299,7 @@ class OpenCalls:
             self._longest = _OPEN_BYTES
         return size <= self._longest
 
-    def call(self, request: Request) -> Any:
+    def call(self, request: Request, held: HeldSignals) -> Any:
         """Send a request and return what it reads of the answer.
 
         Raises:
@@ -305,7 +307,7 @@ class OpenCalls:
             UnavailableError: if the channel was closed meanwhile: by the client's end, or a fork.
         """
         call, begun = self._take(), time.monotonic()
-        answer = None if call is None else self._ask(call, request)
+        answer = None if call is None else self._ask(call, request, held)
         if answer is not None:
             return answer
         now = time.monotonic()
@@ -315,7 +317,7 @@ class OpenCalls:
             call = _OpenCall(*self._given)
         except ValueError as error:  # gRPC's word for a channel that was closed a moment ago
             raise codec.error_from_status("CANCELLED", "", None) from error
-        return self._ask(call, request, is_new=True)
+        return self._ask(call, request, held, is_new=True)
 
     def close(self) -> None:
         """End the calls that are idle, and those that become it."""
@@ -332,9 +334,12 @@ class OpenCalls:
             call.rpc.cancel()
         return idle
 
-    def _ask(self, call: _OpenCall, request: Request, *, is_new: bool = False) -> Any:
+    def _ask(
+        self, call: _OpenCall, request: Request, held: HeldSignals, *, is_new: bool = False
+    ) -> Any:
         """Send a request in a call; return None if the server has ended that without reading it."""
         token, first = request.cancellation, None
+        held.cover(call.rpc)
         try:
             with nullcontext() if token is None else token.covering(call.rpc):
                 call.send(request.message)
@@ -345,7 +350,7 @@ class OpenCalls:
                 answer = request.read(rest if first is None else chain((first,), rest))
         except BaseException as error:
             call.rpc.cancel()
-            is_cancelled = token is not None and token.is_cancelled()
+            is_cancelled = held.has_raised or (token is not None and token.is_cancelled())
             if is_new or first is not None or is_cancelled or not isinstance(error, grpc.RpcError):
                 raise
             if call.rpc.code() not in _ENDED:
@@ -396,7 +401,7 @@ def health(
     """
     security = security or Security()
     check_address(address)
-    name = service.encode()[:127]
+    name = service.encode()[:127].decode(errors="ignore").encode()
     request = b"\n" + bytes([len(name)]) + name if name else b""  # HealthCheckRequest.service
     with CALLS, security.channel(address, []) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)

@@ -294,6 +294,8 @@ _UPLOAD_PAUSE: Final = 1.0
 #: Least seconds before the deadline in which another attempt begins: one that the deadline cuts off
 #: would hide what is known of the failure.
 _ATTEMPT_SECONDS: Final = 0.01
+#: Seconds before the deadline at which there is an attempt if there is none later.
+_LAST_SECONDS: Final = 0.1
 #: Seconds for which a first request waits where nobody listens, unless the caller says otherwise.
 _FIRST_CONTACT_SECONDS: Final = 1.5
 #: Errors that another server may not have.
@@ -337,6 +339,8 @@ class Retries:
             raise error
         pause = max(asked, min(time_left, self.policy.pause(self.failures, _RANDOM.random())))
         remaining = self.deadline.remaining()
+        if remaining is not None:  # attempts follow one another faster and faster before the end
+            pause = max(asked, min(pause, max(remaining - _LAST_SECONDS, 0.5 * remaining)))
         if remaining is not None and pause + _ATTEMPT_SECONDS >= remaining:
             if error.reason in NOBODY_THERE:
                 raise error
@@ -447,14 +451,10 @@ class Failover:
                 if uploads:
                     pause = min(_UPLOAD_PAUSE, 0.01 * 2.0 ** min(uploads, 16)) * _RANDOM.random()
                     left = request.deadline.remaining()
-                    if left is not None and pause >= left:
-                        raise errors.DeadlineExceededError(
-                            f"no answer within {request.deadline.timeout:g} s",
-                            "DEADLINE_EXCEEDED",
-                            "Raise timeout=, or start the server with a higher "
-                            "--max-resident-bytes",
-                        )
-                    self.sleep(pause)
+                    if left is not None and left < _ATTEMPT_SECONDS:
+                        what = f"no answer within {request.deadline.timeout:g} s"
+                        raise errors.DeadlineExceededError(what, "DEADLINE_EXCEEDED")
+                    self.sleep(pause if left is None else min(pause, 0.5 * left))
                 uploads += 1
                 answer = self.upload(server, request)
                 retries.restart()
@@ -464,7 +464,10 @@ class Failover:
             if not uploads:
                 raise
             message = f"{late.message}; the data set had to be uploaded {uploads} times"
-            raise replace(late, message=message) from None
+            remedy = late.remedy
+            if uploads > 1:  # others take its memory
+                remedy = "Raise timeout=, or start the server with a higher --max-resident-bytes"
+            raise replace(late, message=message, remedy=remedy) from None
 
     def call_one(self, server: Server, request: Request) -> Any:
         """Send a request to one server once, and return what is read of the answer."""

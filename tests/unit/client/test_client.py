@@ -122,6 +122,8 @@ def test_progress_reports_every_chunk(server):
     "error",
     [
         LookupError("no bar"),
+        StopIteration("no bar is left"),
+        SystemExit(3),
         grpc.RpcError("another service's"),
         warpfit.UnavailableError("another server is away", "CONNECTION_REFUSED"),
         warpfit.ResourceExhaustedError("another server is busy", "BUSY", retry_after=0.01),

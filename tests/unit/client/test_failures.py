@@ -1,6 +1,7 @@
 """Failures of calls: mistakes of callers, errors of servers, and what is tried again."""
 
 import math
+import random
 import re
 import signal
 import threading
@@ -104,6 +105,43 @@ def test_an_interrupt_cancels_the_call_on_the_server(server):
             client.evaluate(data, "x1")
         timer.join()
         assert servicer.cancelled.wait(10)
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0], ids=["open call", "call of its own"])
+def test_interrupts_at_any_moment_leave_a_client_that_works(server, timeout):
+    """An interrupt once left a condition of gRPC locked, in one of 15 trials."""
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_):
+        raise Interrupt
+
+    moments, main, number = random.Random(5), threading.main_thread().ident, signal.SIGUSR1
+    before = signal.signal(number, interrupt)
+    with serve(server) as (address, _), warpfit.connect(address) as client:
+        data, interrupted = client.upload(X), 0
+        for _ in range(80):
+            delay = 0.002 + 0.015 * moments.random()
+            timer = threading.Timer(delay, signal.pthread_kill, (main, number))
+            try:
+                timer.start()
+                while timer.is_alive():
+                    client.evaluate(data, "x1", timeout=timeout)
+                timer.join()
+            except Interrupt:
+                interrupted += 1
+        assert signal.getsignal(number) is interrupt
+        assert interrupted > 70, "Python ignores what is raised in a __del__"
+        signal.signal(number, before)
+        values = []
+        later = threading.Thread(
+            target=lambda: values.append(client.evaluate(data, "x1")), daemon=True
+        )
+        later.start()
+        later.join(20)
+        assert values, "the call hangs"
+        np.testing.assert_array_equal(client.evaluate(data, "x1"), values[0])
 
 
 # ------------------------------------------------------------------------------ what is tried again
