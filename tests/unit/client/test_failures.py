@@ -19,7 +19,7 @@ from support.servers.loopback import serve
 from warpfit import Batch, LossFunction, Population, Program, WarpfitError, testing
 from warpfit.transport.call import Deadline
 from warpfit.transport.connection import RetryPolicy, TransportConfig
-from warpfit.transport.failover import NOBODY_THERE
+from warpfit.transport.failover import NOBODY_THERE, Retries
 
 
 @pytest.mark.parametrize(
@@ -340,6 +340,20 @@ def test_wait_ready_outlasts_the_retry_policy(connect, server):
         server.fail(calls=100_000)
         with pytest.raises(warpfit.DeadlineExceededError):
             client.wait_ready(0.05)
+
+
+@pytest.mark.parametrize("timeout", [0.5, 5.0, 15.0])
+def test_attempts_go_on_until_the_deadline(timeout):
+    """A pause of up to a second was once taken for a reason to give up a second before."""
+    policy = RetryPolicy(initial_backoff=30.0, maximum_backoff=30.0, jitter=0.0)
+    away = warpfit.UnavailableError("nobody", "CONNECTION_REFUSED")
+    pause = Retries(policy, Deadline(timeout)).pause_after(away, 20.0)
+    assert timeout - 0.3 < pause <= timeout - 0.1
+    busy = warpfit.ResourceExhaustedError("busy", "BUSY", retry_after=timeout)
+    with pytest.raises(warpfit.DeadlineExceededError, match="busy"):
+        Retries(policy, Deadline(timeout)).pause_after(busy, 20.0)
+    with pytest.raises(warpfit.UnavailableError, match="nobody"):
+        Retries(policy, Deadline(0.01)).pause_after(away, 20.0)
 
 
 @given(
