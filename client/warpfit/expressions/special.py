@@ -14,7 +14,7 @@ import numpy as np
 
 
 def power(a: Any, b: Any) -> Any:
-    """Return a to the power of b; NumPy has sqrt(a) for one b of 0.5: NaN at -inf and -0 at -0."""
+    """Return a to the power of b, also where NumPy has sqrt(a) for b = 0.5: at -inf and -0."""
     is_other = (np.asarray(b) == 0.5) & ((np.asarray(a) == 0.0) | (np.asarray(a) == -np.inf))
     return np.where(is_other, np.abs(a), np.power(a, b))
 

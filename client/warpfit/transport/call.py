@@ -138,7 +138,7 @@ class HeldSignals:
 
 
 class _CallbackError(Exception):
-    """What a function of the caller has raised, on its way through the calls of a block."""
+    """Carries an exception of the caller's function past the error handling of calls."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -335,7 +335,8 @@ class _Calls:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Taken by itself: what a signal raises may leave a condition locked, which is Python's."""
+        """Taken directly: the handler of a signal may raise while Python enters a Condition, which
+        would stay locked."""
         self._changed = threading.Condition(self._lock)
         self._inside: dict[int, int] = {}
         """Calls in each other by thread: a callback of a call may make another one."""

@@ -294,7 +294,7 @@ _UPLOAD_PAUSE: Final = 1.0
 #: Least seconds before the deadline in which another attempt begins: one that the deadline cuts off
 #: would hide what is known of the failure.
 _ATTEMPT_SECONDS: Final = 0.01
-#: Seconds before the deadline at which there is an attempt if there is none later.
+#: A pause that would last beyond the deadline ends so many seconds before it, for an attempt.
 _LAST_SECONDS: Final = 0.1
 #: Seconds for which a first request waits where nobody listens, unless the caller says otherwise.
 _FIRST_CONTACT_SECONDS: Final = 1.5
@@ -463,7 +463,8 @@ class Failover:
         except errors.DeadlineExceededError as late:
             if not uploads:
                 raise
-            message = f"{late.message}; the data set had to be uploaded {uploads} times"
+            message = f"{late.message}; the data set had to be uploaded {uploads} time"
+            message += "s" * (uploads > 1)
             remedy = late.remedy
             if uploads > 1:  # others take its memory
                 remedy = "Raise timeout=, or start the server with a higher --max-resident-bytes"
