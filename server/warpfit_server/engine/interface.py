@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Precision, Timings
+from warpfit.searching import SearchProgress, SearchRequest
 from warpfit.server_info import Device
 from warpfit_server.ipc.segments import Segment
 
@@ -368,6 +369,30 @@ class Engine(Protocol):
 
         Raises:
             As `evaluate`.
+        """
+
+    def search(
+        self,
+        request: SearchRequest,
+        *,
+        cancelled: NDArray[np.uint8],
+        report: Callable[[SearchProgress], None],
+    ) -> Steps[SearchProgress]:
+        """Search for formulas until a limit of the request is reached; see `engine.search`.
+
+        Args:
+            request: a checked request on a loaded data set.
+            cancelled: as in `Outputs`; the search then ends with the reason `CANCELLED`.
+            report: called with the progress about once a second.
+
+        Returns:
+            The last progress, with the reason of the end.
+
+        Raises:
+            DatasetNotFoundError: if the data set is not loaded.
+            InvalidArgumentError: if nothing fulfils the rules.
+            ResourceExhaustedError: if memory is short.
+            EngineBrokenError: if this process can compute no more.
         """
 
     def counters(self) -> Mapping[str, float]:
