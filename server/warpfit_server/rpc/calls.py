@@ -16,7 +16,8 @@ call of its own.
 
 The work of a request waits for its tenant's turn, and a turn ends when the request is decoded. The
 processor time of the turn and of the answer, beyond a moment, is charged to the tenant, which rests
-if it has used too much.
+if it has used too much. A thread serves many calls, so its processor time is read when each request
+begins, also one that is refused.
 
 Whatever a client keeps a thread waiting for has a time limit: a message that it sends, a message
 that it takes, and the next request of a call. gRPC itself waits for ever, so another thread cancels
@@ -308,6 +309,10 @@ class Call:
                 self._charge()
             self._handlers.turns.release(self.record.tenant)
 
+    def _begin_charges(self) -> None:
+        """Charge for nothing that this thread has computed until now."""
+        self._charged_until, self._free = time.thread_time(), _FREE_SECONDS
+
     def _charge(self) -> None:
         """Charge the tenant for what this thread has computed since the last time."""
         now = time.thread_time()
@@ -415,6 +420,7 @@ class Call:
     def _answer(self, message: bytes | None) -> Generator[bytes, None, bytes | None]:
         """Yield the messages of an answer; return the last one unless that is long."""
         last = None
+        self._begin_charges()
         try:
             if message is None:
                 message = self._next()
@@ -476,7 +482,7 @@ class Call:
         self._places.append(1)
         if self._is_over:
             self._leave_place()
-        self._charged_until, self._free = time.thread_time(), _FREE_SECONDS
+        self._begin_charges()
         self._expected = self._handlers.turns.acquire(self.record.tenant, self.check_wanted)
         self._has_turn = True
         return chain((message,), iter(self._next, None)) if uploads else message

@@ -4,7 +4,9 @@ What a front end does for a call is mostly Python code, which one thread of a pr
 time. A tenant with fifty calls at once would get fifty turns for each turn of another tenant. So
 only a few calls of each tenant are decoded at a time; its others wait in order of arrival, at no
 cost. And a tenant whose calls take long, because they name many variables or ask for long answers,
-rests until it has used no more than its share of a core, while other tenants call.
+rests until it has used no more than its share of a core, while other tenants call. It rests for a
+second at most, and what it has used beyond that is forgiven: whatever it has done, its next call is
+not kept out.
 """
 
 import threading
@@ -18,6 +20,8 @@ _MOST: Final = 2
 #: Seconds of a core that a tenant may use each second for calls that take long, and the seconds
 #: that it may be ahead of that.
 _SHARE, _AHEAD = 1 / 3, 0.02
+#: Most seconds for which a tenant rests after a charge, however much it has used.
+_LONGEST_REST: Final = 1.0
 #: Tenants that are remembered as having been charged, before those that have rested are forgotten.
 _MOST_CHARGED: Final = 1_000
 #: Seconds after which another tenant that has called does not count as calling.
@@ -79,9 +83,8 @@ class TenantTurns:
     def charge(self, tenant: str, seconds: float, expected: float = 0.0) -> None:
         """Count time that a thread has computed for a tenant, of which some was ``expected``."""
         with self._lock:
-            until = max(time.monotonic(), self._used_until.get(tenant, 0.0))
-            self._used_until[tenant] = until + (seconds - expected) / _SHARE
-            self._charged[tenant] = seconds
+            self._charged[tenant] = min(seconds, _LONGEST_REST * _SHARE)
+            self._use(tenant, seconds - expected)
             if len(self._used_until) > _MOST_CHARGED:  # anybody with a certificate may be a tenant
                 now = time.monotonic()
                 self._used_until = {who: at for who, at in self._used_until.items() if at > now}
@@ -103,11 +106,17 @@ class TenantTurns:
                     return 0.0
                 if until <= now + _AHEAD:
                     expected = self._charged.get(tenant, 0.0)
-                    self._used_until[tenant] = until + expected / _SHARE
+                    self._use(tenant, expected)
                     return expected
             time.sleep(min(until - now - _AHEAD, _CHECK_SECONDS))
             check_wanted()
         return 0.0
+
+    def _use(self, tenant: str, seconds: float) -> None:
+        """Count time as used, or as not used after all if it is negative; under the lock."""
+        now = time.monotonic()
+        until = max(now, self._used_until.get(tenant, now)) + seconds / _SHARE
+        self._used_until[tenant] = min(until, now + _LONGEST_REST)
 
     def release(self, tenant: str) -> None:
         """Let the tenant's next thread in."""

@@ -256,6 +256,52 @@ class TestTurns:
         else:
             assert until < began
 
+    @pytest.mark.parametrize("name", KINDS)
+    def test_a_refused_call_is_not_charged_for_the_calls_before_it(self, start, name, monkeypatch):
+        """A thread that has computed for a long time serves it."""
+        clock = SimpleNamespace(**{**vars(time), "thread_time": lambda: 1000.0})
+        monkeypatch.setattr(calls, "time", clock)
+        front_end = start(echo_of(name), name=name, max_requests=1)
+        quotas, turns = front_end.quotas, front_end.calls.turns
+        quotas.acquire("default", Amounts(calls=1), Amounts(9, 0, 0), Amounts(9, 0, 0))
+        refused = front_end.call(b"x")
+        assert outcome(refused)[0] == "RESOURCE_EXHAUSTED"
+        assert detail_of(refused).reason == "TOO_MANY_REQUESTS"
+        eventually(lambda: front_end.ended())
+        assert not turns._used_until
+        quotas.release("default", Amounts(calls=1))
+        assert outcome(front_end.call(b"x"))[0] == "OK"
+        assert not turns._used_until
+
+    def test_threads_that_are_refused_again_and_again_are_charged_for_their_own_time(
+        self, start, monkeypatch
+    ):
+        """The charges of all requests are no more than the process has computed meanwhile."""
+
+        def behaviour(message, context):
+            time.sleep(0.02)
+            return b""
+            yield
+
+        monkeypatch.setattr(calls, "_FREE_SECONDS", 0.0)
+        front_end, charged = start(behaviour, max_requests=16), []
+        turns = front_end.calls.turns
+        monkeypatch.setattr(turns, "charge", lambda tenant, seconds, _: charged.append(seconds))
+        codes = []
+
+        def send():
+            codes.extend(outcome(front_end.call(b"long"))[0] for _ in range(15))
+
+        began = time.process_time()
+        threads = [threading.Thread(target=send) for _ in range(28)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        eventually(lambda: sum(front_end.ended().values()) == len(codes))
+        assert codes.count("RESOURCE_EXHAUSTED") > 50
+        assert sum(charged) <= time.process_time() - began
+
 
 class TestMessages:
     @pytest.mark.parametrize(

@@ -120,6 +120,17 @@ def test_threads_that_rest_go_on_one_by_one():
     assert shared.rest("greedy") == 0.0
 
 
+def test_what_a_tenant_has_used_is_forgiven_in_time():
+    shared = TenantTurns()
+    for _ in range(3):
+        shared.charge("greedy", 1000.0)
+    shared.acquire("modest")
+    assert shared._used_until["greedy"] <= time.monotonic() + turns._LONGEST_REST
+    expected = shared.rest("greedy")
+    assert expected / turns._SHARE <= turns._LONGEST_REST, "the next thread rests no longer"
+    assert shared._used_until["greedy"] <= time.monotonic() + turns._LONGEST_REST
+
+
 def _end():
     raise CancelledError("the call has ended", "CANCELLED")
 
