@@ -274,12 +274,13 @@ class Client:
         )
 
         def send(part: Evaluation) -> Result:
+            is_single = codec.is_short(part, data.layout)
             found: Result = self._failover.call_with_failover(
                 Request(
                     "Evaluate",
-                    codec.evaluation_to_bytes(part),
+                    codec.evaluation_to_bytes(part, pieces=not is_single),
                     read=lambda messages: codec.read_result(part, data.layout, messages),
-                    is_single=codec.is_one_message(part, data.layout),
+                    is_single=is_single,
                     dataset=data.dataset,
                     deadline=deadline,
                 )

@@ -671,8 +671,8 @@ _BATCH_ARRAYS: Final = (
 )
 
 
-def evaluation_to_bytes(evaluation: Evaluation) -> bytes:
-    """Serialize an evaluation.
+def evaluation_to_bytes(evaluation: Evaluation, *, pieces: bool = False) -> bytes:
+    """Serialize an evaluation, whose answer may come in ``pieces``; else it is one message.
 
     The batch is framed by hand and appended, because protobuf would copy it three times more.
     """
@@ -683,6 +683,7 @@ def evaluation_to_bytes(evaluation: Evaluation) -> bytes:
         values=evaluation.values,
         loss=_LOSSES.codes[evaluation.loss],
         tier=TIERS.codes[evaluation.tier],
+        pieces=pieces,
         **outputs,  # type: ignore[arg-type]
     )
     custom = evaluation.custom_loss
@@ -693,17 +694,17 @@ def evaluation_to_bytes(evaluation: Evaluation) -> bytes:
     if evaluation.rows is not None:
         message.rows.start, message.rows.stop = evaluation.rows
     batch = evaluation.batch
-    pieces: list[Any] = [_VECTORS_TAG + varint(batch.vectors)]
-    size = len(pieces[0])
+    framed: list[Any] = [_VECTORS_TAG + varint(batch.vectors)]
+    size = len(framed[0])
     for name, tag, dtype in _BATCH_ARRAYS:
         array = np.ascontiguousarray(getattr(batch, name), dtype=dtype)
         if name == "values" and len(batch.codes) == len(array) >= _LONG:
             array = array[np.flatnonzero(batch.codes < FIRST_OPERATOR)]
         if array.nbytes:
             head = tag + varint(array.nbytes)
-            pieces += (head, array)
+            framed += (head, array)
             size += len(head) + array.nbytes
-    return b"".join((message.SerializeToString(), _PROGRAMS_TAG, varint(size), *pieces))
+    return b"".join((message.SerializeToString(), _PROGRAMS_TAG, varint(size), *framed))
 
 
 def evaluation_to_message(evaluation: Evaluation) -> pb.EvaluateRequest:
@@ -777,7 +778,9 @@ EXTRAS: Final[Mapping[str, str]] = {
     "correlations": "correlation",
 }
 
-#: Other arrays come whole in the last message if each has no more bytes, says the contract.
+#: Most bytes of the arrays of an answer of one message, says the contract.
+MOST_WHOLE_BYTES: Final = 4_000_000
+#: Of an answer in pieces, other arrays come whole in the last message if each has no more bytes.
 _WHOLE_BYTES: Final = 64 << 10
 #: Fields in the data set's dtype, which come in pieces however short they are.
 _IN_PIECES: Final = ("values", "jacobian")
@@ -795,10 +798,10 @@ def is_whole(name: str, nbytes: int) -> bool:
     return nbytes <= _WHOLE_BYTES and name not in _IN_PIECES
 
 
-def is_one_message(evaluation: Evaluation, layout: Layout) -> bool:
-    """Return whether the contract promises an answer of one message."""
+def is_short(evaluation: Evaluation, layout: Layout) -> bool:
+    """Return whether the answer is better in one message than in pieces, as none of it is long."""
     shapes = _shapes(evaluation, layout)
-    return all(is_whole(name, 8 * math.prod(shape)) for name, shape in shapes.items())
+    return sum(8 * math.prod(shape) for shape in shapes.values()) <= _WHOLE_BYTES
 
 
 @lru_cache(1 << 10)  # the batches of a search have the same shape

@@ -1,7 +1,7 @@
 """Size limits of requests, checked before anything is allocated for them.
 
 Every check raises ResourceExhaustedError, which names the limit and the flag that
-increases it, if there is one.
+increases it, if there is one; of an answer that its caller cannot read, InvalidArgumentError.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,9 @@ from typing import Final
 
 import numpy as np
 
+from warpfit.codec import MOST_WHOLE_BYTES
 from warpfit.dataset import Layout
-from warpfit.errors import ResourceExhaustedError
+from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
 from warpfit.fitting import FitRequest, Method, Missing
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
@@ -124,13 +125,17 @@ def check_names(names: Sequence[str], limits: Limits) -> None:
     check_limit(limits, "name_bytes", len("".join(names).encode()))
 
 
-def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:
+def check_result(
+    evaluation: Evaluation, layout: Layout, limits: Limits, *, pieces: bool = True
+) -> int:
     """Refuse an answer that is too large.
 
     Args:
         evaluation: whose rows have been checked.
         layout: of its data set.
         limits: of the tenant.
+        pieces: whether the caller reads an answer of several messages. Whether a call is a unary
+            one, which hangs after the first message, nothing else tells a server.
 
     Returns:
         Bytes of the answer.
@@ -151,6 +156,15 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:
     small = cells * (1 + 5 * evaluation.reductions + variables) + evaluation.gradient * parameters
     needed = 8 * small + numbers * rows * layout.dtype.itemsize
     check_limit(limits, "result_bytes", needed)
+    if needed > MOST_WHOLE_BYTES and not pieces:
+        raise InvalidArgumentError(
+            f"the answer has {needed} bytes, and one message takes {MOST_WHOLE_BYTES}",
+            "ANSWER_TOO_LONG",
+            "Set `pieces` and read the answer as a stream, or ask for less in a call",
+            "pieces",
+            needed=needed,
+            available=MOST_WHOLE_BYTES,
+        )
     return needed
 
 

@@ -12,8 +12,10 @@ import pytest
 import warpfit
 from support.load.faults import FATAL
 from support.servers import health
-from support.servers.rpcs import OWN_CONNECTION, SERVICE
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, detail_of
 from support.servers.server import ServerProcess
+from warpfit import codec
+from warpfit.calls.arguments import build_evaluation
 from warpfit.losses import LossFunction
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -149,3 +151,56 @@ def test_a_process_that_can_open_no_more_files_says_so_and_recovers(lenient):
             )
         assert lenient.engine().pid == engine
         health.wait_for(lenient.facts["health"], "SERVING")
+
+
+@pytest.mark.parametrize(
+    ("programs", "values", "options"),
+    [
+        (8192, None, {"loss": "mse"}),
+        (8193, None, {"loss": "mse"}),
+        (9000, None, {"loss": "mse", "gradient": True}),
+        (300, True, {"loss": "mse"}),
+        (100, True, {"jacobian": True}),
+        (4000, None, {"loss": "mse", "reductions": True, "linear_scaling": True}),
+    ],
+)
+def test_an_answer_below_4_mb_is_one_message(server, programs, values, options):
+    """So a unary call, which reads one message and hangs after another one, has the whole of it."""
+    with (
+        warpfit.connect(server.address) as client,
+        grpc.insecure_channel(server.address, OWN_CONNECTION) as channel,
+    ):
+        data = client.upload(np.tile(X, (20, 1)), np.tile(X[:, 0], 20))
+        texts, parameters = [f"p1*x1 + {n}" for n in range(programs)], [[2.0]] * programs
+        evaluation, _ = build_evaluation(data, texts, parameters, values, options)
+        unary = channel.unary_unary(SERVICE + "Evaluate")
+        message = unary(codec.evaluation_to_bytes(evaluation), timeout=20)
+        found = codec.read_result(evaluation, data.layout, [codec.answer_from_bytes(message)])
+        in_pieces = channel.unary_stream(SERVICE + "Evaluate", None, codec.answer_from_bytes)
+        parts = in_pieces(codec.evaluation_to_bytes(evaluation, pieces=True), timeout=20)
+        wanted = codec.read_result(evaluation, data.layout, parts)
+    for name in ("values", "jacobian", "losses", "gradients", "reductions", "scaling"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+
+
+def test_a_longer_answer_is_refused_at_once_unless_its_caller_reads_pieces(server):
+    with (
+        warpfit.connect(server.address) as client,
+        grpc.insecure_channel(server.address, OWN_CONNECTION) as channel,
+    ):
+        data = client.upload(np.tile(X, (20, 1)), np.tile(X[:, 0], 20))
+        asked, _ = build_evaluation(data, ["x1"] * 1001, None, True, {})
+        message = codec.evaluation_to_bytes(asked)
+        for way in (channel.unary_unary, channel.unary_stream):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(way(SERVICE + "Evaluate")(message, timeout=20))
+            detail = detail_of(caught.value)
+            assert caught.value.code().name == "INVALID_ARGUMENT"
+            assert (detail.reason, detail.field) == ("ANSWER_TOO_LONG", "pieces")
+            assert (detail.needed, detail.available) == (1001 * 1000 * 4 + 8 * 1001, 4_000_000)
+            assert "as a stream" in detail.remedy
+        answer = channel.unary_stream(SERVICE + "Evaluate", None, codec.answer_from_bytes)
+        parts = list(answer(codec.evaluation_to_bytes(asked, pieces=True), timeout=20))
+        assert len(parts) > 1
+        values = codec.read_result(asked, data.layout, parts).values
+        np.testing.assert_array_equal(values[:, 0, :], np.tile(X[:, 0], (1001, 20)).astype("f4"))

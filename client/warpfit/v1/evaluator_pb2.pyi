@@ -182,7 +182,7 @@ class LossFunction(_message.Message):
     def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., closing: _Optional[_Union[Closing, str]] = ...) -> None: ...
 
 class EvaluateRequest(_message.Message):
-    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier", "loss_function", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling", "correlation")
+    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier", "loss_function", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling", "correlation", "pieces")
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +197,7 @@ class EvaluateRequest(_message.Message):
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     LINEAR_SCALING_FIELD_NUMBER: _ClassVar[int]
     CORRELATION_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
     content_id: bytes
     rows: RowRange
     programs: Programs
@@ -211,7 +212,8 @@ class EvaluateRequest(_message.Message):
     reductions: bool
     linear_scaling: bool
     correlation: bool
-    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., gradient: bool = ..., jacobian: bool = ..., variable_gradient: bool = ..., reductions: bool = ..., linear_scaling: bool = ..., correlation: bool = ...) -> None: ...
+    pieces: bool
+    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., gradient: bool = ..., jacobian: bool = ..., variable_gradient: bool = ..., reductions: bool = ..., linear_scaling: bool = ..., correlation: bool = ..., pieces: bool = ...) -> None: ...
 
 class RowRange(_message.Message):
     __slots__ = ("start", "stop")

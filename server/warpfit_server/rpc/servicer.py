@@ -131,9 +131,10 @@ class Servicer:
         key = key_of(tenant, codec.check_content_id(sent.content_id))
         fit = codec.fit_from_message(parsed, key) if fits else None
         evaluation = codec.evaluation_from_message(parsed, key) if fit is None else fit.problem
+        pieces = sent.pieces
         try:
             with self._registry.use(evaluation.dataset_id) as data:
-                size, cost = _check(evaluation, fit, data, limits)
+                size, cost = _check(evaluation, fit, data, limits, pieces=pieces)
                 nanoseconds = admission.costs.estimate(cost)
                 context.reserve(size, nanoseconds)
                 if fit is None:
@@ -150,8 +151,10 @@ class Servicer:
                 in_flight = self._router.start(request, data, nanoseconds)
                 try:
                     context.on_end(in_flight.cancel)
-                    stream = self._stream_fit if fits else self._stream_result
-                    return (yield from stream(in_flight, data.layout, record))
+                    if fits:
+                        return (yield from self._stream_fit(in_flight, record))
+                    own = in_flight, data.layout, record
+                    return (yield from self._stream_result(*own, pieces=pieces))
                 finally:
                     in_flight.close()
                     for share, timings in in_flight.shares():  # estimates follow what calls take
@@ -162,11 +165,17 @@ class Servicer:
             raise
 
     def _stream_result(
-        self, in_flight: InFlightRequest | SplitRequest, data: Layout, record: CallRecord
+        self,
+        in_flight: InFlightRequest | SplitRequest,
+        data: Layout,
+        record: CallRecord,
+        *,
+        pieces: bool,
     ) -> Answer:
         """Send values in chunks as they become ready, and other long arrays; return the end.
 
-        No message is long, so that encoding a long answer delays no other call.
+        No message is long, so that encoding a long answer delays no other call. Without ``pieces``
+        the end is the whole answer, which `check_result` keeps short.
         """
         layout, segment = in_flight.segment_layout, in_flight.segment
         # Views of what the engine fills: making them while it computes costs the caller no time.
@@ -177,12 +186,17 @@ class Servicer:
         }
         values = arrays.pop("values", memoryview(b""))
         start = codec.result_start(data, (layout.programs, layout.vectors, layout.rows))
-        message, sent = start, 0
+        message, sent, ready = start, 0, 0
         timings = None
         while timings is None:
             reply = in_flight.next_reply()
             if isinstance(reply, messages.RequestFinished):
                 timings, ready = self._record_answer(in_flight, record), len(values)
+                if not pieces:
+                    whole = {"values": values, **arrays} if values else arrays
+                    return start + codec.result_end(timings, whole)
+            elif not pieces:
+                continue
             elif isinstance(reply, messages.ValuesReady):  # only whole chunks before the end
                 ready = reply.programs * layout.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
@@ -200,9 +214,7 @@ class Servicer:
             yield from codec.array_pieces(name, arrays.pop(name), 0, self._chunk_bytes)
         return message + codec.result_end(timings, arrays)
 
-    def _stream_fit(
-        self, in_flight: InFlightRequest | SplitRequest, _data: Layout, record: CallRecord
-    ) -> Answer:
+    def _stream_fit(self, in_flight: InFlightRequest | SplitRequest, record: CallRecord) -> Answer:
         """Send progress, and return the result."""
         while True:
             reply = in_flight.next_reply()
@@ -341,7 +353,12 @@ class Servicer:
 
 
 def _check(
-    problem: Evaluation, fit: FitRequest | None, data: KnownDataset, limits: Limits
+    problem: Evaluation,
+    fit: FitRequest | None,
+    data: KnownDataset,
+    limits: Limits,
+    *,
+    pieces: bool,
 ) -> tuple[int, CallCost]:
     """Check a request on its data set; return the bytes that it takes, and its cost."""
     layout = data.layout
@@ -352,7 +369,8 @@ def _check(
     else:
         problem.check_options(layout)
         problem.batch.check_shapes()  # the engine looks at the tokens
-        size = check_result(problem, layout, limits) + evaluation_memory(problem, layout)
+        size = check_result(problem, layout, limits, pieces=pieces)
+        size += evaluation_memory(problem, layout)
         cost = CallCost.of_evaluation(problem, layout)
     values = problem.batch.values  # an array of its own if the message has fewer
     return size + values.nbytes * values.flags.owndata, cost
