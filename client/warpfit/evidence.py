@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from warpfit.display import TextTable
 from warpfit.errors import InvalidArgumentError
-from warpfit.expressions.language import to_text
+from warpfit.expressions.language import FREE, cost, to_text
 from warpfit.ir import Program, subtree_starts
 from warpfit.losses import Closing, TargetStatistics
 from warpfit.ops import ARITIES, CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER
@@ -45,6 +45,8 @@ Floats = NDArray[np.float64]
 #: data, whose columns are rounded.
 _RANK_TOLERANCE: Final = 1e-12
 _RANK_TOLERANCE_FLOAT32: Final = 1e-11
+#: Part of the loss of the best constant below which losses count as equal: rounding.
+ROUNDING: Final = 1e-18
 #: Rounds of a search for profile likelihoods, and the relative error of its roots.
 _ROUNDS: Final = 24
 _ROOT_ERROR: Final = 1e-4
@@ -119,27 +121,57 @@ def code_length(program: Program) -> float:
     return length
 
 
-def description_length(
-    program: Program, parameters: Floats, fisher: Floats, likelihood: float
-) -> float:
-    """Return the description length of data by a formula in nats.
+def price_of(program: Program) -> float:
+    """Return what the constants of a formula count in its description length.
 
-    L = -log(likelihood) + `code_length` + sum (log |t_i| + log(I_ii) / 2 - log(3) / 2), where t_i
-    are the parameters and I their Fisher information A / s^2 with s^2 = S / n (Bartlett, Desmond
-    and Ferreira 2023, equation 8; Kronberger, de França, Bartlett, Desmond and Ferreira, "Guiding
-    multi-objective genetic programming with description length improves symbolic regression
-    solutions", arXiv:2605.22374, 2026). A parameter that is less than its precision sqrt(12 / I_ii)
-    away from 0 may as well be 0, and costs nothing. A perfect fit has minus infinity.
-    ``parameters`` are those that are not fixed, [p], ``fisher`` is the diagonal of I, [p], and
-    ``likelihood`` a logarithm.
+    Each occurrence of a constant counts 1, or less if it has a short form, such as 2 or 1/3.
     """
-    if likelihood == math.inf:
-        return -math.inf
-    with np.errstate(divide="ignore", invalid="ignore"):
-        size = np.abs(parameters)
-        counts = size * np.sqrt(fisher) >= math.sqrt(12.0)
-        each = np.log(size) + 0.5 * np.log(fisher) - 0.5 * math.log(3.0)
-    return code_length(program) - likelihood + float(each[counts].sum())
+    return sum(map(cost, program.values[program.codes == CONSTANT].tolist())) / FREE
+
+
+def description_length(deviance: float, size: float, price: float, rows: float) -> float:
+    """Return the description length of data by a formula in nats: -log L + k log(rows) / 2.
+
+    k is the size of the formula and the price of its constants (Rissanen, "Modeling by shortest
+    data description", Automatica 14, 1978, with each token as a parameter of the structure, which
+    was searched for, too). It compares formulas for the same rows, whoever has found them: the
+    tables of searches, `Evidence` and `warpfit.Client.propose` call this function.
+
+    Args:
+        deviance: -2 log L. For losses of squares L is normal, see `log_likelihood`; a sum of
+            squares below `ROUNDING` of that of the best constant is rounding, and counts as that.
+        size: tokens of the formula, or the complexity that a search was given.
+        price: of its constants, see `price_of`.
+        rows: number of rows.
+    """
+    return 0.5 * (deviance + (size + price) * math.log(max(rows, 2.0)))
+
+
+def description_lengths(
+    formulas: Sequence[Program], squares: Floats, statistics: TargetStatistics
+) -> Floats:
+    """Return the description lengths of rows by formulas without parameters, [formulas].
+
+    Args:
+        formulas: with their constants.
+        squares: S of each, [formulas]; NaN gives NaN.
+        statistics: of the target and the weights of these rows.
+    """
+    rows, log_weights = _count(statistics)
+    with np.errstate(invalid="ignore"):
+        least = max(ROUNDING * statistics.variation, math.ulp(0.0))
+        deviances = -2.0 * log_likelihood(np.maximum(squares, least), max(1, rows), log_weights)
+    each = zip(deviances.tolist(), formulas, strict=True)
+    return np.array([description_length(d, len(f), price_of(f), rows) for d, f in each])
+
+
+def _count(statistics: TargetStatistics) -> tuple[int, float]:
+    """Return the number of rows whose weight is not 0, and the sum of their weights' logarithms."""
+    weights = statistics.weights
+    if weights is None:
+        return len(statistics.target), 0.0
+    used = weights[weights > 0.0].astype(np.float64)
+    return len(used), float(np.log(used).sum())
 
 
 def fractional_bayes_factor(
@@ -222,9 +254,9 @@ class Evidence:
     bic: Floats
     """(p + 1) log(n) - 2 log(likelihood) (Schwarz, Ann. Stat. 6, 1978)."""
     description_length: Floats
-    """See the function of this name."""
+    """See the function of this name; that of the formulas with their fitted constants."""
     bayes_factor: Floats
-    """See `fractional_bayes_factor`."""
+    """Natural logarithm of the Bayes factor, see `fractional_bayes_factor`; it may be negative."""
     variance: Floats
     """S / (n - r), the variance of the residuals."""
     freedom: NDArray[np.int64]
@@ -260,26 +292,23 @@ class Evidence:
         Each has its fitted parameters, A over all of them, S in ``squares`` [programs], which of
         its parameters were not fitted, and which occur in it.
         """
-        weights = statistics.weights
-        used = np.ones(0) if weights is None else weights[weights > 0.0].astype(np.float64)
-        count = len(statistics.target) if weights is None else len(used)
+        count, log_weights = _count(statistics)
         rows = max(1, count)
         single = statistics.target.dtype.itemsize == 4
         tolerance = _RANK_TOLERANCE_FLOAT32 if single else _RANK_TOLERANCE
-        likelihood = log_likelihood(squares, rows, float(np.log(used).sum()))
+        likelihood = log_likelihood(squares, rows, log_weights)
+        formulas = [p.bind(own) for p, own in zip(programs, parameters, strict=True)]
+        lengths = description_lengths(formulas, squares, statistics)
         masks = [own & ~kept for own, kept in zip(occurring, fixed, strict=True)]
         counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
-        lengths, factors, covariances, ranks = [], [], [], []
-        for i, (program, mask) in enumerate(zip(programs, masks, strict=True)):
+        factors, covariances, ranks = [], [], []
+        for i, program in enumerate(programs):
             found, rank = covariance_of(
                 curvatures[i][None], ~fixed[i][None], squares[i : i + 1], rows, tolerance
             )
             covariances.append(found[0])
             ranks.append(int(rank[0]))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                fisher = np.diagonal(curvatures[i])[mask] * (rows / squares[i])
             value = float(likelihood[i])
-            lengths.append(description_length(program, parameters[i][mask], fisher, value))
             factors.append(fractional_bayes_factor(program, int(counts[i]), rows, value))
         errors = [np.sqrt(np.diagonal(matrix)) for matrix in covariances]
         undetermined = [np.isnan(each) for each in errors]
@@ -314,7 +343,8 @@ class Evidence:
             (str(i), *(f"{getattr(self, name)[i]:.6g}" for name in columns), "; ".join(warnings))
             for i, warnings in enumerate(self.warnings)
         ]
-        return TextTable(("expression", *columns, "warnings"), rows).text()
+        header = (*columns[:-1], "log_bayes_factor", "warnings")
+        return TextTable(("expression", *header), rows).text()
 
 
 def _warnings(

@@ -192,7 +192,7 @@ def test_equations_are_chosen_by_criterion_or_index_and_leave_as_other_forms(sea
         model.set_params(model_selection=criterion)
         picked[criterion] = model.program()
     assert picked["accuracy"] == front[-1].program == model.program(-1)
-    assert picked["description_length"] == min(front, key=lambda e: e.description_length).program
+    assert picked["description_length"] == min(front, key=lambda e: e.choice_length).program
     assert picked["score"] == max(front, key=lambda equation: equation.score).program
     np.testing.assert_array_equal(
         model.predict(X, index=len(front) - 1), model.predict(X, index=-1)
@@ -207,6 +207,26 @@ def test_equations_are_chosen_by_criterion_or_index_and_leave_as_other_forms(sea
     assert model.plot_fit(X, y).lines
     with pytest.raises(InvalidArgumentError, match="equation 99"):
         model.predict(X, index=99)
+
+
+@pytest.mark.parametrize("loss", ["mse", "nmse", "rmse", "sse"])
+@pytest.mark.parametrize("unit", [1.0, 1e-9, 1e160])
+def test_a_search_and_a_proposal_have_the_same_description_length(search, server, loss, unit):
+    """Whatever the loss, weights and the unit of the target are."""
+    random = np.random.default_rng(4)
+    X, w = random.uniform(1, 3, (120, 2)), random.uniform(0.5, 2.0, 120)
+    y = (X[:, 0] * 2.5 + X[:, 1] + random.normal(0, 0.1, 120)) * unit
+    model = search(loss=loss).fit(X, y, w)
+    with warpfit.connect(server.address) as client:
+        data = client.upload(X, y, w, dtype="float64")
+        formulas = [equation.program for equation in model.front_]
+        found = client.propose(data, formulas, held_out=0.25)
+    for equation, proposal in zip(model.front_, found, strict=True):
+        if np.isfinite(proposal.description_length):  # squares may overflow
+            assert equation.description_length == pytest.approx(
+                proposal.description_length, rel=1e-6, abs=1e-6
+            )
+    assert unit == 1e160 or np.isfinite([each.description_length for each in found]).all()
 
 
 def test_every_column_is_that_of_its_formula_and_rows_held_out_choose(search):

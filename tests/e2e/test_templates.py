@@ -192,7 +192,7 @@ def test_groups_have_one_formula_and_constants_of_their_own(search):
     assert "p_" in model.latex()
     # Each group pays for its constants.
     chosen = next(e for e in model.front_ if e.program == model.program_)
-    level = 0.5 * len(y) * np.log(chosen.excess)
+    level = 0.5 * len(y) * (np.log(2 * np.pi * chosen.excess) + 1)
     count = chosen.complexity + 3 * 3
     assert chosen.description_length == pytest.approx(level + 0.5 * count * np.log(len(y)), rel=0.1)
     copy = pickle.loads(pickle.dumps(model))

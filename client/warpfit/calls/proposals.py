@@ -33,7 +33,7 @@ from warpfit.errors import (
     WarpfitError,
     bad_setting,
 )
-from warpfit.evidence import Term
+from warpfit.evidence import Floats, Term, description_lengths
 from warpfit.expressions.language import to_text
 from warpfit.fitting import FitProgress, Missing, Reason
 from warpfit.formulas.units import check_units, dimension, dimensions
@@ -120,11 +120,16 @@ class Proposal:
     reason: str = ""
     """Why the best search ended, see `warpfit.Reason`."""
     log_likelihood: float = math.nan
-    """This and the next ones are those of `warpfit.evidence.Evidence`."""
+    """This and the next ones are those of `warpfit.evidence.Evidence` on the rows that were
+    fitted, but for ``description_length``."""
     aic: float = math.nan
     bic: float = math.nan
     description_length: float = math.nan
+    """Length of a description of all rows, those held out included, see
+    `warpfit.evidence.description_length`: the same number as that of a search's equation. NaN where
+    the formula has no value in one of them."""
     bayes_factor: float = math.nan
+    """Natural logarithm of the fractional Bayes factor, which may be negative."""
     terms: tuple[Term, ...] = ()
     """Terms of a formula that is a sum."""
 
@@ -481,6 +486,7 @@ class ProposeTask:
                 timeout=self._remaining(),
                 **self._fits | {"restarts": 0},
             )
+        lengths = unknown if fit.evidence is None else self._description_lengths(fit)
         out = unknown if judged is None else judged.loss
         r2 = unknown if fit.r2 is None else fit.r2
         out_r2 = unknown if judged is None or judged.r2 is None else judged.r2
@@ -524,3 +530,15 @@ class ProposeTask:
                 answer.terms = tuple(known.terms[i] if known.terms else ())
                 for name in _CRITERIA:
                     setattr(answer, name, float(getattr(known, name)[i]))
+                answer.description_length = float(lengths[i])
+
+    def _description_lengths(self, fit: Fit) -> Floats:
+        """Return the description lengths of all rows by the formulas of a fit, [programs]."""
+        assert fit.evidence is not None
+        if not self._is_judged:
+            return fit.evidence.description_length
+        squares = self._ask(list(fit.batch), fit.parameters, loss=Loss.SSE).losses
+        assert squares is not None
+        formulas = [fit.formula(i) for i in range(len(squares))]
+        found = description_lengths(formulas, squares, self._data.statistics())
+        return np.where(np.isinf(fit.evidence.description_length), np.inf, found)

@@ -13,12 +13,9 @@ import numpy as np
 
 from warpfit.display import TextTable
 from warpfit.errors import InvalidArgumentError, require
-from warpfit.expressions.language import FREE, cost
+from warpfit.evidence import ROUNDING
 from warpfit.ir import Program
-from warpfit.ops import CONSTANT
 
-#: Losses below this part of that of the best constant count as equal: rounding.
-ROUNDING: Final = 1e-18
 #: An equation is in the running for "best" if its loss is at most this multiple of the least.
 _NEAR_BEST: Final = 1.5
 #: Predictive lengths that differ by less are alike: the null model or the shortest description is
@@ -55,13 +52,9 @@ class Equation:
     """Decrease of the logarithm of ``excess`` for each unit of complexity since the equation before
     (PySR's score); 0 for the first one."""
     description_length: float
-    """Length of a description of the data in nats, but for a constant: -log L + k log(rows) / 2
-    (Rissanen 1978). Its k is the complexity, as the structure was searched for, too, plus 1 for
-    each constant, or a part of 1 for one in a short form. A formula of squares that leaves more
-    than a hundredth of the variance takes 15 more if it is a surprise on rows unlike all others,
-    whose variables come from different rows and are up to half as far out again: if it leaves the
-    range of the target there, with a quarter of that for room, and that of a linear model, as at a
-    pole. Comparable on the same data only."""
+    """Length of a description of the data in nats, see `warpfit.evidence.description_length`: the
+    same number as `warpfit.Client.propose` has for the formula, with ``complexity`` for its size.
+    Comparable on the same data only. For losses that are no squares a constant is left out."""
     r2: float
     """R^2 of this formula on all training data; NaN in the previews of a callback, unless squares
     are minimised."""
@@ -82,9 +75,15 @@ class Equation:
     predictive_length: float = math.nan
     """Length of a description of rows that no fit has seen, in nats, but for a constant: half their
     number times the logarithm of their mean squared error, in a cross-validation of five parts, the
-    length of the structure (`warpfit.sklearn.pairs.structure_length`), and 15 for a surprise on
-    rows unlike all others, as in ``description_length``. NaN where a formula leaves less than a
+    length of the structure (`warpfit.sklearn.pairs.structure_length`), and ``surprise``
+    whatever a formula leaves. NaN where a formula leaves less than a
     hundredth of the variance of these rows, and for losses that are no squares."""
+    surprise: float = 0.0
+    """Nats that a choice adds to ``description_length``. A formula of squares that leaves more
+    than a hundredth of the variance has 15 if it is a surprise on rows unlike all others, whose
+    variables come from different rows and are up to half as far out again: if it leaves the range
+    of the target there, with a quarter of that for room, and that of a linear model, as at a
+    pole."""
     is_linear_regression: bool = False
     """Whether this is the linear regression of all variables, the null model: nothing has chosen
     its structure, which counts nothing in its ``predictive_length``. It is fitted to all rows, and
@@ -93,6 +92,11 @@ class Equation:
     """Text of each function and parameter of a template, by name; empty without one."""
     constants: tuple[tuple[float, ...], ...] = ()
     """Parameters of the program for each group of rows; empty without groups."""
+
+    @property
+    def choice_length(self) -> float:
+        """``description_length`` and ``surprise``, by which formulas are chosen."""
+        return self.description_length + self.surprise
 
 
 def build_front(
@@ -106,6 +110,7 @@ def build_front(
     r2: Callable[[float], float] = lambda _: math.nan,
     predictive: Mapping[Program, float] | None = None,
     null: Program | None = None,
+    surprise: Callable[[Program, float], float] = lambda _program, _excess: 0.0,
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
@@ -123,6 +128,7 @@ def build_front(
         r2: returns the R^2 of a loss.
         predictive: predictive lengths, as far as they are known.
         null: the linear regression, if it takes part.
+        surprise: returns `Equation.surprise` of a program and its loss above ``floor``.
 
     """
     predictive = predictive or {}
@@ -137,6 +143,7 @@ def build_front(
             excess=excess,
             score=0.0,
             description_length=length(program, excess),
+            surprise=surprise(program, excess),
             r2=r2(excess + floor),
             r2_held_out=held_out,
             program=program,
@@ -150,7 +157,7 @@ def build_front(
     # A formula may have no value on rows that the search did not compare.
     finite = [entry for entry in found if math.isfinite(entry[1])] or list(found)[:1]
     equations = [measured(*entry) for entry in finite]
-    best = min(equations, key=lambda equation: equation.description_length)
+    best = min(equations, key=lambda equation: equation.choice_length)
     stay = [best]
     if predictive:
         stay += [e for e in equations if e.is_linear_regression]
@@ -172,16 +179,6 @@ def build_front(
     return front
 
 
-def price_of(program: Program) -> float:
-    """Return what the constants of a program count: 1 each, or less in a short form."""
-    return sum(map(cost, program.values[program.codes == CONSTANT].tolist())) / FREE
-
-
-def information(size: int, deviance: float, price: float, rows: float) -> float:
-    """Return the description length of a formula, from -2 log L; see `Equation`."""
-    return 0.5 * (deviance + (size + price) * math.log(max(rows, 2.0)))
-
-
 def _best(front: Sequence[Equation]) -> Equation:
     limit = _NEAR_BEST * min(equation.excess for equation in front)
     return max((e for e in front if e.excess <= limit), key=lambda equation: equation.score)
@@ -191,7 +188,7 @@ def _by_evidence(front: Sequence[Equation]) -> Equation:
     known = [equation for equation in front if not math.isnan(equation.evidence)]
     if known:
         return max(known, key=lambda equation: equation.evidence)
-    return min(front, key=lambda equation: equation.description_length)
+    return min(front, key=lambda equation: equation.choice_length)
 
 
 def _by_prediction(front: Sequence[Equation]) -> Equation:
@@ -204,7 +201,7 @@ def _by_prediction(front: Sequence[Equation]) -> Equation:
     known = better or null or known
     least = min(equation.predictive_length for equation in known)
     near = [e for e in known if not e.predictive_length > least + _ALIKE]
-    return min(near, key=lambda equation: equation.description_length)
+    return min(near, key=lambda equation: equation.choice_length)
 
 
 #: Criteria that choose an equation of a front.
@@ -213,7 +210,7 @@ SELECTIONS: Final[dict[str, Callable[[Sequence[Equation]], Equation]]] = {
     # The last of several: where losses overflow or vanish, the more complex are the more accurate.
     "accuracy": lambda front: min(reversed(front), key=lambda equation: equation.loss),
     "score": lambda front: max(front, key=lambda equation: equation.score),
-    "description_length": lambda front: min(front, key=lambda e: e.description_length),
+    "description_length": lambda front: min(front, key=lambda e: e.choice_length),
     "evidence": _by_evidence,
     "prediction": _by_prediction,
 }

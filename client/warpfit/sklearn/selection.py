@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from warpfit.evidence import ROUNDING, description_length, price_of
 from warpfit.expressions import reference
 from warpfit.ir import Program
 from warpfit.losses import (
@@ -33,7 +34,6 @@ from warpfit.losses import (
     coefficients_of_determination,
 )
 from warpfit.ops import CONSTANT
-from warpfit.sklearn.equations import ROUNDING, information, price_of
 from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Floats, Indices
@@ -172,8 +172,29 @@ class Selection:
     def description_length(self, program: Program, loss: float) -> float:
         """Return `Equation.description_length` of a formula with a loss above the least one."""
         level = max(loss, ROUNDING * self.scale, math.ulp(0.0))
-        size, price = self.complexity(program), self.price(program)
-        return information(size, self.deviance(program, level), price, self.amount())
+        own = self.deviance(program, level) + self._deviance_of_scale
+        return description_length(own, self.complexity(program), self.price(program), self.amount())
+
+    def choice_length(self, program: Program, loss: float) -> float:
+        """Return `Equation.choice_length` of a formula with a loss above the least one."""
+        return self.description_length(program, loss) + self.surprise(program, loss)
+
+    def surprise(self, program: Program, loss: float) -> float:
+        """Return `Equation.surprise` of a formula with a loss above the least one."""
+        is_noisy = loss > self.limit(_LEAST_NOISE)
+        return _STRAYING if is_noisy and self.strays(program) else 0.0
+
+    @cached_property
+    def _deviance_of_scale(self) -> float:
+        """What `deviance` leaves out of -2 log L for losses of squares; 0 for other losses."""
+        variation, rows = self.statistics.variation, self.amount()
+        if not (self.loss.is_squares and variation > 0.0 and self.scale > 0.0):
+            return 0.0
+        power = 2.0 if self.loss.closing is Closing.ROOT else 1.0
+        weights = self.training.weights
+        left_out = rows * (math.log(2.0 * math.pi * variation / rows) + 1.0)
+        left_out -= rows * power * math.log(self.scale)
+        return left_out - float(np.log(weights[weights > 0.0]).sum())
 
     def price(self, program: Program) -> float:
         """Return what the constants count; those of groups once for each group."""
@@ -186,20 +207,16 @@ class Selection:
     def deviance(self, program: Program, level: float) -> float:
         """Return -2 log L, but for a constant, of a formula with a loss above the least possible.
 
-        A formula of noise that has values on rows unlike all others that no row makes expect, as
-        one with a pole or an exponential has, counts as less likely by `_STRAYING`.
         Of losses that resist outliers it is that of Gauss's likelihood whose standard deviation is
         the median residual: in the loss itself a few outliers would hide a law.
         """
-        is_noisy = level > self.limit(_LEAST_NOISE)
-        extra = 2.0 * _STRAYING if is_noisy and self.strays(program) else 0.0
         bulk = self.bulk(program)
         if bulk is None:
             weight = float(self.training.weights.sum())
-            return deviance(self.loss, self.amount(), weight)(level) + extra
+            return deviance(self.loss, self.amount(), weight)(level)
         # Where outliers make most of the loss they move constants by about this much.
         least = _BIAS if bulk[1] < _FEW else ROUNDING
-        return 2.0 * self.amount() * math.log(max(bulk[0], least * self._spread)) + extra
+        return 2.0 * self.amount() * math.log(max(bulk[0], least * self._spread))
 
     def bulk(self, program: Program) -> tuple[float, float] | None:
         """Return the median residual, and the part of the loss that all but outliers have.

@@ -501,6 +501,7 @@ class TargetSearch:
             self.selection.r2_of_loss,
             self.selection.predictive,
             self.selection.null,
+            self.selection.surprise,
         )
         if not isinstance(self.form, TemplateForm):
             return found
@@ -538,7 +539,10 @@ class TargetSearch:
         if not units:
             return front
         factor = loss_unit(self.loss, unit)
-        shift = 0.0 if factor == 1.0 else self.selection.amount() * math.log(unit)
+        amount = self.selection.amount()
+        log_unit = amount * math.log(unit)
+        shift = 0.0 if factor == 1.0 else log_unit
+        of_length = log_unit if as_function(self.loss).is_squares else shift
 
         def leaf(code: int, value: float) -> Program:
             own = Program([code], [value])
@@ -551,13 +555,16 @@ class TargetSearch:
             program = equation.program.fold(leaf, lambda row, parts: Program.apply(row, *parts))
             program = Program.apply("mul", Program.constant(unit), program)
             program = program.simplify() if self.options.simplify else program
+            more = self._complexity(program) - equation.complexity
+            dearer = self.selection.price(program) - self.selection.price(equation.program)
+            longer = 0.5 * (more + dearer) * math.log(max(amount, 2.0))
             found.append(
                 replace(
                     equation,
                     complexity=self._complexity(program),
                     loss=equation.loss * factor,
                     excess=equation.excess * factor,
-                    description_length=equation.description_length + shift,
+                    description_length=equation.description_length + of_length + longer,
                     predictive_length=equation.predictive_length + shift,
                     program=program,
                     equation=self._texts(program)[0],
@@ -854,7 +861,7 @@ class TargetSearch:
         finite = [program for program, (loss, _) in found.items() if math.isfinite(loss)]
         likely = sorted(
             {*finite} - {self.selection.null},
-            key=lambda program: self.selection.description_length(program, found[program][0]),
+            key=lambda program: self.selection.choice_length(program, found[program][0]),
         )[:_SHORTENED]
         steps = [(program, 1.0) for program in dict.fromkeys([chosen, *likely, *others])]
         # Each group is fitted, so that a second round takes long there.

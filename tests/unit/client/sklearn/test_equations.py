@@ -157,9 +157,13 @@ def test_values_that_no_row_makes_expect_speak_against_a_formula(text, surprises
     training = TrainingData(np.stack([x, x], axis=1), y, np.ones(21))
     judge = Selection(training, as_function(as_loss("mse")), Form(), len, 13, scale=1.0)
     line = parse("0.9*x1")
-    for level, most in ((0.02, 30.0), (0.005, 0.0)):  # a law may have poles
-        difference = judge.deviance(parse(text), level) - judge.deviance(line, level)
-        assert difference == pytest.approx(most if surprises else 0.0)
+    for level, most in ((0.02, 15.0), (0.005, 0.0)):  # a law may have poles
+        difference = judge.surprise(parse(text), level) - judge.surprise(line, level)
+        assert difference == (most if surprises else 0.0)
+        longer = judge.choice_length(parse(text), level) - judge.description_length(
+            parse(text), level
+        )
+        assert longer == judge.surprise(parse(text), level)
 
 
 @pytest.mark.parametrize(
