@@ -289,7 +289,7 @@ class Client:
 
         with _naming_the_program(evaluation.batch, data.names):
             result = self._limits.call_in_parts(evaluation, data.layout, send)
-        data.warn_of_range(evaluation.batch, result)
+        data.warn_of_range(expressions, evaluation.batch, result)
         return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 
     @shows_keywords(
@@ -375,7 +375,7 @@ class Client:
         told = options.get("progress") or (lambda _: None)
         with CallingBack(told) as report, _naming_the_program(batch, data.names):
             result = self._limits.call_in_parts(fit, data.layout, send)
-        data.warn_of_range(batch, result)
+        data.warn_of_range(expressions, batch, result)
         found = Fit.of(result, fit, data)
         if not fit.settings.curvature:
             return found

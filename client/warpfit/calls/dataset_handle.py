@@ -1,9 +1,10 @@
 """Handles of data sets, and warnings of expressions that float32 data cannot be evaluated with.
 
 A constant such as 1e39 is infinite in float32, Planck's constant to the fourth power is 0, and
-``exp(100*x1)/exp(99*x1)`` is NaN at 1. They are looked for where they are likely: in expressions
-with numbers far from 1, and in those whose results are not finite or whose fit could not begin.
-Such an expression is evaluated here on a few rows in both types.
+``exp(100*x1)/exp(99*x1)`` is NaN at 1. They are looked for in expressions that a person wrote and
+where they are likely: in those with numbers far from 1, and in those whose results are not finite
+or whose fit could not begin. Such an expression is evaluated here on a few rows in both types. In a
+population, whose expressions nobody wrote, one that overflows is an ordinary bad one.
 """
 
 from __future__ import annotations
@@ -29,13 +30,22 @@ from warpfit.request import Result
 
 #: Numbers above this size, or below its inverse, are worth a look.
 _FAR: Final = 1e10
-#: Most expressions of a call that are looked at, and most rows.
+#: Most expressions that a person writes for a call, all of which are looked at, and most rows.
 EXPRESSIONS: Final = 10
 _ROWS: Final = 200
 #: Relative error that other roundings of float32 do not reach where nothing cancels.
 _WRONG: Final = 1e-2
 _LARGEST: Final = float(np.finfo(np.float32).max)
 _LEAST: Final = float(np.finfo(np.float32).tiny)
+
+
+def is_written(expressions: Any) -> bool:
+    """Return whether a person may have written expressions: a few texts, or SymPy's expressions."""
+    listed = expressions if isinstance(expressions, list | tuple) else [expressions]
+    return len(listed) <= EXPRESSIONS and all(
+        isinstance(each, str) or type(each).__module__.partition(".")[0] == "sympy"
+        for each in listed
+    )
 
 
 def suspects_of(values: NDArray[Any] | None, losses: NDArray[np.float64] | None) -> list[int]:
@@ -154,12 +164,11 @@ def _first_lost(
 
 # ------------------------------------------------------------------------------------------ handles
 
-#: Most expressions with results that are not finite that are looked at for a data set: each takes
-#: 1 to 2 ms. Of a call with many expressions, which is one of a search, the first one is.
+#: Most expressions that are looked at for a data set, each of which takes 1 to 2 ms: a program may
+#: send texts, too, whose results are not finite again and again.
 _MOST_LOOKS: Final = 30
-#: Calls on a data set after which only each sixteenth is looked at: that takes 0.07 ms for 300
-#: expressions, a tenth of what a call costs its client.
-_ALL_CALLS, _SOME_CALLS = 30, 16
+#: Calls with expressions that a person wrote after which no other one is looked at.
+_MOST_CALLS: Final = 100
 
 
 class DatasetHandle:
@@ -173,10 +182,8 @@ class DatasetHandle:
     def __init__(self, dataset: ClientDataset, client: Any = None) -> None:
         self.dataset, self._client = dataset, client
         self._statistics: TargetStatistics | None = None
-        #: Expressions with results that are not finite that are still looked at, for a warning.
-        self._looks = _MOST_LOOKS
-        #: Calls whose numbers were compared with float32's range, or could have been.
-        self._calls = 0
+        #: Expressions, and calls, that are still looked at, for a warning.
+        self._looks, self._calls = _MOST_LOOKS, _MOST_CALLS
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the numbers."""
@@ -222,26 +229,25 @@ class DatasetHandle:
         weights = None if whole.weights is None else whole.weights[part]
         return TargetStatistics(whole.target[part], weights)
 
-    def warn_of_range(self, batch: Batch, result: Result | FitResult) -> None:
+    def warn_of_range(self, expressions: Any, batch: Batch, result: Result | FitResult) -> None:
         """Warn of an expression of a call that float32, the data's type, makes wrong.
 
-        Numbers far from 1 are looked for in the first calls on a data set, and then in some.
-        Results that are not finite, and fits that cannot begin, are usual in a search: of them a
-        data set is warned of once.
+        Args:
+            expressions: as the caller gave them; only those that `is_written` takes are looked at.
+            batch: what became of them.
+            result: the answer. For results that are not finite a data set is warned of once.
         """
-        if self.layout.dtype.itemsize > 4:
+        if self.layout.dtype.itemsize > 4 or not (self._looks and self._calls):
             return
-        self._calls += 1
-        if self._calls > _ALL_CALLS and self._calls % _SOME_CALLS:
+        if not is_written(expressions):
             return
-        suspects: list[int] = []
-        if self._looks and isinstance(result, FitResult):
+        self._calls -= 1
+        if isinstance(result, FitResult):
             not_finite = result.reasons == REASONS.index(Reason.NOT_FINITE) + 1
             suspects = np.flatnonzero(not_finite.any(axis=1)).tolist()
-        elif self._looks and isinstance(result, Result):
+        else:
             suspects = suspects_of(result.values, result.losses)
-        most = EXPRESSIONS if len(batch) <= EXPRESSIONS else 1
-        suspects = suspects[: min(self._looks, most)]
+        suspects = suspects[: self._looks]
         if warn_of_range(batch, self.dataset, suspects) and suspects:
             self._looks = 0
         self._looks = max(0, self._looks - len(suspects))

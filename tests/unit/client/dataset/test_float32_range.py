@@ -1,6 +1,7 @@
 """Expressions and data that float32 cannot hold: taken in float64 by default, warned of by name."""
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -69,30 +70,41 @@ def test_results_that_only_float32_makes_infinite_are_warned_of_once(client, tex
         return Result(**{kind: own})
 
     data = client.upload(X, X[:, 0], dtype="float32")
+    few = texts[:2], batch[:2], answer(slice(0, 2))
     for _ in range(20):  # what float64 cannot compute either is no reason
-        assert warned_of(lambda: data.warn_of_range(batch[:2], answer(slice(0, 2)))) == []
-    (found,) = warned_of(lambda: data.warn_of_range(batch, answer(slice(0, 3))))
+        assert warned_of(lambda: data.warn_of_range(*few)) == []
+    whole = texts, batch, answer(slice(0, 3))
+    for population in (list(batch), batch, texts * 4):  # nobody has written these
+        given = (population, *whole[1:])
+        assert warned_of(partial(data.warn_of_range, *given)) == []
+    (found,) = warned_of(lambda: data.warn_of_range(*whole))
     assert "of expression 2, which reaches" in found
     assert 'dtype="float64"' in found
-    assert warned_of(lambda: data.warn_of_range(batch, answer(slice(0, 3)))) == []
+    assert warned_of(lambda: data.warn_of_range(*whole)) == []
     double = client.upload(X, X[:, 0], dtype="float64")
-    assert warned_of(lambda: double.warn_of_range(batch, answer(slice(0, 3)))) == []
+    assert warned_of(lambda: double.warn_of_range(*whole)) == []
 
 
-def test_a_search_is_not_looked_at_for_ever(client, monkeypatch):
+def test_only_what_a_person_wrote_is_looked_at_and_not_for_ever(client, monkeypatch):
     looked = []
     monkeypatch.setattr(
         "warpfit.calls.dataset_handle.warn_of_range", lambda *given: looked.append(len(given[2]))
     )
     data = client.upload(X, X[:, 0], dtype="float32")
-    for count in (17, 17, *[3] * 9, 17):
-        client.evaluate(data, ["log(-x1)"] * count, loss="mse")
-    assert looked == [1, 1, *[3] * 9, 1]  # of many expressions, as in a search, one
-    client.evaluate(data, ["log(-x1)"] * 3, loss="mse")
-    assert sum(looked) == 30
-    for _ in range(13, 62):
-        client.evaluate(data, ["x1"], loss="mse")
-    assert len(looked) == 32  # all of thirty calls, then each sixteenth
+    odd = warpfit.parse("log(-1e30*x1)")
+    batch = warpfit.Batch.of([odd], [[]])
+    for population in (["log(-x1)"] * 11, [odd], odd, warpfit.Population.of([odd]), batch):
+        client.evaluate(data, population, loss="mse")
+        client.evaluate(data, population)
+        client.optimize(data, population)
+    assert looked == []
+    for _ in range(11):
+        client.evaluate(data, ("log(-x1)",) * 3, loss="mse")
+    assert looked == [3] * 10  # thirty expressions
+    other = client.upload(X + 1.0, X[:, 0], dtype="float32")
+    for _ in range(110):
+        client.evaluate(other, "x1", loss="mse")
+    assert looked[10:] == [0] * 100
 
 
 def planck(frequency, temperature):
