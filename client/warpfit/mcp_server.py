@@ -9,8 +9,10 @@ there, too.
 from __future__ import annotations
 
 import asyncio
+import copy
 import gzip
 import io
+import json
 import os
 import re
 import socket
@@ -19,11 +21,12 @@ import time
 import zlib
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import anyio
 import numpy as np
@@ -31,23 +34,41 @@ import uvicorn
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.transport_security import TransportSecuritySettings
+from mcp_types import CallToolResult, TextContent
+from pydantic import Field, ValidationError, WithJsonSchema
 
 import warpfit
 from warpfit.aio import AsyncClient, AsyncUploadedDataset
-from warpfit.calls.proposals import for_json
+from warpfit.calls.proposals import DIGITS, Proposal, Proposals, for_json
 from warpfit.cli.standard_streams import tell
-from warpfit.cli.table import ColumnChoice, Table, read_table
+from warpfit.cli.table import ColumnChoice, Table, table_of_file
 from warpfit.client import Client, connect
+from warpfit.display import shortened
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, WarpfitError, require
-from warpfit.expressions.language import to_text
+from warpfit.expressions.language import to_latex, to_text
 from warpfit.expressions.real_numbers import missing_value
 from warpfit.parse import function_names
 from warpfit.transport.call import Cancellation
 from warpfit.transport.connection import token_digest
 
+T = TypeVar("T")
 #: Callers over HTTP that are remembered, and tables.
 _MOST_CALLERS: Final = 64
 _MOST_TABLES: Final = 4
+#: Threads for short work, such as reading a table, and for searches.
+_SHORT_THREADS: Final = 8
+_SEARCH_THREADS: Final = 8
+#: Searches of a caller at a time, other calls that are under way, and those that wait for these.
+_MOST_SEARCHES: Final = 2
+_MOST_CALLS: Final = 8
+_MOST_WAITING: Final = 32
+#: Connections over HTTP at a time.
+_MOST_CONNECTIONS: Final = 512
+#: Errors that `propose` explains in full.
+_MOST_ERRORS: Final = 20
+#: Columns that are described, and numbers that can be drawn.
+_MOST_COLUMNS: Final = 500
+_FARTHEST_POINT: Final = 1e150
 #: Most values that `predict` returns, points of a plot, and rows of a description.
 _MOST_VALUES: Final = 1000
 _MOST_POINTS: Final = 5000
@@ -81,20 +102,57 @@ class Settings:
 
 @dataclass
 class Data:
-    """A table of numbers.
-
-    Give either path, of a CSV or Parquet file below the server's root, or columns, lists of numbers
-    by name, with null for a missing one. target names the column to explain, weights that of the
-    rows' weights, ignore columns that are not used. missing="drop" leaves out rows without a value.
-    """
+    """A table of numbers: give either path or columns."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-    path: str | None = None
-    columns: dict[str, list[float | None]] | None = None
-    target: str | None = None
-    weights: str | None = None
-    ignore: list[str] = field(default_factory=list)
-    missing: Literal["error", "drop"] = "error"
+    path: Annotated[
+        str | None, Field(description="CSV or Parquet file, relative to the server's root")
+    ] = None
+    columns: Annotated[
+        dict[str, list[float | None]] | None,
+        Field(description="lists of numbers of one length by name; null is a missing number"),
+    ] = None
+    target: Annotated[str | None, Field(description="name of the column to explain")] = None
+    weights: Annotated[str | None, Field(description="name of the column of rows' weights")] = None
+    ignore: Annotated[list[str], Field(description="names of columns that are not used")] = field(
+        default_factory=list
+    )
+    missing: Annotated[
+        Literal["refuse", "drop"],
+        Field(description='rows without a value: refuse the table, or "drop" them'),
+    ] = "refuse"
+
+
+#: Arguments that several tools have.
+_Table = Annotated[Data, Field(description="the table, such as {path: 'a.csv', target: 'y'}")]
+_Loss = Annotated[
+    str, Field(description="loss to minimise: mse, mae, rmse, huber, ..., or text of f and y")
+]
+_Units = Annotated[
+    dict[str, str] | None, Field(description='unit of each column, such as {"v": "m/s"}')
+]
+_Expression = Annotated[
+    str, Field(description="formula as text over the names of the columns, with p1, p2, ...")
+]
+_Constants = Annotated[
+    list[float] | None, Field(description="values of p1, p2, ..., if the formula has them")
+]
+_Skeletons = Annotated[
+    list[Any],
+    Field(description="formulas as text over the names of the columns, with p1, p2, ... for each "
+          "constant, such as 'p1*exp(-p2*t) + p3'"),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}}),
+]  # fmt: skip
+
+#: Remedies of errors by their reasons, in words of these tools, not of the client of Python.
+_REMEDIES: Final = {
+    "TARGET_MISSING": "Name the column to explain: data={..., target: ...}",
+    "UNKNOWN_EXPRESSION_TYPE": "Give text, such as 'p1*x + p2'",
+    "PARAMETER_OUT_OF_RANGE": "Give a number for each of p1, p2, ... in parameters, or write "
+    "numbers into the expression",
+    "LENGTH_MISMATCH": "Give a number for each of p1, p2, ... in parameters",
+    "PARAMETERS_LEFT": "Write the fitted numbers into the expression: propose returns them",
+}
 
 
 # -------------------------------------------------------------------------------------------- data
@@ -172,10 +230,11 @@ def table_of(data: Data, content: io.BytesIO | None, most_bytes: int) -> Table:
     """
     options = Namespace(
         file=data.path or "the data", columns=None, decimal=None,
-        target=data.target, weights=data.weights, ignore=data.ignore, missing=data.missing,
+        target=data.target, weights=data.weights, ignore=data.ignore,
+        missing="drop" if data.missing == "drop" else "error",
     )  # fmt: skip
     if content is not None:
-        return read_table(options, content)
+        return table_of_file(options, content)
     columns = data.columns or {}
     lengths = {len(column) for column in columns.values()}
     what = ""
@@ -189,7 +248,7 @@ def table_of(data: Data, content: io.BytesIO | None, most_bytes: int) -> Table:
     chosen = ColumnChoice.of("the data", list(columns), options)
     used = [list(columns.values())[index] for index in chosen.used]
     numbers = np.array(used, np.float64).reshape(len(used), *lengths).T  # None becomes NaN
-    for column in used if data.missing == "error" else ():
+    for column in used if data.missing == "refuse" else ():
         if None in column:
             raise missing_value("the data", column.index(None))
     gaps = np.asarray(np.isnan(numbers).any(axis=1) & (data.missing == "drop"))
@@ -202,11 +261,20 @@ def table_of(data: Data, content: io.BytesIO | None, most_bytes: int) -> Table:
 
 @dataclass
 class _Caller:
-    """A tenant's client, and how many calls use it."""
+    """A tenant's client, and the calls that use it."""
 
     blocking: Client
     client: AsyncClient
     calls: int = 0
+    """Calls that are under way or wait."""
+    searches: int = 0
+    """Searches whose threads have not ended."""
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_CALLS))
+    """Turns of the calls that are no searches."""
+
+
+def _busy(what: str, remedy: str) -> ResourceExhaustedError:
+    return ResourceExhaustedError(what, "BUSY", remedy)
 
 
 class Tools:
@@ -215,34 +283,45 @@ class Tools:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._callers: OrderedDict[bytes, _Caller] = OrderedDict()
+        self._short = ThreadPoolExecutor(_SHORT_THREADS, "short")
+        self._searching = ThreadPoolExecutor(_SEARCH_THREADS, "search")
+        self._searches = 0
         self._tables: OrderedDict[tuple[Any, ...], Table] = OrderedDict()
 
-    async def describe_data(self, ctx: Context, data: Data) -> dict[str, Any]:
+    async def describe_data(self, ctx: Context, data: _Table) -> dict[str, Any]:
         """Say what a table holds: rows, and of each column range, mean, gaps, correlation."""
         async with self._caller(ctx):
             table = await self._table(data)
-            return await asyncio.to_thread(_description, table)
+            return await self._soon(lambda: _description(table, data.target))
 
     async def propose(
         self,
         ctx: Context,
-        data: Data,
-        skeletons: list[Any],
-        loss: str = "mse",
-        restarts: int = 8,
-        seed: int = 0,
-        held_out: float = 0.2,
-        missing: Literal["refuse", "drop"] = "refuse",
-        units: dict[str, str] | None = None,
-        target_unit: str | None = None,
-    ) -> dict[str, Any]:
+        data: _Table,
+        skeletons: _Skeletons,
+        loss: _Loss = "mse",
+        restarts: Annotated[int, Field(description="starts that are drawn for each fit")] = 8,
+        seed: Annotated[int, Field(description="of the starts")] = 0,
+        held_out: Annotated[
+            float, Field(description="part of the rows, drawn at random, that no fit sees")
+        ] = 0.2,
+        missing: Annotated[
+            Literal["refuse", "drop"],
+            Field(description='"drop" leaves out rows in which a formula is not finite, with a '
+                  "penalty"),
+        ] = "refuse",
+        units: _Units = None,
+        target_unit: Annotated[str | None, Field(description="unit of the target")] = None,
+        details: Annotated[
+            int, Field(description="how many of the best answers are told in full", ge=0, le=50)
+        ] = 10,
+    ) -> dict[str, Any]:  # fmt: skip
         """Fit skeletons, and say of each how good and how sure its formula is.
 
-        A skeleton is text over the names of the columns with p1, p2, ... for its constants, such as
-        "p1*exp(-p2*t) + p3". Each gets an answer: an error with place and remedy, or formula, loss,
-        loss on rows held out (drawn at random), evidence, terms, warnings, and how often it was
-        tried before. units by column, such as {"v": "m/s"}, switch a check of units on.
-        missing="drop" leaves rows out in which a formula is not finite, with a penalty.
+        answers has the best ones, best first, with formula, loss, loss on rows held out, evidence,
+        terms, warnings, and how often each was tried before; errors says what is wrong with others,
+        with place and remedy; others has a line for each of the rest. index counts skeletons from
+        0, and best is the index of the best one.
         """
         async with self._caller(ctx) as caller, self._uploaded(caller, data, True) as uploaded:
             found = await caller.client.propose(
@@ -257,21 +336,22 @@ class Tools:
                 target_unit=target_unit,
                 progress=_reporter(ctx),
             )
-        best = None if found.best is None else found.index(found.best)
-        # Simplifying takes milliseconds a formula, for which other calls would wait.
-        answers = await asyncio.to_thread(lambda: [answer.as_dict() for answer in found])
-        return {"answers": answers, "best": best}
+            # Simplifying takes milliseconds a formula, for which other calls would wait.
+            return await self._soon(lambda: _proposed(found, details))
 
     async def search(
         self,
         ctx: Context,
-        data: Data,
-        max_seconds: float = 30.0,
-        max_size: int | None = None,
-        operators: list[str] | None = None,
-        loss: str = "mse",
-        units: dict[str, str] | None = None,
-        seed: int = 0,
+        data: _Table,
+        max_seconds: Annotated[float, Field(description="seconds of the search")] = 30.0,
+        max_size: Annotated[int | None, Field(description="most tokens of a formula")] = None,
+        operators: Annotated[
+            list[str] | None,
+            Field(description='such as ["+", "*", "exp"]; null for usual ones'),
+        ] = None,
+        loss: _Loss = "mse",
+        units: _Units = None,
+        seed: Annotated[int, Field(description="of the search")] = 0,
     ) -> dict[str, Any]:
         """Search formulas by genetic programming for at most max_seconds.
 
@@ -283,7 +363,7 @@ class Tools:
             raise ToolError(f"max_seconds is {max_seconds:g}. Give a time above 0, up to {most:g}")
         if not 0 <= seed < 2**32:
             raise ToolError(f"seed is {seed}. Give a number from 0, below {2**32}")
-        async with self._caller(ctx) as caller:
+        async with self._caller(ctx, searches=True) as caller:
             table = await self._table(data)
             _require_target(table)
             table.require_finite(str(data.target), data.weights)
@@ -307,37 +387,44 @@ class Tools:
                 )
 
             try:
-                return await asyncio.to_thread(run)
+                return await self._search(caller, run)
             finally:
                 cancellation.cancel()
 
     async def simplify(
-        self, ctx: Context, data: Data, expressions: list[str], tolerance: float = 0.01
+        self,
+        ctx: Context,
+        data: _Table,
+        expressions: Annotated[list[str], Field(description="formulas with their numbers")],
+        tolerance: Annotated[float, Field(description="most part by which a loss may grow")] = 0.01,
     ) -> dict[str, Any]:
         """Shorten formulas with their numbers, as far as no loss grows by more than tolerance."""
         async with self._caller(ctx) as caller, self._uploaded(caller, data) as uploaded:
             found = await caller.client.simplify(uploaded, expressions, tolerance=tolerance)
         formulas = [
             {
-                "expression": to_text(program, found.names),
-                "latex": program.latex(found.names),
+                "expression": to_text(program, found.names, DIGITS),
+                "latex": to_latex(program, found.names, DIGITS),
                 "loss": found.loss[i],
                 "initial_loss": found.initial_loss[i],
             }
             for i, program in enumerate(found.programs)
         ]
-        return for_json({"formulas": formulas})
+        return for_json({"formulas": formulas}, DIGITS)
 
     async def predict(
         self,
         ctx: Context,
-        data: Data,
-        expression: str,
-        parameters: list[float] | None = None,
-        start: int = 0,
-        rows: int = 100,
+        data: _Table,
+        expression: _Expression,
+        parameters: _Constants = None,
+        start: Annotated[int, Field(description="first row, from 0")] = 0,
+        rows: Annotated[int, Field(description="number of rows, at most 1000")] = 100,
     ) -> dict[str, Any]:
-        """Evaluate a formula in rows of a table: at most 1,000 values, and their range over all."""
+        """Evaluate a formula in rows of a table: at most 1,000 values, and their range over all.
+
+        To predict outside of the data, give new numbers in data: {columns: {...}}.
+        """
         async with self._caller(ctx) as caller:
             table = await self._table(data)
             count = len(table.columns)
@@ -360,10 +447,10 @@ class Tools:
     async def plot(
         self,
         ctx: Context,
-        data: Data,
-        expression: str,
-        parameters: list[float] | None = None,
-        over: str | None = None,
+        data: _Table,
+        expression: _Expression,
+        parameters: _Constants = None,
+        over: Annotated[str | None, Field(description="column of the horizontal axis")] = None,
     ) -> Any:
         """Draw a formula as PNG: its values over the target, or both over a column."""
         require("matplotlib", "warpfit[mcp]")
@@ -377,49 +464,89 @@ class Tools:
             assert answer.values is not None
             step = -(-len(target) // _MOST_POINTS)
             column = None if over is None else table.columns[::step, table.names.index(over)]
-            picture = await asyncio.to_thread(
-                _drawn, target[::step], answer.values[::step, 0], column, over, expression
-            )
+            drawn = target[::step], answer.values[::step, 0], column, over, expression
+            picture = await self._soon(lambda: _drawn(*drawn))
             return Image(data=picture, format="png")
 
     # ----------------------------------------------------------------------------- what tools share
 
+    async def _soon(self, work: Callable[[], T]) -> T:
+        """Do short work in a thread, for which no search has to end."""
+        return await asyncio.get_running_loop().run_in_executor(self._short, work)
+
+    async def _search(self, caller: _Caller, run: Callable[[], T]) -> T:
+        """Run a search in a thread; it counts until the thread ends, also after it is cancelled."""
+        loop = asyncio.get_running_loop()
+        if caller.searches >= _MOST_SEARCHES:
+            raise _busy(
+                f"{caller.searches} searches of this caller are under way",
+                "Call search again when one of them has ended",
+            )
+        if self._searches >= _SEARCH_THREADS:
+            raise _busy("too many searches are under way", "Call search again a little later")
+
+        def ended(_: Any) -> None:
+            caller.searches -= 1
+            caller.calls -= 1
+            self._searches -= 1
+
+        caller.searches += 1
+        caller.calls += 1  # so that its client is not closed before
+        self._searches += 1
+        work = self._searching.submit(run)
+        work.add_done_callback(lambda done: loop.call_soon_threadsafe(ended, done))
+        return await asyncio.wrap_future(work)
+
     @asynccontextmanager
-    async def _caller(self, ctx: Context) -> AsyncIterator[_Caller]:
+    async def _caller(self, ctx: Context, *, searches: bool = False) -> AsyncIterator[_Caller]:
         """Yield the client of who calls; errors of warpfit become those of the tool.
 
         Over HTTP this is the tenant of the request's bearer token, over stdio that of this process.
-        A caller that the server does not know reads no file.
+        A caller that the server does not know reads no file. A caller's calls, but for those that
+        search, wait for one another if there are many.
         """
         connection = dict(self._settings.connection)
         headers = ctx.headers
         if headers is not None:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             connection["token"] = token.strip() if scheme.lower() == "bearer" else ""
-        key = token_digest(connection.get("token") or "")
         try:
-            caller = self._callers.get(key)
-            if caller is None:
-                idle = [known for known, each in self._callers.items() if not each.calls]
-                if len(self._callers) >= _MOST_CALLERS:
-                    if not idle:
-                        raise ResourceExhaustedError(
-                            "too many callers are at work", "BUSY", "Call again a little later"
-                        )
-                    await self._callers.pop(idle[0]).client.close()
-                blocking = connect(self._settings.address, **connection)
-                caller = _Caller(blocking, AsyncClient(blocking))
-                await caller.client.info(timeout=30.0)
-                caller = self._callers.setdefault(key, caller)
-            self._callers.move_to_end(key)
+            caller = await self._known(connection)
+            if caller.calls >= _MOST_CALLS + _MOST_WAITING:
+                raise _busy(
+                    f"{caller.calls} calls of this caller are under way or wait",
+                    "Wait for answers before further calls",
+                )
             caller.calls += 1
             try:
-                yield caller
+                async with nullcontext() if searches else caller.turns:
+                    yield caller
             finally:
                 caller.calls -= 1
         except WarpfitError as error:
-            text = re.sub(r"--(?=[a-z])", "", str(error))  # flags of commands are arguments here
-            raise ToolError(f"{error.reason}: {text}") from error
+            told = _in_words_of_tools(error)
+            raise ToolError(f"{error.reason}: {told}") from error
+
+    async def _known(self, connection: dict[str, Any]) -> _Caller:
+        """Return the client of a token, which the server is asked about when it first comes."""
+        key = token_digest(connection.get("token") or "")
+        caller = self._callers.get(key)
+        if caller is None:
+            idle = [known for known, each in self._callers.items() if not each.calls]
+            if len(self._callers) >= _MOST_CALLERS:
+                if not idle:
+                    raise _busy("too many callers are at work", "Call again a little later")
+                await self._callers.pop(idle[0]).client.close()
+            blocking = connect(self._settings.address, **connection)
+            made = _Caller(blocking, AsyncClient(blocking))
+            try:
+                await made.client.info(timeout=30.0)
+                caller = self._callers.setdefault(key, made)
+            finally:
+                if caller is not made:  # it is not known, or another call has come first
+                    await made.client.close()
+        self._callers.move_to_end(key)
+        return caller
 
     async def _table(self, data: Data) -> Table:
         """Return the table of a call; files that have not changed are remembered."""
@@ -427,7 +554,7 @@ class Tools:
         if (data.path is None) == (data.columns is None):
             raise ToolError("Give either the path of a file or columns: data={path: ...}")
         if data.path is None:
-            return await asyncio.to_thread(table_of, data, None, settings.most_bytes)
+            return await self._soon(lambda: table_of(data, None, settings.most_bytes))
         if settings.root is None:
             raise InvalidArgumentError(
                 "this server reads no files",
@@ -444,8 +571,9 @@ class Tools:
             self._tables.move_to_end(key)
             return self._tables[key]
         most = settings.most_bytes
-        content = await asyncio.to_thread(read_content, descriptor, data.path, most)
-        table = await asyncio.to_thread(table_of, data, content, most)
+        path = data.path
+        content = await self._soon(lambda: read_content(descriptor, path, most))
+        table = await self._soon(lambda: table_of(data, content, most))
         self._tables[key] = table
         while len(self._tables) > _MOST_TABLES:
             self._tables.popitem(last=False)
@@ -457,16 +585,15 @@ class Tools:
     ) -> AsyncIterator[AsyncUploadedDataset]:
         """Upload a table, on request with its rows in a random order, always the same."""
         table = await self._table(data)
-        order = (
-            np.random.default_rng(0).permutation(len(table.columns)) if shuffled else slice(None)
-        )
-        weights = None if table.weights is None else table.weights[order]
+        columns = (table.columns, table.target, table.weights)
+
+        def rows() -> Sequence[Any]:
+            order = np.random.default_rng(0).permutation(len(table.columns))
+            return [None if column is None else column[order] for column in columns]
+
+        sent = await self._soon(rows) if shuffled else columns
         async with await caller.client.upload(
-            table.columns[order],
-            None if table.target is None else table.target[order],
-            weights,
-            names=table.names,
-            dtype="float64",
+            *sent, names=table.names, dtype="float64"
         ) as uploaded:
             yield uploaded
 
@@ -490,8 +617,50 @@ def _reporter(ctx: Context) -> Callable[[float, float], None]:
     return report
 
 
+def _in_words_of_tools(error: WarpfitError) -> str:
+    """Return the text of an error with a remedy that a caller of tools can follow."""
+    if error.reason in _REMEDIES:
+        error = copy.copy(error)
+        error.remedy = _REMEDIES[error.reason]
+    return re.sub(r"--(?=[a-z])", "", str(error))  # flags of commands are arguments here
+
+
+def _proposed(found: Proposals, details: int) -> dict[str, Any]:
+    """Return what a caller reads of the answers to skeletons; see `Tools.propose`."""
+    place = {id(answer): index for index, answer in enumerate(found)}
+    ranked, wrong = found.ranked(), [answer for answer in found if answer.error is not None]
+
+    def line(answer: Proposal) -> str:
+        shown = f"{place[id(answer)]}: {shortened(answer.expression or answer.skeleton, 100)} | "
+        if answer.error is not None:
+            return f"{shown}{answer.error.reason}"
+        numbers = {
+            "loss": answer.loss,
+            "held out": answer.held_out_loss,
+            "description length": answer.description_length,
+        }
+        told = [f"{name} {value:.5g}" for name, value in numbers.items() if value == value]
+        return shown + (", ".join(told) or "not finite")
+
+    def record(answer: Proposal) -> dict[str, Any]:
+        told = answer.as_dict(DIGITS)
+        if answer.error is not None:
+            told["error"]["message"] = _in_words_of_tools(answer.error)
+        return {"index": place[id(answer)], **told}
+
+    best = [answer for answer in ranked if answer.error is None]
+    others = [*best[details:], *wrong[_MOST_ERRORS:]]
+    told = {
+        "best": None if found.best is None else place[id(found.best)],
+        "answers": [record(answer) for answer in best[:details]],
+        "errors": [record(answer) for answer in wrong[:_MOST_ERRORS]],
+        "others": [line(answer) for answer in others],
+    }
+    return {name: value for name, value in told.items() if value or name in ("best", "answers")}
+
+
 @np.errstate(all="ignore")
-def _description(table: Table) -> dict[str, Any]:
+def _description(table: Table, target: str | None) -> dict[str, Any]:
     def facts(column: np.ndarray[Any, Any]) -> dict[str, Any]:
         finite = column[np.isfinite(column)]
         found: dict[str, Any] = {"non_finite": len(column) - len(finite)}
@@ -501,14 +670,21 @@ def _description(table: Table) -> dict[str, Any]:
         return found
 
     columns = []
-    for name, column in zip(table.names, table.columns.T, strict=True):
+    for name, column in list(zip(table.names, table.columns.T, strict=True))[:_MOST_COLUMNS]:
         columns.append({"name": name, **facts(column)})
         if table.target is not None and len(column) > 1:
             columns[-1]["correlation"] = np.corrcoef(column, table.target)[0, 1]
     described: dict[str, Any] = {"rows": len(table.columns), "columns": columns}
+    if table.left_out:
+        described["rows_left_out"] = f"{table.left_out} rows lack a value"
+    if len(table.names) > len(columns):
+        described["columns_left_out"] = len(table.names) - len(columns)
+    first = [*zip(table.names[: len(columns)], table.columns.T, strict=False)]
     if table.target is not None:
-        described["target"] = facts(table.target)
-    return for_json(described | {"first_rows": table.columns[:_HEAD]})
+        described["target"] = {"name": target, **facts(table.target)}
+        first.append((str(target), table.target))
+    described["first_rows"] = {name: column[:_HEAD] for name, column in first}
+    return for_json(described, DIGITS)
 
 
 def _search(
@@ -526,12 +702,13 @@ def _search(
             "loss": equation.loss,
             "held_out_r2": equation.r2_held_out,
             "description_length": equation.description_length,
+            "surprise": equation.surprise,
             "expression": equation.equation,
         }
         for equation in model.front_
     ]
     found = {"expression": model.expression_, "generations": model.n_iter_, "front": front}
-    return for_json(found)
+    return for_json(found, DIGITS)
 
 
 def _drawn(
@@ -545,13 +722,19 @@ def _drawn(
 
     from warpfit.sklearn.equations import plot_fit
 
+    def drawable(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.where(np.abs(numbers) < _FARTHEST_POINT, numbers, np.nan)  # axes overflow beyond
+
+    target, values = drawable(target), drawable(values)
+    column = None if column is None else drawable(column)
     figure = Figure(figsize=(6, 4.5), layout="tight")
     axes = figure.subplots()
     if column is None:
         plot_fit(target, values, axes)
     else:
-        axes.plot(column, target, ".", alpha=0.5, label="target")
-        axes.plot(column, values, ".", label="formula")
+        # The target lies above the formula, which would hide it where it fits perfectly.
+        axes.plot(column, values, ".", markersize=9, color="tab:orange", label="formula")
+        axes.plot(column, target, ".", markersize=4, color="tab:blue", label="target")
         axes.set(xlabel=str(over).replace("$", r"\$"))
         axes.legend()
     axes.set_title(expression[:80].replace("$", r"\$"), fontsize=9)
@@ -564,15 +747,41 @@ def _drawn(
 
 
 class _StrictServer(MCPServer):  # type: ignore[misc]
-    """The SDK's server, which refuses arguments that a tool does not have: a slip has no effect."""
+    """The SDK's server with errors that say what to do, and answers without white space.
+
+    It refuses arguments that a tool does not have: a slip has no effect.
+    """
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
         """Call a tool; see `mcp.server.mcpserver.MCPServer`."""
+        known: Mapping[str, Any] = {}
         for tool in await self.list_tools():
-            known = tool.input_schema["properties"]
-            if tool.name == name and (odd := [each for each in arguments if each not in known]):
-                raise ToolError(f"{name} has no argument {odd[0][:80]!r}. Use {', '.join(known)}")
-        return await super().call_tool(name, arguments, context)
+            known = tool.input_schema["properties"] if tool.name == name else known
+        if known and (odd := [each for each in arguments if each not in known]):
+            raise ToolError(f"{name} has no argument {odd[0][:80]!r}. Use {', '.join(known)}")
+        try:
+            result = await super().call_tool(name, arguments, context)
+        except ToolError as error:
+            if not isinstance(error.__cause__, ValidationError):
+                raise
+            raise ToolError(_wrong_arguments(name, error.__cause__, known)) from error
+        if isinstance(result, CallToolResult) and result.structured_content is not None:
+            text = json.dumps(result.structured_content, separators=(",", ":"), ensure_ascii=False)
+            result.content = [TextContent(type="text", text=text)]
+        return result
+
+
+def _wrong_arguments(name: str, error: ValidationError, known: Mapping[str, Any]) -> str:
+    """Say which argument of a tool has a wrong shape, and which one it takes."""
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"]]
+    place = ".".join(path) or "the arguments"
+    if first["type"] == "missing":
+        what = f"{place} is missing"
+    else:
+        what = f"{place} is {shortened(repr(first['input']), 60)}: {first['msg'].lower()}"
+    wanted = known.get(path[0], {}).get("description", "") if path else ", ".join(known)
+    return f"BAD_ARGUMENT: {name}: {what}. Give {wanted or 'another value'}"
 
 
 def make_server(settings: Settings) -> MCPServer:
@@ -613,7 +822,10 @@ def serve_http(
         allowed_hosts=[form for name in names for form in (name, f"{name}:*")],
         allowed_origins=list(origins),
     )
-    app = make_server(settings).streamable_http_app(transport_security=security, host=host)
+    # Without sessions, which no tool needs: whoever has no token would make them at will.
+    app = make_server(settings).streamable_http_app(
+        transport_security=security, host=host, stateless_http=True
+    )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
@@ -626,5 +838,6 @@ def serve_http(
     with listener:
         shown = f"[{host}]" if ":" in host else host
         tell(f"warpfit mcp listening on http://{shown}:{listener.getsockname()[1]}/mcp")
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        config = uvicorn.Config(app, log_level="warning", limit_concurrency=_MOST_CONNECTIONS)
+        server = uvicorn.Server(config)
         anyio.run(server.serve, [listener])

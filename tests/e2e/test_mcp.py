@@ -82,7 +82,7 @@ def test_an_agent_finds_a_law_over_stdio(server, root):
             given = {"data": data, "skeletons": [LAW, "p1*a +", None, "p1*a + p2"]}
             found = answer(await client.call_tool("propose", given, progress_callback=progress))
             again = answer(await client.call_tool("propose", given | {"skeletons": [LAW]}))
-            best = found["answers"][found["best"]]["simplified"]
+            best = found["answers"][0]["simplified"]
             given = {"data": data, "expressions": [best], "tolerance": 0.1}
             short = answer(await client.call_tool("simplify", given))
             given = {"data": data, "expression": short["formulas"][0]["expression"]}
@@ -97,7 +97,10 @@ def test_an_agent_finds_a_law_over_stdio(server, root):
     assert all(tool.description for tool in tools.values())
     assert seen["rows"] == 200
     assert [column["name"] for column in seen["columns"]] == ["a", "b"]
-    law, cut, nothing, line = found["answers"]
+    law, line = found["answers"]
+    cut, nothing = found["errors"]
+    assert [each["index"] for each in (law, cut, nothing, line)] == [0, 1, 2, 3]
+    assert found["best"] == 0
     assert law["held_out_loss"] < 4e-4 < line["held_out_loss"]
     assert cut["error"]["position"] == 6
     assert nothing["error"]["reason"] == "UNKNOWN_EXPRESSION_TYPE"
@@ -264,3 +267,158 @@ def test_http_listens_on_loopback_and_checks_host_and_origin(server, root):
     done = subprocess.run(refused, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--allow-host" in done.stderr
+
+
+def test_many_skeletons_have_a_short_answer_with_the_best_in_full(server, root):
+    """Best first; what is wrong with others; a line for each of the rest; few digits."""
+    wrong = ["p1*nosuch", "p1*(a", *["p1*missing"] * 30]
+    skeletons = [*wrong, *[f"p1*a^{n} + p2*b + p3*exp(a/{n + 2})" for n in range(1, 250)], LAW]
+    data = {"path": "law.csv", "target": "y"}
+    calls = [("propose", {"data": data, "skeletons": skeletons, "restarts": 1})]
+    calls.append(("propose", {**calls[0][1], "details": 0}))
+    (_, text), (_, short) = in_process(server, root, calls)
+    found = json.loads(text)
+    assert len(text) < 60_000
+    assert "\n" not in text
+    assert re.findall(r"\d\.\d{7}", text) == []  # six digits
+    assert len(found["answers"]) == 10
+    assert found["best"] == found["answers"][0]["index"]
+    losses = [answer["held_out_loss"] for answer in found["answers"]]
+    assert losses == sorted(losses)
+    assert [error["index"] for error in found["errors"]] == list(range(20))
+    assert len(found["others"]) == len(skeletons) - 10 - 20
+    named = {int(line.split(":")[0]) for line in found["others"]}
+    every = {each["index"] for each in (*found["answers"], *found["errors"])} | named
+    assert every == set(range(len(skeletons)))
+    assert "UNKNOWN_NAME" in found["others"][-1]
+    assert json.loads(short)["answers"] == []
+    assert json.loads(short)["best"] == found["best"]
+
+
+def test_a_search_and_a_proposal_have_numbers_that_compare(server, root):
+    data = {"path": "law.csv", "target": "y"}
+    ((_, text),) = in_process(server, root, [("search", {"data": data, "max_seconds": 2.0})])
+    front = json.loads(text)["front"]
+    texts = [equation["expression"] for equation in front]
+    ((_, text),) = in_process(
+        server, root, [("propose", {"data": data, "skeletons": texts, "details": 50})]
+    )
+    for answer in json.loads(text)["answers"]:
+        wanted = front[answer["index"]]
+        # The text has four digits of each constant.
+        assert answer["description_length"] == pytest.approx(
+            wanted["description_length"], rel=0.02, abs=3.0
+        )
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "words"),
+    [
+        ("propose", {"skeletons": "p1*a"}, ["skeletons is 'p1*a'", "list", "p1, p2"]),
+        ("propose", {}, ["skeletons is missing"]),
+        ("propose", {"skeletons": ["a"], "held_out": "much"}, ["held_out", "part of the rows"]),
+        ("propose", {"skeletons": ["a"], "missing": "error"}, ["missing", "drop"]),
+        ("propose", {"skeletons": ["a"], "data": {"path": 7}}, ["data.path", "the table"]),
+        ("predict", {"expression": ["a"]}, ["expression is ['a']", "formula as text"]),
+        ("simplify", {"expressions": [1]}, ["expressions.0 is 1", "formulas with their numbers"]),
+        ("propose", {"skeletons": ["a"], "data": {"path": "law.csv"}}, ["data={..., target: ...}"]),
+        ("predict", {"expression": "p1*a + p2", "parameters": [1.0]}, ["in parameters"]),
+    ],
+)
+def test_wrong_arguments_are_explained_in_words_of_the_tools(server, root, tool, given, words):
+    given = {"data": {"path": "law.csv", "target": "y"}} | given
+    ((is_error, text),) = in_process(server, root, [(tool, given)])
+    assert is_error
+    for word in words:
+        assert word in text
+    for odd in ("pydantic", "validation error", "client.upload", "Program", "--"):
+        assert odd not in text
+
+
+def test_tools_describe_their_arguments_and_the_rows_that_are_left_out(server, root, capfd):
+    async def work():
+        async with Client(mcp_server.make_server(settings(server, root))) as client:
+            return (await client.list_tools()).tools
+
+    for tool in asyncio.run(work()):
+        for name, schema in tool.input_schema["properties"].items():
+            assert schema.get("description"), (tool.name, name)
+        for schema in tool.input_schema["$defs"]["Data"]["properties"].values():
+            assert schema["description"]
+        if tool.name == "propose":
+            assert tool.input_schema["properties"]["skeletons"]["items"] == {"type": "string"}
+    columns = {"a": [1.0, None, 3.0], "y": [2.0, 4.0, 5.0]}
+    data = {"columns": columns, "missing": "drop", "target": "y"}
+    ((_, text),) = in_process(server, root, [("describe_data", {"data": data})])
+    found = json.loads(text)
+    assert found["first_rows"] == {"a": [1.0, 3.0], "y": [2.0, 5.0]}
+    assert found["target"]["name"] == "y"
+    assert found["rows_left_out"] == "1 rows lack a value"
+    assert "lack a value" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("far", [1e308, -1e308, 1e160, float("1e-320"), 0.0])
+def test_any_numbers_can_be_drawn(server, root, far):
+    data = {"columns": {"a": [1.0, 2.0, far], "y": [far, 2.0, 1.0]}, "target": "y"}
+    given = {"data": data, "expression": "a*1e5"}
+
+    async def work():
+        async with Client(mcp_server.make_server(settings(server, root))) as client:
+            return [await client.call_tool("plot", given | over) for over in ({}, {"over": "a"})]
+
+    for drawn in asyncio.run(work()):
+        assert not drawn.is_error
+        assert base64.b64decode(drawn.content[0].data).startswith(b"\x89PNG")
+
+
+def test_searches_of_a_caller_stop_nobody_else(server, root, monkeypatch):
+    """Two are under way, others are refused at once, and short calls are answered meanwhile."""
+    begun, stop = threading.Semaphore(0), threading.Event()
+
+    def endless(client, table, *_, **__):
+        begun.release()
+        stop.wait(60)
+        return {}
+
+    async def work():
+        async with Client(mcp_server.make_server(settings(server, root))) as client:
+            given = {"data": {"path": "law.csv", "target": "y"}}
+            running = [asyncio.create_task(client.call_tool("search", given)) for _ in range(2)]
+            for _ in running:
+                assert await asyncio.to_thread(begun.acquire, True, 30)
+            refused = [await client.call_tool("search", given) for _ in range(6)]
+            short = await asyncio.gather(
+                *(client.call_tool("describe_data", given) for _ in range(20))
+            )
+            stop.set()
+            ended = await asyncio.gather(*running)
+            again = await client.call_tool("search", given)
+            return refused, short, ended, again
+
+    monkeypatch.setattr(mcp_server, "_search", endless)
+    refused, short, ended, again = asyncio.run(work())
+    assert all("BUSY" in each.content[0].text for each in refused)
+    assert not any(each.is_error for each in (*short, *ended, again))
+
+
+def test_requests_without_a_session_make_none(server, root):
+    flags = ["--root", str(root), "--address", server.address, "--http", "--port", "0"]
+    with subprocess.Popen(
+        [sys.executable, *COMMAND, *flags], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            url = re.search(r"http://127\.0\.0\.1:(\d+)/mcp", process.stderr.readline())
+            body = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {
+                "protocolVersion": "2025-06-18", "capabilities": {},
+                "clientInfo": {"name": "x", "version": "1"}}}  # fmt: skip
+            usual = {"content-type": "application/json",
+                     "accept": "application/json, text/event-stream"}  # fmt: skip
+            for _ in range(3):
+                connection = http.client.HTTPConnection("127.0.0.1", int(url[1]), timeout=30)
+                connection.request("POST", "/mcp", json.dumps(body), usual)
+                answer = connection.getresponse()
+                assert answer.status == 200
+                assert answer.getheader("mcp-session-id") is None
+                assert b"warpfit" in answer.read()
+        finally:
+            process.terminate()

@@ -56,7 +56,7 @@ def request(text, **options):
     asked = Evaluation(
         DATA.content_id, Batch.of([parse(text)]), loss=Loss.MSE, **{"values": False, **options}
     )
-    return codec.evaluation_to_bytes(asked)
+    return codec.evaluation_to_bytes(asked, pieces=True)
 
 
 class RawCall:

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 MOST_SKELETONS: Final = 10_000
 _MOST_CHARACTERS: Final = 10_000
 _MOST_PARAMETERS: Final = 500
+#: Significant digits of constants in texts.
+DIGITS: Final = 6
 #: Skeletons that are fitted by one call of `optimize`; progress is told between them, too.
 _TOGETHER: Final = 256
 #: Most skeletons that a client remembers.
@@ -102,7 +104,7 @@ class Proposal:
     names: tuple[str, ...] = ()
     """Names of the variables, or empty."""
     expression: str = ""
-    """The formula as text."""
+    """The formula as text, with six digits of each constant; ``program`` has all."""
     parameters: tuple[float, ...] = ()
     """Fitted p1, p2, ...."""
     standard_errors: tuple[float, ...] = ()
@@ -139,11 +141,14 @@ class Proposal:
         if self.program is None:
             return ""
         with suppress(ResourceExhaustedError):  # it has too many tokens for the rules
-            return to_text(self.program.simplify(), self.names)
+            return to_text(self.program.simplify(), self.names, DIGITS)
         return self.expression
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return what is known as JSON has it: without what is empty, and None for NaN."""
+    def as_dict(self, digits: int | None = None) -> dict[str, Any]:
+        """Return what is known as JSON has it: without what is empty, and None for NaN.
+
+        With ``digits`` numbers have so many significant digits at most.
+        """
         if self.error is not None:
             placed = getattr(self.error, "position", None)
             about = {"reason": self.error.reason, "message": str(self.error), "position": placed}
@@ -159,20 +164,27 @@ class Proposal:
             for name, value in found.items()
             if value not in ((), [], "") and (value == value or name == "loss")
         }
-        return for_json(kept)
+        return for_json(kept, digits)
 
 
-def for_json(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record as JSON can say it: with lists, and None for numbers that are not finite."""
+def for_json(record: Mapping[str, Any], digits: int | None = None) -> dict[str, Any]:
+    """Return a record as JSON can say it: with lists, and None for numbers that are not finite.
+
+    With ``digits`` numbers have so many significant digits at most.
+    """
 
     def said(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return for_json(value)
+            return for_json(value, digits)
         if isinstance(value, np.generic | np.ndarray):
             value = value.tolist()
         if isinstance(value, list | tuple):
             return [said(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                return None
+            return float(f"{value:.{digits}g}") if digits else value
+        return value
 
     return {name: said(value) for name, value in record.items()}
 
@@ -191,18 +203,32 @@ class Proposals(tuple[Proposal, ...]):
     @property
     def best(self) -> Proposal | None:
         """The answer with the best loss on the rows held out, or on all if none are; else None."""
+        first = next(iter(self.ranked()), None)
+        return None if first is None or math.isnan(first.loss) else first
+
+    def ranked(self) -> list[Proposal]:
+        """Return the answers, best first: by the loss on the rows held out, or on all if none are.
+
+        Those without a finite loss follow, and those with an error are the last ones.
+        """
         sign = -1.0 if self.is_score else 1.0
-        for name in ("held_out_loss", "loss"):
-            losses = [sign * getattr(answer, name) for answer in self]
-            known = [(loss, place) for place, loss in enumerate(losses) if math.isfinite(loss)]
-            if known:
-                return self[min(known)[1]]
-        return None
+        is_judged = any(math.isfinite(answer.held_out_loss) for answer in self)
+
+        def key(answer: Proposal) -> tuple[bool, bool, float]:
+            loss = sign * (answer.held_out_loss if is_judged else answer.loss)
+            is_known = math.isfinite(loss)
+            return answer.error is not None, not is_known, loss if is_known else 0.0
+
+        return sorted(self, key=key)
+
+    def __repr__(self) -> str:
+        """Return the table, too: hundreds of answers in full would be too much to read."""
+        return str(self)
 
     def __str__(self) -> str:
-        """Return a small table with a row for each skeleton."""
+        """Return a small table with a row for each skeleton, best first."""
         rows = []
-        for answer in self:
+        for answer in self.ranked():
             shown = shortened(answer.expression or answer.skeleton)
             first = (
                 str(answer.error).splitlines()[0] if answer.error else "; ".join(answer.warnings)
@@ -498,7 +524,7 @@ class ProposeTask:
         for i, (answer, program) in enumerate(candidates):
             answer.tried = self._tried.add(self._data.content_id, program)
             answer.program, answer.names = fit.formula(i), self._names
-            answer.expression = to_text(answer.program, self._names)
+            answer.expression = to_text(answer.program, self._names, DIGITS)
             answer.parameters = tuple(fit.parameters[i].tolist())
             answer.converged, answer.reason = fit.reason[i].converged, str(fit.reason[i])
             odd = int(left_out[:, i].sum())

@@ -10,6 +10,7 @@ import math
 import re
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -114,6 +115,8 @@ class Table:
     """Where each row stands in the file, such as "line 2"."""
     group: int | None = None
     """Place of the variable that says of which group a row is."""
+    left_out: int = 0
+    """Rows of the file that lack a value and are left out."""
     groups: tuple[str, ...] = ()
     """Texts of the groups, whose numbers from 0 stand in their column; empty if it has numbers."""
 
@@ -161,7 +164,20 @@ def add_table_flags(parser: argparse.ArgumentParser, *, needs_target: bool) -> N
     )
 
 
-def read_table(options: argparse.Namespace, content: io.BytesIO | None = None) -> Table:
+def read_table(options: argparse.Namespace) -> Table:
+    """Read the file that a command's flags name, and say how many rows are left out.
+
+    Raises:
+        InvalidArgumentError: as `table_of_file`.
+    """
+    table = table_of_file(options)
+    if table.left_out:
+        rows = table.left_out + len(table.columns)
+        tell(f"warpfit: {table.left_out} of {rows} rows lack a value and are left out")
+    return table
+
+
+def table_of_file(options: argparse.Namespace, content: io.BytesIO | None = None) -> Table:
     """Read the file that a command's flags name.
 
     The first line of a CSV file names the columns. If it holds only numbers, they are named x1, x2,
@@ -216,10 +232,11 @@ class ColumnChoice:
     @classmethod
     def of(cls, file: str, names: Sequence[str], options: argparse.Namespace) -> ColumnChoice:
         """Find the columns that the flags name; raise InvalidArgumentError."""
+        places = {name: place for place, name in reversed([*enumerate(names)])}
 
         def find(name: str, flag: str) -> int:
-            if name in names:
-                return list(names).index(name)
+            if name in places:
+                return places[name]
             if name.isascii() and name.isdecimal() and 0 < int(name) <= len(names):
                 return int(name) - 1
             raise InvalidArgumentError(
@@ -230,7 +247,7 @@ class ColumnChoice:
             )
 
         def find_all(given: Iterable[str], flag: str) -> list[int]:
-            parts = chain.from_iterable([g] if g in names else g.split(",") for g in given)
+            parts = chain.from_iterable([g] if g in places else g.split(",") for g in given)
             return [find(part.strip(), flag) for part in parts]
 
         target = None if options.target is None else find(options.target, "target")
@@ -256,9 +273,9 @@ class ColumnChoice:
             raise InvalidArgumentError(
                 "a column is used twice", "BAD_NAMES", "Name it once, in one of the flags"
             )
-        used = [names[index] for index in chosen.used]
+        uses = Counter(names[index] for index in chosen.used)
         for index in chosen.used:
-            if used.count(names[index]) > 1 or not names[index]:
+            if uses[names[index]] > 1 or not names[index]:
                 problem = "has no name" if not names[index] else f"is another {names[index]!r}"
                 raise InvalidArgumentError(
                     f"column {index + 1} of {file} {problem}",
@@ -280,9 +297,8 @@ class ColumnChoice:
         groups: Sequence[str] = (),
     ) -> Table:
         """Return the table of the columns in use, [rows, columns], without the rows that miss."""
-        if missing.any():
-            dropped = missing.sum()
-            tell(f"warpfit: {dropped} of {len(missing)} rows lack a value and are left out")
+        left_out = int(missing.sum())
+        if left_out:
             numbers = numbers[~missing]
             places = [place for place, is_out in zip(places, missing, strict=True) if not is_out]
         if not len(numbers):
@@ -295,7 +311,8 @@ class ColumnChoice:
         names = tuple(self.names[index] for index in self.variables)
         group = None if self.group is None else self.variables.index(self.group)
         columns = numbers[:, :variables]
-        return Table(file, names, columns, target, weights, tuple(places), group, tuple(groups))
+        own = target, weights, tuple(places), group, left_out, tuple(groups)
+        return Table(file, names, columns, *own)
 
 
 def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) -> Table:

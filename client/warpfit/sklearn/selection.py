@@ -187,13 +187,11 @@ class Selection:
     @cached_property
     def _deviance_of_scale(self) -> float:
         """What `deviance` leaves out of -2 log L for losses of squares; 0 for other losses."""
-        variation, rows = self.statistics.variation, self.amount()
-        if not (self.loss.is_squares and variation > 0.0 and self.scale > 0.0):
+        divisor, rows = self.statistics.divisor(self.loss.closing), self.amount()
+        if not (self.loss.is_squares and divisor > 0.0):
             return 0.0
-        power = 2.0 if self.loss.closing is Closing.ROOT else 1.0
         weights = self.training.weights
-        left_out = rows * (math.log(2.0 * math.pi * variation / rows) + 1.0)
-        left_out -= rows * power * math.log(self.scale)
+        left_out = rows * (math.log(2.0 * math.pi * divisor / rows) + 1.0)
         return left_out - float(np.log(weights[weights > 0.0]).sum())
 
     def price(self, program: Program) -> float:

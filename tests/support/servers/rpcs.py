@@ -191,7 +191,7 @@ def long_request(data: warpfit.Data, programs: int = 400) -> bytes:
 def request(data: warpfit.Data, programs: Any, **options: Any) -> bytes:
     """Serialize any evaluation; ``options`` are those of `warpfit.Client.run`."""
     evaluation, _ = build_evaluation(data, programs, None, None, options)
-    return codec.evaluation_to_message(evaluation).SerializeToString()
+    return codec.evaluation_to_bytes(evaluation, pieces=True)
 
 
 def start(channel: grpc.Channel, message: bytes, method: str = "Evaluate", **options: Any) -> Any:

@@ -23,7 +23,7 @@ from support.servers.loopback import serve
 from support.servers.server import write_secret
 from warpfit import embedded, testing
 from warpfit.cli import main as cli
-from warpfit.cli.table import add_table_flags, read_table
+from warpfit.cli.table import ColumnChoice, add_table_flags, read_table
 from warpfit.cli.top import Change, Scrape
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.ops import OPERATORS
@@ -664,3 +664,15 @@ def test_without_observations_there_is_no_quantile():
     nothing = Scrape(0.0, {})
     assert Change(nothing, nothing).quantile(0.5, "time") is None
     assert Change(nothing, nothing).mean("time") is None
+
+
+def test_wide_tables_take_time_in_proportion():
+    """A way that compares each name with each other one would take an hour."""
+    names = [f"column{n}" for n in range(200_000)]
+    options = argparse.Namespace(
+        target=names[-1], weights=names[-2], ignore=[",".join(names[:1000])], columns=None
+    )
+    chosen = ColumnChoice.of("wide.csv", names, options)
+    assert chosen.variables == list(range(1000, 199_998))
+    with pytest.raises(InvalidArgumentError, match="is another 'column7000'"):
+        ColumnChoice.of("wide.csv", [*names, "column7000"], options)
