@@ -47,6 +47,8 @@ _RANK_TOLERANCE: Final = 1e-12
 _RANK_TOLERANCE_FLOAT32: Final = 1e-11
 #: Part of the loss of the best constant below which losses count as equal: rounding.
 ROUNDING: Final = 1e-18
+#: Significant digits of constants in texts of fitted formulas.
+DIGITS: Final = 6
 #: Rounds of a search for profile likelihoods, and the relative error of its roots.
 _ROUNDS: Final = 24
 _ROOT_ERROR: Final = 1e-4
@@ -605,7 +607,7 @@ def gather(
                 shares = np.where(without > 0.0, 1.0 - squares[places] / without, 0.0).tolist()
             losses = refit.loss.tolist()
             for term, i, loss, share in zip(flat_terms, places, losses, shares, strict=True):
-                text = to_text(term.program.bind(vectors[i]), data.names)
+                text = to_text(term.program.bind(vectors[i]), data.names, DIGITS)
                 judged[i].append(replace(term, text=text, loss=loss, contribution=share))
         evidence = replace(evidence, terms=judged)
     return evidence

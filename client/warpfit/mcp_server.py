@@ -39,12 +39,13 @@ from pydantic import Field, ValidationError, WithJsonSchema
 
 import warpfit
 from warpfit.aio import AsyncClient, AsyncUploadedDataset
-from warpfit.calls.proposals import DIGITS, Proposal, Proposals, for_json
+from warpfit.calls.proposals import Proposal, Proposals, for_json
 from warpfit.cli.standard_streams import tell
 from warpfit.cli.table import ColumnChoice, Table, table_of_file
 from warpfit.client import Client, connect
 from warpfit.display import shortened
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, WarpfitError, require
+from warpfit.evidence import DIGITS
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.expressions.real_numbers import missing_value
 from warpfit.parse import function_names

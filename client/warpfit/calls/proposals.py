@@ -33,7 +33,7 @@ from warpfit.errors import (
     WarpfitError,
     bad_setting,
 )
-from warpfit.evidence import Floats, Term, description_lengths
+from warpfit.evidence import DIGITS, Floats, Term, description_lengths
 from warpfit.expressions.language import to_text
 from warpfit.fitting import FitProgress, Missing, Reason
 from warpfit.formulas.units import check_units, dimension, dimensions
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 MOST_SKELETONS: Final = 10_000
 _MOST_CHARACTERS: Final = 10_000
 _MOST_PARAMETERS: Final = 500
-#: Significant digits of constants in texts.
-DIGITS: Final = 6
 #: Skeletons that are fitted by one call of `optimize`; progress is told between them, too.
 _TOGETHER: Final = 256
 #: Most skeletons that a client remembers.
