@@ -83,8 +83,8 @@ class Template:
     """Outer form of the formula, over variables, fitted parameters and searched functions."""
 
     program: Program
-    """Tokens of the form. Function i is the variable token ``variables + i``, where ``variables`` is
-    the number of columns of the data set; parameters are fitted."""
+    """Tokens of the form. Function i is the variable token ``variables + i``, where ``variables``
+    is the number of columns of the data set; parameters are fitted."""
     functions: tuple[tuple[int, ...], ...]
     """For each function the columns that it may use."""
 
@@ -114,7 +114,7 @@ class SearchRequest:
     template: Template | None = None
     """Instead of ``form``."""
     group: int | None = None
-    """Column whose value is a row's group, by which all constants differ; formulas do not use it."""
+    """Column whose value is a row's group, by which constants differ; formulas do not use it."""
     guesses: Batch | None = None
     """Formulas that the search begins with; their parameters are starts of a fit."""
     islands: int = 0

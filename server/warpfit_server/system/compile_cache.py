@@ -42,12 +42,12 @@ _DIGEST_BYTES: Final = 32
 _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 #: What compiled code takes functions, constants or types from; types also from CUDA C++.
 _SERVER_SOURCES: Final = (
-    *(f"engine/{name}" for name in ("native", "fit", "cpu", "cuda")),
+    *(f"engine/{name}" for name in ("native", "fit", "cpu", "cuda", "search")),
     *(f"engine/{name}.py" for name in ("sum_tree", "lowering", "autodiff", "interface")),
     *("limits.py", "shared_batch.py", "system/compile_cache.py"),
 )
 _CLIENT_SOURCES: Final = (
-    *("ir.py", "ops.py", "fitting.py", "losses.py", "request.py"),
+    *("ir.py", "ops.py", "fitting.py", "losses.py", "request.py", "searching.py"),
     "expressions/special.py",
 )
 _SUFFIXES: Final = (".py", ".cu")

@@ -163,6 +163,14 @@ static T atomicMin(T* place, N number) {
   return old;
 }
 
+template <typename T, typename N>
+static T atomicMax(T* place, N number) {
+  const T old = *place;
+  *place = old > number ? old : number;
+  return old;
+}
+static int __clzll(long long bits) { return bits ? __builtin_clzll(bits) : 64; }
+
 // -------------------------------------------------------------------------------- threads
 
 #define MOST_THREADS 1024

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Precision, Timings
+from warpfit.searching import SearchProgress, SearchRequest
 from warpfit.server_info import Device
 from warpfit_server.engine import interface
 from warpfit_server.engine.cpu import derivatives
@@ -177,7 +178,7 @@ class CpuEngine:
         self, evaluation: Evaluation, outputs: interface.Outputs
     ) -> interface.Steps[Timings]:
         """Evaluate a batch into ``outputs``; see `interface.Engine`."""
-        dataset = self._dataset(evaluation)
+        dataset = self._dataset(evaluation.dataset_id)
         if derivatives.needs_derivatives(evaluation, outputs):
             requested = requested_outputs(evaluation, outputs)
             steps = self._differentiate(dataset, evaluation, requested)
@@ -197,7 +198,7 @@ class CpuEngine:
         selection: interface.Selection | None = None,
     ) -> interface.Steps[interface.Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
-        dataset = self._dataset(evaluation)
+        dataset = self._dataset(evaluation.dataset_id)
         found, requested = linearisation_outputs(
             evaluation.batch, row_loss, curvature=curvature, cancelled=cancelled
         )
@@ -205,8 +206,35 @@ class CpuEngine:
             yield from self._differentiate(dataset, evaluation, requested, selection)
         return found
 
-    def _dataset(self, evaluation: Evaluation) -> Dataset:
-        dataset = self._datasets.get(evaluation.dataset_id)
+    def search(
+        self,
+        request: SearchRequest,
+        *,
+        cancelled: NDArray[np.uint8],
+        report: Callable[[SearchProgress], None],
+    ) -> interface.Steps[SearchProgress]:
+        """Search for formulas; see `interface.Engine`."""
+        # Imported on first use, because importing it delays the start of the server.
+        from warpfit_server.engine.search.cpu_colony import CpuColony, colony_settings
+        from warpfit_server.engine.search.driver import search
+
+        yield BACKGROUND.submit(parts.load_search, self.threads)
+
+        def new_colony(*given: Any) -> CpuColony:
+            return CpuColony(self.evaluate, self.run_in_steps, cancelled, *given)
+
+        settings = colony_settings(request)
+        whole = self._dataset(request.dataset_id)
+        with _memory_errors():
+            return (
+                yield from search(
+                    self, whole, request, new_colony, settings=settings, cancelled=cancelled,
+                    report=report,
+                )
+            )  # fmt: skip
+
+    def _dataset(self, dataset_id: bytes) -> Dataset:
+        dataset = self._datasets.get(dataset_id)
         if dataset is None:
             raise DatasetNotFoundError
         return dataset
@@ -225,9 +253,9 @@ class CpuEngine:
                 outputs.ready(finished)
 
         has_values = outputs.values is not None or outputs.jacobian is not None
-        yield from self._run_in_steps(work, announce if has_values else None)
+        yield from self.run_in_steps(work, announce if has_values else None)
 
-    def _run_in_steps(
+    def run_in_steps(
         self, work: ChunkedWork, on_step: Callable[[int], None] | None = None
     ) -> interface.Steps[None]:
         """Run all chunks; after each step ``on_step`` gets the number of those that have run.
@@ -278,7 +306,7 @@ class CpuEngine:
 
         def lower(batch: Batch) -> interface.Steps[derivatives.LoweredDerivatives]:
             yield from _check(whole, layout.variables)
-            given = self._run_in_steps, layout, batch, requested
+            given = self.run_in_steps, layout, batch, requested
             return (yield from derivatives.lower_derivatives(*given))
 
         key = derivatives.lowering_key(dataset, evaluation, requested)
@@ -291,7 +319,7 @@ class CpuEngine:
         is_long = plan.cut.cost > self.step_size
         if is_long:  # so that the last rows, what follows them and the outputs are steps apart
             yield None
-        yield from self._run_in_steps(run.combining())
+        yield from self.run_in_steps(run.combining())
         if is_long:
             yield None
         run.finish()
@@ -304,7 +332,7 @@ class CpuEngine:
         def lower(programs: Batch) -> interface.Steps[_LoweredPrograms]:
             yield from _check(batch, layout.variables)
             work, lowered = lowering_work(self._lower, programs, outputs.cancelled)
-            yield from self._run_in_steps(work)
+            yield from self.run_in_steps(work)
             return _LoweredPrograms(programs, lowered)
 
         programs = yield from self._programs.by_programs(batch, (layout.variables,), lower)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,11 @@ from warpfit.errors import DatasetNotFoundError
 from warpfit.ir import Batch, Program
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit.searching import SearchProgress, SearchRequest
 from warpfit.server_info import Device
 from warpfit_server.engine.cuda import parts
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
+from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier, CompiledWork
@@ -57,6 +59,9 @@ from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.shared_batch import BatchSummary
 from warpfit_server.system.machine import available_cores
+
+if TYPE_CHECKING:
+    from warpfit_server.engine.search.colony import Colony, Screening
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Steps in flight: one computes while another is copied in, or its losses are sent.
@@ -115,6 +120,7 @@ class CudaEngine:
         # Kernels are planned by code that is compiled with that of derivatives.
         self._planner.submit(self._derivatives.result)
         self._warming = BACKGROUND.submit(self._warm_up_compiled)
+        self._search_code: Future[None] | None = None
 
     def device(self) -> Device:
         """Describe the device."""
@@ -214,6 +220,41 @@ class CudaEngine:
             tier = yield from self._derivative_tier()
             given = row_loss, curvature, cancelled, selection
             return (yield from tier.linearise(resident, evaluation, *given))
+        except self._device.errors as error:
+            raise self._translate(error) from error
+
+    def search(
+        self,
+        request: SearchRequest,
+        *,
+        cancelled: NDArray[np.uint8],
+        report: Callable[[SearchProgress], None],
+    ) -> Steps[SearchProgress]:
+        """Search for formulas; see `interface.Engine`."""
+        # Imported on first use, because importing it delays the start of the server.
+        from warpfit_server.engine.cuda.search import colony
+        from warpfit_server.engine.search.driver import search
+
+        whole = self._resident(request.dataset_id).dataset
+        self._device.use()
+        variants = {4: Variant.of(Arithmetic.FAST, 64), 8: Variant.of(Arithmetic.DOUBLE, 32)}
+        if self._search_code is None:
+            self._search_code = BACKGROUND.submit(colony.load)
+        yield self._search_code
+
+        def new_colony(grammar: NDArray[np.int32], screening: Screening, settings: Any) -> Colony:
+            kernels = self._interpreter.prepare(variants[screening.itemsize])
+            resident = self._resident(screening.dataset_id)
+            given = grammar, screening, settings, cancelled
+            return colony.CudaColony(self._device, kernels, resident, *given)
+
+        try:
+            return (
+                yield from search(
+                    self, whole, request, new_colony, settings=colony.colony_settings(request),
+                    cancelled=cancelled, report=report,
+                )
+            )  # fmt: skip
         except self._device.errors as error:
             raise self._translate(error) from error
 

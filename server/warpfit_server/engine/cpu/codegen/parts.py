@@ -45,6 +45,7 @@ from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import COPY_CODE, load_check, lower_chunk
 from warpfit_server.engine.native import compile_processes, numba_cache, parallel_loop
+from warpfit_server.engine.search import cpu_colony
 from warpfit_server.system import compile_cache
 
 _LOG: Final = logging.getLogger(__name__)
@@ -85,12 +86,17 @@ PARTS: Final = {
     "linearise": _chunk_function(10.0, linearise_chunk),
     "derivative_kernels": Part(4.6, partial(_objects, "-derivatives", build_derivatives)),
     "combine": _chunk_function(2.5, combine_chunk),
+    "populate": _chunk_function(5.0, cpu_colony.populate_chunk),
+    "breed": _chunk_function(7.0, cpu_colony.breed_chunk),
+    "score": _chunk_function(1.5, cpu_colony.score_chunk),
+    "keep": _chunk_function(2.0, cpu_colony.keep_chunk),
     **{name: Part(*part) for name, part in fits.PARTS.items()},
 }
 #: What is needed at the same time, and is compiled side by side: a start needs "values".
 GROUPS: Final = {
     "values": ("lower", "kernels", "interpret", "parallel", "check"),
     "derivatives": ("differentiate", "linearise", "derivative_kernels", "combine", *fits.PARTS),
+    "search": ("populate", "breed", "score", "keep"),
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
 _MOST_PROCESSES: Final = 4
@@ -156,6 +162,11 @@ def load_derivatives(kernels: Kernels, processes: int) -> Kernels:
         owners = (*own.owners, owner)
         both[arithmetic] = KernelSet(addresses, own.losses, np.array(dots, np.int64), owners)
     return both
+
+
+def load_search(processes: int) -> None:
+    """Load the code for searches, which is compiled first where it is not kept on disk."""
+    load_group("search", processes, urgent=True)
 
 
 def _link(code: bytes) -> Any:

@@ -345,7 +345,14 @@ def lower(
     status = status or record(driver, stream, started)
     if apart != 0:
         status = status or _join_parts(driver, stream, kernel, batch, parts[: len(places)])
-    status = status or launch_lowering(driver, stream, kernel, batch)
+    return status or lower_resident(driver, stream, kernels, batch)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def lower_resident(driver: NDArray[np.void], stream: int, kernels: Any, batch: NDArray[Any]) -> int:
+    """Lower a batch that is on the device, and compute its row-invariant subtrees; as `lower`."""
+    kernel, one = kernels[0], batch[0]
+    status = launch_lowering(driver, stream, kernel, batch)
     status = status or launch_order(driver, stream, kernel, batch)
     width, height = _SLOT_THREADS
     grid = -(-one.count // height), min(-(-one.vectors // width), _MAX_GRID_Y)
@@ -556,6 +563,7 @@ def load() -> None:
     # They are compiled and not called: there may be no device.
     for function, given in (
         (lower, (driver, 0, places, 0, np.zeros(1, PART), limits, batch, 0)),
+        (lower_resident, (driver, 0, limits, batch)),
         (run_jobs, (driver, 0, limits, batch, tiles, jobs, 0, 0)),
         (lay_out, (0, 0, 0)),
     ):

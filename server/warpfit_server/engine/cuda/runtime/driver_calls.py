@@ -26,7 +26,10 @@ DRIVER: Final = np.dtype(
 #: Microseconds between two looks at that word.
 POLL_MICROSECONDS: Final = 100
 #: Codes of the types in structs of arguments, as NumPy has them.
-_TYPES: Final = {"int": "i4", "unsigned": "u4", "long long": "i8", "unsigned long long": "u8"}
+_TYPES: Final = {
+    **{"int": "i4", "unsigned": "u4", "long long": "i8", "unsigned long long": "u8"},
+    "double": "f8",
+}
 
 
 def driver_functions() -> NDArray[np.void]:

@@ -1,0 +1,1 @@
+"""Searches on a GPU: the colony, and pairs of short formulas."""

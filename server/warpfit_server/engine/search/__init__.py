@@ -1,0 +1,1 @@
+"""The search for formulas in an engine; `driver` tells it in order."""

@@ -1,0 +1,176 @@
+"""A colony: the formulas of all islands of a search, which live beside the data.
+
+The simple form of a generation:
+
+    for each formula of the colony:
+        breed a child of two formulas of its island that has not been tried
+    evaluate all children on the screening rows
+    for each child:
+        score it by its best a + b f; it takes the formula's place if it is better
+
+So an island keeps its best, and good formulas spread in it slowly (a cellular genetic algorithm;
+Alba and Dorronsoro 2008, "Cellular Genetic Algorithms"). Islands exchange few formulas, and each
+weighs size against loss in its own measure, so that together they hold formulas of all sizes.
+
+`CpuColony` and `CudaColony` implement `Colony`. What happens to one formula is in `genome`, once
+for both. Numbers are drawn by seed, generation and formula, and children are compared with the
+generation before alone, so that a seed gives the same search whatever threads and blocks there are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ir import Population
+from warpfit_server.engine.interface import Steps
+
+Floats = NDArray[np.float64]
+#: Least and greatest weight of a token, relative to the loss, by which islands compare formulas.
+_PARSIMONY: Final = (5e-4, 1e-2)
+#: Part of the target's variance below which losses differ by rounding alone, by bytes of a number.
+LOSS_FLOOR: Final = {4: 1e-10, 8: 1e-20}
+#: Spread of the values relative to their mean below which it is rounding, by bytes of a number.
+LEAST_SPREAD: Final = {4: 1e-4, 8: 1e-9}
+#: Values between which their spread is a number in float32.
+SPREADS: Final = (1e-15, 1e15)
+#: Registers of the estimate of how many structures have been tried; a power of 2.
+REGISTERS: Final = 1 << 12
+
+
+class Genomes(NamedTuple):
+    """Formulas of a colony as rows of fixed width, without parameters."""
+
+    codes: NDArray[np.uint8]
+    """[formulas, width]; what is behind a formula's length means nothing."""
+    values: NDArray[np.float32]
+    lengths: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def take(self, index: Any) -> Genomes:
+        """Return some of the formulas; a slice shares their memory."""
+        return Genomes(self.codes[index], self.values[index], self.lengths[index])
+
+    def population(self) -> Population:
+        """Return the formulas one after the other."""
+        inside = np.arange(self.codes.shape[1]) < self.lengths[:, None]
+        lengths = self.lengths.astype(np.uint32)
+        return Population(self.codes[inside], self.values[inside].astype(np.float64), lengths)
+
+    @classmethod
+    def of(cls, population: Population, width: int) -> Genomes:
+        """Lay out formulas of at most ``width`` tokens."""
+        lengths = population.lengths.astype(np.int32)
+        inside = np.arange(width) < lengths[:, None]
+        codes, values = np.zeros(inside.shape, np.uint8), np.zeros(inside.shape, np.float32)
+        codes[inside], values[inside] = population.codes, population.values
+        return cls(codes, values, lengths)
+
+
+class Scored(NamedTuple):
+    """Formulas with their losses, relative to that of the best constant."""
+
+    genomes: Genomes
+    losses: NDArray[np.float32]
+    places: NDArray[np.int64]
+    """Where each is in the colony."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Screening:
+    """The rows on which new formulas are scored, as a data set that the engine has loaded."""
+
+    dataset_id: bytes
+    target: Floats
+    """[rows]."""
+    weights: Floats
+    """[rows], positive; they add up to 1."""
+    itemsize: int
+    """Bytes of a value: 4 or 8."""
+    is_scaled: bool
+    """Whether slope and intercept are fitted."""
+
+    @property
+    def spread(self) -> float:
+        """Variance of the target; 0 of a constant one."""
+        mean = float(self.weights @ self.target)
+        return float(self.weights @ np.square(self.target - mean))
+
+
+@dataclass(frozen=True, slots=True)
+class ColonySettings:
+    """Size and seed of a colony."""
+
+    islands: int
+    island: int
+    """Formulas of an island."""
+    seed: int
+
+    @property
+    def formulas(self) -> int:
+        """Formulas of the whole colony."""
+        return self.islands * self.island
+
+    def parsimony(self) -> NDArray[np.float32]:
+        """Return the weight of a token in each island, from the least to the greatest."""
+        return np.geomspace(*_PARSIMONY, max(2, self.islands))[: self.islands].astype(np.float32)
+
+
+class Colony(Protocol):
+    """The formulas of a search on one device."""
+
+    width: int
+    formulas: int
+    """New formulas that have been scored."""
+
+    def populate(self) -> Steps[None]:
+        """Fill all islands with random formulas."""
+
+    def advance(self) -> Steps[None]:
+        """Run a generation."""
+
+    def insert(self, genomes: Genomes, places: NDArray[np.int64]) -> Steps[NDArray[np.float32]]:
+        """Score formulas, which take the given places where they are better; return losses.
+
+        Loss and score of a formula with a value that is not finite are infinite.
+        """
+
+    def restart(self, island: int) -> Steps[None]:
+        """Fill an island with random formulas; the best of each size is kept apart."""
+
+    def champions(self, count: int) -> Steps[Scored]:
+        """Return the best formulas of each island, at most ``count``, that have not been returned.
+
+        A formula counts as new when it has come to its place.
+        """
+
+    def best(self) -> Steps[Scored]:
+        """Return the best formula of each size since the search began, simplest first."""
+
+    def distinct(self) -> int:
+        """Estimate how many different structures have been tried."""
+
+    def close(self) -> None:
+        """Free the memory."""
+
+
+def estimate_distinct(registers: NDArray[Any]) -> int:
+    """Estimate how many different hashes were noted, by HyperLogLog.
+
+    Flajolet, Fusy, Gandouet and Meunier 2007, "HyperLogLog: the analysis of a near-optimal
+    cardinality estimation algorithm". The standard error is 1.6% with `REGISTERS` registers, each
+    of which holds the most leading zeros + 1 of its hashes' other bits, 0 without any.
+    """
+    count = len(registers)
+    total = float(np.exp2(-registers.astype(float)).sum())
+    raw = 0.7213 / (1 + 1.079 / count) * count**2 / total
+    empty = int((registers == 0).sum())
+    if raw <= 2.5 * count and empty:
+        return round(count * math.log(count / empty))
+    return round(raw)

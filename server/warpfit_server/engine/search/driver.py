@@ -1,0 +1,407 @@
+"""One search: the screening rows, the colony, fits of its best formulas, the front, the budget.
+
+The simple form:
+
+    draw the screening rows; fit the guesses; fill the colony
+    until the budget is used up:
+        run generations
+        fit the constants of the best formulas of each island, and put them back
+        add what is new to the archive: the best fitted formula of each size
+        give up an island that makes no progress for too long
+        report the front once a second
+    fit the archive on all rows, and return the front
+
+A loss that is no sum of squares has no closed form for slope and intercept. Structures are then
+proposed by least squares, and the archive compares them by the loss.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Dataset, Layout
+from warpfit.errors import CancelledError
+from warpfit.fitting import FitRequest, FitResult, FitSettings
+from warpfit.ir import Batch
+from warpfit.losses import LossFunction, TargetStatistics
+from warpfit.ops import CONSTANT, OPERATORS, PARAMETER
+from warpfit.request import Evaluation
+from warpfit.searching import Front, SearchProgress, SearchReason, SearchRequest
+from warpfit_server.engine.interface import Engine, Steps
+from warpfit_server.engine.search.colony import (
+    Colony,
+    ColonySettings,
+    Genomes,
+    Scored,
+    Screening,
+)
+from warpfit_server.engine.search.genome import COMPLEXITY, MOST_COLUMNS, SCALED, new_grammar
+
+Floats = NDArray[np.float64]
+#: Seconds between two reports, and two looks at what is best of each size.
+_REPORT_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 0.5
+#: Part of the time that goes to fits.
+_FIT_SHARE: Final = 0.35
+#: Formulas of each island that are fitted at a time.
+_CHAMPIONS: Final = 4
+#: An island is given up after so many seconds in which its best loss fell by less than a tenth, and
+#: at least so many generations.
+_PATIENCE: Final = 8.0
+_LEAST_GENERATIONS: Final = 100
+_PROGRESS: Final = 0.9
+#: Numbers beyond which, or whose relative spread below which, float32 loses digits that matter.
+_SINGLE_RANGE: Final = (1e-12, 1e12)
+_SINGLE_SPREAD: Final = 1e-3
+#: Greatest magnitude of a constant in the colony.
+_LARGEST_CONSTANT: Final = 1e15
+#: Improvement of a loss that counts.
+_BETTER: Final = 1.0 - 1e-9
+_MUL, _ADD = OPERATORS["mul"].code, OPERATORS["add"].code
+
+
+def search(
+    engine: Engine,
+    dataset: Dataset,
+    request: SearchRequest,
+    new_colony: Callable[..., Colony],
+    *,
+    settings: ColonySettings,
+    cancelled: NDArray[np.uint8],
+    report: Callable[[SearchProgress], None],
+) -> Steps[SearchProgress]:
+    """Search for formulas; see `warpfit_server.engine.interface.Engine.search`.
+
+    Args:
+        engine: evaluates and fits; gets the screening rows as data sets of their own.
+        dataset: what the request names.
+        request: a checked request.
+        new_colony: makes the engine's colony of grammar, screening rows and settings.
+        settings: size of the colony.
+        cancelled: [1]; another process sets it to 1 to cancel the search.
+        report: called with the progress about once a second.
+    """
+    run = _Search(engine, dataset, request, cancelled, report)
+    try:
+        return (yield from run.run(new_colony, settings))
+    finally:
+        run.close()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A fitted formula of the archive."""
+
+    codes: NDArray[np.uint8]
+    """Tokens of a whole formula, slope and intercept included, with parameters."""
+    values: Floats
+    parameters: Floats
+    loss: float
+    """Loss on the screening rows."""
+
+
+@dataclass(slots=True)
+class _Archive:
+    """The best fitted formula of each size."""
+
+    entries: dict[int, _Entry] = field(default_factory=dict)
+    improved: int = 0
+    """How often the front has become better."""
+
+    def add(self, size: int, entry: _Entry) -> None:
+        """Keep a formula if it is better than what there is of its size."""
+        known = self.entries.get(size)
+        if not math.isfinite(entry.loss) or (
+            known is not None and entry.loss >= known.loss * _BETTER
+        ):
+            return
+        if entry.loss < self.best() * 0.999:
+            self.improved += 1
+        self.entries[size] = entry
+
+    def best(self) -> float:
+        """Return the least loss."""
+        return min((entry.loss for entry in self.entries.values()), default=math.inf)
+
+    def front(self) -> list[tuple[int, _Entry]]:
+        """Return sizes and formulas that no smaller one is as good as, simplest first."""
+        found: list[tuple[int, _Entry]] = []
+        least = math.inf
+        for size, entry in sorted(self.entries.items()):
+            if entry.loss < least:
+                least = entry.loss
+                found.append((size, entry))
+        return found
+
+
+class _Search:
+    """The state of one search."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        dataset: Dataset,
+        request: SearchRequest,
+        cancelled: NDArray[np.uint8],
+        report: Callable[[SearchProgress], None],
+    ) -> None:
+        self._engine, self._dataset, self._request = engine, dataset, request
+        self._cancelled, self._report = cancelled, report
+        self._began = time.monotonic()
+        self._rng = np.random.default_rng(request.seed)
+        self._loss: LossFunction = request.loss_function
+        self._archive = _Archive()
+        self._loaded: list[bytes] = []
+        self._colony: Colony | None = None
+        self._generations = self._fits = self._pairs = self._restarts = 0
+        self._fit_seconds = self._colony_seconds = 0.0
+
+    def close(self) -> None:
+        """Free what the engine holds for the search."""
+        if self._colony is not None:
+            self._colony.close()
+        for key in self._loaded:
+            self._engine.unload(key)
+
+    def run(
+        self, new_colony: Callable[..., Colony], settings: ColonySettings
+    ) -> Steps[SearchProgress]:
+        """Run the search to its end."""
+        request = self._request
+        rows = self._draw_rows()
+        columns = self._choose_columns(rows)
+        grammar = new_grammar(request, [columns])
+        self._rows = self._load_rows(rows, np.dtype(np.float64))
+        self._statistics = TargetStatistics.of_rows(self._rows, slice(0, len(rows)))
+        single = self._suits_float32(columns)
+        scoring = self._load_rows(rows, np.dtype(np.float32)) if single else self._rows
+        assert self._rows.target is not None
+        weights = self._rows.weights
+        own = np.ones(len(rows)) if weights is None else weights.astype(np.float64)
+        screening = Screening(
+            scoring.content_id, self._rows.target.astype(np.float64), own / own.sum(),
+            scoring.layout.dtype.itemsize, bool(grammar[SCALED]),
+        )  # fmt: skip
+        self._grammar, self._screening = grammar, screening
+        if screening.spread == 0.0:
+            return self._progress(SearchReason.TARGET_LOSS)
+        colony = self._colony = new_colony(grammar, screening, settings)
+        yield from colony.populate()
+        reported = looked = time.monotonic()
+        idle, improved = 0, 0
+        reason: SearchReason | None = None
+        try:
+            while (reason := self._ended(idle)) is None:
+                started = time.monotonic()
+                yield from colony.advance()
+                self._generations += 1
+                self._colony_seconds += time.monotonic() - started
+                total = self._fit_seconds + self._colony_seconds
+                if request.fit_iterations and self._fit_seconds <= _FIT_SHARE * total:
+                    started = time.monotonic()
+                    found = yield from colony.champions(_CHAMPIONS)
+                    yield from self._fit(found)
+                    self._fit_seconds += time.monotonic() - started
+                if time.monotonic() - looked >= _LOOK_SECONDS:
+                    yield from self._fit((yield from colony.best()))
+                    looked = time.monotonic()
+                idle = idle + 1 if self._archive.improved == improved else 0
+                improved = self._archive.improved
+                if time.monotonic() - reported >= _REPORT_SECONDS:
+                    self._report(self._progress(None))
+                    reported = time.monotonic()
+                yield None
+        except CancelledError:
+            reason = SearchReason.CANCELLED
+        if reason is not SearchReason.CANCELLED:
+            yield from self._fit((yield from colony.best()))
+        return self._progress(reason)
+
+    def _ended(self, idle: int) -> SearchReason | None:
+        """Return why the search ends now, or None."""
+        request, colony = self._request, self._colony
+        assert colony is not None
+        if self._cancelled[0]:
+            return SearchReason.CANCELLED
+        if self._archive.best() <= request.target_loss:
+            return SearchReason.TARGET_LOSS
+        for reason, limit, reached in (
+            (SearchReason.TIME, request.max_seconds, time.monotonic() - self._began),
+            (SearchReason.GENERATIONS, request.max_generations, self._generations),
+            (SearchReason.FORMULAS, request.max_formulas, colony.formulas),
+            (SearchReason.IDLE, request.idle_generations, idle),
+        ):
+            if limit and reached >= limit:
+                return reason
+        return None
+
+    def _progress(self, reason: SearchReason | None) -> SearchProgress:
+        """Return how far the search is."""
+        colony = self._colony
+        return SearchProgress(
+            front=self._front(),
+            seconds=time.monotonic() - self._began,
+            generations=self._generations,
+            formulas=0 if colony is None else colony.formulas,
+            distinct=0 if colony is None else colony.distinct(),
+            fits=self._fits,
+            pairs=self._pairs,
+            restarts=self._restarts,
+            reason=reason,
+        )
+
+    def _front(self) -> Front:
+        """Return the archive's front, or the best constant if it is empty."""
+        found = self._archive.front()
+        if not found:
+            constant = np.array([PARAMETER], np.uint8)
+            mean = float(self._screening.weights @ self._screening.target)
+            found = [(1, _Entry(constant, np.zeros(1), np.array([mean]), self._screening.spread))]
+        entries = [entry for _, entry in found]
+        batch = Batch(
+            np.concatenate([entry.codes for entry in entries]),
+            np.concatenate([entry.values for entry in entries]),
+            np.array([len(entry.codes) for entry in entries], np.uint32),
+            parameter_counts=np.array([len(entry.parameters) for entry in entries], np.uint32),
+            parameters=np.concatenate([entry.parameters for entry in entries]),
+        )
+        sizes = np.array([size for size, _ in found], np.int64)
+        return Front(batch, sizes, np.array([entry.loss for entry in entries]))
+
+    # --------------------------------------------------------------------------------------- rows
+
+    def _draw_rows(self) -> NDArray[np.int64]:
+        """Draw the screening rows among those of the request that have a weight; ascending."""
+        start, stop = self._request.rows or (0, self._dataset.layout.rows)
+        rows = np.arange(start, stop)
+        if self._dataset.weights is not None:
+            rows = rows[self._dataset.weights[start:stop] > 0]
+        if len(rows) > self._request.screening_rows:
+            rows = np.sort(self._rng.choice(rows, self._request.screening_rows, replace=False))
+        return rows
+
+    def _choose_columns(self, rows: NDArray[np.int64]) -> list[int]:
+        """Return the columns that formulas may use: at most as many as a grammar holds.
+
+        Of more than that those whose ranks correlate best with those of the target.
+        """
+        request, layout = self._request, self._dataset.layout
+        columns = [
+            column
+            for column in request.variables or range(layout.variables)
+            if column != request.group
+        ]
+        if len(columns) <= MOST_COLUMNS:
+            return columns
+        target = self._dataset.target
+        assert target is not None
+        ranks = np.argsort(np.argsort(target[rows])) - (len(rows) - 1) / 2
+        scores = []
+        for column in columns:
+            own = np.argsort(np.argsort(self._dataset.variables[column][rows]))
+            scores.append(abs(float((own - (len(rows) - 1) / 2) @ ranks)))
+        chosen = np.argsort(scores)[::-1][:MOST_COLUMNS]
+        return sorted(columns[place] for place in chosen.tolist())
+
+    def _load_rows(self, rows: NDArray[np.int64], dtype: np.dtype[np.floating]) -> Dataset:
+        """Have the engine load some rows as a data set of their own."""
+        layout: Layout = replace(self._dataset.layout, rows=len(rows), dtype=dtype)
+        matrix = np.ascontiguousarray(self._dataset.matrix[:, rows], dtype=dtype)
+        loaded = Dataset.resident(layout, matrix, os.urandom(32))
+        self._engine.load(loaded)
+        self._loaded.append(loaded.content_id)
+        return loaded
+
+    def _suits_float32(self, columns: Sequence[int]) -> bool:
+        """Return whether float32 tells the numbers of the columns apart, and their powers."""
+        numbers = np.abs(self._rows.variables[list(columns)].astype(np.float64))
+        sound = numbers[np.isfinite(numbers) & (numbers > 0)]
+        least, most = _SINGLE_RANGE
+        if len(sound) and not (least < sound.min() and sound.max() < most):
+            return False
+        spread, size = numbers.std(axis=1), numbers.max(axis=1)
+        return bool(((spread == 0) | (spread > _SINGLE_SPREAD * size)).all())
+
+    # --------------------------------------------------------------------------------------- fits
+
+    def _fit(self, found: Scored) -> Steps[None]:
+        """Fit formulas on the screening rows; put them back, and into the archive."""
+        if not len(found.genomes):
+            return
+        batch = self._with_parameters(found.genomes)
+        result = yield from self._optimize(self._rows, batch, self._request.fit_iterations)
+        self._fits += len(batch)
+        losses = result.losses.reshape(-1)
+        starts = batch.parameter_starts
+        genomes = found.genomes
+        fitted = Genomes(genomes.codes, genomes.values.copy(), genomes.lengths)
+        scaled = 2 if self._screening.is_scaled else 0
+        is_small = np.ones(len(batch), dtype=bool)
+        for row in range(len(batch)):
+            own = result.parameters[starts[row] : starts[row + 1]]
+            tokens = genomes.codes[row, : genomes.lengths[row]]
+            numbers = own[: len(own) - scaled]
+            is_small[row] = (np.abs(numbers) <= _LARGEST_CONSTANT).all()
+            if is_small[row]:
+                fitted.values[row, np.flatnonzero(tokens == CONSTANT)] = numbers
+            program = batch[row : row + 1]
+            size = int(self._grammar[COMPLEXITY + tokens.astype(np.int64)].sum())
+            entry = _Entry(program.codes, program.values, own.copy(), float(losses[row]))
+            self._archive.add(size, entry)
+        back = np.flatnonzero((found.places >= 0) & np.isfinite(losses) & is_small)
+        if len(back):
+            assert self._colony is not None
+            yield from self._colony.insert(fitted.take(back), found.places[back])
+
+    def _with_parameters(self, genomes: Genomes) -> Batch:
+        """Return whole formulas, with parameters for their constants, slope and intercept."""
+        codes, values, numbers = [], [], []
+        for row in range(len(genomes)):
+            length = int(genomes.lengths[row])
+            own, own_values = genomes.codes[row, :length].copy(), genomes.values[row, :length]
+            own_values = own_values.astype(np.float64)
+            constants = np.flatnonzero(own == CONSTANT)
+            start, count = own_values[constants].copy(), len(constants)
+            own[constants], own_values[constants] = PARAMETER, np.arange(count)
+            if self._screening.is_scaled:
+                own = np.append(own, np.array([PARAMETER, _MUL, PARAMETER, _ADD], np.uint8))
+                own_values = np.append(own_values, [count, 0.0, count + 1, 0.0])
+                start = np.append(start, [1.0, 0.0])
+            codes.append(own)
+            values.append(own_values)
+            numbers.append(start)
+        return Batch(
+            np.concatenate(codes),
+            np.concatenate(values),
+            np.array([len(own) for own in codes], np.uint32),
+            parameter_counts=np.array([len(own) for own in numbers], np.uint32),
+            parameters=np.concatenate(numbers),
+        )
+
+    def _optimize(self, rows: Dataset, batch: Batch, iterations: int) -> Steps[FitResult]:
+        """Fit a batch on some rows."""
+        # Imported on first use, because importing it delays the start of the server.
+        from warpfit_server.engine.fit.driver import FitContext, optimize
+
+        problem = Evaluation(
+            rows.content_id, batch, values=False, loss=self._request.loss,
+            custom_loss=self._request.custom_loss,
+        )  # fmt: skip
+        settings = FitSettings(max_iterations=max(1, iterations))
+        context = FitContext(
+            linearise=self._engine.linearise,
+            evaluate=self._engine.evaluate,
+            dataset=rows,
+            cancelled=self._cancelled,
+            statistics=self._statistics,
+            threads=self._engine.threads,
+        )
+        return (yield from optimize(FitRequest(problem, settings), context))

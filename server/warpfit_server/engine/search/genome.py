@@ -1,0 +1,882 @@
+"""What a search does to one formula: draw, vary, simplify, check and hash it; for every engine.
+
+A *genome* is a formula in postfix: a code and a value for each token, as `warpfit.ir.Program` has
+them, without parameters: the numbers of a formula are constants. It lies in flat arrays, from some
+place on, and has at most ``width`` tokens. A template has several functions; their formulas follow
+one another in one genome. A *grammar* is an array of whole numbers that says what
+formulas are made of.
+
+The functions are `kernel_language.portable`: Numba compiles them for the CPU, and NVRTC what
+`kernel_language.cuda_source` makes of them. They return the length of what they have written, 0 if
+there is no such formula. ``tests/support/engines/plain_search.py`` says what they do in plain
+Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+import numpy as np
+from numba.extending import register_jitable
+from numpy.typing import NDArray
+
+from warpfit.errors import InvalidArgumentError
+from warpfit.ops import ARITIES, CONSTANT, KERNEL_FUNCTIONS, OPERATORS, VARIABLE
+from warpfit.searching import SearchRequest
+from warpfit_server.engine.search.kernel_language import (
+    Bool,
+    Bytes,
+    Int,
+    Integers,
+    Real,
+    Reals,
+    Word,
+    Words,
+    portable,
+)
+
+#: Most tokens of a genome, functions of a template, columns of formulas, and rules of nesting.
+MOST_TOKENS: Final = 256
+MOST_FUNCTIONS: Final = 16
+MOST_COLUMNS: Final = 1024
+MOST_NESTINGS: Final = 64
+#: Entries of a table from which operators are drawn, each as often as its weight says.
+_DRAWS: Final = 256
+_CODES: Final = 256
+
+ADD, SUB, MUL, DIV = (OPERATORS[name].code for name in ("add", "sub", "mul", "div"))
+NEG, INV, EXP, LOG = (OPERATORS[name].code for name in ("neg", "inv", "exp", "log"))
+
+#: Fields of a grammar, int32, and how many numbers each has; the constants say where they begin.
+_FIELDS: Final = {
+    "arity": _CODES,  # operands of each code
+    "complexity": _CODES,
+    "allowed": _CODES,  # 1 for operators that formulas are made of
+    "unary": _DRAWS,  # operators to draw from, by their number of operands
+    "binary": _DRAWS,
+    "ternary": _DRAWS,
+    "any_operator": _DRAWS,
+    "has_arity": 4,  # 1 if there are operators with so many operands
+    "uses_most": _CODES,  # most uses of a code in a formula, or -1
+    "limits_arguments": 1,
+    "argument_most": 3 * _CODES,  # greatest size of each operand, or -1
+    "nest_outer": MOST_NESTINGS,
+    "nest_inner": MOST_NESTINGS,
+    "nest_most": MOST_NESTINGS,
+    "nestings": 1,  # number of rules of nesting
+    "width": 1,  # most tokens of a genome
+    "max_size": 1,
+    "max_depth": 1,  # 0 for any
+    "scaled": 1,  # 1 if slope and intercept are fitted, so that f needs none
+    "functions": 1,
+    "first_column": MOST_FUNCTIONS,  # of a function among ``columns``
+    "column_count": MOST_FUNCTIONS,  # 0 for a function that is one constant
+    "columns": MOST_COLUMNS,
+}
+(
+    ARITY,
+    COMPLEXITY,
+    ALLOWED,
+    UNARY,
+    BINARY,
+    TERNARY,
+    ANY_OPERATOR,
+    HAS_ARITY,
+    USES_MOST,
+    LIMITS_ARGUMENTS,
+    ARGUMENT_MOST,
+    NEST_OUTER,
+    NEST_INNER,
+    NEST_MOST,
+    NESTINGS,
+    WIDTH,
+    MAX_SIZE,
+    MAX_DEPTH,
+    SCALED,
+    FUNCTIONS,
+    FIRST_COLUMN,
+    COLUMN_COUNT,
+    COLUMNS,
+) = accumulate([0, *_FIELDS.values()][:-1])
+_PLACES: Final = {
+    name: slice(first, first + count)
+    for (name, count), first in zip(
+        _FIELDS.items(), accumulate([0, *_FIELDS.values()]), strict=False
+    )
+}
+#: Numbers of a grammar.
+GRAMMAR_SIZE: Final = sum(_FIELDS.values())
+
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2: Final = np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
+_S20, _S44 = np.uint64(20), np.uint64(44)
+_LAST44: Final = np.uint64((1 << 44) - 1)
+_ONE: Final = np.uint64(1)
+_FULL_TURN: Final = 1 << 24
+#: Tokens of which a random formula is made at most where one is put into another.
+_GRAFT: Final = 6
+#: Children that are made until one has not been tried, one of so many fathers comes from another
+#: island, and times that a structure with constants is tried before it counts as tried.
+_ATTEMPTS: Final = 4
+_MIGRANTS: Final = 200
+_TRIES: Final = 8
+#: Random formulas that are tried for a place.
+_TRIALS: Final = 20
+#: Greatest magnitude of a constant: its square is a number of float32.
+_LARGEST: Final = 1e15
+
+
+# ------------------------------------------------------------------------------------ the grammar
+
+
+def new_grammar(request: SearchRequest, columns: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    """Return the grammar of a checked request, int32 [GRAMMAR_SIZE].
+
+    Args:
+        request: says operators, rules and form.
+        columns: for each function that is searched for the columns that it may use.
+
+    Raises:
+        InvalidArgumentError: if sizes are beyond what a genome holds.
+    """
+    grammar, rules = np.zeros(GRAMMAR_SIZE, np.int32), request.rules
+    one = {name: grammar[place] for name, place in _PLACES.items()}
+    one["arity"][:] = ARITIES.astype(np.int32)
+    one["complexity"][:] = 1
+    one["uses_most"][:] = -1
+    one["argument_most"][:] = -1
+    weights = {OPERATORS[name].code: weight for name, weight in request.operators.items()}
+    codes = [code for code, weight in weights.items() if weight > 0]
+    one["allowed"][codes] = 1
+    names = {1: "unary", 2: "binary", 3: "ternary"}
+    for arity, name in names.items():
+        drawn = {code: weights[code] for code in codes if ARITIES[code] == arity}
+        one["has_arity"][arity] = bool(drawn)
+        one[name][:] = _draws(drawn)
+    one["any_operator"][:] = _draws({code: weights[code] for code in codes})
+    for name, complexity in rules.complexities.items():
+        one["complexity"][OPERATORS[name].code] = complexity
+    for name, most in rules.counts.items():
+        one["uses_most"][OPERATORS[name].code] = most
+    one["limits_arguments"][:] = bool(rules.arguments)
+    for name, sizes in rules.arguments.items():
+        first = 3 * OPERATORS[name].code
+        one["argument_most"][first : first + len(sizes)] = sizes
+    for place, ((outer, inner), most) in enumerate(rules.nesting.items()):
+        one["nest_outer"][place] = OPERATORS[outer].code
+        one["nest_inner"][place] = OPERATORS[inner].code
+        one["nest_most"][place] = most
+    one["nestings"][:] = len(rules.nesting)
+    least = min([1, *(rules.complexities.get(name, 1) for name in request.operators)])
+    most = rules.max_size if least > 0 else MOST_TOKENS
+    if most > MOST_TOKENS:
+        raise InvalidArgumentError(
+            f"formulas of size {rules.max_size} may have more tokens than {MOST_TOKENS}, the most "
+            "that a search holds",
+            "FORMULAS_TOO_LARGE",
+            f"Give a max_size of at most {MOST_TOKENS}",
+            "max_size",
+        )
+    one["width"][:] = -(-max(most, 8) // 8) * 8
+    one["max_size"][:], one["max_depth"][:] = rules.max_size, rules.max_depth
+    one["scaled"][:] = request.template is None and request.form == "scaled"
+    one["functions"][:] = len(columns)
+    place = 0
+    for function, own in enumerate(columns):
+        one["first_column"][function], one["column_count"][function] = place, len(own)
+        one["columns"][place : place + len(own)] = own
+        place += len(own)
+    return grammar
+
+
+def _draws(weights: dict[int, float]) -> NDArray[np.int32]:
+    """Return a table in which each code stands about as often as its weight says, and once."""
+    if not weights:
+        return np.zeros(_DRAWS, np.int32)
+    codes, shares = np.array([*weights]), np.array([*weights.values()])
+    counts = np.maximum(1, np.floor(shares / shares.sum() * _DRAWS)).astype(np.int64)
+    return np.resize(np.repeat(codes, counts), _DRAWS).astype(np.int32)
+
+
+# ---------------------------------------------------------------------------------- random numbers
+
+
+@portable
+def start_random(random: Words, seed: Word, generation: Word, formula: Word) -> None:
+    """Begin the random numbers of a formula in a generation; none depend on threads or blocks.
+
+    The generator is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+    generators").
+    """
+    random[0] = seed
+    random[0] = mixed(random) ^ generation
+    random[0] = mixed(random) ^ formula
+    random[0] = mixed(random)
+
+
+@portable
+def mixed(random: Words) -> Word:
+    """Return the next number of 64 random bits."""
+    random[0] = random[0] + _GOLDEN
+    word: Word = random[0]
+    word = (word ^ (word >> _S30)) * _MIX1
+    word = (word ^ (word >> _S27)) * _MIX2
+    return word ^ (word >> _S31)
+
+
+@portable
+def draw(random: Words, below: Int) -> Int:
+    """Draw a whole number from 0 to ``below`` - 1."""
+    word: Word = mixed(random) >> _S32
+    return np.int64((word * np.uint64(below)) >> _S32)
+
+
+@portable
+def uniform(random: Words) -> Real:
+    """Draw a number from [0, 1)."""
+    return draw(random, _FULL_TURN) * 5.9604644775390625e-08
+
+
+@portable
+def normal(random: Words) -> Real:
+    """Draw a number from about a standard normal distribution: a sum of four uniform ones."""
+    total: Real = uniform(random) + uniform(random)
+    total = total + uniform(random) + uniform(random)
+    return (total - 2.0) * 1.7320508075688772
+
+
+# ---------------------------------------------------------------------------------- random formulas
+
+
+@portable
+def write_leaf(
+    grammar: Integers, random: Words, codes: Bytes, values: Reals, place: Int, function: Int
+) -> None:
+    """Write a random variable of a function, or a constant: one of five."""
+    count: Int = grammar[COLUMN_COUNT + function]
+    if count == 0 or draw(random, 5) == 0:
+        codes[place] = CONSTANT
+        values[place] = 2.0 * normal(random)
+    else:
+        codes[place] = VARIABLE
+        values[place] = grammar[COLUMNS + grammar[FIRST_COLUMN + function] + draw(random, count)]
+
+
+@portable
+def grow(
+    grammar: Integers,
+    random: Words,
+    codes: Bytes,
+    values: Reals,
+    place: Int,
+    target: Int,
+    function: Int,
+) -> Int:
+    """Write a random formula of ``target`` tokens, or of somewhat fewer; return its length.
+
+    It is written root first, and turned round.
+    """
+    length: Int = 0
+    open_operands: Int = 1
+    while open_operands > 0:
+        room: Int = target - length - open_operands
+        code: Int = 0
+        if room > 0 and (open_operands == 1 or draw(random, 2) == 0):
+            code = grammar[ANY_OPERATOR + draw(random, _DRAWS)]
+            if code > 0 and grammar[ARITY + code] > room:
+                code = grammar[UNARY + draw(random, _DRAWS)]
+        if code > 0 and grammar[COLUMN_COUNT + function] > 0:
+            codes[place + length] = code
+            values[place + length] = 0.0
+            open_operands += grammar[ARITY + code]
+        else:
+            write_leaf(grammar, random, codes, values, place + length, function)
+        length += 1
+        open_operands -= 1
+    for first in range(length // 2):
+        a: Int = place + first
+        b: Int = place + length - 1 - first
+        other: Int = codes[a]
+        value: Real = values[a]
+        codes[a] = codes[b]
+        values[a] = values[b]
+        codes[b] = other
+        values[b] = value
+    return length
+
+
+@portable
+def draw_formula(grammar: Integers, random: Words, codes: Bytes, values: Reals, place: Int) -> Int:
+    """Write a random formula for each function; return the length of the genome."""
+    functions: Int = grammar[FUNCTIONS]
+    most: Int = min(grammar[WIDTH], grammar[MAX_SIZE]) // functions
+    length: Int = 0
+    for function in range(functions):
+        target: Int = 1 + draw(random, max(1, min(16, most)))
+        length += grow(grammar, random, codes, values, place + length, target, function)
+    return length
+
+
+# --------------------------------------------------------------------------------------- variation
+
+
+@portable
+def subtree_start(grammar: Integers, codes: Bytes, end: Int) -> Int:
+    """Return the place of the first token of the subtree whose last token is at ``end``."""
+    missing: Int = 1
+    place: Int = end
+    while True:
+        missing += grammar[ARITY + codes[place]] - 1
+        if missing == 0:
+            return place
+        place -= 1
+
+
+@portable
+def function_end(grammar: Integers, codes: Bytes, place: Int, length: Int, function: Int) -> Int:
+    """Return the place of the root of a function's formula in a genome."""
+    end: Int = place + length - 1
+    for _ in range(grammar[FUNCTIONS] - 1 - function):
+        end = subtree_start(grammar, codes, end) - 1
+    return end
+
+
+@portable
+def copy_tokens(
+    codes: Bytes, values: Reals, start: Int, stop: Int, to_codes: Bytes, to_values: Reals, to: Int
+) -> Int:
+    """Copy tokens; return the place behind the last one."""
+    for token in range(start, stop):
+        to_codes[to + token - start] = codes[token]
+        to_values[to + token - start] = values[token]
+    return to + stop - start
+
+
+@portable
+def vary(
+    grammar: Integers,
+    random: Words,
+    codes: Bytes,
+    values: Reals,
+    mother: Int,
+    mother_length: Int,
+    father: Int,
+    father_length: Int,
+    child_codes: Bytes,
+    child_values: Reals,
+    child: Int,
+) -> Int:
+    """Write a child of two formulas; return its length, or 0 if it has no room.
+
+    A subtree of the mother is replaced (by a subtree of the father, a random formula, or one of its
+    own subtrees), joined with another formula by an operator, or put below one; or some of the
+    constants change, or one token.
+    """
+    function: Int = draw(random, grammar[FUNCTIONS])
+    last: Int = function_end(grammar, codes, mother, mother_length, function)
+    first: Int = subtree_start(grammar, codes, last)
+    end: Int = first + draw(random, last - first + 1)
+    kind: Int = draw(random, 100)
+    if grammar[COLUMN_COUNT + function] == 0:
+        kind = 99
+    if kind >= 82:
+        copy_tokens(codes, values, mother, mother + mother_length, child_codes, child_values, child)
+        change_tokens(
+            grammar,
+            random,
+            child_codes,
+            child_values,
+            child + first - mother,
+            child + last - mother,
+            child + end - mother,
+            function,
+        )
+        return mother_length
+    joint: Int = 0  # which joins the subtree with what is put behind it, or is put above it
+    if kind >= 52 and kind < 70 and grammar[HAS_ARITY + 2] == 1:
+        joint = grammar[BINARY + draw(random, _DRAWS)]
+        if draw(random, 2) == 0:
+            end = last
+    elif kind >= 70 and kind < 76 and grammar[HAS_ARITY + 1] == 1:
+        joint = grammar[UNARY + draw(random, _DRAWS)]
+    start: Int = subtree_start(grammar, codes, end)
+    stop: Int = mother + mother_length
+    room: Int = grammar[WIDTH] - mother_length + (end - start + 1)
+    at: Int = copy_tokens(codes, values, mother, start, child_codes, child_values, child)
+    if joint > 0:
+        room = grammar[WIDTH] - mother_length - 1
+        if room < 0:
+            return 0
+        at = copy_tokens(codes, values, start, end + 1, child_codes, child_values, at)
+    if joint == 0 or grammar[ARITY + joint] == 2:
+        is_grown: Int = draw(random, 2)
+        if joint == 0:
+            is_grown = np.int64(kind >= 40 and kind < 52)
+        if kind >= 76:
+            inner: Int = start + draw(random, end - start + 1)
+            at = copy_tokens(
+                codes,
+                values,
+                subtree_start(grammar, codes, inner),
+                inner + 1,
+                child_codes,
+                child_values,
+                at,
+            )
+        elif is_grown == 1:
+            if room < 1:
+                return 0
+            target: Int = 1 + draw(random, min(room, _GRAFT))
+            at += grow(grammar, random, child_codes, child_values, at, target, function)
+        else:
+            other: Int = function_end(grammar, codes, father, father_length, function)
+            begin: Int = subtree_start(grammar, codes, other)
+            other = begin + draw(random, other - begin + 1)
+            begin = subtree_start(grammar, codes, other)
+            if other + 1 - begin > room:
+                return 0
+            at = copy_tokens(codes, values, begin, other + 1, child_codes, child_values, at)
+    if joint > 0:
+        child_codes[at] = joint
+        child_values[at] = 0.0
+        at += 1
+    return copy_tokens(codes, values, end + 1, stop, child_codes, child_values, at) - child
+
+
+@portable
+def change_tokens(
+    grammar: Integers,
+    random: Words,
+    codes: Bytes,
+    values: Reals,
+    first: Int,
+    last: Int,
+    place: Int,
+    function: Int,
+) -> None:
+    """Change one or all of the constants of a function's formula, or exchange one token."""
+    constants: Int = 0
+    for token in range(first, last + 1):
+        if codes[token] == CONSTANT:
+            constants += 1
+    if constants > 0 and draw(random, 2) == 0:
+        chosen: Int = draw(random, constants)
+        is_alone: Int = draw(random, 3)
+        # Steps of all sizes: their logarithms are spread evenly from 1 down to 1e-3.
+        step: Real = 1.0
+        for _ in range(draw(random, 11)):
+            step = step * 0.5
+        seen: Int = 0
+        for token in range(first, last + 1):
+            if codes[token] == CONSTANT:
+                if is_alone > 0 and seen != chosen:
+                    seen += 1
+                    continue
+                seen += 1
+                value: Real = values[token] * (1.0 + step * normal(random))
+                if draw(random, 4) == 0:
+                    value = value + step * normal(random)
+                values[token] = max(-_LARGEST, min(_LARGEST, value))
+        return
+    arity: Int = grammar[ARITY + codes[place]]
+    code: Int = 0
+    if arity == 1:
+        code = grammar[UNARY + draw(random, _DRAWS)]
+    elif arity == 2:
+        code = grammar[BINARY + draw(random, _DRAWS)]
+    elif arity == 3:
+        code = grammar[TERNARY + draw(random, _DRAWS)]
+    if arity == 0:
+        write_leaf(grammar, random, codes, values, place, function)
+    elif code > 0:
+        codes[place] = code
+
+
+# ---------------------------------------------------------------------------------- simplification
+
+
+def _scalar_operators() -> Any:
+    """Return a function of code and operands that computes the operators of the table.
+
+    CUDA C++ has a function of the same name, a switch over the functions of `source.py`.
+    """
+    lines = ["def apply_operator(code, a, b, c):"]
+    lines += [f"    if code == {row.code}: return {row.kernel}" for row in OPERATORS.values()]
+    lines += ["    return nan"]
+    known = {name: getattr(np, name, None) or getattr(math, name) for name in _PLAIN}
+    known |= {"abs": abs, "mod": np.mod, "tgamma": math.gamma, "nan": math.nan, "select": _select}
+    exec("\n".join(lines), known)
+    return register_jitable(error_model="numpy")(known["apply_operator"])
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def _select(condition: Any, x: Any, y: Any) -> Any:
+    return float(x) if condition else float(y)
+
+
+_PLAIN: Final = KERNEL_FUNCTIONS - {"abs", "mod", "tgamma", "digamma"}
+apply_operator: Final = _scalar_operators()
+
+
+@portable
+def are_equal(codes: Bytes, values: Reals, a: Int, b: Int, count: Int) -> Bool:
+    """Return whether so many tokens from two places on are the same."""
+    for token in range(count):
+        if codes[a + token] != codes[b + token] or values[a + token] != values[b + token]:
+            return False
+    return True
+
+
+@portable
+def all_constants(codes: Bytes, start: Int, stop: Int) -> Bool:
+    """Return whether all tokens of a range are constants."""
+    for token in range(start, stop):
+        if codes[token] != CONSTANT:
+            return False
+    return True
+
+
+@portable
+def simplify(
+    grammar: Integers, codes: Bytes, values: Reals, place: Int, length: Int, work: Integers
+) -> Int:
+    """Simplify a genome in place; return its length, or 0 if a constant is no number.
+
+    What has no variable becomes one constant; a constant operand of a sum or a product comes last,
+    and two of them become one; x - x, x / x, x + 0, 1 x, 0 x and pairs of inverse functions go.
+    Values may change in the last bits, and where a subexpression has none. If slope and intercept
+    are fitted, f loses its own.
+
+    Args:
+        grammar: from `new_grammar`.
+        codes: of the genome, from ``place`` on.
+        values: likewise.
+        place: of the first token.
+        length: number of tokens.
+        work: memory for as many numbers as there are tokens.
+    """
+    at: Int = place  # where the next token is written
+    height: Int = 0  # operands that wait for their operator; ``work`` has their starts
+    for read in range(place, place + length):
+        code: Int = codes[read]
+        value: Real = values[read]
+        arity: Int = grammar[ARITY + code]
+        start: Int = at
+        if arity > 0:
+            start = work[height - arity]
+        is_written: Bool = True
+        if arity > 0 and at - start == arity and all_constants(codes, start, at):
+            b: Real = 0.0
+            c: Real = 0.0
+            if arity > 1:
+                b = values[start + 1]
+            if arity > 2:
+                c = values[start + 2]
+            value = apply_operator(code, values[start], b, c)
+            code = CONSTANT
+            at = start
+        elif arity == 2:
+            middle: Int = work[height - 1]
+            commutes: Bool = code == ADD or code == MUL
+            if commutes and middle == start + 1 and codes[start] == CONSTANT:
+                moved: Real = values[start]
+                for token in range(start, at - 1):
+                    codes[token] = codes[token + 1]
+                    values[token] = values[token + 1]
+                middle = at - 1
+                codes[middle] = CONSTANT
+                values[middle] = moved
+            if middle == at - 1 and codes[middle] == CONSTANT:
+                number: Real = values[middle]
+                if code == SUB and grammar[ALLOWED + ADD] == 1:
+                    code = ADD
+                    number = -number
+                elif code == DIV and grammar[ALLOWED + MUL] == 1 and abs(number) > 1.0 / _LARGEST:
+                    code = MUL
+                    number = 1.0 / number
+                commutes = code == ADD or code == MUL
+                if commutes and middle - start > 2 and codes[middle - 1] == code:
+                    if codes[middle - 2] == CONSTANT:  # (x + a) + b is x + (a + b)
+                        if code == ADD:
+                            number = values[middle - 2] + number
+                        else:
+                            number = values[middle - 2] * number
+                        at -= 2
+                        middle -= 2
+                if not (abs(number) <= _LARGEST):
+                    return 0
+                values[middle] = number
+                if (code == ADD and number == 0.0) or (code == MUL and number == 1.0):
+                    at = middle
+                    is_written = False
+                elif code == MUL and number == 0.0:
+                    code = CONSTANT
+                    value = 0.0
+                    at = start
+            elif (code == SUB or code == DIV) and at - middle == middle - start:
+                if are_equal(codes, values, start, middle, at - middle):
+                    value = 0.0
+                    if code == DIV:
+                        value = 1.0
+                    code = CONSTANT
+                    at = start
+        elif arity == 1:
+            inner: Int = codes[at - 1]
+            if ((code == NEG or code == INV) and inner == code) or (code == LOG and inner == EXP):
+                at -= 1
+                is_written = False
+        if code == CONSTANT and not (abs(value) <= _LARGEST):
+            return 0
+        height += 1 - arity
+        work[height - 1] = start
+        if is_written:
+            codes[at] = code
+            values[at] = value
+            at += 1
+    length = at - place
+    if grammar[SCALED] == 1:
+        length = without_scale(grammar, codes, values, place, length)
+    return length
+
+
+@portable
+def without_scale(grammar: Integers, codes: Bytes, values: Reals, place: Int, length: Int) -> Int:
+    """Take slope and intercept off a formula that has been simplified; return its length."""
+    while length > 1:
+        last: Int = place + length - 1
+        code: Int = codes[last]
+        commutes: Bool = code == ADD or code == MUL
+        if code == NEG:
+            length -= 1
+        elif (commutes or code == SUB or code == DIV) and codes[last - 1] == CONSTANT:
+            length -= 2
+        elif code == SUB and codes[place] == CONSTANT and length > 2:
+            if subtree_start(grammar, codes, last - 1) != place + 1:
+                return length
+            copy_tokens(codes, values, place + 1, last, codes, values, place)
+            length -= 2
+        else:
+            return length
+    return length
+
+
+# ------------------------------------------------------------------------------- rules and hashes
+
+
+@portable
+def size_of(grammar: Integers, codes: Bytes, start: Int, stop: Int) -> Int:
+    """Return the sum of the complexities of tokens."""
+    size: Int = 0
+    for token in range(start, stop):
+        size += grammar[COMPLEXITY + codes[token]]
+    return size
+
+
+@portable
+def keeps_rules(grammar: Integers, codes: Bytes, place: Int, length: Int, work: Integers) -> Bool:
+    """Return whether a genome keeps to size, depth, counts, sizes of operands and nesting.
+
+    ``work`` is memory for as many numbers as there are tokens.
+    """
+    if (
+        length > grammar[WIDTH]
+        or size_of(grammar, codes, place, place + length) > grammar[MAX_SIZE]
+    ):
+        return False
+    for token in range(place, place + length):
+        code: Int = codes[token]
+        if grammar[USES_MOST + code] >= 0:
+            uses: Int = 0
+            for other in range(place, place + length):
+                if codes[other] == code:
+                    uses += 1
+            if uses > grammar[USES_MOST + code]:
+                return False
+        stop: Int = token
+        for operand in range(grammar[ARITY + code] * grammar[LIMITS_ARGUMENTS]):
+            most: Int = grammar[ARGUMENT_MOST + 3 * code + grammar[ARITY + code] - 1 - operand]
+            start: Int = subtree_start(grammar, codes, stop - 1)
+            if most >= 0 and size_of(grammar, codes, start, stop) > most:
+                return False
+            stop = start
+    if grammar[MAX_DEPTH] > 0 and deepest(grammar, codes, place, length, 0, 0, work) < 0:
+        return False
+    for rule in range(grammar[NESTINGS]):
+        if deepest(grammar, codes, place, length, 1, rule, work) < 0:
+            return False
+    return True
+
+
+@portable
+def deepest(
+    grammar: Integers, codes: Bytes, place: Int, length: Int, kind: Int, rule: Int, work: Integers
+) -> Int:
+    """Return the most tokens that count on a path from a leaf to the root; -1 if too many do.
+
+    Of kind 0 all tokens count, at most ``max_depth``; of kind 1 the inner operator of a rule of
+    nesting, whose most hold below each use of the outer one.
+    """
+    height: Int = 0
+    for token in range(place, place + length):
+        code: Int = codes[token]
+        most: Int = 0
+        for operand in range(grammar[ARITY + code]):
+            most = max(most, work[height - 1 - operand])
+        if kind == 1 and code == grammar[NEST_OUTER + rule] and most > grammar[NEST_MOST + rule]:
+            return -1
+        if kind == 0 or code == grammar[NEST_INNER + rule]:
+            most += 1
+        if kind == 0 and most > grammar[MAX_DEPTH]:
+            return -1
+        height += 1 - grammar[ARITY + code]
+        work[height - 1] = most
+    return work[height - 1]
+
+
+@portable
+def structure_hash(
+    grammar: Integers, codes: Bytes, values: Reals, place: Int, length: Int, work: Words
+) -> Word:
+    """Hash a genome; the numbers of its constants and the order of sums and products do not count.
+
+    ``work`` is memory for as many words as there are tokens.
+    """
+    height: Int = 0
+    for token in range(place, place + length):
+        code: Int = codes[token]
+        arity: Int = grammar[ARITY + code]
+        word: Word = np.uint64(code) * _GOLDEN
+        if code == VARIABLE:
+            word = word + (np.uint64(np.int64(values[token])) + _ONE) * _MIX1
+        for operand in range(arity):
+            own: Word = work[height - arity + operand]
+            if code != ADD and code != MUL:
+                own = own * (np.uint64(operand + operand) + _ONE)
+            word = word + own
+        word = (word ^ (word >> _S30)) * _MIX1
+        word = (word ^ (word >> _S27)) * _MIX2
+        height += 1 - arity
+        work[height - 1] = word ^ (word >> _S31)
+    found: Word = work[0]
+    for function in range(1, height):
+        found = (found ^ (found >> _S31)) * _MIX2 + work[function]
+    return found
+
+
+@portable
+def has_constants(codes: Bytes, place: Int, length: Int) -> Bool:
+    """Return whether a genome has a constant."""
+    for token in range(place, place + length):
+        if codes[token] == CONSTANT:
+            return True
+    return False
+
+
+# ----------------------------------------------------------------------------------- a generation
+
+
+@portable
+def first_formula(
+    grammar: Integers, random: Words, codes: Bytes, values: Reals, place: Int, work: Integers
+) -> Int:
+    """Write a random formula that keeps to the rules, or one leaf for each function."""
+    for _ in range(_TRIALS):
+        length: Int = draw_formula(grammar, random, codes, values, place)
+        length = simplify(grammar, codes, values, place, length, work)
+        if length > 0 and keeps_rules(grammar, codes, place, length, work):
+            return length
+    for function in range(grammar[FUNCTIONS]):
+        write_leaf(grammar, random, codes, values, place + function, function)
+    return grammar[FUNCTIONS]
+
+
+@portable
+def tried_mark(word: Word, generation: Word) -> Word:
+    """Return what the table of tried structures holds for a hash.
+
+    Of several structures for one place the one of the latest generation stays, so that the table
+    does not depend on the order in which children are noted.
+    """
+    return (generation << _S44) | (word >> _S20)
+
+
+@portable
+def tournament(random: Words, scores: Reals, first: Int, count: Int) -> Int:
+    """Return the best of one to four formulas that are drawn from ``count`` ones."""
+    best: Int = first + draw(random, count)
+    for _ in range(draw(random, 4)):
+        other: Int = first + draw(random, count)
+        if scores[other] < scores[best]:
+            best = other
+    return best
+
+
+@portable
+def breed(
+    grammar: Integers,
+    random: Words,
+    codes: Bytes,
+    values: Reals,
+    lengths: Integers,
+    scores: Reals,
+    formulas: Int,
+    island: Int,
+    formula: Int,
+    child_codes: Bytes,
+    child_values: Reals,
+    tried: Words,
+    mask: Word,
+    work: Integers,
+    words: Words,
+) -> Int:
+    """Write the child that will compete for the place of a formula; return its length, or 0.
+
+    A child whose structure has been tried lately is given up, and another one is made. One with
+    constants may come again about `_TRIES` times, each time with other numbers.
+
+    Args:
+        grammar: from `new_grammar`.
+        random: state of the random numbers of this formula and generation.
+        codes: of the population, ``width`` for each formula.
+        values: likewise.
+        lengths: of the population's genomes.
+        scores: of the population; less is better.
+        formulas: number of formulas of the population.
+        island: number of formulas of an island.
+        formula: whose place it is.
+        child_codes: of all children, laid out as ``codes``.
+        child_values: likewise.
+        tried: hashes of structures, each in the place that its last bits say.
+        mask: number of places of ``tried`` - 1.
+        work: memory for as many numbers as a genome has tokens.
+        words: memory for as many words.
+    """
+    width: Int = grammar[WIDTH]
+    first: Int = formula - formula % island
+    place: Int = formula * width
+    for _ in range(_ATTEMPTS):
+        mother: Int = tournament(random, scores, first, island)
+        father: Int = tournament(random, scores, first, island)
+        if draw(random, _MIGRANTS) == 0:
+            father = draw(random, formulas)
+        if draw(random, 3) == 0:
+            mother = formula
+        length: Int = vary(
+            grammar, random, codes, values, mother * width, lengths[mother], father * width,
+            lengths[father], child_codes, child_values, place,
+        )  # fmt: skip
+        if length > 0:
+            length = simplify(grammar, child_codes, child_values, place, length, work)
+        if length == 0 or not keeps_rules(grammar, child_codes, place, length, work):
+            continue
+        word: Word = structure_hash(grammar, child_codes, child_values, place, length, words)
+        if has_constants(child_codes, place, length):
+            word = word + np.uint64(draw(random, _TRIES)) * _GOLDEN
+        if (tried[np.int64(word & mask)] & _LAST44) != word >> _S20:
+            return length
+    return 0
