@@ -21,7 +21,8 @@ begins, also one that is refused.
 
 Whatever a client keeps a thread waiting for has a time limit: a message that it sends, a message
 that it takes, and the next request of a call. gRPC itself waits for ever, so another thread cancels
-the calls whose time is up.
+the calls whose time is up. A call that has not sent its first message for a while makes way before
+that if its tenant begins another one for which there is no room.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ _RETRY_SECONDS: Final = 0.1
 #: A call polls for the engine's answer while there are at least so many cores for each call in
 #: flight.
 _CORES_A_CALL: Final = 8
+#: Seconds without a first message after which a call makes way for another one of its tenant, those
+#: until another one makes way, too, and those that a call waits for room in all.
+_SILENT_SECONDS, _WAY_SECONDS, _MOST_WAY_SECONDS = 1.0, 0.05, 0.5
 #: Seconds between two looks for calls whose time is up.
 _LOOK_SECONDS: Final = 0.25
 
@@ -93,16 +97,23 @@ class CallTimeouts:
         """Stop waiting for a call; return False if its time was up and it has been cancelled."""
         return self._limits.pop(context, None) is not None
 
+    def cancel(self, context: Any) -> bool:
+        """Cancel a call that waits, as if its time was up; return False if it has ended to wait."""
+        if not self.end(context):
+            return False
+        try:
+            context.cancel()
+        except Exception:  # whatever it is, the other calls are looked at
+            _LOG.exception("a call could not be cancelled")
+        return True
+
     def _watch(self) -> None:
         while True:
             time.sleep(_LOOK_SECONDS)
             now = time.monotonic()
             for context, limit in self._limits.copy().items():
-                if limit <= now and self.end(context):
-                    try:
-                        context.cancel()
-                    except Exception:  # whatever it is, the other calls are looked at
-                        _LOG.exception("a call could not be cancelled")
+                if limit <= now:
+                    self.cancel(context)
 
 
 class OpenCalls:
@@ -189,6 +200,8 @@ class CallHandlers:
         """Time limits of the calls that wait for their client."""
         self.waiting: set[Any] = set()
         """Calls that wait for another request."""
+        self.silent: dict[Any, tuple[str, float]] = {}
+        """Calls that wait for their first message, with tenant and moment, in their order."""
         self.is_draining = False
         """Whether no call is kept for another request."""
         self._most_polling = available_cores() // _CORES_A_CALL
@@ -220,6 +233,37 @@ class CallHandlers:
         """
         is_lone = self.open_calls.total <= 1
         return is_lone and self.admission.quotas.calls_in_flight() <= self._most_polling
+
+    def make_way(self, tenant: str, take: Callable[[], object]) -> None:
+        """Take what a call of a tenant needs, for which silent calls of the tenant make way.
+
+        What a call may send counts from the moment at which gRPC may receive it, so that calls that
+        send nothing would keep all others out. The call that has been silent for longest is
+        cancelled first.
+
+        Raises:
+            ResourceExhaustedError: as ``take`` did, if no call makes way in time.
+        """
+        began = looked = time.monotonic()
+        while True:
+            try:
+                take()
+            except ResourceExhaustedError:
+                now = time.monotonic()
+                if now >= looked:
+                    looked = now + _WAY_SECONDS
+                    if now > began + _MOST_WAY_SECONDS or not self._end_silent(tenant, now):
+                        raise
+                time.sleep(_WAY_SECONDS / 10)
+            else:
+                return
+
+    def _end_silent(self, tenant: str, now: float) -> bool:
+        """Cancel the call of a tenant that has been silent for longest; return False if none is."""
+        return any(
+            who == tenant and since <= now - _SILENT_SECONDS and self.timeouts.cancel(context)
+            for context, (who, since) in self.silent.copy().items()
+        )
 
     def drain(self) -> None:
         """End the calls that wait for another request, and let no other call wait for one."""
@@ -376,17 +420,25 @@ class Call:
         limits = self.limits = admission.limits(tenant)
         admission.check_rate(tenant, limits.rate)
         if not self._is_open:
-            if not handlers.open_calls.enter(tenant):
-                raise ResourceExhaustedError(
-                    "as many calls are open as this tenant may have",
-                    "TOO_MANY_REQUESTS",
-                    "Retry with back-off, or start the server with a higher --max-requests",
-                    retry_after=_RETRY_SECONDS,
-                )
+            handlers.make_way(tenant, self._open)
             self._is_open = True
         if message is None:
-            admission.await_message(tenant)
+            handlers.make_way(tenant, partial(admission.await_message, tenant))
             self._nbytes = admission.message_bytes
+
+    def _open(self) -> None:
+        """Count the call as open.
+
+        Raises:
+            ResourceExhaustedError: if its tenant has too many.
+        """
+        if not self._handlers.open_calls.enter(self.record.tenant):
+            raise ResourceExhaustedError(
+                "as many calls are open as this tenant may have",
+                "TOO_MANY_REQUESTS",
+                "Retry with back-off, or start the server with a higher --max-requests",
+                retry_after=_RETRY_SECONDS,
+            )
 
     def _take_place(self) -> int:
         """Return 1 if the present request is a call in flight, which it then is no more, else 0."""
@@ -423,7 +475,11 @@ class Call:
         self._begin_charges()
         try:
             if message is None:
-                message = self._next()
+                self._handlers.silent[self._context] = self.record.tenant, time.monotonic()
+                try:
+                    message = self._next()
+                finally:
+                    del self._handlers.silent[self._context]
             request: Any = self._enter(message)
             del message
             answer = self._method.behaviour(request, self)
@@ -494,12 +550,13 @@ class Call:
         if not self._method.has_long_messages:
             most, seconds = min(most, _SHORT_MESSAGE), min(seconds, _SHORT_SECONDS)
         timeouts.begin(self._context, seconds)
+        began = time.monotonic()
         try:
             message = next(self._messages, None)
         finally:
             if not timeouts.end(self._context):  # then gRPC says that the call was cancelled
                 raise DeadlineExceededError(
-                    f"no complete message has arrived within {seconds:g} s",
+                    f"no complete message has arrived within {time.monotonic() - began:.1f} s",
                     "MESSAGE_TIMEOUT",
                     "Send each message as soon as the call has begun, and smaller ones over a slow "
                     "network",

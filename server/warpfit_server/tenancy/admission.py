@@ -45,7 +45,7 @@ _REFUSALS: Final = {
     "calls": ("TOO_MANY_REQUESTS", "calls are in flight", "--max-requests"),
     "nbytes": (
         "QUEUE_FULL",
-        "bytes of messages, batches and answers are in flight",
+        "bytes of messages, batches and answers are in flight, or kept for messages to come,",
         "--max-pending-bytes",
     ),
     "engine_ns": ("QUEUE_FULL", "ns of work are in the queue", "--max-queue-seconds"),

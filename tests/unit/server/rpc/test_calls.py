@@ -213,6 +213,52 @@ class TestPlaces:
         assert not any(call.done() for call in unread)
 
 
+class TestSilentCalls:
+    """A call without a message makes way for another one of its tenant."""
+
+    @pytest.mark.parametrize("name", KINDS)
+    @pytest.mark.parametrize(
+        ("settings", "count"), [({"max_requests": 2}, 4), ({"max_pending_bytes": 32 << 20}, 8)]
+    )
+    def test_any_number_of_them_keeps_no_call_out(self, start, monkeypatch, name, settings, count):
+        monkeypatch.setattr(calls, "_SILENT_SECONDS", 0.05)
+        front_end = start(echo_of(name), name=name, **settings)
+        silent = []
+        for number in range(count):
+            silent.append(front_end.call(silent=True))
+            eventually(lambda number=number: len(front_end.calls.silent) > number)
+        time.sleep(0.1)
+        for _ in range(2):
+            assert outcome(front_end.call(b"x"))[0] == "OK"
+        ended = [number for number, call in enumerate(silent) if call.done()]
+        assert ended in ([0], [0, 1]), "those that have been silent for longest"
+        assert outcome(silent[0])[0] == "CANCELLED"
+
+    def test_a_call_makes_way_for_no_other_tenant(self, start, monkeypatch, tmp_path):
+        monkeypatch.setattr(calls, "_SILENT_SECONDS", 0.0)
+        path, tokens = token_file(tmp_path, "greedy", "modest", "third")
+        front_end = start(echo, token_file=path, max_requests=2)
+        silent = [front_end.call(silent=True, token=tokens["greedy"]) for _ in range(2)]
+        silent.append(front_end.call(silent=True, token=tokens["modest"]))
+        eventually(lambda: len(front_end.calls.silent) == 3)
+        first = front_end.call(b"x", token=tokens["third"])
+        assert outcome(first)[0] == "OK"
+        silent.append(front_end.call(silent=True, token=tokens["third"]))
+        eventually(lambda: len(front_end.calls.silent) == 4)
+        assert outcome(front_end.call(b"x", token=tokens["third"]))[0] == "OK"
+        assert [call.done() for call in silent] == [False, False, False, True]
+
+    def test_a_call_that_has_just_begun_does_not_make_way(self, start):
+        front_end = start(echo, max_pending_bytes=32 << 20)
+        silent = [front_end.call(silent=True) for _ in range(8)]
+        eventually(lambda: len(front_end.calls.silent) == 8)
+        refused = front_end.call(b"x")
+        assert outcome(refused)[0] == "RESOURCE_EXHAUSTED"
+        assert detail_of(refused).reason == "QUEUE_FULL"
+        assert "kept for messages to come" in detail_of(refused).message
+        assert not any(call.done() for call in silent)
+
+
 class TestTurns:
     @pytest.mark.parametrize("is_long", [True, False])
     def test_a_tenant_whose_calls_take_long_leaves_time_to_the_others(
