@@ -56,4 +56,4 @@ def test_a_stopped_engine_is_replaced(server):
     health.wait_for(server.facts["health"], "SERVING", timeout=60)
     assert server.engine().pid != old.pid
     page = scrape(server.facts["metrics"])
-    assert page.total("warpfit_engine_restarts_total", cause="hung") == 1
+    assert page.total("warpfit_engine_restarts_total", cause="stopped") == 1

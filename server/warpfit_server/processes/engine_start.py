@@ -40,7 +40,7 @@ _CAUSES: Final = {EXIT_CANNOT_RUN: "cannot_run", EXIT_BROKEN: "broken", EXIT_STU
 #: Causes of an engine's end for which the work of the engine is not to blame.
 UNRELATED_CAUSES: Final = (
     *("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "exit 0"),
-    *("cannot_run", "slow_start", "wrong_answer", "no_answer"),
+    *("stopped", "cannot_run", "slow_start", "wrong_answer", "no_answer"),
 )
 
 

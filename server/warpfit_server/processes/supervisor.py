@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from enum import IntEnum
+from pathlib import Path
 from typing import Final
 
 from warpfit.errors import WarpfitError
@@ -107,6 +108,15 @@ class Supervisor(ABC):
     def process_id(self) -> int | None:
         """Process id of the present process, or the last one."""
         return None if self.process is None else self.process.pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal, or a debugger, keeps the process from running."""
+        try:
+            status = Path(f"/proc/{self.process_id}/stat").read_text()
+        except OSError:  # it is gone, or was never there
+            return False
+        return status.rpartition(") ")[2][:1] in "Tt"  # its name, in brackets, may hold anything
 
     def start(self) -> None:
         """Start the first process; returns at once."""

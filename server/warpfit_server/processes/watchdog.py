@@ -243,7 +243,7 @@ class Watchdog:
         if starting is not None:
             self._failing = None  # there is no engine that could answer
         if waits_for > config.hang_seconds:
-            self._supervisor.replace("hung")
+            self._supervisor.replace("stopped" if self._supervisor.is_stopped else "hung")
         fails_for = 0.0 if failing is None else min(now - failing, awake)
         if starting is None and fails_for > config.hang_seconds:
             self._supervisor.replace("no_answer")

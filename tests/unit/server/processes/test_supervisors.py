@@ -557,3 +557,20 @@ class TestLoads:
         with Upload(store, SegmentPool(0), *own) as upload:
             upload.add(DATA.matrix.data.cast("B"))
             assert upload.commit().layout == DATA.layout
+
+
+def test_a_process_that_a_signal_has_stopped_is_known_as_such():
+    process = subprocess.Popen(["sleep", "60"])
+    supervisor = SimpleNamespace(process_id=process.pid)
+    is_stopped = Supervisor.is_stopped.fget
+    try:
+        assert not is_stopped(supervisor)
+        process.send_signal(signal.SIGSTOP)
+        eventually(lambda: is_stopped(supervisor))
+        process.send_signal(signal.SIGCONT)
+        eventually(lambda: not is_stopped(supervisor))
+    finally:
+        process.kill()
+        process.wait()
+    assert not is_stopped(supervisor)
+    assert not is_stopped(SimpleNamespace(process_id=None))

@@ -10,6 +10,7 @@ import pytest
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, UnavailableError
 from warpfit.transport.connection import target_of
 from warpfit_server.config import Config
+from warpfit_server.processes.engine_start import UNRELATED_CAUSES
 from warpfit_server.processes.watchdog import Readiness, Watchdog
 from warpfit_server.server import Server
 
@@ -17,7 +18,7 @@ from warpfit_server.server import Server
 class Watched:
     """A watchdog, the readiness that it publishes and the replacements that it asks for."""
 
-    def __init__(self, starting_since=None):
+    def __init__(self, starting_since=None, is_stopped=False):
         self.replaced, self.loads = set(), []
         self.others_answer = True
         self.health = Readiness()
@@ -27,6 +28,7 @@ class Watched:
             replace=self.replaced.add,
             device=SimpleNamespace(label="cpu:0"),
             ask_counters=lambda: None,
+            is_stopped=is_stopped,
         )
         config = Config(probe_timeout=3.0, hang_seconds=10.0, start_seconds=60.0)
         others, load = lambda: self.others_answer, lambda: self.loads.append("probe")
@@ -45,8 +47,10 @@ class Watched:
         self.watchdog._ask()
 
 
-def test_a_probe_without_an_answer_ends_readiness_and_then_the_engine():
-    watched = Watched()
+@pytest.mark.parametrize(("is_stopped", "cause"), [(False, "hung"), (True, "stopped")])
+def test_a_probe_without_an_answer_ends_readiness_and_then_the_engine(is_stopped, cause):
+    """What an engine that was stopped from outside has run is not to blame."""
+    watched = Watched(is_stopped=is_stopped)
     watched.watchdog._asked = 100.0
     watched.watchdog.look(102.9)
     assert watched.health.serving
@@ -54,7 +58,8 @@ def test_a_probe_without_an_answer_ends_readiness_and_then_the_engine():
     assert not watched.health.serving
     assert not watched.replaced
     watched.watchdog.look(110.1)
-    assert watched.replaced == {"hung"}
+    assert watched.replaced == {cause}
+    assert (cause in UNRELATED_CAUSES) == is_stopped
 
 
 def test_a_probe_without_an_answer_is_noticed_after_those_of_front_ends():
