@@ -1048,6 +1048,13 @@ def fit_from_message(message: pb.OptimizeRequest, dataset_id: bytes | None = Non
     )
     no_outputs: Any = dict.fromkeys(("values", *OUTPUTS), False)  # a fit returns none of them
     problem = replace(evaluation_from_message(message.problem, dataset_id), **no_outputs)
+    if problem.loss_function is None:
+        raise InvalidArgumentError(
+            "a fit needs a loss, which it minimises",
+            "LOSS_MISSING",
+            "Set problem.loss or problem.loss_function",
+            "problem.loss",
+        )
     return FitRequest(problem, settings)
 
 

@@ -27,6 +27,7 @@ class TextTable:
     def text(self) -> str:
         """Return the table as right-aligned columns."""
         own = "\n".join([aligned([self.header, *self._shown()]), *self._notes()])
+        own = own.encode(errors="backslashreplace").decode()  # half characters cannot be printed
         return "\n\n".join([own, *(table.text() for table in self.below)])
 
     def html(self) -> str:

@@ -18,7 +18,7 @@
     └── InternalError               a bug of warpfit
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView, Mapping, Set
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import ClassVar, Final
@@ -205,8 +205,34 @@ def bad_setting(field: str, value: object, wanted: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"{field} is {value!r}", "BAD_SETTING", f"Give {wanted}", field)
 
 
-def list_of_texts(given: Iterable[str], field: str = "names") -> tuple[str, ...]:
-    """Return several texts; raise InvalidArgumentError for one, whose letters it would mean."""
-    if isinstance(given, str):
-        raise bad_setting(field, given, f"a list, such as [{given!r}]")
-    return tuple(given)
+def list_of_texts(
+    given: Iterable[str], field: str = "names", reason: str = "BAD_SETTING"
+) -> tuple[str, ...]:
+    """Return several texts in their order.
+
+    Raises:
+        InvalidArgumentError: for one text, whose letters it would mean, for sets and dicts, whose
+            order is not that of the columns, and for what are no texts.
+    """
+    wanted = f"a list, such as [{given!r}]" if isinstance(given, str) else "a list of texts"
+    is_unordered = isinstance(given, Set | Mapping) and not isinstance(given, KeysView)
+    has_order = not (is_unordered or isinstance(given, str)) and getattr(given, "ndim", 1) == 1
+    found = tuple(given) if has_order and isinstance(given, Iterable) else None
+    if found is None or not all(issubclass(kind, str) for kind in set(map(type, found))):
+        shown = repr(given)
+        shown = shown if len(shown) < 100 else f"{shown[:97]}..."
+        raise InvalidArgumentError(f"{field} is {shown}", reason, f"Give {wanted}", field)
+    return found
+
+
+def check_encodable(text: str, what: str, field: str) -> None:
+    """Raise InvalidArgumentError for a text with a lone surrogate, which UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"{what} {text[:80]!a} has half a character at {error.start}",
+            "BAD_TEXT",
+            "Give text that UTF-8 can hold: it may have been decoded with errors='surrogateescape'",
+            field,
+        ) from error

@@ -21,12 +21,13 @@ from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_tabl
 from warpfit.dataset.layout import canonical_dtype
 from warpfit.dataset.tables import ColumnNames
 from warpfit.display import MOST_ROWS, shortened
-from warpfit.errors import InvalidArgumentError, bad_setting, require
+from warpfit.errors import InvalidArgumentError, bad_setting, check_encodable, require
 from warpfit.expressions.real_numbers import (
     ParameterVectors,
     join_vectors,
     real_numbers,
     require_order,
+    unwrapped,
 )
 from warpfit.fitting import (
     Accuracy,
@@ -346,6 +347,7 @@ def build_batch(
         expressions.check_dtypes()
         expressions.check_shapes()
         return expressions, expressions.vectors > 1
+    expressions, parameters = unwrapped(expressions), unwrapped(parameters)
     single = is_single(expressions)
     programs = [expressions] if single else expressions
     if isinstance(programs, Population):
@@ -374,6 +376,8 @@ def is_single(expressions: Any) -> bool:
     """Tell one expression from several; a DEAP tree is a subclass of list."""
     if isinstance(expressions, str) or not hasattr(expressions, "__iter__"):
         return True
+    if getattr(expressions, "ndim", 1) == 0:  # an array without axes stands for its element
+        return True
     return isinstance(expressions, list) and type(expressions) is not list
 
 
@@ -392,6 +396,12 @@ def build_dataset(X: Any, y: Any, weights: Any, options: UploadOptions) -> Clien
 def build_file(name: str, options: OpenOptions) -> ServerFile:
     """Turn the arguments of `open` into a file of a server; errors as there."""
     dtype = options.get("dtype", "auto")
+    for field, text in (
+        ("name", name),
+        ("y", options.get("y")),
+        ("weights", options.get("weights")),
+    ):
+        check_encodable(str(text or ""), field, field)
     return ServerFile(
         name=str(name),
         x=tuple(ColumnNames.of(options.get("x")).x or ()),
@@ -567,6 +577,7 @@ def _flat(
 
     Parameters without an entry have ``otherwise``; ``single`` tells a lone expression.
     """
+    given = unwrapped(given)
     if given is None:
         return None
     if np.isscalar(given):

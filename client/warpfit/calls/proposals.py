@@ -35,6 +35,7 @@ from warpfit.errors import (
 )
 from warpfit.evidence import DIGITS, Floats, Term, description_lengths
 from warpfit.expressions.language import to_text
+from warpfit.expressions.real_numbers import unwrapped
 from warpfit.fitting import FitProgress, Missing, Reason
 from warpfit.formulas.units import check_units, dimension, dimensions
 from warpfit.frontends import as_program
@@ -327,6 +328,7 @@ class ProposeTask:
             raise bad_setting("restarts", self._settings.restarts, most)
         answers: list[Proposal] = []
         ready: list[_Candidate] = []
+        skeletons = unwrapped(skeletons)
         self._tried = tried
         for skeleton in [skeletons] if is_single(skeletons) else skeletons:
             text = skeleton if isinstance(skeleton, str) else type(skeleton).__name__

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, check_encodable
 
 _MAGIC: Final = b"warpfit.dataset.v1\n"
 #: Wire code of each dtype.
@@ -79,6 +79,8 @@ class Layout:
                 "Name every variable, or none",
                 "names",
             )
+        for name in self.names if not all(map(str.isascii, self.names)) else ():
+            check_encodable(name, "the name", "names")
         if len(set(self.names)) != len(self.names):
             raise InvalidArgumentError(
                 "variable names repeat", "NAME_MISMATCH", "Give each a name of its own", "names"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit.dataset.layout import Layout, canonical_dtype
-from warpfit.errors import InvalidArgumentError, require
-from warpfit.expressions.real_numbers import missing_value, no_numbers, real_numbers
+from warpfit.errors import InvalidArgumentError, check_encodable, list_of_texts, require
+from warpfit.expressions.real_numbers import missing_value, no_numbers, real_numbers, unwrapped
 
 # -------------------------------------------------------------------------------- arrays and frames
 
@@ -71,6 +71,9 @@ class ColumnNames:
         Raises:
             InvalidArgumentError: if ``x`` is anything else than names.
         """
+        x = unwrapped(x)
+        if isinstance(x, Set | Mapping):
+            x = list_of_texts(x, "x")
         given = [x] if isinstance(x, str) or not isinstance(x, Iterable) else list(x)
         for name in given:
             if not (x is None or isinstance(name, str)):
@@ -239,6 +242,7 @@ class ParquetColumns:
         name = os.fspath(path)
         if not name.endswith(".parquet"):
             raise _bad_file(name, "its name does not end in .parquet")
+        check_encodable(name, "the path", "X")
         return cls(name)
 
     def select(self, names: Sequence[str]) -> Columns:
@@ -386,17 +390,14 @@ class Table:
         """Return the layout of the data set; names are by default those of the columns."""
         rows, variables = self.variables.shape
         names = self.variables.names if names is None else names
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise InvalidArgumentError(
-                f"names is {names!r}", "NAME_MISMATCH", "Give a list of texts", "names"
-            )
+        names = list_of_texts(names, reason="NAME_MISMATCH")
         layout = Layout(
             dtype=canonical_dtype(dtype),
             variables=variables,
             rows=rows,
             has_target=self.target is not None,
             has_weights=self.weights is not None,
-            names=tuple(names),
+            names=names,
         )
         layout.check()
         for column, name in ((self.target, "y"), (self.weights, "weights")):
@@ -418,10 +419,11 @@ def open_table(
 
     What can be read only once is read here.
     """
-    named = ColumnNames.of(x, y, weights)
+    named = ColumnNames.of(x, unwrapped(y), unwrapped(weights))
     source = _open(X, "X", named)
 
     def column(given: Any, name: str) -> Columns | None:
+        given = unwrapped(given)
         if isinstance(given, str):
             return source.select([given])
         return None if given is None else _open(given, name, ColumnNames())

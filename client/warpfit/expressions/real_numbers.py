@@ -81,6 +81,11 @@ def real_numbers(data: Any, name: str, start: int = 0, place: str = "row") -> ND
     return array
 
 
+def unwrapped(data: Any) -> Any:
+    """Return the element of an array without axes, which stands for it; other data as they are."""
+    return data.item() if isinstance(data, np.ndarray) and data.ndim == 0 else data
+
+
 def require_order(data: Any, name: str) -> None:
     """Refuse iterators, sets, dicts and views of them, which NumPy takes for a single object.
 

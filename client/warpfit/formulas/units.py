@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError, ProgramError
 from warpfit.expressions.language import locate
+from warpfit.expressions.real_numbers import unwrapped
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS, VARIABLE, Operator
 from warpfit.parse import MACROS
@@ -129,6 +130,7 @@ def dimensions(
         InvalidArgumentError: for units that do not fit the variables, or are not known.
 
     """
+    units = unwrapped(units)
     known = list(names) or [f"x{place + 1}" for place in range(variables)]
     if isinstance(units, Mapping):
         strange = [name for name in units if name not in known]
