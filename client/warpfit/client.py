@@ -34,6 +34,7 @@ from warpfit.evidence import gather
 from warpfit.expressions.language import locate
 from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Batch
+from warpfit.parse import place_in
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
 from warpfit.transport.call import CallingBack, Cancellation, Deadline, Request, only
@@ -287,7 +288,7 @@ class Client:
             )
             return found
 
-        with _naming_the_program(evaluation.batch, data.names):
+        with _naming_the_program(expressions, evaluation.batch, data.names):
             result = self._limits.call_in_parts(evaluation, data.layout, send)
         data.warn_of_range(expressions, evaluation.batch, result)
         return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
@@ -373,7 +374,7 @@ class Client:
 
         batch = fit.problem.batch
         told = options.get("progress") or (lambda _: None)
-        with CallingBack(told) as report, _naming_the_program(batch, data.names):
+        with CallingBack(told) as report, _naming_the_program(expressions, batch, data.names):
             result = self._limits.call_in_parts(fit, data.layout, send)
         data.warn_of_range(expressions, batch, result)
         found = Fit.of(result, fit, data)
@@ -567,14 +568,18 @@ def connect(
 
 
 @contextmanager
-def _naming_the_program(batch: Batch, names: tuple[str, ...]) -> Iterator[None]:
-    """Add the program's text, and the place in it, to an error that names a token."""
+def _naming_the_program(expressions: Any, batch: Batch, names: tuple[str, ...]) -> Iterator[None]:
+    """Add the program's text, as it was given, and the place in it to an error of a token."""
     try:
         yield
     except ProgramError as error:
         index, token = error.expression, error.token
         if index is not None and token is not None and index < len(batch):
             error.text, error.position = locate(batch.program(index), token, names)
+            listed = expressions if isinstance(expressions, list | tuple) else [expressions]
+            if len(listed) == len(batch) and isinstance(listed[index], str):
+                placed = place_in(listed[index], error.text, error.position)
+                error.text, error.position = placed
         raise
 
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from warpfit.display import TextTable
 from warpfit.errors import InvalidArgumentError
-from warpfit.expressions.language import FREE, cost, to_text
+from warpfit.expressions.language import DIGITS, FREE, cost, to_text
 from warpfit.ir import Program, subtree_starts
 from warpfit.losses import Closing, TargetStatistics
 from warpfit.ops import ARITIES, CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER
@@ -47,8 +47,6 @@ _RANK_TOLERANCE: Final = 1e-12
 _RANK_TOLERANCE_FLOAT32: Final = 1e-11
 #: Part of the loss of the best constant below which losses count as equal: rounding.
 ROUNDING: Final = 1e-18
-#: Significant digits of constants in texts of fitted formulas.
-DIGITS: Final = 6
 #: Rounds of a search for profile likelihoods, and the relative error of its roots.
 _ROUNDS: Final = 24
 _ROOT_ERROR: Final = 1e-4

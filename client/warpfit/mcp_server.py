@@ -45,8 +45,7 @@ from warpfit.cli.table import ColumnChoice, Table, table_of_file
 from warpfit.client import Client, connect
 from warpfit.display import shortened
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, WarpfitError, require
-from warpfit.evidence import DIGITS
-from warpfit.expressions.language import to_latex, to_text
+from warpfit.expressions.language import DIGITS, to_latex, to_text
 from warpfit.expressions.real_numbers import missing_value
 from warpfit.parse import function_names
 from warpfit.transport.call import Cancellation

@@ -461,6 +461,10 @@ class Parser:
         return _Reader(self, text).read()
 
 
+#: An equation such as "y = p1*x1": its sign, and what stands behind it.
+_EQUATION: Final = re.compile(r"\s*\w+(?:\([\w\s,]*\))?\s*(=)(?!=)\s*(\S.*)", re.DOTALL)
+
+
 class _Group:
     """An open call or group in parentheses."""
 
@@ -545,10 +549,11 @@ class _Reader:
                 is_known = token in (*PREFIX, "(") or IDENTIFIER.match(token) or len(token) > 1
                 if not (is_known or _is_number(token)):
                     self._bad_character(token)
+                usual = "Write an operator between the operands; * is never left out"
                 self._fail(
                     f"an operator is missing before {token!r}",
                     "EXPECTED_OPERATOR",
-                    "Write an operator between the operands; * is never left out",
+                    (self._quoted(at - 2) if at > 1 else "") or usual,
                 )
             elif self.groups:
                 opened = self.groups[-1].first
@@ -670,9 +675,21 @@ class _Reader:
             self.codes.append(row.code)
             self.values.append(0.0)
 
+    def _quoted(self, token: int) -> str:
+        """Return a remedy if a name with other characters than letters stands at a token."""
+        rest = self.text[self._places()[token] :]
+        odd = [n for n in self.parser.names if rest.startswith(n) and not IDENTIFIER.fullmatch(n)]
+        quoted = max(odd, key=len, default="").replace("`", "``")
+        return f"Write names with such characters in backticks: `{quoted}`" if quoted else ""
+
     def _unknown(self, name: str, what: str, known: Iterable[str]) -> NoReturn:
         close = _close_matches(name[:100], tuple(sorted(set(known))))
-        if close:
+        numbered = re.fullmatch(r"([xp])0+", name)
+        if remedy := self._quoted(self.at - 1):
+            pass
+        elif numbered and self.parser.indexed:
+            remedy = f"{numbered[1]} is numbered from 1 on: {numbered[1]}1, {numbered[1]}2, ..."
+        elif close:
             remedy = f"Did you mean {' or '.join(close)}?"
         elif what == "function":
             remedy = f"Functions are {', '.join(function_names())}; warpfit.define adds one"
@@ -687,14 +704,39 @@ class _Reader:
             "=": "Write == to compare",
             "`": "Close the quoted name with another backtick",
             "[": "Use parentheses; variables are x1, x2, ...",
+            "{": "Use parentheses: formulas are no LaTeX",
+            "\\": "Formulas are no LaTeX: write sin(x), sqrt(x), a*b, a/b without a backslash",
+            "|": "Write abs(x) for |x|, and (a or b) for a disjunction",
         }.get(character, "Remove it, or put a variable's name in backticks")
         self._fail(f"{character!r} has no meaning", "UNEXPECTED_CHARACTER", remedy)
 
     def _fail(self, message: str, reason: str, remedy: str, token: int | None = None) -> NoReturn:
         """Raise the error of a token of the text, by default the one that was read last."""
-        places = [match.start(1) for match in TOKEN.finditer(self.text.rstrip())]
-        position = [*places, len(self.text)][self.at - 1 if token is None else token]
+        position = self._places()[self.at - 1 if token is None else token]
+        equation = _EQUATION.match(self.text)
+        if equation is not None and position <= equation.end(1):
+            remedy = f"Write what stands behind the equals sign alone: {equation[2][:100]}"
         raise ParseError(message, reason, remedy, text=self.text, position=position)
+
+    def _places(self) -> list[int]:
+        """Return the index of each token's first character, and that of the end."""
+        found = [match.start(1) for match in TOKEN.finditer(self.text.rstrip())]
+        return [*found, len(self.text)]
+
+
+def place_in(given: str, printed: str, position: int) -> tuple[str, int]:
+    """Return a text and the index in it of what stands at a place of its program's printed text.
+
+    The place is known if both texts have what stands there equally often; else the printed text and
+    the place in it are returned.
+    """
+    places = [(match[1], match.start(1)) for match in TOKEN.finditer(printed.rstrip())]
+    token = next((text for text, start in places if start == position), "")
+    ours = [start for text, start in places if text == token]
+    theirs = [match.start(1) for match in TOKEN.finditer(given.rstrip()) if match[1] == token]
+    if not token or len(ours) != len(theirs):
+        return printed, position
+    return given, theirs[ours.index(position)]
 
 
 @lru_cache(64)  # many skeletons of a call have the same wrong name

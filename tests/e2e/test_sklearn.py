@@ -852,3 +852,17 @@ def test_evidence_chooses_an_equation(search):
     assert int(np.argmax(evidence)) > 0
     with pytest.raises(InvalidArgumentError, match="one of squares"):
         search(model_selection="evidence", loss="mae").fit(X, noisy(X))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [["x", "y", "z"] * 4, ["1", "2", "3"] * 4, np.array(["2020-01-01"] * 12, "M8[D]"),
+     np.array(["x", 1.0, None] * 4, object)],
+)  # fmt: skip
+def test_columns_of_text_or_dates_are_named(column):
+    """Before any server is asked."""
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"a": np.arange(12.0), "when": column})
+    for make in (SymbolicRegressor, ParameterOptimizer):
+        with pytest.raises(InvalidArgumentError, match="'when'"):
+            make(address="127.0.0.1:1").fit(frame, frame.a)

@@ -33,8 +33,8 @@ from warpfit.errors import (
     WarpfitError,
     bad_setting,
 )
-from warpfit.evidence import DIGITS, Floats, Term, description_lengths
-from warpfit.expressions.language import to_text
+from warpfit.evidence import Floats, Term, description_lengths
+from warpfit.expressions.language import DIGITS, to_text
 from warpfit.expressions.real_numbers import unwrapped
 from warpfit.fitting import FitProgress, Missing, Reason
 from warpfit.formulas.units import check_units, dimension, dimensions
@@ -42,6 +42,7 @@ from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Loss, LossFunction
 from warpfit.ops import PARAMETER, VARIABLE
+from warpfit.parse import place_in
 from warpfit.request import Precision, Tier
 from warpfit.transport.call import CallingBack, Progress, silent
 
@@ -410,7 +411,13 @@ class ProposeTask:
                 f"Use {', '.join(self._names) or f'x1 to x{variables}'}"[:200],
             )
         if self._has_units:
-            check_units(program, self._dimensions, self._target_dimension, self._names)
+            try:
+                check_units(program, self._dimensions, self._target_dimension, self._names)
+            except ProgramError as error:
+                if isinstance(skeleton, str) and error.position is not None:
+                    placed = place_in(skeleton, error.text, error.position)
+                    error.text, error.position = placed
+                raise
         return program
 
     def _look_at_data(self, candidates: list[_Candidate]) -> bool:

@@ -32,7 +32,7 @@ from warpfit.cli.table import (
 )
 from warpfit.display import aligned
 from warpfit.errors import InvalidArgumentError, WarpfitError
-from warpfit.expressions.language import to_text
+from warpfit.expressions.language import DIGITS, to_text
 from warpfit.fitting import Accuracy, Method
 from warpfit.parse import parse
 from warpfit.request import Loss, Precision, Tier
@@ -419,7 +419,7 @@ def _fit(options: argparse.Namespace) -> None:
             rows=_rows_of(options, len(table.columns)),
             timeout=options.timeout,
         )
-    print(to_text(fit.formula(), fit.names))
+    print(to_text(fit.formula(), fit.names, DIGITS))
     print(f"{options.loss}  {fit.initial_loss[0]:.8g} -> {fit.loss[0]:.8g}")
     if fit.r2 is not None and options.loss != Loss.R2:
         print(f"R2  {fit.r2[0]:.8g}")

@@ -34,6 +34,8 @@ _EMPTY_REMEDY: Final = "Give a file with a line of names and a line of numbers f
 #: Texts of cells without a value, in lower case. NaN is a number.
 _MISSING: Final = frozenset({"", "na", "n/a", "#n/a", "<na>", "null", "none", "nat", "?"})
 _COMMA_NUMBER: Final = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+#: A number with a comma and a point, of which either may stand between thousands.
+_GROUPED: Final = re.compile(r"[+-]?\d+(?:\.\d+)+,\d+|[+-]?\d+(?:,\d+)+\.\d+")
 #: A number whose comma may stand between its thousands.
 _THOUSANDS: Final = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
 
@@ -92,6 +94,16 @@ def whole_from(least: int) -> Callable[[str], int]:
         return int(value)
 
     return read
+
+
+def _encoding(name: str) -> str:
+    """Read the name of an encoding of text."""
+    try:
+        "".encode(name)
+        b"".decode(name)
+    except (LookupError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r} is no encoding of text") from error
+    return name
 
 
 # ----------------------------------------------------------------------------------------- tables
@@ -158,6 +170,13 @@ def add_table_flags(parser: argparse.ArgumentParser, *, needs_target: bool) -> N
         help="cells without a value: refuse them, or leave their rows out (default: error)",
     )
     add(
+        "--encoding",
+        type=_encoding,
+        default="utf-8",
+        metavar="NAME",
+        help="of a CSV file, such as latin-1 or utf-16 (default: utf-8)",
+    )
+    add(
         "--decimal",
         choices=("point", "comma"),
         help="decimal sign of a CSV file (default: as its first 100 lines have it)",
@@ -181,7 +200,9 @@ def table_of_file(options: argparse.Namespace, content: io.BytesIO | None = None
     """Read the file that a command's flags name.
 
     The first line of a CSV file names the columns. If it holds only numbers, they are named x1, x2,
-    and so on. Cells are separated by tab, semicolon or comma. Files with gzip's or Parquet's first
+    and so on. Cells are separated by tab, semicolon or comma, or by white space in a file that has
+    none of these. Lines that begin with # are comments; the first one names the columns if it has
+    as many cells as the lines below it. Files with gzip's or Parquet's first
     bytes are read as such, whatever their names.
 
     Args:
@@ -206,7 +227,10 @@ def table_of_file(options: argparse.Namespace, content: io.BytesIO | None = None
             if start == b"PAR1":
                 return _read_parquet(raw, file, options)
             data = gzip.GzipFile(fileobj=raw) if start[:2] == b"\x1f\x8b" else raw
-            text = io.TextIOWrapper(data, "utf-8-sig", "surrogateescape", newline="")
+            named = getattr(options, "encoding", "utf-8")
+            is_utf8 = named.lower().replace("_", "-") in ("utf-8", "utf8")
+            way = ("utf-8-sig", "surrogateescape") if is_utf8 else (named, "strict")
+            text = io.TextIOWrapper(data, *way, newline="")
             return _read_csv(text, file, options)
     except (OSError, ValueError, EOFError, zlib.error, csv.Error) as error:
         # A path may hold a zero byte, which is a ValueError.
@@ -214,7 +238,7 @@ def table_of_file(options: argparse.Namespace, content: io.BytesIO | None = None
         raise InvalidArgumentError(
             f"{file} cannot be read: {reason}",
             "BAD_FILE",
-            "Give a CSV file in UTF-8, with .gz or without, or a Parquet file",
+            "Give a CSV file in UTF-8, or name its --encoding, also with .gz, or a Parquet file",
         ) from error
 
 
@@ -317,7 +341,12 @@ class ColumnChoice:
 
 def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) -> Table:
     sample = list(islice(text, _SAMPLE_LINES))
-    reader = csv.reader(chain(sample, text), delimiter=_delimiter(sample))
+    sample[:1] = [_named_by_comment(sample)] if sample else []
+    delimiter = _delimiter([line for line in sample if not _is_comment(line)])
+    # A comment becomes an empty line, so that places of errors stay right.
+    told = ("\n" if _is_comment(line) else line for line in chain(sample, text))
+    lines_read = (" ".join(line.split()) for line in told) if delimiter == " " else told
+    reader = csv.reader(lines_read, delimiter=delimiter)
     stripped = ((reader.line_num, [cell.strip() for cell in row]) for row in reader)
     lines: Iterator[tuple[int, list[str]]] = ((n, row) for n, row in stripped if any(row))
     read = list(islice(lines, _SAMPLE_LINES))
@@ -360,7 +389,9 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
                     raise ValueError(cell)
             except ValueError:
                 if not _is_missing(cell):
-                    raise _bad_cell(cell, file, line, index, names[index], has_commas) from None
+                    place = file, line, index, names[index]
+                    has_numbers = any(map(_is_number, row)) or len(places) > 0 or numbered
+                    raise _bad_cell(cell, *place, has_commas, has_numbers) from None
                 value = math.nan
                 if options.missing == "error":
                     raise InvalidArgumentError(
@@ -382,6 +413,24 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
     )
 
 
+def _is_comment(line: str) -> bool:
+    bare = line.lstrip().lower()
+    return bare.startswith("#") and not bare.startswith("#n/a")  # which is a cell without a value
+
+
+def _named_by_comment(sample: Sequence[str]) -> str:
+    """Return the first line; a comment with as many cells as the line below it names columns."""
+    first, below = sample[0], next((line for line in sample if not _is_comment(line)), "")
+    if not _is_comment(first) or not below.strip():
+        return first
+    bare = first.lstrip().removeprefix("#")
+    delimiter = _delimiter([below])
+    own, others = (
+        len(line.split(None if delimiter == " " else delimiter)) for line in (bare, below)
+    )
+    return bare.lstrip() if own == others else first
+
+
 def _delimiter(sample: Sequence[str]) -> str:
     """Return what separates the cells: it occurs equally often in the first lines."""
     bare = [re.sub('"[^"]*"', "", line) for line in sample[:20] if line.strip()]
@@ -389,16 +438,33 @@ def _delimiter(sample: Sequence[str]) -> str:
         counts = {line.count(delimiter) for line in bare}
         if len(counts) == 1 and counts != {0}:
             return delimiter
+    if not any(map("".join(bare).count, ";,")):
+        widths = {len(line.split()) for line in bare}
+        if len(widths) == 1 and widths != {1}:
+            return " "
     # No separator, or lines of different lengths, which are an error with its place.
     return max(_DELIMITERS, key=bare[0].count) if bare and any(map(bare[0].count, ";\t")) else ","
 
 
 def _bad_cell(
-    cell: str, file: str, line: int, index: int, name: str, has_commas: bool
+    cell: str,
+    file: str,
+    line: int,
+    index: int,
+    name: str,
+    has_commas: bool,
+    has_numbers: bool,
 ) -> InvalidArgumentError:
     _check_encoding(cell, file, line, index)
     remedy = f"Write nan for a missing number, or leave the column out: --ignore {name}"
-    if _COMMA_NUMBER.fullmatch(cell):
+    if _GROUPED.fullmatch(cell):
+        point, comma = cell.replace(".", "").replace(",", "."), cell.replace(",", "")
+        if cell.rindex(".") > cell.rindex(","):
+            point, comma = comma, cell.replace(".", "").replace(",", ".")
+        remedy = f"It could be {point} or {comma}: write it without signs between thousands"
+    elif not has_numbers:
+        remedy = "A line below the names that holds units, or other text, has to be removed"
+    elif _COMMA_NUMBER.fullmatch(cell):
         remedy = "If the comma is the decimal sign, give --decimal comma"
     elif has_commas and _is_number(cell):
         remedy = "The decimal sign of this file is the comma; give --decimal point if it is not"
@@ -415,7 +481,7 @@ def _check_encoding(cell: str, file: str, line: int, index: int) -> None:
         raise InvalidArgumentError(
             f"{file}, line {line}, column {index + 1}: the text is not in UTF-8",
             "BAD_FILE",
-            "Save the file in UTF-8, or convert it with iconv",
+            "Name its encoding, such as --encoding latin-1, or save the file in UTF-8",
         )
 
 

@@ -104,6 +104,8 @@ TOKEN: Final = re.compile(
 
 #: Cost of a number that has no short form; a fit may change it.
 FREE: Final = 2.0
+#: Significant digits of fitted constants in texts to read.
+DIGITS: Final = 6
 #: Cost of a digit.
 _DIGIT: Final = 0.25
 #: Most significant digits of a short decimal.
@@ -235,6 +237,7 @@ _GREEK: Final = re.compile(
 _LATEX_ESCAPES: Final = str.maketrans(
     {character: f"\\{character}" for character in "#$%&_{}"}
     | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}"}
 )
 
 
@@ -500,7 +503,9 @@ def _latex_name(name: str) -> str:
 
 
 def _latex_text(name: str) -> str:
-    return rf"\text{{{name.translate(_LATEX_ESCAPES)}}}"
+    # Line ends, and characters that cannot be seen or turn the text around, are told by number.
+    visible = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in name)
+    return rf"\text{{{visible.translate(_LATEX_ESCAPES)}}}"
 
 
 def text_form(row: Operator) -> str:

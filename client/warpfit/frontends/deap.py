@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
 #: Names of primitives beside the operators' own names and aliases.
 PRIMITIVES: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("protected_div", "protected_division", "safe_div", "safeDiv"), "zdiv"),
     **{"and_": "and", "or_": "or", "not_": "not", "if_then_else": "where"},
     **{"float_power": "pow", "fmin": "min", "fmax": "max", "true_divide": "div"},
 }
+#: Names of divisions that return 1 where the divisor is 0 in some programs, and 0 or the dividend
+#: in others. With the primitive set the function itself is tried.
+_AMBIGUOUS: Final = frozenset({"protected_div", "protected_division", "safe_div", "safeDiv"})
 _MODULES: Final = frozenset({"operator", "_operator", "math", "numpy"})
 _ARGUMENT: Final = re.compile(r"ARG([0-9]+)")
 
@@ -207,6 +209,16 @@ class _Converter:
             function = (self.context or {}).get(name)
             if isinstance(function, np.ufunc) or getattr(function, "__module__", "") in _MODULES:
                 name = function.__name__
+            if name in _AMBIGUOUS and function is None:
+                raise InvalidArgumentError(
+                    f"DEAP primitive {name!r} means different things in different programs",
+                    "UNKNOWN_PRIMITIVE",
+                    "Pass pset, so that the function can be tried, or "
+                    f"operators={{{name!r}: 'zdiv'}} if it returns 1 where the divisor is 0",
+                    "expressions",
+                )
+            if name in _AMBIGUOUS:
+                name = "zdiv"
         names = {entry.name: self.functions.get(name, name)}
         return operator_node(entry.name, entry.arity, names, "DEAP", function)
 

@@ -31,7 +31,7 @@ from warpfit.client import Client, connect
 from warpfit.embedded import server_at
 from warpfit.errors import bad_setting
 from warpfit.expressions import reference
-from warpfit.expressions.language import to_latex, to_text
+from warpfit.expressions.language import DIGITS, to_latex, to_text
 from warpfit.expressions.real_numbers import float_array, real_numbers, require_order
 from warpfit.frontends import as_program
 from warpfit.ir import Program
@@ -155,11 +155,11 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         return float(r2_score(y / unit, self.predict(X) / unit, sample_weight=sample_weight))
 
     def _text(self, program: Program) -> str:
-        return to_text(program, self._names())
+        return to_text(program, self._names(), DIGITS)
 
     def latex(self) -> str:
         """Return the LaTeX of the formula."""
-        return to_latex(self.program_, self._names())
+        return to_latex(self.program_, self._names(), DIGITS)
 
     @contextmanager
     def _client(self) -> Iterator[Client]:
@@ -201,6 +201,7 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
 
     def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
         """Check what was given to ``fit``, and return the rows of each target."""
+        _check_columns(X)
         X, y, sample_weight = _rows_with_weight(X, y, sample_weight)
         multiple = bool(self.__sklearn_tags__().target_tags.multi_output)
         found = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=multiple)
@@ -223,9 +224,23 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
     def _features(self, X: Any) -> Floats:
         """Check what was given to ``predict``; return it as [rows, variables]."""
         require_order(X, "X")
+        _check_columns(X)
         rows = np.asarray(validate_data(self, X, dtype=np.float64, reset=False))
         real_numbers(X, "X")
         return rows
+
+
+def _check_columns(X: Any) -> None:
+    """Refuse columns of a frame that hold text or dates, of which scikit-learn names none.
+
+    Raises:
+        InvalidArgumentError: with the column.
+    """
+    names = getattr(X, "columns", ())
+    for name in names if len(set(names)) == len(names) else ():
+        column = X[name]
+        if getattr(column.dtype, "kind", "O") not in "fiub":
+            real_numbers(column, f"column {str(name)!r}")
 
 
 def _rows_with_weight(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
@@ -320,7 +335,7 @@ class ParameterOptimizer(FormulaRegressor):
     program_ : Program
         The formula with its fitted numbers.
     expression_ : str
-        The same as text.
+        The same as text, with six digits of each number.
 
     """
 

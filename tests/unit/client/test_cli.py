@@ -676,3 +676,51 @@ def test_wide_tables_take_time_in_proportion():
     assert chosen.variables == list(range(1000, 199_998))
     with pytest.raises(InvalidArgumentError, match="is another 'column7000'"):
         ColumnChoice.of("wide.csv", [*names, "column7000"], options)
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "names", "first"),
+    [
+        (b"# measured by hand\na,b\n1,2\n3,4\n", [], ("a", "b"), [1, 2]),
+        (b"a,b\n# a pause\n1,2\n3,4\n", [], ("a", "b"), [1, 2]),
+        (b"# a b\n1 2\n3 4\n", [], ("a", "b"), [1, 2]),  # as np.savetxt writes it
+        (b"#id,b\n1,2\n3,4\n", [], ("id", "b"), [1, 2]),
+        (b"#N/A,b\n#N/A,2\n3,4\n", ["--missing", "drop"], ("#N/A", "b"), [3, 4]),
+        (b"a  b\n 1   2\n3\t 4\n", [], ("a", "b"), [1, 2]),
+        (b"1 2\n3 4\n", [], ("x1", "x2"), [1, 2]),
+        (b"flow rate\n1\n2\n", [], ("flow rate",), [1]),
+        ("t\u00e4,b\n1,2\n".encode("latin-1"), ["--encoding", "latin-1"], ("t\u00e4", "b"), [1, 2]),
+        ("t\u00e4,b\n1,2\n".encode("utf-16"), ["--encoding", "utf-16"], ("t\u00e4", "b"), [1, 2]),
+    ],
+)
+def test_files_of_many_habits_are_read(tmp_path, content, flags, names, first):
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    parser = argparse.ArgumentParser()
+    add_table_flags(parser, needs_target=False)
+    table = read_table(parser.parse_args([str(path), *flags]))
+    assert table.names == names
+    assert table.columns[0].tolist() == first
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a,b\nm,s\n1,2\n", ["line 2", "units"]),
+        (b"a;b\n1.836,342;2\n", ["1836.342", "1.836342"]),
+        (b"a;b\n1,836.342;2\n", ["1836.342", "1.836342"]),
+        ("t\u00e4,b\n1,2\n".encode("latin-1"), ["--encoding latin-1"]),
+        ("a,b\n1,2\n".encode("utf-16"), ["encoding"]),
+        (b"# c\na,b\n1,2\n3,x\n", ["line 4", "'x' is no number"]),
+        (b"# c\n# d\n", ["no rows"]),
+    ],
+)
+def test_other_files_are_refused_with_what_they_could_mean(tmp_path, content, words):
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    parser = argparse.ArgumentParser()
+    add_table_flags(parser, needs_target=False)
+    with pytest.raises(InvalidArgumentError) as caught:
+        read_table(parser.parse_args([str(path)]))
+    for word in words:
+        assert word in str(caught.value)

@@ -17,7 +17,7 @@ from warpfit.frontends import deap
 from warpfit.frontends.pysr import from_pysr
 from warpfit.ir import Population, Program
 from warpfit.ops import OPERATORS
-from warpfit.parse import Parser, function, parse
+from warpfit.parse import Parser, function, parse, place_in
 
 X1, X2, X3 = (Program.variable(index) for index in range(3))
 P1, P2 = Program.parameter(0), Program.parameter(1)
@@ -318,3 +318,37 @@ def test_one_text_in_the_place_of_several_is_refused(take):
     """Its letters would be taken for them."""
     with pytest.raises(InvalidArgumentError, match=r"is 'cpu'.*Give a list, such as \['cpu'\]"):
         take("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "second"),
+    [
+        ("y = p1*t", ["t"], "p1*t"),
+        ("f(t) = p1*t", ["t"], "p1*t"),
+        (r"p1*\cos(t)", ["t"], "without a backslash"),
+        ("p1*|t|", ["t"], "abs(x)"),
+        ("p0*t", ["t"], "p1, p2"),
+        ("p1*x0", [], "x1, x2"),
+        ("p1*flow rate", ["flow rate"], "`flow rate`"),
+        ("flow rate*p1", ["flow", "flow rate"], "`flow rate`"),
+        ("p1*a-b", ["a-b"], "`a-b`"),
+        ("p1*x_{1}", ["x_"], "parentheses"),
+    ],
+)
+def test_what_others_write_is_refused_with_the_form_that_is_right(text, names, second):
+    with pytest.raises(ParseError) as caught:
+        parse(text, names)
+    assert second in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("given", "printed", "position", "wanted"),
+    [
+        ("p1*sin(m)", "p1 * sin(m)", 5, ("p1*sin(m)", 3)),
+        ("sin(a)+sin(m)", "sin(a) + sin(m)", 9, ("sin(a)+sin(m)", 7)),
+        ("a**2", "a ^ 2", 2, ("a ^ 2", 2)),  # what stands there is written differently
+        ("a", "a", 9, ("a", 9)),
+    ],
+)
+def test_places_are_those_of_the_text_that_was_given(given, printed, position, wanted):
+    assert place_in(given, printed, position) == wanted

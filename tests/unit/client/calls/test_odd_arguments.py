@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import warpfit
@@ -31,14 +32,14 @@ def test_an_array_without_axes_is_its_element(client, data):
     found = client.evaluate(data, ["p1*x1"], [np.array(2.0)])
     np.testing.assert_array_equal(found, 2.0 * wanted.reshape(-1, 1))
     for number in (2.0, np.array(2.0)):
-        with pytest.raises(warpfit.InvalidArgumentError, match="no vector of numbers: 2.0"):
+        with pytest.raises(warpfit.InvalidArgumentError, match=r"no vector of numbers: 2\.0"):
             client.evaluate(data, ["p1*x1"], number)
     settings = {"bounds": (np.array(0.0), np.array(3.0)), "fixed": np.array(True)}
     fit = build_fit(data, ["p1*x1 + p2"], None, settings).settings
     assert fit.lower.tolist() == [0.0, 0.0]
     assert fit.upper.tolist() == [3.0, 3.0]
     assert fit.fixed.tolist() == [True, True]
-    named = client.upload({"a": X[:, 0], "b": X[:, 1]}, np.array("b"))
+    named = client.upload(pd.DataFrame(X, columns=["a", "b"]), np.array("b"))
     assert named.names == ("a",)
     assert client.upload(X, X[:, 0], names=None).content_id == data.content_id
 
@@ -82,9 +83,9 @@ def test_other_texts_with_an_order_are_names(client, names):
     "call",
     [
         lambda client: client.upload(X, names=["a", HALF]),
-        lambda client: client.upload({"a": X[:, 0], HALF: X[:, 1]}),
-        lambda client: client.upload({"a": X[:, 0]}, HALF),
-        lambda client: client.upload({"a": X[:, 0]}, x=[HALF]),
+        lambda client: client.upload(pd.DataFrame(X, columns=["a", HALF])),
+        lambda client: client.upload(pd.DataFrame(X, columns=["a", "b"]), HALF),
+        lambda client: client.upload(pd.DataFrame(X, columns=["a", "b"]), x=[HALF]),
         lambda client: client.upload(f"/tmp/{HALF}.parquet"),
         lambda client: client.open(HALF),
         lambda client: client.open("a.parquet", y=HALF),

@@ -252,3 +252,14 @@ def test_names_of_letters_and_subscripts_are_latex():
     shown = to_latex(parse("x1*x2*x3 + x4*x5*x6"), names).split(r" \cdot ")
     assert shown[:2] == [r"\alpha", r"v_{\text{max}}"]
     assert shown[2:] == [r"\Omega_{2} + \text{pi}", r"\omega_{0}", r"\text{mass}"]
+
+
+@pytest.mark.parametrize(
+    "odd", ["\u202e", "\n", "\r", "\u2028", "\x1b", "\u200b", "\x00", "<", ">"]
+)
+def test_names_in_latex_hold_nothing_that_acts_elsewhere(odd):
+    """A page may show the formula: no markup, no line ends, no characters that turn text around."""
+    shown = parse("x1 + x2").latex([f"a{odd}b", "a b"])
+    assert odd not in shown
+    assert shown.isprintable()
+    assert len({*shown.split(" + ")}) == 2

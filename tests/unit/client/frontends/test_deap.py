@@ -13,6 +13,7 @@ from warpfit.errors import InvalidArgumentError, ProgramError
 from warpfit.expressions import reference
 from warpfit.frontends import as_program
 from warpfit.frontends.deap import from_deap
+from warpfit.parse import parse
 
 gp = pytest.importorskip("deap.gp")
 
@@ -241,3 +242,28 @@ def test_a_deep_tree():
     pset = scalar_set()
     neg, argument = pset.mapping["neg"], pset.mapping["ARG0"]
     assert len(from_deap(gp.PrimitiveTree([neg] * 20_000 + [argument]), pset)) == 20_001
+
+
+@pytest.mark.parametrize("name", ["safeDiv", "safe_div", "protected_div", "protected_division"])
+def test_divisions_that_differ_between_programs_need_their_function(name):
+    """Where the divisor is 0 some return 1, and others 0."""
+
+    def one(a, b):
+        return a / b if b else 1.0
+
+    def zero(a, b):
+        return a / b if b else 0.0
+
+    pset = gp.PrimitiveSet("MAIN", 2)
+    pset.addPrimitive(one, 2, name=name)
+    tree = gp.PrimitiveTree.from_string(f"{name}(ARG0, ARG1)", pset)
+    with pytest.raises(InvalidArgumentError, match="different things") as caught:
+        from_deap(tree)
+    assert "operators=" in caught.value.remedy
+    assert (
+        from_deap(tree, pset) == from_deap(tree, operators={name: "zdiv"}) == parse("zdiv(x1, x2)")
+    )
+    other = gp.PrimitiveSet("MAIN", 2)
+    other.addPrimitive(zero, 2, name=name)
+    with pytest.raises(InvalidArgumentError, match="gives 0"):
+        from_deap(gp.PrimitiveTree.from_string(f"{name}(ARG0, ARG1)", other), other)
