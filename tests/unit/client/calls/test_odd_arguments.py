@@ -83,7 +83,7 @@ def test_other_texts_with_an_order_are_names(client, names):
     "call",
     [
         lambda client: client.upload(X, names=["a", HALF]),
-        lambda client: client.upload(pd.DataFrame(X, columns=["a", HALF])),
+        lambda client: client.upload(pd.DataFrame(X, columns=pd.Index(["a", HALF], dtype=object))),
         lambda client: client.upload(pd.DataFrame(X, columns=["a", "b"]), HALF),
         lambda client: client.upload(pd.DataFrame(X, columns=["a", "b"]), x=[HALF]),
         lambda client: client.upload(f"/tmp/{HALF}.parquet"),
