@@ -36,6 +36,7 @@ from warpfit_server.engine.interface import (
     Moments,
     Outputs,
     Selection,
+    SmallFits,
     Steps,
     offload,
 )
@@ -194,18 +195,37 @@ class LoadedDatasets:
 
         Where no row has a weight the whole data set is taken; its sums are 0 or NaN.
         """
-        whole = self.whole(evaluation.dataset_id)
-        weighted = self._weighted.get(evaluation.dataset_id)
-        restricted = None if weighted is None else weighted.restrict(evaluation, whole)
         return (
             yield from self._engine.linearise(
-                restricted or evaluation,
+                self._restricted(evaluation),
                 row_loss,
                 curvature=curvature,
                 cancelled=cancelled,
                 selection=selection,
             )
         )
+
+    def small_fits(
+        self,
+        evaluation: Evaluation,
+        row_loss: Program,
+        *,
+        cancelled: NDArray[np.uint8],
+        selection: Selection,
+    ) -> Steps[SmallFits | None]:
+        """Prepare a fit as `Engine.small_fits`; rows of weight 0 count in no sum."""
+        return (
+            yield from self._engine.small_fits(
+                self._restricted(evaluation), row_loss, cancelled=cancelled, selection=selection
+            )
+        )
+
+    def _restricted(self, evaluation: Evaluation) -> Evaluation:
+        """Return the evaluation of sums on the rows that have a weight, if there are any."""
+        whole = self.whole(evaluation.dataset_id)
+        weighted = self._weighted.get(evaluation.dataset_id)
+        restricted = None if weighted is None else weighted.restrict(evaluation, whole)
+        return restricted or evaluation
 
 
 class Finalizer:

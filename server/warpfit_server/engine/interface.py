@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from warpfit.request import Evaluation, Precision, Timings
 from warpfit.searching import SearchProgress, SearchRequest
 from warpfit.server_info import Device
 from warpfit_server.ipc.segments import Segment
+
+if TYPE_CHECKING:
+    from warpfit_server.engine.fit.searches import Searches, SearchLimits
 
 Result = TypeVar("Result")
 #: Bytes of which copying would delay other callers, by about 2 ms. Fewer are copied at once: two
@@ -231,6 +234,37 @@ class Linearisation:
     vector in turn its lower triangle, row by row, n (n + 1) / 2 numbers. None if not requested."""
 
 
+#: Called between steps of a fit with the most iterations of a running search and the number of
+#: those that run; returns whether the time is up, or raises CancelledError.
+FitTurn = Callable[[int, int], bool]
+
+
+class SmallFits(Protocol):
+    """Searches of one fit that an engine can run without the host from pass to pass."""
+
+    @property
+    def runs(self) -> NDArray[np.bool_]:
+        """Which of the searches that it was asked for it can run, [searches]."""
+
+    def run(
+        self, searches: Searches, limits: SearchLimits, small: float, turn: FitTurn
+    ) -> Steps[bool]:
+        """Run searches that begin until each of them has ended or wants an orthogonal factor.
+
+        Where the time is up, all of them have been evaluated at their starts at least.
+
+        Args:
+            searches: those that it can run, which it changes.
+            limits: what ends a search.
+            small: squares that leave the range of float32, or 0.
+            turn: see `FitTurn`.
+
+        Returns:
+            Whether squares at some start were less than ``small``, or no start had a finite loss
+            and ``small`` is not 0. The searches are of no use then.
+        """
+
+
 #: Names that `Engine.counters` may use: for each cache ("module": loaded kernels; "disk": machine
 #: code on disk) its events since the engine started, and its content now.
 CACHES: Final = ("module", "disk")
@@ -366,6 +400,31 @@ class Engine(Protocol):
             selection: the programs as a selection of a batch that comes again and is lowered once.
                 Both are the same objects with every pass, the batch until the fit ends, the
                 indices until programs drop out. None if the programs do not come again.
+
+        Raises:
+            As `evaluate`.
+        """
+
+    def small_fits(
+        self,
+        evaluation: Evaluation,
+        row_loss: Program,
+        *,
+        cancelled: NDArray[np.uint8],
+        selection: Selection,
+    ) -> Steps[SmallFits | None]:
+        """Prepare to run searches of a fit by Levenberg-Marquardt without the host, if possible.
+
+        The programs are checked.
+
+        Args:
+            evaluation: as for `linearise`, with one vector for each search.
+            row_loss: the squared difference.
+            cancelled: as in `Outputs`.
+            selection: as for `linearise`; the program of each search.
+
+        Returns:
+            None if the engine cannot do that, for these rows or at all.
 
         Raises:
             As `evaluate`.

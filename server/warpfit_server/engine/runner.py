@@ -165,6 +165,7 @@ class RequestRunner:
 
         context = FitContext(
             linearise=FitPasses(self._datasets.linearise).linearise,
+            small_fits=self._datasets.small_fits,
             evaluate=self._datasets.evaluate,
             dataset=dataset,
             cancelled=request.cancelled,

@@ -157,19 +157,24 @@ static T atomicSub(T* place, N number) {
   return old;
 }
 template <typename T, typename N>
+static T atomicMax(T* place, N number) {
+  const T old = *place;
+  *place = old > number ? old : number;
+  return old;
+}
+template <typename T, typename N>
 static T atomicMin(T* place, N number) {
   const T old = *place;
   *place = old < number ? old : number;
   return old;
 }
 
-template <typename T, typename N>
-static T atomicMax(T* place, N number) {
-  const T old = *place;
-  *place = old > number ? old : number;
-  return old;
-}
 static int __clzll(long long bits) { return bits ? __builtin_clzll(bits) : 64; }
+// A clock that goes on by one each time somebody looks at it.
+static long long clock64() {
+  static long long ticks;
+  return ++ticks;
+}
 
 // -------------------------------------------------------------------------------- threads
 

@@ -75,5 +75,6 @@ def prepared(
         deadline=deadline,
         report=report,
         threads=threads,
+        small_fits=getattr(engine, "small_fits", None),
     )
     return request, context

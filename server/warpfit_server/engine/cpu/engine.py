@@ -206,6 +206,18 @@ class CpuEngine:
             yield from self._differentiate(dataset, evaluation, requested, selection)
         return found
 
+    def small_fits(
+        self,
+        evaluation: Evaluation,
+        row_loss: Program,
+        *,
+        cancelled: NDArray[np.uint8],
+        selection: interface.Selection,
+    ) -> interface.Steps[None]:
+        """Return None: what the host computes needs no way to it."""
+        return None
+        yield
+
     def search(
         self,
         request: SearchRequest,

@@ -51,6 +51,7 @@ from warpfit_server.engine.interface import (
     Linearisation,
     Outputs,
     Selection,
+    SmallFits,
     Steps,
     run_to_end,
     timed,
@@ -220,6 +221,24 @@ class CudaEngine:
             tier = yield from self._derivative_tier()
             given = row_loss, curvature, cancelled, selection
             return (yield from tier.linearise(resident, evaluation, *given))
+        except self._device.errors as error:
+            raise self._translate(error) from error
+
+    def small_fits(
+        self,
+        evaluation: Evaluation,
+        row_loss: Program,
+        *,
+        cancelled: NDArray[np.uint8],
+        selection: Selection,
+    ) -> Steps[SmallFits | None]:
+        """Prepare to run searches without the host; see `interface.Engine`."""
+        resident = self._resident(evaluation.dataset_id)
+        self._device.use()
+        try:
+            tier = yield from self._derivative_tier()
+            given = row_loss, cancelled, selection
+            return (yield from tier.small_fits(resident, evaluation, *given))
         except self._device.errors as error:
             raise self._translate(error) from error
 

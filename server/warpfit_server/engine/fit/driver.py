@@ -71,7 +71,14 @@ from warpfit_server.engine.fit.searches import (
 )
 from warpfit_server.engine.fit.separable import COLUMNS, mark_linear, operator_table
 from warpfit_server.engine.fit.starts import Scales, with_restarts, without_missing
-from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps, timed
+from warpfit_server.engine.interface import (
+    Linearisation,
+    Outputs,
+    Selection,
+    SmallFits,
+    Steps,
+    timed,
+)
 from warpfit_server.engine.native.compile_processes import NICE
 from warpfit_server.limits import JACOBIAN_NUMBERS, fit_memory
 from warpfit_server.system.machine import available_cores, give_back_memory
@@ -128,6 +135,8 @@ class FitContext:
     """Called between passes."""
     threads: int = 1
     """Most threads that compute at the same time for a fit beside the engine's passes."""
+    small_fits: Callable[..., Steps[SmallFits | None]] | None = None
+    """`warpfit_server.engine.interface.Engine.small_fits` of the same; None for none."""
 
 
 def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
@@ -180,11 +189,12 @@ class _Driver:
         self._context = context
         self._loss = request.loss
         self._is_lm = request.method == Method.LM
-        dtype = context.dataset.layout.dtype
+        self._dtype = dtype = context.dataset.layout.dtype
         self._rows = slice(*request.problem.row_range(context.dataset.layout))
         statistics = context.statistics or TargetStatistics.of_rows(context.dataset, self._rows)
         self._statistics = statistics
         scales = Scales(request.problem.batch, context.dataset, self._rows)
+        self._natural = scales.natural
         self._request = request = with_restarts(request, scales)
         tolerances = request.settings.tolerances(dtype)
         self._limits = self._search_limits(tolerances, dtype.itemsize == 4)
@@ -194,12 +204,16 @@ class _Driver:
             self._problem = replace(request.problem, batch=batch)
         self._batch = one_vector_each(self._problem.batch)
         """The program of each search."""
-        self._all = Searches.begin(request, self._batch, scales.natural, dtype)
+        self._begin()
         self._starts = self._all.vectors[X].copy()
-        self._select(np.arange(len(self._all)), self._all)
         longest = int(self._all.counts.max(initial=0))
         self._workspace = linear_model.workspace(longest, context.cancelled)
         self._pass_seconds = 0.0
+
+    def _begin(self) -> None:
+        """Set all searches up at their starts."""
+        self._all = Searches.begin(self._request, self._batch, self._natural, self._dtype)
+        self._select(np.arange(len(self._all)), self._all)
 
     def _search_limits(self, tolerances: Tolerances, single: bool) -> SearchLimits:
         """Return what ends a search.
@@ -256,13 +270,62 @@ class _Driver:
             raise CancelledError("the fit was cancelled", "CANCELLED")
 
     def _evaluate_starts(self) -> Steps[None]:
-        """Evaluate the starts, and set up what each method needs to know of them."""
+        """Evaluate the starts, and set up what each method needs to know of them.
+
+        Small searches go on to their end if the engine can do that.
+        """
+        is_marked = yield from self._run_small()
+        if self._active.running.any():
+            yield from self._evaluate_first(is_marked)
+        if self._is_undefined():
+            self._all.counters[:, REASON] = NOT_FINITE
+
+    def _run_small(self) -> Steps[bool]:
+        """Run the searches that the engine can run by itself; return whether it runs some."""
+        if not (self._is_lm and self._loss.is_squares and self._context.small_fits):
+            return False
+        while True:
+            small = yield from self._context.small_fits(
+                replace(self._problem, batch=self._active_batch),
+                self._loss.row,
+                cancelled=self._context.cancelled,
+                selection=self._selection,
+            )
+            if small is None or not small.runs.any():
+                return False
+            yield from self._on_fit_thread(self._mark_linear)
+            is_fast = self._problem.precision is Precision.FAST
+            own = self._all if small.runs.all() else self._all.only(small.runs)
+            least = self._small_squares if is_fast else 0.0
+            leaves_float32 = yield from small.run(own, self._limits, least, self._turn)
+            if not leaves_float32:
+                break
+            self._problem = replace(self._problem, precision=Precision.PRECISE)
+            self._begin()
+        if own is not self._all:
+            self._all.store(np.flatnonzero(small.runs), own)
+        running = self._all.running
+        if running.any():
+            self._select(np.flatnonzero(running), self._all.only(running))
+        return True
+
+    def _turn(self, iterations: int, running: int) -> bool:
+        """Do what is to be done between steps; see `interface.FitTurn`."""
+        self._check_cancelled()
+        if self._context.report is not None:
+            self._context.report(FitProgress(iterations, running, len(self._all)))
+        deadline = self._context.deadline
+        return deadline is not None and time.monotonic() >= deadline
+
+    def _evaluate_first(self, is_marked: bool) -> Steps[None]:
+        """Evaluate the active searches for the first time."""
         first = yield from self._linearise(curvature=True)
         if self._problem.precision is Precision.FAST and self._leaves_float32(first):
             self._problem = replace(self._problem, precision=Precision.PRECISE)
             first = yield from self._linearise(curvature=True)
         if self._is_lm:
-            yield from self._on_fit_thread(self._mark_linear)
+            if not is_marked:
+                yield from self._on_fit_thread(self._mark_linear)
         else:
             self._all.make_room_for_inverse()
             self._all.counters[:, ENDING] = BEGINS
@@ -272,15 +335,18 @@ class _Driver:
             self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
         yield from self._in_pieces(self._pieces, partial(self._advance, first))
         yield from self._factorise(first)
-        if self._is_undefined():
-            self._all.counters[:, REASON] = NOT_FINITE
+
+    @property
+    def _small_squares(self) -> float:
+        """Sum of squares below which fast mode is given up."""
+        return _SMALL_IN_FLOAT32 * (self._rows.stop - self._rows.start)
 
     def _leaves_float32(self, first: Linearisation) -> bool:
         """Whether squares may leave the range of float32, in which fast mode computes on a GPU."""
         finite = first.losses[np.isfinite(first.losses)]
         assert first.curvatures is not None
-        columns = first.curvatures[diagonals(self._all.counts)][first.gradients != 0.0]
-        small = _SMALL_IN_FLOAT32 * (self._rows.stop - self._rows.start)
+        columns = first.curvatures[diagonals(self._active.counts)][first.gradients != 0.0]
+        small = self._small_squares
         return not len(finite) or bool((finite < small).any() or (columns < small).any())
 
     def _is_undefined(self) -> bool:

@@ -171,61 +171,93 @@ def advance(
         begin, end = edges[s, PAIRS], edges[s + 1, PAIRS]
         old, new = curvatures[begin:end], new_curvatures[begin:end]
         factor = factors[edges[s, SQUARES] : edges[s + 1, SQUARES]]
-        flat = disappoints = False
-        proposes = True
         if resumes:
-            counter[FACTOR] = READY
-            flat = counter[FIRED] == LOSS_CHANGE
-            if counter[FIRED] == RUNNING and counter[ASKED] == 0:
-                _compare(vector, number, counter, old, factor, space)
-            counter[ASKED] = 1
-            counter[FIRED] = RUNNING
+            _resume(vector, number, counter, old, factor, limits, space)
         else:
-            loss = new_sums[s]
-            usable = triangles.are_usable(loss, gradient, new)
-            counter[EVALUATIONS] += 1
-            if counter[EVALUATIONS] == 1:
-                number[INITIAL] = loss
-                _forget(vector, number, counter)
-            if number[LOSS] == math.inf and not usable:
-                if not (math.isfinite(number[INITIAL]) and nudge(vector, counter, limits)):
-                    number[LOSS] = number[INITIAL]
-                    counter[REASON] = NOT_FINITE
-                continue
-            if counter[PROBING]:
-                if leads_on(vector, number, counter, gradient, new, loss, loss, limits, space):
-                    _forget(vector, number, counter)
-                elif counter[PROBING]:
-                    continue
-                else:
-                    counter[REASON], counter[FIRED] = counter[FIRED], RUNNING
-                    proposes = False
-            if proposes:
-                if not counter[CORRECTING]:
-                    number[BEFORE] = number[LOSS]
-                if usable and loss < number[LOSS]:
-                    number[LOSS] = loss
-                    triangles.copy(vector[TRIAL], vector[X])
-                    triangles.copy(gradient, vector[SLOPE])
-                    triangles.copy(new, old)
-                    if counter[FACTOR] == READY:
-                        counter[FACTOR] = WANTED
-                corrects = usable and counter[CORRECTING] != _BEST_LINEAR
-                corrects = corrects and counter[FACTOR] != WANTED
-                corrects = corrects and counter[FACTOR] != READY
-                counter[CORRECTING] = 0
-                if corrects and _correct(
-                    vector, number, counter, gradient, new, loss, limits, space
-                ):
-                    continue
-                if number[BEFORE] < math.inf:
-                    flat, disappoints = _judge(vector, number, counter, loss, usable, limits)
-                if counter[FACTOR] == WANTED:
-                    counter[FIRED] = LOSS_CHANGE if flat else RUNNING
-                    continue
-        if proposes:
-            _propose(vector, number, counter, old, factor, flat, disappoints, limits, space)
-        _probe(vector, number, counter, old, factor, limits)
+            advance_one(
+                vector, number, counter, gradient, new, old, factor, new_sums[s], limits, space
+            )
+
+
+@inlined
+def advance_one(
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    gradient: Floats,
+    new: Floats,
+    old: Floats,
+    factor: Floats,
+    loss: float,
+    limits: SearchLimits,
+    space: Workspace,
+) -> None:
+    """Judge the evaluated trial of one search, and propose the next one, or end the search.
+
+    ``gradient``, ``new`` and ``loss`` are those of the trial, ``old`` is the curvature at X.
+    """
+    flat = disappoints = False
+    usable = triangles.are_usable(loss, gradient, new)
+    counter[EVALUATIONS] += 1
+    if counter[EVALUATIONS] == 1:
+        number[INITIAL] = loss
+        _forget(vector, number, counter)
+    if number[LOSS] == math.inf and not usable:
+        if not (math.isfinite(number[INITIAL]) and nudge(vector, counter, limits)):
+            number[LOSS] = number[INITIAL]
+            counter[REASON] = NOT_FINITE
+        return
+    if counter[PROBING]:
+        if leads_on(vector, number, counter, gradient, new, loss, loss, limits, space):
+            _forget(vector, number, counter)
+        elif counter[PROBING]:
+            return
+        else:
+            counter[REASON], counter[FIRED] = counter[FIRED], RUNNING
+            _probe(vector, number, counter, old, factor, limits)
+            return
+    if not counter[CORRECTING]:
+        number[BEFORE] = number[LOSS]
+    if usable and loss < number[LOSS]:
+        number[LOSS] = loss
+        triangles.copy(vector[TRIAL], vector[X])
+        triangles.copy(gradient, vector[SLOPE])
+        triangles.copy(new, old)
+        if counter[FACTOR] == READY:
+            counter[FACTOR] = WANTED
+    corrects = usable and counter[CORRECTING] != _BEST_LINEAR
+    corrects = corrects and counter[FACTOR] != WANTED and counter[FACTOR] != READY
+    counter[CORRECTING] = 0
+    if corrects and _correct(vector, number, counter, gradient, new, loss, limits, space):
+        return
+    if number[BEFORE] < math.inf:
+        flat, disappoints = _judge(vector, number, counter, loss, usable, limits)
+    if counter[FACTOR] == WANTED:
+        counter[FIRED] = LOSS_CHANGE if flat else RUNNING
+        return
+    _propose(vector, number, counter, old, factor, flat, disappoints, limits, space)
+    _probe(vector, number, counter, old, factor, limits)
+
+
+@inlined
+def _resume(
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    curvature: Floats,
+    factor: Floats,
+    limits: SearchLimits,
+    space: Workspace,
+) -> None:
+    """Let a search go on that has got an orthogonal factor."""
+    counter[FACTOR] = READY
+    flat = counter[FIRED] == LOSS_CHANGE
+    if counter[FIRED] == RUNNING and counter[ASKED] == 0:
+        _compare(vector, number, counter, curvature, factor, space)
+    counter[ASKED] = 1
+    counter[FIRED] = RUNNING
+    _propose(vector, number, counter, curvature, factor, flat, False, limits, space)
+    _probe(vector, number, counter, curvature, factor, limits)
 
 
 @inlined

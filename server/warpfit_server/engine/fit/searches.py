@@ -44,7 +44,7 @@ RIGHT: Final = 8  # residuals in the columns' orthogonal basis, see `inverse`
 BEST_SLOPE: Final = 8  # BFGS: gradient there
 WIDTH: Final = 9  # BFGS: length of a column of the Jacobian when last known, 0 if never or fixed
 NATURAL: Final = 10  # scale of the parameter, by the data; see `starts`
-_VECTORS: Final = 11
+VECTORS: Final = 11
 
 # Columns of ``Searches.numbers``.
 LOSS: Final = 0  # sum of row losses at X
@@ -63,7 +63,7 @@ STIFFNESS: Final = 7  # BFGS: estimated second derivative of the row loss by its
 RESTART_LOSS: Final = 8  # BFGS: sum of row losses where the search restarted
 PIVOT: Final = 9  # least pivot of the model where a test of convergence last asked for it
 PROMISE: Final = 10  # Levenberg-Marquardt: greatest of the steps refused since RESTARTED
-_NUMBERS: Final = 11
+NUMBERS: Final = 11
 
 # Columns of ``Searches.counters``.
 REASON: Final = 0
@@ -80,7 +80,7 @@ ASKED: Final = 6  # Levenberg-Marquardt: 1 if there has been a factor
 FACTOR: Final = 7  # state of the orthogonal factor
 PROBES: Final = 8  # perturbations of the search, see `probes`
 PROBING: Final = 9  # 1 if the trial is a perturbed point, 2, 3, ... if a step from it, else 0
-_COUNTERS: Final = 10
+COUNTERS: Final = 10
 #: Value of ENDING of a search that has not been inspected yet.
 BEGINS: Final = -1
 
@@ -127,11 +127,11 @@ class Searches:
     edges: Integers
     """[S + 1, 3]: first parameter, pair and square of each search, and P, T, Q."""
     vectors: Floats
-    """[_VECTORS, P]."""
+    """[VECTORS, P]."""
     numbers: Floats
-    """[S, _NUMBERS]."""
+    """[S, NUMBERS]."""
     counters: Integers
-    """[S, _COUNTERS]."""
+    """[S, COUNTERS]."""
     curvature: Floats
     """Sum of w (df/dp_i) (df/dp_j) at X, lower triangles row by row; [T]."""
     inverse: Floats
@@ -164,18 +164,18 @@ class Searches:
         free = for_each_start(settings.fixed, 0.0) == 0.0
         start = batch.parameters.astype(np.float64)
         edges = _edges(batch.parameter_counts.astype(np.int64))
-        vectors = np.zeros((_VECTORS, len(start)))
+        vectors = np.zeros((VECTORS, len(start)))
         vectors[X] = vectors[TRIAL] = np.where(free, np.clip(start, lower, upper), start)
         vectors[LOWER], vectors[UPPER], vectors[FREE] = lower, upper, free
         vectors[NATURAL] = for_each_start(natural, 1.0)
-        numbers = np.zeros((len(batch), _NUMBERS))
+        numbers = np.zeros((len(batch), NUMBERS))
         numbers[:, (LOSS, INITIAL)] = np.nan
         numbers[:, BEST_LOSS] = np.inf
         return cls(
             edges=edges,
             vectors=vectors,
             numbers=numbers,
-            counters=np.zeros((len(batch), _COUNTERS), dtype=np.int64),
+            counters=np.zeros((len(batch), COUNTERS), dtype=np.int64),
             curvature=np.zeros(int(edges[-1, PAIRS])),
             inverse=np.empty(0),
         )

@@ -47,7 +47,7 @@ from warpfit_server.engine.cuda.runtime.driver_calls import (
     DRIVER,
     argument_struct,
     argument_type,
-    launch,
+    launch_at,
     record,
     upload,
 )
@@ -307,6 +307,8 @@ class DerivativeKernels:
     combine: Any
     measure: Any
     merge_leaves: Any
+    fit: Any = None
+    """Only of those that do not spill."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -590,6 +592,8 @@ class KernelLaunch(NamedTuple):
     """Address of the struct that is the kernel's argument."""
     shared: int = 0
     """Bytes of shared memory of a block."""
+    more: int = 0
+    """Address of a second argument, of a kernel that has one."""
 
 
 _LAUNCH: Final = np.dtype([(name, np.int64) for name in KernelLaunch._fields])
@@ -668,11 +672,13 @@ def run_launches(
         status = record(driver, stream, begun)
         if status != 0:
             return int(status)
+    places = np.empty(2, dtype=np.int64)
     for index in range(len(launches)):
         one = launches[index]
         grid, threads = (one.columns, one.rows), (one.threads, 1)
-        struct = carray(_octets(one.arguments), 1)
-        status = launch(driver, stream, one.kernel, grid, threads, one.shared, struct)
+        # The driver reads the addresses of as many arguments as the kernel has.
+        places[0], places[1] = one.arguments, one.more
+        status = launch_at(driver, stream, one.kernel, grid, threads, one.shared, places)
         if status != 0:
             return int(status)
     return 0 if computed == 0 else int(record(driver, stream, computed))

@@ -230,8 +230,8 @@ __device__ __forceinline__ double sum_tile(const Tile& tile, const Arguments& ar
 
 // Runs a job on one tile and computes its sums.
 __device__ __forceinline__ void compute_tile(const Arguments& arguments, const Program& program,
-                                             int job, int vector, int number, Place levels,
-                                             double* sums, int lane) {
+                                             const real* invariants, int job, int vector,
+                                             int number, Place levels, double* sums, int lane) {
   const int tile_row = number * TILE, offset = tile_row + lane * LANES;
   Tile tile;
   tile.row = offset;
@@ -240,7 +240,7 @@ __device__ __forceinline__ void compute_tile(const Arguments& arguments, const P
   tile.stride = arguments.stride;
   tile.variables = (const char*)(arguments.variables + offset);
   tile.weights = arguments.weights ? (const char*)(arguments.weights + offset) : 0;
-  tile.invariants = (const char*)invariants_of(arguments, program, vector);
+  tile.invariants = (const char*)invariants;
   tile.levels = levels;
   run(arguments.instructions + program.first, program.count, tile);
   const bool full = tile_row >= arguments.first_row && tile_row + TILE <= arguments.end_row;
@@ -298,7 +298,8 @@ linearise(const __grid_constant__ Arguments arguments) {
 #pragma unroll 1
     for (int k = warp; warp < workers && k < tiles; k += workers) {
       double* const sums = (double*)(memory + k * (unsigned long long)sum_bytes);
-      compute_tile(arguments, program, job, vector, first + k, place_of(levels), sums, lane);
+      compute_tile(arguments, program, invariants_of(arguments, program, vector), job, vector,
+                   first + k, place_of(levels), sums, lane);
     }
     __syncthreads();
     for (unsigned k = threadIdx.x; k < count; k += blockDim.x) {
@@ -318,23 +319,20 @@ __device__ __forceinline__ void store_invariant(real* invariants, unsigned index
   *((Pack*)invariants + index) = pack;
 }
 
-// Computes the invariants of every job: parameters, constants, and what depends on them alone. A warp
+// Computes the invariants of a job: parameters, constants, and what depends on them alone. A warp
 // a job, because jobs take different branches.
-extern "C" __global__ void evaluate_invariants(const __grid_constant__ Arguments arguments) {
-  const int job = __ldg(arguments.order + blockIdx.x);
-  const int vector = job % arguments.vectors;
-  const Program& program = arguments.programs[job / arguments.vectors];
-  real* const invariants = invariants_of(arguments, program, vector);
-  const double* const parameters =
-      arguments.parameters + program.parameter + (unsigned long long)vector * program.parameters;
-  for (unsigned k = threadIdx.x; k < program.loads; k += 32) {
+static __device__ __noinline__ void compute_invariants(const Arguments& arguments,
+                                                       const Program& program,
+                                                       const double* parameters, real* invariants,
+                                                       int lane) {
+  for (unsigned k = lane; k < program.loads; k += 32) {
     const Load load = arguments.loads[program.load + k];
     store_invariant(invariants, load.invariant,
                  (real)(load.parameter < 0 ? arguments.constants[program.load + k]
                                            : parameters[load.parameter]));
   }
   __syncwarp();
-  if (threadIdx.x) return;
+  if (lane) return;
   for (unsigned k = 0; k < program.prologue_count; ++k) {
     const uint4 now = arguments.instructions[program.prologue + k];
     real t = invariants[now.y * LANES];
@@ -344,6 +342,58 @@ extern "C" __global__ void evaluate_invariants(const __grid_constant__ Arguments
     }
     store_invariant(invariants, now.w & 0xffffu, t);
   }
+}
+
+extern "C" __global__ void evaluate_invariants(const __grid_constant__ Arguments arguments) {
+  const int job = __ldg(arguments.order + blockIdx.x);
+  const int vector = job % arguments.vectors;
+  const Program& program = arguments.programs[job / arguments.vectors];
+  const double* const parameters =
+      arguments.parameters + program.parameter + (unsigned long long)vector * program.parameters;
+  compute_invariants(arguments, program, parameters, invariants_of(arguments, program, vector),
+                     threadIdx.x);
+}
+
+// Derivative of the sum of row losses by a leaf, from the sums over columns of slope times column.
+__device__ __forceinline__ double gradient_of(const Arguments& arguments, const Program& program,
+                                              const real* invariants, const double* slopes,
+                                              int leaf) {
+  const Entry* const entries = arguments.entries + program.entry;
+  const double scale = arguments.is_squares ? 2.0 : 1.0;
+  double sum = 0.0;
+  for (unsigned e = 0; e < program.entries; ++e) {
+    const Entry entry = entries[e];
+    if (entry.leaf != leaf) continue;
+    const double factor = (double)factor_of(entry, invariants), total = slopes[entry.column];
+    if (factor != 0.0 && total != 0.0) sum += scale * factor * total;
+  }
+  return one_nan(sum);
+}
+
+// Sum of products of the derivatives of the values by two parameters: number k of the triangle.
+__device__ __forceinline__ double curvature_of(const Arguments& arguments, const Program& program,
+                                               const real* invariants, const double* products,
+                                               unsigned k) {
+  const Entry* const entries = arguments.entries + program.entry;
+  int p = (int)((sqrt(8.0 * k + 1.0) - 1.0) / 2.0);
+  while ((unsigned)(p + 1) * (p + 2) / 2 <= k) ++p;
+  while ((unsigned)p * (p + 1) / 2 > k) --p;
+  const int q = (int)k - p * (p + 1) / 2;
+  double sum = 0.0;
+  for (unsigned first = 0; first < program.entries; ++first) {
+    const Entry left = entries[first];
+    if (left.leaf != p) continue;
+    const double a = (double)factor_of(left, invariants);
+    for (unsigned second = 0; second < program.entries; ++second) {
+      const Entry right = entries[second];
+      if (right.leaf != q) continue;
+      const double b = (double)factor_of(right, invariants);
+      const int i = max(left.column, right.column), j = min(left.column, right.column);
+      const double total = products[i * (i + 1) / 2 + j];
+      if (a != 0.0 && b != 0.0 && total != 0.0) sum += a * b * total;
+    }
+  }
+  return one_nan(sum);
 }
 
 // Adds up the sums over blocks, or nodes, and computes losses, gradients and curvatures from them
@@ -370,51 +420,23 @@ combine(const __grid_constant__ Arguments arguments) {
     return;
   }
   const real* const invariants = invariants_of(arguments, program, vector);
-  const Entry* const entries = arguments.entries + program.entry;
   if (threadIdx.x == 0 && arguments.losses) arguments.losses[job] = one_nan(sums[0]);
   const double* const slopes = sums + 1;
   const double* const products = slopes + program.columns;
-  const double scale = arguments.is_squares ? 2.0 : 1.0;
   const int leaves = program.parameters + arguments.variable_count;
   for (int k = threadIdx.x; k < leaves; k += COMBINE_THREADS) {
     const int leaf = k < program.parameters ? k : -1 - (k - (int)program.parameters);
     double* const rows = leaf >= 0 ? arguments.gradients : arguments.variable_gradients;
     if (!rows) continue;
-    double sum = 0.0;
-    for (unsigned e = 0; e < program.entries; ++e) {
-      const Entry entry = entries[e];
-      if (entry.leaf != leaf) continue;
-      const double factor = (double)factor_of(entry, invariants), total = slopes[entry.column];
-      if (factor != 0.0 && total != 0.0) sum += scale * factor * total;
-    }
+    const double sum = gradient_of(arguments, program, invariants, slopes, leaf);
     if (leaf >= 0)
-      rows[program.parameter + (long long)vector * program.parameters + leaf] = one_nan(sum);
+      rows[program.parameter + (long long)vector * program.parameters + leaf] = sum;
     else
-      rows[(long long)job * arguments.variable_count + (-1 - leaf)] = one_nan(sum);
+      rows[(long long)job * arguments.variable_count + (-1 - leaf)] = sum;
   }
   if (!arguments.curvatures) return;
   const unsigned size = program.parameters * (program.parameters + 1) / 2;
   double* const triangle = arguments.curvatures + program.triangle + (long long)vector * size;
-  for (unsigned k = threadIdx.x; k < size; k += COMBINE_THREADS) {
-    int p = (int)((sqrt(8.0 * k + 1.0) - 1.0) / 2.0);
-    while ((unsigned)(p + 1) * (p + 2) / 2 <= k) ++p;
-    while ((unsigned)p * (p + 1) / 2 > k) --p;
-    const int q = (int)k - p * (p + 1) / 2;
-    double sum = 0.0;
-    for (unsigned first = 0; first < program.entries; ++first) {
-      const Entry left = entries[first];
-      if (left.leaf != p) continue;
-      const double a = (double)factor_of(left, invariants);
-      for (unsigned second = 0; second < program.entries; ++second) {
-        const Entry right = entries[second];
-        if (right.leaf != q) continue;
-        const double b = (double)factor_of(right, invariants);
-        const int i = max(left.column, right.column), j = min(left.column, right.column);
-        const double total = products[i * (i + 1) / 2 + j];
-        if (a != 0.0 && b != 0.0 && total != 0.0) sum += a * b * total;
-      }
-    }
-    triangle[k] = one_nan(sum);
-  }
+  for (unsigned k = threadIdx.x; k < size; k += COMBINE_THREADS)
+    triangle[k] = curvature_of(arguments, program, invariants, products, k);
 }
-

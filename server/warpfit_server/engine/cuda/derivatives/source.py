@@ -23,6 +23,8 @@ from warpfit_server.engine.cuda.interpreter.source import (
 )
 from warpfit_server.engine.cuda.math.prelude import operator_source, precise_calls, render
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
+from warpfit_server.engine.cuda.runtime.translation import translate
+from warpfit_server.engine.fit import levenberg_marquardt, linear_model, searches
 from warpfit_server.engine.interface import Arithmetic
 
 #: Warps of a block, and the least blocks of a multiprocessor.
@@ -37,6 +39,16 @@ COMBINE_THREADS: Final = 128
 #: Labels of an instruction with two operands.
 _FORMS: Final = 6
 _OPERANDS: Final = ("t", "u", "v")
+#: Constants of the searches that fit.cu mentions.
+_NAMES_IN_FIT: Final = (
+    "RUNNING",
+    "REASON",
+    "ITERATIONS",
+    "EVALUATIONS",
+    "FACTOR",
+    "WANTED",
+    "TRIAL",
+)
 
 
 class _Case(NamedTuple):
@@ -93,8 +105,29 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> CudaSource:
     definitions |= {"BLOCKS_AT_LEAST": BLOCKS, "INVARIANT_BYTES": INVARIANT_BYTES}
     text = template("derivatives.cu") + template("linearise.cu")
     text = source_of(variant, definitions, text, parts) + template("statistics.cu")
+    if not spills:
+        text += fit_source()
     last, case = cases[-1]
     return CudaSource(text, variant.options, last + (_FORMS if case.arity == 2 else 1))
+
+
+@cache
+def fit_source() -> str:
+    """Return the kernel that runs small searches, with the translation of what judges a trial.
+
+    It follows linearise.cu.
+    """
+    numbers = {"FIT_VECTORS": searches.VECTORS, "FIT_NUMBERS": searches.NUMBERS}
+    numbers |= {"FIT_COUNTERS": searches.COUNTERS}
+    numbers |= {name: getattr(searches, name) for name in _NAMES_IN_FIT}
+    defines = [f"#define {name} {number}\n" for name, number in numbers.items()]
+    advance = translate(
+        [levenberg_marquardt.advance_one],
+        # A search with an orthogonal factor leaves the device, and one that is cancelled, too.
+        never={"Model": ("factored",), "Workspace": ("cancelled",)},
+        called=[levenberg_marquardt.advance_one, linear_model.solve_step],
+    )
+    return advance + "".join(defines) + template("fit.cu")
 
 
 def block_tiles(variant: Variant) -> int:

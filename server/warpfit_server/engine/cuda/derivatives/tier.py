@@ -23,8 +23,11 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.autodiff import no_row_loss, row_loss_tokens
+from warpfit_server.engine.cuda.derivatives.fits import BLOCKS as BLOCKS_OF_FITS
+from warpfit_server.engine.cuda.derivatives.fits import DeviceFits
 from warpfit_server.engine.cuda.derivatives.launches import (
     VARIANT_OF,
+    DerivativeGeometry,
     DerivativeKernels,
     DerivativeLaunch,
     LaunchPlan,
@@ -113,6 +116,11 @@ class DerivativeTier:
         """Bytes of shared memory of a block, usually and at most."""
         return self._device.shared_bytes(BLOCKS), self._device.shared_bytes(1)
 
+    @cached_property
+    def _rooms(self) -> dict[int, int]:
+        """Bytes of shared memory of a block by how many blocks share a multiprocessor."""
+        return {blocks: self._device.shared_bytes(blocks) for blocks in BLOCKS_OF_FITS}
+
     def prepare_all(self) -> None:
         """Load the variants that do not spill; hardly any program needs another one."""
         self._kernels = {variant: self._load(variant, spills=False) for variant in VARIANTS}
@@ -156,6 +164,29 @@ class DerivativeTier:
         )
         yield from self._run(resident, evaluation, wanted, selection)
         return found
+
+    def small_fits(
+        self,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        row_loss: Program,
+        cancelled: NDArray[np.uint8],
+        selection: Selection,
+    ) -> Steps[DeviceFits | None]:
+        """Prepare a fit as `warpfit_server.engine.interface.Engine.small_fits` does."""
+        rows, precision = evaluation.row_range(resident.dataset.layout), evaluation.precision
+        variant = VARIANT_OF[Arithmetic.of(resident.dataset.layout.dtype, precision)]
+        geometry = DerivativeGeometry.of(variant, rows)
+        if resident.is_streamed or geometry.blocks > 1:
+            return None
+        _, wanted = linearisation_outputs(
+            evaluation.batch, row_loss, curvature=True, cancelled=cancelled
+        )
+        kept = yield from self._kept_code(resident, precision, rows, wanted, selection.batch)
+        draft = draft_launches(resident, precision, rows, wanted)
+        code = kept.code.select(selection.programs)
+        given = resident, draft, code, self._kernels[variant], geometry
+        return DeviceFits.of(self._device, self._rooms, *given)
 
     def forget(self) -> None:
         """Free the code that is kept on the device."""
@@ -235,7 +266,23 @@ class DerivativeTier:
         selection: Selection,
     ) -> Steps[LaunchPlan]:
         """Plan an evaluation of selected programs, whose code is on the device."""
-        precision = evaluation.precision
+        precision, programs = evaluation.precision, selection.programs
+        kept = yield from self._kept_code(resident, precision, rows, wanted, selection.batch)
+        if kept.last is None or kept.last[0] is not programs:
+            draft = draft_launches(resident, precision, rows, wanted)
+            plan = plan_launches(self._device, self._shared, draft, kept.code.select(programs))
+            kept.last = programs, plan
+        return kept.last[1]
+
+    def _kept_code(
+        self,
+        resident: ResidentDataset,
+        precision: Precision,
+        rows: Span,
+        wanted: RequestedOutputs,
+        batch: Batch,
+    ) -> Steps[_KeptCode]:
+        """Return the code of a batch of a fit, which is on the device, or lower it."""
 
         def make(batch: Batch) -> Steps[_KeptCode]:
             code, _ = yield from self._lower(
@@ -256,13 +303,7 @@ class DerivativeTier:
 
         outputs = (wanted.row_loss, wanted.curvatures is not None)
         needs = (rows, precision, *outputs, resident.dataset.layout)
-        kept = yield from self._kept.by_batch(selection.batch, needs, make)
-        last, programs = kept.last, selection.programs
-        if last is None or last[0] is not programs:
-            draft = draft_launches(resident, precision, rows, wanted)
-            plan = plan_launches(self._device, self._shared, draft, kept.code.select(programs))
-            last = kept.last = programs, plan
-        return last[1]
+        return (yield from self._kept.by_batch(batch, needs, make))
 
     def _lower(
         self,
@@ -309,7 +350,10 @@ class DerivativeTier:
     def _load(self, variant: Variant, *, spills: bool) -> DerivativeKernels:
         module = derivative_source(variant, spills=spills).load(self._device)
         names = [field.name for field in fields(DerivativeKernels)]
+        if spills:
+            names.remove("fit")
         kernels = DerivativeKernels(**{name: module.get_function(name) for name in names})
         if not spills:
-            self._device.allow_shared(kernels.linearise, self._shared[1])
+            for kernel in (kernels.linearise, kernels.fit):
+                self._device.allow_shared(kernel, self._shared[1])
         return kernels

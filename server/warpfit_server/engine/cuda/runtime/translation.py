@@ -1,0 +1,447 @@
+"""Translates functions that Numba compiles for the host to CUDA C++, so that both are one code.
+
+What a device and the host must decide alike, such as when a fit has converged, is written once, in
+Python that Numba takes, and every kernel that needs it has its translation. The translator knows
+the part of Python that such code needs, and raises for everything else:
+
+* numbers, arrays of one dimension (``Line``) and of two (``Table``), views of them, named tuples;
+* assignments, also to tuples of names; ``if``, ``while``, ``for`` over a range or over constants;
+* arithmetic, comparisons, calls of such functions, and of a few functions of ``math``.
+
+A name is declared where it is assigned first, and has the type of what is assigned there. So it
+must be assigned in the block that it is used in, or around it, and a number that becomes a fraction
+must begin as one. Whole numbers have 32 bits, but for elements of arrays, which have 64. They are
+not negative where they are divided.
+
+Parts of named tuples that a device does not have can be left out (``never``): they are false there,
+and the compiler leaves out what depends on them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any, Final
+
+import numpy as np
+
+#: What the translations are made of.
+_WORDS: Final = r"""
+// The number 0, or false, that is known to the compiler.
+struct Never {
+  __device__ __forceinline__ Never() {}
+  __device__ __forceinline__ Never(bool) {}
+  __device__ __forceinline__ constexpr operator bool() const { return false; }
+  __device__ __forceinline__ constexpr bool operator[](int) const { return false; }
+};
+template <typename T>
+struct Line {
+  T* first;
+  int count;
+  __device__ __forceinline__ T& operator[](long long i) const { return first[i]; }
+  __device__ __forceinline__ Line part(int begin, int end) const {
+    return {first + begin, end - begin};
+  }
+};
+template <typename T>
+struct Table {
+  T* first;
+  int columns;
+  __device__ __forceinline__ T& at(int row, int column) const {
+    return first[row * columns + column];
+  }
+  __device__ __forceinline__ Line<T> operator[](int row) const {
+    return {first + row * columns, columns};
+  }
+};
+template <typename A, typename B>
+struct Both {
+  A first;
+  B second;
+};
+template <typename A, typename B>
+__device__ __forceinline__ Both<A, B> both(A first, B second) { return {first, second}; }
+// As Python has them: the first one, unless the other one is greater or less.
+template <typename A, typename B>
+__device__ __forceinline__ auto greater_of(A a, B b) -> decltype(a + b) { return b > a ? b : a; }
+template <typename A, typename B>
+__device__ __forceinline__ auto lesser_of(A a, B b) -> decltype(a + b) { return b < a ? b : a; }
+__device__ __forceinline__ double square_of(double a) { return a * a; }
+__device__ __forceinline__ double cube_of(double a) { return a * (a * a); }
+"""
+#: Functions of Python by their names, or those of ``math`` and NumPy.
+_CALLS: Final[MappingProxyType[object, str]] = MappingProxyType(
+    {
+        max: "greater_of",
+        min: "lesser_of",
+        abs: "fabs",
+        bool: "(bool)",
+        float: "(double)",
+        int: "(long long)",
+        np.float32: "(float)",
+        math.sqrt: "sqrt",
+        math.floor: "floor",
+        math.sin: "sin",
+        math.copysign: "copysign",
+        math.isfinite: "isfinite",
+    }
+)
+_OPERATORS: Final[MappingProxyType[type[ast.AST], str]] = MappingProxyType(
+    {
+        **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/", ast.Mod: "%"},
+        **{ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.LShift: "<<", ast.RShift: ">>"},
+        **{ast.And: "&&", ast.Or: "||", ast.Not: "!", ast.USub: "-", ast.Invert: "~"},
+        **{ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="},
+    }
+)
+_POWERS: Final = MappingProxyType({2: "square_of", 3: "cube_of"})
+#: Types of the parts of named tuples, and of results, by their annotations.
+_TYPES: Final = MappingProxyType(
+    {
+        **{"float": "double", "int": "long long", "bool": "bool", "None": "void"},
+        **{"Floats": "Line<double>", "Integers": "Line<long long>", "Any": "Line<double>"},
+    }
+)
+#: Names that C++ takes for its own words.
+_KEYWORDS: Final = frozenset(
+    {
+        *("auto", "bool", "case", "catch", "char", "const", "default", "delete", "do", "double"),
+        *("enum", "explicit", "export", "extern", "float", "friend", "goto", "inline", "int"),
+        *("long", "mutable", "namespace", "new", "operator", "private", "protected", "public"),
+        *("register", "short", "signed", "sizeof", "static", "struct", "switch", "template"),
+        *("this", "throw", "typedef", "typename", "union", "unsigned", "using", "virtual"),
+        *("void", "volatile"),
+    }
+)
+
+
+class UntranslatableError(Exception):
+    """A function has something in it that the translator does not know."""
+
+
+def translate(
+    functions: Sequence[Callable[..., Any]],
+    *,
+    never: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    called: Sequence[Callable[..., Any]] = (),
+) -> str:
+    """Return CUDA C++ of functions, and of all that they call; their names are `name_of`.
+
+    Args:
+        functions: that Numba compiles for the host.
+        never: parts of named tuples that are always false on a device, by the tuple's name.
+        called: functions that are not to be inlined.
+
+    Raises:
+        UntranslatableError: naming the function and the line.
+    """
+    translation = _Translation(never, called)
+    for function in functions:
+        translation.add(function)
+    return _WORDS + "".join(translation.texts)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function's translation."""
+    function = inspect.unwrap(getattr(function, "py_func", function))
+    return f"{function.__module__.rpartition('.')[2]}_{function.__name__.lstrip('_')}"
+
+
+class _Translation:
+    """Functions and named tuples that have been translated, each behind those that it needs."""
+
+    def __init__(
+        self, never: Mapping[str, Sequence[str]], called: Sequence[Callable[..., Any]]
+    ) -> None:
+        self._never = never
+        self._called = {name_of(function) for function in called}
+        self._known: set[str] = set()
+        self.texts: list[str] = []
+
+    def add(self, function: Any) -> str:
+        """Translate a function, unless that has been done; return its name."""
+        function, name = getattr(function, "py_func", function), name_of(function)
+        if name not in self._known:
+            self._known.add(name)
+            how = "__noinline__" if name in self._called else "__forceinline__"
+            self.texts.append(_FunctionText(self, function).text(name, how))
+        return name
+
+    def add_tuple(self, kind: Any) -> str:
+        """Declare a named tuple, unless that has been done; return its name."""
+        name = str(kind.__name__)
+        if name not in self._known:
+            self._known.add(name)
+            never, parts = self._never.get(name, ()), []
+            for part, annotation in kind.__annotations__.items():
+                text = getattr(annotation, "__forward_arg__", annotation)
+                of_device = "Never" if part in never else _TYPES[text]
+                parts.append(f"  {of_device} {_word(part)};\n")
+            self.texts.append(f"struct {name} {{\n{''.join(parts)}}};\n")
+        return name
+
+
+class _FunctionText:
+    """The translation of one function."""
+
+    def __init__(self, translation: _Translation, function: FunctionType) -> None:
+        self._translation = translation
+        self._globals = function.__globals__
+        source = textwrap.dedent(inspect.getsource(function))
+        (tree,) = ast.parse(source).body
+        assert isinstance(tree, ast.FunctionDef)
+        self._function = tree
+        self._scopes: list[set[str]] = [{one.arg for one in tree.args.args}]
+        self._count = 0
+
+    def text(self, name: str, how: str) -> str:
+        """Return the definition, which is inlined or not."""
+        kinds: list[str] = []
+        parameters = []
+        for one in self._function.args.args:
+            annotation = ast.unparse(one.annotation) if one.annotation else ""
+            of_device = _TYPES.get(annotation, "") if annotation in ("float", "bool") else ""
+            if annotation in self._globals and hasattr(self._globals[annotation], "_fields"):
+                of_device = f"const {self._translation.add_tuple(self._globals[annotation])}&"
+            if not of_device:
+                of_device = f"T{len(kinds)}"
+                kinds.append(f"typename {of_device}")
+            parameters.append(f"{of_device} {_word(one.arg)}")
+        returned = ast.unparse(self._function.returns) if self._function.returns else ""
+        result = _TYPES[returned] if returned in ("float", "bool", "None") else "auto"
+        body = self._function.body
+        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            body = body[1:]
+        lines = self._block(body, "  ")
+        head = f"template <{', '.join(kinds)}>\n" if kinds else ""
+        return (
+            f"{head}static __device__ {how} {result} {name}({', '.join(parameters)}) {{\n"
+            f"{lines}}}\n"
+        )
+
+    def _fail(self, node: ast.AST) -> UntranslatableError:
+        line = getattr(node, "lineno", 0)
+        return UntranslatableError(f"{self._function.name}, line {line}: {ast.unparse(node)}")
+
+    # ---------------------------------------------------------------------------- statements
+
+    def _block(self, statements: Sequence[ast.stmt], indent: str) -> str:
+        self._scopes.append(set())
+        text = "".join(self._statement(one, indent) for one in statements)
+        self._scopes.pop()
+        return text
+
+    def _statement(self, node: ast.stmt, indent: str) -> str:
+        inner = indent + "  "
+        match node:
+            case ast.Pass():
+                return ""
+            case ast.Break():
+                return f"{indent}break;\n"
+            case ast.Continue():
+                return f"{indent}continue;\n"
+            case ast.Expr(value=ast.Call() as call):
+                return f"{indent}{self._value(call)};\n"
+            case ast.Return(value=None):
+                return f"{indent}return;\n"
+            case ast.Return(value=ast.Tuple(elts=[first, second])):
+                return f"{indent}return both({self._value(first)}, {self._value(second)});\n"
+            case ast.Return(value=ast.expr() as value):
+                return f"{indent}return {self._value(value)};\n"
+            case ast.AugAssign(target=target, op=op, value=value):
+                whole = ast.BinOp(target, op, value)
+                return f"{indent}{self._value(target)} = {self._value(whole)};\n"
+            case ast.AnnAssign(target=ast.Name() as target, value=ast.expr() as value):
+                return self._assignment([target], value, indent)
+            case ast.Assign(targets=targets, value=value):
+                return self._assignment(targets, value, indent)
+            case ast.If(test=test, body=body, orelse=other):
+                text = f"{indent}if ({self._value(test)}) {{\n{self._block(body, inner)}{indent}}}"
+                if other:
+                    text += f" else {{\n{self._block(other, inner)}{indent}}}"
+                return text + "\n"
+            case ast.While(test=test, body=body, orelse=[]):
+                inside = self._block(body, inner)
+                return f"{indent}while ({self._value(test)}) {{\n{inside}{indent}}}\n"
+            case ast.For(target=ast.Name(id=name), iter=values, body=body, orelse=[]):
+                return self._loop(name, values, body, indent)
+        raise self._fail(node)
+
+    def _loop(self, name: str, values: ast.expr, body: Sequence[ast.stmt], indent: str) -> str:
+        self._count += 1
+        end = f"end{self._count}"
+        self._scopes.append({name})
+        inside = self._block(body, indent + "  ")
+        self._scopes.pop()
+        match values:
+            case ast.Call(func=ast.Name(id="range"), args=given):
+                numbers = [self._value(one) for one in given]
+                if len(numbers) == 1:
+                    numbers.insert(0, "0")
+                step = numbers[2] if len(numbers) > 2 else "1"
+                name = _word(name)
+                head = f"int {name} = {numbers[0]}, {end} = {numbers[1]}; {name} < {end}; "
+                return f"{indent}for ({head}{name} += {step}) {{\n{inside}{indent}}}\n"
+            case ast.Tuple(elts=elements):
+                chosen = self._value(elements[-1])
+                for place, one in reversed(list(enumerate(elements[:-1]))):
+                    chosen = f"({end} == {place} ? {self._value(one)} : {chosen})"
+                head = f"int {end} = 0; {end} < {len(elements)}; ++{end}"
+                first = f"{indent}  const auto {_word(name)} = {chosen};\n"
+                return f"{indent}for ({head}) {{\n{first}{inside}{indent}}}\n"
+        raise self._fail(values)
+
+    def _assignment(self, targets: Sequence[ast.expr], value: ast.expr, indent: str) -> str:
+        if len(targets) == 1 and not isinstance(targets[0], ast.Tuple):
+            return indent + self._assign(targets[0], self._value(value))
+        self._count += 1
+        name, lines = f"value{self._count}", []
+        if len(targets) > 1:
+            lines.append(f"const auto {name} = {self._value(value)};\n")
+            lines += [self._assign(target, name) for target in targets]
+            return "".join(indent + line for line in lines)
+        assert isinstance(targets[0], ast.Tuple)
+        elements = targets[0].elts
+        if isinstance(value, ast.Tuple):
+            parts = [f"{name}_{k}" for k in range(len(elements))]
+            for part, one in zip(parts, value.elts, strict=True):
+                lines.append(f"const auto {part} = {self._value(one)};\n")
+        elif len(elements) == 2:
+            lines.append(f"const auto {name} = {self._value(value)};\n")
+            parts = [f"{name}.first", f"{name}.second"]
+        else:
+            raise self._fail(value)
+        lines += [self._assign(one, part) for one, part in zip(elements, parts, strict=True)]
+        return "".join(indent + line for line in lines)
+
+    def _assign(self, target: ast.expr, text: str) -> str:
+        if not isinstance(target, ast.Name):
+            return f"{self._value(target)} = {text};\n"
+        if self._is_local(target.id):
+            return f"{_word(target.id)} = {text};\n"
+        self._scopes[-1].add(target.id)
+        return f"auto {_word(target.id)} = {text};\n"
+
+    def _is_local(self, name: str) -> bool:
+        return any(name in scope for scope in self._scopes)
+
+    # --------------------------------------------------------------------------- expressions
+
+    def _value(self, node: ast.expr) -> str:
+        match node:
+            case ast.Constant(value=bool() | int() | float() as number):
+                return _literal(number)
+            case ast.Name(id=name) if self._is_local(name):
+                return _word(name)
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if self._is_local(name):
+                return f"{_word(name)}.{_word(attribute)}"
+            case ast.Name() | ast.Attribute():
+                return self._constant(node)
+            case ast.Call():
+                return self._call(node)
+            case ast.UnaryOp(op=op, operand=operand):
+                return f"({_OPERATORS[type(op)]}{self._value(operand)})"
+            case ast.BoolOp(op=op, values=values):
+                return f"({f' {_OPERATORS[type(op)]} '.join(map(self._value, values))})"
+            case ast.IfExp(test=test, body=body, orelse=other):
+                return f"({self._value(test)} ? {self._value(body)} : {self._value(other)})"
+            case ast.BinOp():
+                return self._operation(node)
+            case ast.Compare():
+                return self._comparison(node)
+            case ast.Subscript():
+                return self._element(node)
+        raise self._fail(node)
+
+    def _constant(self, node: ast.expr) -> str:
+        found = self._found(node)
+        if isinstance(found, (bool, int, float)):
+            return _literal(found)
+        raise self._fail(node)
+
+    def _found(self, node: ast.expr) -> Any:
+        """Return what a name that is not local stands for."""
+        if isinstance(node, ast.Name):
+            if node.id in self._globals:
+                return self._globals[node.id]
+            builtins = self._globals["__builtins__"]
+            names = vars(builtins) if isinstance(builtins, ModuleType) else builtins
+            if node.id in names:
+                return names[node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            return getattr(self._found(node.value), node.attr)
+        raise self._fail(node)
+
+    def _call(self, node: ast.Call) -> str:
+        if node.keywords:
+            raise self._fail(node)
+        given = [self._value(one) for one in node.args]
+        if isinstance(node.func, ast.Name) and node.func.id == "len":
+            return f"{given[0]}.count"
+        found = self._found(node.func)
+        if hasattr(found, "_fields"):
+            return f"{self._translation.add_tuple(found)}{{{', '.join(given)}}}"
+        if isinstance(found, FunctionType) or hasattr(found, "py_func"):
+            return f"{self._translation.add(found)}({', '.join(given)})"
+        try:
+            return f"({_CALLS[found]}({', '.join(given)}))"
+        except (KeyError, TypeError):
+            raise self._fail(node) from None
+
+    def _operation(self, node: ast.BinOp) -> str:
+        left, right = self._value(node.left), self._value(node.right)
+        if isinstance(node.op, ast.Div):
+            return f"((double)({left}) / (double)({right}))"
+        if isinstance(node.op, ast.Pow):
+            exponent = node.right.value if isinstance(node.right, ast.Constant) else None
+            name = _POWERS.get(exponent) if isinstance(exponent, int) else None
+            return f"{name}({left})" if name else f"pow((double)({left}), (double)({right}))"
+        return f"({left} {_OPERATORS[type(node.op)]} {right})"
+
+    def _comparison(self, node: ast.Compare) -> str:
+        parts, left = [], node.left
+        for operator, right in zip(node.ops, node.comparators, strict=True):
+            own = self._value(left)
+            if isinstance(operator, ast.In) and isinstance(right, ast.Tuple):
+                equal = [f"{own} == {self._value(one)}" for one in right.elts]
+                parts.append(f"({' || '.join(equal)})")
+            else:
+                parts.append(f"({own} {_OPERATORS[type(operator)]} {self._value(right)})")
+            left = right
+        return parts[0] if len(parts) == 1 else f"({' && '.join(parts)})"
+
+    def _element(self, node: ast.Subscript) -> str:
+        match node:
+            case ast.Subscript(
+                value=ast.Attribute(value=owner, attr="shape"), slice=ast.Constant(value=1)
+            ):
+                return f"{self._value(owner)}.columns"
+            case ast.Subscript(value=owner, slice=ast.Tuple(elts=[row, column])):
+                return f"{self._value(owner)}.at({self._value(row)}, {self._value(column)})"
+            case ast.Subscript(value=owner, slice=ast.Slice(lower=begin, upper=end, step=None)):
+                whole = self._value(owner)
+                first = self._value(begin) if begin else "0"
+                last = self._value(end) if end else f"{whole}.count"
+                return f"{whole}.part({first}, {last})"
+            case ast.Subscript(value=owner, slice=index):
+                return f"{self._value(owner)}[{self._value(index)}]"
+        raise self._fail(node)
+
+
+def _word(name: str) -> str:
+    return f"{name}_" if name in _KEYWORDS else name
+
+
+def _literal(number: bool | int | float) -> str:
+    if isinstance(number, bool):
+        return "true" if number else "false"
+    if isinstance(number, int):
+        return str(number) if abs(number) < 2**31 else f"{number}ll"
+    if math.isinf(number):
+        sign = "-" if number < 0 else ""
+        return f"({sign}__longlong_as_double(0x7ff0000000000000))"
+    return repr(number)

@@ -1,0 +1,219 @@
+"""Searches that run on a device from pass to pass do what the host makes of the same passes.
+
+The kernels run on this machine's CPU, without contraction, so that both have the same bits.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from support.emulators.host_device import install
+from support.engines import nist
+from support.engines.fits import prepared
+from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError, ProgramError
+from warpfit.request import Precision
+from warpfit_server.engine.cuda.derivatives import fits
+from warpfit_server.engine.cuda.derivatives.fits import BLOCKS, group_searches
+from warpfit_server.engine.cuda.engine import CudaEngine
+from warpfit_server.engine.fit.driver import optimize
+from warpfit_server.engine.fit.searches import DEADLINE, GRADIENT, LOSS_CHANGE, NOT_FINITE
+from warpfit_server.engine.interface import run_to_end
+
+#: Well behaved; linear; ill-conditioned; plateau; not finite; without parameters; without effect.
+TEXTS = [
+    *("p1 * exp(p2 * x1) + p3 * x2 + p4", "p1 * sin(p2 * x1 + p3)", "p1 + p2 * x1"),
+    *("p1 + p2 * (x1 + 1000) + p3 * (x1 + 1000) ^ 2", "p1 * x1 + p2 * x1", "x1 + x2"),
+    *("exp(p1 * x1) + exp(p2 * x1)", "p1 / (p2 + x1) + p3 * x2", "log(p1) * x1", "x1 + 0 * p1"),
+    *("p1 * abs(x1) ^ p2 + p1 * p3", "(p1 - x1) ^ 2 * p2"),
+]
+ROWS = 300
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        engine = CudaEngine(threads=2)
+        yield engine
+        engine.close()
+
+
+def make_dataset(rows: int = ROWS, dtype: str = "float64", weights: bool = False) -> Dataset:
+    rng = np.random.default_rng(11)
+    X = rng.uniform(0.5, 3.0, size=(rows, 2))
+    y = 2.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1] + 0.05 * rng.normal(size=rows)
+    given = rng.uniform(0.0, 1.0, size=rows) if weights else None
+    return Dataset.of(X, y, given, dtype=dtype)
+
+
+def starts_of(texts, seed: int = 5) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=len(set(re.findall(r"\bp\d+", text)))) for text in texts]
+
+
+def both(engine, dataset, texts=TEXTS, starts=None, **options):
+    """Return the results of both ways, and how many passes the first one asked for."""
+    engine.load(dataset)
+    starts = starts_of(texts) if starts is None else starts
+    request, context = prepared(dataset, texts, starts, engine=engine, **options)
+    passes = []
+
+    def linearise(evaluation, *given, **named):
+        passes.append(len(evaluation.batch))
+        return engine.linearise(evaluation, *given, **named)
+
+    own = run_to_end(optimize(request, replace(context, linearise=linearise)))
+    other = run_to_end(optimize(request, replace(context, small_fits=None)))
+    engine.unload(dataset.content_id)
+    return own, other, passes
+
+
+def assert_same(own, other, rtol=0.0):
+    np.testing.assert_array_equal(own.reasons, other.reasons)
+    for name in ("iterations", "evaluations", "starts"):
+        np.testing.assert_array_equal(getattr(own, name), getattr(other, name))
+    for name in ("parameters", "losses", "initial_losses", "standard_errors", "curvatures"):
+        one, two = getattr(own, name), getattr(other, name)
+        if two is not None:
+            np.testing.assert_allclose(one, two, rtol=rtol)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_fits_have_the_bits_of_the_hosts(engine, weights):
+    own, other, passes = both(
+        engine,
+        make_dataset(weights=weights),
+        restarts=2,
+        all_starts=True,
+        standard_errors=True,
+        curvature=True,
+    )
+    assert_same(own, other)
+    assert {*own.reasons.ravel().tolist()} >= {GRADIENT, LOSS_CHANGE, NOT_FINITE}
+    # What wants an orthogonal factor goes on by the host's passes, and nothing else.
+    assert passes
+    assert max(passes) < len(TEXTS)
+
+
+def test_bounds_and_fixed_parameters_are_kept(engine):
+    texts = ["p1 * exp(p2 * x1) + p3 * x2", "p1 + p2 * x1"]
+    starts = [np.array([1.0, -0.1, 0.2]), np.array([0.3, 0.4])]
+    own, other, passes = both(
+        engine,
+        make_dataset(),
+        texts,
+        starts,
+        lower=[[0.0, -0.5, -1.0], [-1.0, -1.0]],
+        upper=[[1.5, 0.0, 1.0], [1.0, 0.1]],
+        fixed=[[0.0, 0.0, 0.0], [1.0, 0.0]],
+    )
+    assert_same(own, other)
+    assert not passes
+    assert own.parameters[3] == 0.3
+    assert own.parameters[4] == 0.1
+
+
+@pytest.mark.parametrize("ticks", [1, 40])
+def test_a_search_goes_on_where_a_launch_has_stopped(engine, monkeypatch, ticks):
+    launches = []
+    launch = fits.run
+    monkeypatch.setattr(fits, "run", lambda *given: launches.append(1) or launch(*given))
+    monkeypatch.setattr(fits, "_TICKS", ticks)
+    own, other, _ = both(engine, make_dataset())
+    assert_same(own, other)
+    assert len(launches) > 2
+
+
+def test_what_is_not_small_goes_the_other_way(engine):
+    texts = [" + ".join(f"p{k} * x1 ^ {k % 4} / {k}" for k in range(1, 18)), "p1 + p2 * x1"]
+    own, other, passes = both(engine, make_dataset(), texts)
+    assert_same(own, other)
+    assert set(passes) == {1}
+    _, _, passes = both(engine, make_dataset(5_000), texts[1:])
+    assert passes, "rows of several blocks are summed by the host's passes"
+
+
+def test_a_deadline_leaves_each_search_evaluated(engine, monkeypatch):
+    monkeypatch.setattr(fits, "_TICKS", 1)
+    dataset = make_dataset()
+    engine.load(dataset)
+    request, context = prepared(
+        dataset, TEXTS, starts_of(TEXTS), engine=engine, deadline=time.monotonic()
+    )
+    found = run_to_end(optimize(request, context))
+    assert np.isfinite(found.losses[found.reasons == DEADLINE]).all()
+    assert (found.evaluations >= 1).all()
+    assert (found.reasons != 0).all()
+    engine.unload(dataset.content_id)
+
+
+def test_a_cancelled_fit_ends_between_launches(engine, monkeypatch):
+    monkeypatch.setattr(fits, "_TICKS", 1)
+    dataset = make_dataset()
+    engine.load(dataset)
+    seen = []
+    request, context = prepared(
+        dataset, TEXTS, starts_of(TEXTS), engine=engine, report=lambda each: cancel(each)
+    )
+
+    def cancel(progress):
+        seen.append(progress)
+        context.cancelled[0] = 1
+
+    with pytest.raises(CancelledError):
+        run_to_end(optimize(request, context))
+    assert len(seen) == 1
+    assert 0 < seen[0].active <= seen[0].searches == len(TEXTS)
+    engine.unload(dataset.content_id)
+
+
+def test_an_invalid_program_is_named(engine):
+    with pytest.raises(ProgramError) as caught:
+        both(engine, make_dataset(), ["p1", "x9 + p1"], [[1.0], [1.0]])
+    assert caught.value.expression == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("precision", list(Precision))
+def test_float32(engine, precision):
+    own, other, passes = both(engine, make_dataset(dtype="float32"), precision=precision)
+    assert_same(own, other)
+    assert not passes
+
+
+@pytest.mark.thorough
+def test_squares_that_leave_float32_are_fitted_in_precise_mode(engine):
+    data = make_dataset(dtype="float32")
+    small = Dataset.of(data.matrix[:2].T, 1e-17 * data.target, dtype="float32")
+    texts, starts = ["p1 * x1 + p2"], [[2e-17, 1e-17]]
+    own, other, _ = both(engine, small, texts, starts, precision=Precision.FAST)
+    assert_same(own, other)
+    assert own.losses[0] < 0.5 * own.initial_losses[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted(nist.FORMULAS))
+def test_nist_problems_have_the_bits_of_the_hosts(engine, name):
+    problem = nist.load(name)
+    own, other, _ = both(
+        engine, problem.dataset, [problem.formula], [problem.starts[0]], max_iterations=300
+    )
+    assert_same(own, other)
+
+
+def test_groups_hold_all_searches_and_leave_no_multiprocessor_idle():
+    rooms = {blocks: 1000 // blocks for blocks in BLOCKS}
+    rng = np.random.default_rng(2)
+    need = np.concatenate([rng.integers(1, 63, 500), rng.integers(63, 126, 50), [900, 300]])
+    groups = group_searches(need, rooms, multiprocessors=4)
+    assert sorted(np.concatenate([group.order for group in groups]).tolist()) == list(range(552))
+    for group in groups:
+        assert need[group.order].max() == group.shared_bytes <= rooms[group.blocks]
+    # The few that need much would leave the device idle by themselves.
+    assert [len(group.order) for group in groups] == [2, 550] or len(groups) <= 3
