@@ -150,6 +150,7 @@ class AsyncClient:
     optimize = _awaited(Client.optimize)
     simplify = _awaited(Client.simplify)
     propose = _awaited(Client.propose)
+    search = _awaited(Client.search)
     release = _awaited(Client.release)
     info = _awaited(Client.info)
     wait_ready = _awaited(Client.wait_ready)

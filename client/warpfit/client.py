@@ -25,17 +25,31 @@ from warpfit.calls.arguments import (
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.proposals import Proposals, ProposeOptions, ProposeTask, TriedSkeletons
 from warpfit.calls.results import Answer, Fit
+from warpfit.calls.search import (
+    SearchEndedError,
+    SearchOptions,
+    SearchResult,
+    SearchRun,
+    build_search,
+)
 from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
 from warpfit.calls.splitting import KnownLimits, searches
 from warpfit.dataset import warn_of_lost_digits
 from warpfit.embedded import embedded_server
-from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ProgramError
+from warpfit.errors import (
+    DatasetNotFoundError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    ProgramError,
+    UnavailableError,
+)
 from warpfit.evidence import gather
 from warpfit.expressions.language import locate
 from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Batch
 from warpfit.parse import place_in
 from warpfit.request import Evaluation, Result
+from warpfit.searching import SearchReason
 from warpfit.server_info import ServerInfo
 from warpfit.transport.call import CallingBack, Cancellation, Deadline, Request, only
 from warpfit.transport.channel import GrpcTransport
@@ -469,6 +483,82 @@ class Client:
         """
         arguments.check_keywords(options, ProposeOptions)
         return ProposeTask(self, data, options).run(skeletons, self._tried)
+
+    @shows_keywords(
+        SearchOptions,
+        max_size=25,
+        loss="mse",
+        form="scaled",
+        pairs=True,
+        fit_iterations=15,
+        screening_rows=512,
+        seed=0,
+    )
+    def search(self, data: DatasetHandle, **options: Unpack[SearchOptions]) -> SearchResult:
+        """Search for formulas that predict the target, on the server, beside the data.
+
+        ::
+
+            found = client.search(data, seconds=10, progress=print)
+            print(found)
+            print(found.best, found.losses[-1], found.reason)
+
+        The engine breeds, scores and fits formulas until the budget is spent. If an engine or a
+        server is lost meanwhile, the search goes on from its last front with what is left of the
+        budget; `SearchResult.interruptions` and a line of the log say so. An interrupt (Ctrl-C)
+        ends the search, and leaves a client that works.
+
+        Args:
+            data: a handle that `upload` of this or another client has returned, with a target.
+            **options: the budget, of which one limit is needed: ``seconds``, ``generations``,
+                ``formulas``; what may end it earlier: ``target_loss``, ``idle_generations``; what
+                formulas are made of: ``operators``, ``variables``, ``max_size``, ``max_depth``,
+                ``complexities``, ``counts``, ``nesting``, ``arguments``, ``units``,
+                ``target_unit``, ``dimensionless_constants``; what they are to do: ``loss``,
+                ``form``, ``template``, ``group``, ``guesses``; how they are found: ``islands``,
+                ``population``, ``pairs``, ``fit_iterations``, ``screening_rows``, ``rows``,
+                ``seed``; and ``timeout``, ``partial``, ``progress``. See
+                `warpfit.calls.search.SearchOptions`.
+
+        Returns:
+            The best formula of each size, as far as larger ones are better.
+
+        Raises:
+            InvalidArgumentError: for arguments that are wrong or do not fit together, without a
+                budget, or if nothing fulfils the rules.
+            ResourceExhaustedError: if the population is too large, or more searches run than may
+                for longer than the retry policy waits.
+            DeadlineExceededError: if ``timeout`` passes before any formula was found.
+            UnavailableError: if the server is lost for longer than the retry policy waits, and
+                ``partial`` is not set.
+            UnimplementedError: if the server, or its engine, runs no searches.
+        """
+        arguments.check_keywords(options, SearchOptions)
+        deadline = deadline_of(options.get("timeout"))
+        request = build_search(data, options)
+        with CallingBack(options.get("progress") or (lambda _: None)) as report:
+            run = SearchRun(request, data, report)
+            call = Request(
+                "Search",
+                run.message(),
+                read=run.read,
+                is_single=False,
+                dataset=data.dataset,
+                deadline=deadline,
+                go_on=run.go_on,
+            )
+            try:
+                self._failover.call_with_failover(call)
+            except SearchEndedError as end:
+                return run.result(end.reason)
+            except DeadlineExceededError:
+                if not run.has_found:
+                    raise
+                return run.result(SearchReason.TIME)
+            except UnavailableError:
+                if not (options.get("partial") and run.has_found):
+                    raise
+        return run.result()
 
     def release(self, data: DatasetHandle, *, everywhere: bool = False) -> None:
         """Give a data set back, which the end of a handle's ``with`` block does, too.

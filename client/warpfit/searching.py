@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.ir import Batch, Program
 from warpfit.losses import BUILT_IN, Loss, LossFunction
+from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.request import check_rows, check_target
+
+if TYPE_CHECKING:
+    from warpfit.dataset import Layout
 
 #: Operators of a search that names none.
 DEFAULT_OPERATORS: Final = (
@@ -20,6 +27,16 @@ DEFAULT_OPERATORS: Final = (
 )
 #: Base units by whose exponents a unit is written, see `warpfit.formulas.units`.
 BASE_UNITS: Final = 7
+#: Greatest size of a formula, and of the complexity of an operator.
+MOST_SIZE: Final = 1_000
+#: Most functions of a template.
+MOST_FUNCTIONS: Final = 8
+#: Most islands, and most iterations of a fit.
+_MOST_ISLANDS: Final = 1 << 16
+_MOST_ITERATIONS: Final = 10_000
+_UINT64: Final = 2**64 - 1
+#: Part of a unit that rounding may leave where the others have none.
+_ROUNDING: Final = 1e-9
 
 
 class Form(StrEnum):
@@ -65,6 +82,31 @@ class Rules:
     arguments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Greatest size of each operand of an operator; -1 for any."""
 
+    def check(self) -> None:
+        """Check all rules.
+
+        Raises:
+            InvalidArgumentError: for an unknown operator, or a number that makes no sense.
+        """
+        _check_number("max_size", self.max_size, 1, MOST_SIZE)
+        _check_number("max_depth", self.max_depth, 0, MOST_SIZE)
+        for name, numbers, least in (
+            ("complexities", self.complexities, 1),
+            ("counts", self.counts, 0),
+        ):
+            check_operators(numbers, name)
+            for operator, number in numbers.items():
+                _check_number(f"{name} of {operator}", number, least, MOST_SIZE)
+        for pair, number in self.nesting.items():
+            check_operators(pair, "nesting")
+            _check_number(f"nesting of {pair[1]} in {pair[0]}", number, 0, MOST_SIZE)
+        check_operators(self.arguments, "arguments")
+        for operator, sizes in self.arguments.items():
+            arity = OPERATORS[operator].arity
+            if len(sizes) != arity or not all(s == -1 or 1 <= s <= MOST_SIZE for s in sizes):
+                wanted = f"a size from 1, or -1 for any, for each of its {arity} operands"
+                raise bad_setting(f"arguments of {operator}", sizes, wanted)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
@@ -77,6 +119,39 @@ class Units:
     dimensionless_constants: bool = False
     """Whether constants are plain numbers; otherwise a constant may have any dimension."""
 
+    def check(self, variables: int, used: Iterable[int]) -> None:
+        """Check the exponents for so many variables, of which some are used.
+
+        Raises:
+            InvalidArgumentError: if they do not fit the variables, or are no finite numbers; or if
+                no formula of the variables can have the dimension of the target.
+        """
+        for name, array, shape in (
+            ("variables", self.variables, (variables, BASE_UNITS)),
+            ("target", self.target, (BASE_UNITS,)),
+        ):
+            if array is None:
+                continue
+            if array.shape != shape or not np.isfinite(array).all():
+                raise InvalidArgumentError(
+                    f"the units' {name} are {_shaped(array)}, not {_times(shape)} finite numbers",
+                    "BAD_UNITS",
+                    f"Give the exponents of {BASE_UNITS} base units",
+                    "units",
+                )
+        if self.target is None or not self.dimensionless_constants:
+            return
+        # Every operator's result has a dimension in the span of those of its operands.
+        basis = self.variables[sorted(used)].T
+        powers = np.linalg.lstsq(basis, self.target, rcond=None)[0]
+        if np.abs(basis @ powers - self.target).max() > _ROUNDING * (1 + np.abs(self.target).max()):
+            raise InvalidArgumentError(
+                "no formula of the variables has the unit of the target",
+                "UNSATISFIABLE",
+                "Check the units, add a variable, or let constants have units",
+                "units",
+            )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
@@ -87,6 +162,33 @@ class Template:
     is the number of columns of the data set; parameters are fitted."""
     functions: tuple[tuple[int, ...], ...]
     """For each function the columns that it may use."""
+
+    def check(self, variables: int, group: int | None) -> None:
+        """Check the template on data of so many variables.
+
+        Raises:
+            InvalidArgumentError: if it has no function or too many, does not call one, or a
+                function may use no column, or one that there is not.
+        """
+        count = len(self.functions)
+        is_variable = self.program.codes == VARIABLE
+        called = set((self.program.values[is_variable] - variables).astype(np.int64).tolist())
+        what = ""
+        if not 1 <= count <= MOST_FUNCTIONS:
+            what = f"the template has {count} functions"
+        elif self.program.variables > variables + count:
+            what = f"the template has the variable token {self.program.variables - 1}"
+        elif missing := set(range(count)) - called:
+            what = f"the template does not call function {min(missing)}"
+        if what:
+            raise InvalidArgumentError(
+                what,
+                "BAD_TEMPLATE",
+                f"Have 1 to {MOST_FUNCTIONS} functions; their variables follow the data set's",
+                "template",
+            )
+        for columns in self.functions:
+            _check_columns(columns, variables, group, "template")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +246,101 @@ class SearchRequest:
             return self.custom_loss
         return BUILT_IN[Loss.MSE if self.loss is None else self.loss]
 
+    def row_range(self, layout: Layout) -> tuple[int, int]:
+        """Return the half-open range of the rows that the search sees."""
+        return (0, layout.rows) if self.rows is None else self.rows
+
+    def columns(self, layout: Layout) -> tuple[int, ...]:
+        """Return the columns that formulas may use, ascending."""
+        if self.variables is not None:
+            return tuple(sorted(self.variables))
+        return tuple(column for column in range(layout.variables) if column != self.group)
+
+    def check(self, layout: Layout) -> None:
+        """Check the whole request on a data set of a layout.
+
+        Raises:
+            InvalidArgumentError: for a setting that makes no sense, or does not fit the data or
+                another one; if there is no budget; or if nothing fulfils the units.
+            ProgramError: for a bad token of a guess.
+        """
+        check_rows(self.row_range(layout), layout)
+        check_target(layout, "the search")
+        self._check_budget()
+        for name, least, most in (
+            ("screening_rows", 1, _UINT64),
+            ("islands", 0, _MOST_ISLANDS),
+            ("population", 0, _UINT64),
+            ("fit_iterations", 0, _MOST_ITERATIONS),
+            ("seed", 0, _UINT64),
+        ):
+            _check_number(name, getattr(self, name), least, most)
+        if 0 < self.population < self.islands:
+            wanted = f"at least a formula for each of the {self.islands} islands"
+            raise bad_setting("population", self.population, wanted)
+        check_operators(self.operators, "operators")
+        if not self.operators:
+            wanted = "at least one operator, or none at all for the usual ones"
+            raise bad_setting("operators", self.operators, wanted)
+        for operator, weight in self.operators.items():
+            if not 0.0 < weight < math.inf:
+                raise bad_setting(f"the weight of {operator}", weight, "a positive, finite number")
+        self._check_variables(layout)
+        self.rules.check()
+        if self.template is not None:
+            self.template.check(layout.variables, self.group)
+        if self.units is not None:
+            self.units.check(layout.variables, self.columns(layout))
+        if self.guesses is not None:
+            self._check_guesses(self.guesses, layout)
+
+    def _check_budget(self) -> None:
+        if not 0.0 <= self.max_seconds < math.inf:
+            raise bad_setting("max_seconds", self.max_seconds, "a finite number of seconds")
+        for name in ("max_generations", "max_formulas", "idle_generations"):
+            _check_number(name, getattr(self, name), 0, _UINT64)
+        if not (self.max_seconds or self.max_generations or self.max_formulas):
+            raise InvalidArgumentError(
+                "the search has no budget, so it would never end",
+                "BUDGET_MISSING",
+                "Give seconds, generations or formulas, more than 0 of them",
+                "max_seconds",
+            )
+        if math.isnan(self.target_loss):
+            raise bad_setting("target_loss", self.target_loss, "a number")
+
+    def _check_variables(self, layout: Layout) -> None:
+        if self.group is not None and not 0 <= self.group < layout.variables:
+            raise InvalidArgumentError(
+                f"the group is column {self.group}, and the data have {layout.variables} variables",
+                "BAD_GROUP",
+                f"Give a column from 0 to {layout.variables - 1}",
+                "group",
+            )
+        _check_columns(self.columns(layout), layout.variables, self.group, "variables")
+
+    def _check_guesses(self, guesses: Batch, layout: Layout) -> None:
+        if self.template is not None:
+            raise InvalidArgumentError(
+                "a search with a template begins with no formulas",
+                "CONFLICTING_SETTINGS",
+                "Leave guesses or template out",
+                "guesses",
+            )
+        guesses.check(layout.variables)
+        if guesses.vectors != 1:
+            raise bad_setting("vectors of guesses", guesses.vectors, "one vector for each guess")
+        is_variable = guesses.codes == VARIABLE
+        allowed = np.isin(guesses.values, self.columns(layout))
+        if (is_variable & ~allowed).any():
+            column = int(guesses.values[is_variable & ~allowed][0])
+            raise InvalidArgumentError(
+                f"a guess uses column {column}, which formulas may not use",
+                "CONFLICTING_SETTINGS",
+                "Add it to the variables, or leave the guess out",
+                "guesses",
+            )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Front:
@@ -177,3 +374,58 @@ class SearchProgress:
     """Islands that were given up without progress and begun anew."""
     reason: SearchReason | None = None
     """None while the search goes on."""
+
+
+# --------------------------------------------------------------------------------- checks of values
+
+
+def check_operators(names: Iterable[str], field: str) -> None:
+    """Check the names of operators; raise InvalidArgumentError for one that is not known."""
+    for name in names:
+        if name not in OPERATORS:
+            close = difflib.get_close_matches(name, OPERATORS, n=1)
+            raise InvalidArgumentError(
+                f"there is no operator {name!r}",
+                "UNKNOWN_OPERATOR",
+                f"Did you mean {close[0]}?" if close else "Use the names of GetServerInfo",
+                field,
+            )
+
+
+def _check_number(name: str, value: float, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise bad_setting(name, value, f"a whole number from {least} to {most}")
+
+
+def _check_columns(columns: tuple[int, ...], variables: int, group: int | None, field: str) -> None:
+    """Check columns that formulas, or a function of a template, may use."""
+    if not columns:
+        raise InvalidArgumentError(
+            "formulas may use no variable", "NO_VARIABLES", "Name at least one column", field
+        )
+    for column in columns:
+        if not 0 <= column < variables:
+            raise InvalidArgumentError(
+                f"column {column} is out of range: the data set has {variables} variables",
+                "VARIABLE_OUT_OF_RANGE",
+                f"Use columns from 0 to {variables - 1}",
+                field,
+            )
+    if len(set(columns)) != len(columns):
+        raise bad_setting(field, columns, "each column once")
+    if group in columns:
+        raise InvalidArgumentError(
+            f"column {group} is the group, which formulas do not use",
+            "CONFLICTING_SETTINGS",
+            "Leave it out of the variables, or leave the group out",
+            field,
+        )
+
+
+def _shaped(array: NDArray[np.float64]) -> str:
+    shown = f"{_times(array.shape)} numbers"
+    return shown if np.isfinite(array).all() else f"{shown}, some not finite"
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

@@ -59,6 +59,8 @@ class Limits:
     """Variable names of a data set."""
     name_bytes: int = 1 << 20
     """Size of all variable names of a data set as UTF-8."""
+    searches: int = 16
+    """Searches at the same time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,9 @@ class Config:
         "connections of each front end (default: 2 of 5 file descriptors, at most 4,096)",
     )
     max_rows: int = _option(_LIMITS.rows, "rows of a data set")
+    max_searches: int = _option(
+        _LIMITS.searches, "searches at the same time, in all front ends; 0 refuses them"
+    )
     max_loss_tokens: int = _option(_LIMITS.loss_tokens, "tokens in a caller's own loss function")
     max_names: int = _option(_LIMITS.names, "variable names of a data set")
     max_name_bytes: int = _option(_LIMITS.name_bytes, "all variable names of a data set")

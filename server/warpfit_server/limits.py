@@ -15,6 +15,7 @@ from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
 from warpfit.fitting import FitRequest, Method, Missing
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
+from warpfit.searching import SearchRequest
 from warpfit.server_info import Limits
 
 #: Bytes of memory that an engine takes for each token of lowered programs.
@@ -55,6 +56,15 @@ _NAME_FRAME_BYTES: Final = 6
 #: Most parameters of a program that is fitted. A step of its search takes the cube of their number:
 #: about a second for so many, in which it cannot be cancelled.
 _FITTED_PARAMETERS: Final = 500
+#: Formulas of a search that says no number, most of those that fit a GPU.
+_USUAL_POPULATION: Final = 1 << 17
+#: Most tokens of the formulas that a search begins with, which go to the engine in one message.
+_GUESSED_TOKENS: Final = 1 << 19
+#: Bytes of a search for each token of a formula of its population, and for each formula beside.
+_SEARCH_TOKEN_BYTES: Final = 9
+_SEARCH_FORMULA_BYTES: Final = 256
+#: Bytes of a search whatever its population is: short formulas, front, what comes and goes.
+_SEARCH_BYTES_AT_LEAST: Final = 16 << 20
 _FEWER_NAMES: Final = ("Send fewer or shorter names, or none", "layout.names")
 _USUAL: Final = ("Send smaller batches", "")
 #: For each limit the reason of a refusal and the words for what is too much; where they are not
@@ -245,6 +255,57 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
         + 8 * matrices
         + _bytes_of_sums(sums, stop - start, int(np.square(counts).max(initial=0.0)) // 2)
     )
+
+
+def check_search(request: SearchRequest, layout: Layout, limits: Limits, available: int) -> int:
+    """Check a search, and refuse one that is too large; return its `search_bytes`.
+
+    Args:
+        request: the request, which is checked.
+        layout: of its data set.
+        limits: of the tenant.
+        available: bytes that the tenant may have in flight.
+
+    Raises:
+        InvalidArgumentError: as `SearchRequest.check`.
+    """
+    if request.guesses is not None:
+        check_batch(request.guesses, limits)
+        tokens = len(request.guesses.codes)
+        if tokens > _GUESSED_TOKENS:
+            raise ResourceExhaustedError(
+                f"{tokens} tokens in the guesses, the limit is {_GUESSED_TOKENS}",
+                "TOO_MANY_TOKENS",
+                "Begin with fewer or shorter formulas",
+                "guesses",
+                needed=tokens,
+                available=_GUESSED_TOKENS,
+            )
+    request.check(layout)
+    needed, available = search_bytes(request, layout), min(available, limits.result_bytes)
+    if needed > available:
+        raise ResourceExhaustedError(
+            f"a search with a population of {request.population or _USUAL_POPULATION} takes "
+            f"{needed} bytes of memory, there are {available}",
+            "SEARCH_TOO_LARGE",
+            "Ask for a smaller population or size, or start the server with a higher "
+            "--max-result-bytes and --max-pending-bytes",
+            "population",
+            needed=needed,
+            available=available,
+        )
+    return needed
+
+
+def search_bytes(request: SearchRequest, layout: Layout) -> int:
+    """Estimate the memory that an engine takes for a search, in bytes."""
+    start, stop = request.row_range(layout)
+    population = request.population or _USUAL_POPULATION
+    rows = min(request.screening_rows, stop - start)
+    formula = _SEARCH_FORMULA_BYTES + _SEARCH_TOKEN_BYTES * 2 * request.rules.max_size
+    columns = 8 * rows * (layout.variables + 2)
+    guesses = 0 if request.guesses is None else _LOWERED_BYTES * len(request.guesses.codes)
+    return _SEARCH_BYTES_AT_LEAST + population * formula + columns + guesses
 
 
 def _bytes_of_sums(sums: float, rows: int, longest: int) -> int:

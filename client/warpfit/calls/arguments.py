@@ -436,7 +436,7 @@ def build_evaluation(
     evaluation = Evaluation(
         dataset_id=data.content_id,
         batch=batch,
-        rows=_row_range(options.get("rows"), data.layout.rows),
+        rows=row_range(options.get("rows"), data.layout.rows),
         precision=member(Precision, options.get("precision", Precision.PRECISE), "precision"),
         loss=loss if isinstance(loss, Loss) else None,
         values=values,
@@ -448,7 +448,7 @@ def build_evaluation(
     return evaluation, leading_axis
 
 
-def _row_range(rows: Any, count: int) -> tuple[int, int] | None:
+def row_range(rows: Any, count: int) -> tuple[int, int] | None:
     """Return the half-open row range of a slice or pair; None for all rows."""
     if rows is None:
         return None

@@ -29,6 +29,7 @@ Mask = NDArray[np.bool_]
 
 _BASES: Final = dict(zip(("m", "kg", "s", "A", "K", "mol", "cd"), (2, 3, 5, 7, 11, 13, 17),
                          strict=True))  # fmt: skip
+_PLACES: Final = {name: place for place, name in enumerate(_BASES)}
 _DERIVED: Final = {
     "1": "", "rad": "", "sr": "", "g": "kg", "Hz": "s^-1", "N": "kg*m/s^2", "Pa": "kg/m/s^2",
     "J": "kg*m^2/s^2", "W": "kg*m^2/s^3", "C": "A*s", "V": "kg*m^2/s^3/A", "F": "s^4*A^2/kg/m^2",
@@ -59,8 +60,17 @@ _POWERS: Final = {
 _FACTORS: Final = {"mul": 1.0, "div": -1.0, "pdiv": -1.0, "zdiv": -1.0}
 
 
+#: What the exponents of the base units are multiplied by in a dimension.
+_ROOTS: Final = np.sqrt(list(_BASES.values()))
+
+
 def dimension(unit: Any, field: str = "units") -> float:
-    """Return the dimension of a unit.
+    """Return the dimension of a unit; arguments and errors as of `exponents`."""
+    return float(exponents(unit, field) @ _ROOTS)
+
+
+def exponents(unit: Any, field: str = "units") -> Floats:
+    """Return the exponents of the base units m, kg, s, A, K, mol and cd in a unit, [7].
 
     Args:
         unit: text such as ``"kg*m/s^2"`` or ``"J/K"``, a mapping of base units to exponents, or
@@ -72,10 +82,12 @@ def dimension(unit: Any, field: str = "units") -> float:
         InvalidArgumentError: for a unit that is not known.
 
     """
+    total, place = np.zeros(len(_BASES)), 0
     if isinstance(unit, Mapping):
-        return sum(float(power) * dimension(name, field) for name, power in unit.items())
+        for name, power in unit.items():
+            total += float(power) * exponents(name, field)
+        return total
     text = str(unit or "").strip()
-    total, place = 0.0, 0
     while place < len(text):
         part = _PART.match(text, place)
         if part is None or bool(part[1]) != bool(place):
@@ -83,13 +95,16 @@ def dimension(unit: Any, field: str = "units") -> float:
         known = part[2] in _BASES or part[2] in _DERIVED
         if not known:
             return _by_pint(text, field)
-        base = np.sqrt(_BASES[part[2]]) if part[2] in _BASES else dimension(_DERIVED[part[2]])
-        total += float(base) * float(part[3] or 1.0) * (-1.0 if part[1] == "/" else 1.0)
+        power = float(part[3] or 1.0) * (-1.0 if part[1] == "/" else 1.0)
+        if part[2] in _BASES:
+            total[_PLACES[part[2]]] += power
+        else:
+            total += power * exponents(_DERIVED[part[2]])
         place = part.end()
     return total
 
 
-def _by_pint(text: str, field: str) -> float:
+def _by_pint(text: str, field: str) -> Floats:
     if len(text) > _LONGEST:
         raise _unknown(text, field, f"Give a unit of at most {_LONGEST} characters")
     if find_spec("pint") is None:
@@ -98,8 +113,10 @@ def _by_pint(text: str, field: str) -> float:
 
     try:
         found = _registry().get_dimensionality(text)
-        roots = ((_BASES[_OF_PINT[name]] ** 0.5, power) for name, power in found.items())
-        return float(sum(float(power) * root for root, power in roots))
+        total = np.zeros(len(_BASES))
+        for name, power in found.items():
+            total[_PLACES[_OF_PINT[name]]] = float(power)
+        return total
     except (pint.errors.PintError, AssertionError, LookupError, SyntaxError, ValueError) as error:
         raise _unknown(text, field, "Give a unit such as kg*m/s^2, or a mapping") from error
 
@@ -118,7 +135,14 @@ def _unknown(text: str, field: str, remedy: str) -> InvalidArgumentError:
 def dimensions(
     units: Mapping[str, Any] | Sequence[Any], names: Sequence[str], variables: int
 ) -> Floats:
-    """Return the dimension of each variable.
+    """Return the dimension of each variable; arguments and errors as of `exponents_of`."""
+    return np.asarray(exponents_of(units, names, variables) @ _ROOTS)
+
+
+def exponents_of(
+    units: Mapping[str, Any] | Sequence[Any], names: Sequence[str], variables: int
+) -> Floats:
+    """Return the `exponents` of the unit of each variable, [variables, 7].
 
     Args:
         units: of each variable in turn, or by name (x1, x2, ... without names); those that a
@@ -143,7 +167,7 @@ def dimensions(
             what, "BAD_SETTING", f"Give a unit for each of {', '.join(known)[:200]}", "units"
         )
     return np.array(
-        [dimension(unit, f"units of {n}") for n, unit in zip(known, given, strict=True)]
+        [exponents(unit, f"units of {n}") for n, unit in zip(known, given, strict=True)]
     )
 
 

@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 from warpfit import codec
 from warpfit.dataset import ClientDataset
-from warpfit.errors import CancelledError, InvalidArgumentError
+from warpfit.errors import CancelledError, InvalidArgumentError, WarpfitError
 
 #: Signals whose handlers often raise; of those that this system has.
 _HELD: Final = tuple(
@@ -265,6 +265,11 @@ class Request:
     """Time for its answer; None waits for ever."""
     cancellation: Cancellation | None = None
     """Ends it; None if nothing but an interrupt does."""
+    go_on: Callable[[WarpfitError], Any] | None = None
+    """Called with the failure of an attempt that may be repeated. It returns the message of the
+    next attempt, which goes on after what has been read; None if nothing has."""
+    has_gone_on: bool = False
+    """Whether something was read before the last failure."""
 
 
 class Transport(Protocol):

@@ -408,6 +408,10 @@ class Failover:
                 return self.call_uploading_if_missing(server, request, retries)
             except _ELSEWHERE as failure:
                 self._note(server, failure, started, request)
+                if request.has_gone_on:
+                    request.has_gone_on = False
+                    retries.restart()
+                    tried.clear()
                 if tried and error:  # the least of the failures at several servers is waited for
                     failures = (error, failure)
                     error = min(failures, key=lambda e: (_is_final(e), e.retry_after or 0.0))
@@ -481,6 +485,10 @@ class Failover:
             answer = self.transport.call(request)
         except errors.DeadlineExceededError as error:
             self.servers.failed(server, error, started)  # it may hang: others are asked first
+            raise
+        except _ELSEWHERE as error:
+            if request.go_on is not None and (message := request.go_on(error)) is not None:
+                request.message, request.has_gone_on = message, True
             raise
         self.servers.succeeded(server)
         return answer

@@ -63,6 +63,21 @@ class Missing(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MISSING_REFUSE: _ClassVar[Missing]
     MISSING_DROP: _ClassVar[Missing]
+
+class Form(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FORM_SCALED: _ClassVar[Form]
+    FORM_PLAIN: _ClassVar[Form]
+
+class End(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    END_NONE: _ClassVar[End]
+    END_TIME: _ClassVar[End]
+    END_GENERATIONS: _ClassVar[End]
+    END_FORMULAS: _ClassVar[End]
+    END_TARGET_LOSS: _ClassVar[End]
+    END_IDLE: _ClassVar[End]
+    END_CANCELLED: _ClassVar[End]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT64: DType
@@ -96,6 +111,15 @@ REASON_NOT_FINITE: Reason
 REASON_STALLED: Reason
 MISSING_REFUSE: Missing
 MISSING_DROP: Missing
+FORM_SCALED: Form
+FORM_PLAIN: Form
+END_NONE: End
+END_TIME: End
+END_GENERATIONS: End
+END_FORMULAS: End
+END_TARGET_LOSS: End
+END_IDLE: End
+END_CANCELLED: End
 
 class DatasetLayout(_message.Message):
     __slots__ = ("dtype", "variables", "rows", "has_target", "has_weights", "names")
@@ -383,6 +407,173 @@ class FitResult(_message.Message):
     curvatures: bytes
     def __init__(self, parameters: _Optional[bytes] = ..., losses: _Optional[bytes] = ..., initial_losses: _Optional[bytes] = ..., iterations: _Optional[bytes] = ..., evaluations: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., starts: _Optional[bytes] = ..., standard_errors: _Optional[bytes] = ..., covariances: _Optional[bytes] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., curvatures: _Optional[bytes] = ...) -> None: ...
 
+class SearchRequest(_message.Message):
+    __slots__ = ("content_id", "rows", "screening_rows", "operators", "variables", "rules", "units", "loss", "loss_function", "form", "template", "group", "guesses", "islands", "population", "no_pairs", "fit_iterations", "seed", "max_seconds", "max_generations", "max_formulas", "idle_generations", "target_loss")
+    class OperatorsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SCREENING_ROWS_FIELD_NUMBER: _ClassVar[int]
+    OPERATORS_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
+    ISLANDS_FIELD_NUMBER: _ClassVar[int]
+    POPULATION_FIELD_NUMBER: _ClassVar[int]
+    NO_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    FIT_ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_FORMULAS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_LOSS_FIELD_NUMBER: _ClassVar[int]
+    content_id: bytes
+    rows: RowRange
+    screening_rows: int
+    operators: _containers.ScalarMap[str, float]
+    variables: _containers.RepeatedScalarFieldContainer[int]
+    rules: SearchRules
+    units: SearchUnits
+    loss: Loss
+    loss_function: LossFunction
+    form: Form
+    template: SearchTemplate
+    group: int
+    guesses: Programs
+    islands: int
+    population: int
+    no_pairs: bool
+    fit_iterations: int
+    seed: int
+    max_seconds: float
+    max_generations: int
+    max_formulas: int
+    idle_generations: int
+    target_loss: float
+    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., screening_rows: _Optional[int] = ..., operators: _Optional[_Mapping[str, float]] = ..., variables: _Optional[_Iterable[int]] = ..., rules: _Optional[_Union[SearchRules, _Mapping]] = ..., units: _Optional[_Union[SearchUnits, _Mapping]] = ..., loss: _Optional[_Union[Loss, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., form: _Optional[_Union[Form, str]] = ..., template: _Optional[_Union[SearchTemplate, _Mapping]] = ..., group: _Optional[int] = ..., guesses: _Optional[_Union[Programs, _Mapping]] = ..., islands: _Optional[int] = ..., population: _Optional[int] = ..., no_pairs: bool = ..., fit_iterations: _Optional[int] = ..., seed: _Optional[int] = ..., max_seconds: _Optional[float] = ..., max_generations: _Optional[int] = ..., max_formulas: _Optional[int] = ..., idle_generations: _Optional[int] = ..., target_loss: _Optional[float] = ...) -> None: ...
+
+class SearchRules(_message.Message):
+    __slots__ = ("max_size", "max_depth", "complexities", "counts", "nesting", "arguments")
+    class ComplexitiesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ArgumentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: SearchRules.ArgumentSizes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[SearchRules.ArgumentSizes, _Mapping]] = ...) -> None: ...
+    class Nesting(_message.Message):
+        __slots__ = ("outer", "inner", "most")
+        OUTER_FIELD_NUMBER: _ClassVar[int]
+        INNER_FIELD_NUMBER: _ClassVar[int]
+        MOST_FIELD_NUMBER: _ClassVar[int]
+        outer: str
+        inner: str
+        most: int
+        def __init__(self, outer: _Optional[str] = ..., inner: _Optional[str] = ..., most: _Optional[int] = ...) -> None: ...
+    class ArgumentSizes(_message.Message):
+        __slots__ = ("sizes",)
+        SIZES_FIELD_NUMBER: _ClassVar[int]
+        sizes: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    MAX_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    COMPLEXITIES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    NESTING_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    max_size: int
+    max_depth: int
+    complexities: _containers.ScalarMap[str, int]
+    counts: _containers.ScalarMap[str, int]
+    nesting: _containers.RepeatedCompositeFieldContainer[SearchRules.Nesting]
+    arguments: _containers.MessageMap[str, SearchRules.ArgumentSizes]
+    def __init__(self, max_size: _Optional[int] = ..., max_depth: _Optional[int] = ..., complexities: _Optional[_Mapping[str, int]] = ..., counts: _Optional[_Mapping[str, int]] = ..., nesting: _Optional[_Iterable[_Union[SearchRules.Nesting, _Mapping]]] = ..., arguments: _Optional[_Mapping[str, SearchRules.ArgumentSizes]] = ...) -> None: ...
+
+class SearchUnits(_message.Message):
+    __slots__ = ("variables", "target", "dimensionless_constants")
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONLESS_CONSTANTS_FIELD_NUMBER: _ClassVar[int]
+    variables: bytes
+    target: bytes
+    dimensionless_constants: bool
+    def __init__(self, variables: _Optional[bytes] = ..., target: _Optional[bytes] = ..., dimensionless_constants: bool = ...) -> None: ...
+
+class SearchTemplate(_message.Message):
+    __slots__ = ("codes", "values", "functions")
+    class Columns(_message.Message):
+        __slots__ = ("variables",)
+        VARIABLES_FIELD_NUMBER: _ClassVar[int]
+        variables: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, variables: _Optional[_Iterable[int]] = ...) -> None: ...
+    CODES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
+    codes: bytes
+    values: bytes
+    functions: _containers.RepeatedCompositeFieldContainer[SearchTemplate.Columns]
+    def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., functions: _Optional[_Iterable[_Union[SearchTemplate.Columns, _Mapping]]] = ...) -> None: ...
+
+class SearchResponse(_message.Message):
+    __slots__ = ("front", "seconds", "generations", "formulas", "distinct", "fits", "pairs", "restarts", "end", "timings")
+    FRONT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    FORMULAS_FIELD_NUMBER: _ClassVar[int]
+    DISTINCT_FIELD_NUMBER: _ClassVar[int]
+    FITS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    front: Front
+    seconds: float
+    generations: int
+    formulas: int
+    distinct: int
+    fits: int
+    pairs: int
+    restarts: int
+    end: End
+    timings: Timings
+    def __init__(self, front: _Optional[_Union[Front, _Mapping]] = ..., seconds: _Optional[float] = ..., generations: _Optional[int] = ..., formulas: _Optional[int] = ..., distinct: _Optional[int] = ..., fits: _Optional[int] = ..., pairs: _Optional[int] = ..., restarts: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+
+class Front(_message.Message):
+    __slots__ = ("programs", "sizes", "losses")
+    PROGRAMS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    programs: Programs
+    sizes: bytes
+    losses: bytes
+    def __init__(self, programs: _Optional[_Union[Programs, _Mapping]] = ..., sizes: _Optional[bytes] = ..., losses: _Optional[bytes] = ...) -> None: ...
+
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -424,7 +615,7 @@ class Device(_message.Message):
     def __init__(self, name: _Optional[str] = ..., threads: _Optional[int] = ..., memory: _Optional[int] = ..., compute_capability: _Optional[str] = ..., driver: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., label: _Optional[str] = ..., serving: bool = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("message_bytes", "dataset_bytes", "resident_bytes", "programs", "tokens", "program_tokens", "vectors", "result_bytes", "requests", "rows", "rate", "loss_tokens", "names", "name_bytes")
+    __slots__ = ("message_bytes", "dataset_bytes", "resident_bytes", "programs", "tokens", "program_tokens", "vectors", "result_bytes", "requests", "rows", "rate", "loss_tokens", "names", "name_bytes", "searches")
     MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATASET_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -439,6 +630,7 @@ class Limits(_message.Message):
     LOSS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     NAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEARCHES_FIELD_NUMBER: _ClassVar[int]
     message_bytes: int
     dataset_bytes: int
     resident_bytes: int
@@ -453,7 +645,8 @@ class Limits(_message.Message):
     loss_tokens: int
     names: int
     name_bytes: int
-    def __init__(self, message_bytes: _Optional[int] = ..., dataset_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., programs: _Optional[int] = ..., tokens: _Optional[int] = ..., program_tokens: _Optional[int] = ..., vectors: _Optional[int] = ..., result_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., rows: _Optional[int] = ..., rate: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., names: _Optional[int] = ..., name_bytes: _Optional[int] = ...) -> None: ...
+    searches: int
+    def __init__(self, message_bytes: _Optional[int] = ..., dataset_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., programs: _Optional[int] = ..., tokens: _Optional[int] = ..., program_tokens: _Optional[int] = ..., vectors: _Optional[int] = ..., result_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., rows: _Optional[int] = ..., rate: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., names: _Optional[int] = ..., name_bytes: _Optional[int] = ..., searches: _Optional[int] = ...) -> None: ...
 
 class OperatorInfo(_message.Message):
     __slots__ = ("code", "name", "arity", "symbol", "notes")

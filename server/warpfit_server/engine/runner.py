@@ -1,4 +1,4 @@
-"""Runs requests on the engine: evaluations and fits, and several evaluations merged into one.
+"""Runs requests on the engine: evaluations, also several merged into one, fits and searches.
 
 An engine cuts its work over rows into steps, but the work for a batch as a whole is one step:
 planning, adding up sums, filling arrays. So that no step is long, a large batch is computed in
@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
-from warpfit.errors import ProgramError
+from warpfit.errors import DatasetNotFoundError, ProgramError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings
 from warpfit.ir import Batch, Program
 from warpfit.request import STAGES, Evaluation, Timings
+from warpfit.searching import SearchProgress, SearchRequest
 from warpfit_server.engine.evaluation import Finalizer, LoadedDatasets, reduce_to_sums
 from warpfit_server.engine.interface import (
     Engine,
@@ -44,6 +45,8 @@ from warpfit_server.limits import MOST_SUMS, spans_of_long_programs
 
 #: Least seconds between two progress messages of a fit.
 _PROGRESS_SECONDS: Final = 0.1
+#: Least seconds between two progress messages of a search, and of a search that has a deadline.
+_SEARCH_PROGRESS_SECONDS, _LEAST_SEARCH_SECONDS = 0.5, 0.001
 #: Results that are arrays of an engine's outputs.
 _OUTPUTS: Final = (
     *("values", "losses", "gradients", "jacobian", "variable_gradients", "reductions"),
@@ -86,6 +89,8 @@ class RequestRunner:
         """Return the steps of a request; after the last one its results are in its segment."""
         if request.problem.fit is not None:
             return self._optimize(request, *request.problem.fit)
+        if request.problem.search is not None:
+            return self._search(request, *request.problem.search)
         return self._evaluate(request)
 
     def plan_merging(self, request: Request) -> None:
@@ -178,6 +183,45 @@ class RequestRunner:
         for name, array in layout.results(segment).items():
             yield from offload(array.nbytes, partial(np.copyto, array, getattr(result, name)))
         return result.timings
+
+    def _search(
+        self, request: Request, search: SearchRequest, deadline: float | None
+    ) -> Steps[Timings]:
+        """Search until a limit of the request is reached, and send progress to the front end."""
+        key, begun = request.problem.dataset_id, time.monotonic()
+        dataset = self._datasets.whole(key)
+        if deadline is not None:
+            left = max(_LEAST_SEARCH_SECONDS, deadline - begun)
+            search = replace(search, max_seconds=min(search.max_seconds or left, left))
+        reported = begun
+
+        def report(progress: SearchProgress) -> None:
+            """Tell the front end how far the search is, now and then."""
+            nonlocal reported
+            if time.monotonic() - reported >= _SEARCH_PROGRESS_SECONDS:
+                reported = time.monotonic()
+                send(progress)
+
+        def send(progress: SearchProgress) -> None:
+            request.connection.send(messages.SearchProgressed(request.number, progress))
+
+        steps = self._engine.search(search, cancelled=request.cancelled, report=report)
+        computed = 0
+        try:
+            while True:
+                started = time.perf_counter_ns()
+                try:
+                    waits_for = next(steps)
+                except StopIteration as end:
+                    send(end.value)
+                    computed += time.perf_counter_ns() - started
+                    return Timings(compute=computed)
+                computed += time.perf_counter_ns() - started
+                yield waits_for
+                if self._datasets.whole(key) is not dataset:  # it was removed, and came again
+                    raise DatasetNotFoundError
+        finally:
+            steps.close()
 
 
 class Part(NamedTuple):

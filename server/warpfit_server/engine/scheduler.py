@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, Generic, TypeVar
 
-from warpfit_server.ipc.segments import ALONE, BEGUN
+from warpfit_server.ipc.segments import ALONE, BEGUN, PROVEN
 from warpfit_server.tenancy.tenants import PROBE
 
 #: Seconds of the engine after which a request is a long one.
@@ -267,7 +267,7 @@ class Scheduler(Generic[Item]):
             turn.is_alone, turn.until = True, now + suspect.alone
             suspect.note_state(ALONE)
         elif now >= turn.until or suspect.is_cancelled:  # others run beside it from now on
-            suspect.note_state(BEGUN)
+            suspect.note_state(PROVEN if turn.is_alone else BEGUN)
             suspect.alone, self._turn = 0.0, None
         tenant, may_run = self._tenants.get(suspect.tenant), turn.is_alone or self._turn is None
         if may_run and tenant is not None and tenant.is_queued(suspect):

@@ -31,13 +31,21 @@ from numpy.typing import NDArray
 from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, UnavailableError, WarpfitError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings
-from warpfit.request import OUTPUTS, Evaluation, Timings
+from warpfit.ir import Batch, Program
+from warpfit.request import OUTPUTS, Evaluation, Tier, Timings
+from warpfit.searching import SearchRequest
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, ChannelClosedError, Message
-from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, digest
+from warpfit_server.ipc.quarantine import (
+    ClearedSuspect,
+    InterruptedBatch,
+    digest,
+    search_digest,
+)
 from warpfit_server.ipc.segments import (
     ALONE,
     FIT_SETTING_ARRAYS,
+    PROVEN,
     QUEUED,
     Segment,
     SegmentLayout,
@@ -201,6 +209,7 @@ class InFlightRequest:
     """Timings of the engine, once it has finished without an error."""
     progress: FitProgress | None = None
     """The latest of a fit, once there is any."""
+    _search: SearchRequest | None = None
 
     def __init__(
         self,
@@ -258,6 +267,20 @@ class InFlightRequest:
             deadline,
         )
 
+    @classmethod
+    def of_search(
+        cls, request: SearchRequest, layout: Layout, deadline: float | None, tenant: str = ""
+    ) -> InFlightRequest:
+        """Make a request of a checked search; ``deadline`` as of a fit.
+
+        It has no arrays. So its batch, of which the segment has the flags, stands for nothing.
+        """
+        batch, rows = Batch.of([Program.constant(0.0)]), request.row_range(layout)
+        nothing = Evaluation(request.dataset_id, batch, rows, values=False, tier=Tier.INTERPRETER)
+        made = cls(SegmentLayout.of(nothing, layout), nothing, rows, tenant, deadline=deadline)
+        made._search = request
+        return made
+
     @property
     def is_fit(self) -> bool:
         """Whether it is a fit."""
@@ -280,7 +303,9 @@ class InFlightRequest:
         return parts
 
     def digest(self) -> bytes:
-        """Return a hash of all that is requested."""
+        """Return a hash of all that is requested; of a search what it looks for."""
+        if self._search is not None:
+            return search_digest(self._search)
         return digest(self.evaluation, self._arrays, self._fit_settings)
 
     def write(self, segment: Segment) -> None:
@@ -314,6 +339,7 @@ class InFlightRequest:
             request_id=LOGGED_REQUEST_ID.get(),
             alone=self.alone,
             fit=None if settings is None else (settings, self._deadline),
+            search=None if self._search is None else (self._search, self._deadline),
         )
 
     def array(self, name: str) -> NDArray[Any] | None:
@@ -342,7 +368,9 @@ class InFlightRequest:
             if state != QUEUED and self.tenant != PROBE:  # the engine had begun it
                 _LOG.warning("a batch of tenant %s was in an engine that was lost", self.tenant)
                 own = self.process, self.evaluation.dataset_id, self.digest()
-                self.connection.report(InterruptedBatch(*own, alone=state == ALONE))
+                is_proven = state == PROVEN
+                report = InterruptedBatch(*own, alone=state == ALONE, is_proven=is_proven)
+                self.connection.report(report)
             raise unavailable()
         if isinstance(reply, messages.RequestFinished):
             self._finish(reply)

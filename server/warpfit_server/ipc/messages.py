@@ -30,6 +30,7 @@ from warpfit.fitting import FitProgress, FitSettings
 from warpfit.ir import Batch
 from warpfit.losses import Closing
 from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit.searching import SearchProgress, SearchRequest
 from warpfit.server_info import Device
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, SuspectList
 from warpfit_server.ipc.segments import Segment, SegmentLayout
@@ -115,9 +116,10 @@ class EngineCounters:
 
 
 class SubmitEvaluation(NamedTuple):
-    """Evaluate or fit the batch in a segment.
+    """Evaluate or fit the batch in a segment, or search with it.
 
-    Answered by messages of progress, ValuesReady or FitProgressed, then RequestFinished.
+    Answered by messages of progress, ValuesReady, FitProgressed or SearchProgressed, then
+    RequestFinished.
     """
 
     request: int
@@ -148,6 +150,9 @@ class SubmitEvaluation(NamedTuple):
     fit: tuple[FitSettings, float | None] | None = None
     """Set if the batch is to be fitted: the settings without their arrays, which are in the
     segment, and ``time.monotonic()`` at which to stop and return what there is, if ever."""
+    search: tuple[SearchRequest, float | None] | None = None
+    """Set for a search, whose segment has nothing but flags that matters: the request, and when to
+    stop, as of a fit."""
 
     def evaluation(self, batch: Batch, segment: Segment) -> Evaluation:
         """Return the evaluation of a batch; a custom loss is copied from the segment."""
@@ -191,6 +196,14 @@ class FitProgressed:
 
     request: int
     progress: FitProgress
+
+
+@dataclass(frozen=True, slots=True)
+class SearchProgressed:
+    """Progress of a search, and at its end the last one."""
+
+    request: int
+    progress: SearchProgress
 
 
 class RequestFinished(NamedTuple):
@@ -342,7 +355,7 @@ class Stop:
     """
 
 
-Reply = ValuesReady | FitProgressed | RequestFinished
+Reply = ValuesReady | FitProgressed | SearchProgressed | RequestFinished
 Message = (
     LoadDataset | UnloadDataset | ConnectFrontEnd | RequestCounters | Stop
     | EngineReady | DatasetLoaded | EngineCounters
@@ -359,7 +372,7 @@ _LAYOUT: Final = SubmitEvaluation._fields.index("segment_layout")
 
 def pack(message: Message) -> tuple[int, bytes]:
     """Return the kind of a message and its bytes, for `unpack`."""
-    if type(message) is SubmitEvaluation and message.fit is None:
+    if type(message) is SubmitEvaluation and message.fit is None and message.search is None:
         plain: Any = list(message)
         plain[_LAYOUT] = tuple(message.segment_layout)
         return _EVALUATION, marshal.dumps(plain)

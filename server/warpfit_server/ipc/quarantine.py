@@ -2,8 +2,9 @@
 
 When an engine dies, what it had begun gets a strike. If a request was alone in the engine, the
 strike is its own; else each of them gets one and becomes a *suspect*. A suspect that is sent again
-runs alone for some seconds (`warpfit_server.engine.scheduler`), and is cleared if it ends. What has
-two strikes is in *quarantine*.
+runs alone for some seconds (`warpfit_server.engine.scheduler`), and is cleared if it ends. One that
+goes on beside others after these seconds, such as a search, is *proven*: it gets a strike only if
+nothing else may be to blame. What has two strikes is in *quarantine*.
 
 A data set gets a strike when an engine dies while it loads that, and for each batch on it that died
 alone. Batches on a suspect data set run alone, too.
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from warpfit.errors import FailedPreconditionError
 from warpfit.fitting import FitSettings
 from warpfit.request import Evaluation
+from warpfit.searching import SearchRequest
 from warpfit_server.shared_batch import BatchSummary
 
 #: Strikes with which a batch or a data set is refused.
@@ -35,6 +37,11 @@ _QUARANTINE_SECONDS: Final = 3600.0
 _ALONE_SECONDS: Final = 2.0
 #: A request that was lost so many seconds before its engine died has nothing to do with that.
 _TOGETHER_SECONDS: Final = 5.0
+#: What may differ between two searches that look for the same.
+_LEFT_OUT: Final = (
+    *("guesses", "seed", "target_loss"),
+    *("max_seconds", "max_generations", "max_formulas", "idle_generations"),
+)
 #: Most deaths that are remembered, most requests of each, and most names in quarantine.
 _MOST_DEATHS, _MOST_BATCHES, _MOST_REFUSED = 32, 64, 256
 
@@ -50,6 +57,8 @@ class InterruptedBatch:
     """Its digest, see `digest`."""
     alone: bool
     """Whether nothing else ran in the engine."""
+    is_proven: bool = False
+    """Whether it had run alone before for as long as suspects do, and the engine had lived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +157,17 @@ def digest(
     return found.digest()
 
 
+def search_digest(request: SearchRequest) -> bytes:
+    """Return the SHA-256 of what a search looks for, and on which data.
+
+    Budget, seed and formulas to begin with do not count: a client goes on from the formulas that
+    were found before the engine died, with what is left of its budget.
+    """
+    usual = SearchRequest(request.dataset_id)
+    left_out: Any = {name: getattr(usual, name) for name in _LEFT_OUT}
+    return hashlib.sha256(repr(replace(request, **left_out)).encode()).digest()
+
+
 @dataclass(slots=True, eq=False)
 class _Death:
     """An engine process that has died, or to which front ends have lost their connections."""
@@ -168,7 +188,9 @@ class _Death:
         if self.loading is not None:
             yield self.loading, None
         begun = [batch for at, batch in self.batches if self.at - at < _TOGETHER_SECONDS]
-        for batch in [batch for batch in begun if batch.alone] or begun:
+        alone = [batch for batch in begun if batch.alone]
+        others = [batch for batch in begun if not batch.is_proven]
+        for batch in alone or others or begun:
             yield batch.batch, batch
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, Protocol
 
-from warpfit import codec
+from warpfit import codec, search_codec
 from warpfit.dataset import Layout
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.fitting import FitRequest, FitResult
@@ -38,6 +38,7 @@ from warpfit_server.limits import (
     check_limit,
     check_names,
     check_result,
+    check_search,
     evaluation_memory,
 )
 from warpfit_server.observability.records import CallRecord
@@ -49,6 +50,10 @@ from warpfit_server.tenancy.turns import TenantTurns
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05
 _ANSWER_SHARE: Final = 0.1
+#: The share of the deadline of a search, which is often long.
+_SEARCH_ANSWER_SHARE: Final = 0.01
+#: Work of a search as routers count it: it takes every other turn of an engine until it ends.
+_SEARCH_NANOSECONDS: Final = 1_000_000_000
 #: Deadlines that are further away are none: gRPC tells three centuries where a call has none, which
 #: is more than timers take.
 _NO_DEADLINE_SECONDS: Final = 1e8
@@ -108,6 +113,7 @@ class Servicer:
         return {
             "Evaluate": Method(partial(self._serve, fits=False), streams=True),
             "Optimize": Method(partial(self._serve, fits=True), streams=True),
+            "Search": Method(self.search, streams=True),
             "UploadVariables": Method(self.upload_variables, uploads=True),
             "OpenDataset": Method(self.open_dataset),
             "GetVariables": Method(self.get_variables),
@@ -224,6 +230,54 @@ class Servicer:
                 arrays: Any = in_flight.segment_layout.results(in_flight.segment)
                 timings = self._record_answer(in_flight, record)
                 return codec.fit_to_bytes(FitResult(**arrays, timings=timings))
+
+    def search(self, message: bytes, context: Call) -> Answer:
+        """Decode, check and admit a search, send it to an engine, and stream progress and end.
+
+        It counts as no engine time in the queue: requests that come later have turns beside it.
+        """
+        record, admission = context.record, self._admission
+        tenant, limits, arrived = record.tenant, context.limits, time.monotonic_ns()
+        parsed = search_codec.search_from_bytes(message)
+        check_limit(limits, "loss_tokens", len(parsed.loss_function.codes))
+        check_limit(limits, "program_tokens", len(parsed.template.codes))
+        key = key_of(tenant, codec.check_content_id(parsed.content_id))
+        search = search_codec.search_from_message(parsed, key)
+        del parsed
+        try:
+            with self._registry.use(key) as data:
+                size = check_search(search, data.layout, limits, admission.most_bytes)
+                with admission.searching(tenant, limits):
+                    context.reserve(size, 0)
+                    stop = _stop_in_time(context.time_remaining(), _SEARCH_ANSWER_SHARE)
+                    request = InFlightRequest.of_search(search, data.layout, stop, tenant)
+                    record.decode = time.monotonic_ns() - arrived
+                    context.end_turn()
+                    context.check_wanted()
+                    in_flight = self._router.start(request, data, _SEARCH_NANOSECONDS)
+                    try:
+                        context.on_end(in_flight.cancel)
+                        return (yield from self._stream_search(in_flight, record))
+                    finally:
+                        in_flight.close()
+        except DatasetNotFoundError:
+            self._registry.forget(key)
+            raise
+
+    def _stream_search(
+        self, in_flight: InFlightRequest | SplitRequest, record: CallRecord
+    ) -> Answer:
+        """Send progress, and return the last message."""
+        last = b""
+        while True:
+            reply = in_flight.next_reply()
+            if isinstance(reply, messages.SearchProgressed):
+                record.programs = reply.progress.formulas
+                last = search_codec.progress_to_bytes(reply.progress)
+                if reply.progress.reason is None:
+                    yield last
+            elif isinstance(reply, messages.RequestFinished):
+                return last + search_codec.search_end(self._record_answer(in_flight, record))
 
     def _record_answer(
         self, in_flight: InFlightRequest | SplitRequest, record: CallRecord
@@ -382,11 +436,17 @@ def _info(dataset: FoundDataset, lost_digits: str = "") -> bytes:
 
 
 def _stop_time(request: FitRequest, remaining: float | None) -> float | None:
-    """Return when a fit must stop so that a partial answer arrives in time; None for never.
+    """Return when a fit must stop so that a partial answer arrives in time; None for never."""
+    return _stop_in_time(remaining, _ANSWER_SHARE) if request.settings.partial else None
 
-    The moment is on the clock of ``time.monotonic()``; ``remaining`` are the call's seconds.
+
+def _stop_in_time(remaining: float | None, share: float) -> float | None:
+    """Return when an engine must stop for an answer in time; None without a deadline.
+
+    The moment is on the clock of ``time.monotonic()``. ``remaining`` are the call's seconds, of
+    which a ``share`` is kept for the way back.
     """
-    if not request.settings.partial or remaining is None or remaining > _NO_DEADLINE_SECONDS:
+    if remaining is None or remaining > _NO_DEADLINE_SECONDS:
         return None
-    margin = max(_ANSWER_SECONDS, _ANSWER_SHARE * remaining)
+    margin = max(_ANSWER_SECONDS, share * remaining)
     return time.monotonic() + max(0.0, remaining - margin)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
@@ -49,6 +49,7 @@ _REFUSALS: Final = {
         "--max-pending-bytes",
     ),
     "engine_ns": ("QUEUE_FULL", "ns of work are in the queue", "--max-queue-seconds"),
+    "searches": ("TOO_MANY_SEARCHES", "searches run", "--max-searches"),
 }
 
 
@@ -148,7 +149,9 @@ class Admission:
         """Bytes that gRPC may hold of a message before its length is known."""
         self._longest_work = int(_LARGEST_PART * queue)
         self._server_rate = limits.rate
-        self._server_quota = Amounts(limits.requests, pending, _UNLIMITED)
+        self._server_quota = Amounts(limits.requests, pending, _UNLIMITED, limits.searches)
+        self.most_bytes = min(self._tenant_quota.nbytes, pending)
+        """Most bytes that a tenant may have in flight."""
         half = Amounts(0, self._tenant_quota.nbytes // 2), Amounts(0, pending // 2)
         self._waiting = half
         """Most bytes of all calls of a tenant and of the server with which another one may wait."""
@@ -240,6 +243,28 @@ class Admission:
         return counted
 
     @contextmanager
+    def searching(self, tenant: str, limits: Limits) -> Iterator[None]:
+        """Count a search in a ``with`` block.
+
+        Raises:
+            ResourceExhaustedError: if as many run as may.
+        """
+        if not limits.searches:
+            raise ResourceExhaustedError(
+                "this server runs no searches for this caller",
+                "TOO_MANY_SEARCHES",
+                "Start the server with a higher --max-searches",
+                needed=1,
+                available=0,
+            )
+        amount = 0, 0, 0, 1
+        self._acquire(tenant, amount, (0, 0, 0, limits.searches))
+        try:
+            yield
+        finally:
+            self.quotas.release(tenant, amount)
+
+    @contextmanager
     def reserved(
         self, tenant: str, nbytes: int, message: int = 0, nanoseconds: int = 0
     ) -> Iterator[None]:
@@ -253,8 +278,8 @@ class Admission:
     def _acquire(
         self,
         tenant: str,
-        amount: tuple[int, int, int],
-        own: tuple[int, int, int],
+        amount: Sequence[int],
+        own: Sequence[int],
         held: int = 0,
     ) -> None:
         exceeded = self.quotas.acquire(

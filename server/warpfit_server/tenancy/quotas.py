@@ -24,6 +24,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -34,10 +35,12 @@ _ENTRIES: Final = 2048
 DATASET_SLOTS: Final = 4096
 _WORD: Final = 8
 #: Words of an entry: key, two moments (`QuotaTable.count_call`, `QuotaTable.retry_delay`), then the
-#: columns: the calls of each process, the bytes of each process, the engine time of each process.
+#: columns: the calls of each process, then its bytes, its engine time and its searches.
 _KEY, _RATE_UNTIL, _RETRY_AT, _COLUMNS = 0, 1, 2, 3
 #: Refused calls are asked back within this many seconds after the first of them.
 _RETRY_SPREAD: Final = 1.0
+#: Quantities of which a call alone may have more than the limit: bytes and engine time.
+_OF_ONE_CALL: Final = (1, 2)
 #: Offset of the entry with the totals of all tenants.
 _SERVER: Final = 0
 
@@ -50,6 +53,8 @@ class Amounts(NamedTuple):
     """Bytes of messages that arrive, and of batches and answers."""
     engine_ns: int = 0
     """Estimated time of the engine, in nanoseconds."""
+    searches: int = 0
+    """Searches, each of which is one of the calls, too."""
 
 
 class Exceeded(NamedTuple):
@@ -104,16 +109,17 @@ class QuotaTable:
     def acquire(
         self,
         tenant: str,
-        amount: tuple[int, int, int],
-        own: tuple[int, int, int],
-        server: tuple[int, int, int],
+        amount: Sequence[int],
+        own: Sequence[int],
+        server: Sequence[int],
         *,
         share: float = 1.0,
         held: int = 0,
     ) -> Exceeded | None:
         """Add an amount unless a limit would be exceeded; return that limit, or None.
 
-        The amounts are `Amounts`, or plain tuples, which are made in half the time.
+        The amounts are `Amounts`, or plain tuples, which are made in half the time; what these
+        leave out is 0.
 
         A tenant may have its ``share`` of what the other tenants leave, and one call in any case:
         so none gets all, and the more tenants want much, the less each of them gets (dynamic
@@ -123,8 +129,8 @@ class QuotaTable:
         only the ``held`` bytes are counted already.
         """
         offset, words, processes = self._offset(tenant), self._words, self._processes
-        calls, nbytes, nanoseconds = amount
-        alone = calls, nbytes + held, nanoseconds
+        alone = [*amount]
+        alone[1] += held
         with self._lock:
             self._add(offset, amount, 1)
             for index, more in enumerate(amount):
@@ -134,7 +140,7 @@ class QuotaTable:
                 used = sum(words[column : column + processes])
                 mine = sum(words[offset + column : offset + column + processes])
                 most, of_tenant = server[index], own[index]
-                may_exceed = alone[index] if index else 0  # a call alone
+                may_exceed = alone[index] if index in _OF_ONE_CALL else 0  # a call alone
                 is_own = mine > of_tenant and mine > may_exceed
                 is_unfair = mine > share * (most - used + mine) and mine > alone[index]
                 if is_own or is_unfair or (used > most and used > may_exceed):
@@ -143,15 +149,15 @@ class QuotaTable:
                     return Exceeded(Amounts._fields[index], is_own, before - more, limit)
         return None
 
-    def release(self, tenant: str, amount: tuple[int, int, int]) -> None:
+    def release(self, tenant: str, amount: Sequence[int]) -> None:
         """Subtract what `acquire` has added."""
         offset = self._offset(tenant)
         with self._lock:
             self._add(offset, amount, -1)
 
-    def _add(self, offset: int, amount: tuple[int, int, int], sign: int) -> None:
+    def _add(self, offset: int, amount: Sequence[int], sign: int) -> None:
         words = self._words
-        for more, column in zip(amount, self._own_columns, strict=True):
+        for more, column in zip(amount, self._own_columns, strict=False):
             if more:
                 words[_SERVER + column] += sign * more
                 words[offset + column] += sign * more

@@ -110,11 +110,12 @@ class TenantLimits:
             raise PermissionDeniedError(
                 f"tenant {tenant} is suspended", "TENANT_SUSPENDED", "Ask the server's operator"
             )
-        requests = max(1, int(self.share * self.server.requests))
+        shared = {"requests": max(1, int(self.share * self.server.requests))}
+        shared["searches"] = math.ceil(self.share * self.server.searches)
         resident = int((_RESIDENT_SHARE if self.is_shared else 1.0) * self.server.resident_bytes)
-        limits: dict[str, Any] = {"requests": requests, "resident_bytes": resident}
+        limits: dict[str, Any] = {**shared, "resident_bytes": resident}
         for name, value in {**sections.default.limits, **section.limits}.items():
-            most = requests if name == "requests" else getattr(self.server, name)
+            most = shared.get(name, getattr(self.server, name))
             if name == "rate":  # 0 is no limit
                 limits[name] = min(value or most, most or value)
             else:

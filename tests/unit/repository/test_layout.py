@@ -40,6 +40,7 @@ ORDERS = {
             "autodiff",
             "requested_outputs",
             "fit",
+            "search",
             "cpu",
             "cuda",
             "scheduler",

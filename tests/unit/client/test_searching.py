@@ -1,0 +1,128 @@
+"""The checks of a search's settings: each mistake is named, with place, reason and remedy."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from warpfit import parse
+from warpfit.dataset import Dataset
+from warpfit.errors import InvalidArgumentError
+from warpfit.ir import Batch
+from warpfit.searching import BASE_UNITS, Rules, SearchRequest, Template, Units
+
+X = np.random.default_rng(0).normal(size=(20, 3))
+LAYOUT = Dataset.of(X, X[:, 0]).layout
+USUAL = SearchRequest(bytes(32), max_generations=1)
+EXPONENTS = np.eye(3, BASE_UNITS)
+LENGTH, MASS_AND_CURRENT = EXPONENTS[0], np.eye(BASE_UNITS)[1] + np.eye(BASE_UNITS)[3]
+ONE = Batch.of([parse("x1")])
+FORM = parse("p1*x4 + exp(x5)")
+
+
+def rules(**given):
+    return {"rules": Rules(**given)}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"max_generations": 0, "max_seconds": 0.5},
+        {"rows": (3, 4), "variables": (2, 0), "group": 1},
+        {"guesses": ONE, "units": Units(EXPONENTS)},
+        {"units": Units(EXPONENTS, LENGTH, dimensionless_constants=True)},
+        {"template": Template(FORM, ((0, 1), (2,)))},
+        rules(arguments={"pow": (-1, 1)}, nesting={("exp", "exp"): 0}, counts={"sin": 0}),
+        {"max_generations": 2**64 - 1, "seed": 2**64 - 1},
+    ],
+)
+def test_what_is_right_passes(given):
+    replace(USUAL, **given).check(LAYOUT)
+
+
+WRONG = [
+    ("BUDGET_MISSING", "max_seconds", {"max_generations": 0}),
+    ("BUDGET_MISSING", "max_seconds", {"max_generations": 0, "target_loss": 0.1}),
+    ("BAD_SETTING", "max_seconds", {"max_seconds": np.nan}),
+    ("BAD_SETTING", "max_seconds", {"max_seconds": np.inf}),
+    ("BAD_SETTING", "max_seconds", {"max_seconds": -1.0}),
+    ("BAD_SETTING", "max_generations", {"max_generations": -1}),
+    ("BAD_SETTING", "max_generations", {"max_generations": 2**64}),
+    ("BAD_SETTING", "max_formulas", {"max_formulas": -1}),
+    ("BAD_SETTING", "idle_generations", {"idle_generations": -1}),
+    ("BAD_SETTING", "target_loss", {"target_loss": np.nan}),
+    ("BAD_SETTING", "screening_rows", {"screening_rows": 0}),
+    ("BAD_SETTING", "islands", {"islands": -1}),
+    ("BAD_SETTING", "islands", {"islands": 2**20}),
+    ("BAD_SETTING", "population", {"population": -1}),
+    ("BAD_SETTING", "population", {"population": 3, "islands": 4}),
+    ("BAD_SETTING", "fit_iterations", {"fit_iterations": -1}),
+    ("BAD_SETTING", "seed", {"seed": -1}),
+    ("BAD_SETTING", "seed", {"seed": 2**64}),
+    ("ROWS_OUT_OF_RANGE", "rows", {"rows": (5, 5)}),
+    ("ROWS_OUT_OF_RANGE", "rows", {"rows": (0, 21)}),
+    ("BAD_SETTING", "operators", {"operators": {}}),
+    ("UNKNOWN_OPERATOR", "operators", {"operators": {"plus": 1.0}}),
+    ("BAD_SETTING", "the weight of add", {"operators": {"add": 0.0}}),
+    ("BAD_SETTING", "the weight of add", {"operators": {"add": np.nan}}),
+    ("BAD_SETTING", "the weight of add", {"operators": {"add": np.inf}}),
+    ("NO_VARIABLES", "variables", {"variables": ()}),
+    ("VARIABLE_OUT_OF_RANGE", "variables", {"variables": (0, 3)}),
+    ("VARIABLE_OUT_OF_RANGE", "variables", {"variables": (-1,)}),
+    ("BAD_SETTING", "variables", {"variables": (1, 1)}),
+    ("CONFLICTING_SETTINGS", "variables", {"variables": (1, 2), "group": 1}),
+    ("BAD_GROUP", "group", {"group": 3}),
+    ("BAD_SETTING", "max_size", rules(max_size=0)),
+    ("BAD_SETTING", "max_size", rules(max_size=1_001)),
+    ("BAD_SETTING", "max_depth", rules(max_depth=-1)),
+    ("UNKNOWN_OPERATOR", "complexities", rules(complexities={"plus": 1})),
+    ("BAD_SETTING", "complexities of exp", rules(complexities={"exp": 0})),
+    ("UNKNOWN_OPERATOR", "counts", rules(counts={"plus": 1})),
+    ("BAD_SETTING", "counts of exp", rules(counts={"exp": -1})),
+    ("UNKNOWN_OPERATOR", "nesting", rules(nesting={("exp", "plus"): 1})),
+    ("BAD_SETTING", "nesting of sin in exp", rules(nesting={("exp", "sin"): -1})),
+    ("UNKNOWN_OPERATOR", "arguments", rules(arguments={"plus": (1, 1)})),
+    ("BAD_SETTING", "arguments of pow", rules(arguments={"pow": (1,)})),
+    ("BAD_SETTING", "arguments of pow", rules(arguments={"pow": (1, 0)})),
+    ("BAD_UNITS", "units", {"units": Units(EXPONENTS[:2])}),
+    ("BAD_UNITS", "units", {"units": Units(EXPONENTS.ravel())}),
+    ("BAD_UNITS", "units", {"units": Units(EXPONENTS * np.nan)}),
+    ("BAD_UNITS", "units", {"units": Units(EXPONENTS, LENGTH[:3])}),
+    ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, MASS_AND_CURRENT, True)}),
+    ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, LENGTH, True), "variables": (1, 2)}),
+    ("BAD_TEMPLATE", "template", {"template": Template(FORM, ())}),
+    ("BAD_TEMPLATE", "template", {"template": Template(FORM, ((0,),))}),
+    ("BAD_TEMPLATE", "template", {"template": Template(FORM, ((0,), (1,), (2,)))}),
+    ("BAD_TEMPLATE", "template", {"template": Template(FORM, ((0,),) * 9)}),
+    ("NO_VARIABLES", "template", {"template": Template(FORM, ((0,), ()))}),
+    ("VARIABLE_OUT_OF_RANGE", "template", {"template": Template(FORM, ((0,), (3,)))}),
+    ("CONFLICTING_SETTINGS", "template", {"template": Template(FORM, ((0,), (1,))), "group": 1}),
+    (
+        "CONFLICTING_SETTINGS",
+        "guesses",
+        {"guesses": ONE, "template": Template(FORM, ((0,), (1,)))},
+    ),
+    ("CONFLICTING_SETTINGS", "guesses", {"guesses": ONE, "variables": (1,)}),
+    ("VARIABLE_OUT_OF_RANGE", "programs", {"guesses": Batch.of([parse("x4")])}),
+    ("BAD_SETTING", "vectors of guesses", {"guesses": Batch.of([parse("p1")], [[[1], [2]]])}),
+]
+
+
+@pytest.mark.parametrize(("reason", "field", "given"), WRONG)
+def test_a_mistake_is_named(reason, field, given):
+    with pytest.raises(InvalidArgumentError) as caught:
+        replace(USUAL, **given).check(LAYOUT)
+    assert (caught.value.reason, caught.value.field) == (reason, field)
+    assert caught.value.remedy
+
+
+def test_data_without_a_target_are_refused():
+    with pytest.raises(InvalidArgumentError) as caught:
+        USUAL.check(Dataset.of(X).layout)
+    assert caught.value.reason == "TARGET_MISSING"
+
+
+def test_the_operator_that_was_meant_is_named():
+    with pytest.raises(InvalidArgumentError, match="Did you mean square"):
+        replace(USUAL, operators={"squared": 1.0}).check(LAYOUT)
