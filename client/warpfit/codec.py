@@ -789,8 +789,6 @@ EXTRAS: Final[Mapping[str, str]] = {
     "correlations": "correlation",
 }
 
-#: Most bytes of the arrays of an answer of one message, says the contract.
-MOST_WHOLE_BYTES: Final = 4_000_000
 #: Of an answer in pieces, other arrays come whole in the last message if each has no more bytes.
 _WHOLE_BYTES: Final = 64 << 10
 #: Fields in the data set's dtype, which come in pieces however short they are.

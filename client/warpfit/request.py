@@ -48,6 +48,8 @@ OUTPUTS: Final = (
     *("gradient", "jacobian", "variable_gradient"),
     *("reductions", "linear_scaling", "correlation"),
 )
+#: Most bytes of the arrays of an answer of one message, says the contract.
+MOST_WHOLE_BYTES: Final = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,12 +9,11 @@ from typing import Final
 
 import numpy as np
 
-from warpfit.codec import MOST_WHOLE_BYTES
 from warpfit.dataset import Layout
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
 from warpfit.fitting import FitRequest, Method, Missing
 from warpfit.ir import Batch
-from warpfit.request import Evaluation
+from warpfit.request import MOST_WHOLE_BYTES, Evaluation
 from warpfit.searching import SearchRequest
 from warpfit.server_info import Limits
 

@@ -40,7 +40,6 @@ ORDERS = {
             "autodiff",
             "requested_outputs",
             "fit",
-            "search",
             "cpu",
             "cuda",
             "scheduler",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from warpfit_server.engine.scheduler import ScheduledRequest, Scheduler
-from warpfit_server.ipc.segments import ALONE, BEGUN, QUEUED
+from warpfit_server.ipc.segments import ALONE, BEGUN, PROVEN, QUEUED
 from warpfit_server.tenancy.tenants import PROBE
 
 
@@ -37,7 +37,7 @@ class Steps:
         """Begin the next step; return its request, or None if nothing may run now."""
         requests = self.scheduler.next()
         for request in requests:
-            if not request.alone:
+            if not (request.alone or request.used):
                 request.state = BEGUN
         return requests[0] if requests else None
 
@@ -92,10 +92,10 @@ def test_a_suspect_that_takes_too_long_runs_beside_others_and_its_state_says_so(
     assert steps.next() is None
     steps.now += 0.2
     assert steps.next() is after
-    assert suspect.state == BEGUN
+    assert suspect.state == PROVEN
     steps.end(suspect, finished=False)
     assert steps.next() is suspect  # beside the other
-    assert suspect.state == BEGUN
+    assert suspect.state == PROVEN
 
 
 def test_a_long_step_does_not_keep_a_suspect_waiting_for_ever(steps):

@@ -10,7 +10,14 @@ from support.servers.examples import an_evaluation
 from warpfit.errors import FailedPreconditionError
 from warpfit.losses import huber
 from warpfit.request import Loss
-from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, Quarantine, digest
+from warpfit.searching import Form, SearchRequest
+from warpfit_server.ipc.quarantine import (
+    ClearedSuspect,
+    InterruptedBatch,
+    Quarantine,
+    digest,
+    search_digest,
+)
 
 D, E = b"data set", b"another one"
 
@@ -23,11 +30,17 @@ class Engines:
         self.quarantine = Quarantine(lambda: self.now)
         self.number = 0
 
-    def die(self, *batches, alone=(), blamed=True, loading=None, at_start=False, dataset=D):
-        """Die while some batches run, those in ``alone`` with nothing beside them."""
+    def die(
+        self, *batches, alone=(), proven=(), blamed=True, loading=None, at_start=False, dataset=D
+    ):
+        """Die while some batches run, those in ``alone`` with nothing beside them.
+
+        Those in ``proven`` had run alone before for as long as suspects do.
+        """
         self.number += 1
         for batch in batches:
-            self.quarantine.report(InterruptedBatch(self.number, dataset, batch, batch in alone))
+            own = self.number, dataset, batch, batch in alone, batch in proven
+            self.quarantine.report(InterruptedBatch(*own))
         self.quarantine.engine_died(
             self.number, is_blamed=blamed, loading=loading, at_start=at_start
         )
@@ -51,6 +64,20 @@ def engines():
 class TestQuarantine:
     def test_without_crashes_no_digest_is_computed(self, engines):
         assert engines.quarantine.suspects.check(D, lambda: pytest.fail("computed")) == 0.0
+
+    def test_a_long_search_is_not_blamed_for_what_others_do_beside_it(self, engines):
+        engines.die(b"search", b"culprit")
+        for number in range(3):
+            culprit = b"culprit %d" % number
+            engines.die(b"search", culprit, proven=[b"search"])
+            assert engines.seconds(culprit) == 2.0
+        assert engines.refuses(b"search") is None
+
+    def test_a_long_search_that_engines_die_of_is_refused(self, engines):
+        for _ in range(2):
+            assert engines.refuses(b"search") is None
+            engines.die(b"search", proven=[b"search"])
+        assert engines.refuses(b"search") == "BATCH_QUARANTINED"
 
     def test_a_batch_that_crashes_two_engines_is_refused_and_one_beside_it_is_not(self, engines):
         engines.die(b"culprit", b"innocent")
@@ -163,3 +190,12 @@ def test_the_digest_covers_the_whole_request():
     names.add(digest(asked, {"upper": np.zeros(3)}))
     assert len(names) == len(others) + 3
     assert digest(asked) == digest(an_evaluation(loss=Loss.MSE))
+
+
+def test_a_search_that_goes_on_has_the_digest_that_it_had():
+    search = SearchRequest(D, max_seconds=10.0)
+    guesses = an_evaluation().batch
+    later = replace(search, guesses=guesses, max_seconds=3.0, seed=1, max_generations=7)
+    assert search_digest(later) == search_digest(search)
+    for change in ({"dataset_id": E}, {"form": Form.PLAIN}, {"operators": {"add": 1.0}}):
+        assert search_digest(replace(search, **change)) != search_digest(search)
