@@ -20,6 +20,7 @@ from warpfit.server_info import Device
 from warpfit_server.ipc.segments import Segment
 
 if TYPE_CHECKING:
+    from warpfit_server.engine.evaluation import LoadedDatasets
     from warpfit_server.engine.fit.searches import Searches, SearchLimits
 
 Result = TypeVar("Result")
@@ -433,6 +434,7 @@ class Engine(Protocol):
     def search(
         self,
         request: SearchRequest,
+        datasets: LoadedDatasets,
         *,
         cancelled: NDArray[np.uint8],
         report: Callable[[SearchProgress], None],
@@ -441,6 +443,7 @@ class Engine(Protocol):
 
         Args:
             request: a checked request on a loaded data set.
+            datasets: has it, and gets the screening rows as data sets of their own.
             cancelled: as in `Outputs`; the search then ends with the reason `CANCELLED`.
             report: called with the progress about once a second.
 

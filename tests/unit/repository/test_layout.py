@@ -40,6 +40,7 @@ ORDERS = {
             "autodiff",
             "requested_outputs",
             "fit",
+            "search",
             "cpu",
             "cuda",
             "scheduler",
@@ -49,7 +50,7 @@ ORDERS = {
             "process",
         ),
     ],
-    "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit"],
+    "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit", "search"],
     "warpfit": [
         *("errors", "expressions", "frontends", "formulas", "codec", "transport", "calls"),
         *("sklearn", "cli"),

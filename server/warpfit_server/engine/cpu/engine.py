@@ -50,6 +50,7 @@ from warpfit_server.engine.cpu.interpreter import (
     new_context,
     span_level,
 )
+from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import Lowered, are_valid, check_tokens, lower_chunk
 from warpfit_server.engine.lowering_cache import LoweringCache
@@ -221,13 +222,14 @@ class CpuEngine:
     def search(
         self,
         request: SearchRequest,
+        datasets: LoadedDatasets,
         *,
         cancelled: NDArray[np.uint8],
         report: Callable[[SearchProgress], None],
     ) -> interface.Steps[SearchProgress]:
         """Search for formulas; see `interface.Engine`."""
         # Imported on first use, because importing it delays the start of the server.
-        from warpfit_server.engine.search.cpu_colony import CpuColony, colony_settings
+        from warpfit_server.engine.cpu.colony import CpuColony, colony_settings
         from warpfit_server.engine.search.driver import search
 
         yield BACKGROUND.submit(parts.load_search, self.threads)
@@ -236,11 +238,10 @@ class CpuEngine:
             return CpuColony(self.evaluate, self.run_in_steps, cancelled, *given)
 
         settings = colony_settings(request)
-        whole = self._dataset(request.dataset_id)
         with _memory_errors():
             return (
                 yield from search(
-                    self, whole, request, new_colony, settings=settings, cancelled=cancelled,
+                    self, datasets, request, new_colony, settings=settings, cancelled=cancelled,
                     report=report,
                 )
             )  # fmt: skip

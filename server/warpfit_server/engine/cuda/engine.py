@@ -45,6 +45,7 @@ from warpfit_server.engine.cuda.runtime.device import (
     PageLocks,
 )
 from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, WorkKind
+from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import (
     Arithmetic,
     EngineBrokenError,
@@ -62,7 +63,7 @@ from warpfit_server.shared_batch import BatchSummary
 from warpfit_server.system.machine import available_cores
 
 if TYPE_CHECKING:
-    from warpfit_server.engine.search.colony import Colony, Screening
+    from warpfit_server.engine.search.colony import Colony
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Steps in flight: one computes while another is copied in, or its losses are sent.
@@ -245,6 +246,7 @@ class CudaEngine:
     def search(
         self,
         request: SearchRequest,
+        datasets: LoadedDatasets,
         *,
         cancelled: NDArray[np.uint8],
         report: Callable[[SearchProgress], None],
@@ -254,23 +256,22 @@ class CudaEngine:
         from warpfit_server.engine.cuda.search import colony
         from warpfit_server.engine.search.driver import search
 
-        whole = self._resident(request.dataset_id).dataset
         self._device.use()
         variants = {4: Variant.of(Arithmetic.FAST, 64), 8: Variant.of(Arithmetic.DOUBLE, 32)}
         if self._search_code is None:
             self._search_code = BACKGROUND.submit(colony.load)
         yield self._search_code
 
-        def new_colony(grammar: NDArray[np.int32], screening: Screening, settings: Any) -> Colony:
+        def new_colony(*given: Any) -> Colony:
+            screening = given[2]
             kernels = self._interpreter.prepare(variants[screening.itemsize])
             resident = self._resident(screening.dataset_id)
-            given = grammar, screening, settings, cancelled
-            return colony.CudaColony(self._device, kernels, resident, *given)
+            return colony.CudaColony(self._device, kernels, resident, cancelled, *given)
 
         try:
             return (
                 yield from search(
-                    self, whole, request, new_colony, settings=colony.colony_settings(request),
+                    self, datasets, request, new_colony, settings=colony.colony_settings(request),
                     cancelled=cancelled, report=report,
                 )
             )  # fmt: skip

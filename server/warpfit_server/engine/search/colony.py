@@ -47,7 +47,8 @@ class Genomes(NamedTuple):
 
     codes: NDArray[np.uint8]
     """[formulas, width]; what is behind a formula's length means nothing."""
-    values: NDArray[np.float32]
+    values: NDArray[np.floating]
+    """Of a colony float32; of formulas that have been fitted float64."""
     lengths: NDArray[np.int32]
 
     def __len__(self) -> int:
@@ -57,6 +58,11 @@ class Genomes(NamedTuple):
         """Return some of the formulas; a slice shares their memory."""
         return Genomes(self.codes[index], self.values[index], self.lengths[index])
 
+    def widened(self, width: int) -> Genomes:
+        """Return the same formulas in rows of at least their width."""
+        room = ((0, 0), (0, width - self.codes.shape[1]))
+        return Genomes(np.pad(self.codes, room), np.pad(self.values, room), self.lengths)
+
     def population(self) -> Population:
         """Return the formulas one after the other."""
         inside = np.arange(self.codes.shape[1]) < self.lengths[:, None]
@@ -65,10 +71,10 @@ class Genomes(NamedTuple):
 
     @classmethod
     def of(cls, population: Population, width: int) -> Genomes:
-        """Lay out formulas of at most ``width`` tokens."""
+        """Lay out formulas of at most ``width`` tokens, with values in float64."""
         lengths = population.lengths.astype(np.int32)
         inside = np.arange(width) < lengths[:, None]
-        codes, values = np.zeros(inside.shape, np.uint8), np.zeros(inside.shape, np.float32)
+        codes, values = np.zeros(inside.shape, np.uint8), np.zeros(inside.shape)
         codes[inside], values[inside] = population.codes, population.values
         return cls(codes, values, lengths)
 
@@ -93,8 +99,8 @@ class Screening:
     """[rows], positive; they add up to 1."""
     itemsize: int
     """Bytes of a value: 4 or 8."""
-    is_scaled: bool
-    """Whether slope and intercept are fitted."""
+    fitted: int
+    """Numbers around f that are fitted: 2 for slope and intercept, 1 for a slope, 0 for none."""
 
     @property
     def spread(self) -> float:
@@ -111,6 +117,8 @@ class ColonySettings:
     island: int
     """Formulas of an island."""
     seed: int
+    fit_every: int
+    """Generations between two rounds of fits."""
 
     @property
     def formulas(self) -> int:
@@ -128,6 +136,8 @@ class Colony(Protocol):
     width: int
     formulas: int
     """New formulas that have been scored."""
+    island_scores: NDArray[np.float32]
+    """Best score of each island when `champions` was called last, [islands]; less is better."""
 
     def populate(self) -> Steps[None]:
         """Fill all islands with random formulas."""

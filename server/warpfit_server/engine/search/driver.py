@@ -4,15 +4,17 @@ The simple form:
 
     draw the screening rows; fit the guesses; fill the colony
     until the budget is used up:
-        run generations
+        run some generations
         fit the constants of the best formulas of each island, and put them back
-        add what is new to the archive: the best fitted formula of each size
-        give up an island that makes no progress for too long
+        keep what is new in the archive: the best fitted formula of each size
+        begin an island anew that makes no progress
         report the front once a second
-    fit the archive on all rows, and return the front
+    fit the archive on all rows, and return its front
 
-A loss that is no sum of squares has no closed form for slope and intercept. Structures are then
-proposed by least squares, and the archive compares them by the loss.
+What is done when depends on generations alone, but for the end of a search with a budget of time,
+so that a seed gives the same search. A loss that is no sum of squares has no closed form for slope
+and intercept: structures are then proposed by least squares, and the archive compares their fits by
+the loss.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +32,12 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError
 from warpfit.fitting import FitRequest, FitResult, FitSettings
-from warpfit.ir import Batch
+from warpfit.ir import Batch, Population
 from warpfit.losses import LossFunction, TargetStatistics
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER
 from warpfit.request import Evaluation
 from warpfit.searching import Front, SearchProgress, SearchReason, SearchRequest
+from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import Engine, Steps
 from warpfit_server.engine.search.colony import (
     Colony,
@@ -43,21 +46,29 @@ from warpfit_server.engine.search.colony import (
     Scored,
     Screening,
 )
-from warpfit_server.engine.search.genome import COMPLEXITY, MOST_COLUMNS, SCALED, new_grammar
+from warpfit_server.engine.search.genome import (
+    COMPLEXITY,
+    MOST_COLUMNS,
+    WIDTH,
+    fitted_numbers,
+    new_grammar,
+    new_units,
+)
 
 Floats = NDArray[np.float64]
-#: Seconds between two reports, and two looks at what is best of each size.
+#: Seconds between two reports.
 _REPORT_SECONDS: Final = 1.0
-_LOOK_SECONDS: Final = 0.5
-#: Part of the time that goes to fits.
-_FIT_SHARE: Final = 0.35
-#: Formulas of each island that are fitted at a time.
+#: Formulas of each island that are fitted at a time, and rounds of fits after which the best
+#: formula of each size is fitted, too.
 _CHAMPIONS: Final = 4
-#: An island is given up after so many seconds in which its best loss fell by less than a tenth, and
-#: at least so many generations.
-_PATIENCE: Final = 8.0
-_LEAST_GENERATIONS: Final = 100
+_LOOK_EVERY: Final = 8
+#: Generations after which an island begins anew whose best score did not fall by a tenth.
+_PATIENCE: Final = 200
 _PROGRESS: Final = 0.9
+#: Part of a budget of time that is kept for fits on all rows, if there are many more of them than
+#: screening rows.
+_FINAL_SHARE: Final = 0.1
+_MANY_ROWS: Final = 4
 #: Numbers beyond which, or whose relative spread below which, float32 loses digits that matter.
 _SINGLE_RANGE: Final = (1e-12, 1e12)
 _SINGLE_SPREAD: Final = 1e-3
@@ -70,7 +81,7 @@ _MUL, _ADD = OPERATORS["mul"].code, OPERATORS["add"].code
 
 def search(
     engine: Engine,
-    dataset: Dataset,
+    datasets: LoadedDatasets,
     request: SearchRequest,
     new_colony: Callable[..., Colony],
     *,
@@ -81,15 +92,15 @@ def search(
     """Search for formulas; see `warpfit_server.engine.interface.Engine.search`.
 
     Args:
-        engine: evaluates and fits; gets the screening rows as data sets of their own.
-        dataset: what the request names.
+        engine: says how many threads a fit may use.
+        datasets: has the data set that the request names.
         request: a checked request.
-        new_colony: makes the engine's colony of grammar, screening rows and settings.
+        new_colony: makes the engine's colony of grammar, units, screening rows and settings.
         settings: size of the colony.
         cancelled: [1]; another process sets it to 1 to cancel the search.
         report: called with the progress about once a second.
     """
-    run = _Search(engine, dataset, request, cancelled, report)
+    run = _Search(engine, datasets, request, cancelled, report)
     try:
         return (yield from run.run(new_colony, settings))
     finally:
@@ -148,12 +159,13 @@ class _Search:
     def __init__(
         self,
         engine: Engine,
-        dataset: Dataset,
+        datasets: LoadedDatasets,
         request: SearchRequest,
         cancelled: NDArray[np.uint8],
         report: Callable[[SearchProgress], None],
     ) -> None:
-        self._engine, self._dataset, self._request = engine, dataset, request
+        self._engine, self._datasets, self._request = engine, datasets, request
+        self._dataset = datasets.whole(request.dataset_id)
         self._cancelled, self._report = cancelled, report
         self._began = time.monotonic()
         self._rng = np.random.default_rng(request.seed)
@@ -161,15 +173,14 @@ class _Search:
         self._archive = _Archive()
         self._loaded: list[bytes] = []
         self._colony: Colony | None = None
-        self._generations = self._fits = self._pairs = self._restarts = 0
-        self._fit_seconds = self._colony_seconds = 0.0
+        self._generations = self._idle = self._fits = self._pairs = self._restarts = 0
 
     def close(self) -> None:
         """Free what the engine holds for the search."""
         if self._colony is not None:
             self._colony.close()
         for key in self._loaded:
-            self._engine.unload(key)
+            self._datasets.unload(key)
 
     def run(
         self, new_colony: Callable[..., Colony], settings: ColonySettings
@@ -178,70 +189,143 @@ class _Search:
         request = self._request
         rows = self._draw_rows()
         columns = self._choose_columns(rows)
-        grammar = new_grammar(request, [columns])
+        self._grammar = new_grammar(request, [columns])
+        self._units = new_units(request, self._dataset.layout.variables)
         self._rows = self._load_rows(rows, np.dtype(np.float64))
         self._statistics = TargetStatistics.of_rows(self._rows, slice(0, len(rows)))
-        single = self._suits_float32(columns)
-        scoring = self._load_rows(rows, np.dtype(np.float32)) if single else self._rows
-        assert self._rows.target is not None
-        weights = self._rows.weights
-        own = np.ones(len(rows)) if weights is None else weights.astype(np.float64)
-        screening = Screening(
-            scoring.content_id, self._rows.target.astype(np.float64), own / own.sum(),
-            scoring.layout.dtype.itemsize, bool(grammar[SCALED]),
-        )  # fmt: skip
-        self._grammar, self._screening = grammar, screening
-        if screening.spread == 0.0:
+        self._screening = self._screen(rows, columns)
+        if self._screening.spread == 0.0:
             return self._progress(SearchReason.TARGET_LOSS)
-        colony = self._colony = new_colony(grammar, screening, settings)
-        yield from colony.populate()
-        reported = looked = time.monotonic()
-        idle, improved = 0, 0
+        given = self._grammar, self._units, self._screening, settings
+        colony = self._colony = new_colony(*given)
         reason: SearchReason | None = None
         try:
-            while (reason := self._ended(idle)) is None:
-                started = time.monotonic()
-                yield from colony.advance()
-                self._generations += 1
-                self._colony_seconds += time.monotonic() - started
-                total = self._fit_seconds + self._colony_seconds
-                if request.fit_iterations and self._fit_seconds <= _FIT_SHARE * total:
-                    started = time.monotonic()
-                    found = yield from colony.champions(_CHAMPIONS)
-                    yield from self._fit(found)
-                    self._fit_seconds += time.monotonic() - started
-                if time.monotonic() - looked >= _LOOK_SECONDS:
-                    yield from self._fit((yield from colony.best()))
-                    looked = time.monotonic()
-                idle = idle + 1 if self._archive.improved == improved else 0
-                improved = self._archive.improved
-                if time.monotonic() - reported >= _REPORT_SECONDS:
-                    self._report(self._progress(None))
-                    reported = time.monotonic()
-                yield None
+            yield from colony.populate()
+            yield from self._insert_guesses(settings)
+            reason = yield from self._evolve(colony, settings)
+            yield from self._fit((yield from colony.best()))
         except CancelledError:
             reason = SearchReason.CANCELLED
         if reason is not SearchReason.CANCELLED:
-            yield from self._fit((yield from colony.best()))
+            yield from self._fit_all_rows()
         return self._progress(reason)
 
-    def _ended(self, idle: int) -> SearchReason | None:
+    def _evolve(self, colony: Colony, settings: ColonySettings) -> Steps[SearchReason]:
+        """Run generations and fits until the search ends; return why."""
+        milestones = np.full(settings.islands, math.inf)
+        begun = np.zeros(settings.islands, np.int64)
+        reported, improved, rounds = time.monotonic(), 0, 0
+        while (reason := self._ended()) is None:
+            yield from colony.advance()
+            self._generations += 1
+            self._idle = self._idle + 1 if self._archive.improved == improved else 0
+            improved = self._archive.improved
+            if self._generations % settings.fit_every == 0:
+                yield from self._fit((yield from colony.champions(_CHAMPIONS)))
+                rounds += 1
+                if rounds % _LOOK_EVERY == 0:
+                    yield from self._fit((yield from colony.best()))
+                yield from self._restart(colony, milestones, begun)
+            if time.monotonic() - reported >= _REPORT_SECONDS:
+                self._report(self._progress(None))
+                reported = time.monotonic()
+            yield None
+        return reason
+
+    def _restart(self, colony: Colony, milestones: Floats, begun: NDArray[np.int64]) -> Steps[None]:
+        """Begin the island anew that has made no progress for longest, unless it is the best."""
+        scores = colony.island_scores.astype(np.float64)
+        progress = scores < milestones * _PROGRESS
+        milestones[progress], begun[progress] = scores[progress], self._generations
+        waits = self._generations - begun
+        waits[np.argmin(scores)] = 0
+        island = int(np.argmax(waits))
+        if waits[island] >= _PATIENCE:
+            self._restarts += 1
+            milestones[island], begun[island] = math.inf, self._generations
+            yield from colony.restart(island)
+
+    def _ended(self) -> SearchReason | None:
         """Return why the search ends now, or None."""
         request, colony = self._request, self._colony
         assert colony is not None
         if self._cancelled[0]:
             return SearchReason.CANCELLED
-        if self._archive.best() <= request.target_loss:
+        if self._archive.best() <= self._signed(request.target_loss):
             return SearchReason.TARGET_LOSS
+        share = 1.0 - _FINAL_SHARE * self._has_many_rows
         for reason, limit, reached in (
-            (SearchReason.TIME, request.max_seconds, time.monotonic() - self._began),
+            (SearchReason.TIME, request.max_seconds * share, time.monotonic() - self._began),
             (SearchReason.GENERATIONS, request.max_generations, self._generations),
             (SearchReason.FORMULAS, request.max_formulas, colony.formulas),
-            (SearchReason.IDLE, request.idle_generations, idle),
+            (SearchReason.IDLE, request.idle_generations, self._idle),
         ):
             if limit and reached >= limit:
                 return reason
         return None
+
+    def _signed(self, loss: Any) -> Any:
+        """Return a loss as a number that is less if it is better, or the other way round."""
+        return 1.0 - loss if self._loss.is_score else loss
+
+    @property
+    def _has_many_rows(self) -> bool:
+        start, stop = self._request.rows or (0, self._dataset.layout.rows)
+        return stop - start > _MANY_ROWS * self._request.screening_rows
+
+    def _insert_guesses(self, settings: ColonySettings) -> Steps[None]:
+        """Fit the formulas that the search begins with; those that are allowed join the islands."""
+        guesses = self._request.guesses
+        if guesses is None:
+            return
+        starts, width = guesses.parameter_starts, int(self._grammar[WIDTH])
+        codes, values = guesses.codes.copy(), guesses.values.copy()
+        own = np.repeat(starts[:-1], guesses.lengths)
+        is_parameter = codes == PARAMETER
+        places = own[is_parameter] + values[is_parameter].astype(np.int64)
+        codes[is_parameter], values[is_parameter] = CONSTANT, guesses.parameters[places]
+        fits = np.flatnonzero(guesses.lengths <= width)
+        if not len(fits):
+            return
+        genomes = Genomes.of(Population(codes, values, guesses.lengths)[fits], width)
+        island, number = np.arange(len(fits)) % settings.islands, np.arange(len(fits))
+        places = island * settings.island + number // settings.islands % settings.island
+        yield from self._fit(Scored(genomes, np.zeros(len(fits), np.float32), places))
+
+    def _fit_all_rows(self) -> Steps[None]:
+        """Fit the front on all rows of the request, as well as the time allows."""
+        start, stop = self._request.rows or (0, self._dataset.layout.rows)
+        found = self._archive.front()
+        if stop - start <= len(self._screening.target) or not found:
+            return
+        front = self._front()
+        deadline = None
+        if self._request.max_seconds:
+            deadline = self._began + self._request.max_seconds
+        result = yield from self._optimize(
+            self._dataset, front.batch, max(1, self._request.fit_iterations), deadline
+        )
+        losses, edges = self._signed(result.losses.reshape(-1)), front.batch.parameter_starts
+        self._archive = _Archive()
+        for place, (size, entry) in enumerate(found):
+            entry.parameters = result.parameters[edges[place] : edges[place + 1]]
+            entry.loss = float(losses[place])
+            self._archive.add(size, entry)
+
+    def _screen(self, rows: NDArray[np.int64], columns: list[int]) -> Screening:
+        """Load the screening rows in the type in which formulas are scored."""
+        single = self._suits_float32(columns)
+        scoring = self._load_rows(rows, np.dtype(np.float32)) if single else self._rows
+        target, weights = self._rows.target, self._rows.weights
+        assert target is not None
+        own = np.ones(len(rows)) if weights is None else weights.astype(np.float64)
+        return Screening(
+            scoring.content_id,
+            np.ascontiguousarray(target, np.float64),
+            own / own.sum(),
+            scoring.layout.dtype.itemsize,
+            fitted_numbers(self._request),
+        )
 
     def _progress(self, reason: SearchReason | None) -> SearchProgress:
         """Return how far the search is."""
@@ -264,7 +348,8 @@ class _Search:
         if not found:
             constant = np.array([PARAMETER], np.uint8)
             mean = float(self._screening.weights @ self._screening.target)
-            found = [(1, _Entry(constant, np.zeros(1), np.array([mean]), self._screening.spread))]
+            squares = self._screening.spread
+            found = [(1, _Entry(constant, np.zeros(1), np.array([mean]), squares))]
         entries = [entry for _, entry in found]
         batch = Batch(
             np.concatenate([entry.codes for entry in entries]),
@@ -274,7 +359,7 @@ class _Search:
             parameters=np.concatenate([entry.parameters for entry in entries]),
         )
         sizes = np.array([size for size, _ in found], np.int64)
-        return Front(batch, sizes, np.array([entry.loss for entry in entries]))
+        return Front(batch, sizes, self._signed(np.array([entry.loss for entry in entries])))
 
     # --------------------------------------------------------------------------------------- rows
 
@@ -316,7 +401,7 @@ class _Search:
         layout: Layout = replace(self._dataset.layout, rows=len(rows), dtype=dtype)
         matrix = np.ascontiguousarray(self._dataset.matrix[:, rows], dtype=dtype)
         loaded = Dataset.resident(layout, matrix, os.urandom(32))
-        self._engine.load(loaded)
+        self._datasets.load(loaded)
         self._loaded.append(loaded.content_id)
         return loaded
 
@@ -339,16 +424,16 @@ class _Search:
         batch = self._with_parameters(found.genomes)
         result = yield from self._optimize(self._rows, batch, self._request.fit_iterations)
         self._fits += len(batch)
-        losses = result.losses.reshape(-1)
+        losses = self._signed(result.losses.reshape(-1))
         starts = batch.parameter_starts
         genomes = found.genomes
-        fitted = Genomes(genomes.codes, genomes.values.copy(), genomes.lengths)
-        scaled = 2 if self._screening.is_scaled else 0
+        fitted = Genomes(genomes.codes, genomes.values.astype(np.float64), genomes.lengths)
+        around = self._screening.fitted
         is_small = np.ones(len(batch), dtype=bool)
         for row in range(len(batch)):
             own = result.parameters[starts[row] : starts[row + 1]]
             tokens = genomes.codes[row, : genomes.lengths[row]]
-            numbers = own[: len(own) - scaled]
+            numbers = own[: len(own) - around]
             is_small[row] = (np.abs(numbers) <= _LARGEST_CONSTANT).all()
             if is_small[row]:
                 fitted.values[row, np.flatnonzero(tokens == CONSTANT)] = numbers
@@ -371,10 +456,12 @@ class _Search:
             constants = np.flatnonzero(own == CONSTANT)
             start, count = own_values[constants].copy(), len(constants)
             own[constants], own_values[constants] = PARAMETER, np.arange(count)
-            if self._screening.is_scaled:
-                own = np.append(own, np.array([PARAMETER, _MUL, PARAMETER, _ADD], np.uint8))
-                own_values = np.append(own_values, [count, 0.0, count + 1, 0.0])
-                start = np.append(start, [1.0, 0.0])
+            if self._screening.fitted > 0:
+                own = np.append(own, np.array([PARAMETER, _MUL], np.uint8))
+                own_values, start = np.append(own_values, [count, 0.0]), np.append(start, 1.0)
+            if self._screening.fitted == 2:
+                own = np.append(own, np.array([PARAMETER, _ADD], np.uint8))
+                own_values, start = np.append(own_values, [count + 1, 0.0]), np.append(start, 0.0)
             codes.append(own)
             values.append(own_values)
             numbers.append(start)
@@ -386,22 +473,26 @@ class _Search:
             parameters=np.concatenate(numbers),
         )
 
-    def _optimize(self, rows: Dataset, batch: Batch, iterations: int) -> Steps[FitResult]:
-        """Fit a batch on some rows."""
+    def _optimize(
+        self, rows: Dataset, batch: Batch, iterations: int, deadline: float | None = None
+    ) -> Steps[FitResult]:
+        """Fit a batch on the screening rows, or on those of the whole data set."""
         # Imported on first use, because importing it delays the start of the server.
         from warpfit_server.engine.fit.driver import FitContext, optimize
 
+        is_whole = rows is self._dataset
         problem = Evaluation(
-            rows.content_id, batch, values=False, loss=self._request.loss,
-            custom_loss=self._request.custom_loss,
+            rows.content_id, batch, self._request.rows if is_whole else None, values=False,
+            loss=self._request.loss, custom_loss=self._request.custom_loss,
         )  # fmt: skip
-        settings = FitSettings(max_iterations=max(1, iterations))
+        settings = FitSettings(max_iterations=max(1, iterations), partial=deadline is not None)
         context = FitContext(
-            linearise=self._engine.linearise,
-            evaluate=self._engine.evaluate,
+            linearise=self._datasets.linearise,
+            evaluate=self._datasets.evaluate,
             dataset=rows,
             cancelled=self._cancelled,
-            statistics=self._statistics,
+            statistics=None if is_whole else self._statistics,
+            deadline=deadline,
             threads=self._engine.threads,
         )
         return (yield from optimize(FitRequest(problem, settings), context))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.ops import ARITIES, CONSTANT, KERNEL_FUNCTIONS, OPERATORS, VARIABLE
-from warpfit.searching import SearchRequest
+from warpfit.searching import Form, SearchRequest
 from warpfit_server.engine.search.kernel_language import (
     Bool,
     Bytes,
@@ -70,8 +70,11 @@ _FIELDS: Final = {
     "width": 1,  # most tokens of a genome
     "max_size": 1,
     "max_depth": 1,  # 0 for any
-    "scaled": 1,  # 1 if slope and intercept are fitted, so that f needs none
+    "scaled": 1,  # 2 if slope and intercept are fitted, 1 if a slope is, so that f needs none
     "functions": 1,
+    "has_units": 1,
+    "unit_kind": _CODES,  # what an operator does to dimensions: one of the numbers below
+    "unit_power": _CODES,  # exponent of a power, in sixths
     "first_column": MOST_FUNCTIONS,  # of a function among ``columns``
     "column_count": MOST_FUNCTIONS,  # 0 for a function that is one constant
     "columns": MOST_COLUMNS,
@@ -97,6 +100,9 @@ _FIELDS: Final = {
     MAX_DEPTH,
     SCALED,
     FUNCTIONS,
+    HAS_UNITS,
+    UNIT_KIND,
+    UNIT_POWER,
     FIRST_COLUMN,
     COLUMN_COUNT,
     COLUMNS,
@@ -109,6 +115,29 @@ _PLACES: Final = {
 }
 #: Numbers of a grammar.
 GRAMMAR_SIZE: Final = sum(_FIELDS.values())
+
+#: What operators do to the dimensions of their operands. Those that are not listed take numbers,
+#: and return one; those of kind 1 and 2 take operands of one dimension, which is that of the result
+#: of kind 1. A power of a number is one.
+_ALIKE, _COMPARED, _A_POWER, _PRODUCT, _QUOTIENT, _EXPONENT, _CHOICE, _FUSED = range(1, 9)
+_UNIT_KINDS: Final = {
+    _ALIKE: ("add", "sub", "min", "max", "neg", "abs", "floor", "ceil", "round", "relu", "mod"),
+    _COMPARED: ("lt", "le", "gt", "ge", "eq", "ne", "atan2", "sign"),
+    _PRODUCT: ("mul",),
+    _QUOTIENT: ("div", "pdiv", "zdiv"),
+    _EXPONENT: ("pow", "powabs"),
+    _CHOICE: ("where",),
+    _FUSED: ("fma",),
+}
+_POWERS: Final = {
+    "square": 2.0, "cube": 3.0, "sqrt": 0.5, "sqrtabs": 0.5, "cbrt": 1 / 3, "inv": -1.0,
+    "pinv": -1.0,
+}  # fmt: skip
+#: Dimension of a constant that may have any, and of what is not consistent; the unit in which
+#: dimensions are whole numbers, and the difference of two that are equal but for rounding.
+FREE, _WRONG = -(1 << 30), -(1 << 30) + 1
+_UNIT: Final = 1 << 16
+_EQUAL: Final = 1 << 7
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX1: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -123,7 +152,7 @@ _GRAFT: Final = 6
 #: Children that are made until one has not been tried, one of so many fathers comes from another
 #: island, and times that a structure with constants is tried before it counts as tried.
 _ATTEMPTS: Final = 4
-_MIGRANTS: Final = 200
+_MIGRANTS: Final = 1000
 _TRIES: Final = 8
 #: Random formulas that are tried for a place.
 _TRIALS: Final = 20
@@ -184,7 +213,14 @@ def new_grammar(request: SearchRequest, columns: Sequence[Sequence[int]]) -> NDA
         )
     one["width"][:] = -(-max(most, 8) // 8) * 8
     one["max_size"][:], one["max_depth"][:] = rules.max_size, rules.max_depth
-    one["scaled"][:] = request.template is None and request.form == "scaled"
+    one["scaled"][:] = fitted_numbers(request)
+    if request.units is not None:
+        one["has_units"][:] = 1
+        for kind, operators in _UNIT_KINDS.items():
+            one["unit_kind"][[OPERATORS[name].code for name in operators]] = kind
+        for name, power in _POWERS.items():
+            one["unit_kind"][OPERATORS[name].code] = _A_POWER
+            one["unit_power"][OPERATORS[name].code] = round(6 * power)
     one["functions"][:] = len(columns)
     place = 0
     for function, own in enumerate(columns):
@@ -192,6 +228,35 @@ def new_grammar(request: SearchRequest, columns: Sequence[Sequence[int]]) -> NDA
         one["columns"][place : place + len(own)] = own
         place += len(own)
     return grammar
+
+
+def fitted_numbers(request: SearchRequest) -> int:
+    """Return how many numbers around f have a closed form: slope and intercept, a slope, or none.
+
+    Of a target with a unit there is no intercept if constants are plain numbers.
+    """
+    if request.template is not None or request.form is not Form.SCALED:
+        return 0
+    units = request.units
+    if units is None or not units.dimensionless_constants or units.target is None:
+        return 2
+    return 1 if np.any(units.target) else 2
+
+
+def new_units(request: SearchRequest, variables: int) -> NDArray[np.int32]:
+    """Return the dimensions of the target and of each variable, int32 [1 + variables].
+
+    A dimension is the sum of the exponents of the base units, each times the square root of another
+    prime, as in `warpfit.formulas.units`, as a multiple of 1 / `_UNIT`. `FREE` is any.
+    """
+    found = np.full(1 + variables, FREE, np.int32)
+    if request.units is None:
+        return found
+    roots = np.sqrt([2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0])
+    found[1:] = np.rint(request.units.variables @ roots * _UNIT)
+    if request.units.dimensionless_constants and request.units.target is not None:
+        found[0] = np.rint(request.units.target @ roots * _UNIT)
+    return found
 
 
 def _draws(weights: dict[int, float]) -> NDArray[np.int32]:
@@ -639,7 +704,7 @@ def simplify(
             values[at] = value
             at += 1
     length = at - place
-    if grammar[SCALED] == 1:
+    if grammar[SCALED] > 0:
         length = without_scale(grammar, codes, values, place, length)
     return length
 
@@ -647,15 +712,16 @@ def simplify(
 @portable
 def without_scale(grammar: Integers, codes: Bytes, values: Reals, place: Int, length: Int) -> Int:
     """Take slope and intercept off a formula that has been simplified; return its length."""
+    has_intercept: Bool = grammar[SCALED] == 2
     while length > 1:
         last: Int = place + length - 1
         code: Int = codes[last]
-        commutes: Bool = code == ADD or code == MUL
+        is_sum: Bool = has_intercept and (code == ADD or code == SUB)
         if code == NEG:
             length -= 1
-        elif (commutes or code == SUB or code == DIV) and codes[last - 1] == CONSTANT:
+        elif (is_sum or code == MUL or code == DIV) and codes[last - 1] == CONSTANT:
             length -= 2
-        elif code == SUB and codes[place] == CONSTANT and length > 2:
+        elif has_intercept and code == SUB and codes[place] == CONSTANT and length > 2:
             if subtree_start(grammar, codes, last - 1) != place + 1:
                 return length
             copy_tokens(codes, values, place + 1, last, codes, values, place)
@@ -739,6 +805,104 @@ def deepest(
 
 
 @portable
+def common_unit(a: Int, b: Int) -> Int:
+    """Return the dimension of both, `_WRONG` if they differ."""
+    if a == FREE:
+        return b
+    if b == FREE or abs(a - b) <= _EQUAL:
+        return a
+    return _WRONG
+
+
+@portable
+def is_number(a: Int) -> Bool:
+    """Return whether a dimension may be that of a plain number."""
+    return a == FREE or abs(a) <= _EQUAL
+
+
+@portable
+def joined_units(grammar: Integers, code: Int, a: Int, b: Int, c: Int) -> Int:
+    """Return the dimension of an operator's result from those of its operands.
+
+    Operands that an operator does not have are `FREE`. `warpfit.formulas.units` has the same rules.
+    """
+    if a == _WRONG or b == _WRONG or c == _WRONG:
+        return _WRONG
+    kind: Int = grammar[UNIT_KIND + code]
+    if kind == _ALIKE:
+        return common_unit(a, b)
+    if kind == _COMPARED:
+        if common_unit(a, b) == _WRONG:
+            return _WRONG
+        return 0
+    if kind == _A_POWER:
+        if a == FREE:
+            return FREE
+        return a * grammar[UNIT_POWER + code] // 6
+    if kind == _PRODUCT or kind == _QUOTIENT or kind == _FUSED:
+        found: Int = FREE
+        if a != FREE and b != FREE:
+            found = a + b
+            if kind == _QUOTIENT:
+                found = a - b
+        if kind == _FUSED:
+            return common_unit(found, c)
+        return found
+    if kind == _EXPONENT:
+        if is_number(a) and is_number(b):
+            return 0
+        if b == FREE:
+            return FREE
+        return _WRONG
+    if kind == _CHOICE:
+        if is_number(a):
+            return common_unit(b, c)
+        return _WRONG
+    if is_number(a) and is_number(b) and is_number(c):
+        return 0
+    return _WRONG
+
+
+@portable
+def keeps_units(
+    grammar: Integers,
+    units: Integers,
+    codes: Bytes,
+    values: Reals,
+    place: Int,
+    length: Int,
+    work: Integers,
+) -> Bool:
+    """Return whether a formula has consistent units, and that of the target if it has one.
+
+    ``units`` are from `new_units`, ``work`` is memory for as many numbers as there are tokens.
+    """
+    height: Int = 0
+    constant: Int = FREE
+    if units[0] != FREE:
+        constant = 0
+    for token in range(place, place + length):
+        code: Int = codes[token]
+        arity: Int = grammar[ARITY + code]
+        found: Int = constant
+        if code == VARIABLE:
+            found = units[1 + np.int64(values[token])]
+        elif arity > 0:
+            b: Int = FREE
+            c: Int = FREE
+            if arity > 1:
+                b = work[height - arity + 1]
+            if arity > 2:
+                c = work[height - arity + 2]
+            found = joined_units(grammar, code, work[height - arity], b, c)
+        if found == _WRONG:
+            return False
+        height += 1 - arity
+        work[height - 1] = found
+    return units[0] == FREE or common_unit(work[0], units[0]) != _WRONG
+
+
+@portable
 def structure_hash(
     grammar: Integers, codes: Bytes, values: Reals, place: Int, length: Int, work: Words
 ) -> Word:
@@ -781,18 +945,40 @@ def has_constants(codes: Bytes, place: Int, length: Int) -> Bool:
 
 
 @portable
+def is_allowed(
+    grammar: Integers,
+    units: Integers,
+    codes: Bytes,
+    values: Reals,
+    place: Int,
+    length: Int,
+    work: Integers,
+) -> Bool:
+    """Return whether a genome keeps to the rules, and to the units if there are some."""
+    if not keeps_rules(grammar, codes, place, length, work):
+        return False
+    return grammar[HAS_UNITS] == 0 or keeps_units(
+        grammar, units, codes, values, place, length, work
+    )
+
+
+@portable
 def first_formula(
-    grammar: Integers, random: Words, codes: Bytes, values: Reals, place: Int, work: Integers
+    grammar: Integers,
+    units: Integers,
+    random: Words,
+    codes: Bytes,
+    values: Reals,
+    place: Int,
+    work: Integers,
 ) -> Int:
-    """Write a random formula that keeps to the rules, or one leaf for each function."""
+    """Write a random formula that is allowed; return 0 if none is found."""
     for _ in range(_TRIALS):
         length: Int = draw_formula(grammar, random, codes, values, place)
         length = simplify(grammar, codes, values, place, length, work)
-        if length > 0 and keeps_rules(grammar, codes, place, length, work):
+        if length > 0 and is_allowed(grammar, units, codes, values, place, length, work):
             return length
-    for function in range(grammar[FUNCTIONS]):
-        write_leaf(grammar, random, codes, values, place + function, function)
-    return grammar[FUNCTIONS]
+    return 0
 
 
 @portable
@@ -819,6 +1005,7 @@ def tournament(random: Words, scores: Reals, first: Int, count: Int) -> Int:
 @portable
 def breed(
     grammar: Integers,
+    units: Integers,
     random: Words,
     codes: Bytes,
     values: Reals,
@@ -841,6 +1028,7 @@ def breed(
 
     Args:
         grammar: from `new_grammar`.
+        units: from `new_units`.
         random: state of the random numbers of this formula and generation.
         codes: of the population, ``width`` for each formula.
         values: likewise.
@@ -866,13 +1054,21 @@ def breed(
             father = draw(random, formulas)
         if draw(random, 3) == 0:
             mother = formula
-        length: Int = vary(
-            grammar, random, codes, values, mother * width, lengths[mother], father * width,
-            lengths[father], child_codes, child_values, place,
-        )  # fmt: skip
-        if length > 0:
-            length = simplify(grammar, child_codes, child_values, place, length, work)
-        if length == 0 or not keeps_rules(grammar, child_codes, place, length, work):
+        length: Int = 0
+        if lengths[mother] == 0 or lengths[father] == 0:  # no formula has been found for a place
+            length = first_formula(
+                grammar, units, random, child_codes, child_values, place, work
+            )  # fmt: skip
+        else:
+            length = vary(
+                grammar, random, codes, values, mother * width, lengths[mother], father * width,
+                lengths[father], child_codes, child_values, place,
+            )  # fmt: skip
+            if length > 0:
+                length = simplify(grammar, child_codes, child_values, place, length, work)
+        if length == 0:
+            continue
+        if not is_allowed(grammar, units, child_codes, child_values, place, length, work):
             continue
         word: Word = structure_hash(grammar, child_codes, child_values, place, length, words)
         if has_constants(child_codes, place, length):

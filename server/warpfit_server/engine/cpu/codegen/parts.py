@@ -27,6 +27,7 @@ from warpfit_server.engine.autodiff import (
     differentiate_chunk,
     partial_kernels,
 )
+from warpfit_server.engine.cpu import colony
 from warpfit_server.engine.cpu.codegen.kernels import (
     COPY,
     DOT_SHAPES,
@@ -45,7 +46,6 @@ from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import COPY_CODE, load_check, lower_chunk
 from warpfit_server.engine.native import compile_processes, numba_cache, parallel_loop
-from warpfit_server.engine.search import cpu_colony
 from warpfit_server.system import compile_cache
 
 _LOG: Final = logging.getLogger(__name__)
@@ -86,10 +86,10 @@ PARTS: Final = {
     "linearise": _chunk_function(10.0, linearise_chunk),
     "derivative_kernels": Part(4.6, partial(_objects, "-derivatives", build_derivatives)),
     "combine": _chunk_function(2.5, combine_chunk),
-    "populate": _chunk_function(5.0, cpu_colony.populate_chunk),
-    "breed": _chunk_function(7.0, cpu_colony.breed_chunk),
-    "score": _chunk_function(1.5, cpu_colony.score_chunk),
-    "keep": _chunk_function(2.0, cpu_colony.keep_chunk),
+    "populate": _chunk_function(5.0, colony.populate_chunk),
+    "breed": _chunk_function(7.0, colony.breed_chunk),
+    "score": _chunk_function(1.5, colony.score_chunk),
+    "keep": _chunk_function(2.0, colony.keep_chunk),
     **{name: Part(*part) for name, part in fits.PARTS.items()},
 }
 #: What is needed at the same time, and is compiled side by side: a start needs "values".

@@ -8,6 +8,7 @@
 // One colony, and a launch over ``count`` of its children from ``first`` on.
 struct Colony {
   int* grammar;
+  int* units;                // of target and columns, see genome.py
   unsigned char* codes;      // population, [formulas, width]
   float* values;
   int* lengths;
@@ -39,6 +40,7 @@ struct Colony {
   float* out_values;
   int* out_lengths;
   float* out_losses;
+  float* island_scores;      // [islands]; the best score of each
   unsigned long long seed;
   unsigned long long generation;
   unsigned long long mask;
@@ -52,7 +54,7 @@ struct Colony {
   int sizes;
   int rows;
   int pitch;
-  int is_scaled;
+  int fitted;                // numbers around f: 2 for slope and intercept, 1 for a slope
   int first;
   int count;
 };
@@ -77,10 +79,14 @@ extern "C" __global__ void __launch_bounds__(128) populate(const __grid_constant
   const int formula = own.first + index;
   start_random(random, own.seed, own.generation, formula);
   int* const grammar = own.grammar;
-  own.child_lengths[formula] = first_formula(grammar, random, own.child_codes, own.child_values,
-                                             formula * grammar[WIDTH], work);
-  own.hashes[formula] = structure_hash(grammar, own.child_codes, own.child_values,
-                                       formula * grammar[WIDTH], own.child_lengths[formula], words);
+  const int place = formula * grammar[WIDTH];
+  const int length = first_formula(grammar, own.units, random, own.child_codes, own.child_values,
+                                   place, work);
+  own.child_lengths[formula] = length;
+  if (length > 0) {
+    own.hashes[formula] = structure_hash(grammar, own.child_codes, own.child_values, place, length,
+                                         words);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(128) breed_children(
@@ -92,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(128) breed_children(
   const int formula = own.first + index;
   start_random(random, own.seed, own.generation, formula);
   int* const grammar = own.grammar;
-  const int length = breed(grammar, random, own.codes, own.values, own.lengths, own.scores,
+  const int length = breed(grammar, own.units, random, own.codes, own.values, own.lengths, own.scores,
                            own.formulas, own.island, formula, own.child_codes, own.child_values,
                            own.tried, own.mask, work, words);
   own.child_lengths[formula] = length;
@@ -151,32 +157,34 @@ extern "C" __global__ void __launch_bounds__(128) score_children(
   const int index = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
   if (index >= own.count) return;
   const real* const values = own.numbers + (long long)index * own.pitch;
-  double mean = 0.0;
-  for (int row = lane; row < own.rows; row += 32) mean += own.weights[row] * values[row];
-  mean = warp_sum(mean);
-  double squares = 0.0, products = 0.0, errors = 0.0, total = 0.0;
+  double own_mean = 0.0, mean = 0.0;
+  if (own.fitted == 2) {
+    mean = own.mean;
+    for (int row = lane; row < own.rows; row += 32) own_mean += own.weights[row] * values[row];
+    own_mean = warp_sum(own_mean);
+  }
+  double squares = 0.0, products = 0.0, errors = 0.0;
   for (int row = lane; row < own.rows; row += 32) {
-    const double d = values[row] - mean, y = own.target[row] - own.mean;
-    const double error = own.target[row] - values[row];
+    const double d = values[row] - own_mean, y = own.target[row] - mean;
     squares += own.weights[row] * d * d;
     products += own.weights[row] * d * y;
-    errors += own.weights[row] * error * error;
+    errors += own.weights[row] * (y - d) * (y - d);
   }
   squares = warp_sum(squares);
-  products = warp_sum(products);
-  errors = warp_sum(errors);
-  const double slope = products / squares;
-  for (int row = lane; row < own.rows; row += 32) {
-    const double error = own.target[row] - own.mean - slope * (values[row] - mean);
-    total += own.weights[row] * error * error;
+  if (own.fitted) {
+    const double slope = warp_sum(products) / squares;
+    errors = 0.0;
+    for (int row = lane; row < own.rows; row += 32) {
+      const double error = own.target[row] - mean - slope * (values[row] - own_mean);
+      errors += own.weights[row] * error * error;
+    }
   }
-  total = warp_sum(total);
+  errors = warp_sum(errors);
   if (lane > 0) return;
   const double deviation = sqrt(squares);
   const bool varies = deviation > LEAST_DEVIATION && deviation < MOST_DEVIATION &&
-                      deviation > own.least_spread * fabs(mean);
-  double loss = own.is_scaled ? (varies ? total : NEVER) : errors;
-  loss /= own.spread;
+                      deviation > own.least_spread * fabs(own_mean);
+  const double loss = own.fitted && !varies ? NEVER : errors / own.spread;
   const bool counts = own.child_lengths[own.first + index] > 0 && loss >= 0.0;
   own.child_losses[own.first + index] = counts ? (float)loss : NEVER;
 }
@@ -241,17 +249,20 @@ extern "C" __global__ void __launch_bounds__(32) note_best(const __grid_constant
 extern "C" __global__ void __launch_bounds__(128) choose_champions(
     const __grid_constant__ Colony own) {
   __shared__ unsigned long long best;
-  if (threadIdx.x == 0) best = NO_KEY;
+  __shared__ int least;  // floats that are not negative are ordered as their bits
+  if (threadIdx.x == 0) best = NO_KEY, least = __float_as_int(NEVER);
   __syncthreads();
   const int begin = blockIdx.x * own.island;
   for (int i = threadIdx.x; i < own.island; i += blockDim.x) {
     const int place = begin + i;
+    if (own.lengths[place] > 0) atomicMin(&least, __float_as_int(own.scores[place]));
     if (own.is_new[place] && own.scores[place] < NEVER) {
       atomicMin(&best, (unsigned long long)(unsigned)__float_as_int(own.scores[place]) << 32 | (unsigned)i);
     }
   }
   __syncthreads();
   if (threadIdx.x > 0) return;
+  own.island_scores[blockIdx.x] = __int_as_float(least);
   own.chosen[blockIdx.x] = best == NO_KEY ? -1 : begin + (int)(unsigned)best;
   if (best != NO_KEY) own.is_new[begin + (int)(unsigned)best] = 0;
 }
@@ -274,5 +285,8 @@ extern "C" __global__ void __launch_bounds__(32) gather(const __grid_constant__ 
 // Empties the places of formulas, so that any child takes them.
 extern "C" __global__ void __launch_bounds__(128) empty_places(const __grid_constant__ Colony own) {
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
-  if (index < own.count) own.lengths[own.first + index] = 0;
+  if (index >= own.count) return;
+  own.lengths[own.first + index] = 0;
+  own.scores[own.first + index] = NEVER;
+  own.is_new[own.first + index] = 0;
 }

@@ -61,8 +61,10 @@ _WIDTHS: Final = (64, 128, genome.MOST_TOKENS)
 #: Formulas of a colony and of an island, where a request does not say.
 _FORMULAS: Final = 1 << 17
 _ISLAND: Final = 512
+#: Generations between two rounds of fits, which take a third of the time then.
+_FIT_EVERY: Final = 8
 #: Formulas of a chunk, which takes less than a millisecond.
-_CHUNK: Final = 1 << 15
+_CHUNK: Final = 1 << 16
 #: Places of the table of structures that were tried; a power of 2.
 _TRIED: Final = 1 << 23
 _THREADS: Final = 128
@@ -101,7 +103,7 @@ def colony_settings(request: SearchRequest) -> ColonySettings:
     """Return the size of the colony that a request asks for, or that suits a GPU."""
     formulas = request.population or _FORMULAS
     islands = min(request.islands or max(1, formulas // _ISLAND), formulas)
-    return ColonySettings(islands, formulas // islands, request.seed)
+    return ColonySettings(islands, formulas // islands, request.seed, _FIT_EVERY)
 
 
 @_compiled  # type: ignore[untyped-decorator]
@@ -125,10 +127,11 @@ class CudaColony:
         device: the device.
         kernels: of the interpreter, for the arithmetic of the screening rows.
         resident: the screening rows on the device.
+        cancelled: as in `interface.Outputs`.
         grammar: from `genome.new_grammar`.
+        units: from `genome.new_units`.
         screening: the rows.
         settings: islands and seed.
-        cancelled: as in `interface.Outputs`.
 
     Raises:
         ResourceExhaustedError: if the device has no room for the colony.
@@ -139,23 +142,25 @@ class CudaColony:
         device: CudaDevice,
         kernels: InterpreterKernels,
         resident: ResidentDataset,
+        cancelled: NDArray[np.uint8],
         grammar: NDArray[np.int32],
+        units: NDArray[np.int32],
         screening: Screening,
         settings: ColonySettings,
-        cancelled: NDArray[np.uint8],
     ) -> None:
         self._device, self._kernels, self._resident = device, kernels, resident
         self._settings, self._screening, self._cancelled = settings, screening, cancelled
         self.width, self.formulas = int(grammar[genome.WIDTH]), 0
+        self.island_scores = np.full(settings.islands, np.inf, np.float32)
         self._sizes = int(grammar[genome.MAX_SIZE]) + 1
         width = next(most for most in _WIDTHS if most >= self.width)
         module = colony_source(kernels.variant, width).load(device)
         self._functions = {name: module.get_function(name) for name in _KERNELS}
         self._context = device.new_stream()
         self._memory: list[Any] = []
-        self._own = self._record(grammar)
+        self._own = self._record(grammar, units)
 
-    def _record(self, grammar: NDArray[np.int32]) -> NDArray[Any]:
+    def _record(self, grammar: NDArray[np.int32], units: NDArray[np.int32]) -> NDArray[Any]:
         """Allocate the colony, and return the record of `_COLONY` that describes it."""
         settings, screening = self._settings, self._screening
         count, sizes, width = settings.formulas, self._sizes, self.width
@@ -176,10 +181,12 @@ class CudaColony:
             "chosen": 4 * max(settings.islands, sizes),
             "out_codes": settings.islands * width, "out_values": 4 * settings.islands * width,
             "out_lengths": 4 * settings.islands, "out_losses": 4 * settings.islands,
+            "island_scores": 4 * settings.islands,
         }.items():  # fmt: skip
             own[name] = self._allocate(size)
         given: dict[str, NDArray[Any]] = {
             "grammar": grammar,
+            "units": units,
             "best_keys": np.full(sizes, 2**64 - 1, np.uint64),
             "best_losses": np.full(sizes, np.inf, np.float32),
             "parsimony": settings.parsimony(),
@@ -199,7 +206,7 @@ class CudaColony:
         own["seed"], own["mask"], own["formulas"] = settings.seed, _TRIED - 1, count
         own["island"], own["islands"], own["sizes"] = settings.island, settings.islands, sizes
         own["rows"], own["pitch"] = len(screening.target), pitch
-        own["is_scaled"] = screening.is_scaled
+        own["fitted"] = screening.fitted
         own["mean"], own["spread"] = screening.weights @ screening.target, screening.spread
         own["floor"] = LOSS_FLOOR[screening.itemsize]
         own["least_spread"] = LEAST_SPREAD[screening.itemsize]
@@ -244,12 +251,9 @@ class CudaColony:
         for first in range(0, len(genomes), self._chunk):
             part = slice(first, first + self._chunk)
             some, own = genomes.take(part), self._own
-            count = len(some)
-            codes, values = np.zeros((count, self.width), np.uint8), np.zeros((count, self.width))
-            codes[:, : some.codes.shape[1]] = some.codes
-            values[:, : some.values.shape[1]] = some.values
-            self._upload(int(own["child_codes"][0]), codes)
-            self._upload(int(own["child_values"][0]), values.astype(np.float32))
+            count, wide = len(some), some.widened(self.width)
+            self._upload(int(own["child_codes"][0]), wide.codes)
+            self._upload(int(own["child_values"][0]), wide.values.astype(np.float32))
             self._upload(int(own["child_lengths"][0]), some.lengths)
             self._upload(int(own["hashes"][0]), np.zeros(count, np.uint64))
             self._upload(self._places, places[part].astype(np.int32))
@@ -268,6 +272,7 @@ class CudaColony:
         self._launch("choose_champions", 0, islands, _THREADS * islands)
         self._launch("gather", 0, islands, 32 * islands, 32)
         read = self._download
+        self.island_scores = yield from read(int(own["island_scores"][0]), islands, np.float32)
         places = yield from read(int(own["chosen"][0]), islands, np.int32)
         codes = yield from read(int(own["out_codes"][0]), islands * self.width, np.uint8)
         values = yield from read(int(own["out_values"][0]), islands * self.width, np.float32)

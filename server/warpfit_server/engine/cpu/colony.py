@@ -54,6 +54,8 @@ from warpfit_server.engine.search.genome import (
 #: Formulas of a colony and of an island, where a request does not say.
 _FORMULAS: Final = 4096
 _ISLAND: Final = 512
+#: Generations between two rounds of fits, which take a third of the time then.
+_FIT_EVERY: Final = 2
 #: Formulas that are evaluated at a time, so that their values stay in the cache, and in a chunk.
 _EVALUATED: Final = 2048
 _IN_CHUNK: Final = 64
@@ -73,7 +75,7 @@ _STATE: Final = np.dtype(
         ("least_spread", np.float64),
         ("spread", np.float64),  # variance of the target
         ("mean", np.float64),  # mean of the target
-        ("is_scaled", np.int64),
+        ("fitted", np.int64),  # numbers around f: 2 for slope and intercept, 1 for a slope
         ("itemsize", np.int64),  # bytes of a value
     ],
     align=True,
@@ -81,11 +83,11 @@ _STATE: Final = np.dtype(
 #: Arrays of the argument blocks: grammar and state; the population; children, whose places in the
 #: population ``_PLACES`` has; what was tried; the best of each size; and the screening rows.
 (
-    _GRAMMAR, _OWN_STATE, _CODES, _VALUES, _LENGTHS, _LOSSES, _SCORES, _IS_NEW,
+    _GRAMMAR, _UNITS, _OWN_STATE, _CODES, _VALUES, _LENGTHS, _LOSSES, _SCORES, _IS_NEW,
     _CHILD_CODES, _CHILD_VALUES, _CHILD_LENGTHS, _CHILD_LOSSES, _HASHES, _PLACES,
     _TRIED, _REGISTERS, _BEST_CODES, _BEST_VALUES, _BEST_LENGTHS, _BEST_LOSSES, _PARSIMONY,
     _NUMBERS, _TARGET, _WEIGHTS,
-) = range(OWN_ARRAYS, OWN_ARRAYS + 24)  # fmt: skip
+) = range(OWN_ARRAYS, OWN_ARRAYS + 25)  # fmt: skip
 _states = reader(_STATE)
 _singles = reader(types.float32)
 _integers = reader(types.int32)
@@ -100,6 +102,7 @@ def populate_chunk(block: int, chunk: int) -> int:
     """Write random formulas as the children of a range of formulas."""
     formulas, _, _ = chunk_ranges(block, chunk)
     grammar, state = _integers(block, _GRAMMAR), _states(block, _OWN_STATE)[0]
+    units = _integers(block, _UNITS)
     codes, values = octets(block, _CHILD_CODES), _singles(block, _CHILD_VALUES)
     lengths, hashes = _integers(block, _CHILD_LENGTHS), _unsigned(block, _HASHES)
     width = np.int64(grammar[WIDTH])
@@ -108,9 +111,10 @@ def populate_chunk(block: int, chunk: int) -> int:
     for formula in range(formulas.start, formulas.stop):
         start_random(random, state.seed, state.generation, np.uint64(formula))
         place = formula * width
-        length = first_formula(grammar, random, codes, values, place, work)
+        length = first_formula(grammar, units, random, codes, values, place, work)
         lengths[formula] = length
-        hashes[formula] = structure_hash(grammar, codes, values, place, length, scratch)
+        if length > 0:
+            hashes[formula] = structure_hash(grammar, codes, values, place, length, scratch)
     return FINISHED if len(scratch) > 0 else FAILED
 
 
@@ -123,15 +127,16 @@ def breed_chunk(block: int, chunk: int) -> int:
     lengths, scores = _integers(block, _LENGTHS), _singles(block, _SCORES)
     child_codes, child_values = octets(block, _CHILD_CODES), _singles(block, _CHILD_VALUES)
     child_lengths, hashes = _integers(block, _CHILD_LENGTHS), _unsigned(block, _HASHES)
-    tried = _unsigned(block, _TRIED)
+    tried, units = _unsigned(block, _TRIED), _integers(block, _UNITS)
     width = np.int64(grammar[WIDTH])
     random, work = np.zeros(1, np.uint64), np.zeros(width, np.int32)
     scratch = np.zeros(width, np.uint64)
     for formula in range(formulas.start, formulas.stop):
         start_random(random, state.seed, state.generation, np.uint64(formula))
         length = breed(
-            grammar, random, codes, values, lengths, scores, state.formulas, state.island, formula,
-            child_codes, child_values, tried, np.uint64(len(tried) - 1), work, scratch,
+            grammar, units, random, codes, values, lengths, scores, state.formulas,
+            state.island, formula, child_codes, child_values, tried, np.uint64(len(tried) - 1),
+            work, scratch,
         )  # fmt: skip
         child_lengths[formula] = length
         if length > 0:
@@ -163,27 +168,29 @@ def _loss(values: Any, target: Any, weights: Any, state: Any) -> Any:
     Values that hardly vary, or are so large or small that their squares are no numbers, have none:
     their slope would be made of rounding errors.
     """
-    mean = 0.0
-    for row in range(len(target)):
-        mean += weights[row] * values[row]
+    fitted = state.fitted
+    own_mean, mean = 0.0, 0.0
+    if fitted == 2:
+        mean = state.mean
+        for row in range(len(target)):
+            own_mean += weights[row] * values[row]
     squares, products, errors = 0.0, 0.0, 0.0
     for row in range(len(target)):
-        d = values[row] - mean
-        y = target[row] - state.mean
+        d, y = values[row] - own_mean, target[row] - mean
         squares += weights[row] * d * d
         products += weights[row] * d * y
-        errors += weights[row] * (target[row] - values[row]) ** 2
-    if not state.is_scaled:
-        return errors / state.spread if errors >= 0.0 else np.inf
-    deviation = np.sqrt(squares)
-    if not (SPREADS[0] < deviation < SPREADS[1] and deviation > state.least_spread * abs(mean)):
-        return np.inf
-    slope = products / squares
-    total = 0.0
-    for row in range(len(target)):
-        error = target[row] - state.mean - slope * (values[row] - mean)
-        total += weights[row] * error * error
-    return total / state.spread
+        errors += weights[row] * (y - d) * (y - d)
+    if fitted > 0:
+        deviation = np.sqrt(squares)
+        if not (SPREADS[0] < deviation < SPREADS[1]):
+            return np.inf
+        if not deviation > state.least_spread * abs(own_mean):
+            return np.inf
+        slope, errors = products / squares, 0.0
+        for row in range(len(target)):
+            error = target[row] - mean - slope * (values[row] - own_mean)
+            errors += weights[row] * error * error
+    return errors / state.spread if errors >= 0.0 else np.inf
 
 
 @_compiled  # type: ignore[untyped-decorator]
@@ -247,7 +254,7 @@ def colony_settings(request: SearchRequest) -> ColonySettings:
     """Return the size of the colony that a request asks for, or that suits a CPU."""
     formulas = request.population or _FORMULAS
     islands = min(request.islands or max(1, formulas // _ISLAND), formulas)
-    return ColonySettings(islands, formulas // islands, request.seed)
+    return ColonySettings(islands, formulas // islands, request.seed, _FIT_EVERY)
 
 
 class _Children(NamedTuple):
@@ -280,6 +287,7 @@ class CpuColony:
         run: runs the chunks of work in steps.
         cancelled: as in `interface.Outputs`.
         grammar: from `genome.new_grammar`.
+        units: from `genome.new_units`.
         screening: the rows.
         settings: islands and seed.
     """
@@ -290,14 +298,17 @@ class CpuColony:
         run: Callable[[ChunkedWork], Steps[None]],
         cancelled: NDArray[np.uint8],
         grammar: NDArray[np.int32],
+        units: NDArray[np.int32],
         screening: Screening,
         settings: ColonySettings,
     ) -> None:
         self._evaluate, self._run = evaluate, run
-        self._grammar, self._screening, self._settings = grammar, screening, settings
+        self._grammar, self._units = grammar, units
+        self._screening, self._settings = screening, settings
         self._cancelled = cancelled
         self.width, count = int(grammar[WIDTH]), settings.formulas
         self.formulas = 0
+        self.island_scores = np.full(settings.islands, np.inf, np.float32)
         sizes = int(grammar[MAX_SIZE]) + 1
 
         def genomes(number: int) -> Genomes:
@@ -318,7 +329,7 @@ class CpuColony:
         one = self._state[0]
         one["seed"], one["formulas"], one["island"] = settings.seed, count, settings.island
         one["rows"], one["itemsize"] = rows, screening.itemsize
-        one["is_scaled"] = screening.is_scaled
+        one["fitted"] = screening.fitted
         one["floor"] = LOSS_FLOOR[screening.itemsize]
         one["least_spread"] = LEAST_SPREAD[screening.itemsize]
         one["spread"], one["mean"] = screening.spread, screening.weights @ screening.target
@@ -341,7 +352,8 @@ class CpuColony:
 
     def insert(self, genomes: Genomes, places: NDArray[np.int64]) -> Steps[NDArray[np.float32]]:
         """Score formulas, which take the given places where they are better; return losses."""
-        children = _Children.of(genomes, places)
+        own = Genomes(genomes.codes, genomes.values.astype(np.float32), genomes.lengths)
+        children = _Children.of(own.widened(self.width), places)
         yield from self._compete(children)
         return children.losses
 
@@ -353,6 +365,7 @@ class CpuColony:
         places = (chosen + np.arange(len(chosen))[:, None] * island).reshape(-1)
         places = places[np.isfinite(scores[places])]
         self._is_new[places] = 0
+        self.island_scores = self._scores.reshape(-1, island).min(axis=1)
         yield None
         return Scored(self._own.take(places), self._losses[places], places)
 
@@ -409,8 +422,8 @@ class CpuColony:
         ranges["start"], ranges["stop"] = edges[:-1], edges[1:]
         cut = Cut(ranges, ONE_SPAN, len(children.places) * _COST_OF_A_FORMULA)
         arrays = (
-            self._grammar, self._state, *self._own, self._losses, self._scores, self._is_new,
-            *children, self._tried, self._registers, *self._best, self._best_losses,
+            self._grammar, self._units, self._state, *self._own, self._losses, self._scores,
+            self._is_new, *children, self._tried, self._registers, *self._best, self._best_losses,
             self._parsimony, *(numbers or [np.empty(0)]), self._screening.target,
             self._screening.weights,
         )  # fmt: skip
