@@ -205,7 +205,9 @@ class RequestRunner:
         def send(progress: SearchProgress) -> None:
             request.connection.send(messages.SearchProgressed(request.number, progress))
 
-        steps = self._engine.search(search, cancelled=request.cancelled, report=report)
+        steps = self._engine.search(
+            search, self._datasets, cancelled=request.cancelled, report=report
+        )
         computed = 0
         try:
             while True:

@@ -50,7 +50,9 @@ ORDERS = {
             "process",
         ),
     ],
-    "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit", "search"],
+    "warpfit_server.engine.cuda": [
+        *("runtime", "math", "interpreter", "derivatives", "jit", "search"),
+    ],
     "warpfit": [
         *("errors", "expressions", "frontends", "formulas", "codec", "transport", "calls"),
         *("sklearn", "cli"),
