@@ -66,6 +66,11 @@ __all__ += ["WarpfitError", "__version__", "connect", "connect_async", "define",
 __all__ += ["simplify"]
 
 
+def __dir__() -> list[str]:
+    """Return the public names, those that are imported on first use among them."""
+    return [*__all__, "testing"]
+
+
 def __getattr__(name: str) -> Any:
     """Import modules that need gRPC on first use; gRPC doubles the time of ``import warpfit``."""
     if name == "__version__":

@@ -445,6 +445,16 @@ class Client:
             found = task.proceed(self.optimize(data, *found, **task.fit_options()))
         return found
 
+    @shows_keywords(
+        ProposeOptions,
+        loss="mse",
+        restarts=8,
+        seed=0,
+        held_out=0.2,
+        missing="refuse",
+        precision="precise",
+        tier="auto",
+    )
     def propose(
         self, data: DatasetHandle, skeletons: Any, **options: Unpack[ProposeOptions]
     ) -> Proposals:

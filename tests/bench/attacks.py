@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +29,8 @@ import grpc
 import numpy as np
 import psutil
 from harness import SEED, ServerProcess, save
+from mcp_attacks import ATTACKS as MCP_ATTACKS
+from mcp_attacks import measured
 
 import warpfit
 from support.load.callers import on_cores
@@ -481,6 +484,7 @@ def main() -> None:
     others: dict[str, Callable[[], dict[str, Any]]] = {
         "H3 few descriptors": few_descriptors,
         "H10 a main process that hangs": stopped_main,
+        **{name: partial(measured, name) for name in MCP_ATTACKS},
     }
     found: dict[str, Any] = {}
     with on_cores(set(sorted(os.sched_getaffinity(0))[:2])):

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import StrEnum
-from inspect import Parameter, signature
-from typing import Any, Final, TypeAlias, TypedDict, TypeVar
+from inspect import Parameter, formatannotation, signature
+from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_table
@@ -56,6 +56,8 @@ EachParameter: TypeAlias = float | Sequence[ArrayLike | None] | ArrayLike | None
 
 #: Number of batches that a client keeps, and the most tokens of one of them (9 bytes a token).
 _MOST_BATCHES: Final = 8
+#: Characters of a keyword's type that help shows.
+_MOST_SHOWN: Final = 150
 _MOST_TOKENS: Final = 1 << 17
 
 # ---------------------------------------------------------------------------------------- keywords
@@ -68,7 +70,7 @@ class UploadOptions(TypedDict, total=False):
     """Columns of a table that are variables; by default all but ``y`` and ``weights``."""
     names: Sequence[str] | None
     """One name for each variable; by default the column names of a table, or none."""
-    dtype: DTypeLike
+    dtype: Literal["auto", "float32", "float64"] | np.dtype[Any] | type[np.floating[Any] | float]
     """Type of the data on the server: "float32", "float64", or "auto" (default). "auto" is float64
     where float32 loses digits that matter, or where numbers above 1e9 or below 1e-9 may have powers
     beyond its range, and float32 elsewhere."""
@@ -84,9 +86,9 @@ class CommonOptions(TypedDict, total=False):
 
     rows: Rows
     """slice or (start, stop) of consecutive rows; None for all."""
-    precision: Precision | str
+    precision: Precision | Literal["precise", "fast"]
     """``"precise"`` (default) or ``"fast"``."""
-    tier: Tier | str
+    tier: Tier | Literal["auto", "interpreter", "compiled"]
     """Evaluator of a CUDA engine: ``"auto"`` (default), ``"interpreter"`` or ``"compiled"``."""
     timeout: float | None
     """Seconds for the whole call, retries and a repeated upload included; None for no limit."""
@@ -101,7 +103,7 @@ class OpenOptions(TypedDict, total=False):
     """Column that is the target."""
     weights: str | None
     """Column of the rows' weights."""
-    dtype: DTypeLike
+    dtype: Literal["auto", "float32", "float64"] | np.dtype[Any] | type[np.floating[Any] | float]
     """As for `upload`: "float32", "float64", or "auto" (default), by which the server chooses."""
     timeout: float | None
     """Seconds for the whole call, retries included; None for no limit."""
@@ -137,9 +139,9 @@ class FitOptions(CommonOptions, total=False):
 
     loss: Loss | LossFunction | str
     """The loss to minimise (r2 is maximised), as in `evaluate`; "mse" by default."""
-    method: Method | str
+    method: Method | Literal["auto", "lm", "bfgs"]
     """``"auto"`` (default), ``"lm"`` or ``"bfgs"``; see `warpfit.Method`."""
-    accuracy: Accuracy | str
+    accuracy: Accuracy | Literal["screening", "final"]
     """``"screening"`` (default), to compare expressions: 50 iterations, tolerances of 1e-6 (float32
     data) or 1e-8 (float64). ``"final"``, to report parameters: 2,000 iterations, tolerances near
     the rounding errors; upload as float64 for it. The next four keywords override it."""
@@ -164,7 +166,7 @@ class FitOptions(CommonOptions, total=False):
     returned, and with ``all_starts`` every one."""
     seed: int
     """Seed of the drawn starts; 0 by default. The same seed gives the same bits."""
-    missing: Missing | str
+    missing: Missing | Literal["refuse", "drop"]
     """Rows in which an expression is NaN or infinite: ``"refuse"`` (default) them, so that the loss
     is NaN; or ``"drop"`` them with a penalty, as if the expression had the target's mean there."""
     all_starts: bool
@@ -205,15 +207,14 @@ def shows_keywords(options: Any, **defaults: Any) -> Callable[[F], F]:
 
     def decorate(method: F) -> F:
         own = signature(method)
-        keywords = [
-            Parameter(
-                name,
-                Parameter.KEYWORD_ONLY,
-                default=defaults.get(name, False if kind is bool else None),
-                annotation=kind,
-            )
-            for name, kind in options.__annotations__.items()
-        ]
+        keywords = []
+        for name, kind in options.__annotations__.items():
+            kind = getattr(kind, "__forward_arg__", kind)
+            usual = defaults.get(name, False if kind in (bool, "bool") else None)
+            # NumPy's ArrayLike fills a page, which nobody reads before the first sentence.
+            shown = kind if len(formatannotation(kind)) <= _MOST_SHOWN else Any
+            one = Parameter(name, Parameter.KEYWORD_ONLY, default=usual, annotation=shown)
+            keywords.append(one)
         positional = [one for one in own.parameters.values() if one.kind != Parameter.VAR_KEYWORD]
         method.__signature__ = own.replace(parameters=[*positional, *keywords])  # type: ignore[attr-defined]
         return method

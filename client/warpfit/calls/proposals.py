@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 import numpy as np
 
@@ -73,14 +73,14 @@ class ProposeOptions(TypedDict, total=False):
     held_out: float
     """Part of the rows that no fit sees; 0.2 by default. They are the last ones, so shuffle rows
     whose order has a meaning before the upload."""
-    missing: Missing | str
+    missing: Missing | Literal["refuse", "drop"]
     """Treatment of rows in which a formula is not finite; see `Missing`."""
     units: Mapping[str, Any] | Sequence[Any] | None
     """Unit of each variable, as for `warpfit.sklearn.SymbolicRegressor`; None checks none."""
     target_unit: Any
     """Unit that formulas must have, such as "m/s"; None (default) for any."""
-    precision: Precision | str
-    tier: Tier | str
+    precision: Precision | Literal["precise", "fast"]
+    tier: Tier | Literal["auto", "interpreter", "compiled"]
     timeout: float | None
     """Seconds for all calls together, or None; answers that are there by then are kept."""
     progress: Callable[[int, int], None] | None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from warpfit.cli.standard_streams import (
     discard_output,
@@ -48,8 +48,10 @@ if TYPE_CHECKING:
 _PIPE_CLOSED: Final = 141
 _ADDRESS_HELP: Final = "default: WARPFIT_ADDRESS, or 127.0.0.1:50551"
 _LOSSES: Final = "a name, or an expression over f, y, w and d"
-_NEGATIVE: Final = re.compile(
-    r"-((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan|\d+:-?\d*)", re.ASCII | re.IGNORECASE
+#: A negative number, a range of rows, or a formula, which has an operator or parentheses.
+_BEGINS_WITH_MINUS: Final = re.compile(
+    r"-((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan|\d+:-?\d*|[^-\s][^=]*[-+*/^(].*|\(.*)",
+    re.ASCII | re.IGNORECASE,
 )
 #: Most parameters of a fit that starts from ones.
 _MOST_ONES: Final = 10_000
@@ -98,11 +100,12 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 def _with_negative_numbers(words: Sequence[str]) -> list[str]:
     """Put a space before negative numbers and row ranges, which argparse then takes for no flags.
 
-    Before Python 3.14 it knows -1 and -0.5 as numbers, and not -3e-5, -1. or -inf.
+    Before Python 3.14 it knows -1 and -0.5 as numbers, and not -3e-5, -1. or -inf; formulas such as
+    -T/P it takes for flags.
     """
     end = words.index("--") if "--" in words else len(words)
     return [
-        f" {word}" if place < end and _NEGATIVE.fullmatch(word) else word
+        f" {word}" if place < end and _BEGINS_WITH_MINUS.fullmatch(word) else word
         for place, word in enumerate(words)
     ]
 
@@ -140,6 +143,12 @@ class _Command(argparse.ArgumentParser):
             words = " ".join(rest)
             self.error(f"unrecognized arguments: {words}. Quote an expression that has spaces or *")
         return options, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Say how an expression is written that argparse has taken for a flag."""
+        if "required: expression" in message:
+            message += ". One that begins with a minus stands behind --, such as -- -T"
+        super().error(message)
 
 
 def _parser() -> argparse.ArgumentParser:

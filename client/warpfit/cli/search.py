@@ -146,7 +146,8 @@ def _parser() -> argparse.ArgumentParser:
     add_table_flags(parser, needs_target=True)
     add = parser.add_argument
     add("--max-seconds", type=seconds, default=60.0, metavar="SECONDS",
-        help="time of the search, from start to end (default: 60)")  # fmt: skip
+        help="time of the search itself; a start of the command, and of a server for it, take some "
+        "seconds more (default: 60)")  # fmt: skip
     add("--operators", nargs="+", metavar="NAME", help="names or symbols, such as + '*' sin")
     add(
         "--template",

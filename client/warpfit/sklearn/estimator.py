@@ -26,13 +26,14 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
-from warpfit.calls.arguments import whole_number
+from warpfit.calls.arguments import member, whole_number
 from warpfit.client import Client, connect
 from warpfit.embedded import server_at
 from warpfit.errors import bad_setting
 from warpfit.expressions import reference
 from warpfit.expressions.language import DIGITS, to_latex, to_text
 from warpfit.expressions.real_numbers import float_array, real_numbers, require_order
+from warpfit.fitting import Accuracy, Method
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
@@ -91,7 +92,7 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
     """Set it to name the columns of arrays, which have no names; it is no parameter."""
     program_: Any
     """The formula; a list of them for a target of several columns."""
-    expression_: Any
+    expression_: str | list[str]
     """The same as text."""
 
     @unchanged_by_failure
@@ -403,8 +404,8 @@ class ParameterOptimizer(FormulaRegressor):
                 [fitted],
                 [starts],
                 loss=loss,
-                method=self.method,
-                accuracy=self.accuracy,
+                method=member(Method, self.method, "method"),
+                accuracy=member(Accuracy, self.accuracy, "accuracy"),
                 max_iterations=self.max_iterations,
                 bounds=self.bounds,
                 standard_errors=as_function(loss).is_squares,

@@ -194,7 +194,7 @@ class GroupedClient:
     groups: int
 
     def upload(
-        self, X: ArrayLike, y: Floats, weights: Floats, groups: Indices, dtype: str
+        self, X: ArrayLike, y: Floats, weights: Floats, groups: Indices, dtype: Any
     ) -> GroupedData:
         """Upload the rows of each group."""
         X = np.asarray(X)

@@ -724,3 +724,14 @@ def test_other_files_are_refused_with_what_they_could_mean(tmp_path, content, wo
         read_table(parser.parse_args([str(path)]))
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["-T/P", "-(T)", "-sin(T)", "-2*T", "-T^2 + P"])
+def test_formulas_may_begin_with_a_minus(text, tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    path.write_text("T,P\n1,2\n3,4\n")
+    words = cli._with_negative_numbers(["eval", str(path), text])
+    assert cli._parser().parse_args(words).expression.strip() == text
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args(cli._with_negative_numbers(["eval", str(path), "-T"]))
+    assert "behind --" in capsys.readouterr().err
