@@ -52,10 +52,10 @@ from warpfit_server.engine.search.genome import (
 )
 
 #: Formulas of a colony and of an island, where a request does not say.
-_FORMULAS: Final = 4096
+_FORMULAS: Final = 8192
 _ISLAND: Final = 512
 #: Generations between two rounds of fits, which take a third of the time then.
-_FIT_EVERY: Final = 2
+_FIT_EVERY: Final = 4
 #: Formulas that are evaluated at a time, so that their values stay in the cache, and in a chunk.
 _EVALUATED: Final = 2048
 _IN_CHUNK: Final = 64

@@ -34,7 +34,7 @@ from warpfit.errors import CancelledError
 from warpfit.fitting import FitRequest, FitResult, FitSettings
 from warpfit.ir import Batch, Population
 from warpfit.losses import LossFunction, TargetStatistics
-from warpfit.ops import CONSTANT, OPERATORS, PARAMETER
+from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER
 from warpfit.request import Evaluation
 from warpfit.searching import Front, SearchProgress, SearchReason, SearchRequest
 from warpfit_server.engine.evaluation import LoadedDatasets
@@ -47,6 +47,7 @@ from warpfit_server.engine.search.colony import (
     Screening,
 )
 from warpfit_server.engine.search.genome import (
+    ALLOWED,
     COMPLEXITY,
     MOST_COLUMNS,
     WIDTH,
@@ -60,7 +61,7 @@ Floats = NDArray[np.float64]
 _REPORT_SECONDS: Final = 1.0
 #: Formulas of each island that are fitted at a time, and rounds of fits after which the best
 #: formula of each size is fitted, too.
-_CHAMPIONS: Final = 4
+_CHAMPIONS: Final = 12
 _LOOK_EVERY: Final = 8
 #: Generations after which an island begins anew whose best score did not fall by a tenth.
 _PATIENCE: Final = 200
@@ -441,7 +442,11 @@ class _Search:
             size = int(self._grammar[COMPLEXITY + tokens.astype(np.int64)].sum())
             entry = _Entry(program.codes, program.values, own.copy(), float(losses[row]))
             self._archive.add(size, entry)
-        back = np.flatnonzero((found.places >= 0) & np.isfinite(losses) & is_small)
+        # A colony has no room for what other operators than its own need.
+        inside = np.arange(genomes.codes.shape[1]) < genomes.lengths[:, None]
+        known = self._grammar[ALLOWED + genomes.codes.astype(np.int64)] == 1
+        is_own = (known | (genomes.codes < FIRST_OPERATOR) | ~inside).all(axis=1)
+        back = np.flatnonzero((found.places >= 0) & np.isfinite(losses) & is_small & is_own)
         if len(back):
             assert self._colony is not None
             yield from self._colony.insert(fitted.take(back), found.places[back])

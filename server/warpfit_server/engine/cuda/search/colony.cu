@@ -32,6 +32,7 @@ struct Colony {
   const double* target;      // [rows]
   const double* weights;     // [rows]
   unsigned* starts;          // [count + 1]; of packed programs
+  unsigned* block_lengths;   // tokens of the packed programs of each block
   unsigned char* packed_codes;
   double* packed_values;
   const real* numbers;       // values of the packed programs, [count, pitch]
@@ -108,28 +109,47 @@ extern "C" __global__ void __launch_bounds__(128) breed_children(
   }
 }
 
-// Finds where each packed program starts; one block. A child without a program is packed as one
-// variable.
-extern "C" __global__ void __launch_bounds__(1024) find_starts(const __grid_constant__ Colony own) {
-  __shared__ unsigned sums[1024];
-  const int share = (own.count + blockDim.x - 1) / blockDim.x;
-  const int begin = threadIdx.x * share, end = min(begin + share, own.count);
-  unsigned total = 0;
-  for (int i = begin; i < end; ++i) total += max(own.child_lengths[own.first + i], 1);
-  sums[threadIdx.x] = total;
+// Length of a child as it is packed: one without a program is packed as one variable.
+__device__ __forceinline__ unsigned packed_length(const Colony& own, int index) {
+  return index < own.count ? max(own.child_lengths[own.first + index], 1) : 0;
+}
+
+// Sum of a number of all threads of a block, and of those before each.
+__device__ __forceinline__ unsigned sum_before(unsigned number, unsigned& total) {
+  __shared__ unsigned sums[SCAN_THREADS];
+  const int thread = threadIdx.x;
+  sums[thread] = number;
   __syncthreads();
-  for (int step = 1; step < blockDim.x; step *= 2) {
-    const unsigned before = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+  for (int step = 1; step < SCAN_THREADS; step *= 2) {
+    const unsigned before = thread >= step ? sums[thread - step] : 0;
     __syncthreads();
-    sums[threadIdx.x] += before;
+    sums[thread] += before;
     __syncthreads();
   }
-  unsigned at = sums[threadIdx.x] - total;
-  for (int i = begin; i < end; ++i) {
-    own.starts[i] = at;
-    at += max(own.child_lengths[own.first + i], 1);
-  }
-  if (threadIdx.x == blockDim.x - 1) own.starts[own.count] = sums[threadIdx.x];
+  total = sums[SCAN_THREADS - 1];
+  const unsigned before = sums[thread] - number;
+  __syncthreads();
+  return before;
+}
+
+// Adds up the lengths of the packed programs of each block.
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS) sum_lengths(
+    const __grid_constant__ Colony own) {
+  unsigned total;
+  sum_before(packed_length(own, blockIdx.x * SCAN_THREADS + threadIdx.x), total);
+  if (threadIdx.x == 0) own.block_lengths[blockIdx.x] = total;
+}
+
+// Finds where each packed program starts; there are no more blocks than threads of a block.
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS) find_starts(
+    const __grid_constant__ Colony own) {
+  const int index = blockIdx.x * SCAN_THREADS + threadIdx.x;
+  unsigned before, total;
+  sum_before(threadIdx.x < blockIdx.x ? own.block_lengths[threadIdx.x] : 0, before);
+  const unsigned length = packed_length(own, index);
+  const unsigned start = before + sum_before(length, total);
+  if (index < own.count) own.starts[index] = start;
+  if (index == own.count - 1) own.starts[own.count] = start + length;
 }
 
 // Copies the programs of children behind one another, a warp each.

@@ -65,12 +65,23 @@ _ISLAND: Final = 512
 _FIT_EVERY: Final = 8
 #: Formulas of a chunk, which takes less than a millisecond.
 _CHUNK: Final = 1 << 16
+#: Formulas whose work is given to the device before the host waits for it: some 2 ms.
+_AT_ONCE: Final = 1 << 17
 #: Places of the table of structures that were tried; a power of 2.
 _TRIED: Final = 1 << 23
 _THREADS: Final = 128
+#: Programs that one block sorts by length before they are interpreted.
+_SORTED: Final = 4096
 _SCAN_THREADS: Final = 1024
 _KERNELS: Final = (
-    *("populate", "breed_children", "find_starts", "pack_programs", "score_children"),
+    *(
+        "populate",
+        "breed_children",
+        "sum_lengths",
+        "find_starts",
+        "pack_programs",
+        "score_children",
+    ),
     *("keep_children", "note_best", "choose_champions", "gather", "empty_places"),
 )
 _compiled = numba_cache.njit(nogil=True)
@@ -82,6 +93,7 @@ def colony_source(variant: Variant, width: int) -> CudaSource:
         "MOST_WIDTH": width,
         "WIDTH": genome.WIDTH,
         "VARIABLE_CODE": VARIABLE,
+        "SCAN_THREADS": _SCAN_THREADS,
         "LEAST_DEVIATION": SPREADS[0],  # type: ignore[dict-item]
         "MOST_DEVIATION": SPREADS[1],  # type: ignore[dict-item]
         "BETTER": "(1.0 - 1e-6)",
@@ -155,9 +167,15 @@ class CudaColony:
         self._sizes = int(grammar[genome.MAX_SIZE]) + 1
         width = next(most for most in _WIDTHS if most >= self.width)
         module = colony_source(kernels.variant, width).load(device)
+        # No program needs more levels than others have, for which it would have to come first.
+        levels = max_levels(self.width, bool(grammar[genome.HAS_ARITY + 3]))
+        allowed = np.flatnonzero(grammar[genome.ALLOWED : genome.ALLOWED + 256])
+        costly = any(kernels.costly >> int(code) & 1 for code in allowed)
+        self._bounds = BatchBounds(levels, levels, costly)
         self._functions = {name: module.get_function(name) for name in _KERNELS}
         self._context = device.new_stream()
         self._memory: list[Any] = []
+        self._scored = 0
         self._own = self._record(grammar, units)
 
     def _record(self, grammar: NDArray[np.int32], units: NDArray[np.int32]) -> NDArray[Any]:
@@ -182,6 +200,7 @@ class CudaColony:
             "out_codes": settings.islands * width, "out_values": 4 * settings.islands * width,
             "out_lengths": 4 * settings.islands, "out_losses": 4 * settings.islands,
             "island_scores": 4 * settings.islands,
+            "block_lengths": 4 * _SCAN_THREADS,
         }.items():  # fmt: skip
             own[name] = self._allocate(size)
         given: dict[str, NDArray[Any]] = {
@@ -311,11 +330,15 @@ class CudaColony:
 
     def _score(self, first: int, count: int) -> Steps[None]:
         """Evaluate children on the screening rows, and fill in their losses."""
-        self._launch("find_starts", first, count, _SCAN_THREADS, _SCAN_THREADS)
+        for kernel in ("sum_lengths", "find_starts"):
+            self._launch(kernel, first, count, count, _SCAN_THREADS)
         self._launch("pack_programs", first, count, 32 * count)
         self._interpret(count)
         self._launch("score_children", first, count, 32 * count)
-        yield from self._done()
+        self._scored += count
+        if self._scored >= _AT_ONCE:
+            self._scored = 0
+            yield from self._done()
         if self._cancelled[0]:
             raise CancelledError("the search was cancelled", "CANCELLED")
 
@@ -328,9 +351,7 @@ class CudaColony:
             self._slots_address, array_address(self._first_invalid.view(np.uint32)),
         )  # fmt: skip
         batch["count"] = count
-        levels = max_levels(self.width, has_ternary=True)
-        bounds = BatchBounds(levels, levels, True)
-        configure_launch(batch, kernels.record, self.width, *bounds, count)
+        configure_launch(batch, kernels.record, self.width, *self._bounds, _SORTED)
         driver = context.functions, context.handle
         context.check_executed(lower_resident(*driver, kernels.record, batch))
         jobs = as_jobs((0, count), int(self._own["numbers"][0]), 0)
