@@ -246,7 +246,8 @@ def table_of(data: Data, content: io.BytesIO | None, most_bytes: int) -> Table:
         remedy = "Give columns of one length, with fewer rows"
         raise InvalidArgumentError(what, "BAD_DATA", remedy, "data")
     chosen = ColumnChoice.of("the data", list(columns), options)
-    used = [list(columns.values())[index] for index in chosen.used]
+    given = list(columns.values())
+    used = [given[index] for index in chosen.used]
     numbers = np.array(used, np.float64).reshape(len(used), *lengths).T  # None becomes NaN
     for column in used if data.missing == "refuse" else ():
         if None in column:

@@ -422,3 +422,13 @@ def test_requests_without_a_session_make_none(server, root):
                 assert b"warpfit" in answer.read()
         finally:
             process.terminate()
+
+
+def test_wide_data_take_time_in_proportion():
+    """A way that goes through all columns for each one would take minutes."""
+    columns = {f"c{n}": [1.0, 2.0, 4.0] for n in range(200_000)} | {"y": [1.0, 2.0, 3.0]}
+    table = mcp_server.table_of(mcp_server.Data(columns=columns, target="y"), None, 1 << 28)
+    assert table.columns.shape == (3, 200_000)
+    found = mcp_server._description(table, "y")
+    assert len(found["columns"]) == 500
+    assert found["columns_left_out"] == 199_500
