@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from typing import IO, Any, Final
 from weakref import WeakSet
 
+from warpfit.child_processes import python_child
 from warpfit.errors import InvalidArgumentError, UnavailableError, list_of_texts
 
 _LOG: Final = logging.getLogger("warpfit")
@@ -59,12 +59,14 @@ def embedded_server(
     """
     arguments = list_of_texts(arguments, "arguments")
     require_server()
-    command = [sys.executable, "-m", "warpfit_server", "--host", "127.0.0.1", "--port", "0"]
-    command += ["--parent", str(os.getpid()), "--grace", str(_GRACE_SECONDS), *arguments]
+    flags = ["--host", "127.0.0.1", "--port", "0", "--parent", str(os.getpid())]
+    # The priority is that of this process: nobody else is served.
+    flags += ["--grace", str(_GRACE_SECONDS), "--engine-nice", "0", *arguments]
+    child = python_child("-m", "warpfit_server", *flags)
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen(command, stdout=log, **streams) as process,
+        subprocess.Popen(**child, stdout=log, **streams) as process,
     ):
         assert process.stdin is not None
         _PIPES.add(process.stdin)

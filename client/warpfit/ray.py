@@ -16,13 +16,13 @@ actors for the servers' addresses and call those by gRPC. Needs ``pip install 'w
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from warpfit.child_processes import python_child
 from warpfit.embedded import READY, START_SECONDS, require_server
 from warpfit.errors import (
     DeadlineExceededError,
@@ -66,8 +66,9 @@ class _ServerActor:
         self._node = context.get_node_id()
         self._is_stopping = False
         host = _ray().util.get_node_ip_address()
-        command = [sys.executable, "-c", _LAUNCH, str(os.getpid()), "--host", host, "--port", "0"]
-        self._process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
+        words = [str(os.getpid()), "--host", host, "--port", "0", *flags]
+        child = python_child("-c", _LAUNCH, *words)
+        self._process = subprocess.Popen(**child, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         found = READY.search(self._process.stdout.readline())
         if found is None:

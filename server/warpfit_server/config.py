@@ -17,6 +17,7 @@ from typing import Any, Final
 from warpfit.errors import InvalidArgumentError
 from warpfit.server_info import Limits
 from warpfit.transport.connection import is_loopback
+from warpfit.variables import CLIENT_VARIABLES, SERVER_VARIABLES, unknown_variables
 from warpfit_server.system.machine import (
     EngineDevice,
     available_cores,
@@ -268,6 +269,23 @@ class Config:
         part = max(_LEAST_MESSAGE_BYTES, self.pending_bytes // _MESSAGE_PART)
         return min(self.max_message_bytes, part)
 
+    def check_memory(self) -> None:
+        """Refuse limits above the memory that there is: the kernel would end the server instead.
+
+        Raises:
+            InvalidArgumentError: names the first one.
+        """
+        memory = available_memory()
+        for name in ("max_resident_bytes", "max_pending_bytes", "idle_bytes"):
+            if (getattr(self, name) or 0) > memory:
+                raise InvalidArgumentError(
+                    f"--{name.replace('_', '-')} allows {getattr(self, name) / 2**30:.1f} GiB, "
+                    f"where this server may use {memory / 2**30:.1f} GiB",
+                    "OVER_MEMORY",
+                    "Give less, or leave the setting out for a part of the memory",
+                    name,
+                )
+
     def check_exposure(self) -> None:
         """Refuse settings that would expose plain text or the names of tenants to a network.
 
@@ -330,6 +348,8 @@ class Config:
             epilog="Each flag --some-name may also be set as WARPFIT_SOME_NAME. Sizes may be "
             "written like 256MiB.",
         )
+        for sentence in unknown_variables(environment, CLIENT_VARIABLES | SERVER_VARIABLES):
+            parser.error(sentence)
         for setting in fields(cls):
             name, choices = setting.name, setting.metadata["choices"]
             variable, text = f"WARPFIT_{name.upper()}", setting.metadata["help"]

@@ -59,6 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     make_private_directory(directory)
     check_private(directory)
     os.environ.update(engine_environment(directory))  # before Numba is imported
+    os.chdir(directory)  # in the working directory Numba would look for a file of settings
     cores = available_cores()
     jobs: dict[str, Callable[[], None]] = {}
     if options.architectures:

@@ -39,7 +39,8 @@ class Server:
     ``is_stopping``, the server waits for no engine to start.
 
     Raises:
-        InvalidArgumentError: if the settings would expose what they should not.
+        InvalidArgumentError: if the settings would expose what they should not, or allow more
+            memory than there is.
         UnavailableError: if a port is taken.
     """
 
@@ -48,6 +49,7 @@ class Server:
     ) -> None:
         config = self.config = prepared.config
         config.check_exposure()
+        config.check_memory()
         self._is_stopping = is_stopping
         self._stack = ExitStack()
         self.port = self._reserve(config.host, config.port, "--host or --port")

@@ -279,7 +279,7 @@ def shell(code: str, extra: str, folder: Path) -> str:
     environment = {
         "PATH": os.pathsep.join([str(binaries), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "WARPFIT_TEST_ABSENT": " ".join(absent_modules(f"warpfit[{extra}]")),
+        "TEST_WARPFIT_ABSENT": " ".join(absent_modules(f"warpfit[{extra}]")),
     }
     done = subprocess.run(
         ["bash", "-e", "-c", f"trap 'kill $(jobs -p) 2>&- || true; wait' EXIT\n{code}"],

@@ -131,7 +131,7 @@ def test_an_illegal_memory_access_costs_only_a_retry(engine, tmp_path):
     paths = [str(Path(__file__).parent / "fault"), os.environ.get("PYTHONPATH", "")]
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "WARPFIT_TEST_FAULT": str(trigger),
+        "TEST_WARPFIT_FAULT": str(trigger),
     }
     with (
         ServerProcess(devices="0", **environment) as server,

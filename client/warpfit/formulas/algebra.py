@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.child_processes import python_child
 from warpfit.errors import require
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.rules import simplified
@@ -60,9 +61,9 @@ def algebraic(program: Program, assume_defined: bool) -> Program:
 
 def _answers(text: str) -> list[str]:
     """Return the texts that a child process finds in time."""
-    command = [sys.executable, "-m", "warpfit.formulas.algebra"]
+    child = python_child("-m", "warpfit.formulas.algebra")
     try:
-        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=SECONDS)
+        done = subprocess.run(**child, input=text.encode(), capture_output=True, timeout=SECONDS)
         printed = done.stdout
     except subprocess.TimeoutExpired as late:
         printed = late.stdout or b""

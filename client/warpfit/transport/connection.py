@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar
 
 from warpfit.errors import InvalidArgumentError, UnavailableError, bad_setting
+from warpfit.variables import warn_of_unknown_variables
 
 if TYPE_CHECKING:
     import grpc
@@ -588,13 +589,20 @@ def check_secret(path: str | Path) -> None:
     """Check that other users of this machine cannot read a file with a key or tokens.
 
     Its group may read it, because Kubernetes and systemd give secrets that way to a service that
-    runs as another user than their owner.
+    runs as another user than their owner. The owner is this user, or root.
 
     Raises:
-        InvalidArgumentError: if others can read it, or others or its group can write to it.
+        InvalidArgumentError: if others can read it, if others or its group can write to it, or if
+            it belongs to another user.
         OSError: if there is no such file.
     """
     status = Path(path).stat()
+    if hasattr(os, "geteuid") and status.st_uid not in (0, os.geteuid()):  # not on Windows
+        raise InvalidArgumentError(
+            f"{path} belongs to another user (id {status.st_uid}), who can read and change it",
+            "FILE_NOT_SECRET",
+            f"chown {os.geteuid()} {path}, or give it to root",
+        )
     if stat.S_ISREG(status.st_mode) and status.st_mode & _OPEN_TO_OTHERS:
         raise InvalidArgumentError(
             f"other users can read or change {path} (mode {stat.S_IMODE(status.st_mode):o}), which "
@@ -679,6 +687,7 @@ class Connection:
         replicas: int,
     ) -> Connection:
         """Check the arguments; errors as `warpfit.connect`."""
+        warn_of_unknown_variables(os.environ)
         target = target_of(address)
         if not isinstance(replicas, Integral) or isinstance(replicas, bool) or replicas < 1:
             raise bad_setting("replicas", replicas, "a number of servers for each data set, from 1")

@@ -11,13 +11,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from warpfit.child_processes import python_child
 from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.system.compile_cache import engine_environment, usable_cache_directory
@@ -112,13 +112,14 @@ def start_engine(config: Config, number: int) -> StartedEngine:
     with ExitStack() as on_failure, theirs:
         on_failure.callback(ours.close)
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "warpfit_server.engine.process"),
+            **python_child(
+                *("-m", "warpfit_server.engine.process"),
                 *(str(theirs.fileno()), str(number), config.to_json()),
-            ],
-            env=engine_environment(config.cache_path)
-            | device.environment()
-            | {"WARPFIT_ENGINE_NICE": str(config.engine_nice)},
+                environment=engine_environment(config.cache_path)
+                | device.environment()
+                | {"WARPFIT_ENGINE_NICE": str(config.engine_nice)},
+            ),
+            cwd="/",  # in the working directory Numba would look for a file of settings
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C is for the main process, which drains first

@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from warpfit.child_processes import python_child
 from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError, WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
@@ -82,10 +82,10 @@ class FrontEndSupervisor(Supervisor):
         control.give_up_after(_SEND_SECONDS)
         table = owner.quotas.descriptor
         arguments = (theirs.fileno(), table, self.number, owner.port, owner.health_port)
-        command = (sys.executable, "-m", "warpfit_server.processes.front_end")
+        words = (*map(str, arguments), owner.config.to_json())
         with theirs:
             process = subprocess.Popen(
-                [*command, *map(str, arguments), owner.config.to_json()],
+                **python_child("-m", "warpfit_server.processes.front_end", *words),
                 pass_fds=[theirs.fileno(), table],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is for the main process, which drains first

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from warpfit.errors import InvalidArgumentError
 
 T = TypeVar("T")
+#: Seconds without a change after which a file is complete.
+_SETTLE_SECONDS: Final = 0.5
 
 
 class WatchedFiles(Generic[T]):
@@ -19,7 +21,8 @@ class WatchedFiles(Generic[T]):
 
     Files that cannot be used leave the old value in force, and a log line says why. They are read
     again at each look until they can be used, because not all that matters is a property of the
-    files themselves: a folder above them may be closed, or a disk full.
+    files themselves: a folder above them may be closed, or a disk full. A file that has changed a
+    moment ago may be half of one that is being written, so that it is read a moment later.
 
     Args:
         paths: the files; symbolic links are followed, because mounted secrets are such links.
@@ -53,14 +56,21 @@ class WatchedFiles(Generic[T]):
         """Return the value, a new object after a change; cheap when nothing has changed."""
         if time.monotonic() >= self._next:
             with self._lock:
-                self._next = time.monotonic() + self._seconds
                 stamps = self._stamp_files()
-                if stamps == self._stamps and not self._failed:
+                is_same = stamps == self._stamps
+                is_settled = is_same or _is_settled(stamps)
+                pause = self._seconds if is_settled else min(self._seconds, _SETTLE_SECONDS)
+                self._next = time.monotonic() + pause
+                if not is_settled or (is_same and not self._failed):
                     return self._value
-                self._stamps, names = stamps, ", ".join(map(str, self._paths))
+                names = ", ".join(map(str, self._paths))
                 try:
-                    self._value = self._read()
+                    value = self._read()
+                    if self._stamp_files() != stamps:  # while it was read
+                        return self._value
+                    self._stamps, self._value = stamps, value
                 except InvalidArgumentError as error:
+                    self._stamps = stamps
                     if str(error) != self._failed:
                         text = "%s changed, the old version stays in force: %s"
                         self._log.error(text, names, error)
@@ -99,3 +109,9 @@ class WatchedFiles(Generic[T]):
             place = found.st_dev, found.st_ino, found.st_size, found.st_mode
             stamps.append((*times, *place))
         return stamps
+
+
+def _is_settled(stamps: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether no file has changed in the last moment; a clock that was set back counts."""
+    now = time.time_ns()
+    return not any(stamp and 0 <= now - stamp[0] < _SETTLE_SECONDS * 1e9 for stamp in stamps)

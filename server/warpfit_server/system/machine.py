@@ -27,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from warpfit.child_processes import python_child
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 
 #: Parameters of glibc's mallopt: free bytes at the end of a heap from which on they go back to the
@@ -303,9 +304,9 @@ def _count_gpus() -> int:
     """Return the number of GPUs, at least 1, without initialising CUDA in this process."""
     reason = "CuPy is not installed (pip install 'warpfit[cuda13]' or '[cuda12]')"
     if find_spec("cupy") is not None:
-        command = [sys.executable, "-m", __name__]
+        child = python_child("-m", __name__)
         try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_SECONDS)
+            run = subprocess.run(**child, capture_output=True, text=True, timeout=_COUNT_SECONDS)
         except subprocess.TimeoutExpired:
             reason = f"the CUDA driver has not answered for {_COUNT_SECONDS:g} s"
         else:

@@ -37,11 +37,16 @@ class TokenFile:
     """The tokens of a file.
 
     They are found by their SHA-256, so the time of a look-up tells nothing about a token.
+
+    Raises:
+        InvalidArgumentError: if the file cannot be used, or has no token.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._tokens = WatchedFiles([self._path], self._read, _LOG)
+        if not self._tokens.get():  # later it withdraws all tokens
+            raise self._wrong(f"the token file {self._path} has no token")
 
     def tenant(self, token: str) -> str:
         """Return the tenant to whom a token belongs.

@@ -1,4 +1,4 @@
-"""Fault injection for one test: PYTHONPATH names this folder, WARPFIT_TEST_FAULT a file.
+"""Fault injection for one test: PYTHONPATH names this folder, TEST_WARPFIT_FAULT a file.
 
 While that file exists, the next evaluation of a CUDA engine removes it and writes through an
 address that no allocation owns, so that the process gets a real illegal memory access.
@@ -16,7 +16,7 @@ _CODE = 'extern "C" __global__ void fault(int* address) { *address = 1; }'
 
 def _inject(engine: type) -> None:
     evaluate = engine._evaluate
-    trigger = Path(os.environ["WARPFIT_TEST_FAULT"])
+    trigger = Path(os.environ["TEST_WARPFIT_FAULT"])
 
     def faulty(self, resident, evaluation, outputs):
         if trigger.exists():
@@ -48,5 +48,5 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-if "WARPFIT_TEST_FAULT" in os.environ:
+if "TEST_WARPFIT_FAULT" in os.environ:
     sys.meta_path.insert(0, _Finder())

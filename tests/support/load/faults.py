@@ -189,7 +189,7 @@ def injected(fault: str) -> dict[str, str]:
     """Environment of a server with a planted fault; see `support/load/inject`."""
     folder = str(Path(__file__).parent / "inject")
     path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "WARPFIT_TEST_FAULT": fault}
+    return {"PYTHONPATH": path, "TEST_WARPFIT_FAULT": fault}
 
 
 def free_port() -> int:

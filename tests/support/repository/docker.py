@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from support.repository.deployments import container
 
 #: Ports of this machine for those of containers, as JSON.
-PORTS = "WARPFIT_TEST_PORTS"
+PORTS = "TEST_WARPFIT_PORTS"
 #: Variables that a process needs to find this tree's modules; containers have others.
 _KEPT = ("PATH", "PYTHONPATH", "HOME", "WARPFIT_CACHE_DIR")
 #: Settings that name a port.

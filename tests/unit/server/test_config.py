@@ -1,8 +1,20 @@
 """Settings of the server from flags and the environment."""
 
-import pytest
+from dataclasses import fields
 
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from warpfit.errors import InvalidArgumentError
+from warpfit.variables import (
+    CLIENT_VARIABLES,
+    SERVER_VARIABLES,
+    unknown_variables,
+    warn_of_unknown_variables,
+)
 from warpfit_server.config import Config, parse_bytes
+from warpfit_server.system.machine import available_memory
 
 
 def test_flags_win_over_variables_over_defaults():
@@ -11,6 +23,57 @@ def test_flags_win_over_variables_over_defaults():
     assert (config.port, config.host, config.max_tokens) == (2, "::1", 17)
     assert config.limits().tokens == 17
     assert Config.from_arguments([], {}) == Config()
+
+
+def test_variables_are_those_of_the_settings():
+    assert {f"WARPFIT_{field.name.upper()}" for field in fields(Config)} == SERVER_VARIABLES
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("WARPFIT_MAX_REQUSTS", "WARPFIT_MAX_REQUESTS"),
+        ("WARPFIT_TOKENFILE", "WARPFIT_TOKEN_FILE"),
+        ("WARPFIT_TOKENS_FILE", "WARPFIT_TOKEN_FILE"),
+        ("WARPFIT_max_rows", ""),
+        ("WARPFIT_ANYTHING_ELSE", ""),
+    ],
+)
+def test_a_variable_that_nobody_knows_stops_a_server_and_warns_a_client(name, meant, capsys):
+    with pytest.raises(SystemExit):
+        Config.from_arguments([], {name: "3", "PATH": "/bin"})
+    told = capsys.readouterr().err
+    assert name in told
+    assert meant in told
+    with pytest.warns(UserWarning, match=f"{name} is not known.*{meant}"):
+        warn_of_unknown_variables({name: "3"})
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(sorted(SERVER_VARIABLES)), st.integers(0, 40), st.sampled_from("AEIOU_X"))
+def test_a_slip_in_a_name_is_noticed(name, place, letter):
+    place = len("WARPFIT_") + place % (len(name) - len("WARPFIT_"))
+    slip = name[:place] + letter + name[place:]
+    known = CLIENT_VARIABLES | SERVER_VARIABLES
+    assume(slip not in known)
+    (sentence,) = unknown_variables({slip: ""}, known)
+    assert slip in sentence
+
+
+def test_variables_of_clients_and_orchestrators_do_not_matter():
+    environment = dict.fromkeys(sorted(CLIENT_VARIABLES), "x")
+    for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT_50551_TCP"):
+        environment |= {f"WARPFIT_{name}": "10.0.0.1", f"WARPFIT_TEST_{name}": "10.0.0.1"}
+    environment["WARPFIT_TEST_PORT"] = environment["WARPFIT_PORT_50551_TCP_ADDR"] = "tcp://10.0.0.1"
+    assert Config.from_arguments([], environment) == Config()
+
+
+@pytest.mark.parametrize("name", ["max_resident_bytes", "max_pending_bytes", "idle_bytes"])
+def test_limits_above_the_memory_are_refused(name):
+    Config(**{name: available_memory()}).check_memory()
+    with pytest.raises(InvalidArgumentError, match="GiB") as caught:
+        Config(**{name: available_memory() + 1}).check_memory()
+    assert (caught.value.reason, caught.value.field) == ("OVER_MEMORY", name)
 
 
 def test_json_keeps_every_setting():

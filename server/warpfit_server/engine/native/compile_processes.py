@@ -14,12 +14,12 @@ import gc
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from warpfit.child_processes import python_child
 from warpfit_server.system import compile_cache
 from warpfit_server.system.machine import available_cores
 
@@ -28,6 +28,8 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 #: take and answer calls need a core for a moment only and go before them; at the same priority
 #: Linux may let those wait for 3 ms.
 NICE: Final = int(os.environ.get("WARPFIT_ENGINE_NICE", "10"))
+#: Niceness of compilers for which nobody waits.
+_BACKGROUND_NICE: Final = 10
 #: Of so many cores, one may load code while the engine serves.
 _CORES_A_THREAD: Final = 4
 #: Loads code that nobody waits for yet, in the order in which it is first needed.
@@ -76,7 +78,7 @@ def run_parts(parts: Mapping[str, Callable[[Path], object]], arguments: Sequence
     """Compile parts in this process, which `compile_once` has started with these arguments."""
     place, urgent, *names = arguments
     if not int(urgent):
-        os.nice(NICE)
+        os.nice(_BACKGROUND_NICE)
     gc.disable()  # almost nothing is garbage, and looking for it takes a seventh of the time
     for name in names:
         parts[name](Path(place))
@@ -85,10 +87,10 @@ def run_parts(parts: Mapping[str, Callable[[Path], object]], arguments: Sequence
 def _start(
     place: Path, module: str, names: Sequence[str], lock: int, *, urgent: bool
 ) -> subprocess.Popen[bytes]:
-    command = (sys.executable, "-m", module, str(place), str(int(urgent)), *names)
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[lock]
-    )
+    child = python_child("-m", module, str(place), str(int(urgent)), *names)
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    # Not in the working directory, where Numba would look for a file of settings.
+    return subprocess.Popen(**child, **streams, pass_fds=[lock], cwd="/")
 
 
 @contextlib.contextmanager

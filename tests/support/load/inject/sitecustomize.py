@@ -1,4 +1,4 @@
-"""Fault injection for tests: PYTHONPATH names this folder, WARPFIT_TEST_FAULT the fault.
+"""Fault injection for tests: PYTHONPATH names this folder, TEST_WARPFIT_FAULT the fault.
 
 ``deaf=FILE``    while the file exists, evaluations of many programs go on though cancelled;
 ``frozen=FILE``  while it exists, such an evaluation lets no other thread of the engine run;
@@ -18,7 +18,7 @@ from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-KIND, _, VALUE = os.environ.get("WARPFIT_TEST_FAULT", "").partition("=")
+KIND, _, VALUE = os.environ.get("TEST_WARPFIT_FAULT", "").partition("=")
 #: Programs of a batch from which on it is spoilt.
 MANY = 7
 #: Variables of a data set that an engine dies of.

@@ -1,9 +1,9 @@
-"""Hides packages from a process: PYTHONPATH names this folder, WARPFIT_TEST_ABSENT the modules."""
+"""Hides packages from a process: PYTHONPATH names this folder, TEST_WARPFIT_ABSENT the modules."""
 
 import os
 import sys
 
-_ABSENT = frozenset(os.environ["WARPFIT_TEST_ABSENT"].split())
+_ABSENT = frozenset(os.environ["TEST_WARPFIT_ABSENT"].split())
 
 
 class _Finder:

@@ -9,13 +9,75 @@ import pytest
 from support.servers.server import write_secret
 from warpfit.errors import InvalidArgumentError, UnauthenticatedError
 from warpfit.transport.connection import new_token, token_digest
+from warpfit_server.system import file_watcher
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile
 from warpfit_server.tenancy.tenants import ANONYMOUS
 
 
 class TestTokens:
+    @pytest.fixture(autouse=True)
+    def settled(self, monkeypatch):
+        """Files count as complete at once, so that tests need not wait."""
+        monkeypatch.setattr(file_watcher, "_SETTLE_SECONDS", 0.0)
+
     def _file(self, tmp_path, text):
         return write_secret(tmp_path / "tokens", text)
+
+    @pytest.mark.parametrize("half", ["", "# the first line\n"])
+    def test_a_file_that_is_being_rewritten_in_place_is_read_when_it_is_complete(
+        self, tmp_path, monkeypatch, half
+    ):
+        (token, line), (other, others_line) = new_token("a"), new_token("b")
+        path = self._file(tmp_path, line)
+        tokens = TokenFile(path)
+        monkeypatch.setattr(file_watcher, "_SETTLE_SECONDS", 30.0)
+        for text in (half, f"{half}{line}\n{others_line}"):
+            path.write_text(text)
+            tokens._tokens._next = 0.0
+            assert tokens.tenant(token) == "a"
+        monkeypatch.setattr(file_watcher, "_SETTLE_SECONDS", 0.0)
+        tokens._tokens._next = 0.0
+        assert (tokens.tenant(token), tokens.tenant(other)) == ("a", "b")
+
+    def test_a_file_that_changes_while_it_is_read_is_read_again(self, tmp_path):
+        token, line = new_token("a")
+        path = self._file(tmp_path, line)
+        tokens = TokenFile(path)
+        read = tokens._tokens._read_files
+
+        def truncated():
+            path.write_text("")
+            try:
+                return read()
+            finally:
+                path.write_text(line)
+
+        path.write_text(f"{line}\n# changed")
+        tokens._tokens._next, tokens._tokens._read_files = 0.0, truncated
+        assert tokens.tenant(token) == "a"
+
+    def test_a_file_that_stays_empty_withdraws_all_tokens(self, tmp_path):
+        token, line = new_token("a")
+        path = self._file(tmp_path, line)
+        tokens = TokenFile(path)
+        path.write_text("")
+        tokens._tokens._next = 0.0
+        with pytest.raises(UnauthenticatedError):
+            tokens.tenant(token)
+
+    @pytest.mark.parametrize("text", ["", "# no token yet\n"])
+    def test_a_server_does_not_start_with_a_file_without_tokens(self, tmp_path, text):
+        with pytest.raises(InvalidArgumentError, match="has no token") as caught:
+            TokenFile(self._file(tmp_path, text))
+        assert caught.value.reason == "BAD_TOKEN_FILE"
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+    def test_a_file_of_another_user_is_refused(self, tmp_path):
+        path = self._file(tmp_path, new_token("alice")[1])
+        os.chown(path, 12345, 0)
+        with pytest.raises(InvalidArgumentError, match="12345") as caught:
+            TokenFile(path)
+        assert caught.value.reason == "FILE_NOT_SECRET"
 
     def test_a_line_holds_the_digest_of_a_token_only(self):
         token, line = new_token("alice", days=30)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
 
+from warpfit.child_processes import python_child
 from warpfit.errors import InternalError, UnavailableError, WarpfitError
 
 #: Cores of which one compiles, and most processes, each of which takes some 250 MiB.
@@ -180,8 +181,9 @@ class CompileProcess:
             OSError: if no process can be started.
         """
         if self._child is None:
-            command = (sys.executable, "-m", self._module)
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            child = python_child("-m", self._module)
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._child = subprocess.Popen(**child, **pipes, cwd="/")
             if self._is_aborted:  # while it was being started
                 self._child.kill()
         to, answers = self._child.stdin, self._child.stdout
