@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from enum import StrEnum
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from types import MappingProxyType
 from typing import Any, Final, Generic, ParamSpec, TypeVar
 from urllib.parse import unquote
 
 import grpc
 import numpy as np
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit import errors
@@ -54,6 +56,8 @@ U8: Final = np.dtype("u1")
 U32: Final = np.dtype("<u4")
 F64: Final = np.dtype("<f8")
 
+#: Version of the contract that this version of warpfit keeps.
+CONTRACT: Final[int] = pb.CONTRACT_VERSION
 #: Bytes up to which a message is parsed, in 5 ms, however many fields it has; most fields of
 #: others.
 _SHORT: Final = 1 << 18
@@ -104,9 +108,34 @@ def parse_message(cls: type[M], data: bytes, *, most_fields: int | None = _MOST_
         if left < 0:
             raise _malformed(f"{kind.full_name} of at most {most_fields} fields")
     try:
-        return cls.FromString(data)
+        message = cls.FromString(data)
     except DecodeError as error:
         raise _malformed(kind.full_name) from error
+    _refuse_unknown_fields(message)
+    return message
+
+
+def _refuse_unknown_fields(message: Message) -> None:
+    """Raise UnimplementedError for a field that this version of the contract has not."""
+    for unknown in UnknownFieldSet(message):
+        raise errors.UnimplementedError(
+            f"this server does not know field {unknown.field_number} of "
+            f"{message.DESCRIPTOR.full_name}; it keeps version {CONTRACT} of the contract",
+            "UNKNOWN_FIELD",
+            "Update the server, or leave out what only newer ones can do",
+        )
+    for name, is_repeated in _parts(message.DESCRIPTOR):
+        if is_repeated:
+            for part in getattr(message, name):
+                _refuse_unknown_fields(part)
+        elif message.HasField(name):
+            _refuse_unknown_fields(getattr(message, name))
+
+
+@cache
+def _parts(kind: Descriptor) -> list[tuple[str, bool]]:
+    """Return the fields of a message that are messages, and whether each may be several."""
+    return [(one.name, one.is_repeated) for one in kind.fields if one.message_type is not None]
 
 
 def _count_fields(data: memoryview, descriptor: Any, left: int) -> int:
@@ -425,7 +454,24 @@ def info_to_message(server: info.ServerInfo) -> pb.ServerInfo:
         limits=pb.Limits(**_fields(server.limits, info.Limits)),
         operators=[pb.OperatorInfo(**_fields(o, info.OperatorInfo)) for o in server.operators],
         datasets=server.datasets,
+        contract=server.contract,
     )
+
+
+def check_contract(message: pb.ServerInfo, address: str) -> None:
+    """Refuse a server that leaves out what it does not know, instead of saying so.
+
+    Raises:
+        UnimplementedError: if it has no version of the contract.
+    """
+    if not message.contract:
+        raise errors.UnimplementedError(
+            f"the server at {address} is older than this client (warpfit "
+            f"{printable(message.version) or 'of unknown version'}), and would leave out what it "
+            "does not know",
+            "SERVER_TOO_OLD",
+            "Update the server, or use the client of its version",
+        )
 
 
 @decodes_answer
@@ -449,6 +495,7 @@ def info_from_message(message: pb.ServerInfo) -> info.ServerInfo:
             info.OperatorInfo(**_fields(o, info.OperatorInfo)) for o in message.operators
         ),
         datasets=message.datasets,
+        contract=message.contract,
     )
 
 

@@ -86,6 +86,8 @@ class ServerInfo(Shown):
     operators: tuple[OperatorInfo, ...]
     datasets: int = 0
     """Resident data sets of the caller's tenant."""
+    contract: int = 0
+    """Version of the contract that the server keeps; 0 of a server from before there were any."""
 
     def _table(self) -> TextTable:
         rows = [

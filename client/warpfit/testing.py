@@ -135,7 +135,12 @@ class InProcessServer:
         device = Device("NumPy reference", threads=1)
         yield codec.info_to_message(
             ServerInfo(
-                warpfit.__version__, "reference", (device,), Limits(), codec.operator_infos()
+                warpfit.__version__,
+                "reference",
+                (device,),
+                Limits(),
+                codec.operator_infos(),
+                contract=codec.CONTRACT,
             )
         )
 

@@ -3,10 +3,17 @@
 Evaluations follow one another in a call that stays open, and so do fits, as the contract allows:
 beginning and ending a call takes gRPC most of what a small call costs (result ``call_cost`` of the
 benchmarks). Very long ones, those with a time limit and every other request are calls of their own.
+
+The first request to a server, and one after a silence, follow a small question, GetServerInfo. Its
+answer says which version of the contract the server keeps, and that packets come through: a proxy
+may have dropped the connection without a word to either side. Without an answer a new connection is
+made.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import re
 import sys
@@ -24,7 +31,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
 from warpfit import codec
-from warpfit.errors import InvalidArgumentError, WarpfitError
+from warpfit.errors import DeadlineExceededError, InvalidArgumentError, WarpfitError
 from warpfit.transport.call import (
     CALLS,
     PATIENCE_SECONDS,
@@ -48,6 +55,8 @@ _OPEN: Final[Mapping[str, tuple[Callable[[bytes], Any], str]]] = {
     "Evaluate": (codec.answer_from_bytes, "timings"),
     "Optimize": (codec.fit_answer_from_bytes, "result"),
 }
+#: The method whose answer says which version a server is of.
+_GREETING: Final = "GetServerInfo"
 #: The method whose request has several messages.
 _UPLOAD: Final = "UploadVariables"
 #: Longest request that follows another one in a call: 0.8 MB need half of the time, and of the
@@ -61,6 +70,15 @@ _LATE_SECONDS: Final = 0.05
 _SLOW_SECONDS: Final = 60.0
 #: Seconds after which an open call is not used again: servers end one that waits for 0.5 s.
 _IDLE_SECONDS: Final = 0.4
+#: Seconds without an answer after which a server is asked something small before a request.
+_SILENCE_SECONDS: Final = 4.0
+#: Longest time in seconds for its answer until a new connection is made.
+_GREETING_SECONDS: Final = 2.0
+#: Statuses of failures that no server may have sent.
+_UNHEARD: Final = (
+    *(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED),
+    grpc.StatusCode.CANCELLED,
+)
 #: Statuses with which a server ends a call that waits for a request, without reading another one.
 _ENDED: Final = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 #: Channels of the parent in a child that was forked. They are kept, because closing them there
@@ -70,6 +88,7 @@ _PARENTS_CHANNELS: Final[list[Any]] = []
 _CONNECTION_ENDED: Final = re.compile("failed to connect to all addresses.*(?:closed|reset|failed)")
 #: HealthCheckResponse.ServingStatus by number.
 _HEALTH: Final = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
+_LOG: Final = logging.getLogger("warpfit")
 
 
 class GrpcTransport:
@@ -86,6 +105,8 @@ class GrpcTransport:
         self._security = connection.security
         self._metadata = connection.security.metadata()
         self._open: dict[str, _Channel] = {}
+        self._retired: set[_Channel] = set()
+        """Channels that have been replaced and still have calls in flight."""
         self._lock = threading.Lock()
         self._closed = False
         RENEWED_IN_CHILD.add(self)
@@ -100,15 +121,107 @@ class GrpcTransport:
                 "the client is closed", "CLIENT_CLOSED", "Keep it open as long as it is used"
             )
         with HeldSignals() as held, CALLS:
-            channel = self._open.get(request.server) or self._to(request.server)
             try:
-                return channel.call(request, self._metadata, held)
+                return self._call(request, held)
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 if request.cancellation is not None:
                     request.cancellation.check()  # so that the server is not blamed
                 failure = self._error_of(request, error)
             # Outside of the block, so that a traceback shows nothing of gRPC.
             raise failure
+
+    def _call(self, request: Request, held: HeldSignals) -> Any:
+        """Send a request over the channel to its server, if need be over a new one."""
+        channel = self._open.get(request.server) or self._to(request.server)
+        if channel.is_silent and request.method != _GREETING:
+            channel = self._greet(channel, request, held)
+        with self._lock:
+            channel.calls += 1
+        try:
+            answer = channel.call(request, self._metadata, held)
+            if request.method == _GREETING:
+                channel.is_known = bool(answer.contract)
+            return answer
+        except grpc.RpcError as error:
+            if request.method == _GREETING and _is_unanswered(error):
+                self._replace(channel, request.server)
+            raise
+        finally:
+            with self._lock:
+                channel.calls -= 1
+                is_over = not channel.calls and channel in self._retired
+                self._retired -= {channel} if is_over else set()
+            if is_over:
+                channel.close()
+
+    def _greet(self, channel: _Channel, request: Request, held: HeldSignals) -> _Channel:
+        """Ask a server for its description; return the channel on which it has answered.
+
+        The time of the question is taken from that of the request.
+        """
+        begun, given = time.monotonic(), request.seconds
+        question = Request(
+            _GREETING,
+            codec.info_request(),
+            server=request.server,
+            cancellation=request.cancellation,
+        )
+        if channel.is_known:  # else there is no other connection to be tried
+            question.seconds = min(_GREETING_SECONDS, math.inf if given is None else given / 2)
+            try:
+                self._ask(channel, question, held)
+            except grpc.RpcError as error:
+                if not _is_unanswered(error):
+                    raise
+                text = (
+                    "%s has not answered for %.1f s on a connection that was idle; connecting anew"
+                )
+                _LOG.warning(text, request.server, question.seconds)
+                channel = self._replace(channel, request.server)
+        if not channel.is_known:
+            left = None if given is None else max(1e-3, given - (time.monotonic() - begun))
+            question.seconds = left
+            try:
+                self._ask(channel, question, held)
+            except grpc.RpcError as error:
+                if not _is_unanswered(error):
+                    raise
+                raise DeadlineExceededError(
+                    f"{request.server} has not answered a small question on a new connection in "
+                    "the time of the call",
+                    "DEADLINE_EXCEEDED",
+                    "Check that the server runs and that the network lets its port pass, or raise "
+                    "timeout=",
+                ) from None
+        if given is not None:
+            request.seconds = max(1e-3, given - (time.monotonic() - begun))
+        return channel
+
+    def _ask(self, channel: _Channel, question: Request, held: HeldSignals) -> None:
+        """Ask for a server's description; refuse a server that is too old."""
+        try:
+            codec.check_contract(channel.call(question, self._metadata, held), question.server)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                codec.check_contract(pb.ServerInfo(), question.server)
+            raise
+        channel.is_known = True
+
+    def _replace(self, channel: _Channel, address: str) -> _Channel:
+        """Return another channel, which shares no connection with one that does not answer.
+
+        The old one is closed once no thread waits for an answer there.
+        """
+        with self._lock:
+            is_first = self._open.get(address) is channel
+            if is_first:
+                del self._open[address]
+            is_idle = is_first and not channel.calls
+            self._retired |= {channel} if is_first and not is_idle else set()
+        if is_idle:
+            channel.close()
+        # Channels whose options are the same share a connection.
+        return self._to(address, ("warpfit.channel", str(time.monotonic_ns())))
 
     def _error_of(self, request: Request, error: Any) -> BaseException:
         """Return the exception of a failed call; a progress callback's comes before gRPC's."""
@@ -125,10 +238,10 @@ class GrpcTransport:
             found.message = f"{request.server}, asked for by the proxy {proxy}: {found.message}"
         return found
 
-    def _to(self, address: str) -> _Channel:
+    def _to(self, address: str, *more: tuple[str, str]) -> _Channel:
         with CALLS, self._lock:
             if address not in self._open:
-                channel = self._security.channel(address, self._options, self._proxy)
+                channel = self._security.channel(address, [*self._options, *more], self._proxy)
                 CALLS.watch_forks()
                 self._open[address] = _Channel(channel, self._metadata)
             return self._open[address]
@@ -146,6 +259,8 @@ class GrpcTransport:
         self._closed = True
         for address in list(self._open):
             self.forget(address)
+        for channel in list(self._retired):
+            channel.close()
 
     def before_fork(self, is_quiet: bool) -> None:
         """End the calls that are open, for whose threads gRPC would wait for a second.
@@ -157,11 +272,13 @@ class GrpcTransport:
                 channel.end_idle(PATIENCE_SECONDS)
             elif self._open.pop(address, None) is not None:
                 channel.close()
+        for channel in list(self._retired):
+            channel.close()
 
     def after_fork(self) -> None:
         """Begin anew in a child, whose channels must not share the connections of the parent."""
-        _PARENTS_CHANNELS.append(self._open)
-        self._open, self._lock = {}, threading.Lock()
+        _PARENTS_CHANNELS.append((self._open, self._retired))
+        self._open, self._retired, self._lock = {}, set(), threading.Lock()
         own = "warpfit.process"  # channels whose arguments are the same share a connection
         self._options = [option for option in self._options if option[0] != own]
         self._options.append((own, os.getpid()))
@@ -177,6 +294,11 @@ class _Channel:
     def __init__(self, channel: Any, metadata: Metadata) -> None:
         service = pb.DESCRIPTOR.services_by_name["Evaluator"]
         self._channel = channel
+        self.calls = 0
+        """Calls in flight, counted by the transport."""
+        self.is_known = False
+        """Whether the server has described itself, and nothing has been wrong since."""
+        self._heard_at = -math.inf
         self._streamed: dict[str, Any] = {}
         self._single: dict[str, Any] = {}
         self._open: dict[str, OpenCalls] = {}
@@ -193,8 +315,25 @@ class _Channel:
                 given = channel.stream_stream(way[0]), metadata, *_OPEN[method.name]
                 self._open[method.name] = OpenCalls(*given)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the server has not been heard of lately."""
+        return not self.is_known or time.monotonic() - self._heard_at > _SILENCE_SECONDS
+
     def call(self, request: Request, metadata: Metadata, held: HeldSignals) -> Any:
         """Send a request; raise what gRPC raises."""
+        try:
+            answer = self._send(request, metadata, held)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:  # the next one may be another version
+                self.is_known = False
+            elif error.code() not in _UNHEARD:
+                self._heard_at = time.monotonic()
+            raise
+        self._heard_at = time.monotonic()
+        return answer
+
+    def _send(self, request: Request, metadata: Metadata, held: HeldSignals) -> Any:
         seconds, message = request.seconds, request.message
         traced = trace_context()
         open_calls = None if traced or seconds is not None else self._open.get(request.method)
@@ -375,6 +514,11 @@ class OpenCalls:
         for call in late:
             call.rpc.cancel()
         return found
+
+
+def _is_unanswered(error: Any) -> bool:
+    """Return whether the time of a call ended before its answer came."""
+    return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def trace_context() -> Metadata:

@@ -78,6 +78,11 @@ class End(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     END_TARGET_LOSS: _ClassVar[End]
     END_IDLE: _ClassVar[End]
     END_CANCELLED: _ClassVar[End]
+
+class Contract(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONTRACT_UNSPECIFIED: _ClassVar[Contract]
+    CONTRACT_VERSION: _ClassVar[Contract]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT64: DType
@@ -120,6 +125,8 @@ END_FORMULAS: End
 END_TARGET_LOSS: End
 END_IDLE: End
 END_CANCELLED: End
+CONTRACT_UNSPECIFIED: Contract
+CONTRACT_VERSION: Contract
 
 class DatasetLayout(_message.Message):
     __slots__ = ("dtype", "variables", "rows", "has_target", "has_weights", "names")
@@ -579,20 +586,22 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "engine", "devices", "limits", "operators", "datasets")
+    __slots__ = ("version", "engine", "devices", "limits", "operators", "datasets", "contract")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     OPERATORS_FIELD_NUMBER: _ClassVar[int]
     DATASETS_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
     version: str
     engine: str
     devices: _containers.RepeatedCompositeFieldContainer[Device]
     limits: Limits
     operators: _containers.RepeatedCompositeFieldContainer[OperatorInfo]
     datasets: int
-    def __init__(self, version: _Optional[str] = ..., engine: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., operators: _Optional[_Iterable[_Union[OperatorInfo, _Mapping]]] = ..., datasets: _Optional[int] = ...) -> None: ...
+    contract: int
+    def __init__(self, version: _Optional[str] = ..., engine: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., operators: _Optional[_Iterable[_Union[OperatorInfo, _Mapping]]] = ..., datasets: _Optional[int] = ..., contract: _Optional[int] = ...) -> None: ...
 
 class Device(_message.Message):
     __slots__ = ("name", "threads", "memory", "compute_capability", "driver", "tiers", "label", "serving")

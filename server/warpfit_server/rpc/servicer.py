@@ -402,6 +402,7 @@ class Servicer:
             limits=self._admission.limits(tenant),
             operators=codec.operator_infos(),
             datasets=datasets,
+            contract=codec.CONTRACT,
         )
         return codec.info_to_message(info).SerializeToString()
 

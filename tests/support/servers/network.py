@@ -100,6 +100,8 @@ class Proxy:
         self.sent = 0
         """Bytes that have come from clients."""
         self._sockets: list[socket.socket] = []
+        self._swallowed: set[socket.socket] = set()
+        self._swallows = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
@@ -116,6 +118,14 @@ class Proxy:
         for end in self._sockets:
             _reset(end)
 
+    def swallow(self, *, ever: bool = False) -> None:
+        """Drop whatever the present connections carry from now on, without closing them.
+
+        If it is for ``ever``, later connections are dropped, too.
+        """
+        self._swallows = ever
+        self._swallowed.update(self._sockets)
+
     def _accept(self) -> None:
         while True:
             try:
@@ -125,12 +135,13 @@ class Proxy:
                 return
             self.connections += 1
             self._sockets += [client, server]
+            self._swallowed.update([client, server] if self._swallows else [])
             for source, sink, spoil, count in (
                 (client, server, self.up, self._count),
                 (server, client, self.down, lambda nbytes: None),
             ):
                 sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                given = source, sink, spoil, count
+                given = source, sink, spoil, count, self._swallowed
                 threading.Thread(target=_forward, args=given, daemon=True).start()
 
     def _count(self, nbytes: int) -> None:
@@ -138,7 +149,11 @@ class Proxy:
 
 
 def _forward(
-    source: socket.socket, sink: socket.socket, spoil: Spoil, count: Callable[[int], None]
+    source: socket.socket,
+    sink: socket.socket,
+    spoil: Spoil,
+    count: Callable[[int], None],
+    swallowed: set[socket.socket],
 ) -> None:
     left = spoil.cut_after
     with contextlib.suppress(OSError):
@@ -148,6 +163,8 @@ def _forward(
                 sink.sendall(data[:left])
                 break
             left = None if left is None else left - len(data)
+            if source in swallowed:
+                continue
             sink.sendall(data)
             if spoil.pause:
                 time.sleep(spoil.pause)

@@ -339,3 +339,39 @@ def test_neither_all_values_nor_those_of_the_leaves():
     with pytest.raises(errors.InvalidArgumentError) as caught:
         codec.evaluation_from_message(message).check(LAYOUT)
     assert (caught.value.reason, caught.value.field) == ("LENGTH_MISMATCH", "values")
+
+
+# ------------------------------------------------------------------------ version of the contract
+
+#: SHA-256 of the fields, values and methods of each version of the contract.
+VERSIONS = {1: "?"}
+
+
+def contract_fingerprint():
+    """Hash all that a message can say, whatever the order in evaluator.proto."""
+    words = []
+
+    def add(message):
+        for field in message.fields:
+            kind = field.message_type or field.enum_type
+            of = kind.full_name if kind else field.type
+            words.append(f"{message.full_name}.{field.name}={field.number} {of} {field.is_repeated}")
+        for nested in message.nested_types:
+            add(nested)
+
+    for message in pb.DESCRIPTOR.message_types_by_name.values():
+        add(message)
+    for enum in pb.DESCRIPTOR.enum_types_by_name.values():
+        words += [f"{enum.name}.{v.name}={v.number}" for v in enum.values if enum.name != "Contract"]
+    for method in pb.DESCRIPTOR.services_by_name["Evaluator"].methods:
+        words.append(f"{method.name} {method.client_streaming} {method.server_streaming}")
+    return hashlib.sha256("\n".join(sorted(words)).encode()).hexdigest()
+
+
+def test_the_version_grows_with_the_contract():
+    """After a release a change takes the next version; until then, write the new hash here."""
+    assert max(VERSIONS) == codec.CONTRACT
+    assert VERSIONS[codec.CONTRACT] == contract_fingerprint(), (
+        "the contract has changed: if its version has been released, raise CONTRACT_VERSION in "
+        "evaluator.proto, run proto/generate.py and add a line to VERSIONS; else change its hash"
+    )

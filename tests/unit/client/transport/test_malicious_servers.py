@@ -17,6 +17,7 @@ ESCAPES = "a\x1b]0;owned\x07\x1b[2J\r\n\u202eb\x9b"
 DATA = Dataset.of(np.arange(4.0)[:, None], np.arange(4.0))
 OTHER = Dataset.of(np.arange(4.0)[:, None], np.arange(1.0, 5.0))
 INFO = codec.dataset_info(DATA.content_id, DATA.layout)
+SERVER = pb.ServerInfo(contract=codec.CONTRACT).SerializeToString()
 
 
 class Liar(grpc.GenericRpcHandler):
@@ -24,7 +25,7 @@ class Liar(grpc.GenericRpcHandler):
 
     def __init__(self):
         self.answers, self.status, self.details, self.metadata = {}, None, "", ()
-        self.usual = {"GetVariables": [INFO], "UploadVariables": [INFO]}
+        self.usual = {"GetVariables": [INFO], "UploadVariables": [INFO], "GetServerInfo": [SERVER]}
 
     def service(self, call):
         method = call.method.rpartition("/")[2]
