@@ -117,7 +117,8 @@ def parse_message(cls: type[M], data: bytes, *, most_fields: int | None = _MOST_
 
 def _refuse_unknown_fields(message: Message) -> None:
     """Raise UnimplementedError for a field that this version of the contract has not."""
-    for unknown in UnknownFieldSet(message):
+    found: Any = UnknownFieldSet(message)  # its stubs lack the iterator
+    for unknown in found:
         raise errors.UnimplementedError(
             f"this server does not know field {unknown.field_number} of "
             f"{message.DESCRIPTOR.full_name}; it keeps version {CONTRACT} of the contract",
