@@ -317,7 +317,8 @@ _REMEDIES: Final = {
     "DEADLINE_EXCEEDED": "Raise timeout=, or ask for less at once; the first fit on a machine "
     "waits until the server has compiled its code, which `warpfit precompile` does beforehand",
     "UNAUTHENTICATED": "Give a valid token= or client certificate",
-    "UNIMPLEMENTED": "Server and client differ in version: upgrade the older one",
+    "UNIMPLEMENTED": "Server and client differ in version, or this is no server's main port, but "
+    "that for health checks, or one of another program",
 }
 
 

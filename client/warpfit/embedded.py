@@ -8,12 +8,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import IO, Any, Final
 from weakref import WeakSet
 
 from warpfit.child_processes import python_child
 from warpfit.errors import InvalidArgumentError, UnavailableError, list_of_texts
+from warpfit.transport.connection import OwnAddress
 
 _LOG: Final = logging.getLogger("warpfit")
 #: Longest start in seconds. The first start on a machine compiles the engine, for minutes on a busy
@@ -71,7 +73,9 @@ def embedded_server(
         assert process.stdin is not None
         _PIPES.add(process.stdin)
         try:
-            yield _wait_for_address(process, log, start_seconds)
+            address = OwnAddress(_wait_for_address(process, log, start_seconds))
+            address.find_end = partial(_find_end, process, log, os.getpid())
+            yield address
         finally:
             process.terminate()
             try:
@@ -84,7 +88,7 @@ def embedded_server(
 def server_at(address: str | None, arguments: Sequence[str] = ()) -> Iterator[str]:
     """Yield ``address``; if it is None, WARPFIT_ADDRESS, or the address of an `embedded_server`."""
     address = address or os.environ.get("WARPFIT_ADDRESS")
-    if address is not None:
+    if address:
         yield address
         return
     with embedded_server(arguments) as started:
@@ -97,7 +101,7 @@ def require_server() -> None:
         raise InvalidArgumentError(
             "the server is not installed here",
             "MISSING_PACKAGE",
-            "Install it (pip install 'warpfit[server]'), or name a running server's address",
+            "Install it (pip install '.[server]'), or name a running server's address",
         )
 
 
@@ -114,14 +118,27 @@ def _wait_for_address(process: subprocess.Popen[bytes], log: IO[bytes], seconds:
         if found := READY.search(_written(log)):
             return found[1]
         time.sleep(_POLL_SECONDS)
-    tail = "\n".join(_written(log).splitlines()[-10:])[-_QUOTED_CHARACTERS:]
     status = process.poll()
     what = "did not get ready in time" if status is None else f"ended with status {status}"
-    raise UnavailableError(
-        f"the embedded server {what}" + (f"; its log ends with:\n{tail}" if tail else ""),
-        "SERVER_NOT_STARTED",
-        "Run `warpfit serve` by itself to see why",
-    )
+    remedy = "Run `warpfit serve` by itself to see why"
+    raise UnavailableError(_with_log(what, log), "SERVER_NOT_STARTED", remedy)
+
+
+def _find_end(
+    process: subprocess.Popen[bytes], log: IO[bytes], owner: int
+) -> UnavailableError | None:
+    """Return why a server has ended, which only the process that has started it can know."""
+    if os.getpid() != owner or process.poll() is None:
+        return None
+    what = f"has ended with status {process.poll()}"
+    return UnavailableError(_with_log(what, log), "SERVER_ENDED", "Start another one")
+
+
+def _with_log(what: str, log: IO[bytes]) -> str:
+    """Return a sentence about the server, with the end of its log."""
+    lines = [] if log.closed else _written(log).splitlines()  # it is closed after the block
+    tail = "\n".join(lines[-10:])[-_QUOTED_CHARACTERS:]
+    return f"the embedded server {what}" + (f"; its log ends with:\n{tail}" if tail else "")
 
 
 def _written(log: IO[bytes]) -> str:

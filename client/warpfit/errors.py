@@ -195,7 +195,8 @@ def require(module: str, package: str, field: str = "") -> None:
         raise InvalidArgumentError(
             f"this needs {module}, which is not installed",
             "MISSING_PACKAGE",
-            f"Install it: pip install '{package}'",
+            f"Install it: pip install '{package.replace('warpfit[', '.[')}'"
+            + (" in the folder of warpfit's sources" if "[" in package else ""),
             field,
         )
 

@@ -10,7 +10,7 @@ from typing import Final
 from warpfit.cli.standard_streams import discard_output, open_standard_streams, tell
 from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
-from warpfit_server.observability.logs import configure_logging
+from warpfit_server.observability.logs import configure_logging, json_line
 from warpfit_server.processes.engine_start import Preparation, prepare
 from warpfit_server.system.lifetime import Parent
 from warpfit_server.system.machine import keep_freed_memory, shorten_gil_switch_interval
@@ -34,26 +34,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parent = Parent(config.parent)
     try:
         with prepare(config) as prepared:
-            _serve(prepared, lambda: bool(signals) or parent.is_gone())
-    except WarpfitError as error:
-        tell(f"warpfit: {error}")
+            _serve(
+                prepared,
+                lambda: bool(signals) or parent.is_gone(),
+                lambda: len(signals) > 1,
+            )
+    except (WarpfitError, OSError) as error:  # such as no room for files, by `ulimit -f`
+        reason = error.reason if isinstance(error, WarpfitError) else "SYSTEM_LIMIT"
+        is_json = config.log_format == "json"
+        tell(json_line(str(error), "error", reason=reason) if is_json else f"warpfit: {error}")
         return 2
     return 0
 
 
-def _serve(prepared: Preparation, is_stopping: Callable[[], bool]) -> None:
+def _serve(
+    prepared: Preparation, is_stopping: Callable[[], bool], is_hurried: Callable[[], bool]
+) -> None:
     """Serve until the server has to stop."""
     # Imported here, because that takes a while, in which the engines start.
     from warpfit_server.server import Server
 
     config = prepared.config
     with (
-        Server(prepared, is_stopping) as server,
+        Server(prepared, is_stopping, is_hurried) as server,
         address_file(config.address_file, config.host, server.port),
     ):
         if not is_stopping():
             try:
-                print(server.describe(), flush=True)
+                line = server.describe()
+                print(json_line(line) if config.log_format == "json" else line, flush=True)
             except OSError:  # a full disk is no reason not to serve
                 discard_output()
         while not is_stopping():  # polls: a signal to another thread would not end a wait

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import resource
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -25,6 +26,7 @@ from warpfit_server.system.machine import (
     check_devices,
     engine_devices,
 )
+from warpfit_server.system.sockets import cannot_listen
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _LIMITS: Final = Limits()
@@ -293,6 +295,7 @@ class Config:
             InvalidArgumentError: if TLS is half configured, if other machines could reach the port
                 in plain text without ``--insecure``, or the metrics of several tenants without
                 ``--expose-tenants``.
+            UnavailableError: if no machine has the host's name.
         """
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
             raise InvalidArgumentError(
@@ -301,6 +304,10 @@ class Config:
                 "Give --tls-cert and --tls-key together; --tls-client-ca needs both",
             )
         if not (self.tls_cert or self.insecure or is_loopback(self.host)):
+            try:
+                socket.getaddrinfo(self.host, self.port)
+            except (OSError, UnicodeError) as error:
+                raise cannot_listen(self.host, self.port, "--host", error) from error
             raise InvalidArgumentError(
                 f"plain text on {self.host} can be read and changed by others on the network",
                 "INSECURE",
@@ -377,6 +384,8 @@ def _parser_of(setting: Any) -> Callable[[str], Any]:
         return _with_reason(partial(parse_bytes, least=setting.metadata["least"]))
     if setting.name.endswith("port"):
         return _with_reason(parse_port)
+    if setting.name.endswith("host"):
+        return lambda text: text.removeprefix("[").removesuffix("]")  # as IPv6 in addresses
     if setting.type == "bool":
         return _with_reason(parse_switch)
     kind = {"int": int, "float": float}.get(setting.type.split()[0])

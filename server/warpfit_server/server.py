@@ -36,7 +36,8 @@ class Server:
     """A running server; a context manager within that of `prepare`, which yields ``prepared``.
 
     ``port`` is the port that it listens on; `ServerCollector` reads the other fields. Once
-    ``is_stopping``, the server waits for no engine to start.
+    ``is_stopping``, the server waits for no engine to start; once it ``is_hurried``, for no call to
+    finish.
 
     Raises:
         InvalidArgumentError: if the settings would expose what they should not, or allow more
@@ -45,12 +46,15 @@ class Server:
     """
 
     def __init__(
-        self, prepared: Preparation, is_stopping: Callable[[], bool] = lambda: False
+        self,
+        prepared: Preparation,
+        is_stopping: Callable[[], bool] = lambda: False,
+        is_hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         config = self.config = prepared.config
         config.check_exposure()
         config.check_memory()
-        self._is_stopping = is_stopping
+        self._is_stopping, self._is_hurried = is_stopping, is_hurried
         self._stack = ExitStack()
         self.port = self._reserve(config.host, config.port, "--host or --port")
         self._ports: dict[str, str] = {}
@@ -146,8 +150,25 @@ class Server:
         """End readiness, refuse new calls, let calls in flight finish in time, and stop."""
         self.readiness.drain()
         self._front_ends.announce_readiness(is_draining=True)
-        time.sleep(self.config.notice)  # load balancers take notice
+        self._wait(self.config.notice, lambda: False)  # load balancers take notice
+        calls, grace = self.quotas.calls_in_flight(), self.config.grace
+        if calls:
+            text = "stopping: %d calls in flight may take %g s; a second signal cuts them off"
+            _LOG.info(text, calls, grace)
+        self._front_ends.begin_stop()
+        self._wait(grace, lambda: not self.quotas.calls_in_flight())
+        if calls := self.quotas.calls_in_flight():
+            why = "by a second signal" if self._is_hurried() else f"after {grace:g} s"
+            _LOG.warning("stopping: %d calls are cut off %s", calls, why)
+        if self._is_hurried():
+            self._front_ends.begin_stop()  # the second time means at once
         self._stop()
+
+    def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        """Wait until a time or what is waited for has come, or somebody is in a hurry."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not is_over() and not self._is_hurried():
+            time.sleep(_TICK)
 
     def _stop(self) -> None:
         self._front_ends.stop()

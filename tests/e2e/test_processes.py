@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,42 @@ def test_threads_that_compute_are_as_nice_as_the_setting_says(server, clients):
     own = os.getpriority(os.PRIO_PROCESS, 0)
     threads = [one.id for one in server.engine().threads()]
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {own, own + 7}
+
+
+def test_a_second_signal_cuts_calls_off(tmp_path):
+    log = tmp_path / "log"
+    impatient = warpfit.RetryPolicy(total_seconds=0)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        ServerProcess("--grace", "600", "--threads", "1", log=log) as server,
+        warpfit.connect(server.address, retry=impatient) as client,
+    ):
+        data = client.upload(np.ones((1_000_000, 2)))
+        batch = ["sin(x1)*exp(x2)"] * 5000
+        waiting = pool.submit(client.evaluate, data, batch, reductions=["mean"])
+        eventually(lambda: server.in_flight().calls)
+        server.process.terminate()
+        eventually(lambda: "1 calls in flight may take 600 s" in log.read_text())
+        server.process.terminate()
+        assert server.process.wait(100) == 0
+        with pytest.raises(warpfit.WarpfitError):
+            waiting.result()
+    assert "1 calls are cut off by a second signal" in log.read_text()
+
+
+def test_a_start_that_fails_says_why_in_the_logs_own_form():
+    command = [sys.executable, "-m", "warpfit_server", "--devices", "cpu", "--log-format", "json"]
+    for flags, limit, reason in (
+        (["--host", "no-such-host.invalid"], "", "NO_SUCH_HOST"),
+        ([], "ulimit -f 8; ", "SYSTEM_LIMIT"),
+    ):
+        script = f'{limit}exec "$@"'
+        started = ["bash", "-c", script, "bash", *command, "--port", "0", *flags]
+        done = subprocess.run(started, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 2, done.stderr
+        told = [json.loads(line) for line in done.stderr.splitlines()]
+        assert told[-1]["level"] == "error"
+        assert told[-1]["reason"] == reason
 
 
 # ------------------------------------------------------------------------------------ observation

@@ -199,12 +199,7 @@ class GrpcTransport:
 
     def _ask(self, channel: _Channel, question: Request, held: HeldSignals) -> None:
         """Ask for a server's description; refuse a server that is too old."""
-        try:
-            codec.check_contract(channel.call(question, self._metadata, held), question.server)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                codec.check_contract(pb.ServerInfo(), question.server)
-            raise
+        codec.check_contract(channel.call(question, self._metadata, held), question.server)
         channel.is_known = True
 
     def _replace(self, channel: _Channel, address: str) -> _Channel:

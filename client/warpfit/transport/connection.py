@@ -202,6 +202,13 @@ _LONGEST: Final = 300
 _EXAMPLE: Final = "Give HOST:PORT, such as 127.0.0.1:50551, or several of them separated by commas"
 
 
+class OwnAddress(str):
+    """Address of a server that this process has started, and which nothing starts again."""
+
+    find_end: Callable[[], UnavailableError | None]
+    """Returns why the server has ended; None while it runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The servers that a client may call."""
@@ -213,6 +220,8 @@ class Target:
     """The address as the caller wrote it, for errors."""
     server_name: str | None = None
     """Name in the servers' certificates, where it is not the address."""
+    find_end: Callable[[], UnavailableError | None] = lambda: None
+    """Returns why there will be no server any more; None while there may be one."""
 
     def find(self) -> tuple[str, ...]:
         """Ask for the addresses of the servers; raise UnavailableError if there are none now."""
@@ -232,8 +241,15 @@ def target_of(address: Address, environment: Mapping[str, str] = os.environ) -> 
     Raises:
         InvalidArgumentError: if it is no address.
     """
+    if address is None and (named := environment.get("WARPFIT_ADDRESS")):
+        try:
+            return target_of(named)
+        except InvalidArgumentError as error:
+            raise replace(error, message=f"WARPFIT_ADDRESS: {error.message}") from None
     if address is None:
-        address = environment.get("WARPFIT_ADDRESS") or DEFAULT_ADDRESS
+        address = DEFAULT_ADDRESS
+    if isinstance(address, OwnAddress):
+        return replace(_listed([str(address)]), find_end=address.find_end)
     if callable(address):
         return Target(address)
     if isinstance(address, str):

@@ -562,6 +562,8 @@ class Failover:
 
     def _pause(self, retries: Retries, error: errors.WarpfitError) -> float:
         """Return the seconds to wait; raise ``error`` if it cannot help or has taken too long."""
+        if (ended := self.connection.target.find_end()) is not None:
+            raise ended from error
         is_mistake = error.reason in TLS_MISTAKES and not self.servers.has_answered
         if _is_final(error) or is_mistake:
             raise error

@@ -82,6 +82,11 @@ def printable(text: str) -> str:
     )
 
 
+def _request_id(record: logging.LogRecord) -> str:
+    """Return the id of the call that a line is about; lines of other packages are about none."""
+    return LOGGED_REQUEST_ID.get() if record.name.startswith("warpfit") else ""
+
+
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -92,8 +97,7 @@ class _JsonFormatter(logging.Formatter):
             "process": record.process,
             "message": record.getMessage(),
         }
-        request_id = LOGGED_REQUEST_ID.get()
-        if request_id:
+        if request_id := _request_id(record):
             entry["request_id"] = request_id
         entry |= getattr(record, "fields", {})
         if record.exc_info:
@@ -103,7 +107,7 @@ class _JsonFormatter(logging.Formatter):
 
 class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
-        request_id = LOGGED_REQUEST_ID.get()
+        request_id = _request_id(record)
         record.message = printable(record.message)
         line = super().formatMessage(record)
         return f"{line} [{request_id}]" if request_id else line
@@ -112,6 +116,13 @@ class _TextFormatter(logging.Formatter):
         # Indented, so that no line of it looks like one of the log's own.
         lines = super().formatException(ei).split("\n")
         return "\n".join(f"    {printable(line)}" for line in lines)
+
+
+def json_line(message: str, level: str = "info", **fields: object) -> str:
+    """Return a line of the log in JSON for what does not go through `logging`."""
+    record = logging.makeLogRecord({"msg": message, "name": "warpfit", "levelname": level})
+    record.fields = fields
+    return _JsonFormatter().format(record)
 
 
 def configure_logging(level: str, style: str) -> None:

@@ -330,7 +330,7 @@ def make_tracer(kind: str) -> SpanTracer | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise UnavailableError(
-            "--tracing needs OpenTelemetry", "NO_TRACING", "pip install 'warpfit[tracing]'"
+            "--tracing needs OpenTelemetry", "NO_TRACING", "pip install '.[tracing]'"
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "warpfit"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

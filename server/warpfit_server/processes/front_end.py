@@ -183,6 +183,7 @@ class FrontEndProcess:
         self._health = Health(SERVICE_NAME, self._labels)
         self._health.add_to(self._grpc)
         self._health_port: HealthPort | None = None
+        self._is_stopping = False
 
     def open(self, port: int, health_port: int) -> None:
         """Listen on the port, and on that for health checks unless it is -1.
@@ -235,7 +236,10 @@ class FrontEndProcess:
                     self._readiness_at, self._readiness = time.monotonic(), message
                     self._router.serving = message.serving
                     self._set_readiness()
+                case messages.Stop() if self._is_stopping:
+                    self._grpc.stop(None)  # in a hurry
                 case messages.Stop():
+                    self._is_stopping = True
                     # Beside this loop: calls in flight may need more answers of the main process.
                     threading.Thread(target=self._stop, name="stop", daemon=True).start()
                 case _:

@@ -207,11 +207,16 @@ class FrontEnds:
                 "a front-end process did not start", "FRONT_END_FAILED", "See the log lines above"
             )
 
-    def stop(self) -> None:
-        """Let the processes finish their calls within the grace period, and end them."""
+    def begin_stop(self) -> None:
+        """Have the processes finish their calls in the grace period, the second time at once."""
         self.may_serve.set()
         for supervisor in self.supervisors:
             supervisor.begin_stop()
+
+    def stop(self) -> None:
+        """Let the processes finish their calls within the grace period, and end them."""
+        if not all(supervisor.stopping.is_set() for supervisor in self.supervisors):
+            self.begin_stop()
         for supervisor in self.supervisors:
             supervisor.stop()
 

@@ -179,7 +179,8 @@ class Supervisor(ABC):
 
         Its time begins with `begin_stop`, so that several that hang take no longer than one.
         """
-        self.begin_stop()
+        if not self.stopping.is_set():
+            self.begin_stop()
         if self._thread.is_alive():
             self._thread.join(max(0.0, self._stop_by - time.monotonic()))
         if self._thread.is_alive() and self.process is not None:

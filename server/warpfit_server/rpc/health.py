@@ -22,7 +22,7 @@ from grpc_health.v1.health import HealthServicer
 
 from warpfit_server.rpc.calls import CallTimeouts
 from warpfit_server.rpc.port import HEALTH_THREADS, CallThreads
-from warpfit_server.system.sockets import join_address, port_in_use
+from warpfit_server.system.sockets import cannot_listen, join_address
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
@@ -254,7 +254,7 @@ class HealthPort:
         try:
             self._server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
-            raise port_in_use(host, port, "--health-port or --health-host") from error
+            raise cannot_listen(host, port, "--health-port or --health-host") from error
         self._server.start()
 
     def stop(self) -> None:

@@ -16,7 +16,7 @@ from warpfit.errors import InvalidArgumentError
 from warpfit.transport.connection import check_secret
 from warpfit_server.config import Config
 from warpfit_server.system.file_watcher import WatchedFiles
-from warpfit_server.system.sockets import join_address, port_in_use
+from warpfit_server.system.sockets import cannot_listen, join_address
 
 _LOG: Final = logging.getLogger("warpfit.port")
 _TLS_LOG: Final = logging.getLogger("warpfit.tls")
@@ -150,7 +150,7 @@ def listen(server: grpc.Server, config: Config, port: int, credentials: Any) -> 
         else:
             server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise port_in_use(config.host, port, "--host or --port") from error
+        raise cannot_listen(config.host, port, "--host or --port") from error
 
 
 def server_credentials(config: Config) -> grpc.ServerCredentials | None:

@@ -1,5 +1,6 @@
 """Sockets between two processes of the server, its ports, and the file that tells its address."""
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -38,18 +39,14 @@ def reserve_port(host: str, port: int, flag: str) -> socket.socket:
 
     Raises:
         UnavailableError: if a server listens on the port, because with SO_REUSEPORT the two would
-            share its connections; or if the host is no address of this machine. Its text names
-            ``flag``, which chooses another one.
+            share its connections; if the host is no address of this machine; or if the port is not
+            for this user. Its text names ``flag``, which chooses another one.
     """
     options: Any = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, **options)[0]
     except (OSError, UnicodeError) as error:
-        raise UnavailableError(
-            f"cannot listen on {host}:{port}: {error}",
-            "NO_SUCH_HOST",
-            f"Choose another {flag}; give an address of this machine, such as 127.0.0.1 or 0.0.0.0",
-        ) from error
+        raise cannot_listen(host, port, flag, error) from error
     reserved = socket.socket(family, kind, protocol)
     try:
         with socket.socket(family, kind, protocol) as probe:
@@ -59,7 +56,7 @@ def reserve_port(host: str, port: int, flag: str) -> socket.socket:
         reserved.bind(address)
     except OSError as error:
         reserved.close()
-        raise port_in_use(host, port, flag) from error
+        raise cannot_listen(host, port, flag, error) from error
     return reserved
 
 
@@ -68,11 +65,24 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def port_in_use(host: str, port: int, flag: str) -> UnavailableError:
-    """Explain that a port is taken; ``flag`` is what chooses another one."""
-    return UnavailableError(
-        f"cannot listen on {host}:{port}", "PORT_IN_USE", f"Choose another {flag}"
-    )
+def cannot_listen(
+    host: str, port: int, flag: str, error: Exception | None = None
+) -> UnavailableError:
+    """Explain why a port cannot be had; ``flag`` is what chooses another one.
+
+    Without the error of the system, it is taken since it was reserved.
+    """
+    number = errno.EADDRINUSE if error is None else getattr(error, "errno", None)
+    remedy = f"Choose another {flag}"
+    if number == errno.EADDRINUSE:
+        reason, why = "PORT_IN_USE", "another program listens there"
+    elif number in (errno.EACCES, errno.EPERM):
+        reason, why = "PORT_FORBIDDEN", "this user may not use that port"
+        remedy += "; ports from 1024 on are for all users"
+    else:
+        reason, why = "NO_SUCH_HOST", getattr(error, "strerror", None) or str(error)
+        remedy += "; give an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+    return UnavailableError(f"cannot listen on {join_address(host, port)}: {why}", reason, remedy)
 
 
 @contextmanager

@@ -18,9 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import warpfit
 from support.repository.readmes import ROOT
 from support.servers.loopback import serve
-from support.servers.server import write_secret
+from support.servers.server import eventually, write_secret
 from warpfit import embedded, testing
 from warpfit.cli import main as cli
 from warpfit.cli.table import ColumnChoice, add_table_flags, read_table
@@ -250,7 +251,7 @@ def test_serve_without_the_server_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
     status, _, err = run(capsys, "serve")
     assert status == 2
-    assert "pip install 'warpfit[server]'" in err
+    assert "pip install '.[server]'" in err
 
 
 INTERRUPTED = """
@@ -309,6 +310,20 @@ def test_an_embedded_server_that_never_gets_ready(fake_server, monkeypatch, capl
     ):
         pass
     assert "first start compiles" in caplog.text
+
+
+def test_an_embedded_server_that_dies_is_not_waited_for(fake_server):
+    """Clients wait for 20 s for a server that somebody else may start again."""
+    script = "print('warpfit listening on 127.0.0.1:9', flush=True)\nprint('out of memory')\n"
+    fake_server(f"{script}raise SystemExit(7)")
+    with warpfit.local() as client:
+        find_end = client._failover.connection.target.find_end
+        eventually(find_end)
+        client._failover.servers.has_answered = True
+        with pytest.raises(UnavailableError, match=r"status 7[\s\S]*out of memory") as caught:
+            client.info()
+    assert caught.value.reason == "SERVER_ENDED"
+    assert "out of memory" not in str(find_end()), "the log is closed with the block"
 
 
 # ------------------------------------------------------------------------------------- CSV files
@@ -630,7 +645,7 @@ def test_tools_for_agents_say_what_they_need(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     status, _, err = run(capsys, "mcp", "--root", "nosuch")
     assert status == 2
-    assert "pip install 'warpfit[mcp]'" in err
+    assert "pip install '.[mcp]'" in err
 
 
 # ---------------------------------------------------------------------------------------------- top

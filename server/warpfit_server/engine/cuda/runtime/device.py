@@ -429,7 +429,7 @@ def _import_cupy() -> Any:
         raise UnavailableError(
             "CuPy is not installed",
             "NO_CUPY",
-            "pip install 'warpfit[cuda13]' (or cuda12), or run with --devices cpu",
+            "pip install '.[cuda13]' (or cuda12), or run with --devices cpu",
         ) from error
     except OSError as error:  # CuPy creates its cache directory on import
         raise UnavailableError(
