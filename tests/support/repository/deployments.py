@@ -33,7 +33,7 @@ def values(changes: Mapping[str, Any]) -> dict[str, Any]:
         place = tree
         for name in parents:
             place = place[name]
-        assert last in place, f"{path} is no value of the chart"
+        assert last in place or parents == ["settings"], f"{path} is no value of the chart"
         place[last] = value
     return tree
 
@@ -59,9 +59,10 @@ def render(changes: Mapping[str, Any]) -> list[dict[str, Any]]:
         "Release": {"Name": "release", "Namespace": "default", "Service": "Helm"},
     }
     templates = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
+    files = {path.name: path.read_text() for path in CHART.glob("*.yml")}
     ran = subprocess.run(
         ["go", "run", str(ROOT / "tests/support/repository/chart/render.go")],
-        input=json.dumps({"Context": context, "Templates": templates}),
+        input=json.dumps({"Context": context, "Templates": templates, "Files": files}),
         capture_output=True,
         text=True,
     )
@@ -77,7 +78,7 @@ def check_schemas(manifests: Iterable[Mapping[str, Any]]) -> None:
     import kubernetes_validate as checker
 
     for manifest in manifests:
-        if manifest["kind"] != "ServiceMonitor":  # not one of Kubernetes' own
+        if manifest["apiVersion"] != "monitoring.coreos.com/v1":  # not one of Kubernetes' own
             checker.validate(manifest, "1.31", strict=True)
 
 

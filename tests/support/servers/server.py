@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -35,6 +36,8 @@ class ServerProcess:
         self.banner = self.process.stdout.readline()
         if "listening on" not in self.banner:
             raise RuntimeError(f"the server did not start: {self.banner!r}")
+        if self.banner.startswith("{"):  # --log-format json
+            self.banner = json.loads(self.banner)["message"]
         self.address = self.banner.split()[3]
         named = (word.partition("=") for word in self.banner.split())
         #: What the start-up line says: health and metrics ports among others.

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Mapping
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from support.repository.deployments import (
     check_schemas,
     dockerfile,
     render,
+    values,
 )
 from support.servers.metrics_page import collector
 from warpfit.request import Timings
@@ -45,6 +47,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "autoscaling.enabled": True,
         "serviceMonitor.enabled": True,
         "serviceMonitor.labels": {"release": "prometheus"},
+        "prometheusRule.enabled": True,
         "tls.secretName": "tls",
         "tls.clientCaSecretName": "ca",
         "tokens.secretName": "tokens",
@@ -127,6 +130,21 @@ def test_labels_in_queries_are_those_of_the_metrics():
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_each_alert_fires_for_the_fault_that_it_names_and_for_no_other():
+    cases = ROOT / "tests/data/alerts.yml"
+    ran = subprocess.run(["promtool", "test", "rules", cases], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_each_alert_has_a_case():
+    """Which `promtool` runs, where there is one."""
+    tests = yaml.safe_load((ROOT / "tests/data/alerts.yml").read_text())["tests"]
+    cases = [case for test in tests for case in test.get("alert_rule_test", ())]
+    fired = {case["alertname"] for case in cases if case["exp_alerts"]}
+    assert fired == {rule["alert"] for rule in rules() if "alert" in rule}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
 def test_prometheus_accepts_the_rules():
     config = str(DEPLOY / "prometheus/prometheus.yml")
     ran = subprocess.run(["promtool", "check", "config", config], capture_output=True, text=True)
@@ -156,7 +174,7 @@ def test_manifests_follow_the_schemas_of_kubernetes(manifests):
 def test_the_chart_has_what_a_service_needs(manifests):
     expected = {"ServiceAccount", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy"}
     if manifests.variant == "everything":
-        expected |= {"ServiceMonitor", "HorizontalPodAutoscaler"}
+        expected |= {"ServiceMonitor", "PrometheusRule", "HorizontalPodAutoscaler"}
     assert set(manifests.kinds) == expected
     pod = manifests.kinds["StatefulSet"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -266,6 +284,99 @@ def test_selectors_select_the_pods(manifests):
 
 def test_the_server_knows_every_setting_of_the_chart(manifests):
     check_environment(environment_of(manifests))
+
+
+@pytest.mark.skipif(not can_render(), reason="needs helm or go")
+@pytest.mark.parametrize(
+    ("changes", "name", "value"),
+    [
+        ({"settings.max-rows": 123456789}, "MAX_ROWS", "123456789"),
+        ({"settings.max_rows": 10**15}, "MAX_ROWS", "1000000000000000"),
+        ({"settings.max-rate": 2.5}, "MAX_RATE", "2.5"),
+        ({"settings.devices": "0,1"}, "DEVICES", "0,1"),
+        ({"settings.max_resident_bytes": "3GiB"}, "MAX_RESIDENT_BYTES", "3GiB"),
+        ({"settings.expose-tenants": True}, "EXPOSE_TENANTS", "true"),
+        ({"settings.max-resident-bytes": 4096.0}, "MAX_RESIDENT_BYTES", "4096"),
+    ],
+)
+def test_a_setting_reaches_the_server_once_and_as_it_is_meant(changes, name, value):
+    (found,) = (m for m in render(changes) if m["kind"] == "StatefulSet")
+    entries = found["spec"]["template"]["spec"]["containers"][0]["env"]
+    names = [entry["name"] for entry in entries]
+    assert len(names) == len(set(names))
+    environment = {entry["name"]: entry["value"] for entry in entries}
+    assert environment[f"WARPFIT_{name}"] == value
+    check_environment(environment)
+
+
+@pytest.mark.skipif(not can_render(), reason="needs helm or go")
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({}, 5 + 30 + 15),
+        ({"settings.notice": 20}, 5 + 20 + 30 + 15),
+        ({"settings.notice": 2.5, "settings.grace": 7.5}, 5 + 3 + 8 + 15),
+        ({"settings.grace": "12"}, 5 + 12 + 15),
+    ],
+)
+def test_a_pod_may_take_as_long_as_its_server_to_stop(changes, seconds):
+    (found,) = (m for m in render(changes) if m["kind"] == "StatefulSet")
+    assert found["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
+
+
+def chart_schema() -> Any:
+    return json.loads((CHART / "values.schema.json").read_text())
+
+
+def test_the_schema_of_the_values_knows_them_all_and_no_others():
+    jsonschema = pytest.importorskip("jsonschema")
+    for variant in VARIANTS.values():
+        jsonschema.validate(values(variant), chart_schema())
+    names = {
+        name.replace("-", "_") for name in chart_schema()["properties"]["settings"]["properties"]
+    }
+    ports = {"port", "health_port", "metrics_port"}
+    assert names == {field.name for field in fields(Config)} - ports
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("replica", 3),
+        ("setings", {}),
+        ("settings.max-requsts", 3),
+        ("settings.port", 50999),
+        ("settings.grace", None),
+        ("tls.secret", "x"),
+        ("gpu.enabled", "yes"),
+        ("ports.grpc", 70000),
+        ("autoscaling.max", 3),
+    ],
+)
+def test_the_schema_refuses_values_that_mean_nothing(path, value):
+    jsonschema = pytest.importorskip("jsonschema")
+    tree = values({})
+    *parents, last = path.split(".")
+    place = tree
+    for name in parents:
+        place = place[name]
+    place[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(tree, chart_schema())
+
+
+def test_the_alerts_know_the_servers_by_the_job_that_they_are_scraped_as(manifests):
+    if manifests.variant != "everything":
+        pytest.skip("no monitor")
+    monitor, rule = manifests.kinds["ServiceMonitor"], manifests.kinds["PrometheusRule"]
+    service = manifests.kinds["Service"]["metadata"]["labels"]
+    job = service[monitor["spec"]["jobLabel"]]
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())
+    (scraped,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())[
+        "scrape_configs"
+    ]
+    jobs = {name for found in rules() for name in re.findall(r'job="(.*?)"', found["expr"])}
+    assert jobs == {job} == {scraped["job_name"]}
 
 
 # ------------------------------------------------------------------------- compose, image, unit

@@ -1,13 +1,15 @@
 // Renders a Helm chart's templates where there is no helm: Go's own templates, and those of Helm's
-// functions that the chart uses. Reads {"context": ..., "templates": {name: text}} as JSON from
-// standard input and writes {name: manifest}.
+// functions that the chart uses. Reads {"context": ..., "templates": {name: text}, "files": {name:
+// text}} as JSON from standard input and writes {name: manifest}.
 package main
 
 import (
 	"encoding/json"
 	"fmt"
+	"math"
 	"os"
 	"sort"
+	"strconv"
 	"strings"
 	"text/template"
 )
@@ -15,11 +17,17 @@ import (
 type input struct {
 	Context   map[string]interface{}
 	Templates map[string]string
+	Files     files
 }
+
+type files map[string]string
+
+func (all files) Get(name string) string { return all[name] }
 
 func main() {
 	var given input
 	check(json.NewDecoder(os.Stdin).Decode(&given))
+	given.Context["Files"] = given.Files
 	all := template.New("chart").Option("missingkey=zero")
 	all.Funcs(functions(all))
 	for name, text := range given.Templates {
@@ -44,6 +52,41 @@ func functions(all *template.Template) template.FuncMap {
 		"nindent": func(width int, text string) string {
 			pad := "\n" + strings.Repeat(" ", width)
 			return pad + strings.ReplaceAll(text, "\n", pad)
+		},
+		"dict": func(pairs ...interface{}) map[string]interface{} {
+			made := map[string]interface{}{}
+			for i := 0; i < len(pairs); i += 2 {
+				made[pairs[i].(string)] = pairs[i+1]
+			}
+			return made
+		},
+		"set": func(all map[string]interface{}, name string, value interface{}) map[string]interface{} {
+			all[name] = value
+			return all
+		},
+		"get": func(all map[string]interface{}, name string) interface{} {
+			if value, found := all[name]; found {
+				return value
+			}
+			return ""
+		},
+		// The chart reads what its own toYaml has written: a line for each name, with JSON.
+		"fromYaml": func(text string) map[string]interface{} {
+			made := map[string]interface{}{}
+			for _, line := range strings.Split(strings.TrimSpace(text), "\n") {
+				name, value, _ := strings.Cut(line, ": ")
+				var read interface{}
+				check(json.Unmarshal([]byte(value), &read))
+				made[name] = read
+			}
+			return made
+		},
+		"toJson": scalar,
+		"kindIs": func(kind string, value interface{}) bool { return fmt.Sprintf("%T", value) == kind },
+		"ceil": func(value interface{}) float64 {
+			number, err := strconv.ParseFloat(fmt.Sprint(value), 64)
+			check(err)
+			return math.Ceil(number)
 		},
 		"fail":       func(text string) (string, error) { return "", fmt.Errorf("%s", text) },
 		"toYaml":     func(value interface{}) string { return strings.TrimSuffix(toYaml(value, ""), "\n") },

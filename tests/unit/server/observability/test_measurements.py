@@ -178,5 +178,5 @@ def test_tracing_is_off_by_default():
 
 def test_the_error_names_the_extra_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(UnavailableError, match=r"warpfit\[tracing\]"):
+    with pytest.raises(UnavailableError, match=r"\.\[tracing\]"):
         make_tracer("otlp")
