@@ -1,5 +1,10 @@
-"""``warpfit top``: a live view of a server's Prometheus metrics."""
+"""``warpfit top``: a live view of a server's Prometheus metrics.
 
+Whoever answers chooses the texts. They are shown as they are: without control characters, and not
+as markup.
+"""
+
+import math
 import socket
 import time
 import urllib.request
@@ -42,7 +47,7 @@ class Scrape:
 
     def labels(self, name: str, label: str) -> list[str]:
         """Return the values of a label, in order."""
-        return sorted({pairs[label] for pairs, _ in self.matching(name)})
+        return sorted({pairs[label] for pairs, _ in self.matching(name) if label in pairs})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,17 +94,25 @@ def scrape(address: str) -> Scrape:
     require("prometheus_client", "warpfit[top]")
     from prometheus_client.parser import text_string_to_metric_families as parse
 
+    from warpfit.codec import printable  # loaded late, because it brings gRPC
+
     try:
         with urllib.request.urlopen(
             f"http://{address}/metrics", timeout=_TIMEOUT_SECONDS
         ) as answer:
             text = answer.read(_MOST_BYTES).decode()
         samples = {
-            (sample.name, frozenset(sample.labels.items())): float(sample.value)
+            (
+                sample.name,
+                frozenset((label, printable(value)) for label, value in sample.labels.items()),
+            ): float(sample.value)
             for family in parse(text)
             for sample in family.samples
         }
-    except (OSError, HTTPException, ValueError) as error:
+        for name, pairs in samples:
+            if name.endswith("_bucket"):
+                float(dict(pairs)["le"])
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         raise _no_metrics(address, error) from error
     if not any(name.startswith("warpfit_") for name, _ in samples):
         raise _no_metrics(address, None)
@@ -129,7 +142,7 @@ def top(address: str, interval: float, *, once: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     before = scrape(address)
     time.sleep(interval)
     after = scrape(address)
@@ -279,6 +292,8 @@ def _seconds(value: float | None) -> str:
 
 def _scaled(value: float, base: float, units: Sequence[str]) -> str:
     """Write a number with the first unit that leaves it below ``base``, or the last."""
+    if not math.isfinite(value):
+        return str(value)
     power = 0
     while abs(value) >= base and power < len(units) - 1:
         value, power = value / base, power + 1

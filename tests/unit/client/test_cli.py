@@ -8,9 +8,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 
 import numpy as np
@@ -314,8 +316,8 @@ def test_an_embedded_server_that_never_gets_ready(fake_server, monkeypatch, capl
 
 def test_an_embedded_server_that_dies_is_not_waited_for(fake_server):
     """Clients wait for 20 s for a server that somebody else may start again."""
-    script = "print('warpfit listening on 127.0.0.1:9', flush=True)\nprint('out of memory')\n"
-    fake_server(f"{script}raise SystemExit(7)")
+    script = "import time\nprint('warpfit listening on 127.0.0.1:9', flush=True)\ntime.sleep(1)\n"
+    fake_server(f"{script}print('out of memory')\nraise SystemExit(7)")
     with warpfit.local() as client:
         find_end = client._failover.connection.target.find_end
         eventually(find_end)
@@ -750,3 +752,55 @@ def test_formulas_may_begin_with_a_minus(text, tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli._parser().parse_args(cli._with_negative_numbers(["eval", str(path), "-T"]))
     assert "behind --" in capsys.readouterr().err
+
+
+class Page(BaseHTTPRequestHandler):
+    text = ""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.text.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def metrics_page():
+    """Serves a page of metrics that is what the test says."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield lambda text: setattr(Page, "text", text) or f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "label", ["[/x]", "[bold red]a", "\x1b]0;owned\x07", "a\\", ":smile:", "[link=http://x]y"]
+)
+def test_top_shows_texts_of_a_page_as_they_are(metrics_page, capsys, label):
+    pytest.importorskip("rich")
+    escaped = label.replace("\\", "\\\\")
+    page = (
+        f'warpfit_build_info{{version="{escaped}",engine="cpu"}} 1.0\n'
+        f'warpfit_device_ready{{device="{escaped}"}} 1.0\n'
+        f'warpfit_requests_total{{method="{escaped}",tenant="{escaped}",status="OK"}} 1.0\n'
+        'warpfit_process_resident_bytes{process="a"} NaN\n'
+        'warpfit_process_open_files{process="a"} +Inf\n'
+        "warpfit_gpu_memory_used_bytes 1.0\n"
+    )
+    status, out, _ = run(capsys, "top", metrics_page(page), "--once", "--interval", "0.01")
+    assert status == 0
+    assert "\x1b" not in out
+    assert label.encode("unicode_escape").decode().replace("\\\\", "\\") in out
+
+
+@pytest.mark.parametrize(
+    "page", ['warpfit_request_seconds_bucket{le="x"} 1.0\n', "warpfit_x_bucket 1.0\n", "{", "a{b"]
+)
+def test_top_refuses_a_page_that_is_none(metrics_page, capsys, page):
+    pytest.importorskip("rich")
+    status, _, err = run(capsys, "top", metrics_page(page), "--once", "--interval", "0.01")
+    assert status == 2
+    assert "has no metrics of warpfit" in err
