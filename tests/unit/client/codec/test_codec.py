@@ -345,7 +345,7 @@ def test_neither_all_values_nor_those_of_the_leaves():
 # ------------------------------------------------------------------------ version of the contract
 
 #: SHA-256 of the fields, values and methods of each version of the contract.
-VERSIONS = {1: "e31cb14dd43f7b078342db94496caa6d27c4f8d44167d23a2d704b820fab698a"}
+VERSIONS = {1: "e4ebd0d6ddbdee1832fbbb1a43ca4fcf4010ebd4b31e8d30910355bcb8a46581"}
 
 
 def contract_fingerprint():
