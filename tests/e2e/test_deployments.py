@@ -76,7 +76,7 @@ def started(
     with subprocess.Popen(words, env=environment, cwd=folder, **pipes) as server:
         try:
             banner = server.stdout.readline()
-            found = re.match(r"warpfit listening on \S+:(\d+)", banner)
+            found = re.search(r"warpfit listening on \S+:(\d+)", banner)
             assert found, banner or server.communicate(timeout=30)[1]
             yield server, int(found[1])
         finally:

@@ -13,6 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Final
@@ -30,6 +31,12 @@ MOST_SECONDS: Final = 1e9
 _DELIMITERS: Final = "\t;,"
 #: Lines from which separator and decimal sign are told.
 _SAMPLE_LINES: Final = 100
+#: Most characters of a line: 65,536 columns of 256 characters.
+_LONGEST_LINE: Final = 16 << 20
+#: A file may unpack to so many bytes, and to so many times its size: real tables come to 20 times.
+_FREE_BYTES, _MOST_RATIO = 8 << 20, 200
+#: Bytes that are unpacked before the first row is read, so that a bomb shows early.
+_AHEAD: Final = 16 << 20
 _EMPTY_REMEDY: Final = "Give a file with a line of names and a line of numbers for each row"
 #: Texts of cells without a value, in lower case. NaN is a number.
 _MISSING: Final = frozenset({"", "na", "n/a", "#n/a", "<na>", "null", "none", "nat", "?"})
@@ -226,7 +233,10 @@ def table_of_file(options: argparse.Namespace, content: io.BytesIO | None = None
             start = raw.peek(4)[:4]
             if start == b"PAR1":
                 return _read_parquet(raw, file, options)
-            data = gzip.GzipFile(fileobj=raw) if start[:2] == b"\x1f\x8b" else raw
+            data = raw
+            if start[:2] == b"\x1f\x8b":
+                data = io.BufferedReader(_Unpacked(raw), _AHEAD)
+                data.peek()
             named = getattr(options, "encoding", "utf-8")
             is_utf8 = named.lower().replace("_", "-") in ("utf-8", "utf8")
             way = ("utf-8-sig", "surrogateescape") if is_utf8 else (named, "strict")
@@ -340,11 +350,12 @@ class ColumnChoice:
 
 
 def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) -> Table:
-    sample = list(islice(text, _SAMPLE_LINES))
+    each = iter(partial(_line, text), "")
+    sample = list(islice(each, _SAMPLE_LINES))
     sample[:1] = [_named_by_comment(sample)] if sample else []
     delimiter = _delimiter([line for line in sample if not _is_comment(line)])
     # A comment becomes an empty line, so that places of errors stay right.
-    told = ("\n" if _is_comment(line) else line for line in chain(sample, text))
+    told = ("\n" if _is_comment(line) else line for line in chain(sample, each))
     lines_read = (" ".join(line.split()) for line in told) if delimiter == " " else told
     reader = csv.reader(lines_read, delimiter=delimiter)
     stripped = ((reader.line_num, [cell.strip() for cell in row]) for row in reader)
@@ -429,6 +440,52 @@ def _named_by_comment(sample: Sequence[str]) -> str:
         len(line.split(None if delimiter == " " else delimiter)) for line in (bare, below)
     )
     return bare.lstrip() if own == others else first
+
+
+def _line(text: io.TextIOWrapper) -> str:
+    """Return the next line, "" at the end; raise ValueError for one that no table has."""
+    line = text.readline(_LONGEST_LINE + 1)
+    if len(line) > _LONGEST_LINE:
+        raise ValueError(f"a line has more than {_LONGEST_LINE >> 20} million characters")
+    return line
+
+
+class _Packed:
+    """Counts the bytes that are read of a file."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file, self.taken = file, 0
+
+    def read(self, size: int = -1) -> bytes:
+        """Return at most ``size`` bytes."""
+        data = self._file.read(size)
+        self.taken += len(data)
+        return data
+
+
+class _Unpacked(io.RawIOBase):
+    """The content of a file in gzip's format; one that is made of almost nothing is refused."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._packed, self._given = _Packed(file), 0
+        packed: Any = self._packed  # gzip only reads
+        self._content = gzip.GzipFile(fileobj=packed, mode="rb")
+
+    def readable(self) -> bool:
+        """Return that this can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with content; return the number of bytes."""
+        data = self._content.read(len(buffer))
+        buffer[: len(data)] = data
+        self._given += len(data)
+        if self._given > max(_FREE_BYTES, _MOST_RATIO * self._packed.taken):
+            raise ValueError(
+                f"it unpacks to more than {_MOST_RATIO} times its size, as no table of "
+                "measurements does; unpack it with gunzip if it is meant"
+            )
+        return len(data)
 
 
 def _delimiter(sample: Sequence[str]) -> str:

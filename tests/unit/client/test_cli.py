@@ -26,6 +26,7 @@ from support.servers.loopback import serve
 from support.servers.server import eventually, write_secret
 from warpfit import embedded, testing
 from warpfit.cli import main as cli
+from warpfit.cli import table
 from warpfit.cli.table import ColumnChoice, add_table_flags, read_table
 from warpfit.cli.top import Change, Scrape
 from warpfit.errors import InvalidArgumentError, UnavailableError
@@ -648,6 +649,32 @@ def test_tools_for_agents_say_what_they_need(capsys, monkeypatch):
     status, _, err = run(capsys, "mcp", "--root", "nosuch")
     assert status == 2
     assert "pip install '.[mcp]'" in err
+
+
+@pytest.mark.parametrize("text", ["1" * 60_000_000, "1\n" * 30_000_000], ids=["line", "rows"])
+def test_a_small_file_that_unpacks_to_very_much_is_refused_early(tmp_path, monkeypatch, text):
+    packed = gzip.compress(text.encode(), 9)
+    assert len(packed) < 100_000
+    path = tmp_path / "bomb.csv.gz"
+    path.write_bytes(packed)
+    parser = argparse.ArgumentParser()
+    add_table_flags(parser, needs_target=False)
+    numbers = []
+    monkeypatch.setattr(table, "cell_number", numbers.append)
+    with pytest.raises(InvalidArgumentError, match="times its size"):
+        read_table(parser.parse_args([str(path)]))
+    assert not numbers, "before a row of it is read"
+
+
+def test_a_line_that_no_table_has_is_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="million characters"):
+        table_of(tmp_path, "1," * 10_000_000)
+
+
+def test_a_table_that_packs_well_is_read(tmp_path):
+    rows = "".join(f"{i % 10},{i}\n" for i in range(2_000))
+    table = table_of(tmp_path, gzip.compress(b"a,b\n" + rows.encode()), name="t.csv.gz")
+    assert len(table.columns) == 2000
 
 
 # ---------------------------------------------------------------------------------------------- top

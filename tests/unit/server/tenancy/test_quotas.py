@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from warpfit.errors import InvalidArgumentError, PermissionDeniedError
 from warpfit.server_info import Limits
+from warpfit_server.system import file_watcher
 from warpfit_server.tenancy import quotas
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits, key_of
@@ -225,7 +226,8 @@ def test_wrong_files_are_refused(tenants, text):
     assert caught.value.reason == "BAD_TENANTS_FILE"
 
 
-def test_a_changed_file_is_read_again_unless_it_is_wrong(tenants, tmp_path):
+def test_a_changed_file_is_read_again_unless_it_is_wrong(tenants, tmp_path, monkeypatch):
+    monkeypatch.setattr(file_watcher, "_SETTLE_SECONDS", 0.0)  # it is complete at once
     book = tenants("[default]\nrows = 1\n")
     for text, rows in (("broken", 1), ("[default]\nrows = 2\n", 2)):
         (tmp_path / "tenants.toml").write_text(text)
