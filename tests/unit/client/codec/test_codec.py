@@ -345,7 +345,7 @@ def test_neither_all_values_nor_those_of_the_leaves():
 # ------------------------------------------------------------------------ version of the contract
 
 #: SHA-256 of the fields, values and methods of each version of the contract.
-VERSIONS = {1: "e4ebd0d6ddbdee1832fbbb1a43ca4fcf4010ebd4b31e8d30910355bcb8a46581"}
+VERSIONS = {1: "7ec7caa6c1a8782f8c5ecad2759c6f7807206c47942b338d1e72a185fbb2f82b"}
 
 
 def contract_fingerprint():
