@@ -233,7 +233,7 @@ def table_of_file(options: argparse.Namespace, content: io.BytesIO | None = None
             start = raw.peek(4)[:4]
             if start == b"PAR1":
                 return _read_parquet(raw, file, options)
-            data = raw
+            data: Any = raw
             if start[:2] == b"\x1f\x8b":
                 data = io.BufferedReader(_Unpacked(raw), _AHEAD)
                 data.peek()
@@ -453,7 +453,7 @@ def _line(text: io.TextIOWrapper) -> str:
 class _Packed:
     """Counts the bytes that are read of a file."""
 
-    def __init__(self, file: io.BufferedReader) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._file, self.taken = file, 0
 
     def read(self, size: int = -1) -> bytes:
@@ -466,7 +466,7 @@ class _Packed:
 class _Unpacked(io.RawIOBase):
     """The content of a file in gzip's format; one that is made of almost nothing is refused."""
 
-    def __init__(self, file: io.BufferedReader) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._packed, self._given = _Packed(file), 0
         packed: Any = self._packed  # gzip only reads
         self._content = gzip.GzipFile(fileobj=packed, mode="rb")
