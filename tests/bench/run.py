@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDERS = (".", "cpu", "gpu", "service", "client", "capacity")
+FOLDERS = (".", "cpu", "gpu", "search", "service", "client", "capacity")
 #: They measure nothing.
 OTHERS = ("run", "figures")
 

@@ -1,0 +1,176 @@
+"""Laws of four to seven variables among ten: how many a search finds, and how fast.
+
+``run.py search/laws [--devices cpu] [--seconds 20] [--seeds 0 1] [--peer] [--own] [--out FOLDER]``
+writes search_laws_DEVICE.json, into results/ unless a folder is given. Each law has 1,000 rows of
+ten columns, uniform in [0.3, 3], and noise of 2% of its spread. A law is found if the best formula
+of the front has an R2 above 0.9999 to the noiseless law on 2,000 new rows. The client is real, and
+sends one call of ``Search``. ``--peer`` searches with pyoperon in turns, on all cores, with the
+same operators, length and time. ``--own`` takes eight further laws, to which nothing was tuned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import ServerProcess, save
+from numpy.typing import NDArray
+
+import warpfit
+from warpfit.calls.search import SearchResult
+from warpfit.expressions.reference import evaluate_program
+
+Floats = NDArray[np.float64]
+ROWS, NEW_ROWS, COLUMNS, NOISE, MAX_SIZE = 1_000, 2_000, 10, 0.02, 40
+FOUND = 0.9999
+OPERONS = "add,sub,mul,div,square,sqrt,exp,log,sin,cos,constant,variable"
+
+LAWS: dict[str, Callable[[Floats], Floats]] = {
+    "planck": lambda x: x[0] ** 3 / (np.exp(x[0] / x[1]) - 1) * (1 + 0.3 * np.sin(x[2] * x[3])),
+    "damped": lambda x: (
+        x[4] * np.exp(-x[0] * x[1]) * np.cos(2 * x[2] * x[0] + x[3]) + 0.5 * x[5] / (1 + x[6] ** 2)
+    ),
+    "inhibition": lambda x: x[0] * x[1] / (0.7 * (1 + x[2] / 0.9) + x[1]) * np.exp(-0.3 * x[3]),
+    "lens": lambda x: 1 / ((x[0] + 0.5) * (1 / x[1] + 1 / x[2])) + 0.2 * x[3] * x[4],
+    "arrhenius": lambda x: 3 * x[0] ** 2 * np.exp(-2 * x[1] / x[2]) + x[3] / (1 + x[4]),
+    "manning": lambda x: x[0] * x[1] ** (2 / 3) * np.sqrt(x[2]) / x[3] + 0.1 * x[4] ** 2,
+    "pendulum": lambda x: (
+        2 * np.pi * np.sqrt(x[0] / x[1]) * (1 + x[2] ** 2 / 16) + 0.5 * np.sin(x[3] * x[4])
+    ),
+    "energy": lambda x: x[0] / np.sqrt(1 - (x[1] / 4) ** 2) + 0.5 * x[2] * x[3] ** 2 - x[4] / x[5],
+    "beat": lambda x: np.sin(2 * x[0]) * np.cos(x[1] * x[2]) * np.exp(-0.5 * x[3]),
+    "friction": lambda x: x[0] * np.tanh(x[1] * x[2]) + 0.4 * x[3] * np.log(1 + x[4]),
+}
+OWN: dict[str, Callable[[Floats], Floats]] = {
+    "barometer": lambda x: x[0] * np.exp(-x[1] * x[2] / (0.8 * x[3])) + 0.3 * x[4],
+    "doppler": lambda x: x[0] * np.sqrt((4 + x[1]) / (4 - x[1])) * (1 + 0.2 * x[2] * x[3]),
+    "gaussian": lambda x: np.exp(-((x[0] - x[1]) ** 2) / (2 * x[2] ** 2)) * x[3] / x[2],
+    "michaelis": lambda x: x[0] * x[1] / (x[2] + x[1]) + x[3] * np.sqrt(x[4]),
+    "orbit": lambda x: x[0] * (1 - x[1] ** 2 / 16) / (1 + x[1] / 4 * np.cos(x[2])) - 0.2 * x[3],
+    "shock": lambda x: np.log(1 + x[0] * x[1]) * x[2] + np.sin(x[3] + x[4]),
+    "triangle": lambda x: np.sqrt(x[0] ** 2 + x[1] ** 2 - x[0] * x[1] * np.cos(x[2])) * x[3],
+    "wave": lambda x: x[0] * np.sin(x[1] * x[2] - 2 * x[3]) + x[4] ** 2 / x[5],
+}
+
+
+def data(law: Callable[[Floats], Floats], seed: int) -> tuple[Floats, Floats, Floats]:
+    """Return X [rows + new rows, columns], the noiseless law there, and the target with noise."""
+    rng = np.random.default_rng(seed)
+    X = rng.uniform(0.3, 3, (ROWS + NEW_ROWS, COLUMNS))
+    values = law(X.T)
+    return X, values, values + NOISE * values.std() * rng.normal(size=len(values))
+
+
+def r2(predicted: Floats, values: Floats) -> float:
+    """Return R2 to the law; minus infinity where a prediction is not finite."""
+    with np.errstate(all="ignore"):
+        left = np.square(predicted - values).mean() / values.var()
+    return float(1 - left) if np.isfinite(left) else -np.inf
+
+
+def best_r2(found: SearchResult, X: Floats, values: Floats) -> float:
+    """Return the best R2 of a front on new rows."""
+    with np.errstate(all="ignore"):
+        scores = [
+            r2(np.broadcast_to(evaluate_program(found.formula(i), X.T), len(X)), values)
+            for i in range(len(found))
+        ]
+    return max(scores)
+
+
+def search(
+    client: warpfit.Client, law: Callable[[Floats], Floats], seconds: float, seed: int
+) -> dict[str, Any]:
+    """Search for a law, and say how good the front was when."""
+    X, values, y = data(law, 7 + seed)
+    new = X[ROWS:], values[ROWS:]
+    course: list[tuple[float, float]] = []
+
+    def progress(found: SearchResult) -> None:
+        course.append((found.seconds, best_r2(found, *new)))
+
+    with client.upload(X[:ROWS], y[:ROWS], dtype="float64") as table:
+        started = time.perf_counter()
+        found = client.search(
+            table, seconds=seconds, max_size=MAX_SIZE, seed=seed, progress=progress
+        )
+        wall = time.perf_counter() - started
+    score = best_r2(found, *new)
+    when = [second for second, reached in [*course, (found.seconds, score)] if reached > FOUND]
+    return {
+        "r2": score, "found_after": when[0] if when else None, "wall_seconds": wall,
+        "formulas": found.tried, "formulas_per_second": found.tried / found.seconds,
+        "distinct": found.distinct / max(1, found.tried), "fits": found.fits,
+        "pairs": found.pairs, "restarts": found.restarts, "generations": found.generations,
+        "course": [[round(second, 1), round(reached, 6)] for second, reached in course[::2]],
+    }  # fmt: skip
+
+
+def peer(law: Callable[[Floats], Floats], seconds: float, seed: int) -> dict[str, Any]:
+    """Search with pyoperon on all cores."""
+    import os
+
+    from pyoperon.sklearn import SymbolicRegressor
+
+    X, values, y = data(law, 7 + seed)
+    model = SymbolicRegressor(
+        allowed_symbols=OPERONS, optimizer_iterations=5, max_length=MAX_SIZE, generations=10**6,
+        max_evaluations=10**9, max_time=max(1, round(seconds)), random_state=seed,
+        n_threads=len(os.sched_getaffinity(0)),
+    ).fit(X[:ROWS], y[:ROWS])  # fmt: skip
+    return {"r2": r2(np.asarray(model.predict(X[ROWS:])), values[ROWS:])}
+
+
+def main() -> None:
+    """Search for all laws, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", default="cpu")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--laws", nargs="*", help="some of them by name")
+    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--own", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    known = OWN if given.own else LAWS
+    laws = {name: known[name] for name in given.laws or known}
+    rows = []
+    with ServerProcess(devices=given.devices) as server, warpfit.connect(server.address) as client:
+        with client.upload(np.arange(9.0)[:, None], np.arange(9.0)) as table:
+            client.search(table, generations=2)  # so that no law waits for a compiler
+        for seed in given.seeds:
+            for name, law in laws.items():
+                row = {
+                    "law": name,
+                    "seed": seed,
+                    "warpfit": search(client, law, given.seconds, seed),
+                }
+                if given.peer:
+                    row["pyoperon"] = peer(law, given.seconds, seed)
+                rows.append(row)
+                print({key: row[key] for key in ("law", "seed")}, row["warpfit"]["r2"], flush=True)
+    found_after = [row["warpfit"]["found_after"] for row in rows]
+    content: dict[str, Any] = {
+        "seconds": given.seconds, "max_size": MAX_SIZE, "rows": ROWS, "noise": NOISE,
+        "searches": len(rows), "found": sum(when is not None for when in found_after),
+        "median_seconds_until_found": statistics.median(
+            1e9 if when is None else when for when in found_after
+        ),
+        "formulas_per_second": statistics.median(
+            row["warpfit"]["formulas_per_second"] for row in rows
+        ),
+        "laws": rows,
+    }  # fmt: skip
+    if given.peer:
+        content["found_by_pyoperon"] = sum(row["pyoperon"]["r2"] > FOUND for row in rows)
+    device = "cpu" if given.devices.startswith("cpu") else "gpu"
+    save(f"search_laws_{device}{'_own' if given.own else ''}", content, given.out)
+
+
+if __name__ == "__main__":
+    main()
