@@ -48,9 +48,10 @@ def prepared(
     threads=1,
     **settings,
 ) -> tuple[FitRequest, FitContext]:
-    """Make a request of texts and starts, with the settings of `FitSettings`."""
+    """Make a request of texts, or programs, and starts, with the settings of `FitSettings`."""
     compiled.load()  # as an engine does before its first pass ends
-    batch = Batch.of([parse(text) for text in texts], starts)
+    programs = [parse(text) if isinstance(text, str) else text for text in texts]
+    batch = Batch.of(programs, starts)
     problem = Evaluation(
         dataset.content_id,
         batch,
