@@ -70,6 +70,7 @@ from warpfit_server.engine.fit.searches import (
     one_vector_each,
 )
 from warpfit_server.engine.fit.separable import COLUMNS, mark_linear, operator_table
+from warpfit_server.engine.fit.spread import spread
 from warpfit_server.engine.fit.starts import Scales, with_restarts, without_missing
 from warpfit_server.engine.interface import (
     Linearisation,
@@ -193,7 +194,7 @@ class _Driver:
         self._rows = slice(*request.problem.row_range(context.dataset.layout))
         statistics = context.statistics or TargetStatistics.of_rows(context.dataset, self._rows)
         self._statistics = statistics
-        scales = Scales(request.problem.batch, context.dataset, self._rows)
+        scales = Scales(request.problem.batch, context.dataset, self._rows, context.threads)
         self._natural = scales.natural
         self._request = request = with_restarts(request, scales)
         tolerances = request.settings.tolerances(dtype)
@@ -370,15 +371,16 @@ class _Driver:
         batch = one_vector_each(self._request.problem.batch)
         longest, linear = int(batch.lengths.max(initial=1)), self._all.vectors[LINEAR]
         linear[:] = 1.0
-        mark_linear(
-            np.ascontiguousarray(batch.codes),
-            np.ascontiguousarray(batch.values),
-            batch.starts,
-            np.ascontiguousarray(self._all.edges[:, PARAMETERS]),
-            operator_table(),
-            np.empty((longest, COLUMNS), dtype=np.int64),
-            linear,
-        )
+        tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
+        places = np.ascontiguousarray(self._all.edges[:, PARAMETERS])
+
+        def mark(programs: slice) -> None:
+            own = slice(programs.start, programs.stop + 1)
+            nodes = np.empty((longest, COLUMNS), dtype=np.int64)
+            starts = batch.starts[own], places[own]
+            mark_linear(*tokens, *starts, operator_table(), nodes, linear)
+
+        spread(batch.lengths, self._context.threads, mark)
 
     def _stiffness(self, first: Linearisation) -> Steps[Floats]:
         """Estimate the second derivative of the row loss by its residual, for each search.
@@ -577,7 +579,7 @@ class _Driver:
         """Go on with some of the searches, given their indices in ``_all``."""
         batch = self._problem.batch
         self._places, self._active, self._pieces = places, searches, _pieces(searches)
-        self._active_batch = self._batch[places]
+        self._active_batch = self._batch if len(places) == len(self._batch) else self._batch[places]
         self._selection = Selection(batch, places // batch.vectors)
 
     @contextmanager
@@ -619,7 +621,9 @@ class _Driver:
         mask = np.zeros(len(self._all), dtype=bool)
         mask[chosen] = True
         self._restore_better_starts()
-        outcome = yield from self._on_fit_thread(partial(self._all.only, mask))
+        outcome = self._all
+        if len(chosen) < len(self._all):
+            outcome = yield from self._on_fit_thread(partial(self._all.only, mask))
         covariance = errors = None
         needs = settings.covariance or settings.standard_errors or settings.curvature
         if needs and not self._is_lm:  # BFGS does not keep the curvature at X

@@ -151,8 +151,10 @@ class Searches:
         that steps beyond the range ends inside it.
         """
         settings, problem = request.settings, request.problem.batch
-        programs = np.repeat(np.arange(len(problem)), problem.vectors)
-        places = pieces(problem.parameter_starts // problem.vectors, programs)
+        places: Any = slice(None)
+        if problem.vectors > 1:
+            programs = np.repeat(np.arange(len(problem)), problem.vectors)
+            places = pieces(problem.parameter_starts // problem.vectors, programs)
 
         def for_each_start(given: NDArray[Any] | None, default: float) -> Floats:
             of_all = np.full(len(batch.parameters), default)

@@ -36,6 +36,7 @@ from warpfit.fitting import FitRequest
 from warpfit.ir import Batch
 from warpfit.losses import TargetStatistics
 from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE
+from warpfit_server.engine.fit.spread import spread
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import uncounted
 
@@ -281,9 +282,10 @@ class Scales:
     places of a parameter that has several: the first one and the last one count.
     """
 
-    def __init__(self, batch: Batch, dataset: Dataset, rows: slice) -> None:
+    def __init__(self, batch: Batch, dataset: Dataset, rows: slice, threads: int = 1) -> None:
         """Measure rows and programs, whose tokens have been checked."""
         load()
+        self._threads = threads
         step = max(1, (rows.stop - rows.start) // _ROWS)
         some = dataset.matrix[:, rows.start : rows.stop : step].astype(np.float64)
         if dataset.weights is not None:
@@ -314,12 +316,17 @@ class Scales:
         batch, longest = self._batch, int(self._batch.lengths.max(initial=1))
         found = np.full(len(self.kinds), np.nan)
         self.kinds.fill(_SCALE)
-        find_scales(
-            *(np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values), batch.starts),
-            np.concatenate([[0], np.cumsum(batch.parameter_counts, dtype=np.int64)]),
-            *(_operators(), np.ascontiguousarray(sizes), self._target, is_first),
-            *(np.empty((longest, _COLUMNS), np.int64), np.empty((2, longest)), found, self.kinds),
-        )
+        tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
+        places = np.concatenate([[0], np.cumsum(batch.parameter_counts, dtype=np.int64)])
+        given = _operators(), np.ascontiguousarray(sizes), self._target, is_first
+
+        def find(programs: slice) -> None:
+            own = slice(programs.start, programs.stop + 1)
+            scratch = np.empty((longest, _COLUMNS), np.int64), np.empty((2, longest))
+            starts = batch.starts[own], places[own]
+            find_scales(*tokens, *starts, *given, *scratch, found, self.kinds)
+
+        spread(batch.lengths, self._threads, find)
         found[np.isnan(found)] = 0.0  # parameters that stand nowhere
         return found
 

@@ -113,6 +113,8 @@ class DeviceFits:
     """Of the programs of the searches, which is on the device but for its records."""
     kernels: DerivativeKernels
     geometry: DerivativeGeometry
+    need: NDArray[np.int64]
+    """Bytes of shared memory of each search, [searches]."""
     runs: NDArray[np.bool_]
     """Which searches may run, [searches]."""
 
@@ -130,15 +132,15 @@ class DeviceFits:
         """Find the searches that have few parameters and little state."""
         need = bytes_of_searches(code.programs, code.sums, _level_bytes(draft))
         runs = (code.programs["parameters"] <= MOST_PARAMETERS) & (need <= rooms[1])
-        return cls(device, rooms, resident, draft, code, kernels, geometry, np.asarray(runs))
+        return cls(device, rooms, resident, draft, code, kernels, geometry, need, np.asarray(runs))
 
     def run(
         self, searches: Searches, limits: SearchLimits, small: float, turn: FitTurn
     ) -> Steps[bool]:
         """Run searches until they have ended or want a factor; see `interface.SmallFits`."""
-        own = np.flatnonzero(self.runs)
-        code = self.code if len(own) == len(self.runs) else self.code.select(own)
-        need = bytes_of_searches(code.programs, code.sums, _level_bytes(self.draft))
+        need, code = self.need[self.runs], self.code
+        if len(need) < len(self.need):
+            code = code.select(np.flatnonzero(self.runs))
         with self.device.stream() as context:
             state = self._state(searches)
             sizes = sum(array.nbytes for array in state.values())
@@ -148,7 +150,7 @@ class DeviceFits:
                 setattr(fits, name, getattr(limits, name))
             fits.parameters, fits.small, fits.ticks = searches.vectors.shape[1], small, _TICKS
             found = np.zeros(_STATUS, dtype=np.int64)
-            later = len(own)
+            later = len(need)
             for group in group_searches(need, self.rooms, self.device.multiprocessors):
                 later -= len(group.order)
                 given = arguments, fits, partial(_turn_of_all, turn, later)

@@ -184,7 +184,9 @@ class DerivativeTier:
         )
         kept = yield from self._kept_code(resident, precision, rows, wanted, selection.batch)
         draft = draft_launches(resident, precision, rows, wanted)
-        code = kept.code.select(selection.programs)
+        code, programs = kept.code, selection.programs
+        if code.vectors > 1 or not np.array_equal(programs, np.arange(len(code.programs))):
+            code = code.select(programs)
         given = resident, draft, code, self._kernels[variant], geometry
         return DeviceFits.of(self._device, self._rooms, *given)
 
