@@ -13,6 +13,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 pytest.importorskip("cuda.bindings.nvjitlink")
 
 from support.emulators.cuda_on_host import compile_for_host
+from warpfit_server.engine.cuda.derivatives import fits
 from warpfit_server.engine.cuda.derivatives import launches as derivatives
 from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM
 from warpfit_server.engine.cuda.derivatives.source import derivative_source
@@ -61,6 +62,7 @@ def test_kernels_assemble(architecture):
     if architecture in DIFFERENTIATED:
         variant, spills = DIFFERENTIATED[architecture]
         kernels = ("linearise", "evaluate_invariants", "combine", "measure")
+        kernels += () if spills else ("fit",)
         sources.append((derivative_source(variant, spills=spills), kernels))
     for source, kernels in sources:
         cubin = source.compile(architecture)
@@ -78,6 +80,7 @@ STRUCTS = [
     ("interpreter/interpreter.cu", "Jobs", launches.JOBS),
     ("derivatives/derivatives.cu", "Arguments", derivatives.DERIVATIVE_ARGUMENTS),
     ("derivatives/derivatives.cu", "Program", PROGRAM),
+    ("derivatives/fit.cu", "FitArguments", fits.FIT_ARGUMENTS),
     ("derivatives/statistics.cu", "StatisticsArguments", derivatives.STATISTICS_ARGUMENTS),
 ]
 
