@@ -25,7 +25,7 @@ def spread(lengths: NDArray[Any], threads: int, do: Callable[[slice], None]) -> 
     Args:
         lengths: tokens of each program.
         threads: most threads that gain from it.
-        do: is called with ranges of programs that make up all; it is compiled code for the most part.
+        do: is called with ranges of programs that make up all; compiled code for the most part.
     """
     threads = min(threads, int(lengths.sum()) // _TOKENS)
     if threads < 2:

@@ -493,6 +493,7 @@ class _Search:
         settings = FitSettings(max_iterations=max(1, iterations), partial=deadline is not None)
         context = FitContext(
             linearise=self._datasets.linearise,
+            small_fits=self._datasets.small_fits,
             evaluate=self._datasets.evaluate,
             dataset=rows,
             cancelled=self._cancelled,
