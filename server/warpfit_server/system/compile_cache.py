@@ -143,12 +143,16 @@ def make_private_directory(directory: Path) -> None:
 
 
 def engine_environment(cache_directory: Path | None) -> dict[str, str]:
-    """Return this process's environment, with the places where Numba and CuPy keep code."""
+    """Return this process's environment, with the places where Numba and CuPy keep code.
+
+    BLAS starts no threads: an engine calls it on threads of its own.
+    """
     place = cache_directory or default_cache_directory()
     return {
         **os.environ,
         "NUMBA_CACHE_DIR": str(numba_directory(place)),
         "CUPY_CACHE_DIR": str(place / "cupy"),
+        **dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1"),
     }
 
 

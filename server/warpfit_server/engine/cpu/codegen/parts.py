@@ -27,7 +27,7 @@ from warpfit_server.engine.autodiff import (
     differentiate_chunk,
     partial_kernels,
 )
-from warpfit_server.engine.cpu import colony
+from warpfit_server.engine.cpu import colony, pairs
 from warpfit_server.engine.cpu.codegen.kernels import (
     COPY,
     DOT_SHAPES,
@@ -90,13 +90,14 @@ PARTS: Final = {
     "breed": _chunk_function(7.0, colony.breed_chunk),
     "score": _chunk_function(1.5, colony.score_chunk),
     "keep": _chunk_function(2.0, colony.keep_chunk),
+    "weigh": Part(4.0, pairs.load),
     **{name: Part(*part) for name, part in fits.PARTS.items()},
 }
 #: What is needed at the same time, and is compiled side by side: a start needs "values".
 GROUPS: Final = {
     "values": ("lower", "kernels", "interpret", "parallel", "check"),
     "derivatives": ("differentiate", "linearise", "derivative_kernels", "combine", *fits.PARTS),
-    "search": ("populate", "breed", "score", "keep"),
+    "search": ("populate", "breed", "score", "keep", "weigh"),
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
 _MOST_PROCESSES: Final = 4

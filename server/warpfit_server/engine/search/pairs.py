@@ -1,0 +1,781 @@
+"""Pairs and sums of short formulas: what a search finds without evolution.
+
+The simple form, with a library of short formulas (`library`):
+
+    for each view of the target (`views`), in turns:
+        for each pair u, v of the library, the best of the view so far and those of the islands:
+            fit t = a + b v, a + b u v, a + b u (v + c), a + b u + c v
+        keep the best; they join the library of the view's next turn (a beam search)
+
+All pairs are weighed by matrix products (`weighing`); the best of a block of u are fitted again in
+float64 and written out. The library also has 1/f of each f. In some turns pairs are added to one of
+the view's best formulas, or to a short one (matching pursuit); in others v is a function of a
+scaled argument, f(c u), whose scale is sharpened by a golden section. `PairSearch.sums` builds sums
+of more terms, one term after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ir import Population, subtree_starts
+from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, VARIABLE
+from warpfit.searching import Form
+from warpfit_server.engine.interface import Steps
+from warpfit_server.engine.search.library import (
+    ADD,
+    DIV,
+    MUL,
+    SUB,
+    Floats,
+    Indices,
+    arguments,
+    formulas_of,
+    joined,
+    library,
+    packed,
+    relevant,
+    tokens,
+)
+from warpfit_server.engine.search.views import ROUND, View, views
+from warpfit_server.engine.search.weighing import LEAST_VARIATION, Fit, Singles, Weigher
+
+Mask: TypeAlias = NDArray[np.bool_]
+#: Values with root mean square 1, [formulas, rows], and their scales.
+Term: TypeAlias = tuple[Floats, Floats]
+
+#: Most variables of the library, those that say most about the target.
+_MOST_VARIABLES: Final = 30
+#: Formulas of the library for each argument of functions that are scaled.
+_ARGUMENTS: Final = 30
+#: Formulas that are evaluated at a time.
+_EVALUATED: Final = 1_024
+#: Decimals to which values are compared.
+_DIGITS: Final = 4
+#: Formulas of each view that are returned, and that are paired again in the next round.
+_BEAM: Final = 200
+#: Steps of five of a view that are of a kind of their own.
+_ADDING, _SCALING, _KINDS = 1, 3, 5
+#: Pairs whose scales are sharpened.
+_SHARPENED: Final = 40
+#: Formulas of a beam that pairs are added to; and of the library in one step, to pairs with so many
+#: of its shortest.
+_BASES: Final = 6
+_SHORT_BASES: Final = 4
+_SHORT: Final = 256
+_SHORT_LEFT: Final = 128
+#: Functions whose arguments are scaled, and standard deviations that these then have.
+_SCALED: Final = {"exp": (1, -1), "sin": (1,), "cos": (1,), "tanh": (1,)}
+_RATIO: Final = 1.5
+_SPREADS: Final = 0.2 * _RATIO ** np.arange(10)
+#: Steps of the golden section by which scales are sharpened.
+_SECTIONS: Final = 16
+_GOLDEN: Final = 0.5 * (math.sqrt(5.0) - 1.0)
+#: Errors below this are rounding.
+_LEAST_ERROR: Final = 1e-12
+#: Most tokens of a term of a sum that comes from the library, and most terms.
+_TERM_SIZE: Final = 6
+_MOST_SUMMED: Final = 10
+#: Terms of the least error that are tried, and leverage of a row that decides alone.
+_TRIED: Final = 8
+_ALONE: Final = 0.99
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Formulas with finite values that differ."""
+
+    formulas: Population
+    values: Singles
+    """Values of f or 1/f, each formula's with root mean square 1; [formulas, rows]."""
+    scales: Floats
+    """Root mean squares of the values themselves; [formulas]."""
+    inverted: Mask
+    """Whether the values are those of 1/f; [formulas]."""
+    argument: Indices
+    """Number of the argument u of a function f(c u), -1 for other formulas; [formulas]."""
+
+    def __len__(self) -> int:
+        """Count the formulas."""
+        return len(self.formulas)
+
+    def __getitem__(self, index: Any) -> Self:
+        """Select formulas by a slice, a mask or indices."""
+        return type(self)(*(getattr(self, entry.name)[index] for entry in fields(self)))
+
+    @classmethod
+    def of(cls, formulas: Population, values: Floats, argument: Indices | None = None) -> Table:
+        """Scale values, float64 [formulas, rows], and leave out those that are not finite."""
+        with np.errstate(all="ignore"):
+            scales = np.sqrt(np.mean(np.square(values), axis=1))
+            singles = (values / scales[:, None]).astype(np.float32)
+        sound = np.isfinite(scales) & (scales > 0) & np.isfinite(singles).all(axis=1)
+        count = np.zeros(len(formulas), np.int64)
+        numbers = count - 1 if argument is None else argument
+        table = cls(formulas, singles, scales, count > 0, numbers)
+        return table if sound.all() else table[sound]
+
+    @classmethod
+    def merged(cls, tables: Sequence[Table]) -> Table:
+        """Return the formulas of several tables, one table after the other."""
+        columns = [
+            np.concatenate([getattr(table, entry.name) for table in tables])
+            for entry in fields(cls)[1:]
+        ]
+        return cls(joined([table.formulas for table in tables]), *columns)
+
+    @classmethod
+    def picked(cls, tables: Sequence[Table], places: Indices) -> Table:
+        """Return formulas by their places in several tables that follow one another."""
+        ends = np.cumsum([len(table) for table in tables])
+        owners = np.searchsorted(ends, places, side="right")
+        parts = [
+            table[places[owners == number] - end + len(table)]
+            for number, (table, end) in enumerate(zip(tables, ends, strict=True))
+        ]
+        return cls.merged(parts)[np.argsort(np.argsort(owners, kind="stable"), kind="stable")]
+
+    @property
+    def sizes(self) -> Indices:
+        """Tokens of each formula."""
+        return self.formulas.lengths.astype(np.int64)
+
+    def reciprocals(self) -> Table:
+        """Return 1/f of each f that is not too close to 0."""
+        far = np.abs(self.values).min(axis=1) > ROUND
+        part = Table.of(self.formulas[far], 1.0 / self.values[far].astype(float))
+        scales = part.scales / self.scales[far]
+        return Table(part.formulas, part.values, scales, ~part.inverted, part.argument)
+
+    def distinct(self) -> Table:
+        """Order by size, and leave out what has the values, to a factor, of one before."""
+        ordered = np.argsort(self.sizes + self.inverted, kind="stable")
+        # Scalar products with three vectors tell formulas apart.
+        squares = np.arange(self.values.shape[1])[:, None] ** 2.0
+        probes = np.cos(squares * np.array([1.0, 2.0, 3.0])).astype(np.float32)
+        keys = (self.values @ probes) * np.sign(self.values[:, :1])
+        whole = np.round(keys * 10.0**_DIGITS).astype(np.int64)
+        mixed = (whole * np.array([1, 0x9E3779B97F4A7C1, 0x2545F4914F6CDD1])).sum(axis=1)
+        _, first = np.unique(mixed[ordered], return_index=True)
+        return self[ordered[np.sort(first)]]
+
+    def written(self) -> Population:
+        """Return the formulas, 1/f where the values are those."""
+        one = tokens(np.where(self.inverted, CONSTANT, 0), 1.0)
+        return packed([one, self.formulas, tokens(np.where(self.inverted, DIV, 0))])
+
+    def term(self) -> Term:
+        """Return values and scales."""
+        return self.values.astype(float), self.scales
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sum:
+    """A formula a + b t1 + c t2 + ... without slope and intercept."""
+
+    kind: str
+    """``"variables"`` or ``"terms"``."""
+    terms: int
+    score: float
+    """Its length in nats, the less the better: half the rows times the logarithm of the error of
+    each row by a fit to the others (PRESS; Allen 1974), and `structure_length`."""
+    formula: Population
+
+
+def structure_length(sizes: Sequence[int], symbols: int) -> float:
+    """Return the length, in nats, of a description of a sum's structure.
+
+    A token is one of so many symbols, and the order of the terms says nothing. What makes a sum of
+    them, signs and factors, says nothing either: a fit finds it.
+
+    Args:
+        sizes: tokens of each term.
+        symbols: number of operators and variables, and one for numbers.
+    """
+    return sum(sizes) * math.log(symbols) - math.lgamma(len(sizes) + 1)
+
+
+def bytes_needed(rows: int, size: int, weigher: Weigher) -> int:
+    """Return the bytes that a `PairSearch` with a library of this size needs at most."""
+    tables = (2 * size + 2 * size + size) * rows * 4  # library and reciprocals, copied once; f(c u)
+    kept = weigher.kept * rows * 8 * 24
+    return tables + kept + 2 * _EVALUATED * rows * 8 + weigher.bytes_needed(rows, weigher.kept)
+
+
+@dataclass(slots=True, kw_only=True)
+class PairSearch:
+    """A library and the views of the target; `step` and `sums` search them."""
+
+    operators: Mapping[str, float]
+    """Names of the operators that formulas may have, with weights; those of weight 0 are not."""
+    columns: Sequence[int]
+    """Variables that formulas may have."""
+    X: Floats
+    """All variables, [variables, rows]."""
+    target: Floats
+    """[rows]."""
+    weights: Floats | None
+    """Weight of each row, [rows]; None for equal ones."""
+    values: Callable[[Population], Steps[Floats]]
+    """Evaluates formulas on the rows, float64 [formulas, rows]."""
+    admissible: Callable[[Population], Mask]
+    """Says which formulas keep to the rules."""
+    weigher: Weigher
+    width: int
+    """Most tokens of a formula."""
+    form: Form = Form.SCALED
+    size: int = 12_000
+    """Formulas of the library, about."""
+    pairs: int = 0
+    """Pairs that have been weighed."""
+    views: list[View] = field(default_factory=list)
+    """Views of the target, the target itself first; there are none before the first step."""
+    known: Table = field(init=False)
+    """The library, with reciprocals if they are allowed."""
+    _ready: bool = False
+    _names: tuple[str, ...] = ()
+    _order: Indices = field(init=False)
+    """Order of the rows here: the first ones are spread over the data."""
+    _screened: int = 0
+    """First rows on which pairs are weighed; those that are best are fitted on all rows."""
+    _functions: Table = field(init=False)
+    _inner: Floats = field(init=False)
+    """Values of the arguments of scaled functions, with standard deviation 1; [arguments, rows]."""
+    _inner_scales: Floats = field(init=False)
+    """Standard deviations of the arguments themselves; [arguments]."""
+    _prepared: dict[str, Any] = field(default_factory=dict)
+    _beams: list[tuple[Population, Floats]] = field(init=False)
+    """Best formulas of t that can still grow, with their errors in ascending order, by view."""
+    _turns: list[int] = field(init=False)
+    """Steps of each view."""
+
+    def prepare(self) -> Steps[None]:
+        """Make library and views, which the first call of `step` or `sums` does, too."""
+        if self._ready:
+            return
+        rows = len(self.target)
+        self._names = tuple(name for name, weight in self.operators.items() if weight > 0)
+        step = max(1, rows // self.weigher.rows)
+        self._order = np.argsort(np.arange(rows) % step, kind="stable")
+        self._screened = -(-rows // step)
+        weights = np.ones(rows) if self.weights is None else self.weights
+        X, target, weights = (part[..., self._order] for part in (self.X, self.target, weights))
+        columns = np.asarray(self.columns)
+        columns = columns[relevant(X[columns], target, _MOST_VARIABLES)].tolist()
+        yield None
+        for view in views(self._names, columns, X, target, weights / weights.sum(), self.width):
+            self.views.append(view)
+            yield None
+        formulas = yield from library(self._names, columns, self.size)
+        self.known = yield from self._table(formulas)
+        if "div" in self._names:
+            self.known = Table.merged([self.known, self.known.reciprocals()]).distinct()
+        yield None
+        inner = yield from arguments(self._names, columns, self.size // _ARGUMENTS)
+        self._functions = yield from self._scaled((yield from self._table(inner)))
+        self._prepared = {"known": self._prepare(self.known)}
+        self._prepared["functions"] = self._prepare(self._functions)
+        self._beams = [(formulas_of([]), np.empty(0)) for _ in self.views]
+        self._turns = [0 for _ in self.views]
+        self._ready = True
+
+    @property
+    def library(self) -> Population:
+        """The formulas of the library, shortest first; `prepare` makes them."""
+        return self.known.formulas[~self.known.inverted]
+
+    def step(self, others: Population) -> Steps[Population]:
+        """Pair some formulas with the library and return the best pairs, best first.
+
+        The formulas are the best of a view so far, the next part of the library, and ``others``.
+        In some turns of a view they are paired with functions of scaled arguments instead, and in
+        others the pairs are added to one of the view's best formulas, or to short ones.
+        """
+        yield from self.prepare()
+        place = self._next_view()
+        view, beam, turn = self.views[place], self._beams[place][0], self._turns[place]
+        self._turns[place] += 1
+        rounds, kind = divmod(turn, _KINDS)
+        if kind == _ADDING and rounds % 2:
+            found = yield from self._beside_short(view, rounds // 2)
+            return self._best(place, found)
+        block = rounds if kind in (_SCALING, _ADDING) else 3 * rounds + kind // 2
+        start = block * self.weigher.block % max(1, len(self.known))
+        best = yield from self._table(joined([beam, others]))
+        base = self.known[:0]
+        if kind == _ADDING and len(beam):
+            base = yield from self._table(beam[[rounds // 2 % min(_BASES, len(beam))]])
+        # The part of the library is a block of its own, that the best do not outdo.
+        lefts = [self.known[start : start + self.weigher.block]]
+        firsts = range(0, len(best), self.weigher.block)
+        lefts += [best[first : first + self.weigher.block] for first in firsts]
+        scaled = kind == _SCALING
+        right = [self._functions if scaled else self.known, best]
+        prepared = self._prepared["functions" if scaled else "known"]
+        count = _SHARPENED if scaled else self.weigher.kept
+        fitter = _Fitter(self, view, base, right, [prepared, self._prepare(best)], count, scaled)
+        found = yield from fitter.found(lefts)
+        return self._best(place, found)
+
+    def sums(self, others: Population, ends: float = math.inf) -> Steps[list[Sum]]:
+        """Return sums a + b t1 + c t2 + ... of each number of terms.
+
+        One is of variables alone, another of any terms: those of the library, and all parts of
+        ``others``. One after the other is added, and exchanged or left out where that helps
+        (stepwise regression; Efroymson 1960), as a sum is judged by `Sum.score`. The sums of
+        variables are where exchanges begin, too. At the time ``ends`` of `time.monotonic` they
+        are those so far.
+        """
+        yield from self.prepare()
+        if not {"add", "mul"} <= set(self._names):
+            return []
+        parts = _subtrees(others) if len(others) else others
+        known = self.known[self.known.sizes <= _TERM_SIZE]
+        terms = Table.merged([known, (yield from self._table(parts))]).distinct()
+        single = terms.sizes + terms.inverted == 1
+        fitter = _Fitter(self, self.views[0], self.known[:0], [terms], [], 1, False)
+        found: list[Sum] = []
+        begun: list[list[int]] = []
+        symbols = len(self.columns) + len(self._names) + 1
+        for kind, places in (
+            ("variables", np.flatnonzero(single)),
+            ("terms", np.arange(len(single))),
+        ):
+            own = terms[places]
+            chosen = yield from _selected(self.views[0], own, symbols, self.width, begun, ends)
+            for score, members in chosen:
+                inner = fitter.sum_of([own[[place]] for place in members])
+                if inner.lengths[0] <= self.width:
+                    found.append(Sum(kind, len(members), score, inner))
+            begun = [places[members].tolist() for _, members in chosen]
+            yield None
+        return found
+
+    def weighed(
+        self,
+        view: View,
+        base: Table,
+        left: Table | None,
+        right: Sequence[Any],
+        count: int,
+        *,
+        is_product: bool,
+    ) -> Steps[tuple[Indices, Indices]]:
+        """Return the places of the pairs with the least errors, and count all that are weighed.
+
+        Args:
+            view: of the target.
+            base: a formula that pairs are added to, or none.
+            left: the formulas u; None for v alone.
+            right: the formulas v, prepared.
+            count: of pairs to return.
+            is_product: whether pairs are products or sums.
+        """
+        rows = self._screened
+        weights = view.weights[:rows] / view.weights[:rows].sum()
+        beside = "add" in self._names
+        own = base.values[:, :rows].astype(float)
+        fit = Fit.of(view.target[:rows], weights, own, is_product, beside)
+        values = np.ones((1, rows), np.float32) if left is None else left.values[:, :rows]
+        _, one, other = yield from self.weigher.best(fit, values, right, count)
+        self.pairs += len(values) * sum(map(len, right))
+        return one, other
+
+    def _beside_short(self, view: View, turn: int) -> Steps[list[_Found]]:
+        """Find pairs beside some of the short formulas, those that explain most of a view first."""
+        short = self.known[:_SHORT]
+        short = short[~short.inverted]
+        prepared = [self._prepare(short)]
+        _, order = yield from self.weighed(
+            view, short[:0], None, prepared, len(short), is_product=False
+        )
+        found: list[_Found] = []
+        chosen = np.roll(order, -turn * _SHORT_BASES)[:_SHORT_BASES]
+        for one in chosen:
+            prepared = [self._prepared["known"]]
+            fitter = _Fitter(self, view, short[[one]], [self.known], prepared, _SHARPENED, False)
+            found += yield from fitter.found([short[:_SHORT_LEFT]])
+        return found
+
+    def _best(self, place: int, found: Sequence[_Found]) -> Population:
+        """Extend a view's beam by the best pairs, and return formulas of y around them."""
+        inner = joined([formulas_of([]), *(one.inner for one in found)])
+        errors, a, b = (
+            np.concatenate([np.empty(0), *(getattr(one, name) for one in found)])
+            for name in ("errors", "a", "b")
+        )
+        errors[(inner.lengths > self.width) | np.isnan(errors)] = np.inf
+        order = np.argsort(errors, kind="stable")[: np.count_nonzero(np.isfinite(errors))]
+        inner, errors, a, b = inner[order], errors[order], a[order], b[order]
+        whole = self.views[place].whole(inner, a, b, self._names, self.form is Form.SCALED)
+        sound = (whole.lengths <= self.width) & self.admissible(whole)
+        is_known = np.isin(
+            whole.codes, [VARIABLE, CONSTANT, *(OPERATORS[n].code for n in self._names)]
+        )
+        tokens_of = np.repeat(np.arange(len(whole)), whole.lengths)
+        sound[tokens_of[~(is_known & np.isfinite(whole.values))]] = False
+        allowed = np.flatnonzero(sound)[:_BEAM]
+        growing = allowed[inner.lengths[allowed] < self.width - 1]
+        beam, known = self._beams[place]
+        beam, known = joined([beam, inner[growing]]), np.concatenate([known, errors[growing]])
+        rounded = np.round(np.log(known + _LEAST_ERROR), 6)
+        shortest = np.lexsort((beam.lengths, rounded))  # of equal errors
+        fresh = np.diff(rounded[shortest], prepend=-np.inf) > 0
+        kept = shortest[fresh][:_BEAM]
+        self._beams[place] = beam[kept], known[kept]
+        return whole[allowed]
+
+    def _next_view(self) -> int:
+        """Give each view a turn, then the first one or one of the others.
+
+        These are the one with the least error and the one with the fewest steps, in turn.
+        """
+        step, places = sum(self._turns), range(len(self.views))
+        others = places[1:] or places
+        if min(self._turns) > 0 and step % 2 == 0:
+            return 0
+        if min(self._turns) > 0 and step % 4 == 1:
+            scales = [view.error_scale for view in self.views]  # errors as those of y
+            least = [min(errors, default=np.inf) for _, errors in self._beams]
+            return min(others, key=lambda place: float(least[place] * scales[place]))
+        return min(places, key=lambda place: self._turns[place])
+
+    def _prepare(self, table: Table) -> Any:
+        return self.weigher.prepared(table.values[:, : self._screened])
+
+    def _table(self, formulas: Population) -> Steps[Table]:
+        """Evaluate formulas that keep to the rules."""
+        tables = [Table.of(formulas_of([]), np.empty((0, len(self.target))))]
+        for start in range(0, len(formulas), _EVALUATED):
+            part = formulas[start : start + _EVALUATED]
+            part = part[self.admissible(part)]
+            if len(part):
+                values = yield from self.values(part)
+                tables.append(Table.of(part, values[:, self._order]))
+            yield None
+        return Table.merged(tables).distinct()
+
+    def _scaled(self, inner: Table) -> Steps[Table]:
+        """Return f(c u) for functions f and many c."""
+        spreads = np.std(inner.values, axis=1, dtype=float)
+        varies = np.square(spreads) > LEAST_VARIATION
+        inner, spreads = inner[varies], spreads[varies]
+        self._inner, self._inner_scales = inner.values / spreads[:, None], spreads * inner.scales
+        tables = [inner[:0]]
+        for name in sorted(_SCALED.keys() & set(self._names)):
+            for spread in (sign * size for sign in _SCALED[name] for size in _SPREADS):
+                with np.errstate(all="ignore"):
+                    values = OPERATORS[name].numpy(spread * self._inner)
+                ends = [tokens(np.full(len(inner), c)) for c in (MUL, OPERATORS[name].code)]
+                first = tokens(np.full(len(inner), CONSTANT), spread / self._inner_scales)
+                formulas = packed([first, inner.formulas, *ends])
+                fits = (formulas.lengths <= self.width) & self.admissible(formulas)
+                tables.append(Table.of(formulas[fits], values[fits], np.flatnonzero(fits)))
+                yield None
+        return Table.merged(tables).distinct()
+
+    def sharpened(self, table: Table, errors: Callable[[Table], Floats]) -> Steps[Table]:
+        """Find better scales of functions f(c u) by a golden section; others stay."""
+        scaled, formulas = np.flatnonzero(table.argument >= 0), table.formulas
+        first = formulas.starts[:-1][scaled]
+        codes = formulas.codes[formulas.starts[1:][scaled] - 1]
+        arguments = table.argument[scaled]
+        inner, spreads = self._inner[arguments], self._inner_scales[arguments]
+
+        def at(factors: Floats) -> Table:
+            numbers, values = formulas.values.copy(), table.values.astype(float)
+            numbers[first] *= factors
+            for code in set(codes.tolist()):
+                rows = codes == code
+                scale = (spreads * numbers[first])[rows, None]
+                values[scaled[rows]] = BY_CODE[code].numpy(scale * inner[rows])
+            scales = np.sqrt(np.mean(np.square(values), axis=1))
+            singles = (values / scales[:, None]).astype(np.float32)
+            scales[table.argument < 0] = table.scales[table.argument < 0]
+            own = Population(formulas.codes, numbers, formulas.lengths)
+            return Table(own, singles, scales, table.inverted, table.argument)
+
+        def error(places: Floats) -> Floats:
+            with np.errstate(all="ignore"):
+                return errors(at(np.exp(places)))[scaled]
+
+        low, high = (np.full(len(scaled), side * math.log(_RATIO)) for side in (-1, 1))
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        of_left, of_right = error(left), error(right)
+        for section in range(_SECTIONS):
+            rises = of_left <= of_right
+            low, high = np.where(rises, (low, right), (left, high))
+            fresh = low + high - np.where(rises, left, right)
+            of_fresh = error(fresh)
+            left, right = np.where(rises, (fresh, left), (right, fresh))
+            of_left, of_right = np.where(rises, (of_fresh, of_left), (of_right, of_fresh))
+            if section % 4 == 0:
+                yield None
+        return at(np.exp(0.5 * (low + high)))
+
+
+def _subtrees(formulas: Population) -> Population:
+    """Return all parts of formulas, the formulas themselves among them."""
+    trees = subtree_starts(ARITIES[formulas.codes].astype(np.int64))
+    spans = np.arange(1, len(trees) + 1) - trees
+    ends = np.cumsum(spans)
+    every = np.arange(ends[-1]) + np.repeat(trees - ends + spans, spans)
+    return Population(formulas.codes[every], formulas.values[every], spans.astype(np.uint32))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """Formulas t = a + b inner."""
+
+    inner: Population
+    errors: Floats
+    """Part of t's variance that is not explained."""
+    a: Floats
+    b: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fitter:
+    """Finds the pairs with the least errors, and solves them in float64."""
+
+    search: PairSearch
+    view: View
+    base: Table
+    """A formula that others are added to, or none."""
+    right: Sequence[Table]
+    prepared: Sequence[Any]
+    """The values of ``right`` as the weigher takes them."""
+    kept: int
+    """Pairs of a block that are solved."""
+    sharpens: bool
+    """Whether the scales of functions among them are sharpened."""
+
+    def found(self, lefts: Sequence[Table]) -> Steps[list[_Found]]:
+        """Return the best formulas of each kind: v, u v, u (v + c), and u + c v."""
+        found: list[_Found] = []
+        adds, multiplies = (name in self.search.operators for name in ("add", "mul"))
+        if len(self.base) and not adds:
+            return found
+        _, places = yield from self._best(None, is_product=False)
+        v = yield from self._sharpened(places, None, is_product=False)
+        found.append(self._solved([(v.written(), v.term())]))
+        for left in lefts:
+            if multiplies and len(left):
+                one, places = yield from self._best(left, is_product=True)
+                u = left[one]
+                v = yield from self._sharpened(places, u, is_product=True)
+                found.append(self._solved([(_product(u, v), _times(u, v))]))
+                if adds:
+                    found.append(self._shifted(u, v))
+                yield None
+            if adds and len(left):
+                one, places = yield from self._best(left, is_product=False)
+                u = left[one]
+                v = yield from self._sharpened(places, u, is_product=False)
+                found.append(self._solved([(w.written(), w.term()) for w in (u, v)]))
+                yield None
+        return found
+
+    def sum_of(self, terms: Sequence[Table]) -> Population:
+        """Return the best sum of some terms, one formula in each table."""
+        return self._solved([(term.written(), term.term()) for term in terms]).inner
+
+    def _best(self, left: Table | None, *, is_product: bool) -> Steps[tuple[Indices, Indices]]:
+        right, kept = self.prepared, self.kept
+        return (
+            yield from self.search.weighed(
+                self.view, self.base, left, right, kept, is_product=is_product
+            )
+        )
+
+    def _sharpened(self, places: Indices, u: Table | None, *, is_product: bool) -> Steps[Table]:
+        """Return the right formulas of pairs, with better scales of functions among them."""
+        v = Table.picked(self.right, places)
+        if not self.sharpens:
+            return v
+
+        def errors(v: Table) -> Floats:
+            term = _times(u, v) if u is not None and is_product else v.term()
+            return self._fit([term, *([] if u is None else [u.term()])])[0]
+
+        return (yield from self.search.sharpened(v, errors))
+
+    def _solved(self, terms: Sequence[tuple[Population, Term]]) -> _Found:
+        """Fit t = a + b (base + c term + ...)."""
+        errors, a, slopes = self._fit([term for _, term in terms])
+        written = [*self._bases(len(a)), *(formulas for formulas, _ in terms)]
+        inner = written[0]
+        with np.errstate(all="ignore"):
+            ratios = slopes[1:] / slopes[0]
+        for formulas, ratio in zip(written[1:], ratios, strict=True):
+            inner = self._sum(inner, formulas, ratio)
+        return _Found(inner, errors, a, slopes[0])
+
+    def _shifted(self, u: Table, v: Table) -> _Found:
+        """Fit t = a + b (base + d u (v + c))."""
+        errors, a, slopes = self._fit([_times(u, v), u.term()])
+        with np.errstate(all="ignore"):
+            shift, ratio = slopes[-1] / slopes[-2], slopes[1] / slopes[0]
+        errors[~(np.abs(shift) >= ROUND * v.scales)] = np.inf  # The product alone is as good.
+        ends = [tokens(np.full(len(a), code)) for code in (ADD, MUL)]
+        inner = packed([u.written(), v.written(), tokens(np.full(len(a), CONSTANT), shift), *ends])
+        for base in self._bases(len(a)):
+            inner = self._sum(base, inner, ratio)
+        return _Found(inner, errors, a, slopes[0])
+
+    def _bases(self, count: int) -> list[Population]:
+        return [self.base.written()[np.zeros(count, np.int64)]] if len(self.base) else []
+
+    def _fit(self, terms: Sequence[Term]) -> tuple[Floats, Floats, Floats]:
+        """Solve for t = a + b1 base + ...: return errors and a [pairs], and b [terms, pairs]."""
+        count, view = len(terms[0][1]), self.view
+        bases = [self.base[np.zeros(count, np.int64)].term()] if len(self.base) else []
+        terms, roots = [*bases, *terms], np.sqrt(view.weights)
+        with np.errstate(all="ignore"):
+            columns = np.stack([values for values, _ in terms], axis=2)
+            means = np.einsum("prk,r->pk", columns, view.weights)
+            design = (columns - means[:, None]) * roots[:, None]
+            target = view.target * roots
+            gram = design.transpose(0, 2, 1) @ design
+            # Columns that are equal or constant make it singular, values that overflow no number.
+            ridge = 1e-12 * np.trace(gram, axis1=1, axis2=2) + 1e-30
+            gram += ridge[:, None, None] * np.eye(len(terms))
+            gram = np.where(np.isfinite(gram), gram, np.eye(len(terms)))
+            right = (design.transpose(0, 2, 1) @ target)[:, :, None]
+            slopes = np.linalg.solve(gram, right)[:, :, 0]
+            errors = np.square(np.einsum("prk,pk->pr", design, slopes) - target).sum(axis=1)
+            slopes = slopes * view.spread
+            a = view.mean - (slopes * means).sum(axis=1)
+            return errors, a, slopes.T / np.stack([scales for _, scales in terms])
+
+    def _sum(self, u: Population, v: Population, ratio: Floats) -> Population:
+        """Build u + ratio v."""
+        minus = (np.abs(ratio + 1) < ROUND) & ("sub" in self.search.operators)
+        scaled = ~minus & (np.abs(ratio - 1) >= ROUND)
+        factor = (tokens(np.where(scaled, CONSTANT, 0), ratio), tokens(np.where(scaled, MUL, 0)))
+        return packed([u, v, *factor, tokens(np.where(minus, SUB, ADD))])
+
+
+def _times(u: Table, v: Table) -> Term:
+    return u.values.astype(float) * v.values, u.scales * v.scales
+
+
+def _product(u: Table, v: Table) -> Population:
+    """Write u v with as few reciprocals as possible."""
+    swapped, everybody = u.inverted & ~v.inverted, np.arange(len(u))
+    both_sides = joined([u.formulas, v.formulas])
+    first, second = (both_sides[everybody + len(u) * turned] for turned in (swapped, ~swapped))
+    both, either = u.inverted & v.inverted, u.inverted | v.inverted
+    one = tokens(np.where(both, CONSTANT, 0), 1.0)
+    below = tokens(np.where(both, DIV, 0))
+    return packed([one, first, below, second, tokens(np.where(either, DIV, MUL))])
+
+
+# ------------------------------------------------------------------------------------------- sums
+
+
+@dataclass(slots=True, eq=False)
+class _Selection:
+    """Sums of some terms and their scores."""
+
+    columns: Singles
+    """Unit rows of the terms without the constant, [terms, rows]."""
+    target: Floats
+    weights: Floats
+    sizes: Indices
+    symbols: int
+    width: int
+
+    @classmethod
+    def of(cls, view: View, terms: Table, symbols: int, width: int) -> _Selection:
+        fit = Fit.of(view.target, view.weights, np.empty((0, len(view.target))), False)
+        columns = np.concatenate(
+            [
+                fit.sides(terms.values[start : start + _EVALUATED]).own.astype(np.float32)
+                for start in range(0, max(len(terms), 1), _EVALUATED)
+            ]
+        )
+        sizes = terms.sizes + 2 * terms.inverted
+        return cls(columns, view.target * fit.roots, view.weights, sizes, symbols, width)
+
+    def residual(self, places: Sequence[int]) -> tuple[Floats, Floats]:
+        """Return an orthonormal basis of terms, [rows, terms], and what they do not explain."""
+        basis, _ = np.linalg.qr(self.columns[places].T.astype(float))
+        return basis, self.target - basis @ (basis.T @ self.target)
+
+    def score(self, places: Sequence[int]) -> float:
+        """Return `Sum.score`."""
+        basis, left = self.residual(places)
+        leverage = np.square(basis).sum(axis=1) + self.weights
+        if leverage.max() > _ALONE:
+            return math.inf
+        error = float(np.square(left / (1.0 - leverage)).sum())
+        length = structure_length(self.sizes[places].tolist(), self.symbols)
+        return 0.5 * len(left) * math.log(error + _LEAST_ERROR) + length
+
+    def extended(self, places: list[int]) -> tuple[float, list[int]]:
+        """Add the best term of those that explain most for their length."""
+        basis, left = self.residual(places)
+        along = self.columns @ np.column_stack([basis, left]).astype(np.float32)
+        rest = 1.0 - np.square(along[:, :-1]).sum(axis=1)
+        sound = rest > ROUND
+        gains = np.square(along[:, -1]) / np.where(sound, rest, 1.0)
+        errors = np.maximum(left @ left - gains, _LEAST_ERROR)
+        lengths = 0.5 * len(left) * np.log(errors) + self.sizes * math.log(self.symbols)
+        room = self.width - int(self.sizes[places].sum()) - 3 * len(places)
+        lengths[(self.sizes > room) | ~sound] = np.inf
+        best = lengths.argsort()[:_TRIED]
+        tried = [[*places, int(place)] for place in best if np.isfinite(lengths[place])]
+        return min(((self.score(each), each) for each in tried), default=(math.inf, places))
+
+
+def _selected(
+    view: View,
+    terms: Table,
+    symbols: int,
+    width: int,
+    known: Sequence[list[int]],
+    ends: float,
+) -> Steps[list[tuple[float, list[int]]]]:
+    """Return the scores of the best sums and the places of their terms, by their number.
+
+    Args:
+        view: of the target.
+        terms: what sums are made of.
+        symbols: see `structure_length`.
+        width: most tokens of a sum.
+        known: terms of sums that are improved, too.
+        ends: time of `time.monotonic` at which this should end.
+    """
+    sums = _Selection.of(view, terms, symbols, width)
+    found: list[tuple[float, list[int]]] = []
+    beam: list[tuple[float, list[int]]] = [(math.inf, [])]
+    for count in range(1, min(_MOST_SUMMED, len(terms)) + 1):
+        longer = [sums.extended(places) for _, places in beam]
+        longer += [(sums.score(places), places) for places in known if len(places) == count]
+        beam = []
+        for best, places in longer:
+            for place in places[:-1] if best < math.inf else ():
+                if time.monotonic() > ends:
+                    break
+                yield None
+                other = sums.extended([each for each in places if each != place])
+                best, places = min((best, places), other)
+            beam.append((best, places))
+        beam = [entry for entry in beam if entry[0] < math.inf]
+        if not beam or time.monotonic() > ends:
+            break
+        found.append(min(beam))
+    for count in range(len(found) - 1, 0, -1):
+        _, more = found[count]
+        fewer = [[each for each in more if each != place] for place in more]
+        found[count - 1] = min(found[count - 1], *((sums.score(each), each) for each in fewer))
+        yield None
+    return found

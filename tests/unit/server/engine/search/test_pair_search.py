@@ -1,0 +1,228 @@
+"""The search for pairs and sums finds laws, with the library, the views and what keeps to rules."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from warpfit import parse
+from warpfit.expressions import reference
+from warpfit.ir import Population
+from warpfit.ops import OPERATORS
+from warpfit.searching import Form
+from warpfit_server.engine.cpu.pairs import CpuWeigher
+from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.search.library import formulas_of, library, packed, relevant, tokens
+from warpfit_server.engine.search.pairs import PairSearch, bytes_needed, structure_length
+from warpfit_server.engine.search.views import factor_exponents, views
+
+NAMES = ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "asin", "tanh")
+X = np.random.default_rng(0).uniform(1.0, 3.0, (60, 3)).T
+WEIGHTS = np.full(60, 1 / 60)
+NONE = formulas_of([])
+
+
+@pytest.fixture(scope="module")
+def weigher():
+    weigher = CpuWeigher(2)
+    yield weigher
+    weigher.close()
+
+
+def computed(formulas, X=X):
+    with np.errstate(all="ignore"):
+        values = [reference.evaluate_program(program, X) for program in formulas]
+    return np.array(values).reshape(len(formulas), X.shape[1])
+
+
+def search_of(weigher, target, **options):
+    def values(formulas):
+        yield None
+        return computed(formulas)
+
+    given = {
+        "operators": dict.fromkeys(NAMES, 1.0), "columns": range(3), "X": X, "target": target,
+        "weights": None, "values": values, "weigher": weigher, "width": 25, "size": 900,
+        "admissible": lambda formulas: np.ones(len(formulas), bool),
+    }  # fmt: skip
+    search = PairSearch(**(given | options))
+    run_to_end(search.prepare())
+    return search
+
+
+def unexplained(formulas, target, weights=WEIGHTS, scaled=True):
+    """Part of the target's variance that a + b f leaves, or f."""
+    values, mean = computed(formulas), weights @ target
+    if scaled:
+        centred = values - (values @ weights)[:, None]
+        slopes = centred * weights @ (target - mean) / (centred**2 @ weights)
+        values = mean + slopes[:, None] * centred
+    return ((values - target) ** 2 @ weights) / (weights @ (target - mean) ** 2)
+
+
+def best_errors(weigher, text, steps, **options):
+    target = reference.evaluate_program(parse(text), X)
+    search = search_of(weigher, target, **options)
+    for _ in range(steps):
+        found = run_to_end(search.step(NONE))
+        scaled = options.get("form") is not Form.PLAIN
+        with np.errstate(all="ignore"):
+            yield float(np.nanmin([9.0, *unexplained(found, target, scaled=scaled)]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "square(x1)*sin(x2) + 3",
+        "1/(x1 + 2*square(x2))",
+        "sqrt(square(x1) + x2*x3)",
+        "asin(x1/(5*x2))",
+        "x3*(x1 - x2)*(sin(x1) + 2.5)",
+        "x1*sin(x2)*(x3 + x1)",
+    ],
+)
+def test_pairs_find_products_and_sums_inside_of_outer_functions(weigher, text):
+    assert any(error < 1e-12 for error in best_errors(weigher, text, 25))
+
+
+@pytest.mark.parametrize("text", ["2.5*x1*sin(x2) + 3", "1/(x1 + 2*square(x2))", "x1/x2"])
+def test_a_plain_formula_has_its_slope_and_intercept_in_it(weigher, text):
+    errors = best_errors(weigher, text, 25, form=Form.PLAIN)
+    assert any(error < 1e-12 for error in errors)
+
+
+def test_factors_inside_of_functions_are_found_up_to_a_fit(weigher):
+    text = "square(x3)*(exp(0.37*x1*x2/x3) + 2)"
+    found = best_errors(weigher, text, 30, size=1_800)
+    assert any(error < 1e-6 for error in found)
+
+
+def test_rules_and_operators_are_kept_to(weigher):
+    sine = OPERATORS["sin"].code
+
+    def admissible(formulas):
+        owners = np.repeat(np.arange(len(formulas)), formulas.lengths)
+        return np.bincount(owners[formulas.codes == sine], minlength=len(formulas)) <= 1
+
+    operators = {name: float(name != "tanh") for name in NAMES}
+    target = reference.evaluate_program(parse("sin(x1)*sin(x2) + tanh(x3)"), X)
+    search = search_of(weigher, target, operators=operators, admissible=admissible, width=9)
+    for _ in range(10):
+        found = run_to_end(search.step(NONE))
+        assert admissible(found).all()
+        assert found.lengths.max(initial=0) <= 9
+        assert OPERATORS["tanh"].code not in found.codes
+
+
+@pytest.mark.parametrize("names", [("add",), ("mul",), ("exp", "sin"), ("sub", "div")])
+def test_a_search_works_with_any_operators(weigher, names):
+    target = X[0] * X[1] if "mul" in names else X[0] + X[1]
+    search = search_of(weigher, target, operators=dict.fromkeys(names, 1.0), size=200)
+    found = [run_to_end(search.step(search.library[:20])) for _ in range(8)]
+    codes = {OPERATORS[name].code for name in names}
+    assert {code for part in found for code in part.codes.tolist() if code >= 16} <= codes
+    if names in (("add",), ("mul",)):
+        assert min(unexplained(part, target).min() for part in found if len(part)) < 1e-12
+    assert run_to_end(search.sums(NONE)) == []
+
+
+@pytest.mark.parametrize(
+    "target", [np.ones(60), np.where(np.arange(60) == 3, 1e9, 0.0), 1e-200 * X[0], 1e150 * X[0]]
+)
+def test_odd_targets_give_formulas_or_none(weigher, target):
+    search = search_of(weigher, target, size=200)
+    for _ in range(6):
+        assert isinstance(run_to_end(search.step(search.library[:5])), Population)
+    run_to_end(search.sums(NONE))
+
+
+def test_the_same_search_is_made_again_and_every_pair_is_counted(weigher):
+    target = reference.evaluate_program(parse("x1*sin(x2)*(x3 + x1)"), X)
+    texts, counts = [], []
+    for _ in range(2):
+        search = search_of(weigher, target)
+        found = [run_to_end(search.step(search.library[40:60])).texts() for _ in range(6)]
+        texts.append(found)
+        counts.append(search.pairs)
+    assert texts[0] == texts[1]
+    assert counts[0] == counts[1] > 6 * 256 * len(search.known) // 2
+
+
+def test_weights_are_those_of_the_rows(weigher):
+    """Rows with wrong targets and hardly a weight change nothing."""
+    target = X[0] ** 2 * np.sin(X[1])
+    weights = np.ones(60)
+    weights[::7] = 1e-14
+    wrong = np.where(weights < 1, 5.0, target)
+    found = run_to_end(search_of(weigher, wrong, weights=weights).step(NONE))
+    assert unexplained(found, target, weights / weights.sum()).min() < 1e-9
+
+
+def test_memory_grows_with_rows_and_formulas(weigher):
+    least = bytes_needed(512, 12_000, weigher)
+    assert 512 * 12_000 * 4 < least < 512 * 12_000 * 4 * 8
+    assert bytes_needed(512, 24_000, weigher) > least
+
+
+def test_sums_take_terms_one_after_the_other_and_stop_where_noise_begins(weigher):
+    law = reference.evaluate_program(parse("2*x1 - 3*x2 + square(x3)/2"), X)
+    noise = np.random.default_rng(1).normal(0.0, 0.1, 60)
+    found = run_to_end(search_of(weigher, law + noise).sums(NONE))
+    assert [s.terms for s in found if s.kind == "variables"] == [1, 2, 3]
+    assert [s.terms for s in found if s.kind == "terms"][:4] == [1, 2, 3, 4]
+    best = min(found, key=lambda s: s.score)
+    assert best.terms == 3
+    values = np.vstack([computed(best.formula), np.ones(60)])
+    assert np.linalg.lstsq(values.T, law)[1][0] < 60 * 0.06**2
+    # Parts of other formulas are terms, too.
+    target = reference.evaluate_program(parse("sin(x1 + exp(3.7*x2))*2 + x3"), X)
+    other = Population.of([parse("sqrt(2 - sin(x1 + exp(3.7*x2)))"), parse("x1")])
+    assert min(s.score for s in run_to_end(search_of(weigher, target).sums(other))) < -500
+
+
+def test_a_sum_is_as_long_as_its_terms():
+    assert structure_length((3, 4), 15) == pytest.approx(7 * math.log(15) - math.log(2))
+
+
+# ------------------------------------------------------------------------------ library and views
+
+
+def test_libraries_are_short_and_have_products_sums_and_functions():
+    found = run_to_end(library(NAMES, range(3), 700))
+    texts = {*found.texts()}
+    assert 500 < len(texts) <= len(found) <= 700
+    assert {"x1", "x1 - x2", "x1 / x2", "x3 ^ 2", "x1 * x2 / x3"} <= texts
+    assert {"1 - x1 * x2", "exp(x1 / x2)", "(1 + x3) ^ 2"} <= texts
+    assert np.all(np.diff(found.lengths.astype(int)) >= 0)
+    few = run_to_end(library(("exp",), [4, 7], 50))
+    assert {"x5", "x8", "exp(x5)"} <= {*few.texts()}
+
+
+def test_tokens_are_packed_formula_by_formula():
+    two = Population.of([parse("x1 + x2"), parse("x3")])
+    made = packed([two, tokens([3, 0], 2.0), tokens([OPERATORS["mul"].code, 0])])
+    assert made.texts() == ["(x1 + x2) * 2", "x3"]
+
+
+def test_relevant_variables_are_those_of_the_target_or_of_its_square():
+    rng = np.random.default_rng(4)
+    columns = rng.normal(size=(20, 400))
+    target = 3 * columns[4] + columns[9] ** 2 + columns[12] * columns[17]
+    assert {4, 9} <= {*relevant(columns, target, 4).tolist()}
+    assert relevant(columns[:3], target, 4).tolist() == [0, 1, 2]
+
+
+def test_views_leave_out_functions_that_the_target_or_the_operators_do_not_allow():
+    names = {view.outer for view in views(NAMES, range(3), X, X[0] - 2.0, WEIGHTS, 25)}
+    assert ("exp",) not in names
+    assert {(), ("inv",)} <= names
+    assert {view.outer for view in views(("add",), range(3), X, X[0], WEIGHTS, 25)} == {()}
+
+
+def test_factors_are_the_variables_that_a_target_is_a_product_of_powers_in():
+    noise = 1.0 + 0.001 * np.random.default_rng(2).normal(size=60)
+    target = X[0] ** 2 / np.sqrt(X[1]) * (1.0 + np.sin(X[2])) * noise
+    assert factor_exponents(X, target, WEIGHTS) == {0: 2.0, 1: -0.5}
+    assert factor_exponents(X, [1.0, 2.0, 3.0] @ X, WEIGHTS) == {}
