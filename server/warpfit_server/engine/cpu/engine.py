@@ -230,6 +230,7 @@ class CpuEngine:
         """Search for formulas; see `interface.Engine`."""
         # Imported on first use, because importing it delays the start of the server.
         from warpfit_server.engine.cpu.colony import CpuColony, colony_settings
+        from warpfit_server.engine.cpu.pairs import CpuWeigher
         from warpfit_server.engine.search.driver import search
 
         yield BACKGROUND.submit(parts.load_search, self.threads)
@@ -237,12 +238,15 @@ class CpuEngine:
         def new_colony(*given: Any) -> CpuColony:
             return CpuColony(self.evaluate, self.run_in_steps, cancelled, *given)
 
+        def new_weigher() -> CpuWeigher:
+            return CpuWeigher(self.threads)
+
         settings = colony_settings(request)
         with _memory_errors():
             return (
                 yield from search(
-                    self, datasets, request, new_colony, settings=settings, cancelled=cancelled,
-                    report=report,
+                    self, datasets, request, new_colony, new_weigher, settings=settings,
+                    cancelled=cancelled, report=report,
                 )
             )  # fmt: skip
 

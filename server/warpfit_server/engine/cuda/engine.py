@@ -253,6 +253,7 @@ class CudaEngine:
     ) -> Steps[SearchProgress]:
         """Search for formulas; see `interface.Engine`."""
         # Imported on first use, because importing it delays the start of the server.
+        from warpfit_server.engine.cpu.pairs import CpuWeigher
         from warpfit_server.engine.cuda.search import colony
         from warpfit_server.engine.search.driver import search
 
@@ -268,11 +269,14 @@ class CudaEngine:
             resident = self._resident(screening.dataset_id)
             return colony.CudaColony(self._device, kernels, resident, cancelled, *given)
 
+        def new_weigher() -> CpuWeigher:
+            return CpuWeigher(self.threads)
+
         try:
             return (
                 yield from search(
-                    self, datasets, request, new_colony, settings=colony.colony_settings(request),
-                    cancelled=cancelled, report=report,
+                    self, datasets, request, new_colony, new_weigher,
+                    settings=colony.colony_settings(request), cancelled=cancelled, report=report,
                 )
             )  # fmt: skip
         except self._device.errors as error:

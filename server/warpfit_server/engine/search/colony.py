@@ -83,7 +83,7 @@ class Scored(NamedTuple):
     """Formulas with their losses, relative to that of the best constant."""
 
     genomes: Genomes
-    losses: NDArray[np.float32]
+    losses: NDArray[np.floating]
     places: NDArray[np.int64]
     """Where each is in the colony."""
 

@@ -3,11 +3,13 @@
 The simple form:
 
     draw the screening rows; fit the guesses; fill the colony
+    pair short formulas, and put the best pairs and sums into the islands
     until the budget is used up:
         run some generations
         fit the constants of the best formulas of each island, and put them back
         keep what is new in the archive: the best fitted formula of each size
         begin an island anew that makes no progress
+        pair the best formulas with short ones, now and then
         report the front once a second
     fit the archive on all rows, and return its front
 
@@ -38,7 +40,7 @@ from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER
 from warpfit.request import Evaluation
 from warpfit.searching import Front, SearchProgress, SearchReason, SearchRequest
 from warpfit_server.engine.evaluation import LoadedDatasets
-from warpfit_server.engine.interface import Engine, Steps
+from warpfit_server.engine.interface import Engine, Outputs, Steps
 from warpfit_server.engine.search.colony import (
     Colony,
     ColonySettings,
@@ -51,10 +53,14 @@ from warpfit_server.engine.search.genome import (
     COMPLEXITY,
     MOST_COLUMNS,
     WIDTH,
+    are_allowed,
     fitted_numbers,
     new_grammar,
     new_units,
 )
+from warpfit_server.engine.search.library import joined
+from warpfit_server.engine.search.pairs import PairSearch
+from warpfit_server.engine.search.weighing import Weigher
 
 Floats = NDArray[np.float64]
 #: Seconds between two reports.
@@ -63,6 +69,13 @@ _REPORT_SECONDS: Final = 1.0
 #: formula of each size is fitted, too.
 _CHAMPIONS: Final = 12
 _LOOK_EVERY: Final = 8
+#: Steps of the search for pairs before the first generation, rounds of fits between later ones, and
+#: pairs of a step that are fitted.
+_FIRST_PAIRS: Final = 12
+_PAIR_EVERY: Final = 4
+_PAIRED: Final = 40
+#: Steps of the search for pairs after which sums are built, too.
+_SUM_EVERY: Final = 8
 #: Generations after which an island begins anew whose best score did not fall by a tenth.
 _PATIENCE: Final = 200
 _PROGRESS: Final = 0.9
@@ -85,6 +98,7 @@ def search(
     datasets: LoadedDatasets,
     request: SearchRequest,
     new_colony: Callable[..., Colony],
+    new_weigher: Callable[[], Weigher],
     *,
     settings: ColonySettings,
     cancelled: NDArray[np.uint8],
@@ -97,13 +111,14 @@ def search(
         datasets: has the data set that the request names.
         request: a checked request.
         new_colony: makes the engine's colony of grammar, units, screening rows and settings.
+        new_weigher: makes what weighs pairs on the engine's device.
         settings: size of the colony.
         cancelled: [1]; another process sets it to 1 to cancel the search.
         report: called with the progress about once a second.
     """
     run = _Search(engine, datasets, request, cancelled, report)
     try:
-        return (yield from run.run(new_colony, settings))
+        return (yield from run.run(new_colony, new_weigher, settings))
     finally:
         run.close()
 
@@ -174,17 +189,23 @@ class _Search:
         self._archive = _Archive()
         self._loaded: list[bytes] = []
         self._colony: Colony | None = None
-        self._generations = self._idle = self._fits = self._pairs = self._restarts = 0
+        self._pairing: PairSearch | None = None
+        self._generations = self._idle = self._fits = self._restarts = self._pair_steps = 0
 
     def close(self) -> None:
         """Free what the engine holds for the search."""
         if self._colony is not None:
             self._colony.close()
+        if self._pairing is not None:
+            self._pairing.weigher.close()
         for key in self._loaded:
             self._datasets.unload(key)
 
     def run(
-        self, new_colony: Callable[..., Colony], settings: ColonySettings
+        self,
+        new_colony: Callable[..., Colony],
+        new_weigher: Callable[[], Weigher],
+        settings: ColonySettings,
     ) -> Steps[SearchProgress]:
         """Run the search to its end."""
         request = self._request
@@ -203,6 +224,12 @@ class _Search:
         try:
             yield from colony.populate()
             yield from self._insert_guesses(settings)
+            if request.pairs and request.template is None:
+                self._pairing = self._pair_search(columns, new_weigher())
+                for _ in range(_FIRST_PAIRS):
+                    if self._ended() is not None:
+                        break
+                    yield from self._pair(settings)
             reason = yield from self._evolve(colony, settings)
             yield from self._fit((yield from colony.best()))
         except CancelledError:
@@ -227,6 +254,8 @@ class _Search:
                 if rounds % _LOOK_EVERY == 0:
                     yield from self._fit((yield from colony.best()))
                 yield from self._restart(colony, milestones, begun)
+                if self._pairing is not None and rounds % _PAIR_EVERY == 0:
+                    yield from self._pair(settings)
             if time.monotonic() - reported >= _REPORT_SECONDS:
                 self._report(self._progress(None))
                 reported = time.monotonic()
@@ -274,6 +303,70 @@ class _Search:
         start, stop = self._request.rows or (0, self._dataset.layout.rows)
         return stop - start > _MANY_ROWS * self._request.screening_rows
 
+    def _pair_search(self, columns: list[int], weigher: Weigher) -> PairSearch:
+        """Return the search for pairs and sums of short formulas on the screening rows."""
+        rows = self._rows
+        return PairSearch(
+            operators=self._request.operators,
+            columns=columns,
+            X=np.ascontiguousarray(rows.variables, np.float64),
+            target=self._screening.target,
+            weights=None if rows.weights is None else self._screening.weights,
+            values=self._values,
+            admissible=self._allowed,
+            weigher=weigher,
+            width=int(self._grammar[WIDTH]),
+            form=self._request.form,
+        )
+
+    def _pair(self, settings: ColonySettings) -> Steps[None]:
+        """Pair the best formulas with short ones; fit the best pairs, and put them into islands."""
+        assert self._pairing is not None and self._colony is not None
+        best = yield from self._colony.best()
+        others = best.genomes.population()
+        found = yield from self._pairing.step(others)
+        if self._pair_steps % _SUM_EVERY == 0:
+            sums = yield from self._pairing.sums(others)
+            found = joined([*(one.formula for one in sums), found])
+        self._pair_steps += 1
+        if not len(found):
+            return
+        found = found[self._allowed(found)][:_PAIRED]
+        if not len(found):
+            return
+        genomes = Genomes.of(found, int(self._grammar[WIDTH]))
+        yield from self._fit(
+            Scored(genomes, np.zeros(len(found)), self._spread(len(found), settings))
+        )
+
+    def _spread(self, count: int, settings: ColonySettings) -> NDArray[np.int64]:
+        """Return places for formulas in all islands in turn, drawn within each."""
+        islands = np.arange(count) % settings.islands
+        own = self._rng.integers(settings.island, size=count)
+        return islands * settings.island + own
+
+    def _values(self, formulas: Population) -> Steps[Floats]:
+        """Evaluate formulas without parameters on the screening rows, [formulas, rows]."""
+        count = len(formulas)
+        batch = Batch(
+            formulas.codes, formulas.values, formulas.lengths,
+            parameter_counts=np.zeros(count, np.uint32), parameters=np.empty(0),
+        )  # fmt: skip
+        values = np.empty((count, 1, len(self._screening.target)))
+        outputs = Outputs(values, None, self._cancelled, lambda programs: None)
+        yield from self._engine.evaluate(Evaluation(self._rows.content_id, batch), outputs)
+        return values[:, 0]
+
+    def _allowed(self, formulas: Population) -> NDArray[np.bool_]:
+        """Return which formulas keep to the rules and units."""
+        width = max(int(self._grammar[WIDTH]), int(formulas.lengths.max(initial=1)))
+        genomes = Genomes.of(formulas, width)
+        allowed = np.zeros(len(genomes), np.uint8)
+        values = genomes.values.astype(np.float32).reshape(-1)
+        given = self._grammar, self._units, genomes.codes.reshape(-1), values, genomes.lengths
+        are_allowed(*given, allowed)
+        return allowed.astype(bool)
+
     def _insert_guesses(self, settings: ColonySettings) -> Steps[None]:
         """Fit the formulas that the search begins with; those that are allowed join the islands."""
         guesses = self._request.guesses
@@ -289,9 +382,8 @@ class _Search:
         if not len(fits):
             return
         genomes = Genomes.of(Population(codes, values, guesses.lengths)[fits], width)
-        island, number = np.arange(len(fits)) % settings.islands, np.arange(len(fits))
-        places = island * settings.island + number // settings.islands % settings.island
-        yield from self._fit(Scored(genomes, np.zeros(len(fits), np.float32), places))
+        places = self._spread(len(fits), settings)
+        yield from self._fit(Scored(genomes, np.zeros(len(fits)), places))
 
     def _fit_all_rows(self) -> Steps[None]:
         """Fit the front on all rows of the request, as well as the time allows."""
@@ -338,7 +430,7 @@ class _Search:
             formulas=0 if colony is None else colony.formulas,
             distinct=0 if colony is None else colony.distinct(),
             fits=self._fits,
-            pairs=self._pairs,
+            pairs=0 if self._pairing is None else self._pairing.pairs,
             restarts=self._restarts,
             reason=reason,
         )

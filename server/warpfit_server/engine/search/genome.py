@@ -20,12 +20,14 @@ from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
+from numba import types
 from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.ops import ARITIES, CONSTANT, KERNEL_FUNCTIONS, OPERATORS, VARIABLE
 from warpfit.searching import Form, SearchRequest
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.search.kernel_language import (
     Bool,
     Bytes,
@@ -1076,3 +1078,28 @@ def breed(
         if (tried[np.int64(word & mask)] & _LAST44) != word >> _S20:
             return length
     return 0
+
+
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def are_allowed(
+    grammar: Integers,
+    units: Integers,
+    codes: Bytes,
+    values: Reals,
+    lengths: Integers,
+    allowed: Bytes,
+) -> None:
+    """Note which of the formulas in rows of equal width keep to the rules and units."""
+    width = codes.size // max(1, lengths.size)
+    work = np.zeros(width, np.int32)
+    for row in range(lengths.size):
+        allowed[row] = is_allowed(
+            grammar, units, codes, values, row * width, np.int64(lengths[row]), work
+        )
+
+
+def load() -> None:
+    """Load the compiled function, or compile it."""
+    numbers, octets = types.int32[::1], types.uint8[::1]
+    given = numbers, numbers, octets, types.float32[::1], numbers, octets
+    numba_cache.load(are_allowed, types.void(*given))

@@ -139,5 +139,8 @@ class Weigher(Protocol):
             count: of pairs to return.
         """
 
+    def close(self) -> None:
+        """End its threads, and free its memory."""
+
     def bytes_needed(self, rows: int, count: int) -> int:
         """Return the bytes of memory beside the arguments, at most."""

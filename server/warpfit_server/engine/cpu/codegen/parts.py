@@ -46,6 +46,7 @@ from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import COPY_CODE, load_check, lower_chunk
 from warpfit_server.engine.native import compile_processes, numba_cache, parallel_loop
+from warpfit_server.engine.search import genome
 from warpfit_server.system import compile_cache
 
 _LOG: Final = logging.getLogger(__name__)
@@ -91,13 +92,14 @@ PARTS: Final = {
     "score": _chunk_function(1.5, colony.score_chunk),
     "keep": _chunk_function(2.0, colony.keep_chunk),
     "weigh": Part(4.0, pairs.load),
+    "rules": Part(2.0, genome.load),
     **{name: Part(*part) for name, part in fits.PARTS.items()},
 }
 #: What is needed at the same time, and is compiled side by side: a start needs "values".
 GROUPS: Final = {
     "values": ("lower", "kernels", "interpret", "parallel", "check"),
     "derivatives": ("differentiate", "linearise", "derivative_kernels", "combine", *fits.PARTS),
-    "search": ("populate", "breed", "score", "keep", "weigh"),
+    "search": ("populate", "breed", "score", "keep", "weigh", "rules"),
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
 _MOST_PROCESSES: Final = 4

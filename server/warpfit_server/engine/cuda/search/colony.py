@@ -130,6 +130,7 @@ def load() -> None:
     """Load the compiled function, or compile it."""
     given = np.zeros(1, DRIVER), 0, 0, 0, 0, np.zeros(1, _COLONY)
     launch_colony.compile(tuple(map(numba.typeof, given)))
+    genome.load()
 
 
 class CudaColony:
