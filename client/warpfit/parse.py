@@ -275,6 +275,30 @@ class Macros:
                     self.define(name, STANDARD[name])
         return self._by_name.get(name)
 
+    def used_in(self, text: str) -> dict[str, str]:
+        """Return the text of each macro of `warpfit.define` that a text names, by its name.
+
+        Those that others name come first, so that they can be defined in this order.
+        """
+        found: dict[str, str] = {}
+        for name in dict.fromkeys(re.findall(r"\w+", text)):
+            macro = self._by_name.get(name)
+            if macro is not None and macro.text != STANDARD.get(name):
+                found |= {**self.used_in(macro.text), name: macro.text}
+        return found
+
+    def define_all(self, texts: Mapping[str, str]) -> list[str]:
+        """Define macros, in this order; return the names of those that are others here and stay."""
+        with self._lock:
+            different = []
+            for name, text in texts.items():
+                known = self._by_name.get(name)
+                if known is None:
+                    self.define(name, text)
+                elif known.text != text:
+                    different.append(name)
+        return different
+
     def with_code(self, code: int) -> Macro | None:
         """Return the macro of a token code, or None."""
         return self._by_code.get(code)

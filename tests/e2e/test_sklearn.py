@@ -555,7 +555,7 @@ def test_nothing_is_uploaded_or_fitted_once_the_time_is_over(search, monkeypatch
 
     def until_over(self, programs):
         found = measured(self, programs)
-        linear.extend(self.linear)  # has been measured before the search
+        linear.extend(self.kept)  # has been measured before the search
         self.deadline = time.monotonic()
         monkeypatch.setattr(TargetSearch, "_part", lambda *_: late.append("an upload"))
         monkeypatch.setattr(TargetSearch, "_shorten", lambda *_: late.append("a fit"))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.units import joined
-from warpfit.ir import Batch
-from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.ir import Batch, Program
+from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.parse import MACROS, function, function_names
 from warpfit.sklearn.genomes import (
     ADD,
+    DIV,
+    GLUE,
     OPERANDS,
     Codes,
     Floats,
@@ -25,8 +31,13 @@ from warpfit.sklearn.genomes import (
     depths,
     fold,
     packed,
+    simplified,
     tokens,
 )
+from warpfit.sklearn.pairs import product
+
+if TYPE_CHECKING:
+    from warpfit.sklearn.forms import Form
 
 #: Dimensions closer to each other than this are equal.
 _SAME_DIMENSION: Final = 1e-9
@@ -96,34 +107,14 @@ def complexity_measure(weights: Mapping[str, int] | None) -> Callable[[Genomes],
     return lambda genomes: genomes.totals(table[genomes.codes])
 
 
-def admission(
-    constraints: Mapping[str, Any] | None, complexity: Callable[[Genomes], Indices], most: int
-) -> Callable[[Genomes], Mask]:
-    """Return which formulas have a variable, are not too complex, and meet the constraints.
+def check_constraints(constraints: Any) -> None:
+    """Raise InvalidArgumentError for constraints that are not known or are no numbers.
 
-    Args:
-        constraints: ``{"depth": 5, "count": {"exp": 1}, "nesting": {"sin": {"sin": 0}}}``: height
-            of the tree, most uses of an operator, and how often one may be nested in another.
-        complexity: as `complexity_measure`.
-        most: greatest complexity.
-
-    Raises:
-        InvalidArgumentError: for constraints that are not known or are no numbers.
-
+    They are ``{"depth": 5, "count": {"exp": 1}, "nesting": {"sin": {"sin": 0}}}``: height of the
+    tree, most uses of an operator, and how often one may be nested in another.
     """
-    checks = [
-        check
-        for kind, given in _limits(constraints or {}).items()
-        for check in _checks(kind, given)
-    ]
-
-    def admit(genomes: Genomes) -> Mask:
-        kept = (genomes.totals(genomes.codes == VARIABLE) > 0) & (complexity(genomes) <= most)
-        for check in checks:
-            kept &= check(genomes)
-        return np.asarray(kept)
-
-    return admit
+    for kind, given in _limits(constraints or {}).items():
+        _checks(kind, given)
 
 
 def _checks(kind: str, given: Any) -> list[Callable[[Genomes], Mask]]:
@@ -193,6 +184,10 @@ _DIRECTIONS: Final = {"increasing": 1.0, "decreasing": -1.0}
 
 #: Derivatives below this part of a formula's largest are rounding.
 _ROUNDING: Final = 1e-9
+#: Step of a difference as part of a variable's range, and differences that are rounding as part of
+#: the values.
+_STEP: Final = 1e-6
+_FLAT: Final = 1e-12
 #: Returns the part of the rows in which a + b f violates a constraint; takes f, b and the rows.
 Violations = Callable[[Genomes, Floats, DatasetHandle], Floats]
 
@@ -291,3 +286,231 @@ def consistency(
         return kept
 
     return check
+
+
+#: Operators that others stand for: each set on the left writes what is on the right. So formulas
+#: that are simplified may have operators that a user has not named, as x^2 for x*x.
+_WRITTEN: Final = (
+    ({"mul"}, {"square", "cube", "neg"}),
+    ({"sub"}, {"add", "neg"}),
+    ({"add", "neg"}, {"sub"}),
+    ({"div"}, {"mul", "inv", "square", "cube", "neg"}),
+    ({"inv", "mul"}, {"div"}),
+    ({"pow"}, {"square", "cube", "inv", "sqrt"}),
+)
+#: Whole powers are products, and these multiples of 1 roots of them.
+_ROOTS: Final = {"sqrt": 2.0, "cbrt": 3.0}
+_LARGEST_POWER: Final = 9.0
+_POW: Final = OPERATORS["pow"].code
+
+
+def writing(names: Sequence[str]) -> Callable[[Genomes], Mask]:
+    """Return which formulas are made of some operators, or of others that these stand for.
+
+    A power with a constant exponent is a product if the exponent is a whole number, and one of
+    roots if these are known; a quotient by a constant is a product.
+
+    Args:
+        names: operators and functions that are written with operators.
+
+    """
+    known = set(names)
+    for name in names:
+        macro = MACROS.find(name)
+        if macro is not None:
+            known |= {BY_CODE[code].name for code in macro.codes if code in BY_CODE}
+    size = -1
+    while size < len(known):
+        size = len(known)
+        for given, written in _WRITTEN:
+            known |= written if given <= known else set()
+    codes = {row.code for name in known if (row := function(name)) is not None}
+    allowed = np.zeros(256, bool)
+    allowed[[CONSTANT, VARIABLE, PARAMETER, GLUE, *codes]] = True
+    parts = [1.0] * bool(known & {"square", "cube"})
+    parts += [_ROOTS[name] for name in sorted(known & _ROOTS.keys())]
+    least = -_LARGEST_POWER if "inv" in known else 0.0
+
+    def check(genomes: Genomes) -> Mask:
+        strange = ~allowed[genomes.codes]
+        before = np.concatenate([[False], (genomes.codes == CONSTANT)[:-1]])
+        if "mul" in known:
+            strange &= ~((genomes.codes == DIV) & before)
+        exponent = np.concatenate([[np.nan], genomes.values[:-1]])
+        with np.errstate(invalid="ignore"):
+            of_roots = np.any([(exponent * part) % 1.0 == 0.0 for part in parts], axis=0)
+            in_range = (exponent >= least) & (exponent <= _LARGEST_POWER)
+        strange &= ~((genomes.codes == _POW) & before & of_roots & in_range)
+        return np.asarray(genomes.totals(strange) == 0)
+
+    return check
+
+
+@dataclass(frozen=True)
+class FormulaRules:
+    """What a user has ruled about formulas: operators, sizes, constraints, units and a template."""
+
+    form: Form
+    operators: tuple[str, ...]
+    """Names of all operators that are given, those of guesses and of the template included."""
+    constraints: Mapping[str, Any]
+    measure: Callable[[Genomes], Indices]
+    """Complexity; see `complexity_measure`."""
+    most: int
+    """Greatest complexity of a formula as it is shown, slope and intercept included."""
+    most_searched: int
+    """The same of the formula f of a + b f in the search."""
+    rows: Floats
+    """Rows on which monotonicity holds, [rows, variables]."""
+    signs: Mapping[int, float]
+    """Directions by variable; see `directions`."""
+    dimensions: Floats | None = None
+    """Dimension of each variable; None without units."""
+    target: float | None = None
+    """Dimension of the target; None for any."""
+    dimensionless: bool = False
+    """Whether constants are numbers without a unit."""
+
+    @cached_property
+    def _structure(self) -> Callable[[Genomes], Mask]:
+        """Return which functions that are searched keep to operators and constraints."""
+        written = writing(self.operators)
+        checks = [
+            check for kind, given in self.constraints.items() for check in _checks(kind, given)
+        ]
+
+        def check(cores: Genomes) -> Mask:
+            kept = written(cores)
+            for one in checks:
+                kept &= one(cores)
+            return np.asarray(kept)
+
+        return check
+
+    @cached_property
+    def _searched_units(self) -> Callable[[Genomes], Mask]:
+        # The slope of f has any unit, unless constants have none.
+        if self.dimensions is None:
+            return lambda genomes: np.ones(len(genomes), np.bool_)
+        if self.dimensionless:
+            return consistency(self.dimensions, 0.0, self.target)
+        return consistency(self.dimensions)
+
+    @cached_property
+    def _shown_units(self) -> Callable[[Genomes], Mask]:
+        if self.dimensions is None:
+            return lambda genomes: np.ones(len(genomes), np.bool_)
+        constant = 0.0 if self.dimensionless else np.nan
+        return consistency(self.dimensions, constant, self.target)
+
+    @cached_property
+    def _has_macros(self) -> bool:
+        return any(name not in OPERATORS for name in self.operators)
+
+    def admissible(self, genomes: Genomes) -> Mask:
+        """Tell which formulas of a search, without slope and intercept, keep to the rules."""
+        kept = self.measure(genomes) - self.form.overhead <= self.most_searched
+        for core in self.form.cores(genomes):
+            kept &= core.totals(core.codes == VARIABLE) > 0
+            kept &= self._structure(core)
+        return np.asarray(kept & self._searched_units(self.form.whole(genomes)))
+
+    def size(self, program: Program) -> int:
+        """Return the complexity of a formula as it is shown."""
+        return int(self.measure(Genomes.of(self.form.parts_of(program))).sum())
+
+    def fits_unit(self, program: Program) -> bool:
+        """Tell whether a formula, slope and intercept included, has a unit that fits."""
+        return bool(self._shown_units(Genomes.of([program]))[0])
+
+    def allows(self, program: Program) -> bool:
+        """Tell whether a formula may be shown: whether it keeps to all that a user has ruled.
+
+        Whatever has made the formula, a search, a simplification or a fit, this decides.
+        """
+        if not self.fits_unit(program):
+            return False
+        if not program.variables:
+            return not self.form.is_template
+        if self.form.is_template and not self.form.knows(program):
+            return False
+        # Functions that are written with operators are one token in the search alone, which has
+        # weighed them.
+        if not self._has_macros:
+            parts = simplified(Genomes.of(self.form.parts_of(program)))
+            parts = parts[parts.totals(parts.codes == VARIABLE) > 0]
+            if self.size(program) > self.most or not self._structure(parts).all():
+                return False
+        return self._is_monotonic(program)
+
+    def _is_monotonic(self, program: Program) -> bool:
+        if not self.signs:
+            return True
+        values = evaluate_program(program, self.rows.T)
+        for place, sign in self.signs.items():
+            step = np.zeros(self.rows.shape[1])
+            step[place] = _STEP * np.ptp(self.rows[:, place])
+            ahead = evaluate_program(program, (self.rows + step).T)
+            if not (sign * (ahead - values) >= -_FLAT * np.abs(values)).all():
+                return False
+        return True
+
+
+#: Greatest sum of the sizes of a product's exponents, most factors, and most variables and products
+#: of each kind in formulas that have the unit of the target.
+_MOST_EXPONENTS: Final = 6
+_MOST_FACTORS: Final = 3
+_MOST_VARIABLES: Final = 10
+_MOST_PRODUCTS: Final = 6
+
+
+def reachable(variables: Floats, target: Floats) -> bool:
+    """Tell whether a product of powers of variables has the unit of a target.
+
+    Args:
+        variables: exponents of the base units of each variable, [variables, base units].
+        target: those of the target, [base units].
+
+    """
+    powers = np.linalg.lstsq(variables.T, target, rcond=None)[0]
+    return bool(np.allclose(variables.T @ powers, target, atol=_SAME_DIMENSION))
+
+
+def with_unit(operators: Sequence[str], variables: Floats, target: float) -> list[Program]:
+    """Return formulas m f(c d), shortest first, that have the unit of a target.
+
+    The constant c has none: m is a product of powers with the unit of the target, d one without a
+    unit, and f one of the operators (Buckingham, "On physically similar systems", 1914).
+
+    Args:
+        operators: names.
+        variables: dimension of each variable.
+        target: dimension of the target.
+
+    """
+    if not {"mul", "div"} <= {*operators}:
+        return []
+    found: dict[bool, list[dict[int, float]]] = {True: [], False: []}
+    places = range(min(len(variables), _MOST_VARIABLES))
+    whole = [e for e in range(-_MOST_EXPONENTS, _MOST_EXPONENTS + 1) if e]
+    for total in range(1, _MOST_EXPONENTS + 1):
+        for count in range(1, min(_MOST_FACTORS, total, len(places)) + 1):
+            several = [
+                e for e in itertools.product(whole, repeat=count) if sum(map(abs, e)) == total
+            ]
+            for chosen in itertools.combinations(places, count):
+                own = variables[[*chosen]]
+                for exponents in several:
+                    dimension = float(own @ exponents)
+                    for is_plain, wanted in ((False, target), (True, 0.0)):
+                        if abs(dimension - wanted) < _SAME_DIMENSION:
+                            found[is_plain].append(dict(zip(chosen, exponents, strict=True)))
+    plain = [product(each, operators) for each in found[True][:_MOST_PRODUCTS]]
+    outer = [product(each, operators) for each in found[False][:_MOST_PRODUCTS]]
+    unary = [name for name in operators if name in OPERATORS and OPERATORS[name].arity == 1]
+    scaled = [Program.apply("mul", Program.constant(c), d) for d in plain for c in (1.0, -1.0)]
+    inner = [Program.apply(name, each) for each in scaled for name in unary]
+    if abs(target) < _SAME_DIMENSION:
+        return sorted(inner, key=len)
+    made = [Program.apply("mul", m, each) for m in outer for each in inner]
+    return sorted([*outer, *made], key=len)

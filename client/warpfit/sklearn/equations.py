@@ -68,7 +68,9 @@ class Equation:
     """The same as LaTeX."""
     is_supported: bool = True
     """Whether the rows held out do not speak against it: it has a value there and, if squares are
-    minimised, an R^2 that is not negative. Constants always are, and all if none are held out."""
+    minimised, an R^2 that is not negative. Of fewer than 40 rows none are held out, and a formula is
+    supported if it shortens the description of the rows by more than its own takes. Constants
+    always are."""
     evidence: float = math.nan
     """Logarithm of the fractional Bayes factor on all training data, with a prior for the formula,
     see `warpfit.evidence.fractional_bayes_factor`; NaN unless ``model_selection`` is "evidence"."""
@@ -111,6 +113,7 @@ def build_front(
     predictive: Mapping[Program, float] | None = None,
     null: Program | None = None,
     surprise: Callable[[Program, float], float] = lambda _program, _excess: 0.0,
+    is_unpaid: Callable[[Program, float], bool] = lambda _program, _excess: False,
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
@@ -129,6 +132,8 @@ def build_front(
         predictive: predictive lengths, as far as they are known.
         null: the linear regression, if it takes part.
         surprise: returns `Equation.surprise` of a program and its loss above ``floor``.
+        is_unpaid: tells of a program and its loss above ``floor`` whether the rows are too few for
+            so long a formula.
 
     """
     predictive = predictive or {}
@@ -136,7 +141,7 @@ def build_front(
 
     def measured(program: Program, loss: float, held_out: float) -> Equation:
         is_refuted = held_out < 0.0 if predicts_mean else held_out == -math.inf
-        excess = max(loss, 0.0)
+        excess = math.inf if math.isnan(loss) else max(loss, 0.0)
         return Equation(
             complexity=complexity(program),
             loss=excess + floor,
@@ -149,7 +154,7 @@ def build_front(
             program=program,
             equation="",
             latex="",
-            is_supported=program.variables == 0 or not is_refuted,
+            is_supported=program.variables == 0 or not (is_refuted or is_unpaid(program, excess)),
             predictive_length=predictive.get(program, math.nan),
             is_linear_regression=program == null,
         )

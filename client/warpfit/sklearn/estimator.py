@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from warpfit.fitting import Accuracy, Method
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
+from warpfit.parse import MACROS
 from warpfit.transport.connection import TlsConfig
 
 P = ParamSpec("P")
@@ -94,6 +96,8 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
     """The formula; a list of them for a target of several columns."""
     expression_: str | list[str]
     """The same as text."""
+    start_seconds_: float
+    """Seconds for which ``fit`` waited until a server was ready."""
 
     @unchanged_by_failure
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
@@ -121,10 +125,15 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
             require_order(given, name)
         trainings = self._trainings(X, y, sample_weight)
         self._check_settings()
+        prepared = time.monotonic()
         with (
             np.errstate(all="ignore"),  # formulas overflow, which is dealt with
             self._client() as client,
         ):
+            self._get_ready(client)
+            # The start of a server and its compiler take none of the time.
+            self.start_seconds_ = time.monotonic() - prepared
+            begun += self.start_seconds_
             programs = [
                 self._find(client, self._in_units(given), begun, len(trainings))
                 for given in trainings
@@ -133,6 +142,25 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         self.program_ = programs[0] if len(programs) == 1 else programs
         self.expression_ = texts[0] if len(texts) == 1 else texts
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle with the functions of `warpfit.define` that the settings name."""
+        state: dict[str, Any] = super().__getstate__()
+        settings = {name: state.get(name) for name in self.get_params(deep=False)}
+        definitions = MACROS.used_in(repr(settings))
+        return {**state, "_definitions": definitions} if definitions else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Define functions that are not known here before anything asks for them."""
+        different = MACROS.define_all(state.pop("_definitions", {}))
+        super().__setstate__(state)
+        if different:
+            warnings.warn(
+                f"{', '.join(different)} of the pickle is defined otherwise here, and stays so: "
+                "another fit may find other formulas",
+                SearchWarning,
+                stacklevel=2,
+            )
 
     def __sklearn_is_fitted__(self) -> bool:
         """Tell scikit-learn whether there is a formula; ``fit`` sets other attributes before."""
@@ -176,6 +204,9 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         ):
             yield client
 
+    def _get_ready(self, client: Client) -> None:  # nothing by default
+        """Wait until the server is ready for what ``fit`` asks."""
+
     @abstractmethod
     def _check_settings(self) -> None:
         """Raise InvalidArgumentError for settings that make no sense."""
@@ -191,7 +222,7 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         Args:
             client: of the server.
             training: rows of one target.
-            begun: time of `time.monotonic` at the call of ``fit``.
+            begun: time of `time.monotonic` from which the time of ``fit`` counts.
             targets: number of targets, for each of which this is called.
 
         """

@@ -60,6 +60,8 @@ class Form:
 
     overhead: int = 0
     """Tokens of a formula of the search that are not counted in its complexity."""
+    is_template: bool = False
+    """Whether the outer form is given, so that no constant is one of the formulas."""
 
     def scored(self, search: Search, genomes: Genomes) -> Scores:
         """Find the slope and the intercept of every formula, by least squares, and its loss."""
@@ -106,6 +108,10 @@ class Form:
     def parts_of(self, program: Program) -> tuple[Program, ...]:
         """Return what is counted of a program that the search has found: all of it."""
         return (program,)
+
+    def knows(self, program: Program) -> bool:
+        """Tell whether a program has this form."""
+        return True
 
     def simplified(self, program: Program) -> Program:
         """Return an equal program in canonical order."""

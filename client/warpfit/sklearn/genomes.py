@@ -6,7 +6,7 @@ one token. Operations are vectorised over the tokens; those over trees loop over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Final, Self, TypeAlias
@@ -164,6 +164,29 @@ def ranges(firsts: Indices, lengths: Indices) -> tuple[Indices, Indices]:
     numbers = np.repeat(firsts - bounds[:-1], lengths)
     numbers += np.arange(len(numbers))
     return numbers, bounds
+
+
+def macros_of(genomes: Genomes) -> dict[int, str]:
+    """Return the names of the macros of formulas by their codes, which other processes lack."""
+    codes = set(genomes.codes.tolist())
+    found = {code: MACROS.with_code(code) for code in codes}
+    return {code: macro.name for code, macro in found.items() if macro is not None}
+
+
+def recoded(genomes: Genomes, macros: Mapping[int, str]) -> Genomes:
+    """Return formulas of another process, whose macros these were, with the codes of this one.
+
+    Raises:
+        LookupError: if a macro is not known here.
+
+    """
+    table = np.arange(256, dtype=np.uint8)
+    for code, name in macros.items():
+        macro = MACROS.find(name)
+        if macro is None:
+            raise LookupError(f"the function {name} is not defined")
+        table[code] = macro.code
+    return Genomes(table[genomes.codes], genomes.values, genomes.starts)
 
 
 def joined(parts: Sequence[Genomes]) -> Genomes:
@@ -536,6 +559,8 @@ class Breeder:
         for arity in {*OPERANDS[old].tolist()} - {0}:
             same = OPERANDS[old] == arity
             peers = self._codes[OPERANDS[self._codes] == arity]
+            # Guesses and pairs have operators to which none that is drawn is a peer: they stay.
+            peers = peers if len(peers) else old[same]
             fresh[same], values[same] = self.rng.choice(peers, int(same.sum())), 0.0
         genomes.codes[place], genomes.values[place] = fresh, values
 

@@ -665,6 +665,8 @@ def _selected(
     roots = np.sqrt(view.weights)
     single = _orthonormal(terms.values, roots.astype(np.float32), roots[None].astype(np.float32))
     columns = np.asarray(single, np.float32)
+    # Constants explain nothing, and would be taken again and again.
+    varies = columns.any(axis=1)
     target = view.target * roots
     sizes = terms.genomes.sizes + 2 * terms.inverted
     rows = len(target)
@@ -692,7 +694,7 @@ def _selected(
         errors = np.maximum(left @ left - gains, _LEAST_ERROR)
         lengths = 0.5 * rows * np.log(errors) + sizes * math.log(symbols)
         room = width - int(sizes[places].sum()) - 3 * len(places)
-        lengths[(sizes > room) | (rest <= LEAST_VARIATION)] = np.inf
+        lengths[(sizes > room) | (rest <= LEAST_VARIATION) | ~varies] = np.inf
         best = lengths.argsort()[:_TRIED]
         tried = [[*places, int(place)] for place in best if np.isfinite(lengths[place])]
         return min(((score(each), each) for each in tried), default=(math.inf, places))

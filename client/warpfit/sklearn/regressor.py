@@ -24,18 +24,21 @@ from warpfit.dataset.layout import caller_level
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_latex, to_text
-from warpfit.formulas.units import dimension, dimensions
+from warpfit.formulas.units import dimension, dimensions, exponents, exponents_of
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, LossFunction, as_function, as_loss
-from warpfit.ops import VARIABLE
+from warpfit.ops import BY_CODE, VARIABLE
 from warpfit.sklearn import equations as eq
 from warpfit.sklearn.chance import Chance, chance_of
 from warpfit.sklearn.constraints import (
-    admission,
+    FormulaRules,
+    check_constraints,
     complexity_measure,
     directions,
     operator_names,
+    reachable,
+    with_unit,
 )
 from warpfit.sklearn.estimator import (
     Floats,
@@ -45,7 +48,7 @@ from warpfit.sklearn.estimator import (
     power_of_two,
 )
 from warpfit.sklearn.forms import Form
-from warpfit.sklearn.genomes import Genomes, joined, simplified
+from warpfit.sklearn.genomes import Genomes, joined, macros_of, recoded
 from warpfit.sklearn.groups import GroupedClient, GroupTable, check_sizes, encoded, values_of
 from warpfit.sklearn.search import INTERRUPTIONS, Terminated
 from warpfit.sklearn.target_search import Progress, TargetSearch, load
@@ -71,12 +74,12 @@ _RANGES: Final = {
 }
 #: Settings of these that may be None.
 _OPTIONAL: Final = ("max_size", "early_stopping", "digits")
-#: Greatest complexity of a formula by default.
-_MAX_SIZE: Final = 25
+#: Greatest complexity of a formula by default, and what slope and intercept take of it.
+_MAX_SIZE: Final = 29
+_SLOPE_AND_INTERCEPT: Final = 4
 _MOST_TOKENS: Final = 5_000_000
-#: Part of the time of a search, and seconds, that a server's first fit may take at least before a
-#: warning names it.
-_LONG_WAIT: Final = (0.5, 0.5)
+#: Attributes that have formulas of the last searches by target.
+_OF_SEARCHES: Final = ("_formulas", "_wholes")
 #: Numbers of a table for each second of the time that is given, and fewest rows that are drawn.
 _NUMBERS_A_SECOND: Final = 1e6
 _FEWEST_DRAWN: Final = 10_000
@@ -135,8 +138,8 @@ class SymbolicRegressor(FormulaRegressor):
     generations : int
         Most generations.
     max_size : int, optional
-        Greatest complexity of a formula, slope and intercept not counted; by default 25 and, of the
-        linear regression of all variables, any. One that is given holds for this, too.
+        Greatest complexity of a formula as it is shown, slope and intercept included; by default 29
+        and, of the linear regression of all variables, any. One that is given holds for this, too.
     complexity_of_operators : dict, optional
         Complexity of operators that do not count as 1.
     constraints : dict, optional
@@ -152,11 +155,12 @@ class SymbolicRegressor(FormulaRegressor):
         1 that is not written, may have the dimension that this takes. SI units without prefixes are
         known, and all of pint if it is installed.
     target_unit : str or dict, optional
-        Unit of the target, for `dimensionless_constants`; without these it says nothing, because
-        the slope may have any dimension.
+        Unit of the target, which each formula has as it is written. Without
+        `dimensionless_constants` a factor that is written may have any.
     dimensionless_constants : bool
         Whether constants are plain numbers, so that all dimensions come from the variables: the
-        formula has the unit of the target, and an intercept only if that is a number.
+        formula has the unit of the target, and an intercept only if that is a number. A unit that
+        no product of powers of the variables has is refused.
     fit_iterations : int
         Iterations of the fit of the constants of each promising formula.
     sample_rows : int
@@ -184,13 +188,15 @@ class SymbolicRegressor(FormulaRegressor):
     tolerance : float
         The search ends when the error is below this part of the loss of the best constant.
     max_seconds : float, optional
-        Time of ``fit`` from call to return, a server's start included, which several targets share.
-        A tenth of it, of many rows or few seconds a fifth, is kept for the last fits, the
-        cross-validation and the simplification, which take fewer rows where they would not end in
-        time. Of a table with more than a million numbers for each second so many rows are drawn,
-        and the others are never looked at. Results depend on the speed of the machine. If the time
-        is over before the first generation, ``n_iter_`` is 0, a `SearchWarning` says so, and the
-        formulas are the best pairs and sums of short ones, or the constant.
+        Time of ``fit``, which several targets share. It begins when the server is ready: the start
+        of one, and its compiler, which works for a minute or two at the first start on a machine,
+        take none of it; `start_seconds_` is their time. A tenth of it, of many rows or few seconds
+        a fifth, is kept for the last fits, the cross-validation and the simplification, which take
+        fewer rows where they would not end in time, as a `SearchWarning` and `undone_` say. Of a
+        table with more than a million numbers for each second so many rows are drawn, and the
+        others are never looked at. Results depend on the speed of the machine. If the time is over
+        before the first generation, ``n_iter_`` is 0, and the formulas are the best pairs and sums
+        of short ones, or linear regression and the constant.
     early_stopping : int, optional
         The search ends after so many generations without a loss lower by a tenth.
     guesses : sequence of str or Program
@@ -245,6 +251,10 @@ class SymbolicRegressor(FormulaRegressor):
         of it. For several targets a list.
     n_iter_ : int
         Generations until the end, 0 if the time was over before the first one.
+    start_seconds_ : float
+        Seconds for which ``fit`` waited until a server had started and compiled its code.
+    undone_ : tuple of str
+        What there was no time for, as sentences; for several targets that of the last one.
     reason_ : str
         Why the search ended: ``"generations"``, ``"tolerance"``, ``"max_seconds"``,
         ``"early_stopping"``, ``"callback"``, ``"interrupt"``, ``"terminate"`` (SIGTERM) or
@@ -428,9 +438,19 @@ class SymbolicRegressor(FormulaRegressor):
             return chance_of(self, given[output], self._names(), n, seed, client)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the rows."""
+        """Pickle without the rows, and with the names of the macros of its formulas."""
         state: dict[str, Any] = super().__getstate__()
-        return {name: value for name, value in state.items() if name != "_given"}
+        known = [each for name in _OF_SEARCHES for each in state.get(name, {}).values()]
+        macros = macros_of(joined([Genomes.of([]), *known]))
+        return {k: v for k, v in state.items() if k != "_given"} | {"_macros": macros}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the codes that the macros of the formulas have in this process."""
+        macros = state.pop("_macros", {})
+        super().__setstate__(state)
+        for name in _OF_SEARCHES if macros else ():
+            known = getattr(self, name, {})
+            setattr(self, name, {place: recoded(each, macros) for place, each in known.items()})
 
     def plot_front(self, ax: Any = None, output: int = 0) -> Any:
         """Draw loss over complexity with matplotlib; return the axes."""
@@ -476,8 +496,45 @@ class SymbolicRegressor(FormulaRegressor):
 
     @property
     def size_limit(self) -> int:
-        """Greatest complexity of the formulas that are searched."""
+        """Greatest complexity of a formula, slope and intercept included."""
         return _MAX_SIZE if self.max_size is None else self.max_size
+
+    @property
+    def searched_size(self) -> int:
+        """Greatest complexity of f in a + b f, which may do without slope and intercept."""
+        return _MAX_SIZE - _SLOPE_AND_INTERCEPT if self.max_size is None else self.max_size
+
+    def rules(
+        self, form: Form, training: TrainingData, names: Sequence[str], guesses: Sequence[Program]
+    ) -> FormulaRules:
+        """Return what a formula has to keep to.
+
+        Args:
+            form: of the formulas.
+            training: rows.
+            names: of the variables, or empty.
+            guesses: formulas of the user, whose operators others may have.
+
+        """
+        codes = {int(code) for program in guesses for code in program.codes.tolist()}
+        own = [BY_CODE[code].name for code in sorted(codes) if code in BY_CODE]
+        count = training.rows.shape[1]
+        monotonic = (self.constraints or {}).get("monotonic", {})
+        known = None if self.units is None else dimensions(self.units, names, count)
+        given = known is not None and self.target_unit is not None
+        return FormulaRules(
+            form=form,
+            operators=tuple(dict.fromkeys([*operator_names(self.operators), *own])),
+            constraints=self.constraints or {},
+            measure=complexity_measure(self.complexity_of_operators),
+            most=self.size_limit,
+            most_searched=self.searched_size,
+            rows=training.rows,
+            signs=directions(monotonic, names, count),
+            dimensions=known,
+            target=dimension(self.target_unit, "target_unit") if given else None,
+            dimensionless=self.dimensionless_constants,
+        )
 
     def _constants(self, output: int) -> GroupTable:
         constants = self._equation(None, output).constants
@@ -523,8 +580,8 @@ class SymbolicRegressor(FormulaRegressor):
         eq.check_selection(self.model_selection)
         if self.model_selection == "evidence" and not as_function(as_loss(self.loss)).is_squares:
             raise _bad_setting("loss", self.loss, "one of squares, whose evidence is known")
-        complexity = complexity_measure(self.complexity_of_operators)
-        admission(self.constraints, complexity, self.size_limit)
+        complexity_measure(self.complexity_of_operators)
+        check_constraints(self.constraints)
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
             whole = isinstance(value, int | np.integer) and least <= value <= most
@@ -549,7 +606,17 @@ class SymbolicRegressor(FormulaRegressor):
                 raise _bad_setting("group", self.group, "None where constraints are monotonic, or "
                                    "evidence selects the model")  # fmt: skip
         if self.target_unit is not None:
-            dimension(self.target_unit, "target_unit")
+            wanted = exponents(self.target_unit, "target_unit")
+            if self.units is not None and self.dimensionless_constants:
+                own = exponents_of(self.units, self._names(), self._variables)
+                if not reachable(own, wanted):
+                    raise InvalidArgumentError(
+                        f"no product of powers of the variables has the unit {self.target_unit!r}",
+                        "UNITS_DIFFER",
+                        "Give the target's unit, a variable that has what is missing, or "
+                        "dimensionless_constants=False",
+                        "target_unit",
+                    )
         if self.max_seconds is not None and not 0.0 < _number(self.max_seconds) < math.inf:
             raise _bad_setting("max_seconds", self.max_seconds, "a number above 0, or None")
         if not 0.0 <= _number(self.held_out) < 1.0:
@@ -667,6 +734,9 @@ class SymbolicRegressor(FormulaRegressor):
             form = TemplateForm(template, training.rows, grouped)
         if training.groups is not None:
             client = cast(Client, GroupedClient(client, len(self.groups_)))
+        guesses = self._guessed()
+        if isinstance(form, TemplateForm):
+            guesses = [form.program(form.guessed(guess), 0) for guess in self.guesses]
         output = len(self._fresh_fronts)
         # The time of fit is shared by the targets.
         spans = [(self.max_seconds or math.inf) * (output + step) / targets for step in (1, 0)]
@@ -680,6 +750,7 @@ class SymbolicRegressor(FormulaRegressor):
             begun if output == 0 or self.max_seconds is None else begun + spans[1],
             begun + spans[0],
             form,
+            guesses,
         )
         if output and self.reason_ in INTERRUPTIONS:
             front = task.nothing()
@@ -696,30 +767,42 @@ class SymbolicRegressor(FormulaRegressor):
                 known = getattr(self, "_wholes", {}) if output else {}
                 self._wholes = {**known, output: task.form.whole(task.formulas)}
                 progress.save(task.formulas)
-            self._warn_of_end(min(task.answered, time.monotonic()) - begun)
+            self._warn_of_end(task.undone)
         if self.model_selection == "evidence":
             front = self._with_evidence(client, front, output)
         self._fresh_fronts.append(front)
         favourite = eq.SELECTIONS[self.model_selection](front)
         if not favourite.is_supported:
             chosen = front[eq.selected(front, self.model_selection)]
-            warnings.warn(
-                f"the equation that {self.model_selection!r} prefers, {favourite.equation[:200]}, "
+            why = (
                 f"has an R2 of {favourite.r2_held_out:.3g} on the rows held out, so that "
                 f"{chosen.equation[:200]} with an R2 of {chosen.r2_held_out:.3g} is chosen. "
                 "The data may hold little but noise, or outliers: a loss such as 'mae' or 'huber' "
-                "is less disturbed by them. held_out=0 chooses without such rows",
+                "is less disturbed by them. held_out=0 chooses without such rows"
+            )
+            if math.isnan(favourite.r2_held_out):
+                why = (
+                    f"has {favourite.complexity} tokens, which {len(training.target)} rows do not "
+                    f"pay for: a search finds one as good by chance. {chosen.equation[:200]} is "
+                    "chosen. Give more rows, or a smaller max_size"
+                )
+            warnings.warn(
+                f"the equation that {self.model_selection!r} prefers, "
+                f"{favourite.equation[:200]}, {why}",
                 SearchWarning,
                 stacklevel=caller_level(),
             )
         self._fronts = self._fresh_fronts
         return self._equation(None, output).program
 
-    def _warn_of_end(self, waited: float) -> None:
+    def _warn_of_end(self, undone: Sequence[str]) -> None:
         """Warn of a search that could not do what was asked for.
 
-        ``waited`` is the time in seconds until the server's first fit.
+        Args:
+            undone: what there was no time for.
+
         """
+        self.undone_ = tuple(dict.fromkeys(undone))
         if self.reason_ in INTERRUPTIONS:
             what = {"server": "the server is lost", "terminate": "SIGTERM has come"}
             message = (
@@ -727,20 +810,18 @@ class SymbolicRegressor(FormulaRegressor):
                 f"generation {self.n_iter_}: the formulas are those that were found until then"
             )
         elif self.reason_ == "max_seconds" and not self.n_iter_:
-            remedy = "Give more time, or less population, sample_rows or rows"
-            part, seconds = _LONG_WAIT
-            if waited > max(part * cast(float, self.max_seconds), seconds):
-                remedy = (
-                    f"{waited:.1f} s passed until the server had started and done its first fit: "
-                    "its first start on a machine compiles its code, which `warpfit precompile` "
-                    "does beforehand. Call fit again, or give more time"
-                )
+            self.undone_ = ("no generation has run", *self.undone_)
             message = (
                 f"max_seconds={self.max_seconds:g} left no time for a generation: the formulas are "
-                f"pairs of short ones, with constants as far as they were fitted. {remedy}"
+                "pairs of short ones, with constants as far as they were fitted"
             )
+        elif self.undone_:
+            message = f"max_seconds={self.max_seconds:g} were too few"
         else:
             return
+        what_else = "; ".join(self.undone_)
+        if self.undone_ and self.reason_ not in INTERRUPTIONS:
+            message += f" ({what_else}). Give more time, or less population, sample_rows or rows"
         warnings.warn(message, SearchWarning, stacklevel=caller_level())
 
     def _with_evidence(
@@ -764,7 +845,7 @@ class SymbolicRegressor(FormulaRegressor):
     def _start(self, output: int, training: TrainingData, form: Form) -> Genomes:
         """Return the formulas that the search of a target goes on from, guesses first."""
         path, variables = self._checkpoint_file(output), training.rows.shape[1]
-        width = self.size_limit + form.overhead
+        width = self.searched_size + form.overhead
         known = getattr(self, "_formulas", {}).get(output) if self.warm_start else None
         if known is None and path is not None:
             known = load(path, form, width, variables)
@@ -775,7 +856,16 @@ class SymbolicRegressor(FormulaRegressor):
         older = known[(known.sizes <= width) & (most < variables)]
         if isinstance(form, TemplateForm):
             return joined([*map(form.guessed, self.guesses), older])
-        return joined([Genomes.of(self._guessed()), older])
+        begun = Genomes.of([*self._guessed(), *self._with_unit(training.rows.shape[1])])
+        return joined([begun, older])
+
+    def _with_unit(self, variables: int) -> list[Program]:
+        """Return formulas to begin with that have the unit of the target."""
+        if self.units is None or self.target_unit is None or not self.dimensionless_constants:
+            return []
+        own = dimensions(self.units, self._names(), variables)
+        target = dimension(self.target_unit, "target_unit")
+        return with_unit(operator_names(self.operators), own, target)
 
     @contextmanager
     def _client(self) -> Iterator[Client]:
@@ -784,6 +874,13 @@ class SymbolicRegressor(FormulaRegressor):
             progress.phase("connection to a server")
         with super()._client() as client:
             yield client
+
+    def _get_ready(self, client: Client) -> None:
+        """Wait until the server has compiled its code, which a small fit shows."""
+        X = np.arange(1.0, 4.0)[:, None]
+        with client.upload(X, np.ones(3), dtype="float64") as data:
+            client.evaluate(data, ["x1"], loss="mse", linear_scaling=True)
+            client.optimize(data, ["p1*x1"], [[1.0]])
 
     def _template(self) -> Template | None:
         if self.template is None:
@@ -798,8 +895,8 @@ class SymbolicRegressor(FormulaRegressor):
         for guess in self.guesses:
             program = as_program(guess, self._names())
             program = program.bind(np.ones(program.parameters))
-            core = simplified(Genomes.of([program]))
-            size = int(complexity_measure(self.complexity_of_operators)(core)[0])
+            whole = Genomes.of([program])
+            size = int(complexity_measure(self.complexity_of_operators)(whole)[0])
             if program.variables > self._variables or size > self.size_limit:
                 what = f"at most {self._variables} variables and a size of at most max_size="
                 raise _bad_setting("guesses", str(program)[:100], f"{what}{self.size_limit}")

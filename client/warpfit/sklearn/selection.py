@@ -49,10 +49,9 @@ _PARTS: Final = 5
 #: better, and part of the loss of the best constant below which no cross-validation is needed.
 _LEAST_NOISE: Final = 0.01
 _EXACT: Final = 1e-4
-#: Most variables of a linear regression, tokens of its intercept, fewest rows for each of its
-#: constants, and about the most rows that it is fitted to.
+#: Most variables of a linear regression, fewest rows for each of its constants, and about the most
+#: rows that it is fitted to.
 _MOST_COLUMNS: Final = 30
-_INTERCEPT: Final = 2
 _ROWS_A_CONSTANT: Final = 2
 _MOST_ROWS: Final = 100_000
 #: Most rows of a cross-validation, number of those that are made up, and about that of those on
@@ -97,7 +96,7 @@ class Selection:
     """Number of operators and variables, and one for numbers."""
     frequency_weights: bool = False
     most_linear: float = 0.0
-    """Greatest complexity of a linear regression without its intercept; 0 for none."""
+    """Greatest complexity of a linear regression; 0 for none."""
     scale: float = math.nan
     """Loss of the best constant above the least that any prediction could have."""
     held_out: Indices = field(default_factory=lambda: np.empty(0, np.int64))
@@ -110,6 +109,12 @@ class Selection:
     """Least mean squared error of a formula in a cross-validation."""
     _straying: dict[Program, bool] = field(default_factory=dict)
     _bulks: dict[Program, tuple[float, float]] = field(default_factory=dict)
+
+    def hold_out(self, rows: Indices) -> None:
+        """Hold some rows out, whatever others were before."""
+        self.held_out = rows
+        for name in ("seen", "folds", "null", "null_r2", "_linear_of_seen"):
+            vars(self).pop(name, None)
 
     # Losses, here.
 
@@ -310,6 +315,29 @@ class Selection:
         parts = self.form.parts_of(program)
         return sum(structure_length(terms_of(own), self.symbols) for own in parts)
 
+    def is_unpaid(self, program: Program, excess: float) -> bool:
+        """Tell whether a formula gains less than its own description takes.
+
+        It is asked of few rows alone, of which none are held out: a search that tries many formulas
+        finds one for any ten numbers.
+
+        Args:
+            program: the formula.
+            excess: its loss above the least possible.
+
+        """
+        if len(self.training.target) >= FEWEST_DIVIDED or not program.variables:
+            return False
+        least = max(ROUNDING * self.scale, math.ulp(0.0))
+        mean = Program.constant(float(np.median(self.training.target)))
+        gain = self.deviance(mean, max(self.scale, least))
+        gain -= self.deviance(program, max(excess, least))
+        constants = sum(
+            np.count_nonzero(own.codes == CONSTANT) for own in self.form.parts_of(program)
+        )
+        taken = 0.5 * constants * math.log(max(self.amount(), 2.0))
+        return 0.5 * gain < self.structure_length(program) + taken
+
     # The null model.
 
     @cached_property
@@ -321,7 +349,7 @@ class Selection:
         if len(self.seen) < _ROWS_A_CONSTANT * (columns + 1):
             return None
         program = self._linear(np.arange(rows))
-        is_short = self.complexity(program) - _INTERCEPT <= self.most_linear
+        is_short = self.complexity(program) <= self.most_linear
         return program if program.variables and is_short else None
 
     @cached_property

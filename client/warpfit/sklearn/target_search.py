@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,9 +22,7 @@ from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.dataset.layout import caller_level
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
-from warpfit.expressions import reference
 from warpfit.expressions.language import to_latex, to_text
-from warpfit.formulas.units import dimension, dimensions
 from warpfit.ir import Program
 from warpfit.losses import (
     Closing,
@@ -33,17 +31,9 @@ from warpfit.losses import (
     as_function,
     as_loss,
 )
-from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
-from warpfit.sklearn.constraints import (
-    Violations,
-    admission,
-    complexity_measure,
-    consistency,
-    directions,
-    operator_code,
-    operator_names,
-    violations,
-)
+from warpfit.ops import CONSTANT, VARIABLE
+from warpfit.sklearn.client_search import Found, SearchTask, search
+from warpfit.sklearn.constraints import FormulaRules, Violations, operator_names, violations
 from warpfit.sklearn.equations import (
     SELECTIONS,
     Equation,
@@ -52,26 +42,11 @@ from warpfit.sklearn.equations import (
 )
 from warpfit.sklearn.estimator import SearchWarning, TrainingData, loss_unit
 from warpfit.sklearn.forms import Form, Shortening, seconds_until
-from warpfit.sklearn.genomes import Breeder, Floats, Genomes, Indices, Mask
-from warpfit.sklearn.groups import GroupedClient, balanced, freed
-from warpfit.sklearn.likelihood import proposal_weights
-from warpfit.sklearn.pairs import (
-    FirstFormulas,
-    PairSearch,
-    arguments,
-    library,
-    relevant,
-    views,
-)
-from warpfit.sklearn.search import (
-    INTERRUPTIONS,
-    Pool,
-    Search,
-    Settings,
-    reason_of,
-)
+from warpfit.sklearn.genomes import Floats, Genomes, Indices, macros_of, recoded
+from warpfit.sklearn.groups import balanced, freed
+from warpfit.sklearn.search import INTERRUPTIONS, reason_of
 from warpfit.sklearn.selection import FEWEST_DIVIDED, Selection
-from warpfit.sklearn.templates import TemplateBreeder, TemplateForm
+from warpfit.sklearn.templates import TemplateForm
 
 if TYPE_CHECKING:
     from warpfit.sklearn.regressor import SymbolicRegressor
@@ -94,19 +69,20 @@ class Progress:
     shown: float = 0.0
     saved: float = 0.0
 
-    def report(self, target: TargetSearch, search: Search) -> bool:
+    def report(self, target: TargetSearch, found: Found) -> bool:
         """Report a generation; return whether the callback ends the search."""
         now = time.monotonic()
         terminal = sys.stderr is not None and sys.stderr.isatty()
         if self.verbose and now - self.shown >= _LINE_SECONDS[not terminal]:
             self.shown = now
-            self._show(target, search)
+            self._show(target, found)
         if self.checkpoint is not None and now - self.saved >= _CHECKPOINT_SECONDS:
             self.saved = now
-            self.save(formulas_of(search))
+            self.save(found.formulas())
         if self.callback is None:
             return False
-        return bool(self.callback(target.options, search.generation, target.preview(search)))
+        generation = target.generation + found.generation
+        return bool(self.callback(target.options, generation, target.preview(found)))
 
     def phase(self, text: str) -> None:
         """Say what is done before the first generation, or behind the last one."""
@@ -127,10 +103,11 @@ class Progress:
                 stacklevel=caller_level(),
             )
 
-    def _show(self, target: TargetSearch, search: Search) -> None:
-        best = min(target.preview(search), key=lambda equation: equation.loss)
+    def _show(self, target: TargetSearch, found: Found) -> None:
+        best = min(target.preview(found), key=lambda equation: equation.loss)
         self._line(
-            f"{time.monotonic() - self.started:.1f} s  generation {search.generation}  "
+            f"{time.monotonic() - self.started:.1f} s  generation "
+            f"{target.generation + found.generation}  "
             f"loss {best.loss:.4g}  {best.equation}"
         )
 
@@ -143,17 +120,19 @@ class Progress:
             print(shown, end="", file=sys.stderr, flush=True)
 
 
-def formulas_of(search: Search) -> Genomes:
-    """Return all formulas of a search with their constants, best first."""
-    everything = search.everything().distinct()
-    return everything.best(len(everything)).genomes
-
-
 def save(path: Path, genomes: Genomes) -> None:
     """Write formulas to a file, which is replaced in one step."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as file:
-        np.savez_compressed(file, codes=genomes.codes, values=genomes.values, starts=genomes.starts)
+        macros = macros_of(genomes)
+        np.savez_compressed(
+            file,
+            codes=genomes.codes,
+            values=genomes.values,
+            starts=genomes.starts,
+            macro_codes=np.array([*macros], np.uint8),
+            macro_names=np.array([*macros.values()], np.str_),
+        )
     partial.replace(path)
 
 
@@ -169,6 +148,10 @@ def load(path: Path, form: Form, width: int, variables: int) -> Genomes | None:
     try:
         with np.load(path, allow_pickle=False) as content:
             genomes = Genomes(content["codes"], content["values"], content["starts"])
+            names = content["macro_names"].tolist() if "macro_names" in content else []
+            if names:
+                macros = dict(zip(content["macro_codes"].tolist(), names, strict=True))
+                genomes = recoded(genomes, macros)
         suits = form.fits(genomes)
         whole = form.whole(genomes) if suits else genomes[:0]
         programs = [whole.program(row) for row in range(len(whole))]
@@ -190,18 +173,6 @@ def _bad_checkpoint(path: Path, why: str) -> InvalidArgumentError:
     )
 
 
-#: A slope this close to 1 is 1, and an intercept below this part of the target's spread is 0.
-_NO_INTERCEPT: Final = 1e-10
-#: Most rows on which pairs of formulas are compared.
-_PAIR_ROWS: Final = 512
-#: Most variables of the library, those that say most about the target.
-_MOST_VARIABLES: Final = 30
-#: Formulas of the library for each member of the population.
-_LIBRARY: Final = 12
-#: The same of combinations of short formulas in a template.
-_TEMPLATES: Final = 4
-#: The same of arguments of functions for which many factors are tried.
-_ARGUMENTS: Final = 0.4
 #: Iterations of the last fit.
 _LAST_ITERATIONS: Final = 200
 #: Most constants of a formula that are fitted then. Long ones of functions that are written with
@@ -215,6 +186,12 @@ _MANY_ROWS: Final = 20_000
 #: Part of the time, and most seconds, that are kept for what is computed here behind the server's
 #: last answer, of many rows.
 _CLOSING: Final = (0.05, 0.5)
+#: What is said of groups.
+_NOT_FITTED: Final = "the constants of groups were not fitted: all groups have the same"
+#: Most rows that join the sample because they refute an exact formula, and multiple of its loss
+#: that what replaces a formula may have.
+_REFUTING: Final = 50
+_SAME_LOSS: Final = 1.05
 #: Formulas that are measured in one call, after which the clock is looked at.
 _MEASURED: Final = 16
 #: Time of a fit as a multiple of that of one evaluation of the same formulas on the same rows, and
@@ -254,6 +231,10 @@ class TargetSearch:
     deadline: float
     """Time of `time.monotonic` at which calls should have ended; infinite for any time."""
     form: Form = field(default_factory=Form)
+    guesses: Sequence[Program] = ()
+    """Formulas of the user, which are among the equations unless better ones take their place."""
+    rules: FormulaRules = field(init=False)
+    """What a formula has to keep to."""
     selection: Selection = field(init=False)
     """Computes description lengths and predictive lengths of the formulas."""
     constant: Program = field(init=False)
@@ -262,18 +243,23 @@ class TargetSearch:
     """All rows."""
     seen: DatasetHandle = field(init=False)
     """Rows that are not held out, if they are in groups."""
-    answered: float = math.inf
-    """Time of `time.monotonic` of the first fit's answer."""
+    sample: Indices = field(init=False)
+    """Rows on which the search compares formulas."""
     generation: int = 0
     reason: str = ""
     """Why the search ended, as `SymbolicRegressor.reason_`."""
+    undone: list[str] = field(default_factory=list)
+    """What there was no time for, as sentences."""
     formulas: Genomes = field(default_factory=lambda: Genomes.of([]))
     """All formulas of the search, best first."""
     parts: list[DatasetHandle] = field(default_factory=list)
     """Rows that are fitted in a cross-validation."""
-    linear: _Found = field(default_factory=dict)
-    """The linear regression, if it takes part. It is measured before the search, which has a time
-    that takes that into account."""
+    kept: _Found = field(default_factory=dict)
+    """Formulas that are measured before the search: the linear regression, if it takes part, and
+    guesses; and behind it those that have ended it by their loss."""
+    replaced: dict[Program, Program] = field(default_factory=dict)
+    """What a fit or a simplification has made of a formula."""
+    _allowed: dict[Program, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Prepare the choice, and keep some time for what is computed behind the last answer."""
@@ -282,10 +268,11 @@ class TargetSearch:
             self.deadline -= min(part * (self.deadline - self.begun), most)
         options = self.options
         operators = operator_names(options.operators)
+        self.rules = options.rules(self.form, self.training, self.names, self.guesses)
         may_be_linear = (
             as_function(self.loss).is_squares
             and self.training.groups is None
-            and not isinstance(self.form, TemplateForm)
+            and not self.form.is_template
             and not options.constraints
             and not options.dimensionless_constants
             and {"add", "mul"} <= {*operators}
@@ -295,7 +282,7 @@ class TargetSearch:
             self.training,
             as_function(self.loss),
             self.form,
-            self._complexity,
+            self.rules.size,
             self.training.rows.shape[1] + len(operators) + 1,
             options.frequency_weights,
             longest if may_be_linear else 0.0,
@@ -313,40 +300,134 @@ class TargetSearch:
 
         """
         rows = len(self.training.target)
-        seen, self.selection.held_out = self._divided()
+        seen, held_out = self._divided()
+        self.selection.hold_out(held_out)
         few = max(self.options.sample_rows, _GROUP_ROWS * self._group_count)
-        sample = np.sort(self._shuffled(seen)[:few])
+        self.sample = np.sort(self._shuffled(seen)[:few])
         with ExitStack() as stack:
             progress.phase(f"upload of {rows:,} rows")
             begun = time.monotonic()
-            self.data = self._part(stack, np.arange(rows))
-            uploading = time.monotonic() - begun
-            if self.training.groups is not None:
-                self.seen = self._part(stack, seen)
             try:
-                compared = self._part(stack, sample)
-                progress.phase("fit of a constant, once the server has compiled its fits")
-                self.constant, self.selection.scale = self._best_constant(seen, sample, compared)
-                self.answered = time.monotonic()
-                if (null := self.selection.null) is not None:
-                    level = self.selection.level(self.selection.values(null))
-                    self.linear[null] = [level, self.selection.null_r2]
-                search = self._search(stack, compared, sample, progress)
+                self._measure_null()
+                self.data = self._part(stack, np.arange(rows))
+                uploading = time.monotonic() - begun
+                found = self._searched(stack, progress)
             except DeadlineExceededError:
                 self.reason = "max_seconds"
                 return self.nothing()
-            search.run()
-            self.generation, self.reason = search.generation, search.reason
-            self.formulas = formulas_of(search)
-            if search.reason not in INTERRUPTIONS:
+            self.formulas = found.formulas()
+            if self.reason not in INTERRUPTIONS:
                 try:
-                    return self._in_given_units(self._finished(stack, search, progress, uploading))
+                    return self._ended(self._finished(stack, found, progress, uploading))
                 except (KeyboardInterrupt, UnavailableError) as error:
                     self.reason = reason_of(error)
-            return self._in_given_units(self._as_found(search))
+            return self._ended(self._as_found(found))
+
+    def _measure_null(self) -> None:
+        """Measure the linear regression, which needs no server."""
+        if (null := self.selection.null) is not None:
+            level = self.selection.level(self.selection.values(null))
+            self.kept[null] = [level, self.selection.null_r2]
+
+    def _keep_guesses(self, compared: DatasetHandle) -> None:
+        """Measure the guesses as they are, and with numbers that are fitted to the sample.
+
+        So they are among the formulas whatever there is no time for.
+        """
+        if not self.guesses:
+            return
+        self.kept |= self._measured_here(self.guesses)
+        fitted = dict.fromkeys(self._fitted(compared, [*self.guesses]))
+        self.kept |= self._measured_here([each for each in fitted if each not in self.kept])
+
+    def _searched(self, stack: ExitStack, progress: Progress) -> Found:
+        """Search until there is a reason to end that holds for all rows.
+
+        A formula that is exact on the sample alone, or has no value on another row, ends no search:
+        the rows that say so join the sample, from the rows held out, too, and the search goes on.
+
+        Raises:
+            DeadlineExceededError: if the time is over before anything has been found.
+
+        """
+        start, ends_by_loss = self.start, True
+        while True:
+            compared = self._part(stack, self.sample)
+            if self.training.groups is not None:
+                self.seen = self._part(stack, self.selection.seen)
+            progress.phase("fit of a constant")
+            self.constant, self.selection.scale = self._best_constant(compared)
+            if not self.generation:
+                self._keep_guesses(compared)
+            task = self._task(compared, progress, start, ends_by_loss)
+            found = search(stack, task)
+            self.generation += found.generation
+            self.reason = found.reason
+            if self.reason != "tolerance":
+                return found
+            front = found.front()
+            exact = [
+                program
+                for program, loss in zip(front.programs, front.losses.tolist(), strict=True)
+                if loss <= task.stop_loss
+            ]
+            wrong = self._rows_that_refute(exact)
+            if wrong is None:
+                return found
+            start, ends_by_loss = found.formulas(), len(wrong) > 0
+            self.sample = np.union1d(self.sample, wrong)
+            self.selection.hold_out(np.setdiff1d(self.selection.held_out, wrong))
+
+    def _rows_that_refute(self, exact: Sequence[Program]) -> Indices | None:
+        """Return rows outside the sample on which formulas fail that are exact on the sample.
+
+        It is None if one of the formulas is exact on all rows and may be shown, and is kept.
+        """
+        with np.errstate(all="ignore"):
+            for program in exact:
+                for own in (program, self.form.simplified(program)):
+                    measured = self._measured_here([own])
+                    if self._may_be_shown(own) and self._is_exact(measured[own][0]):
+                        self.kept |= measured
+                        return None
+            outside = np.setdiff1d(np.arange(len(self.training.target)), self.sample)
+            errors = [
+                np.abs(self.selection.values(own, outside) - self.training.target[outside])
+                for own in exact
+            ]
+        if not errors or not len(outside):
+            return np.empty(0, np.int64)
+        errors = [np.where(np.isnan(each), np.inf, each) for each in errors]
+        least = np.min(errors, axis=0)
+        if np.isinf(least).any():
+            self._warn_of_gap(exact[0], outside[np.isinf(least)])
+        worst = outside[np.argsort(-least, kind="stable")[:_REFUTING]]
+        return np.asarray(worst[-np.sort(-least)[: len(worst)] < 0.0])
+
+    def _warn_of_gap(self, program: Program, rows: Indices) -> None:
+        X = self.training.rows[rows[0]] * (self.training.variable_units or 1.0)
+        names = self.names or tuple(f"x{place + 1}" for place in range(len(X)))
+        where = ", ".join(f"{name} = {value:g}" for name, value in zip(names, X, strict=True))
+        warnings.warn(
+            f"{self._texts(program)[0][:200]} fits the rows exactly, but {len(rows):,} where it "
+            f"has no value, such as {where[:200]}: it is no equation of all rows. Leave these rows "
+            "out if it is the law",
+            SearchWarning,
+            stacklevel=caller_level(),
+        )
+
+    def _is_exact(self, excess: float) -> bool:
+        """Tell whether a loss on all rows ends a search, as ``tolerance`` says."""
+        return excess <= self.options.tolerance * self.selection.scale
+
+    def _ended(self, front: list[Equation]) -> list[Equation]:
+        """Return the equations as they are shown, and make sure of the reason of the end."""
+        if self.reason == "tolerance" and not any(self._is_exact(each.excess) for each in front):
+            self.reason = "max_seconds" if time.monotonic() > self.deadline else "generations"
+        return self._in_given_units(front)
 
     def _finished(
-        self, stack: ExitStack, search: Search, progress: Progress, uploading: float
+        self, stack: ExitStack, search: Found, progress: Progress, uploading: float
     ) -> list[Equation]:
         """Fit the formulas of a search to more rows than its sample, and shorten them.
 
@@ -358,44 +439,90 @@ class TargetSearch:
 
         """
         progress.phase("last fits")
-        programs = self._programs(search.promising())
+        programs = self._with_constant([*search.promising().programs, *self.kept])
         begun = time.monotonic()
         found = self._measured(programs)
         seconds = (time.monotonic() - begun) * len(programs) / max(1, len(found) - 1)
+        data: DatasetHandle | None = None
         with suppress(DeadlineExceededError):
             data = self._rows_to_fit(stack, _FIT_TIME * seconds + uploading)
             fitted = self._fitted(data, programs)
+            self._replace(programs, fitted)
             progress.phase("simplification")
             if self.options.simplify:
-                fitted = [self.form.simplified(program) for program in fitted]
-            refitted = self._measured(list(dict.fromkeys(fitted)))
-            # Formulas that there was no time to measure again stay as they were.
-            left = [old for old, new in zip(programs, fitted, strict=True) if new not in refitted]
-            found = {
-                **{program: found[program] for program in left if program in found},
-                **refitted,
-            }
-        found |= self.linear
+                simple = [self.form.simplified(program) for program in fitted]
+                self._replace(fitted, simple)
+            fresh = dict.fromkeys([*fitted, *(simple if self.options.simplify else [])])
+            found |= self._measured([each for each in fresh if each not in found])
+        if data is None:
+            self.undone.append("no formula was fitted to more rows than those of the search")
+        found |= self.kept
         self._cross_validate(stack, found)
-        if self.options.simplify:
-            with suppress(DeadlineExceededError):
+        if self.options.simplify and data is not None:
+            try:
                 seconds_until(self.deadline)
                 self._shorten(data, found)
+            except DeadlineExceededError:
+                self.undone.append("constants and terms were not shortened")
             self._cross_validate(stack, found)
         return self._front_of(found)
 
+    def _replace(self, old: Sequence[Program], new: Sequence[Program]) -> None:
+        pairs = zip(old, new, strict=True)
+        self.replaced |= {before: behind for before, behind in pairs if before != behind}
+
+    def _with_constant(self, programs: Sequence[Program]) -> list[Program]:
+        """Add the best constant, which comes first; a template excludes it."""
+        if programs and self.form.is_template:
+            return list(dict.fromkeys(programs))
+        return list(dict.fromkeys([self.constant, *programs]))
+
+    # ------------------------------------------------------------------- what may be shown
+
+    def _may_be_shown(self, program: Program) -> bool:
+        if program not in self._allowed:
+            self._allowed[program] = program == self.selection.null or self.rules.allows(program)
+        return self._allowed[program]
+
+    def _shown(self, found: _Found) -> _Found:
+        """Return the formulas that may be shown, without those that others have replaced.
+
+        A formula stays if what has replaced it breaks a rule or fits worse.
+        """
+        shown = {program: entry for program, entry in found.items() if self._may_be_shown(program)}
+
+        def is_replaced(program: Program) -> bool:
+            most = _SAME_LOSS * shown[program][0]
+            most = max(most, self.options.tolerance * self.selection.scale)
+            known, other = {program}, self.replaced.get(program)
+            while other is not None and other not in known:
+                if other in shown and shown[other][0] <= most:
+                    return True
+                known.add(other)
+                other = self.replaced.get(other)
+            return False
+
+        kept = {program: shown[program] for program in shown if not is_replaced(program)}
+        if any(math.isfinite(loss) for loss, _ in kept.values()):
+            return kept
+        return {self.constant: [self.selection.scale, self.selection.r2(self.constant)]}
+
     def _cross_validate(self, stack: ExitStack, found: _Found) -> None:
         """Find the predictive lengths of formulas, where there may be noise."""
-        least = min(loss for loss, _ in found.values())
-        programs = self.selection.not_validated(found, least)
+        shown = self._shown(found)
+        least = min(loss for loss, _ in shown.values())
+        programs = self.selection.not_validated(shown, least)
         if not programs:
             return
         fits: list[list[Program]] = []
-        with suppress(DeadlineExceededError):
+        try:
             seconds_until(self.deadline)
             folds = self.selection.folds
             self.parts = self.parts or [self._part(stack, rows) for rows, _ in folds]
             fits = [self._fitted(data, programs) for data in self.parts]
+        except DeadlineExceededError:
+            fits = []
+            self.undone.append("the cross-validation has fitted no constants")
         self.selection.validate(programs, fits)
 
     def _rows_to_fit(self, stack: ExitStack, seconds: float) -> DatasetHandle:
@@ -426,73 +553,61 @@ class TargetSearch:
         groups = self.training.groups
         return 0 if groups is None else int(groups.max()) + 1
 
-    def _as_found(self, search: Search) -> list[Equation]:
+    def _as_found(self, search: Found) -> list[Equation]:
         """Measure the front of a search that was interrupted, here and without a server.
 
         A server that is there is asked for the constants of groups.
         """
-        programs = self._programs(search.front())
+        programs = self._with_constant(search.front().programs)
         if self.training.groups is not None and self.reason != "server":
             with suppress(UnavailableError, DeadlineExceededError):
                 self._losses(programs, _LAST_SECONDS)
-        X = self.training.rows
-        given = (self.options.constraints or {}).get("monotonic", {})
-        signs = directions(given, self.names, X.shape[1])
-        found: _Found = {}
-        for program in programs:
-            values = self.selection.values(program)
-            level = self.selection.level(values)
-            for place, sign in signs.items():
-                step = np.zeros(X.shape[1])
-                step[place] = 1e-6 * np.ptp(X[:, place])
-                ahead = reference.evaluate_program(program, (X + step).T)
-                if not (sign * (ahead - values) >= -1e-12 * np.abs(values)).all():
-                    level = math.inf
-            level = level if self._sound([program])[0] else math.inf
-            found[program] = [level, self.selection.r2(program)]
-        found |= self.linear
-        least = min(level for level, _ in found.values())
-        if left := self.selection.not_validated(found, least):
+        found = self._measured_here(programs) | self.kept
+        shown = self._shown(found)
+        least = min(level for level, _ in shown.values())
+        if left := self.selection.not_validated(shown, least):
             self.selection.validate(left)
         return self._front_of(found)
 
+    def _measured_here(self, programs: Sequence[Program]) -> _Found:
+        """Measure formulas on all rows without a server."""
+        found: _Found = {}
+        for program in programs:
+            level = self.selection.level(self.selection.values(program))
+            level = level if math.isfinite(level) else math.inf
+            found[program] = [level, self.selection.r2(program)]
+        return found
+
     def nothing(self) -> list[Equation]:
-        """Return the front of a search that could not begin: the best of some constants."""
+        """Return the front of a search that could not begin.
+
+        It has the best of some constants, the linear regression, and the guesses as they are.
+        """
+        self.undone.append("no formula was searched")
+        if self.training.groups is not None:
+            self.undone.append(_NOT_FITTED)
         count = 11 if len(self.training.target) > _MANY_ROWS else 101
         places = np.quantile(self.training.target, np.linspace(0.0, 1.0, count))
         mean = float(np.average(self.training.target, weights=self.training.weights))
-        found: _Found = {}
-        for value in {mean, *places.tolist()}:
-            level = self.selection.level(np.full(len(self.training.target), value))
-            found[Program.constant(value)] = [level, math.nan]
-        self.selection.scale = min(level for level, _ in found.values())
+        constants = [Program.constant(value) for value in {mean, *places.tolist()}]
+        levels = [
+            self.selection.level(np.full(len(self.training.target), each.values[0]))
+            for each in constants
+        ]
+        best = int(np.nanargmin(np.where(np.isfinite(levels), levels, np.inf)))
+        self.constant, self.selection.scale = constants[best], levels[best]
+        found = {self.constant: [levels[best], math.nan]}
+        found |= self._measured_here(self.guesses) | self.kept
+        if left := self.selection.not_validated(found, min(level for level, _ in found.values())):
+            self.selection.validate(left)
         return self._in_given_units(self._front_of(found))
 
-    def _whole(self, pool: Pool, row: int, spread: float) -> Program:
-        """Build a + b f, without an a whose unit does not fit; the last fit sets b right."""
-        if isinstance(self.form, TemplateForm):
-            return self.form.program(pool.genomes, row)
-        whole = _whole(pool, row, spread)
-        if self._sound([whole])[0]:
-            return whole
-        return _whole(replace(pool, intercepts=np.zeros(len(pool))), row, spread)
-
-    def _programs(self, pool: Pool) -> list[Program]:
-        """Return the formulas of a pool as they are computed, and the best constant.
-
-        A template that there are formulas of excludes the constant.
-        """
-        spread = float(np.std(self.training.target))
-        programs = [self._whole(pool, row, spread) for row in range(len(pool))]
-        if not programs or not isinstance(self.form, TemplateForm):
-            programs = [self.constant, *programs]
-        return list(dict.fromkeys(programs))
-
-    def front(self, programs: list[Program], losses: Floats, r2: list[float]) -> list[Equation]:
-        """Rank programs by the estimator's complexity."""
-        found = build_front(
-            list(zip(programs, losses.tolist(), r2, strict=True)),
-            self._complexity,
+    def _front_of(self, found: _Found) -> list[Equation]:
+        """Rank the formulas that may be shown by their size."""
+        shown = [(program, *entry) for program, entry in self._shown(found).items()]
+        front = build_front(
+            shown,  # type: ignore[arg-type]  # an entry has two numbers
+            self.rules.size,
             self._texts,
             self.selection.description_length,
             self.selection.scale,
@@ -502,28 +617,25 @@ class TargetSearch:
             self.selection.predictive,
             self.selection.null,
             self.selection.surprise,
+            self.selection.is_unpaid,
         )
         if not isinstance(self.form, TemplateForm):
-            return found
+            return front
         texts, digits = self.form.texts, self.options.digits
-        return [replace(each, subformulas=texts(each.program, digits)) for each in found]
+        return [replace(each, subformulas=texts(each.program, digits)) for each in front]
 
     def _texts(self, program: Program) -> tuple[str, str]:
         digits = self.options.digits
         return to_text(program, self.names, digits), to_latex(program, self.names, digits)
 
-    def _complexity(self, program: Program) -> int:
-        measure = complexity_measure(self.options.complexity_of_operators)
-        return int(measure(Genomes.of(self.form.parts_of(program))).sum())
-
-    def preview(self, search: Search) -> list[Equation]:
+    def preview(self, search: Found) -> list[Equation]:
         """Return the front as it is now, with the losses on the sample."""
-        pool, spread = search.front(), float(np.std(self.training.target))
-        programs = [self._whole(pool, row, spread) for row in range(len(pool))]
-        losses = pool.losses
-        if not isinstance(self.form, TemplateForm):
-            programs, losses = [*programs, self.constant], np.append(losses, self.selection.scale)
-        return self._in_given_units(self.front(programs, losses, [np.nan] * len(programs)))
+        front = search.front()
+        losses = dict(zip(front.programs, front.losses.tolist(), strict=True))
+        if not self.form.is_template:
+            losses[self.constant] = self.selection.scale
+        found = {program: [loss, math.nan] for program, loss in losses.items()}
+        return self._in_given_units(self._front_of(found))
 
     def _in_given_units(self, front: list[Equation]) -> list[Equation]:
         """Return equations for the target and the variables as they were given.
@@ -555,13 +667,13 @@ class TargetSearch:
             program = equation.program.fold(leaf, lambda row, parts: Program.apply(row, *parts))
             program = Program.apply("mul", Program.constant(unit), program)
             program = program.simplify() if self.options.simplify else program
-            more = self._complexity(program) - equation.complexity
+            more = self.rules.size(program) - equation.complexity
             dearer = self.selection.price(program) - self.selection.price(equation.program)
             longer = 0.5 * (more + dearer) * math.log(max(amount, 2.0))
             found.append(
                 replace(
                     equation,
-                    complexity=self._complexity(program),
+                    complexity=self.rules.size(program),
                     loss=equation.loss * factor,
                     excess=equation.excess * factor,
                     description_length=equation.description_length + of_length + longer,
@@ -590,10 +702,9 @@ class TargetSearch:
         function = as_function(given)
         return LossFunction(function.row, Closing.RELATIVE) if function.is_score else given
 
-    def _best_constant(
-        self, seen: Indices, sample: Indices, compared: DatasetHandle
-    ) -> tuple[Program, float]:
+    def _best_constant(self, compared: DatasetHandle) -> tuple[Program, float]:
         """Return the constant of the least loss, and its loss above the least possible."""
+        seen = self.selection.seen
         target, weights = self.training.target[seen], self.training.weights[seen]
         middle = float(np.average(target, weights=weights))
         start = Program.parameter(0)
@@ -608,7 +719,9 @@ class TargetSearch:
         best = middle if as_function(self.loss).is_squares else float(fit.parameters[0][0])
         if self.training.groups is not None:
             best = float(freed(np.array([best]))[0])
-        return Program.constant(best), max(float(fit.loss[0]) - self.selection.floor(sample), 0.0)
+        return Program.constant(best), max(
+            float(fit.loss[0]) - self.selection.floor(self.sample), 0.0
+        )
 
     def _divided(self) -> tuple[Indices, Indices]:
         """Return the rows that the search sees, and those that are held out."""
@@ -626,107 +739,35 @@ class TargetSearch:
         grouped: dict[str, Any] = {} if groups is None else {"groups": groups[rows]}
         return stack.enter_context(self.client.upload(X, y, weights, **grouped, dtype="float64"))
 
-    def _search(
-        self, stack: ExitStack, compared: DatasetHandle, sample: Indices, progress: Progress
-    ) -> Search:
+    def _task(
+        self, compared: DatasetHandle, progress: Progress, start: Genomes, ends_by_loss: bool
+    ) -> SearchTask:
+        """Say what the search looks for."""
         options = self.options
-        operators = operator_names(options.operators)
-        codes = tuple(map(operator_code, operators))
-        of_the_table = tuple(name for name in operators if name in OPERATORS)
-        drawing = self.rng, codes, self.training.rows.shape[1], options.size_limit
-        settings = self._settings(progress, sample)
-        progress.phase("library of short formulas")
-        breeder: Breeder
-        pairs: PairSearch | FirstFormulas
-        if isinstance(self.form, TemplateForm):
-            breeder = TemplateBreeder(*drawing, self.form)
-            pairs = FirstFormulas(breeder.library(of_the_table, _TEMPLATES * options.population))
-        else:
-            breeder, pairs = Breeder(*drawing), self._pairs(stack, sample, of_the_table, settings)
-        return Search(
-            self.client,
-            compared,
-            self.form,
-            breeder,
-            pairs,
-            settings,
-            self.start,
-            self._reweighing(stack, sample),
-        )
-
-    def _reweighing(
-        self, stack: ExitStack, sample: Indices
-    ) -> Callable[[Program], DatasetHandle] | None:
-        """Return what uploads the sample with weights for least squares, by the best formula."""
-        is_plain = self.training.groups is None and not isinstance(self.form, TemplateForm)
-        if as_function(self.loss).is_squares or not is_plain:
-            return None
-
-        def reweigh(best: Program) -> DatasetHandle:
-            X, y, weights = (part[sample] for part in self.training[:3])
-            predictions = reference.evaluate_program(best, X.T)
-            fresh = proposal_weights(as_function(self.loss), predictions, y, weights)
-            return stack.enter_context(self.client.upload(X, y, fresh, dtype="float64"))
-
-        return reweigh
-
-    def _pairs(
-        self, stack: ExitStack, rows: Indices, operators: tuple[str, ...], settings: Settings
-    ) -> PairSearch:
-        groups, client = self.training.groups, self.client
-        if groups is not None:  # Their constants differ: the largest group has all of a law.
-            assert isinstance(client, GroupedClient)
-            largest = np.bincount(groups).argmax()
-            rows = self.selection.seen
-            rows = rows[groups[rows] == largest]
-            client = client.client
-        chosen = np.sort(self.rng.permutation(rows)[:_PAIR_ROWS])
-        given = (part[chosen] for part in self.training[:3])
-        data = stack.enter_context(client.upload(*given, dtype="float64"))
-        X, y, weights = (part[chosen] for part in self.training[:3])
-        middle = np.full(len(y), np.median(y))
-        weights = proposal_weights(as_function(self.loss), middle, y, weights)
-
-        def values(genomes: Genomes) -> Floats:
-            left = seconds_until(settings.ends)
-            return np.asarray(client.evaluate(data, genomes.population(), timeout=left).T)
-
-        options = self.options
-        width, most = options.size_limit, _LIBRARY * options.population
-        variables = relevant(X, y, _MOST_VARIABLES)
-        count = len(variables)
-        short = library(operators, count, width, most)
-        targets = views(operators, X, y, weights / weights.sum(), width)
-        inner = arguments(operators, count, width, math.ceil(_ARGUMENTS * options.population))
-        parts = [genomes[settings.admissible(genomes)] for genomes in (short, inner)]
-        symbols = X.shape[1] + len(operators) + 1
-        if count < X.shape[1]:
-            for part in parts:
-                places = part.codes == VARIABLE
-                part.values[places] = variables[part.values[places].astype(np.int64)]
-                part.known = ()
-        return PairSearch(operators, values, list(targets), width, parts[0], parts[1], symbols)
-
-    def _settings(self, progress: Progress, sample: Indices) -> Settings:
-        options = self.options
-        complexity = complexity_measure(options.complexity_of_operators)
-        return Settings(
-            population=options.population,
-            generations=options.generations,
-            fit_iterations=options.fit_iterations,
-            stop_loss=options.tolerance * self.selection.scale,
-            ends=self._end_of_search(),
-            early_stopping=options.early_stopping,
-            rows=self.selection.amount(sample),
+        tolerance = options.tolerance * self.selection.scale
+        return SearchTask(
+            client=self.client,
+            training=self.training,
+            seen=self.selection.seen,
+            sample=self.sample,
+            compared=compared,
+            rng=self.rng,
+            form=self.form,
+            rules=self.rules,
+            operators=operator_names(options.operators),
+            start=start,
             loss=self.loss,
-            middle=Program.constant(float(np.median(self.training.target[sample]))),
-            floor=self.selection.floor(sample),
-            complexity=lambda genomes: complexity(genomes) - self.form.overhead,
-            admissible=self._admission(complexity),
-            penalty=lambda genomes, *others: (
-                self.selection.scale * self._violations(self.form.whole(genomes), *others)
-            ),
-            report=lambda search: progress.report(self, search),
+            floor=self.selection.floor(self.sample),
+            stop_loss=tolerance if ends_by_loss else -math.inf,
+            amount=self.selection.amount(self.sample),
+            penalty=self.selection.scale,
+            violations=self._violations,
+            population=options.population,
+            generations=options.generations - self.generation,
+            fit_iterations=options.fit_iterations,
+            early_stopping=options.early_stopping,
+            ends=self._end_of_search(),
+            report=lambda found: progress.report(self, found),
             phase=progress.phase,
         )
 
@@ -743,42 +784,6 @@ class TargetSearch:
     def _violations(self) -> Violations:
         given = (self.options.constraints or {}).get("monotonic", {})
         return violations(given, self.names, self.training.rows.shape[1], self.client)
-
-    def _sound(self, programs: list[Program]) -> Mask:
-        """Return which formulas, slope and intercept included, have units that fit."""
-        constant = np.array([program.variables == 0 for program in programs])
-        return np.asarray(self._consistent(Genomes.of(programs)) | constant)
-
-    def _violating(self, programs: list[Program]) -> Mask:
-        """Return which formulas violate a constraint of monotonicity."""
-        genomes = Genomes.of(programs)
-        return np.asarray(self._violations(genomes, np.ones(len(programs)), self.data) > 0.0)
-
-    def _admission(self, complexity: Callable[[Genomes], Indices]) -> Callable[[Genomes], Mask]:
-        options = self.options
-        admit = admission(options.constraints, complexity, options.size_limit)
-        form, consistent = self.form, self._consistent
-
-        def admissible(genomes: Genomes) -> Mask:
-            kept = complexity(genomes) - form.overhead <= options.size_limit
-            for core in form.cores(genomes):
-                kept &= admit(core)
-            return np.asarray(kept & consistent(form.whole(genomes)))
-
-        return admissible
-
-    @cached_property
-    def _consistent(self) -> Callable[[Genomes], Mask]:
-        """Return which formulas have consistent units, all if there are none."""
-        options = self.options
-        if options.units is None:
-            return lambda genomes: np.ones(len(genomes), np.bool_)
-        of_variables = dimensions(options.units, self.names, self.training.rows.shape[1])
-        if not options.dimensionless_constants:
-            return consistency(of_variables)
-        unit = options.target_unit
-        target = None if unit is None else dimension(unit, "target_unit")
-        return consistency(of_variables, 0.0, target)
 
     def _fitted(self, data: DatasetHandle, programs: list[Program]) -> list[Program]:
         """Fit all constants, but of formulas that have too many; as well as the time allows."""
@@ -806,29 +811,22 @@ class TargetSearch:
         ]
 
     def _measured(self, programs: list[Program]) -> _Found:
-        """Measure formulas: their losses on all rows, infinite for what violates a constraint.
-
-        The best constant is always measured; of the others so many as there is time for, and those
-        that come first.
-        """
+        """Measure formulas on all rows, so many as there is time for, those that come first."""
         found: _Found = {}
         for start in range(0, len(programs), _MEASURED):
             part = programs[start : start + _MEASURED]
             try:
-                left = seconds_until(self.deadline)
-                losses = self._losses(part, left)
-                wrong = self._violating(part) | ~self._sound(part)
-                losses = np.where(wrong | np.isnan(losses), np.inf, losses - self.selection.floor())
+                losses = self._losses(part, seconds_until(self.deadline)) - self.selection.floor()
             except DeadlineExceededError:
                 break
+            losses = np.where(np.isnan(losses), np.inf, losses)
             for program, loss in zip(part, losses.tolist(), strict=True):
                 found[program] = [loss, self.selection.r2(program)]
-        return found or {
-            self.constant: [
-                self.selection.scale,
-                self.selection.r2(self.constant),
-            ]
-        }
+        if len(found) < len(programs):
+            self.undone.append(f"{len(programs) - len(found)} formulas were not measured")
+        if not found and self.training.groups is not None:
+            self.undone.append(_NOT_FITTED)
+        return found or self._measured_here(programs[:_MEASURED])
 
     def _losses(self, programs: list[Program], timeout: float | None) -> Floats:
         """Return losses on all rows, of groups by constants that are fitted to the rows seen."""
@@ -887,18 +885,3 @@ class TargetSearch:
         """Return what constants may become: multiples of pi and e only in laws, not in noise."""
         noisy = excess > _NOISE * self.selection.scale
         return "numbers" if noisy and self.options.snap == "constants" else self.options.snap
-
-    def _front_of(self, found: _Found) -> list[Equation]:
-        losses, r2 = zip(*found.values(), strict=True)
-        return self.front(list(found), np.array(losses), list(r2))
-
-
-def _whole(pool: Pool, row: int, spread: float) -> Program:
-    """Build a + b f with its numbers, without an a or b that changes nothing."""
-    program = pool.genomes.program(row)
-    slope, intercept = float(pool.slopes[row]), float(pool.intercepts[row])
-    if abs(slope - 1.0) > _NO_INTERCEPT:
-        program = Program.apply("mul", Program.constant(slope), program)
-    if abs(intercept) > _NO_INTERCEPT * spread:
-        program = Program.apply("add", program, Program.constant(intercept))
-    return program

@@ -282,6 +282,8 @@ class TemplateForm(Form):
     determines, and of its parameters, in this order.
     """
 
+    is_template = True
+
     def __init__(self, template: Template, rows: Floats, grouped: bool = False) -> None:
         """Find out on some rows, [rows, variables], which numbers the template determines.
 
@@ -404,9 +406,9 @@ class TemplateForm(Form):
 
     def bound(self, program: Program, numbers: Floats) -> Program:
         """Return a whole formula with other numbers, in the order of `lifted`."""
-        parts = self.parts_of(program)
-        if not parts:
-            return program.lift_constants()[0].bind(numbers)
+        if program not in self._parts:
+            return super().bound(program, numbers)
+        parts = self._parts[program]
         made = Genomes.of(parts)
         rest = made.values[made.codes == CONSTANT][len(numbers) :]
         made = made.with_constants(np.concatenate([numbers, rest]))
@@ -421,6 +423,10 @@ class TemplateForm(Form):
     def parts_of(self, program: Program) -> tuple[Program, ...]:
         """Return sub-formulas and numbers of a whole formula; another program is its own part."""
         return self._parts.get(program, (program,))
+
+    def knows(self, program: Program) -> bool:
+        """Tell whether a program has been made of sub-formulas."""
+        return program in self._parts
 
     def simplified(self, program: Program) -> Program:
         """Return the whole formula of equal sub-formulas in canonical order."""

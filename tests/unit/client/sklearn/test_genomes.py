@@ -15,6 +15,7 @@ from warpfit.expressions import reference
 from warpfit.ops import OPERATORS
 from warpfit.sklearn import constraints as limits
 from warpfit.sklearn import genomes as gp
+from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Breeder
 
 NAMES = ("add", "sub", "mul", "div", "square", "exp", "sin", "where")
@@ -109,9 +110,15 @@ def test_constants_become_parameters_with_slope_and_intercept_behind_them():
     assert moved.program(2) == parse("x1 + 9")
 
 
+def rules_of(given, most=24, operators=("add", "mul", "exp", "sin")):
+    limits.check_constraints(given)
+    return limits.FormulaRules(
+        Form(), operators, given or {}, limits.complexity_measure(None), most, most, COLUMNS.T, {}
+    )
+
+
 def admitted(given, *texts, most=24):
-    complexity = limits.complexity_measure(None)
-    return limits.admission(given, complexity, most)(genomes_of(*texts)).tolist()
+    return rules_of(given, most).admissible(genomes_of(*texts)).tolist()
 
 
 def test_constraints_bound_depth_counts_and_nesting():
@@ -122,6 +129,35 @@ def test_constraints_bound_depth_counts_and_nesting():
     assert admitted({"nesting": {"sin": {"sin": 0}}}, *texts) == [True, True, True, False, False]
     assert admitted({"nesting": {"sin": {"exp": 0}}}, *texts) == [True, False, True, True, False]
     assert admitted(None, *texts, most=4) == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("operators", "text", "is_written"),
+    [
+        (("mul",), "x1^2*x1^4 - x1^2", False),
+        (("add", "mul"), "x1^2*x1^4 - x1^2/3", True),
+        (("mul",), "x1^-2", False),
+        (("div",), "x1^-2*x2", True),
+        (("mul",), "x1^1.5", False),
+        (("mul", "sqrt"), "x1^1.5", True),
+        (("pow",), "x1^1.37", True),
+        (("exp",), "exp(2*x1)", False),
+        (("exp", "mul"), "exp(x1/2)", True),
+        (("exp", "mul"), "exp(1/x1)", False),
+        (("sqrt", "mul"), "abs(x1)", False),
+        (("sinc",), "sinc(x1)", True),
+    ],
+)
+def test_formulas_are_written_with_operators_that_were_named(operators, text, is_written):
+    assert limits.writing(operators)(genomes_of(text)).tolist() == [is_written]
+
+
+def test_whole_formulas_are_weighed_with_slope_and_intercept():
+    rules = rules_of({"count": {"mul": 1}}, most=7)
+    allowed = ["2*(x1*x2) + 3", "2", "x1*x2 + sin(x1)", "(x1*x2)/3"]
+    refused = ["2*(x1*x2) + 3 + 1", "2*x1*x2*x3", "log(x1)", "2*(x1*x2) + sin(x1)"]
+    assert [rules.allows(parse(text)) for text in allowed] == [True] * 4
+    assert [rules.allows(parse(text)) for text in refused] == [False] * 4
 
 
 def test_complexity_counts_tokens_by_weight_and_operators_have_symbols():
