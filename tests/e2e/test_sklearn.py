@@ -394,19 +394,9 @@ def test_searches_go_on_from_the_last_one_or_from_a_file(search, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "seconds"),
-    [(300, 2.0), (5, 0.01), (5, 0.7)],
-    ids=["many columns", "hardly any time", "a server that compiles"],
+    ("columns", "seconds"), [(300, 2.0), (5, 0.01)], ids=["many columns", "hardly any time"]
 )
-def test_the_time_holds_and_what_there_was_no_time_for_is_said(
-    search, capsys, monkeypatch, columns, seconds
-):
-    def wait(*_, timeout, **__):
-        time.sleep(timeout)
-        raise DeadlineExceededError("no answer", "DEADLINE_EXCEEDED")
-
-    if seconds == 0.7:
-        monkeypatch.setattr(warpfit.Client, "optimize", wait)
+def test_the_time_holds_and_what_there_was_no_time_for_is_said(search, capsys, columns, seconds):
     X = np.random.default_rng(0).normal(size=(200, columns))
     model = search(max_seconds=seconds, generations=10**6, verbose=True, population=500)
     begun = time.monotonic()
@@ -422,7 +412,7 @@ def test_the_time_holds_and_what_there_was_no_time_for_is_said(
     assert (model.n_iter_, model.reason_) == (0, "max_seconds")
     (message,) = [text for text in map(str, (w.message for w in caught)) if "generation" in text]
     assert "left no time for a generation" in message
-    assert ("`warpfit precompile`" in message) == (seconds == 0.7)
+    assert "no generation has run" in model.undone_
 
 
 def test_of_large_tables_so_many_rows_are_drawn_as_there_is_time_for(search, capsys):
@@ -469,7 +459,7 @@ def test_linear_regression_is_chosen_where_nothing_predicts_better(search, monke
     for settings in ({"max_size": 25}, {"constraints": {"depth": 30}}, {"operators": ("add",)}):
         other = search(generations=0, population=100, **settings).fit(X, y)
         assert not any(equation.is_linear_regression for equation in other.front_)
-        assert max(equation.complexity for equation in other.front_) <= 29
+        assert max(equation.complexity for equation in other.front_) <= other.size_limit
 
     # Without time for the fits of a cross-validation, too; and a law is not lost.
     def over(*_):

@@ -68,8 +68,8 @@ class Equation:
     """The same as LaTeX."""
     is_supported: bool = True
     """Whether the rows held out do not speak against it: it has a value there and, if squares are
-    minimised, an R^2 that is not negative. Of fewer than 40 rows none are held out, and a formula is
-    supported if it shortens the description of the rows by more than its own takes. Constants
+    minimised, an R^2 that is not negative. Of fewer than 40 rows none are held out, and a formula
+    is supported if it shortens the description of the rows by more than its own takes. Constants
     always are."""
     evidence: float = math.nan
     """Logarithm of the fractional Bayes factor on all training data, with a prior for the formula,

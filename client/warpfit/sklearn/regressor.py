@@ -812,11 +812,13 @@ class SymbolicRegressor(FormulaRegressor):
         elif self.reason_ == "max_seconds" and not self.n_iter_:
             self.undone_ = ("no generation has run", *self.undone_)
             message = (
-                f"max_seconds={self.max_seconds:g} left no time for a generation: the formulas are "
+                f"max_seconds={self.max_seconds} left no time for a generation: the formulas are "
                 "pairs of short ones, with constants as far as they were fitted"
             )
         elif self.undone_:
-            message = f"max_seconds={self.max_seconds:g} were too few"
+            message = f"max_seconds={self.max_seconds} were too few"
+            if self.max_seconds is None:
+                message = "the server has answered too late"
         else:
             return
         what_else = "; ".join(self.undone_)
