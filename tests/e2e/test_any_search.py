@@ -29,7 +29,7 @@ _ARITHMETIC = {"add", "sub", "mul", "div", "neg", "square", "cube", "inv", "pow"
 
 
 @settings(max_examples=_DRAWS)
-@given(drawn=searches(longest=3.0 if _MANY else 0.4))
+@given(drawn=searches(longest=3.0 if _MANY else 0.2))
 def test_a_search_ends_with_a_front_that_keeps_to_the_rules_or_an_error_of_its_own(
     server, drawn: AnySearch
 ):

@@ -26,17 +26,17 @@ def search(server):
     def make(**changes):
         return SymbolicRegressor(
             address=server.address,
-            **{"population": 100, "generations": 1, "random_state": 0, **changes},
+            **{"population": 50, "generations": 1, "random_state": 0, **changes},
         )
 
     return make
 
 
 @pytest.mark.parametrize("operators", [["+", "*"], ["exp", "log"], ["square"]])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_noise_ends_no_search_with_an_exception(search, operators, seed):
+def test_noise_ends_no_search_with_an_exception(search, operators):
     X = np.random.RandomState(0).uniform(size=(30, 3))
-    model = search(operators=operators, random_state=seed, generations=3).fit(X, np.arange(30) % 3)
+    settings = {"population": 500, "generations": 2, "simplify": False}
+    model = search(operators=operators, **settings).fit(X, np.arange(30) % 3)
     assert len(model.front_) > 0
 
 
@@ -63,20 +63,20 @@ def test_a_formula_without_a_value_on_a_row_held_out_ends_no_search(search):
 def test_a_formula_that_is_exact_on_the_sample_alone_ends_no_search(search):
     x = np.random.default_rng(0).uniform(1.0, 4.0, 2000)
     y = np.where(np.arange(2000) == 77, 50.0, x**2)
-    model = search(generations=2, sample_rows=50).fit(x[:, None], y)
+    model = search(generations=2, sample_rows=50, simplify=False).fit(x[:, None], y)
     assert (model.reason_, model.n_iter_) == ("generations", 2)
 
 
-@pytest.mark.parametrize("guess", ["x1*sin(60*x1)", "x1*sin(63*x1)"])
-def test_shortening_undoes_no_exact_formula(search, guess):
+def test_shortening_undoes_no_exact_formula(search):
     x = np.random.default_rng(0).uniform(0.0, 1.0, 3000)
-    model = search(generations=3, guesses=[guess]).fit(x[:, None], x * np.sin(20 * np.pi * x))
+    model = search(generations=3, guesses=["x1*sin(63*x1)"])
+    model.fit(x[:, None], x * np.sin(20 * np.pi * x))
     assert model.reason_ == "tolerance"
     assert min(equation.excess for equation in model.front_) < 1e-18
     assert model.score(x[:, None], x * np.sin(20 * np.pi * x)) > 1.0 - 1e-15
 
 
-@pytest.mark.parametrize("seconds", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("seconds", [0.05, 0.5])
 def test_groups_have_their_constants_or_it_is_said_that_they_have_not(search, seconds):
     pandas = pytest.importorskip("pandas")
     g = np.random.default_rng(0)
@@ -99,9 +99,8 @@ def test_a_guess_is_never_lost_and_never_gets_worse(search, seconds):
     guess = "3*exp(-0.4*x1) + 0.5"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SearchWarning)
-        model = search(loss="mae", guesses=[guess], max_seconds=seconds, generations=0).fit(
-            x[:, None], y
-        )
+        settings = {"guesses": [guess], "max_seconds": seconds, "simplify": False}
+        model = search(loss="mae", population=20, generations=0, **settings).fit(x[:, None], y)
     best = min(e.loss for e in model.front_ if e.complexity <= len(warpfit.parse(guess)))
     assert best <= np.mean(np.abs(3.0 * np.exp(-0.4 * x) + 0.5 - y)) * (1.0 + 1e-12)
 
@@ -146,7 +145,7 @@ def test_functions_of_ones_own_travel_with_an_estimator(search, tmp_path):
     assert "exp(-" in found.stdout.split("\n")[1]
 
 
-@pytest.mark.parametrize("most", [1, 3, 5, 9])
+@pytest.mark.parametrize("most", [1, 5])
 def test_the_greatest_size_is_that_of_the_formulas_as_they_are_shown(search, most):
     X = np.random.default_rng(0).uniform(1.0, 3.0, (100, 2))
     model = search(max_size=most).fit(X, 2.0 * X[:, 0] * X[:, 1] + 3.0)

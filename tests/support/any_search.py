@@ -24,7 +24,10 @@ LOSSES = ("mse", "mae", "rmse", "huber", "r2", "poisson", "log_cosh", "abs(f - y
 TEMPLATES = ("f(x1)*exp(-g(x1))", "p1*f(x1) + 2", "f(x1) + f(x1 + 1)")
 
 
-_TARGETS = "noise t constant zero integers sum pole huge tiny outlier lognormal".split()
+_TARGETS = (
+    *("noise", "t", "constant", "zero", "integers", "sum"),
+    *("pole", "huge", "tiny", "outlier", "lognormal"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def _table(kind: str, rows: int, columns: int, rng: np.random.Generator) -> Any:
 def searches(draw: st.DrawFn, longest: float) -> AnySearch:
     """Draw a search whose budget of time, if it has one, is at most ``longest`` seconds."""
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    rows = draw(st.sampled_from([1, 2, 3, 5, 10, 12, 30, 45, 60, 120]))
+    rows = draw(st.sampled_from([1, 2, 3, 5, 10, 30, 45, 60]))
     columns = draw(st.integers(1, 4))
     X = _table(
         draw(
@@ -105,17 +108,16 @@ def searches(draw: st.DrawFn, longest: float) -> AnySearch:
         X,
         rng,
     )
-    some = st.booleans() if columns else st.just(False)
     settings: dict[str, Any] = {
         "operators": draw(st.sampled_from(OPERATORS)),
-        "population": draw(st.sampled_from([2, 3, 10, 30])),
-        "generations": draw(st.sampled_from([0, 1, 2, 5])),
+        "population": draw(st.sampled_from([2, 3, 10])),
+        "generations": draw(st.sampled_from([0, 1, 2])),
         "loss": draw(st.sampled_from(("mse", "mse", "mse", *LOSSES))),
         "random_state": draw(st.integers(0, 1000)),
         "max_size": draw(st.sampled_from([None, None, 1, 3, 7, 12])),
-        "simplify": draw(some),
+        "simplify": draw(st.booleans()),
         "model_selection": draw(st.sampled_from(["prediction", "best", "score", "accuracy"])),
-        "max_seconds": draw(st.sampled_from([None, None, 0.01, 0.2, longest])),
+        "max_seconds": draw(st.sampled_from([None, 0.01, 0.1, longest])),
         "held_out": draw(st.sampled_from([0.1, 0.0, 0.5])),
     }
     rules = {
@@ -135,7 +137,7 @@ def searches(draw: st.DrawFn, longest: float) -> AnySearch:
         X = np.column_stack([X, np.arange(rows) % 2])
     elif outer == "units":
         settings |= {"units": ["m", "s", "1/m", "1"][:columns]}
-        settings |= {"target_unit": "m", "dimensionless_constants": draw(some)}
+        settings |= {"target_unit": "m", "dimensionless_constants": draw(st.booleans())}
     if outer in ("a + b f", "group", "units") and draw(st.integers(0, 3)) == 0:
         settings["guesses"] = draw(st.sampled_from([["x1"], ["exp(-0.3*x1) + 2", "sin(p1*x1)"]]))
     targets = draw(st.sampled_from([1, 1, 1, 1, 2]))

@@ -734,9 +734,10 @@ class SymbolicRegressor(FormulaRegressor):
             form = TemplateForm(template, training.rows, grouped)
         if training.groups is not None:
             client = cast(Client, GroupedClient(client, len(self.groups_)))
-        guesses = self._guessed()
         if isinstance(form, TemplateForm):
             guesses = [form.program(form.guessed(guess), 0) for guess in self.guesses]
+        else:
+            guesses = self._guessed()
         output = len(self._fresh_fronts)
         # The time of fit is shared by the targets.
         spans = [(self.max_seconds or math.inf) * (output + step) / targets for step in (1, 0)]
