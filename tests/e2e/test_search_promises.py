@@ -194,8 +194,8 @@ def test_few_rows_pay_for_no_long_formula(search):
     g = np.random.default_rng(0)
     X, y = g.normal(size=(10, 4)), g.normal(size=10)
     with pytest.warns(SearchWarning, match="tokens, which 10 rows do not pay for"):
-        model = search(generations=4).fit(X, y)
-    assert model.front_[-1].r2 > 0.99
-    assert len(model.program_) < 8
-    law = search(generations=4).fit(X, X[:, 0] * X[:, 1] + 0.5)
+        model = search(generations=2, model_selection="accuracy", simplify=False).fit(X, y)
+    assert model.front_[-1].r2 > 0.9
+    assert model.program_.variables == 0
+    law = search(model_selection="accuracy").fit(X, X[:, 0] * X[:, 1] + 0.5)
     assert law.expression_ == "x1 * x2 + 0.5"
