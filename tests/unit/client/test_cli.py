@@ -601,7 +601,7 @@ def test_flags_of_a_search_are_keywords_of_the_estimator():
     from warpfit.sklearn import SymbolicRegressor
 
     flags = vars(search._parser().parse_args(["t.csv", "--target", "y"])).keys()
-    files = {"file", "target", "columns", "ignore", "weights", "missing", "decimal"}
+    files = {"file", "target", "columns", "ignore", "weights", "missing", "decimal", "encoding"}
     connection = {"token_file", "tls", "ca", "cert", "key", "server_name"}
     rest = flags - files - connection - {"json", "plot", "quiet"}
     assert rest <= SymbolicRegressor().get_params().keys()
