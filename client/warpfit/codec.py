@@ -125,18 +125,27 @@ def _refuse_unknown_fields(message: Message) -> None:
             "UNKNOWN_FIELD",
             "Update the server, or leave out what only newer ones can do",
         )
-    for name, is_repeated in _parts(message.DESCRIPTOR):
-        if is_repeated:
-            for part in getattr(message, name):
-                _refuse_unknown_fields(part)
-        elif message.HasField(name):
-            _refuse_unknown_fields(getattr(message, name))
+    for name, kind in _parts(message.DESCRIPTOR):
+        parts = getattr(message, name)
+        if kind == "one":
+            parts = (parts,) if message.HasField(name) else ()
+        for part in parts.values() if kind == "map" else parts:
+            _refuse_unknown_fields(part)
 
 
 @cache
-def _parts(kind: Descriptor) -> list[tuple[str, bool]]:
-    """Return the fields of a message that are messages, and whether each may be several."""
-    return [(one.name, one.is_repeated) for one in kind.fields if one.message_type is not None]
+def _parts(kind: Descriptor) -> list[tuple[str, str]]:
+    """Return the fields that have messages, each as "one", "several" or a "map" of them."""
+    found = []
+    for one in kind.fields:
+        part = one.message_type
+        if part is None:
+            continue
+        if not part.GetOptions().map_entry:
+            found.append((one.name, "several" if one.is_repeated else "one"))
+        elif part.fields_by_name["value"].message_type is not None:
+            found.append((one.name, "map"))
+    return found
 
 
 def _count_fields(data: memoryview, descriptor: Any, left: int) -> int:

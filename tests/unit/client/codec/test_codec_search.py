@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.random_programs import random_program
 from warpfit import parse, search_codec
 from warpfit.codec import result_end
-from warpfit.errors import InternalError, InvalidArgumentError
+from warpfit.errors import InternalError, InvalidArgumentError, UnimplementedError
 from warpfit.ir import Batch, Program
 from warpfit.losses import Loss, LossFunction
 from warpfit.ops import OPERATORS
@@ -153,6 +153,21 @@ def test_a_broken_request_is_refused(field, wrong):
     with pytest.raises(InvalidArgumentError) as caught:
         search_codec.search_from_message(message)
     assert caught.value.field.partition(".")[0] == field
+
+
+@pytest.mark.parametrize("place", ["rules", "rules.arguments", "rules.nesting", "units"])
+def test_a_field_of_a_newer_contract_is_refused_wherever_it_is(place):
+    newer, request = bytes([0x98, 0x7D, 1]), pb.SearchRequest(content_id=KEY)
+    part = {
+        "rules": lambda: request.rules,
+        "rules.arguments": lambda: request.rules.arguments["pow"],
+        "rules.nesting": request.rules.nesting.add,
+        "units": lambda: request.units,
+    }[place]()
+    part.MergeFromString(newer)
+    with pytest.raises(UnimplementedError) as caught:
+        search_codec.search_from_bytes(request.SerializeToString())
+    assert caught.value.reason == "UNKNOWN_FIELD"
 
 
 @st.composite
