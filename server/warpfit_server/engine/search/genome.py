@@ -155,7 +155,7 @@ _GRAFT: Final = 6
 #: island, and times that a structure with constants is tried before it counts as tried.
 _ATTEMPTS: Final = 4
 _MIGRANTS: Final = 1000
-_TRIES: Final = 8
+_TRIES: Final = 3
 #: Random formulas that are tried for a place.
 _TRIALS: Final = 20
 #: Greatest magnitude of a constant: its square is a number of float32.

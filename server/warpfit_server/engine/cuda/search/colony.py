@@ -59,7 +59,7 @@ _COLONY: Final = argument_struct(_TEMPLATE, "Colony")
 #: Widths of genomes for which kernels are compiled: they hold so many numbers for each thread.
 _WIDTHS: Final = (64, 128, genome.MOST_TOKENS)
 #: Formulas of a colony and of an island, where a request does not say.
-_FORMULAS: Final = 1 << 17
+_FORMULAS: Final = 1 << 18
 _ISLAND: Final = 512
 #: Generations between two rounds of fits, which take a third of the time then.
 _FIT_EVERY: Final = 8
@@ -68,7 +68,7 @@ _CHUNK: Final = 1 << 16
 #: Formulas whose work is given to the device before the host waits for it: some 2 ms.
 _AT_ONCE: Final = 1 << 17
 #: Places of the table of structures that were tried; a power of 2.
-_TRIED: Final = 1 << 23
+_TRIED: Final = 1 << 25
 _THREADS: Final = 128
 #: Programs that one block sorts by length before they are interpreted.
 _SORTED: Final = 4096
