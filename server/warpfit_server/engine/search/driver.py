@@ -187,6 +187,8 @@ class _Search:
         self._rng = np.random.default_rng(request.seed)
         self._loss: LossFunction = request.loss_function
         self._archive = _Archive()
+        self._target = float(self._signed(request.target_loss))
+        """Loss on the screening rows at which all rows are asked."""
         self._loaded: list[bytes] = []
         self._colony: Colony | None = None
         self._pairing: PairSearch | None = None
@@ -208,7 +210,7 @@ class _Search:
         settings: ColonySettings,
     ) -> Steps[SearchProgress]:
         """Run the search to its end."""
-        request = self._request
+        request, self._settings = self._request, settings
         rows = self._draw_rows()
         columns = self._choose_columns(rows)
         self._grammar = new_grammar(request, [columns])
@@ -216,27 +218,76 @@ class _Search:
         self._rows = self._load_rows(rows, np.dtype(np.float64))
         self._statistics = TargetStatistics.of_rows(self._rows, slice(0, len(rows)))
         self._screening = self._screen(rows, columns)
-        if self._screening.spread == 0.0:
-            return self._progress(SearchReason.TARGET_LOSS)
+        if self._screening.spread == 0.0:  # the constant is exact, and nothing gets better
+            is_asked = self._signed(request.target_loss) >= 0.0
+            return self._progress(SearchReason.TARGET_LOSS if is_asked else SearchReason.IDLE)
         given = self._grammar, self._units, self._screening, settings
         colony = self._colony = new_colony(*given)
-        reason: SearchReason | None = None
         try:
-            yield from colony.populate()
-            yield from self._insert_guesses(settings)
-            if request.pairs and request.template is None:
-                self._pairing = self._pair_search(columns, new_weigher())
-                for _ in range(_FIRST_PAIRS):
-                    if self._ended() is not None:
-                        break
-                    yield from self._pair(settings)
-            reason = yield from self._evolve(colony, settings)
+            reason = yield from self._within_time(self._search(colony, columns, new_weigher))
             yield from self._fit((yield from colony.best()))
         except CancelledError:
-            reason = SearchReason.CANCELLED
-        if reason is not SearchReason.CANCELLED:
-            yield from self._fit_all_rows()
+            return self._progress(SearchReason.CANCELLED)
+        yield from self._fit_all_rows()
         return self._progress(reason)
+
+    def _search(
+        self, colony: Colony, columns: list[int], new_weigher: Callable[[], Weigher]
+    ) -> Steps[SearchReason]:
+        """Search from the first formulas to the end; return why it ends."""
+        settings = self._settings
+        yield from colony.populate()
+        yield from self._insert_guesses(settings)
+        if self._request.pairs and self._request.template is None:
+            self._pairing = self._pair_search(columns, new_weigher())
+            for _ in range(_FIRST_PAIRS):
+                if self._ended() is not None:
+                    break
+                yield from self._pair(settings)
+        while True:
+            reason = yield from self._evolve(colony, settings)
+            if reason is not SearchReason.TARGET_LOSS or (yield from self._is_met()):
+                return reason
+
+    def _within_time(self, steps: Steps[SearchReason]) -> Steps[SearchReason]:
+        """Run steps until the time is over or the search is cancelled, whatever they do then."""
+        try:
+            while True:
+                try:
+                    waits_for = next(steps)
+                except StopIteration as end:
+                    reason: SearchReason = end.value
+                    return reason
+                yield waits_for
+                if self._cancelled[0]:
+                    raise CancelledError("the search was cancelled", "CANCELLED")
+                if self._time_is_over():
+                    return SearchReason.TIME
+        finally:
+            steps.close()
+
+    def _time_is_over(self) -> bool:
+        limit = self._request.max_seconds * (1.0 - _FINAL_SHARE * self._has_many_rows)
+        return limit > 0 and time.monotonic() - self._began >= limit
+
+    def _is_met(self) -> Steps[bool]:
+        """Return whether a formula has the loss that was asked for on all rows of the request.
+
+        If none has it, the search goes on until the screening rows have a much better one.
+        """
+        if not self._has_more_rows:
+            return True
+        losses = yield from self._losses_of_all_rows()
+        if float(np.nanmin(losses, initial=math.inf)) <= self._signed(self._request.target_loss):
+            return True
+        self._target = 0.1 * self._archive.best()
+        return False
+
+    def _losses_of_all_rows(self) -> Steps[Floats]:
+        """Return the losses of the front on all rows, as numbers that are less if better."""
+        front = self._front()
+        fit = yield from self._optimize(self._dataset, front.batch, 1)
+        return np.asarray(self._signed(fit.losses.reshape(-1)), np.float64)
 
     def _evolve(self, colony: Colony, settings: ColonySettings) -> Steps[SearchReason]:
         """Run generations and fits until the search ends; return why."""
@@ -281,11 +332,11 @@ class _Search:
         assert colony is not None
         if self._cancelled[0]:
             return SearchReason.CANCELLED
-        if self._archive.best() <= self._signed(request.target_loss):
+        if self._archive.best() <= self._target:
             return SearchReason.TARGET_LOSS
-        share = 1.0 - _FINAL_SHARE * self._has_many_rows
+        if self._time_is_over():
+            return SearchReason.TIME
         for reason, limit, reached in (
-            (SearchReason.TIME, request.max_seconds * share, time.monotonic() - self._began),
             (SearchReason.GENERATIONS, request.max_generations, self._generations),
             (SearchReason.FORMULAS, request.max_formulas, colony.formulas),
             (SearchReason.IDLE, request.idle_generations, self._idle),
@@ -299,9 +350,17 @@ class _Search:
         return 1.0 - loss if self._loss.is_score else loss
 
     @property
-    def _has_many_rows(self) -> bool:
+    def _all_rows(self) -> int:
         start, stop = self._request.rows or (0, self._dataset.layout.rows)
-        return stop - start > _MANY_ROWS * self._request.screening_rows
+        return stop - start
+
+    @property
+    def _has_more_rows(self) -> bool:
+        return self._all_rows > len(self._screening.target)
+
+    @property
+    def _has_many_rows(self) -> bool:
+        return self._all_rows > _MANY_ROWS * self._request.screening_rows
 
     def _pair_search(self, columns: list[int], weigher: Weigher) -> PairSearch:
         """Return the search for pairs and sums of short formulas on the screening rows."""
@@ -387,9 +446,8 @@ class _Search:
 
     def _fit_all_rows(self) -> Steps[None]:
         """Fit the front on all rows of the request, as well as the time allows."""
-        start, stop = self._request.rows or (0, self._dataset.layout.rows)
         found = self._archive.front()
-        if stop - start <= len(self._screening.target) or not found:
+        if not self._has_more_rows or not found:
             return
         front = self._front()
         deadline = None
