@@ -18,12 +18,13 @@ request::
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 import warpfit
-from warpfit import codec
+from warpfit import codec, search_codec
 from warpfit.aio import AsyncClient
 from warpfit.client import Client
 from warpfit.dataset import Dataset
@@ -37,8 +38,9 @@ from warpfit.errors import (
 )
 from warpfit.expressions import reference
 from warpfit.fitting import FitProgress
-from warpfit.ir import Program
+from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Timings
+from warpfit.searching import Front, SearchProgress, SearchReason
 from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.transport.call import Request, UploadStream
 from warpfit.transport.connection import Connection, RetryPolicy, Target
@@ -68,6 +70,7 @@ class InProcessServer:
             "ReleaseVariables": self._release,
             "Evaluate": self._evaluate,
             "Optimize": self._optimize,
+            "Search": self._search,
             "GetServerInfo": self._info,
         }
 
@@ -184,6 +187,47 @@ class InProcessServer:
         for progress in reports:
             yield codec.fit_answer_from_bytes(codec.progress_to_bytes(progress))
         yield codec.fit_answer_from_bytes(codec.fit_to_bytes(result))
+
+    def _search(self, message: pb.SearchRequest) -> Iterator[Any]:
+        """Try the constant and a + b x of each variable; say so once, and end."""
+        request = search_codec.search_from_message(message)
+        dataset = self._dataset(request.dataset_id)
+        request.check(dataset.layout)
+        assert dataset.target is not None
+        rows = slice(*request.row_range(dataset.layout))
+        target = dataset.target[rows].astype(np.float64)
+        p, columns = Program.parameter, request.columns(dataset.layout)
+        found = [(float(target.var()), p(0), [float(target.mean())])]
+        for column in columns:
+            values = dataset.variables[column][rows].astype(np.float64)
+            pairs = np.stack([values, np.ones(len(values))], axis=1)
+            fitted, *_ = np.linalg.lstsq(pairs, target, rcond=None)
+            loss = float(np.square(target - pairs @ fitted).mean())
+            scaled = Program.apply("mul", Program.variable(column), p(0))
+            found.append((loss, Program.apply("add", scaled, p(1)), fitted.tolist()))
+        best = min(found[1:], key=lambda one: one[0])
+        kept = found[:1] if best[0] >= found[0][0] else [found[0], best]
+        batch = Batch.of([one[1] for one in kept], [one[2] for one in kept])
+        sizes = np.arange(1, 1 + len(kept))
+        front = Front(batch, sizes, np.array([one[0] for one in kept]))
+        progress = SearchProgress(front, formulas=len(found), distinct=len(found))
+        reasons = {
+            SearchReason.GENERATIONS: request.max_generations,
+            SearchReason.FORMULAS: request.max_formulas,
+            SearchReason.TIME: request.max_seconds,
+        }
+        last = replace(
+            progress,
+            seconds=request.max_seconds,
+            generations=request.max_generations,
+            reason=next(reason for reason, limit in reasons.items() if limit),
+        )
+        end = search_codec.search_end(Timings())
+        for data in (
+            search_codec.progress_to_bytes(progress),
+            search_codec.progress_to_bytes(last) + end,
+        ):
+            yield pb.SearchResponse.FromString(data)
 
     def _dataset(self, content_id: bytes) -> Dataset:
         dataset = self._datasets.get(codec.check_content_id(content_id))

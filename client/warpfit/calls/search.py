@@ -130,7 +130,7 @@ class SearchOptions(TypedDict, total=False):
     """Return what was found, with the reason None, if the server is lost for good meanwhile,
     instead of failing."""
     progress: Callable[[SearchResult], object] | None
-    """Called about once a second with what there is; the search ends if it returns True."""
+    """Called about once a second with what there is; a result that is true ends the search."""
 
 
 def build_search(data: DatasetHandle, options: SearchOptions) -> SearchRequest:
@@ -478,7 +478,7 @@ class SearchRun:
 
     def _report(self, progress: SearchProgress) -> None:
         self._now = progress
-        wants_end = self._progress is not None and self._progress(self.result()) is True
+        wants_end = self._progress is not None and self._progress(self.result())
         if wants_end and progress.reason is None:
             raise SearchEndedError(SearchReason.CANCELLED)
 

@@ -47,6 +47,11 @@ def optimize_request(content_id: bytes) -> pb.OptimizeRequest:
     return pb.OptimizeRequest(problem=problem, max_iterations=3)
 
 
+def search_request(content_id: bytes) -> pb.SearchRequest:
+    """Ask for a short search."""
+    return pb.SearchRequest(content_id=content_id, max_generations=1, population=64)
+
+
 #: Of each method: whether requests and answers are streams, and a request for a data set.
 METHODS: dict[str, tuple[bool, bool, Callable[[Dataset], Any]]] = {
     "UploadVariables": (True, False, lambda d: codec.upload_messages(d, 64)),
@@ -54,6 +59,7 @@ METHODS: dict[str, tuple[bool, bool, Callable[[Dataset], Any]]] = {
     "GetVariables": (False, False, codec.get_message),
     "Evaluate": (False, True, lambda d: evaluate_request(d.content_id)),
     "Optimize": (False, True, lambda d: optimize_request(d.content_id)),
+    "Search": (False, True, lambda d: search_request(d.content_id)),
     "ReleaseVariables": (False, False, codec.release_message),
     "GetServerInfo": (False, False, lambda d: pb.GetServerInfoRequest()),
 }

@@ -1,0 +1,250 @@
+"""`Client.search`: its arguments, its result, and a search that is interrupted."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import warpfit
+from warpfit import search_codec, testing
+from warpfit.calls.search import merged, unscaled
+from warpfit.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from warpfit.ir import Batch
+from warpfit.request import Timings
+from warpfit.searching import Form, Front, SearchProgress, SearchReason
+from warpfit.v1 import evaluator_pb2 as pb
+
+X = np.random.default_rng(0).normal(size=(50, 3))
+Y = 2.0 * X[:, 1] + 1.0
+
+
+@pytest.fixture
+def data(client):
+    return client.upload(X, Y, names=["a", "b", "c"], dtype="float64")
+
+
+def test_the_result_is_a_front_with_texts(client, data):
+    seen = []
+    found = client.search(data, generations=3, progress=seen.append)
+    assert found.reason == SearchReason.GENERATIONS
+    assert found.texts[1] == str(found.best).replace("x2", "b")
+    assert found.losses[1] < 1e-20 < found.losses[0]
+    assert found.sizes.tolist() == [1, 2]
+    assert len(found) == 2
+    values = client.evaluate(data, [found.best])[:, 0]
+    np.testing.assert_allclose(values, Y)
+    assert [one.reason for one in seen] == [None, SearchReason.GENERATIONS]
+    assert "b" in repr(found)
+    assert "ended by generations" in found._repr_html_()
+
+
+def test_a_callback_that_returns_true_ends_the_search(client, data):
+    found = client.search(data, seconds=1e6, progress=lambda found: found.losses.min() < 1e-20)
+    assert (found.reason, found.generations) == (SearchReason.CANCELLED, 0)
+    assert client.search(data, formulas=5).reason == SearchReason.FORMULAS
+
+
+def test_what_a_callback_raises_leaves_the_search_as_it_is(client, data):
+    def fail(found):
+        raise UnavailableError("of the caller")
+
+    with pytest.raises(UnavailableError, match="of the caller"):
+        client.search(data, generations=1, progress=fail)
+    assert client.search(data, generations=1).reason == SearchReason.GENERATIONS
+
+
+def test_asyncio():
+    async def run():
+        async with testing.async_client() as client:
+            data = await client.upload(X, Y)
+            return await client.search(data, generations=1)
+
+    assert asyncio.run(run()).reason == SearchReason.GENERATIONS
+
+
+@pytest.mark.parametrize(
+    ("reason", "field", "options"),
+    [
+        ("BUDGET_MISSING", "max_seconds", {}),
+        ("BUDGET_MISSING", "max_seconds", {"target_loss": 0.1}),
+        ("BAD_SETTING", "seconds", {"seconds": 0}),
+        ("BAD_SETTING", "seconds", {"seconds": float("nan")}),
+        ("BAD_SETTING", "seconds", {"seconds": "ten"}),
+        ("BAD_SETTING", "generations", {"generations": 0}),
+        ("BAD_SETTING", "generations", {"generations": 1.5}),
+        ("BAD_SETTING", "formulas", {"formulas": -1}),
+        ("BAD_SETTING", "population", {"population": 0}),
+        ("UNKNOWN_OPERATOR", "operators", {"operators": ["plus"]}),
+        ("UNKNOWN_OPERATOR", "operators", {"operators": "plus"}),
+        ("BAD_SETTING", "weight of add", {"operators": {"add": "often"}}),
+        ("BAD_SETTING", "variables", {"variables": ["d"]}),
+        ("VARIABLE_OUT_OF_RANGE", "variables", {"variables": [3]}),
+        ("BAD_SETTING", "group", {"group": "d"}),
+        ("BAD_SETTING", "counts", {"counts": ["exp"]}),
+        ("BAD_SETTING", "nesting", {"nesting": {"exp": 1}}),
+        ("BAD_SETTING", "arguments", {"arguments": [1]}),
+        ("BAD_SETTING", "arguments of pow", {"arguments": {"pow": 1}}),
+        ("BAD_SETTING", "units", {"target_unit": "m"}),
+        ("BAD_SETTING", "units", {"units": {"d": "m"}}),
+        ("UNKNOWN_UNIT", "units of a", {"units": {"a": "parsnips/day?"}}),
+        (
+            *("UNSATISFIABLE", "units"),
+            {"units": {"a": "m"}, "target_unit": "kg", "dimensionless_constants": True},
+        ),
+        ("BAD_ENUM", "form", {"form": "round"}),
+        ("BAD_ENUM", "loss", {"loss": "worst"}),
+        ("BAD_SETTING", "progress", {"progress": 3}),
+        ("UNKNOWN_KEYWORD", "second", {"second": 3}),
+        ("BAD_TIMEOUT", "timeout", {"timeout": 0, "seconds": 1}),
+    ],
+)
+def test_a_mistake_is_named(reason, field, options):
+    with testing.client() as client:
+        data = client.upload(X, Y, names=["a", "b", "c"])
+        budget = {} if reason == "BUDGET_MISSING" else {"formulas": 9}
+        with pytest.raises(InvalidArgumentError) as caught:
+            client.search(data, **(budget | options))
+        assert (caught.value.reason, caught.value.field) == (reason, field)
+
+
+# ----------------------------------------------------------------------------------- interruptions
+
+
+def progress(text, loss, size, **given):
+    """Return a progress with the constant and one formula, all of whose parameters are 2."""
+    program = warpfit.parse(text)
+    batch = Batch.of([warpfit.parse("p1"), program], [[0.5], [2.0] * program.parameters])
+    front = Front(batch, np.array([1, size]), np.array([9.0, loss]))
+    return SearchProgress(front, **given)
+
+
+class Interrupted(testing.InProcessServer):
+    """Answers a search by a script: each attempt has progress, and a failure if it is not last."""
+
+    def __init__(self, *attempts):
+        super().__init__()
+        self.attempts, self.requests = list(attempts), []
+        self._methods["Search"] = self._attempt
+
+    def _attempt(self, message):
+        self.requests.append(search_codec.search_from_message(message))
+        *answers, failure = self.attempts.pop(0)
+        for answer in answers:
+            data = search_codec.progress_to_bytes(answer)
+            if answer.reason is not None:
+                data += search_codec.search_end(Timings())
+            yield pb.SearchResponse.FromString(data)
+        if failure is not None:
+            raise failure
+
+
+def texts_of(programs):
+    return [str(program).replace(" ", "") for program in programs]
+
+
+LOST = UnavailableError("the engine is restarting", "ENGINE_RESTARTING")
+BUSY = ResourceExhaustedError("busy", "TOO_MANY_SEARCHES", retry_after=0.001)
+FIRST = progress("sin(p3*x1)*p1 + p2", 3.0, 4, seconds=6.0, generations=60, formulas=600, fits=7)
+WORSE = progress("x2*p1 + p2", 5.0, 2, seconds=1.0, generations=10, formulas=100)
+LAST = progress(
+    *("x3^2*p1 + p2", 1.0, 3),
+    **{"seconds": 3.0, "generations": 30, "formulas": 300, "reason": SearchReason.TIME},
+)
+
+
+def search(*attempts, **options):
+    server = Interrupted(*attempts)
+    with testing.client(server) as client:
+        data = client.upload(X, Y)
+        return server, client.search(data, **({"seconds": 10.0} | options))
+
+
+def test_a_search_goes_on_from_its_front_with_what_is_left_of_the_budget():
+    attempts = (LOST,), (FIRST, LOST), (LOST,), (BUSY,), (WORSE, LOST), (LAST, None)
+    server, found = search(*attempts, generations=500, formulas=10_000)
+    budgets = [(r.max_seconds, r.max_generations, r.max_formulas) for r in server.requests]
+    assert budgets == [(10, 500, 10_000)] * 2 + [(4, 440, 9_400)] * 3 + [(3, 430, 9_300)]
+    texts = [r.guesses and texts_of(r.guesses) for r in server.requests]
+    first = ["sin(p1*x1)"]
+    assert texts == [None, None, first, first, first, [*first, "x2"][::-1]]
+    assert server.requests[2].guesses.parameters.tolist() == [2.0]
+    assert found.interruptions == 2
+    assert found.reason == SearchReason.TIME
+    assert (found.seconds, found.generations, found.tried, found.fits) == (10.0, 100, 1_000, 7)
+    assert found.losses.tolist() == [9.0, 5.0, 1.0]  # of size 4 there was nothing better
+    assert found.sizes.tolist() == [1, 2, 3]
+    assert "interrupted 2 times" in repr(found)
+
+
+def test_guesses_of_the_caller_stay():
+    server, _ = search((FIRST, LOST), (LAST, None), guesses=["2.5*x1 + p1"])
+    guesses = server.requests[1].guesses
+    assert texts_of(guesses) == ["p2*x1+p1", "sin(p1*x1)"]
+    assert guesses.parameters.tolist() == [1.0, 2.5, 2.0]
+
+
+def test_a_data_set_that_is_removed_meanwhile_is_sent_again():
+    gone = warpfit.DatasetNotFoundError()
+    server, found = search((FIRST, gone), (LAST, None))
+    assert server.calls.count("UploadVariables") == 2
+    assert found.interruptions == 1
+    assert server.requests[1].max_seconds == 4.0
+
+
+def test_a_search_whose_budget_is_spent_ends_as_it_is_interrupted():
+    server, found = search((FIRST, LOST), seconds=6.0)
+    assert len(server.requests) == 1
+    assert (found.reason, found.losses.min()) == (SearchReason.TIME, 3.0)
+
+
+def test_a_search_that_engines_die_of_again_and_again_is_given_up():
+    with pytest.raises(FailedPreconditionError) as caught:
+        search(*[(WORSE, LOST)] * 9, seconds=100)
+    assert caught.value.reason == "SEARCH_INTERRUPTED"
+
+
+def test_what_was_found_can_be_had_if_the_server_is_lost_for_good():
+    def run(**options):
+        server = Interrupted((FIRST, LOST), *[(LOST,)] * 999)
+        retry = warpfit.RetryPolicy(total_seconds=0.05, initial_backoff=0.01)
+        with testing.client(server, retry=retry) as client:
+            return client.search(client.upload(X, Y), seconds=10, **options)
+
+    with pytest.raises(UnavailableError):
+        run()
+    found = run(partial=True)
+    assert (found.reason, found.losses.min(), found.interruptions) == (None, 3.0, 1)
+
+
+def test_the_best_of_scores_is_the_highest():
+    first, second = (progress("x1", loss, size).front for loss, size in ((0.5, 2), (0.25, 3)))
+    first.losses[0] = second.losses[0] = 0.0
+    assert merged(first, second, is_score=True).losses.tolist() == [0.0, 0.5]
+    assert merged(first, second).losses.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("p1 + p2*sin(x1)", "sin(x1)"),
+        ("p2*sin(x1) + p1", "sin(x1)"),
+        ("sin(x1)*p1 + p2", "sin(x1)"),
+        ("sin(x1) + p1", "sin(x1)"),
+        ("p1*x1*p2 + p3", "p1*x1"),
+        ("x1 + x2", "x1 + x2"),
+        ("p1 - x1", "p1 - x1"),
+        ("p1", "p1"),
+    ],
+)
+def test_slope_and_intercept_are_no_part_of_a_guess(text, wanted):
+    assert texts_of([unscaled(warpfit.parse(text))]) == [wanted.replace(" ", "")]
+
+
+def test_a_plain_search_goes_on_with_whole_formulas():
+    server, _ = search((FIRST, LOST), (LAST, None), form=Form.PLAIN)
+    assert "sin(p3*x1)*p1+p2" in texts_of(server.requests[1].guesses)
